@@ -1,0 +1,1 @@
+"""Computes: Triton kernels, each beside its torch reference. Knows no mesh and no process group."""

@@ -1,0 +1,1 @@
+"""Decides: mesh, instructions, programs, generators, passes, proofs, simulator, drawings. No torch, no Ray."""

@@ -1,0 +1,240 @@
+"""Proves, before anything runs, that a program is complete, ordered, matched and free of deadlock."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pentad.schedules.graph import build, cycle, meetings, ranks_of
+from pentad.schedules.grid import order_grid
+from pentad.schedules.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, Unit, units_of
+from pentad.schedules.order import ScheduleError, backward_ops, inputs_of
+from pentad.schedules.program import Program, Stream, index_of
+
+
+def check(program: Program, *, replicas: int = 1) -> None:
+    """Raises ScheduleError naming the culprit, with the grid of instructions around it. `replicas` is the mesh's dp.
+
+    Proven, in this order: no instruction twice; every microbatch has F, then B and W or BW, on one rank that holds the
+    stage, weight gradients in microbatch order; every result is there, or received, before it is used; waits name
+    earlier instructions; slots are refilled only after their last reader; the k-th send of a communicator meets the
+    k-th receive of the same tensor; collectives of a group meet in the same order on every member; gradients are
+    reduced after their last W and before NORM, NORM before STEP; no cycle through lanes, waits and rendezvous.
+    """
+    try:
+        for rank, stream in enumerate(program.streams):
+            _check_unique(rank, stream)
+            _check_waits(rank, stream)
+        _check_complete(program)
+        _check_data(program)
+        for rank, stream in enumerate(program.streams):
+            _check_slots(rank, stream)
+            _check_ending(rank, stream, program, replicas)
+        _check_meetings(program)
+        _check_cycle(program)
+    except ScheduleError as error:
+        grid = order_grid(program, mark=(error.rank, error.index))
+        raise ScheduleError(f"program {program.name} is refused: {error}\n{grid}", error.rank, error.index) from None
+
+
+def peak_activations(program: Program) -> list[float]:
+    """Most activations each rank keeps at once, in microbatches of a whole rank; B frees half of one, W the rest."""
+    share = {Op.F: 1.0, Op.B: -0.5, Op.W: -0.5, Op.BW: -1.0}
+    peaks = []
+    for stream in program.streams:
+        held = peak = 0.0
+        for part in units_of(stream):
+            held += share.get(part.op, 0.0) / program.chunks
+            peak = max(peak, held)
+        peaks.append(peak)
+    return peaks
+
+
+def _check_unique(rank: int, stream: Stream) -> None:
+    seen: set[Key] = set()
+    for index, unit in enumerate(stream):
+        for part in unit.parts:
+            if part.key in seen:
+                raise ScheduleError(f"rank {rank} runs {part.key} twice", rank, index)
+            seen.add(part.key)
+
+
+def _check_waits(rank: int, stream: Stream) -> None:
+    position = index_of(stream)
+    for index, unit in enumerate(stream):
+        for key in unit.waits:
+            if key not in position:
+                raise ScheduleError(f"rank {rank}: {unit.key} waits for {key}, which is not in its stream", rank, index)
+            if position[key] >= index:
+                raise ScheduleError(f"rank {rank}: {unit.key} waits for {key}, which comes after it", rank, index)
+
+
+def _check_complete(program: Program) -> None:
+    runs: dict[tuple[int, int], dict[Op, tuple[int, int]]] = {}
+    for rank, stream in enumerate(program.streams):
+        latest: dict[int, int] = {}
+        for index, unit in enumerate(stream):
+            for part in unit.parts:
+                if part.op not in COMPUTE:
+                    continue
+                _check_place(program, part, rank, index)
+                ops = runs.setdefault((part.stage, part.microbatch), {})
+                if part.op in ops:
+                    raise ScheduleError(f"rank {rank} runs {part.key}, and so does rank {ops[part.op][0]}", rank, index)
+                ops[part.op] = (rank, index)
+                if part.op in (Op.W, Op.BW):
+                    before = latest.get(part.stage, -1)
+                    if part.microbatch < before:
+                        text = f"rank {rank}: {part.key} comes after the weight gradient of microbatch {before}"
+                        raise ScheduleError(f"{text}, but gradients accumulate in microbatch order", rank, index)
+                    latest[part.stage] = part.microbatch
+    for stage in range(program.stages):
+        for mb in range(program.microbatches):
+            _check_microbatch(program, stage, mb, runs.get((stage, mb), {}))
+
+
+def _check_place(program: Program, part: Instruction, rank: int, index: int) -> None:
+    if part.stage not in program.placement[rank]:
+        raise ScheduleError(f"rank {rank} runs {part.key}, but holds stages {program.placement[rank]}", rank, index)
+    if not 0 <= part.microbatch < program.microbatches:
+        text = f"rank {rank} runs {part.key}, but there are {program.microbatches} microbatches"
+        raise ScheduleError(text, rank, index)
+
+
+def _check_microbatch(program: Program, stage: int, mb: int, runs: dict[Op, tuple[int, int]]) -> None:
+    kinds = sorted(runs)
+    if kinds not in (sorted([Op.F, Op.BW]), sorted([Op.F, Op.B, Op.W])):
+        rank, index = next(iter(runs.values()), (program.holders(stage)[0], -1))
+        have = ", ".join(str(Key(op, stage, mb)) for op in runs) or "nothing"
+        want = f"{Key(Op.F, stage, mb)} with {Key(Op.BW, stage, mb)} or with {Key(Op.B, stage, mb)} and {Key(Op.W, stage, mb)}"
+        raise ScheduleError(f"stage {stage}, microbatch {mb}: found {have}, wanted {want}", rank, index)
+    if len({rank for rank, _ in runs.values()}) > 1:
+        rank, index = runs[kinds[0]]
+        raise ScheduleError(f"stage {stage}, microbatch {mb} runs on several ranks: {runs}", rank, index)
+
+
+def _check_data(program: Program) -> None:
+    """Every result that an instruction reads was made on this rank before, or is waited for as a receive."""
+    backward = backward_ops(program)
+    where = {p.key: r for r, s in enumerate(program.streams) for p in units_of(s) if p.op in COMPUTE}
+    for rank, stream in enumerate(program.streams):
+        position = index_of(stream)
+        for index, unit in enumerate(stream):
+            for part in unit.parts:
+                if part.op in SENDS:
+                    _check_send(part, rank, index)
+                for made in inputs_of(part, program, backward):
+                    if where[made] == rank:
+                        if position[made] >= index and made not in {p.key for p in unit.parts}:
+                            raise ScheduleError(f"rank {rank}: {part.key} reads {made}, which comes after it", rank, index)
+                    else:
+                        _check_receive(part, made, where[made], stream, position, rank, index)
+
+
+def _check_send(part: Instruction, rank: int, index: int) -> None:
+    ops = (Op.F,) if part.op is Op.SEND_F else (Op.B, Op.BW)
+    if not any(Key(op, part.stage, part.microbatch) in part.waits for op in ops):
+        raise ScheduleError(f"rank {rank}: {part.key} does not wait for the result it sends", rank, index)
+
+
+def _check_receive(
+    part: Instruction, made: Key, source: int, stream: Stream, position: dict[Key, int], rank: int, index: int
+) -> None:
+    wanted = Key(Op.RECV_F if made.op is Op.F else Op.RECV_B, part.stage, part.microbatch)
+    if wanted not in part.waits:
+        raise ScheduleError(f"rank {rank}: {part.key} reads {made} of rank {source} but does not wait for {wanted}", rank, index)
+    receive = stream[position[wanted]].parts[0]
+    if receive.peer != source:
+        text = f"rank {rank}: {wanted} receives from rank {receive.peer}, but {made} runs on rank {source}"
+        raise ScheduleError(text, rank, position[wanted])
+
+
+def _check_slots(rank: int, stream: Stream) -> None:
+    """A slot is granted again only behind the last reader of what it held: B of an activation, W of a gradient."""
+    position = index_of(stream)
+    held: dict[tuple[Op, int], Instruction] = {}
+    for index, unit in enumerate(stream):
+        part = unit.parts[0]
+        if part.op not in RECEIVES:
+            continue
+        if part.slot < 0:
+            raise ScheduleError(f"rank {rank}: {part.key} has no slot", rank, index)
+        before = held.get((part.op, part.slot))
+        if before is not None:
+            ends = (Op.B, Op.BW) if part.op is Op.RECV_F else (Op.W, Op.BW)
+            reader = max(position.get(Key(op, before.stage, before.microbatch), -1) for op in ends)
+            computes = [position[key] for key in part.waits if key.op in COMPUTE]
+            if reader < 0 or max(computes, default=-1) < reader:
+                text = f"rank {rank}: {part.key} refills slot {part.slot}, which {stream[reader].key} still reads"
+                raise ScheduleError(text, rank, index)
+        held[part.op, part.slot] = part
+
+
+def _check_ending(rank: int, stream: Stream, program: Program, replicas: int) -> None:
+    """Lowered programs only: ALL_REDUCE of every shared stage, NORM behind them and behind all compute, then STEP."""
+    position = index_of(stream)
+    norm, step = Key(Op.NORM, -1, -1), Key(Op.STEP, -1, -1)
+    if norm not in position or step not in position:
+        missing = "NORM" if norm not in position else "STEP"
+        raise ScheduleError(f"rank {rank} has no {missing}", rank, len(stream) - 1)
+    parts: dict[Key, Unit] = {part.key: part for part in units_of(stream)}
+    if norm not in parts[step].waits:
+        raise ScheduleError(f"rank {rank}: STEP does not wait for NORM", rank, position[step])
+    last = max((index for key, index in position.items() if key.op in COMPUTE), default=-1)
+    if not any(position[key] >= last for key in parts[norm].waits if key.op in COMPUTE):
+        raise ScheduleError(f"rank {rank}: NORM does not wait for {stream[last].key}", rank, position[norm])
+    for stage in program.placement[rank]:
+        if replicas == 1 and len(program.holders(stage)) == 1:
+            continue
+        reduce = Key(Op.ALL_REDUCE, stage, -1)
+        if reduce not in position:
+            raise ScheduleError(f"rank {rank} never reduces the gradients of stage {stage}", rank, len(stream) - 1)
+        final = max(position[key] for key in position if key.op in (Op.W, Op.BW) and key.stage == stage)
+        if max((position[k] for k in parts[reduce].waits if k.op in COMPUTE), default=-1) < final:
+            text = f"rank {rank}: {reduce} does not wait for {stream[final].key}"
+            raise ScheduleError(text, rank, position[reduce])
+        if reduce not in parts[norm].waits:
+            raise ScheduleError(f"rank {rank}: NORM does not wait for {reduce}", rank, position[norm])
+
+
+def _check_meetings(program: Program) -> None:
+    for where, sides in meetings(program).items():
+        if isinstance(where, tuple) and where[0] in SENDS:
+            kind, source, target = where
+            _check_channel(program, kind, source, target, sides.get(source, []), sides.get(target, []))
+            continue
+        ranks = ranks_of(program, program.streams[next(iter(sides))][next(iter(sides.values()))[0].index])
+        first = [program.streams[n.rank][n.index].key for n in sides.get(ranks[0], [])]
+        for rank in ranks[1:]:
+            keys = [program.streams[n.rank][n.index].key for n in sides.get(rank, [])]
+            if keys != first:
+                k = next((k for k, pair in enumerate(zip(keys, first, strict=False)) if pair[0] != pair[1]), len(keys))
+                index = sides[rank][k].index if rank in sides and k < len(keys) else len(program.streams[rank]) - 1
+                text = f"collective {k} of ranks {ranks} is {_named(first, k)} on rank {ranks[0]} and {_named(keys, k)} on rank {rank}"
+                raise ScheduleError(text, rank, index)
+
+
+def _check_channel(program: Program, kind: Op, source: int, target: int, sends: list, receives: list) -> None:
+    sent = [program.streams[n.rank][n.index].key for n in sends]
+    received = [program.streams[n.rank][n.index].key for n in receives]
+    shift = 1 if kind is Op.SEND_F else -1
+    for k in range(max(len(sent), len(received))):
+        wanted = Key(SENDS[kind], sent[k].stage + shift, sent[k].microbatch) if k < len(sent) else None
+        if k < len(received) and received[k] == wanted:
+            continue
+        node = receives[k] if k < len(receives) else sends[k]
+        text = f"transfer {k} ({kind} from rank {source} to rank {target}) sends {_named(sent, k)} and receives {_named(received, k)}"
+        doubled = [key for key, count in Counter(sent).items() if count > 1]
+        raise ScheduleError(text + (f"; sent twice: {doubled[0]}" if doubled else ""), node.rank, node.index)
+
+
+def _check_cycle(program: Program) -> None:
+    graph = build(program)
+    events = cycle(graph)
+    if events:
+        nodes = [graph.members[event][0] for event in events]
+        names = [f"{program.streams[n.rank][n.index].key} (rank {n.rank})" for n in nodes]
+        raise ScheduleError("deadlock: " + " waits for ".join([*names, names[0]]), nodes[0].rank, nodes[0].index)
+
+
+def _named(keys: list[Key], k: int) -> str:
+    return str(keys[k]) if k < len(keys) else "nothing"

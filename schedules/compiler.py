@@ -1,0 +1,48 @@
+"""From a schedule's name to a proven program: the chain of passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pentad.schedules.catalogue import generate
+from pentad.schedules.check import check, peak_activations
+from pentad.schedules.costs import Costs
+from pentad.schedules.finish import add_reduce, add_step
+from pentad.schedules.program import Program
+from pentad.schedules.simulate import simulate
+from pentad.schedules.transfers import add_transfers
+
+
+def compile_program(
+    name: str, ranks: int, microbatches: int, *, costs: Costs | None = None, gated: bool = False, replicas: int = 1
+) -> Program:
+    """A program for one replica of `ranks` pipeline ranks, proven. `costs` decide where receives stand (default: equal
+    costs), `gated` is for transports whose receives must not wait on the GPU, `replicas` is the mesh's dp.
+
+    Raises PentadError on sizes the schedule does not allow and ScheduleError when the proof fails.
+    """
+    order = generate(name, ranks, microbatches)
+    moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
+    program = add_step(add_reduce(moved, replicas=replicas))
+    check(program, replicas=replicas)
+    return program
+
+
+def summary(program: Program, costs: Costs) -> dict[str, Any]:
+    """The facts of a program as plain data (the JSON of `pentad schedule`): times in the unit of the costs."""
+    timeline = simulate(program, costs)
+    bubble = timeline.bubble()
+    return {
+        "name": program.name,
+        "ranks": program.ranks,
+        "microbatches": program.microbatches,
+        "chunks": program.chunks,
+        "placement": [list(stages) for stages in program.placement],
+        "makespan": timeline.makespan,
+        "longest": timeline.longest,
+        "bubble": {"makespan": bubble.makespan, "longest": bubble.longest},
+        "peak_activations": peak_activations(program),
+        "streams": [[str(unit) for unit in stream] for stream in program.compute().streams],
+        "program": [[str(unit) for unit in stream] for stream in program.streams],
+        "hash": program.hash,
+    }

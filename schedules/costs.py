@@ -1,0 +1,62 @@
+"""How long things take: the one input of simulation and planning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pentad.schedules.errors import PentadError
+from pentad.schedules.instruction import Instruction, Op
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (or any unit) of one microbatch on each stage, and of what moves between ranks.
+
+    `forward`, `backward` (input gradient only) and `weight` have an entry a stage; `transfer` is one hop of an
+    activation or gradient; `reduce` one gradient all-reduce of a stage; `norm`, `step` the end of a step; `launch`
+    is added to every compute instruction.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    transfer: float = 0.0
+    reduce: float = 0.0
+    norm: float = 0.0
+    step: float = 0.0
+    launch: float = 0.0
+
+    @staticmethod
+    def uniform(
+        stages: int, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0, *, chunks: int = 1, transfer: float = 0.0
+    ) -> Costs:
+        """The same for every stage; `forward`, `backward`, `weight` are of a whole rank, a chunk costs 1/chunks."""
+        for name, value in {"F": forward, "B": backward, "W": weight}.items():
+            if not value > 0:
+                raise PentadError(f"--costs: {name} is {value}, but a cost must be greater than 0")
+        if not transfer >= 0:
+            raise PentadError(f"--comm is {transfer}, but a transfer cannot take less than 0")
+        return Costs(*((value / chunks,) * stages for value in (forward, backward, weight)), transfer=transfer)
+
+    def of(self, instruction: Instruction) -> float:
+        """Seconds of one instruction by itself, waiting not included."""
+        stage = instruction.stage
+        match instruction.op:
+            case Op.F:
+                return self.forward[stage] + self.launch
+            case Op.B:
+                return self.backward[stage] + self.launch
+            case Op.W:
+                return self.weight[stage] + self.launch
+            case Op.BW:
+                return self.backward[stage] + self.weight[stage] + self.launch
+            case Op.SEND_F | Op.RECV_F | Op.SEND_B | Op.RECV_B:
+                return self.transfer
+            case Op.ALL_REDUCE | Op.REDUCE_SCATTER | Op.ALL_GATHER:
+                return self.reduce
+            case Op.NORM:
+                return self.norm
+            case Op.STEP:
+                return self.step
+            case _:
+                return 0.0

@@ -1,0 +1,67 @@
+"""Where a rank stands: the five axes of parallelism and the groups they form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple
+
+Axis = Literal["dp", "pp", "cp", "tp", "ep"]
+ORDER: tuple[Axis, ...] = ("pp", "dp", "ep", "cp", "tp")  # outermost first: tp ranks are neighbours
+
+
+class Coordinates(NamedTuple):
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+    ep: int
+
+    def __str__(self) -> str:
+        return f"dp{self.dp} pp{self.pp}" + "".join(f" {a}{getattr(self, a)}" for a in ("cp", "tp", "ep") if getattr(self, a))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """World size = dp * pp * cp * tp * ep.
+
+    | axis | its ranks | a dense parameter over it |
+    |---|---|---|
+    | dp | hold different samples | replicated (or sharded by ZeRO) |
+    | pp | hold different stages | split by layer |
+    | cp | split a sequence | replicated |
+    | tp | split weights, share tokens | split |
+    | ep | hold different samples and different experts | replicated |
+    """
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def size(self) -> int:
+        return math.prod(asdict(self).values())
+
+    def coordinates(self, rank: int) -> Coordinates:
+        found = {}
+        for axis in reversed(ORDER):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return Coordinates(**found)
+
+    def rank(self, at: Coordinates) -> int:
+        rank = 0
+        for axis in ORDER:
+            rank = rank * getattr(self, axis) + getattr(at, axis)
+        return rank
+
+    def group(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
+        """Ranks that differ from `rank` in the given axes only, itself included, in rank order."""
+        here = self.coordinates(rank)
+        fixed = [axis for axis in ORDER if axis not in axes]
+        others = ((other, self.coordinates(other)) for other in range(self.size))
+        return tuple(other for other, at in others if all(getattr(at, a) == getattr(here, a) for a in fixed))
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "cp", "tp", "ep") if getattr(self, axis) > 1) or "one rank"

@@ -1,0 +1,92 @@
+"""The look that all drawings share: the colour of an op, the order of rows under a rank, whole nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pentad.schedules.timeline import Span
+
+
+class Look(NamedTuple):
+    """How an op is drawn: legend text, fill on a light and on a dark page, nearest fixed colour of a trace viewer."""
+
+    label: str
+    light: str
+    dark: str
+    cname: str
+
+
+LOOKS = {
+    "F": Look("forward", "#3b7cd4", "#5c9bf0", "rail_response"),
+    "B": Look("backward, input", "#f2a93b", "#f0b355", "rail_idle"),
+    "W": Look("backward, weights", "#2e9e83", "#3fb597", "rail_load"),
+    "BW": Look("backward, both", "#cb5330", "#e0714c", "rail_animation"),
+    "RECOMPUTE": Look("recompute", "#a9c6ee", "#3d628f", "generic_work"),
+    "SEND_F": Look("send, receive activations", "#8ba6cc", "#6f8bb3", "generic_work"),
+    "RECV_F": Look("send, receive activations", "#bccbe2", "#4a5d7b", "generic_work"),
+    "SEND_B": Look("send, receive gradients", "#cfae7d", "#a98d63", "generic_work"),
+    "RECV_B": Look("send, receive gradients", "#e4d3b6", "#6f604a", "generic_work"),
+    "ALL_GATHER": Look("gather parameters", "#a79ac6", "#8a7db0", "generic_work"),
+    "FREE": Look("gather parameters", "#d3cde2", "#575070", "generic_work"),
+    "REDUCE_SCATTER": Look("reduce gradients", "#bb8fa9", "#a0738f", "generic_work"),
+    "ALL_REDUCE": Look("reduce gradients", "#bb8fa9", "#a0738f", "generic_work"),
+    "NORM": Look("norm and optimizer step", "#9aa2ae", "#7c8593", "grey"),
+    "STEP": Look("norm and optimizer step", "#6c7583", "#a3acb9", "grey"),
+    "VALIDATE": Look("validate, roll back", "#b3b9a6", "#7f8671", "grey"),
+    "ROLLBACK": Look("validate, roll back", "#8f977d", "#a0a78f", "grey"),
+    "OFFLOAD": Look("offload, reload", "#a8b5b0", "#6d7d77", "grey"),
+    "RELOAD": Look("offload, reload", "#cfd8d4", "#4c5a55", "grey"),
+}
+OTHER = Look("other", "#b6bcc6", "#6b7380", "generic_work")
+ROWS = ("compute", "receive", "send", "p2p", "gather", "reduce", "copy")
+
+
+def look(op: str) -> Look:
+    return LOOKS.get(op, OTHER)
+
+
+def ink(fill: str) -> str:
+    """Black or white, whichever reads better on `fill` (#rrggbb): contrast by WCAG 2 relative luminance."""
+    red, green, blue = (_linear(int(fill[i : i + 2], 16) / 255) for i in (1, 3, 5))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    # White is preferred a little: at these sizes it looks sharper on saturated fills than the formula says.
+    return "#ffffff" if 1.05 / (luminance + 0.05) > 0.55 * (luminance + 0.05) / 0.05 else "#16191f"
+
+
+def _linear(value: float) -> float:
+    return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+
+def row_of(lane: str) -> str:
+    """The row that draws a lane: all sends of a rank share one and all receives share one, whatever their peers."""
+    return {"SEND": "send", "RECV": "receive"}.get(lane[:4], lane)
+
+
+def row_order(rows: Iterable[str]) -> list[str]:
+    """Distinct rows in drawing order: compute, transfers, collectives, copies, then unknown ones by name."""
+    return sorted(set(rows), key=lambda row: (ROWS.index(row) if row in ROWS else len(ROWS), row))
+
+
+def nanoseconds(span: Span, zero: float) -> tuple[int, int]:
+    """Start and end as whole nanoseconds after `zero` (seconds): neighbours that touch stay neighbours."""
+    return round((span.start - zero) * 1e9), round((span.end - zero) * 1e9)
+
+
+def stack(times: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sets (start, end) pairs, sorted by start, side by side where they overlap: (level, number of levels) of each.
+
+    The number of levels counts only what overlaps: a span that meets no other has the row for itself, (0, 1).
+    """
+    levels: list[int] = []
+    depths: list[int] = []
+    ends: list[int] = []
+    for start, end in times:
+        if not ends or start >= max(ends):
+            depths += [len(ends)] * (len(levels) - len(depths))
+            ends = []
+        level = next((i for i, busy_until in enumerate(ends) if busy_until <= start), len(ends))
+        ends[level : level + 1] = [end]
+        levels.append(level)
+    depths += [len(ends)] * (len(levels) - len(depths))
+    return list(zip(levels, depths, strict=True))

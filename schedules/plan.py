@@ -1,0 +1,124 @@
+"""All that a worker needs to run: plain data, sent once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pentad.schedules.errors import PentadError
+from pentad.schedules.mesh import Mesh
+from pentad.schedules.program import Program
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a Llama-family decoder: `heads` query heads share `kv_heads` key-value heads."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one decoder layer: q, k, v, o, gate, up, down and two norms."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden + self.hidden
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """`sequences` of `length` tokens a step over the whole mesh, cut into `microbatches` a replica."""
+
+    sequences: int
+    length: int
+    microbatches: int
+    replicas: int
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one microbatch."""
+        return self.sequences // (self.microbatches * self.replicas)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over the whole mesh."""
+        return self.sequences * self.length
+
+
+@dataclass(frozen=True)
+class OptimizerShape:
+    """AdamW with decoupled weight decay, linear warm-up and a cosine to `min_learning_rate`."""
+
+    learning_rate: float
+    min_learning_rate: float
+    warmup_steps: int
+    steps: int
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, counted from 0; a pure function, so that every rank and a resumed run agree."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        left = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        low = self.min_learning_rate
+        return low + 0.5 * (self.learning_rate - low) * (1 + math.cos(math.pi * left))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Mesh, program and shapes of a run.
+
+    `layers[stage]` is (first, end) of the decoder layers that a stage holds; stage 0 also embeds, the last one has the
+    final norm, head and loss. `dtype` is of compute ('bfloat16', 'float32', 'float64'); master weights, gradients and
+    optimizer state are float32 (float64 when compute is). `device` is 'cuda' or 'cpu', `data` a corpus folder or
+    'builtin:NAME', `seed` the run's only source of randomness.
+    """
+
+    name: str
+    mesh: Mesh
+    program: Program
+    layers: tuple[tuple[int, int], ...]
+    model: ModelShape
+    batch: BatchShape
+    optimizer: OptimizerShape
+    data: str
+    seed: int
+    dtype: str
+    device: str
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that a rank of the mesh holds."""
+        return self.program.placement[self.mesh.coordinates(rank).pp]
+
+    def owner(self, stage: int) -> int:
+        """The rank that saves a stage: its first holder in the first replica."""
+        first = self.program.holders(stage)[0]
+        return next(r for r in range(self.mesh.size) if self.mesh.coordinates(r) == (0, first, 0, 0, 0))
+
+
+def split_layers(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Consecutive, as even as can be, the larger parts in the middle: the ends also embed and have the head."""
+    if layers < stages:
+        raise PentadError(f"model.layers is {layers}, but {stages} pipeline stages (mesh.pp) need at least one layer each")
+    small, extra = divmod(layers, stages)
+    middle_first = sorted(range(stages), key=lambda s: (abs(2 * s - stages + 1), s))
+    sizes = [small + (s in middle_first[:extra]) for s in range(stages)]
+    starts = [sum(sizes[:s]) for s in range(stages)]
+    return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))

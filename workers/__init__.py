@@ -1,0 +1,1 @@
+"""Executes: the instruction loop, model stages, optimizer, data, checkpoints. No Ray, no pydantic."""

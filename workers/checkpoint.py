@@ -1,0 +1,273 @@
+"""Checkpoints: each rank writes its shard, the driver commits with a manifest, anyone opens what is whole.
+
+A checkpoint is a folder `step-00000020` of safetensors files and a `manifest.json`, written last. Without a manifest
+the folder is torn, and invisible. Tensor names are global, so any mesh can read what another one wrote. Nothing here
+unpickles: safetensors and JSON only. A failing storage raises PentadError, so that a driver can go on training.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pentad.schedules.errors import PentadError
+from pentad.workers.durable import free_bytes, make_folder, storage, sync_folder, write_file
+from pentad.workers.manifest import LIMIT, Manifest, Shard, Spec, decode, encode, is_file_name, where_each_is
+
+MANIFEST = "manifest.json"
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint: its folder, step, the driver's JSON about it, and the file of each tensor."""
+
+    folder: Path
+    step: int
+    meta: dict[str, Any]
+    where: dict[str, str]
+
+
+class Found(NamedTuple):
+    """The newest valid checkpoint, if any, and each newer one that was refused, newest first, with the reason."""
+
+    checkpoint: Checkpoint | None
+    refused: tuple[tuple[Path, str], ...]
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lives under `root`."""
+    return root / f"step-{step:08d}"
+
+
+def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Shard:
+    """Writes `tensors`, of any device and layout, into `folder/file` as safetensors; whole and durable on return.
+
+    They go through the host one at a time, so a GPU's shard never doubles in host memory; the caller must not change
+    them meanwhile. PentadError, with nothing left behind, for a full or unwritable storage, a file name that is none,
+    a dtype that is not stored, and a folder that is already committed (`withdraw` it first).
+    """
+    if not is_file_name(file):
+        raise PentadError(f"file is {file!r}, wanted a plain name that ends in .safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise PentadError(f"tensor {name} has dtype {tensor.dtype}, wanted one of {', '.join(map(str, _DTYPES))}")
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    specs: dict[str, Spec] = {
+        name: {"dtype": _DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in order
+    }
+    head = _header(specs, [tensors[name].nbytes for name in order])
+    wanted = len(head) + sum(tensor.nbytes for tensor in tensors.values())
+    with storage(folder, wanted):
+        if os.path.lexists(folder / MANIFEST):
+            raise PentadError(f"folder {folder} holds a committed checkpoint, wanted one without {MANIFEST}")
+        if free_bytes(folder) < wanted:  # so that a save that cannot fit does not fill the disk first
+            raise PentadError(
+                f"folder {folder} takes no checkpoint: {wanted} bytes are wanted, {free_bytes(folder)} are free"
+            )
+        make_folder(folder)
+        size, sha256 = write_file(folder / file, _pieces(head, [tensors[name] for name in order]))
+    return Shard(file, size, sha256, specs)
+
+
+def commit(folder: Path, *, step: int, shards: Sequence[Shard], meta: dict[str, Any]) -> Path:
+    """Makes the checkpoint visible: writes its manifest, last; returns the manifest's path.
+
+    Call it once every rank's `write_shard` has returned; calling it again with the same arguments changes nothing.
+    PentadError for a tensor or file named twice, a shard that is missing or of another size, a `step` that is not the
+    folder's, a `meta` that is not plain JSON, and a failing storage (then the checkpoint may or may not be visible,
+    and is whole if it is).
+    """
+    data = encode(Manifest(step, meta, tuple(shards)))
+    _check_step(folder, step)
+    _check_sizes(folder, shards)
+    with storage(folder, len(data)):
+        write_file(folder / MANIFEST, [memoryview(data)])
+    return folder / MANIFEST
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads and verifies the whole checkpoint in `folder`; PentadError names the file that is wrong.
+
+    Verified before anything is returned: the manifest's checksum, then each shard's presence, size, sha256 and header.
+    Reads every byte of it, several shards at a time.
+    """
+    try:
+        manifest = decode(_manifest_bytes(folder / MANIFEST))
+    except PentadError as error:
+        raise PentadError(f"checkpoint {folder}: {error}") from None
+    _check_step(folder, manifest.step)
+    _check_sizes(folder, manifest.shards)
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+        for _ in pool.map(lambda shard: _check_content(folder, shard), manifest.shards):
+            pass
+    return Checkpoint(folder, manifest.step, manifest.meta, where_each_is(manifest.shards))
+
+
+def newest(root: Path) -> Found:
+    """The valid checkpoint of the highest step under `root`, and the newer ones passed over; torn ones are invisible."""
+    refused: list[tuple[Path, str]] = []
+    for folder in reversed(_folders(root)):
+        if not _is_complete(folder):
+            continue
+        try:
+            return Found(open_checkpoint(folder), tuple(refused))
+        except PentadError as error:
+            refused.append((folder, str(error)))
+    return Found(None, tuple(refused))
+
+
+def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of `names`, on the CPU, in their own memory; PentadError for a name that the checkpoint lacks."""
+    wanted = list(names)
+    for name in wanted:
+        if name not in checkpoint.where:
+            raise PentadError(f"tensor {name} is not in checkpoint {checkpoint.folder}")
+    tensors = {}
+    for file in sorted({checkpoint.where[name] for name in wanted}):
+        try:
+            with safe_open(checkpoint.folder / file, framework="pt") as shard:
+                for name in (name for name in wanted if checkpoint.where[name] == file):
+                    tensors[name] = shard.get_tensor(name).clone()  # a view of the map would die with the file
+        except (OSError, SafetensorError) as error:
+            raise PentadError(f"checkpoint {checkpoint.folder}: {file} cannot be read: {error}") from error
+    return {name: tensors[name] for name in wanted}
+
+
+def withdraw(folder: Path) -> None:
+    """Deletes the checkpoint or torn folder `folder`, if there; its manifest first, so that a crash leaves it torn."""
+    if _step_of(folder) is None:
+        raise PentadError(f"folder is {folder}, wanted the step-00000000 folder of a checkpoint")
+    if not os.path.lexists(folder):
+        return
+    with storage(folder, 0):
+        (folder / MANIFEST).unlink(missing_ok=True)
+        sync_folder(folder)
+        shutil.rmtree(folder)
+        sync_folder(folder.parent)
+
+
+def discard_older(root: Path, keep: int) -> tuple[Path, ...]:
+    """Deletes all but the newest valid checkpoint, the `keep` - 1 complete ones before it and anything newer.
+
+    Torn folders older than the newest valid one go too. With no valid one nothing is deleted. Returns what was
+    deleted, oldest first. Reads the newest checkpoint in full, if there is anything to delete: nothing is destroyed
+    on the strength of a checkpoint that was not read back.
+    """
+    if keep < 1:
+        raise PentadError(f"keep is {keep}, wanted at least 1")
+    folders = _folders(root)
+    if len([folder for folder in folders if _is_complete(folder)]) == len(folders) <= keep:
+        return ()
+    found = newest(root).checkpoint
+    if found is None:
+        return ()
+    older = [folder for folder in folders if _step_of(folder) < found.step]  # type: ignore[operator]
+    complete = [folder for folder in older if _is_complete(folder)]
+    kept = complete[len(complete) - (keep - 1) :] if keep > 1 else []
+    gone = tuple(folder for folder in older if folder not in kept)
+    for folder in gone:
+        withdraw(folder)
+    return gone
+
+
+def _header(specs: dict[str, Spec], sizes: list[int]) -> bytes:
+    """The head of a safetensors file: the length of its JSON (u64, little endian), the JSON, blanks up to 8 bytes."""
+    start, entries = 0, {}
+    for (name, spec), size in zip(specs.items(), sizes, strict=True):
+        entries[name] = {**spec, "data_offsets": [start, start + size]}
+        start += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(head: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for tensor in tensors:
+        yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _manifest_bytes(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LIMIT + 1)
+    except OSError as error:
+        raise PentadError(f"{path.name} cannot be read: {error.strerror}") from error
+    if len(data) > LIMIT:
+        raise PentadError(f"{path.name} has more than {LIMIT} bytes")
+    return data
+
+
+def _check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
+    for shard in shards:
+        try:
+            status = os.lstat(folder / shard.file)
+        except OSError as error:
+            raise PentadError(f"checkpoint {folder}: {shard.file} cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):  # a link could lead out of the folder
+            raise PentadError(f"checkpoint {folder}: {shard.file} is not a plain file")
+        if status.st_size != shard.bytes:
+            raise PentadError(f"checkpoint {folder}: {shard.file} has {status.st_size} bytes, wanted {shard.bytes}")
+
+
+def _check_content(folder: Path, shard: Shard) -> None:
+    path = folder / shard.file
+    try:
+        with open(path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != shard.sha256:
+            raise PentadError(f"checkpoint {folder}: {shard.file} has sha256 {sha256}, wanted {shard.sha256}")
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            specs = {name: {"dtype": it.get_dtype(), "shape": list(it.get_shape())} for name, it in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise PentadError(f"checkpoint {folder}: {shard.file} cannot be read: {error}") from error
+    if specs != shard.tensors:
+        raise PentadError(f"checkpoint {folder}: {shard.file} has a header that differs from {MANIFEST}")
+
+
+def _check_step(folder: Path, step: int) -> None:
+    if _step_of(folder) not in (None, step):
+        raise PentadError(f"checkpoint {folder}: {MANIFEST} has step {step}, wanted {_step_of(folder)}")
+
+
+def _step_of(folder: Path) -> int | None:
+    """The step that a folder's name says; None if it is no checkpoint's name."""
+    match = re.fullmatch(r"step-([0-9]{8,18})", folder.name)
+    return int(match[1]) if match and folder == folder_of(folder.parent, int(match[1])) else None
+
+
+def _folders(root: Path) -> list[Path]:
+    """The checkpoint folders under `root`, torn ones too, by step; no links."""
+    if not root.exists():
+        return []
+    try:
+        inside = [path for path in root.iterdir() if _step_of(path) is not None]
+        return sorted((path for path in inside if path.is_dir() and not path.is_symlink()), key=_step_of)  # type: ignore[arg-type]
+    except OSError as error:
+        raise PentadError(f"folder {root} cannot be read: {error.strerror}") from error
+
+
+def _is_complete(folder: Path) -> bool:
+    return os.path.lexists(folder / MANIFEST)
