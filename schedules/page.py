@@ -11,9 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from pentad.schedules.errors import PentadError
-from pentad.schedules.palette import ink, look, nanoseconds, row_of, row_order, stack
+from pentad.schedules.palette import LOOKS, ink, look, nanoseconds, row_of, row_order, stack
 from pentad.schedules.timeline import Span, Timeline
 
+SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
 Kind = tuple[str, str, str, int, int, int]  # name, op, lane, stage, microbatch, peer
 
 
@@ -32,7 +33,7 @@ def timeline_page(
         "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
         "style": _file("page.css"),
         "data": _json(_payload(timelines)),
-        "script": _file("page.js"),
+        "script": "".join(map(_file, SCRIPTS)),
     }
     # One pass, so that a placeholder inside a title or a name stays text.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
@@ -56,7 +57,8 @@ def _payload(timelines: list[Timeline]) -> dict[str, Any]:
     kinds: dict[Kind, int] = {}
     panels = [_panel(timeline, kinds) for timeline in timelines]
     names = ("name", "op", "lane", "stage", "microbatch", "peer")
-    ops = sorted({kind[1] for kind in kinds})
+    used = {kind[1] for kind in kinds}
+    ops = [op for op in LOOKS if op in used] + sorted(used - LOOKS.keys())
     return {
         "kinds": {name: [kind[i] for kind in kinds] for i, name in enumerate(names)},
         "looks": {op: _look(op) for op in ops},

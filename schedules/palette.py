@@ -18,25 +18,25 @@ class Look(NamedTuple):
 
 
 LOOKS = {
-    "F": Look("forward", "#3b7cd4", "#5c9bf0", "rail_response"),
-    "B": Look("backward, input", "#f2a93b", "#f0b355", "rail_idle"),
-    "W": Look("backward, weights", "#2e9e83", "#3fb597", "rail_load"),
-    "BW": Look("backward, both", "#cb5330", "#e0714c", "rail_animation"),
+    "F": Look("forward", "#3573cc", "#4b89e6", "rail_response"),
+    "B": Look("backward, input", "#f3ae42", "#f2b95c", "rail_idle"),
+    "W": Look("backward, weights", "#54b99c", "#62c9ab", "rail_load"),
+    "BW": Look("backward, both", "#c04f2f", "#d2603c", "rail_animation"),
     "RECOMPUTE": Look("recompute", "#a9c6ee", "#3d628f", "generic_work"),
-    "SEND_F": Look("send, receive activations", "#8ba6cc", "#6f8bb3", "generic_work"),
-    "RECV_F": Look("send, receive activations", "#bccbe2", "#4a5d7b", "generic_work"),
-    "SEND_B": Look("send, receive gradients", "#cfae7d", "#a98d63", "generic_work"),
-    "RECV_B": Look("send, receive gradients", "#e4d3b6", "#6f604a", "generic_work"),
-    "ALL_GATHER": Look("gather parameters", "#a79ac6", "#8a7db0", "generic_work"),
-    "FREE": Look("gather parameters", "#d3cde2", "#575070", "generic_work"),
-    "REDUCE_SCATTER": Look("reduce gradients", "#bb8fa9", "#a0738f", "generic_work"),
-    "ALL_REDUCE": Look("reduce gradients", "#bb8fa9", "#a0738f", "generic_work"),
-    "NORM": Look("norm and optimizer step", "#9aa2ae", "#7c8593", "grey"),
-    "STEP": Look("norm and optimizer step", "#6c7583", "#a3acb9", "grey"),
-    "VALIDATE": Look("validate, roll back", "#b3b9a6", "#7f8671", "grey"),
-    "ROLLBACK": Look("validate, roll back", "#8f977d", "#a0a78f", "grey"),
-    "OFFLOAD": Look("offload, reload", "#a8b5b0", "#6d7d77", "grey"),
-    "RELOAD": Look("offload, reload", "#cfd8d4", "#4c5a55", "grey"),
+    "SEND_F": Look("activations", "#8ba6cc", "#6f8bb3", "generic_work"),
+    "RECV_F": Look("activations", "#bccbe2", "#4a5d7b", "generic_work"),
+    "SEND_B": Look("gradients", "#cfae7d", "#a98d63", "generic_work"),
+    "RECV_B": Look("gradients", "#e4d3b6", "#6f604a", "generic_work"),
+    "ALL_GATHER": Look("gather", "#a79ac6", "#8a7db0", "generic_work"),
+    "FREE": Look("gather", "#d3cde2", "#575070", "generic_work"),
+    "REDUCE_SCATTER": Look("reduce", "#bb8fa9", "#a0738f", "generic_work"),
+    "ALL_REDUCE": Look("reduce", "#bb8fa9", "#a0738f", "generic_work"),
+    "NORM": Look("norm, step", "#9aa2ae", "#7c8593", "grey"),
+    "STEP": Look("norm, step", "#6c7583", "#a3acb9", "grey"),
+    "VALIDATE": Look("validation", "#b3b9a6", "#7f8671", "grey"),
+    "ROLLBACK": Look("validation", "#8f977d", "#a0a78f", "grey"),
+    "OFFLOAD": Look("copy", "#a8b5b0", "#6d7d77", "grey"),
+    "RELOAD": Look("copy", "#cfd8d4", "#4c5a55", "grey"),
 }
 OTHER = Look("other", "#b6bcc6", "#6b7380", "generic_work")
 ROWS = ("compute", "receive", "send", "p2p", "gather", "reduce", "copy")
@@ -47,11 +47,10 @@ def look(op: str) -> Look:
 
 
 def ink(fill: str) -> str:
-    """Black or white, whichever reads better on `fill` (#rrggbb): contrast by WCAG 2 relative luminance."""
+    """White on `fill` (#rrggbb) where that is legible, else near black: legible is a WCAG 2 contrast of 3.5."""
     red, green, blue = (_linear(int(fill[i : i + 2], 16) / 255) for i in (1, 3, 5))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    # White is preferred a little: at these sizes it looks sharper on saturated fills than the formula says.
-    return "#ffffff" if 1.05 / (luminance + 0.05) > 0.55 * (luminance + 0.05) / 0.05 else "#16191f"
+    return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#16191f"
 
 
 def _linear(value: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from pentad.schedules.errors import PentadError
 from pentad.workers.corpus import Corpus, open_corpus, read_index
 from pentad.workers.corpus_writer import write_corpus
 from pentad.workers.samples import sequence, window_count
-from pentad.workers.text_sources import read_pieces, source_files
+from pentad.workers.text_sources import Piece, read_pieces, source_files
 from pentad.workers.tokenizer import decode, load_tokenizer, train_tokenizer
 
 _REPORTED = 2**26  # characters between two lines of progress
@@ -38,11 +38,13 @@ def build_corpus(
     files = source_files(source)
     progress(f"{source}: {len(files)} files")
     if tokenizer is None:
-        trained = train_tokenizer(_reported(files, field, "tokenizer", progress), vocab)
+        texts = (piece.text for piece in _reported(read_pieces(files, field), "training the tokenizer", progress))
+        trained = train_tokenizer(texts, vocab)
     else:
         trained = load_tokenizer(tokenizer)
     try:
-        write_corpus(out, read_pieces(files, field), trained, shard_tokens, progress)
+        pieces = _reported(read_pieces(files, field), "encoding", progress)
+        write_corpus(out, pieces, trained, shard_tokens, progress)
     except FileExistsError:
         raise _not_empty(out) from None
     return open_corpus(out, verify=False, argument="OUT")
@@ -71,10 +73,10 @@ def inspect_corpus(path: Path, samples: int, length: int, seed: int) -> dict[str
     }
 
 
-def _reported(files: tuple[Path, ...], field: str, phase: str, progress: Callable[[str], None]) -> Iterator[str]:
+def _reported(pieces: Iterable[Piece], phase: str, progress: Callable[[str], None]) -> Iterator[Piece]:
     characters = reported = 0
-    for piece in read_pieces(files, field):
-        yield piece.text
+    for piece in pieces:
+        yield piece
         characters += len(piece.text)
         if characters - reported >= _REPORTED:
             progress(f"{phase}: {characters} characters read")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-
 from pydoc_data.topics import topics
 
 from pentad.schedules.errors import PentadError
@@ -31,10 +31,8 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
     out = cache / f"{name}-{vocab}-python{platform.python_version()}-{digest[:16]}"
     if not (out / INDEX_FILE).exists():
         pieces = (piece for document in documents for piece in text_pieces(document))
-        try:
+        with suppress(FileExistsError):  # another process built the same
             write_corpus(out, pieces, train_tokenizer(documents, vocab), _SHARD_TOKENS, lambda line: None)
-        except FileExistsError:
-            pass  # another process built the same
     return out
 
 

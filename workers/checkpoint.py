@@ -5,6 +5,7 @@ the folder is torn, and invisible. Tensor names are global, so any mesh can read
 unpickles: safetensors and JSON only. A failing storage raises PentadError, so that a driver can go on training.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,12 +66,14 @@ def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Sh
     """Writes `tensors`, of any device and layout, into `folder/file` as safetensors; whole and durable on return.
 
     They go through the host one at a time, so a GPU's shard never doubles in host memory; the caller must not change
-    them meanwhile. PentadError, with nothing left behind, for a full or unwritable storage, a file name that is none,
-    a dtype that is not stored, and a folder that is already committed (`withdraw` it first).
+    them meanwhile. PentadError, with nothing left behind, for a full or unwritable storage, a file or tensor name
+    that cannot be one, a dtype that is not stored, and a folder that is already committed (`withdraw` it first).
     """
     if not is_file_name(file):
         raise PentadError(f"file is {file!r}, wanted a plain name that ends in .safetensors")
     for name, tensor in tensors.items():
+        if not (name.isascii() and name.isprintable()) or name in ("", "__metadata__"):
+            raise PentadError(f"tensor {name!r} has a name that safetensors cannot keep, wanted printable ASCII")
         if tensor.dtype not in _DTYPES:
             raise PentadError(f"tensor {name} has dtype {tensor.dtype}, wanted one of {', '.join(map(str, _DTYPES))}")
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
@@ -82,9 +86,7 @@ def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Sh
         if os.path.lexists(folder / MANIFEST):
             raise PentadError(f"folder {folder} holds a committed checkpoint, wanted one without {MANIFEST}")
         if free_bytes(folder) < wanted:  # so that a save that cannot fit does not fill the disk first
-            raise PentadError(
-                f"folder {folder} takes no checkpoint: {wanted} bytes are wanted, {free_bytes(folder)} are free"
-            )
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         make_folder(folder)
         size, sha256 = write_file(folder / file, _pieces(head, [tensors[name] for name in order]))
     return Shard(file, size, sha256, specs)
@@ -98,9 +100,10 @@ def commit(folder: Path, *, step: int, shards: Sequence[Shard], meta: dict[str, 
     folder's, a `meta` that is not plain JSON, and a failing storage (then the checkpoint may or may not be visible,
     and is whole if it is).
     """
-    data = encode(Manifest(step, meta, tuple(shards)))
-    _check_step(folder, step)
-    _check_sizes(folder, shards)
+    with _about(folder):
+        data = encode(Manifest(step, meta, tuple(shards)))
+        _check_step(folder, step)
+        _check_sizes(folder, shards)
     with storage(folder, len(data)):
         write_file(folder / MANIFEST, [memoryview(data)])
     return folder / MANIFEST
@@ -112,22 +115,20 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Verified before anything is returned: the manifest's checksum, then each shard's presence, size, sha256 and header.
     Reads every byte of it, several shards at a time.
     """
-    try:
-        manifest = decode(_manifest_bytes(folder / MANIFEST))
-    except PentadError as error:
-        raise PentadError(f"checkpoint {folder}: {error}") from None
-    _check_step(folder, manifest.step)
-    _check_sizes(folder, manifest.shards)
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-        for _ in pool.map(lambda shard: _check_content(folder, shard), manifest.shards):
-            pass
+    with _about(folder):
+        manifest = decode(_manifest_bytes(folder))
+        _check_step(folder, manifest.step)
+        _check_sizes(folder, manifest.shards)
+        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+            for _ in pool.map(lambda shard: _check_content(folder, shard), manifest.shards):
+                pass
     return Checkpoint(folder, manifest.step, manifest.meta, where_each_is(manifest.shards))
 
 
 def newest(root: Path) -> Found:
     """The valid checkpoint of the highest step under `root`, and the newer ones passed over; torn ones are invisible."""
     refused: list[tuple[Path, str]] = []
-    for folder in reversed(_folders(root)):
+    for folder in reversed(_folders(root).values()):
         if not _is_complete(folder):
             continue
         try:
@@ -156,7 +157,7 @@ def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor
 
 def withdraw(folder: Path) -> None:
     """Deletes the checkpoint or torn folder `folder`, if there; its manifest first, so that a crash leaves it torn."""
-    if _step_of(folder) is None:
+    if _step_of(folder) is None or folder.is_symlink():
         raise PentadError(f"folder is {folder}, wanted the step-00000000 folder of a checkpoint")
     if not os.path.lexists(folder):
         return
@@ -177,18 +178,26 @@ def discard_older(root: Path, keep: int) -> tuple[Path, ...]:
     if keep < 1:
         raise PentadError(f"keep is {keep}, wanted at least 1")
     folders = _folders(root)
-    if len([folder for folder in folders if _is_complete(folder)]) == len(folders) <= keep:
+    complete = [step for step, folder in folders.items() if _is_complete(folder)]
+    torn = folders.keys() - complete
+    if len(complete) <= keep and not any(step < complete[-1] for step in torn if complete):
         return ()
     found = newest(root).checkpoint
     if found is None:
         return ()
-    older = [folder for folder in folders if _step_of(folder) < found.step]  # type: ignore[operator]
-    complete = [folder for folder in older if _is_complete(folder)]
-    kept = complete[len(complete) - (keep - 1) :] if keep > 1 else []
-    gone = tuple(folder for folder in older if folder not in kept)
+    kept = [step for step in complete if step < found.step][::-1][: keep - 1]
+    gone = tuple(folder for step, folder in folders.items() if step < found.step and step not in kept)
     for folder in gone:
         withdraw(folder)
     return gone
+
+
+@contextmanager
+def _about(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except PentadError as error:
+        raise PentadError(f"checkpoint {folder}: {error}") from error.__cause__
 
 
 def _header(specs: dict[str, Spec], sizes: list[int]) -> bytes:
@@ -208,14 +217,14 @@ def _pieces(head: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview
         yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _manifest_bytes(path: Path) -> bytes:
+def _manifest_bytes(folder: Path) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open(folder / MANIFEST, "rb") as file:
             data = file.read(LIMIT + 1)
     except OSError as error:
-        raise PentadError(f"{path.name} cannot be read: {error.strerror}") from error
+        raise PentadError(f"{MANIFEST} cannot be read: {error.strerror}") from error
     if len(data) > LIMIT:
-        raise PentadError(f"{path.name} has more than {LIMIT} bytes")
+        raise PentadError(f"{MANIFEST} has more than {LIMIT} bytes")
     return data
 
 
@@ -224,11 +233,11 @@ def _check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
         try:
             status = os.lstat(folder / shard.file)
         except OSError as error:
-            raise PentadError(f"checkpoint {folder}: {shard.file} cannot be read: {error.strerror}") from error
+            raise PentadError(f"{shard.file} cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):  # a link could lead out of the folder
-            raise PentadError(f"checkpoint {folder}: {shard.file} is not a plain file")
+            raise PentadError(f"{shard.file} is not a plain file")
         if status.st_size != shard.bytes:
-            raise PentadError(f"checkpoint {folder}: {shard.file} has {status.st_size} bytes, wanted {shard.bytes}")
+            raise PentadError(f"{shard.file} has {status.st_size} bytes, wanted {shard.bytes}")
 
 
 def _check_content(folder: Path, shard: Shard) -> None:
@@ -237,19 +246,19 @@ def _check_content(folder: Path, shard: Shard) -> None:
         with open(path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if sha256 != shard.sha256:
-            raise PentadError(f"checkpoint {folder}: {shard.file} has sha256 {sha256}, wanted {shard.sha256}")
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            raise PentadError(f"{shard.file} has sha256 {sha256}, wanted {shard.sha256}")
+        with safe_open(path, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
             specs = {name: {"dtype": it.get_dtype(), "shape": list(it.get_shape())} for name, it in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise PentadError(f"checkpoint {folder}: {shard.file} cannot be read: {error}") from error
+        raise PentadError(f"{shard.file} cannot be read: {error}") from error
     if specs != shard.tensors:
-        raise PentadError(f"checkpoint {folder}: {shard.file} has a header that differs from {MANIFEST}")
+        raise PentadError(f"{shard.file} has a header that differs from {MANIFEST}")
 
 
 def _check_step(folder: Path, step: int) -> None:
     if _step_of(folder) not in (None, step):
-        raise PentadError(f"checkpoint {folder}: {MANIFEST} has step {step}, wanted {_step_of(folder)}")
+        raise PentadError(f"step is {step}, wanted {_step_of(folder)}, as the folder's name says")
 
 
 def _step_of(folder: Path) -> int | None:
@@ -258,15 +267,16 @@ def _step_of(folder: Path) -> int | None:
     return int(match[1]) if match and folder == folder_of(folder.parent, int(match[1])) else None
 
 
-def _folders(root: Path) -> list[Path]:
-    """The checkpoint folders under `root`, torn ones too, by step; no links."""
-    if not root.exists():
-        return []
+def _folders(root: Path) -> dict[int, Path]:
+    """The checkpoint folders under `root` by step, lowest first; torn ones too, links not."""
     try:
-        inside = [path for path in root.iterdir() if _step_of(path) is not None]
-        return sorted((path for path in inside if path.is_dir() and not path.is_symlink()), key=_step_of)  # type: ignore[arg-type]
+        inside = [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
+    except FileNotFoundError:
+        return {}
     except OSError as error:
         raise PentadError(f"folder {root} cannot be read: {error.strerror}") from error
+    steps = {step: path for path in inside if (step := _step_of(path)) is not None}
+    return dict(sorted(steps.items()))
 
 
 def _is_complete(folder: Path) -> bool:

@@ -57,7 +57,7 @@ class Corpus:
     def _parts(self, start: int, count: int) -> Iterator[tuple[Segment, int, int]]:
         """The segments that the window meets, each with the first and last (excluded) position inside it."""
         end = start + count
-        assert 0 <= start and 0 <= count and end <= self.tokens, f"window {start}:{end} of {self.tokens} tokens"
+        assert 0 <= start <= end <= self.tokens, f"window {start}:{end} of {self.tokens} tokens"
         at = bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
         while at < len(self.segments) and self.segments[at].start < end:
             segment = self.segments[at]

@@ -14,7 +14,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 _INDEX_TYPES = {"version": int, "vocab_size": int, "tokens": int, "documents": int, "tokenizer": dict, "shards": list}
 _SHARD_TYPES = {"file": str, "tokens": int, "documents": int, "bytes": int, "sha256": str}
-_TOKENIZER_TYPES = {"file": str, "sha256": str}
+_TOKENIZER_TYPES: dict[str, type] = {"file": str, "sha256": str}
 
 
 class Shard(NamedTuple):
@@ -75,7 +75,7 @@ def parse_index(text: str, path: Path) -> Index:
 
 def _content(text: str, path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise PentadError(f"{path} is no JSON ({error}), wanted the index of a pentad corpus") from None
     _demand(content, _INDEX_TYPES, path, "")
@@ -96,5 +96,5 @@ def _demand(content: object, types: dict[str, type], path: Path, prefix: str) ->
             raise PentadError(f"{path} has {found}, wanted the {wanted.__name__} that a pentad corpus has there")
         if isinstance(value, int) and value < 0:
             raise PentadError(f"{path} has {prefix}{key} = {value}, wanted a count of at least 0")
-        if key == "file" and value != Path(value).name:
+        if key == "file" and value != Path(str(value)).name:
             raise PentadError(f"{path} has {prefix}{key} = {value!r}, wanted the name of a file beside the index")

@@ -70,8 +70,9 @@ def _documents(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -
         for piece, ids in zip(group, encode(tokenizer, [piece.text for piece in group]), strict=True):
             parts.append(np.array(ids, dtype))
             if piece.last:
-                yield np.concatenate([*parts, end])
+                document = np.concatenate([*parts, end])
                 parts = []
+                yield document
 
 
 def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -70,9 +70,12 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> tuple[int, str]:
 
 def free_bytes(folder: Path) -> int:
     """Bytes an ordinary user may still write where `folder` is or would be."""
-    while not os.path.exists(folder):
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    for place in (folder, *folder.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return 0
 
 
 @contextmanager

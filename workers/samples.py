@@ -44,7 +44,8 @@ def window_count(corpus: Corpus, length: int) -> int:
     windows = (corpus.tokens - 1) // length
     if windows < 1:
         raise PentadError(
-            f"data.path '{corpus.path}' holds {corpus.tokens} tokens, wanted at least {length + 1} for a sequence of {length}"
+            f"data.path is '{corpus.path}', which holds {corpus.tokens} tokens; "
+            f"wanted at least {length + 1} for a sequence of {length}"
         )
     return windows
 

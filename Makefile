@@ -1,0 +1,25 @@
+# make train   trains the quickstart     ARGS="run.steps=5" goes to pentad train
+# make test    runs the tests            ARGS="-k program -n 2" goes to pytest
+# make check   lint, format and types
+# The first call makes .venv (deploy/setup.py); later ones start at once.
+
+PYTHON ?= python3
+INPUTS := pyproject.toml constraints.txt deploy/setup.py
+
+.PHONY: train test check
+.NOTPARALLEL:
+
+train: .venv/ready-to-run
+	@.venv/bin/pentad train $(ARGS)
+
+test: .venv/ready-to-test
+	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest $(ARGS)
+
+check: .venv/ready-to-test
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy -p pentad
+	.venv/bin/mypy tests deploy/setup.py
+
+.venv/ready-to-%: $(INPUTS)
+	@$(PYTHON) deploy/setup.py $*

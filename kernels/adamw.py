@@ -1,0 +1,78 @@
+"""One AdamW step over a flat shard of parameters (Loshchilov and Hutter 2019, arXiv 1711.05101, Algorithm 2)."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pentad.kernels.dispatch import runs_in_triton
+
+
+class Coefficients(NamedTuple):
+    """What a step needs of its hyperparameters, formed in float64 on the host."""
+
+    decay: float  # lr * weight_decay
+    first: float  # 1 - beta1
+    second: float  # 1 - beta2
+    size: float  # lr / (1 - beta1^step)
+    unbias: float  # 1 / sqrt(1 - beta2^step)
+    eps: float
+
+
+def coefficients(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int) -> Coefficients:
+    """The coefficients of the 1-based `step`."""
+    assert step >= 1, f"AdamW counts its steps from 1, not {step}"
+    return Coefficients(
+        decay=lr * weight_decay,
+        first=1 - beta1,
+        second=1 - beta2,
+        size=lr / (1 - beta1**step),
+        unbias=1 / math.sqrt(1 - beta2**step),
+        eps=eps,
+    )
+
+
+def adamw_reference_(
+    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: Coefficients
+) -> None:
+    """The formula of `adamw_` in torch operations, for any dtype and device."""
+    finite = torch.isfinite(scale)
+    g = grad.to(master.dtype) * scale.to(master.dtype)
+    new_m = m + (g - m) * c.first
+    new_v = v + (g * g - v) * c.second
+    step = c.size * new_m / (new_v.sqrt() * c.unbias + c.eps)
+    new_master = master - c.decay * master - step
+    for tensor, new in ((m, new_m), (v, new_v), (master, new_master)):
+        tensor.copy_(torch.where(finite, new, tensor))
+    if out is not None:
+        out.copy_(torch.where(finite, new_master.to(out.dtype), out))
+
+
+def adamw_(
+    master: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    out: Tensor | None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    scale: Tensor,
+) -> None:
+    """Updates master, m, v (each [n] float32) from grad [n] * scale, and out [n] with the new master in its own dtype.
+
+    As torch.optim.AdamW: decoupled decay, bias correction by the 1-based `step`, eps outside the root. `scale` [1]
+    lives on the device of the shard; where it is not finite nothing changes, which skips a step without the host.
+    """
+    c = coefficients(lr, beta1, beta2, eps, weight_decay, step)
+    if runs_in_triton(master):
+        from pentad.kernels import adamw_triton
+
+        adamw_triton.adamw_(master, m, v, grad, out, scale, c)
+    else:
+        adamw_reference_(master, m, v, grad, out, scale, c)

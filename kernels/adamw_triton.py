@@ -1,0 +1,70 @@
+"""AdamW in Triton: one launch over a flat shard, every tensor read once and written once."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pentad.kernels.adamw import Coefficients
+
+# Four elements a thread: all tensors, 4 or 2 bytes wide, keep one layout, and none is reshuffled for the cast.
+BLOCK = 1024
+WARPS = 8
+
+
+@triton.jit
+def _update(
+    master, m, v, grad, out, mask, s, decay, first, second, size, unbias, eps,
+    CAST: tl.constexpr,
+):  # fmt: skip
+    g = tl.load(grad, mask=mask).to(tl.float32) * s
+    new_m = tl.load(m, mask=mask)
+    new_v = tl.load(v, mask=mask)
+    p = tl.load(master, mask=mask)
+    new_m += (g - new_m) * first
+    new_v += (g * g - new_v) * second
+    p = p - decay * p - size * new_m / (tl.sqrt(new_v) * unbias + eps)
+    tl.store(m, new_m, mask=mask)
+    tl.store(v, new_v, mask=mask)
+    tl.store(master, p, mask=mask)
+    if CAST:
+        tl.store(out, p.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _step(
+    master, m, v, grad, out, scale, n, decay, first, second, size, unbias, eps,
+    BLOCK: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    s = tl.load(scale).to(tl.float32)
+    if tl.abs(s) < float("inf"):
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        lanes = tl.arange(0, BLOCK)
+        master += start
+        m += start
+        v += start
+        grad += start
+        if CAST:
+            out += start
+        # Only the last program has a mask: with an odd n it would cost all of them their 16-byte accesses.
+        if start + BLOCK <= n:
+            _update(
+                master + lanes, m + lanes, v + lanes, grad + lanes, out + lanes if CAST else out, None,
+                s, decay, first, second, size, unbias, eps, CAST,
+            )  # fmt: skip
+        else:
+            _update(
+                master + lanes, m + lanes, v + lanes, grad + lanes, out + lanes if CAST else out, lanes < n - start,
+                s, decay, first, second, size, unbias, eps, CAST,
+            )  # fmt: skip
+
+
+def adamw_(
+    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: Coefficients
+) -> None:
+    """Launches the kernel; see `pentad.kernels.adamw.adamw_`."""
+    assert all(t.is_contiguous() for t in (master, m, v, grad))
+    assert out is None or out.is_contiguous()
+    n = master.numel()
+    _step[(triton.cdiv(n, BLOCK),)](
+        master, m, v, grad, out, scale, n, *c, BLOCK=BLOCK, CAST=out is not None, num_warps=WARPS
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Cross entropy in Triton: a program reads one row once and keeps a running maximum and sum in every lane.
+
+Maximum and sum are kept by lane and joined once at the end of the row, so that the loop has no exchange between threads
+and costs 1 + 1/DEPTH exponentials an element (one more for each element would bind at the exponential unit).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pentad.kernels.cross_entropy import IGNORE
+
+LANES = 1024
+DEPTH = 4
+BACKWARD_BLOCK = 4096
+# Below any finite logit, and finite: the difference of two of them is a number.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _forward(
+    logits, targets, loss, lse, V,
+    LANES: tl.constexpr, DEPTH: tl.constexpr, IGNORE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * V
+    tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    highest = tl.full([LANES], LOWEST, dtype=tl.float32)
+    total = tl.zeros([LANES], dtype=tl.float32)
+    for start in range(0, V, LANES * DEPTH):
+        columns = start + tile
+        x = tl.load(base + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+        raised = tl.maximum(highest, tl.max(x, axis=0))
+        total = total * tl.exp(highest - raised) + tl.sum(tl.exp(x - raised[None, :]), axis=0)
+        highest = raised
+    top = tl.max(highest, axis=0)
+    logsum = top + tl.log(tl.sum(total * tl.exp(highest - top), axis=0))
+    target = tl.load(targets + row)
+    inside = (target >= 0) & (target < V)
+    chosen = tl.load(base + target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(lse + row, logsum)
+    tl.store(loss + row, tl.where(target == IGNORE, 0.0, logsum - chosen))
+
+
+@triton.jit
+def _backward(logits, targets, lse, scale, V, BLOCK: tl.constexpr, IGNORE: tl.constexpr):
+    pieces = tl.cdiv(V, BLOCK)
+    row = tl.program_id(0) // pieces
+    columns = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < V
+    place = logits + row.to(tl.int64) * V + columns
+    target = tl.load(targets + row)
+    x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.exp(x - tl.load(lse + row))
+    grad = tl.where(columns == target, grad - 1.0, grad) * scale
+    grad = tl.where(target == IGNORE, 0.0, grad)
+    tl.store(place, grad.to(logits.dtype.element_ty), mask=mask)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Launches the forward kernel; see `pentad.kernels.cross_entropy.cross_entropy`."""
+    assert logits.is_contiguous() and targets.is_contiguous()
+    tokens, vocabulary = logits.shape
+    loss = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    lse = torch.empty_like(loss)
+    _forward[(tokens,)](
+        logits, targets, loss, lse, vocabulary, LANES=LANES, DEPTH=DEPTH, IGNORE=IGNORE, num_warps=4
+    )
+    return loss, lse
+
+
+def cross_entropy_backward_(logits: Tensor, targets: Tensor, lse: Tensor, scale: float) -> None:
+    """Launches the backward kernel; see `pentad.kernels.cross_entropy.cross_entropy_backward_`."""
+    assert logits.is_contiguous() and targets.is_contiguous() and lse.is_contiguous()
+    tokens, vocabulary = logits.shape
+    _backward[(tokens * triton.cdiv(vocabulary, BACKWARD_BLOCK),)](
+        logits, targets, lse, scale, vocabulary, BLOCK=BACKWARD_BLOCK, IGNORE=IGNORE, num_warps=8
+    )

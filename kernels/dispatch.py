@@ -1,0 +1,14 @@
+"""Which code and which width of arithmetic a tensor gets; shared by every kernel of this folder."""
+
+import torch
+from torch import Tensor
+
+
+def runs_in_triton(x: Tensor) -> bool:
+    """True for a tensor on a GPU in a dtype that is trained in; float64 serves proofs and takes the torch reference."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over `dtype` are kept: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,60 @@
+"""RMSNorm with the residual addition fused in, forward and backward.
+
+summed = x + residual, y = summed * rstd * weight with rstd = 1 / sqrt(mean(summed^2) + eps). `y` is computed from the
+*rounded* sum, because that is what the next layer and the backward pass see.
+"""
+
+import torch
+from torch import Tensor
+
+from pentad.kernels.dispatch import accumulator, runs_in_triton
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The formula of `rms_norm` in torch operations, for any dtype and device."""
+    summed = x if residual is None else x + residual
+    wide = summed.to(accumulator(x.dtype))
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    y = wide * rstd[:, None] * weight.to(wide.dtype)
+    return y.to(x.dtype), summed, rstd
+
+
+def rms_norm_backward_reference(
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The formula of `rms_norm_backward` in torch operations, for any dtype and device."""
+    wide = dy.to(rstd.dtype)
+    normed = summed.to(rstd.dtype) * rstd[:, None]
+    g = wide * weight.to(rstd.dtype)
+    dx = rstd[:, None] * (g - normed * (g * normed).mean(-1, keepdim=True))
+    if dresidual is not None:
+        dx = dx + dresidual
+    return dx.to(summed.dtype), (wide * normed).sum(0)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalises the rows of x [T, H] (+ residual [T, H]) by their root mean square and scales them by weight [H].
+
+    Returns (y [T, H], summed [T, H], rstd [T] float32, or float64 for float64 x). Without a residual `summed` is x
+    itself. All inputs are contiguous.
+    """
+    if runs_in_triton(x):
+        from pentad.kernels import rms_norm_triton
+
+        return rms_norm_triton.rms_norm(x, weight, eps, residual)
+    return rms_norm_reference(x, weight, eps, residual)
+
+
+def rms_norm_backward(
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm`: (dx [T, H] with respect to `summed`, dweight [H] in the dtype of rstd).
+
+    `dresidual` [T, H], the gradient that reaches `summed` along the residual stream, is added to dx in the same pass.
+    The sum over tokens in dweight has a fixed order: two runs are bit-equal.
+    """
+    if runs_in_triton(dy):
+        from pentad.kernels import rms_norm_triton
+
+        return rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, dresidual)
+    return rms_norm_backward_reference(dy, summed, weight, rstd, dresidual)

@@ -1,0 +1,105 @@
+"""A few long-lived rank processes that run many plans: importing torch once is the cost of a rank."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import socket
+import tempfile
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentad.schedules.plan import Plan
+
+
+@dataclass
+class Outcome:
+    """One rank's results, and its gradients before clipping and last state, by global parameter name."""
+
+    results: list
+    gradients: list[dict[str, torch.Tensor]]
+    state: dict[str, torch.Tensor]
+    shards: list[dict]
+
+
+class Fleet:
+    """`size` spawned processes; `run` gives each a rank of the plan."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        self.ends: list[Connection] = []
+        self.processes = []
+        for _ in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            self.ends.append(here)
+            self.processes.append(process)
+
+    def run(self, plan: Plan, calls: list[tuple[int, int]], restore: str | None = None, save: str | None = None) -> list[Outcome]:
+        """`calls` are (first step, count); raises with a rank's traceback when one fails."""
+        address = f"tcp://127.0.0.1:{free_port()}"
+        ends = self.ends[: plan.mesh.size]
+        for rank, end in enumerate(ends):
+            end.send((plan, rank, address, calls, restore, save))
+        answers: list[Any] = [end.recv() if end.poll(60) else "no answer in 60 s" for end in ends]
+        for rank, answer in enumerate(answers):
+            assert isinstance(answer, Outcome), f"rank {rank}: {answer}"
+        return answers
+
+    def stop(self) -> None:
+        for end, process in zip(self.ends, self.processes, strict=True):
+            end.close()
+            process.join(10)
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(end: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            order = end.recv()
+        except EOFError:
+            return
+        try:
+            end.send(_run(*order))
+        except BaseException:
+            end.send(traceback.format_exc())
+
+
+def _run(plan: Plan, rank: int, address: str, calls: list[tuple[int, int]], restore: str | None, save: str | None) -> Outcome:
+    from pentad.workers import optimizer
+    from pentad.workers.runner import Runner
+
+    gradients: list[dict[str, torch.Tensor]] = []
+    real_step = optimizer.step
+
+    def seen(parameters, shape, number, scale):
+        while len(gradients) <= number - calls[0][0]:
+            gradients.append({})
+        gradients[number - calls[0][0]] |= {k: g.clone() for k, g in parameters.views(parameters.gradient).items()}
+        real_step(parameters, shape, number, scale)
+
+    optimizer.step = seen
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(plan, rank, Path(folder, "board"))
+        try:
+            runner.connect(address, 30)
+            runner.restore(restore)
+            results = [result for first, count in calls for result in runner.run(first, count)]
+            shards = runner.save(save, sum(calls[-1])) if save else []
+            state = {k: v.clone() for held in runner.parameters.values() for k, v in held.state().items()}
+        finally:
+            optimizer.step = real_step
+            runner.close()
+    return Outcome(results, gradients, state, shards)

@@ -1,0 +1,77 @@
+"""The whole model in one process, in torch's own words with autograd: what every mesh and schedule is held against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pentad.schedules.plan import ModelShape, Plan
+from pentad.workers.parameters import first_value, specs
+
+
+def initial(plan: Plan) -> dict[str, torch.Tensor]:
+    """Parameters by global name, float64, requiring gradients."""
+    found = specs(plan.model, 0, plan.model.layers)
+    return {s.name: first_value(s, plan.seed).double().requires_grad_() for s in found}
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """[B, heads, S, D]: pairs (i, i + D/2) turned by position * theta^(-2i/D), as complex numbers."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * frequency
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def _attention(x: torch.Tensor, p: dict[str, torch.Tensor], at: str, m: ModelShape) -> torch.Tensor:
+    rows, length, _ = x.shape
+    q, k, v = (x @ p[f"{at}.qkv"].T).split([m.heads * m.head_dim, m.kv_heads * m.head_dim, m.kv_heads * m.head_dim], -1)
+    q, k, v = (t.view(rows, length, -1, m.head_dim).transpose(1, 2) for t in (q, k, v))
+    q, k = _rotate(q, m.rope_theta), _rotate(k, m.rope_theta)
+    k, v = (t.repeat_interleave(m.heads // m.kv_heads, dim=1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2)) / m.head_dim**0.5
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    heads = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+    return heads.transpose(1, 2).reshape(rows, length, -1) @ p[f"{at}.out"].T
+
+
+def loss(p: dict[str, torch.Tensor], m: ModelShape, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of rows [B, S]."""
+    x = F.embedding(inputs, p["embedding"])
+    for i in range(m.layers):
+        x = x + _attention(_norm(x, p[f"layers.{i}.attention_norm"], m.norm_eps), p, f"layers.{i}.attention", m)
+        gate, up = (_norm(x, p[f"layers.{i}.mlp_norm"], m.norm_eps) @ p[f"layers.{i}.mlp.gate_up"].T).chunk(2, -1)
+        x = x + (F.silu(gate) * up) @ p[f"layers.{i}.mlp.down"].T
+    logits = _norm(x, p["norm"], m.norm_eps) @ p["head"].T
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train(plan: Plan, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list, list, list, dict]:
+    """One step a batch [sequences, S]: losses, gradients before clipping, norms, and the last parameters."""
+    p, shape = initial(plan), plan.optimizer
+    decayed = [t for t in p.values() if t.dim() > 1]
+    groups = [
+        {"params": decayed, "weight_decay": shape.weight_decay},
+        {"params": [t for t in p.values() if t.dim() == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=1.0, betas=(shape.beta1, shape.beta2), eps=shape.eps)
+    losses, gradients, norms = [], [], []
+    for step, (inputs, targets) in enumerate(batches):
+        for group in adam.param_groups:
+            group["lr"] = shape.rate(step)
+        value = loss(p, plan.model, inputs, targets)
+        adam.zero_grad()
+        value.backward()
+        losses.append(value.item())
+        gradients.append({name: t.grad.clone() for name, t in p.items()})
+        norm = torch.stack([t.grad.norm() for t in p.values()]).norm()
+        norms.append(norm.item())
+        for t in p.values():
+            t.grad *= min(1.0, shape.clip_norm / norm.item())
+        adam.step()
+    return losses, gradients, norms, {name: t.detach() for name, t in p.items()}

@@ -1,0 +1,103 @@
+"""Runs one rank's stream: a loop over instructions with one `match`."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from pentad.schedules.instruction import Instruction, Key, Op
+from pentad.schedules.plan import Plan
+from pentad.schedules.program import Stream
+from pentad.workers import optimizer
+from pentad.workers.board import Board
+from pentad.workers.groups import Groups
+from pentad.workers.lanes import Lanes
+from pentad.workers.feed import Tokens
+from pentad.workers.stage import Stage
+from pentad.workers.transport import Transport
+
+
+class Executor:
+    """A rank's stages, communicators and lanes; `run` takes them through one step.
+
+    After a step, `norm` is the global gradient norm before clipping (a float64 scalar on the device), `loss_sums` of a
+    last stage hold its microbatches' losses, and `host_seconds` is what issuing the stream took.
+    """
+
+    def __init__(
+        self, plan: Plan, stream: Stream, stages: dict[int, Stage], groups: Groups, transport: Transport, lanes: Lanes, board: Board
+    ) -> None:
+        self.plan, self.stream, self.stages = plan, stream, stages
+        self.groups, self.transport, self.lanes, self.board = groups, transport, lanes, board
+        first = next(iter(stages.values())).parameters
+        self.dtype = first.master.dtype
+        self.squares = torch.zeros(plan.program.stages, dtype=torch.float64, device=first.master.device)
+        self.norm = self.scale = torch.zeros(1)
+        self.results: dict[Key, torch.Tensor | None] = {}
+        self.step, self.host_seconds = 0, 0.0
+
+    def run(self, step: int, tokens: dict[int, Tokens]) -> None:
+        """`tokens[microbatch]` are inputs and targets [T] of the microbatches that this rank embeds or ends."""
+        self.step, self.tokens = step, tokens
+        self.lanes.begin()
+        started = time.monotonic()
+        for counter, unit in enumerate(self.stream):
+            self.board.write(step, counter)
+            for part in unit.parts:
+                with self.lanes.on(part):
+                    self._execute(part)
+        self.transport.settle()
+        self.host_seconds = time.monotonic() - started
+        self.board.write(step, -1)
+
+    def _execute(self, part: Instruction) -> None:
+        _, stage, mb, *_ = part
+        match part.op:
+            case Op.F:
+                received = self.results.pop(self._source(part, Op.RECV_F, Op.F, stage - 1), None)
+                found = self.tokens.get(mb)
+                inputs = found.inputs if found and stage == 0 else None
+                targets = found.targets if found and self.stages[stage].last else None
+                self.results[part.key] = self.stages[stage].forward(mb, received, inputs, targets)
+            case Op.B | Op.BW:
+                dy = self.results.pop(self._source(part, Op.RECV_B, part.op, stage + 1), None)
+                self.results[part.key] = self.stages[stage].backward_input(mb, dy)
+                if part.op is Op.BW:
+                    self.stages[stage].backward_weight(mb)
+            case Op.W:
+                self.stages[stage].backward_weight(mb)
+            case Op.SEND_F | Op.SEND_B:
+                result = self.results.pop(part.waits[0])
+                assert result is not None
+                self.transport.send(part, result)
+            case Op.RECV_F | Op.RECV_B:
+                self.results[part.key], work = self.transport.receive(part)
+                self.lanes.finish_with(part, work)
+            case Op.ALL_REDUCE:
+                work = dist.all_reduce(self.stages[stage].parameters.gradient, group=self.groups.holders[stage], async_op=True)
+                self.lanes.finish_with(part, work)
+            case Op.NORM:
+                self._norm()
+            case Op.STEP:
+                for held in self.stages.values():
+                    optimizer.step(held.parameters, self.plan.optimizer, self.step, self.scale)
+            case _:
+                raise AssertionError(f"no worker runs {part.op}")
+
+    def _source(self, part: Instruction, receive: Op, op: Op, stage: int) -> Key:
+        """Where the input of F or B lies: in a slot, or in this rank's own results."""
+        received = Key(receive, part.stage, part.microbatch)
+        return received if received in part.waits else Key(op, stage, part.microbatch)
+
+    def _norm(self) -> None:
+        """Every stage's square is given by one rank only, so the sum over the pipeline is exact in any order."""
+        self.squares.zero_()
+        here = self.plan.mesh.coordinates(self.groups.rank).pp
+        for index, stage in self.stages.items():
+            if self.plan.program.holders(index)[0] == here:
+                self.squares[index] = optimizer.square_sum(stage.parameters)
+        if self.groups.pipeline is not None:
+            dist.all_reduce(self.squares, group=self.groups.pipeline)
+        self.norm, self.scale = optimizer.clip(self.squares, self.plan.optimizer.clip_norm, self.dtype)

@@ -1,0 +1,53 @@
+"""Brings a rank the tokens of the microbatches that it embeds or ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pentad.schedules.plan import Plan
+from pentad.workers.builtin import builtin_corpus
+from pentad.workers.corpus import Corpus, open_corpus
+from pentad.workers.samples import microbatch
+
+CACHE = Path.home() / ".cache" / "pentad"
+
+
+class Tokens(NamedTuple):
+    """int64, on the device, rows of the microbatch one after the other."""
+
+    inputs: torch.Tensor  # [T]
+    targets: torch.Tensor  # [T]
+
+
+def open_data(data: str, vocab: int, *, verify: bool = False, cache: Path = CACHE) -> Corpus:
+    """The corpus of `data.path`: a folder, or `builtin:NAME`, built in the cache folder on first use."""
+    kind, _, name = data.partition("builtin:")
+    return open_corpus(builtin_corpus(name, vocab, cache) if name and not kind else data, verify)
+
+
+class Feed:
+    """The tokens of every step for one rank; what they are depends on seed, step and sequence number alone."""
+
+    def __init__(self, plan: Plan, rank: int, corpus: Corpus, device: torch.device) -> None:
+        self.plan, self.corpus, self.device = plan, corpus, device
+        at = plan.mesh.coordinates(rank)
+        ends = {0, plan.program.stages - 1}
+        here = {mb for (stage, mb), home in plan.program.home.items() if stage in ends and home == at.pp}
+        self.microbatches = {mb: at.dp * plan.batch.microbatches + mb for mb in sorted(here)}
+
+    def __call__(self, step: int) -> dict[int, Tokens]:
+        """Microbatch of this replica -> its tokens."""
+        if not self.microbatches:
+            return {}
+        batch, found = self.plan.batch, []
+        for number in self.microbatches.values():
+            rows = range(number * batch.rows, (number + 1) * batch.rows)
+            found.append(microbatch(self.corpus, self.plan.seed, step, batch.sequences, rows, batch.length))
+        both = torch.from_numpy(np.array(found)).flatten(2)  # [microbatches, 2, T]
+        if self.device.type == "cuda":
+            both = both.pin_memory().to(self.device, non_blocking=True)
+        return {mb: Tokens(both[k, 0], both[k, 1]) for k, mb in enumerate(self.microbatches)}

@@ -1,0 +1,90 @@
+"""Communicators of a rank, all made at the start and in one order on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Op, units_of
+from pentad.schedules.mesh import Coordinates
+from pentad.schedules.plan import Plan
+
+Channel = tuple[Op, int, int]  # kind of send, source and target rank of the mesh
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`channels[kind, source, target]` carries the transfers of one direction between two ranks (NCCL; with gloo all
+    transfers share the world and are told apart by tag). `holders[stage]` are this rank's partners in the gradients
+    of a stage (None when it has none), `pipeline` the ranks of its replica."""
+
+    rank: int
+    channels: dict[Channel, dist.ProcessGroup | None]
+    holders: dict[int, dist.ProcessGroup | None]
+    pipeline: dist.ProcessGroup | None
+
+
+def connect(plan: Plan, rank: int, address: str, timeout_seconds: float, device: torch.device) -> Groups:
+    """Joins the world at `address` ('tcp://host:port', served by rank 0) and makes every group that this rank is in."""
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=address,
+        rank=rank,
+        world_size=plan.mesh.size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if cuda else None,
+    )
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def group(ranks: tuple[int, ...], *, fresh: bool = False) -> dist.ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        if fresh or ranks not in made:
+            new = dist.new_group(list(ranks), use_local_synchronization=False)
+            if fresh:
+                return new
+            made[ranks] = new
+        return made[ranks]
+
+    def world_rank(dp: int, pp: int) -> int:
+        return plan.mesh.rank(Coordinates(dp, pp, 0, 0, 0))
+
+    channels: dict[Channel, dist.ProcessGroup | None] = {}
+    for dp, (kind, source, target) in product(range(plan.mesh.dp), _edges(plan)):
+        ends = world_rank(dp, source), world_rank(dp, target)
+        made_here = group(tuple(sorted(ends)), fresh=True) if cuda else None
+        if rank in ends:
+            channels[kind, *ends] = made_here
+    holders = {}
+    for stage in range(plan.program.stages):
+        ranks = tuple(world_rank(dp, pp) for dp in range(plan.mesh.dp) for pp in plan.program.holders(stage))
+        made_here = group(tuple(sorted(ranks)))
+        if rank in ranks:
+            holders[stage] = made_here
+    pipeline = None
+    for dp in range(plan.mesh.dp):
+        ranks = tuple(world_rank(dp, pp) for pp in range(plan.mesh.pp))
+        made_here = group(ranks)
+        if rank in ranks:
+            pipeline = made_here
+    return Groups(rank, channels, holders, pipeline)
+
+
+def _edges(plan: Plan) -> list[tuple[Op, int, int]]:
+    """Every (kind of send, source, target) of the program, in one order for all ranks."""
+    found = set()
+    for rank, stream in enumerate(plan.program.streams):
+        for part in units_of(stream):
+            if part.op in SENDS:
+                found.add((part.op, rank, part.peer))
+    return sorted(found)
+
+
+def channel(part: Instruction, rank: int, peer: int) -> Channel:
+    """The channel of a transfer as this rank (a rank of the mesh) sees it; `peer` is the mesh rank at its other end."""
+    return (part.op, rank, peer) if part.op in SENDS else (RECEIVES[part.op], peer, rank)

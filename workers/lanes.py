@@ -1,0 +1,131 @@
+"""When instructions run: lanes as CUDA streams with events on GPU, plain order on CPU; both record every span.
+
+An instruction starts behind the earlier ones of its lane and behind those it waits for, and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from pentad.schedules.instruction import Instruction, Key
+
+
+class Times(list[tuple[Instruction, float, float]]):
+    """(instruction, start, end) of one step in seconds on the host's monotonic clock."""
+
+
+class Lanes(Protocol):
+    def begin(self) -> None:
+        """A step starts."""
+
+    def on(self, part: Instruction) -> "_Scope": ...
+
+    def finish_with(self, part: Instruction, work: dist.Work) -> None:
+        """The instruction ends when `work` does."""
+
+    def collect(self) -> list[Times]:
+        """Waits for the device and gives the spans of all steps since the last call."""
+
+
+class _Scope(Protocol):
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+class HostLanes:
+    """CPU: compute is synchronous; a transfer or reduction runs in the background until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.steps: list[Times] = []
+        self.running: dict[Key, tuple[dist.Work, int]] = {}
+
+    def begin(self) -> None:
+        self.steps.append(Times())
+
+    @contextmanager
+    def on(self, part: Instruction) -> Iterator[None]:
+        for key in part.waits:
+            self._await(key)
+        spans = self.steps[-1]
+        start = time.monotonic()
+        yield
+        spans.append((part, start, time.monotonic()))
+
+    def finish_with(self, part: Instruction, work: dist.Work) -> None:
+        self.running[part.key] = (work, len(self.steps[-1]))
+
+    def collect(self) -> list[Times]:
+        steps, self.steps = self.steps, []
+        return steps
+
+    def _await(self, key: Key) -> None:
+        if key not in self.running:
+            return
+        work, index = self.running.pop(key)
+        work.wait()
+        spans = self.steps[-1]
+        part, start, _ = spans[index]
+        spans[index] = (part, start, time.monotonic())
+
+
+class CudaLanes:
+    """GPU: a stream a lane, an event before and after every instruction, nothing the host waits for in a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.compute = torch.cuda.current_stream(device)
+        self.streams: dict[str, torch.cuda.Stream] = {"compute": self.compute}
+        self.steps: list[list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]]] = []
+        self.ended: dict[Key, tuple[str, torch.cuda.Event]] = {}
+        self.spare: list[torch.cuda.Event] = []
+        self.zero = torch.cuda.Event(enable_timing=True)
+        self.zero_at = 0.0
+
+    def begin(self) -> None:
+        if not self.steps:
+            torch.cuda.synchronize(self.device)
+            self.zero.record(self.compute)
+            self.zero.synchronize()
+            self.zero_at = time.monotonic()
+        self.ended.clear()
+        self.steps.append([])
+
+    @contextmanager
+    def on(self, part: Instruction) -> Iterator[None]:
+        lane = part.lane
+        stream = self.streams.get(lane)
+        if stream is None:
+            stream = self.streams[lane] = torch.cuda.Stream(self.device)
+        for key in part.waits:
+            where, event = self.ended[key]
+            if where != lane:
+                stream.wait_event(event)
+        start, end = self._event(), self._event()
+        with torch.cuda.stream(stream):
+            start.record(stream)
+            yield
+            end.record(stream)
+        self.ended[part.key] = (lane, end)
+        self.steps[-1].append((part, start, end))
+
+    def finish_with(self, part: Instruction, work: dist.Work) -> None:
+        work.wait()  # the lane's stream waits for NCCL's own, not the host
+
+    def collect(self) -> list[Times]:
+        torch.cuda.synchronize(self.device)
+        steps = []
+        for spans in self.steps:
+            at = [(part, self.zero.elapsed_time(a), self.zero.elapsed_time(b)) for part, a, b in spans]
+            steps.append(Times((part, self.zero_at + a / 1e3, self.zero_at + b / 1e3) for part, a, b in at))
+            self.spare += [event for _, *events in spans for event in events]
+        self.steps = []
+        return steps
+
+    def _event(self) -> torch.cuda.Event:
+        return self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,122 @@
+"""One rank from its plan to its results: builds the stages, joins the world, runs steps, saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pentad.schedules.mesh import Coordinates
+from pentad.schedules.plan import Plan
+from pentad.schedules.timeline import Span
+from pentad.workers import checkpoint
+from pentad.workers.board import Board
+from pentad.workers.executor import Executor
+from pentad.workers.feed import Feed, open_data
+from pentad.workers.groups import connect
+from pentad.workers.lanes import CudaLanes, HostLanes, Times
+from pentad.workers.parameters import DTYPES, Parameters, create
+from pentad.workers.results import StepResult
+from pentad.workers.stage import Stage
+from pentad.workers.transport import Transport
+
+
+class Runner:
+    """The worker's side of the driver's calls, in the order __init__, connect, restore, run..., save, close.
+
+    A worker sees one GPU (cuda:0) or computes on one CPU thread.
+    """
+
+    def __init__(self, plan: Plan, rank: int, board: Path, epoch: int = 1) -> None:
+        self.plan, self.rank, self.at = plan, rank, plan.mesh.coordinates(rank)
+        self.device = torch.device(plan.device, 0) if plan.device == "cuda" else torch.device("cpu")
+        if plan.device == "cpu":
+            torch.set_num_threads(1)
+        else:
+            torch.cuda.set_device(self.device)
+        self.board = Board(board, epoch)
+        self.parameters: dict[int, Parameters] = {s: create(plan, s, self.device) for s in plan.stages_of(rank)}
+        self.stages = {s: Stage(plan, s, held) for s, held in self.parameters.items()}
+        self.feed = Feed(plan, rank, open_data(plan.data, plan.model.vocab), self.device)
+
+    def connect(self, address: str, timeout_seconds: float) -> None:
+        """Joins the other ranks at 'tcp://host:port'; rank 0 serves it."""
+        plan, batch = self.plan, self.plan.batch
+        groups = connect(plan, self.rank, address, timeout_seconds, self.device)
+        self.lanes = CudaLanes(self.device) if self.device.type == "cuda" else HostLanes()
+        like = torch.empty(0, dtype=DTYPES[plan.dtype], device=self.device)
+        shape = (batch.rows * batch.length, plan.model.hidden)
+        transport = Transport(groups, self._peer, shape, like)
+        stream = plan.program.streams[self.at.pp]
+        self.executor = Executor(plan, stream, self.stages, groups, transport, self.lanes, self.board)
+
+    def restore(self, folder: str | None) -> None:
+        """Fills weights and optimizer state from a checkpoint; without one the first values stay."""
+        if folder is None:
+            return
+        found = checkpoint.open_checkpoint(Path(folder))
+        for held in self.parameters.values():
+            state = held.state()
+            for name, value in checkpoint.read(found, state).items():
+                state[name].copy_(value)
+            held.refresh()
+
+    def run(self, first_step: int, count: int) -> list[StepResult]:
+        """Runs steps `first_step` to `first_step + count - 1`."""
+        pending = []
+        for step in range(first_step, first_step + count):
+            self.executor.run(step, self.feed(step))
+            pending.append((step, self._losses(), self.executor.norm, self.executor.host_seconds))
+        times = self.lanes.collect()
+        results = []
+        for (step, losses, norm, seconds), spans in zip(pending, times, strict=True):
+            sums = {number: float(loss) for number, loss in losses.items()}
+            value = float(norm)
+            results.append(
+                StepResult(
+                    step=step,
+                    losses=sums,
+                    grad_norm=value,
+                    learning_rate=self.plan.optimizer.rate(step),
+                    skipped=value - value != 0.0,
+                    spans=self._spans(step, spans),
+                    host_seconds=seconds,
+                    instructions=len(spans),
+                    peak_bytes=torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0,
+                )
+            )
+        return results
+
+    def save(self, folder: str, step: int) -> list[dict]:
+        """Writes the stages that this rank owns; the driver commits the manifest. `step` steps are done."""
+        shards = []
+        for stage, held in self.parameters.items():
+            if self.plan.owner(stage) == self.rank:
+                file = f"stage-{stage:03d}.safetensors"
+                shards.append(checkpoint.write_shard(Path(folder), file, held.state()).plain())
+        return shards
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _losses(self) -> dict[int, torch.Tensor]:
+        """Loss sums of the step by the microbatch's number in the whole mesh."""
+        first = self.at.dp * self.plan.batch.microbatches
+        stages = [stage for stage in self.stages.values() if stage.last]
+        found = {first + mb: loss for stage in stages for mb, loss in stage.loss_sums.items()}
+        for stage in stages:
+            stage.loss_sums = {}
+        return found
+
+    def _peer(self, pipeline_rank: int) -> int:
+        return self.plan.mesh.rank(Coordinates(*self.at)._replace(pp=pipeline_rank))
+
+    def _spans(self, step: int, times: Times) -> tuple[Span, ...]:
+        spans = []
+        for part, start, end in times:
+            peer = self._peer(part.peer) if part.peer >= 0 else -1
+            where = (part.op.value, part.stage, part.microbatch, peer)
+            spans.append(Span(step, self.rank, part.lane, str(part.key), *where, start, end))
+        return tuple(spans)

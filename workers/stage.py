@@ -1,0 +1,109 @@
+"""One pipeline stage: its layers, with the embedding at the front of the model and the head and loss at its end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
+from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
+from pentad.kernels.rope import rope_tables
+from pentad.schedules.plan import Plan
+from pentad.workers import layer
+from pentad.workers.parameters import Parameters
+from pentad.workers.weights import Deferred, Lookup, Product, Sum, accumulate
+
+
+class Ending(NamedTuple):
+    """What B needs of the head and the loss."""
+
+    stream: torch.Tensor  # [T, H]
+    scale: torch.Tensor  # [T]
+    normed: torch.Tensor  # [T, H]
+    logits: torch.Tensor  # [T, V]
+    lse: torch.Tensor  # [T]
+    targets: torch.Tensor  # [T]
+
+
+class Kept(NamedTuple):
+    """What a microbatch keeps between F and B."""
+
+    tokens: torch.Tensor | None  # [T], first stage
+    layers: list[layer.Saved]
+    ending: Ending | None  # last stage
+
+
+class Stage:
+    """Runs F, B and W of its layers; keeps activations from F to B and (x, dY) from B to W, by microbatch.
+
+    `loss_sums[microbatch]` is the sum of its tokens' losses (a scalar tensor), on the last stage.
+    """
+
+    def __init__(self, plan: Plan, index: int, parameters: Parameters) -> None:
+        self.model, self.index, self.parameters = plan.model, index, parameters
+        self.first, self.last = index == 0, index == plan.program.stages - 1
+        self.loss_scale = 1.0 / plan.batch.tokens
+        device, dtype = parameters.master.device, parameters.master.dtype
+        self.rotation = layer.Rotation(
+            *rope_tables(plan.batch.length, plan.model.head_dim, plan.model.rope_theta, device, dtype)
+        )
+        self.weights, self.gradients = parameters.views(parameters.compute), parameters.views(parameters.gradient)
+        span = range(*plan.layers[index])
+        self.layers = [(layer.weights_of(self.weights, i), layer.weights_of(self.gradients, i)) for i in span]
+        self.kept: dict[int, Kept] = {}
+        self.deferred: dict[int, list[Deferred]] = {}
+        self.loss_sums: dict[int, torch.Tensor] = {}
+
+    def forward(
+        self, microbatch: int, received: torch.Tensor | None, tokens: torch.Tensor | None, targets: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """F. `received` [T, H] is the stage before's result, `tokens` and `targets` [T] are for the first and last
+        stage. Returns the residual stream [T, H], nothing on the last stage."""
+        branch = self.weights["embedding"][tokens] if received is None else received
+        stream: torch.Tensor | None = None
+        saved = []
+        for weights, _ in self.layers:
+            branch, stream, kept = layer.forward(weights, self.model, self.rotation, branch, stream)
+            saved.append(kept)
+        ending = None
+        if targets is not None:
+            ending = self._end(microbatch, branch, stream, targets)
+        self.kept[microbatch] = Kept(tokens if received is None else None, saved, ending)
+        return None if ending else branch + stream
+
+    def backward_input(self, microbatch: int, dy: torch.Tensor | None) -> torch.Tensor | None:
+        """B. `dy` [T, H] is the gradient of this stage's result, nothing on the last stage. Returns the gradient of
+        what F received, nothing on the first stage."""
+        kept = self.kept.pop(microbatch)
+        work: list[Deferred] = []
+        if kept.ending is not None:
+            dy, work = self._end_backward(kept.ending)
+        assert dy is not None
+        for (weights, gradients), saved in zip(reversed(self.layers), reversed(kept.layers), strict=True):
+            dy, more = layer.backward(weights, gradients, self.model, self.rotation, saved, dy)
+            work += more
+        if kept.tokens is not None:
+            work.append(Lookup(self.gradients["embedding"], dy, kept.tokens))
+        self.deferred[microbatch] = work
+        return None if kept.tokens is not None else dy
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W."""
+        accumulate(self.deferred.pop(microbatch))
+
+    def _end(
+        self, microbatch: int, branch: torch.Tensor, stream: torch.Tensor | None, targets: torch.Tensor
+    ) -> Ending:
+        normed, entry, scale = rms_norm(branch, self.weights["norm"], self.model.norm_eps, stream)
+        logits = torch.mm(normed, self.weights["head"].t())
+        losses, lse = cross_entropy(logits, targets)
+        self.loss_sums[microbatch] = losses.sum()
+        return Ending(entry, scale, normed, logits, lse, targets)
+
+    def _end_backward(self, ending: Ending) -> tuple[torch.Tensor, list[Deferred]]:
+        dlogits = ending.logits
+        cross_entropy_backward_(dlogits, ending.targets, ending.lse, self.loss_scale)
+        dnormed = torch.mm(dlogits, self.weights["head"])
+        dstream, dnorm = rms_norm_backward(dnormed, ending.stream, self.weights["norm"], ending.scale, None)
+        return dstream, [Product(self.gradients["head"], dlogits, ending.normed), Sum(self.gradients["norm"], dnorm)]

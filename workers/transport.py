@@ -1,0 +1,64 @@
+"""Moves tensors between ranks as SEND and RECV say: gloo on CPU, NCCL on GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Op
+from pentad.workers.groups import Groups, channel
+
+_KINDS = (Op.SEND_F, Op.SEND_B)
+
+
+class Transport:
+    """Transfers of one rank. `peer_of` maps a pipeline rank to the rank of the mesh in this replica.
+
+    A RECV fills the slot its instruction names; slots are made once and refilled when the program says so.
+    """
+
+    def __init__(self, groups: Groups, peer_of: Callable[[int], int], shape: tuple[int, int], like: torch.Tensor) -> None:
+        self.groups, self.peer_of, self.shape, self.like = groups, peer_of, shape, like
+        self.slots: dict[Op, dict[int, torch.Tensor]] = defaultdict(dict)
+        self.sent: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def send(self, part: Instruction, tensor: torch.Tensor) -> None:
+        """Starts a transfer [T, H]; the tensor is kept until `settle` (on GPU: until the lane has read it)."""
+        peer = self.peer_of(part.peer)
+        group = self.groups.channels[channel(part, self.groups.rank, peer)]
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, peer, group=group, tag=self._tag(part))
+        assert work is not None
+        if tensor.is_cuda:
+            work.wait()  # the lane's stream waits, not the host
+            tensor.record_stream(torch.cuda.current_stream())
+        else:
+            self.sent.append((work, tensor))
+
+    def receive(self, part: Instruction) -> tuple[torch.Tensor, dist.Work]:
+        """Starts to fill the slot and returns it; it may be read when the work is done."""
+        slot = self.slots[part.op].get(part.slot)
+        if slot is None:
+            slot = self.slots[part.op][part.slot] = torch.empty(self.shape, dtype=self.like.dtype, device=self.like.device)
+        peer = self.peer_of(part.peer)
+        group = self.groups.channels[channel(part, self.groups.rank, peer)]
+        work = dist.irecv(slot, peer, group=group, tag=self._tag(part))
+        assert work is not None
+        return slot, work
+
+    def settle(self) -> None:
+        """Waits until every send of the step has left."""
+        for work, _ in self.sent:
+            work.wait()
+        self.sent.clear()
+
+    def _tag(self, part: Instruction) -> int:
+        """The same number at both ends: the receiving stage, the microbatch and the kind."""
+        if part.op in SENDS:
+            kind, stage = part.op, part.stage + (1 if part.op is Op.SEND_F else -1)
+        else:
+            kind, stage = RECEIVES[part.op], part.stage
+        return (stage << 21) | (part.microbatch << 1) | _KINDS.index(kind)

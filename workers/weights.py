@@ -1,0 +1,49 @@
+"""W as data: what a backward pass leaves to be added to the main gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pentad.kernels.grad_gemm import accumulate_gradient_
+
+
+class Product(NamedTuple):
+    """gradient [N, K] += dy [T, N]^T @ x [T, K]"""
+
+    gradient: torch.Tensor
+    dy: torch.Tensor
+    x: torch.Tensor
+
+
+class Sum(NamedTuple):
+    """gradient [H] += dy [H]"""
+
+    gradient: torch.Tensor
+    dy: torch.Tensor
+
+
+class Lookup(NamedTuple):
+    """gradient [V, H] += rows dy [T, H] at tokens [T]"""
+
+    gradient: torch.Tensor
+    dy: torch.Tensor
+    tokens: torch.Tensor
+
+
+Deferred = Product | Sum | Lookup
+
+
+def accumulate(work: list[Deferred]) -> None:
+    """Runs the deferred products of one microbatch into the main gradients, in order."""
+    for item in work:
+        match item:
+            case Product(gradient, dy, x):
+                accumulate_gradient_(gradient, dy, x)
+            case Sum(gradient, dy):
+                gradient += dy
+            case Lookup(gradient, dy, tokens):
+                # sorts the tokens first, so the order of additions is the same in every run
+                rows = torch.ops.aten.embedding_dense_backward(dy.to(gradient.dtype), tokens, gradient.shape[0], -1, False)
+                gradient += rows
