@@ -9,7 +9,9 @@ import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 - this script is what a newcomer's older Python meets first
     found = ".".join(map(str, sys.version_info[:3]))
-    sys.exit(f"pentad needs Python 3.11 or newer, but this is {found}; name another as in `make train PYTHON=python3.12`")
+    sys.exit(
+        f"pentad needs Python 3.11 or newer, but this is {found}; name another as in `make train PYTHON=python3.12`"
+    )
 
 import importlib.metadata
 import importlib.util
@@ -29,7 +31,14 @@ TORCH = "torch==2.13.0"
 TORCH_FLOOR = (2, 11)
 TRITON = "triton==3.6.0"  # for Triton's interpreter where torch brings no Triton of its own
 CONSTRAINTS = ["-c", "constraints.txt"]
-NO_INDEX = ("connection broken", "ConnectionError", "name resolution", "timed out", "error sending request", "dns error")
+NO_INDEX = (
+    "connection broken",
+    "ConnectionError",
+    "name resolution",
+    "timed out",
+    "error sending request",
+    "dns error",
+)
 BEGAN = time.monotonic()
 
 
@@ -147,7 +156,7 @@ def brings_cuda() -> bool:
 
 
 def install_cpu_torch() -> None:
-    """Installs torch without CUDA: from pip's index if that has such a build, else through uv, which knows where one is."""
+    """Installs torch without CUDA: with pip if it finds such a build, else with uv, which knows where one is."""
     if not brings_cuda():
         install(TORCH)
         return

@@ -58,14 +58,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> t
 @contextmanager
 def _reproducible() -> Iterator[None]:
     """Asks torch for reproducible algorithms, without its habit of filling fresh memory."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    mode = torch.get_deterministic_debug_mode()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        torch.set_deterministic_debug_mode(mode)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 def attention_backward(dout: Tensor, saved: SavedAttention) -> tuple[Tensor, Tensor, Tensor]:

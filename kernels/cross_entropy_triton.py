@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pentad.kernels.cross_entropy import IGNORE
 
-LANES = 1024
+LANES = 2048
 DEPTH = 4
 BACKWARD_BLOCK = 4096
 # Below any finite logit, and finite: the difference of two of them is a number.
@@ -65,7 +65,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     loss = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
     _forward[(tokens,)](
-        logits, targets, loss, lse, vocabulary, LANES=LANES, DEPTH=DEPTH, IGNORE=IGNORE, num_warps=4
+        logits, targets, loss, lse, vocabulary, LANES=LANES, DEPTH=DEPTH, IGNORE=IGNORE, num_warps=8
     )
     return loss, lse
 

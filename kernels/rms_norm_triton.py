@@ -5,10 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements a program holds at once (a longer row is held whole) and elements a thread holds of each tensor.
+# Elements a program holds at once (a longer row is held whole), and elements a thread holds of each tensor: fewer in the
+# backward pass, which keeps five tensors in registers and would spill.
 TILE = 4096
 PER_THREAD = 16
+PER_THREAD_BACKWARD = 8
 WIDEST_ROW = 65536
+# The backward pass fetches the next rows into shared memory while it works on these, if a tile has at most these bytes.
+PREFETCHED_BYTES = 32768
 # Backward programs, each of which sums its share of dweight: two for each of the 132 SMs of a Hopper GPU. A constant,
 # so that the order of the sum, and hence the last bit, does not hang on the device.
 PROGRAMS = 264
@@ -38,13 +42,13 @@ def _forward(
 @triton.jit
 def _backward(
     dy, summed, weight, rstd, dresidual, dx, partial, T,
-    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     w = tl.load(weight + columns, mask=columns < H, other=0.0).to(tl.float32)
     dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for start in range(program * ROWS, T, tl.num_programs(0) * ROWS):
+    for start in tl.range(program * ROWS, T, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         mask = (rows < T)[:, None] & (columns < H)[None, :]
         offsets = rows.to(tl.int64)[:, None] * H + columns[None, :]
@@ -71,19 +75,19 @@ def _sum_rows(partial, out, count, H, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + columns, tl.sum(total, axis=0), mask=columns < H)
 
 
-def _shape(width: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program for rows of `width` elements."""
+def _shape(width: int, per_thread: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program for rows of `width` elements, `per_thread` of them a thread if they fit."""
     assert width <= WIDEST_ROW, f"a row of {width} elements does not fit one program, at most {WIDEST_ROW} do"
     block = max(16, triton.next_power_of_2(width))
     rows = max(1, TILE // block)
-    return rows, block, min(32, rows * block // (32 * PER_THREAD))
+    return rows, block, min(32, rows * block // (32 * per_thread))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the forward kernel; see `pentad.kernels.rms_norm.rms_norm`."""
     assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     tokens, width = x.shape
-    rows, block, warps = _shape(width)
+    rows, block, warps = _shape(width, PER_THREAD)
     y = torch.empty_like(x)
     summed = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
@@ -101,14 +105,15 @@ def rms_norm_backward(
     assert dy.is_contiguous() and summed.is_contiguous() and weight.is_contiguous()
     assert dresidual is None or dresidual.is_contiguous()
     tokens, width = dy.shape
-    rows, block, warps = _shape(width)
+    rows, block, warps = _shape(width, PER_THREAD_BACKWARD)
     programs = min(PROGRAMS, triton.cdiv(tokens, rows))
+    stages = 2 if rows * block * dy.element_size() <= PREFETCHED_BYTES else 1
     dx = torch.empty_like(summed)
     partial = torch.empty(programs, width, dtype=torch.float32, device=dy.device)
     dweight = torch.empty(width, dtype=torch.float32, device=dy.device)
     _backward[(programs,)](
         dy, summed, weight, rstd, dresidual, dx, partial, tokens,
-        H=width, ROWS=rows, BLOCK=block, ADD=dresidual is not None, num_warps=warps,
+        H=width, ROWS=rows, BLOCK=block, ADD=dresidual is not None, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     _sum_rows[(triton.cdiv(width, 32),)](partial, dweight, programs, width, ROWS=64, BLOCK=32, num_warps=4)
     return dx, dweight

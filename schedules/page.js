@@ -94,23 +94,24 @@ function zoom(factor, around = (view.from + view.to) / 2) {
   show(around - (around - view.from) * kept, around + (view.to - around) * kept);
 }
 
-const measured = (panel, event) => {
+const pointOf = (panel, event) => {
   const box = panel.canvas.getBoundingClientRect();
   return [event.clientX - box.left, event.clientY - box.top];
 };
 
 function onWheel(panel, event) {
-  const [px] = measured(panel, event), size = [1, 16, 400][event.deltaMode];
+  const [px] = pointOf(panel, event), size = [1, 16, 400][event.deltaMode];
   if (px < LEFT || px > LEFT + panel.plotWidth) {
     if (!scroll(panel, event.deltaY * size)) return;
   } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(event.deltaX * size / panel.plotWidth);
   else zoom(Math.exp(event.deltaY * size * 0.0016), timeAt(panel, px));
   event.preventDefault();
+  draw();
   onMove(panel, event);
 }
 
 function onMove(panel, event) {
-  const [px, py] = measured(panel, event), held = panel.held;
+  const [px, py] = pointOf(panel, event), held = panel.held;
   if (held) {
     const by = (held.px - px) / panel.plotWidth * (view.to - view.from);
     scroll(panel, held.py - py);
@@ -120,7 +121,7 @@ function onMove(panel, event) {
   view.cross = px >= LEFT && px <= LEFT + panel.plotWidth ? timeAt(panel, px) : null;
   hover(held ? null : spanAt(panel, px, py));
   tell(event);
-  draw();
+  draw(false);
 }
 
 function onKey(event) {
@@ -138,6 +139,8 @@ function onKey(event) {
 
 // ---- start ----
 
+const strips = make("canvas").getContext("2d");
+
 const steps = [...new Set(DATA.panels.at(-1).steps.map((s) => s.step))];
 function turn(by) {
   const wanted = steps[steps.indexOf(step) + by];
@@ -146,7 +149,7 @@ function turn(by) {
 
 function openPanel(data) {
   const section = make("section"), header = make("header"), plot = make("div", "", "plot"), canvas = make("canvas");
-  const panel = { data, header, plot, canvas, context: canvas.getContext("2d"), scroll: 0, held: null, outlines: [] };
+  const panel = { data, header, plot, canvas, context: canvas.getContext("2d"), base: make("canvas").getContext("2d"), scroll: 0, held: null, outlines: [] };
   plot.tabIndex = 0;
   plot.setAttribute("role", "img");
   plot.setAttribute("aria-label", `${data.source} timeline, a row a rank`);
@@ -156,11 +159,11 @@ function openPanel(data) {
   plot.addEventListener("wheel", (event) => onWheel(panel, event), { passive: false });
   plot.addEventListener("pointermove", (event) => onMove(panel, event));
   plot.addEventListener("pointerdown", (event) => {
-    const [px, py] = measured(panel, event);
+    const [px, py] = pointOf(panel, event);
     if (event.button === 0) { panel.held = { px, py }; plot.setPointerCapture(event.pointerId); plot.classList.add("moving"); }
   });
   for (const end of ["pointerup", "pointercancel"]) plot.addEventListener(end, () => { panel.held = null; plot.classList.remove("moving"); });
-  plot.addEventListener("pointerleave", () => { view.cross = null; hover(null); byId("tip").hidden = true; draw(); });
+  plot.addEventListener("pointerleave", () => { view.cross = null; hover(null); byId("tip").hidden = true; draw(false); });
   plot.addEventListener("dblclick", reset);
   return panel;
 }

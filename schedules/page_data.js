@@ -1,7 +1,7 @@
 "use strict";
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const { kinds, looks, rows: ROWS } = DATA;
-const LEFT = 84, RIGHT = 58, TOP = 24, BOTTOM = 8, TALL = 38, DIM = 0.2;
+const LEFT = 84, RIGHT = 58, TOP = 24, BOTTOM = 8, TALL = 36, VEIL = 0.8;
 const OPS = Object.keys(looks), OP = kinds.op.map((op) => OPS.indexOf(op));
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const byId = (id) => document.getElementById(id);

@@ -6,7 +6,7 @@ const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
 /** How a rank's height is shared out: the rows under its compute row go first when it gets low. */
 function divide(panel, rows, pitch) {
-  const gap = clamp(Math.round(pitch * 0.14), 1, 8), thin = Math.floor((pitch - gap) * 0.45 / Math.max(rows.length, 1)) - 1;
+  const gap = clamp(Math.round(pitch * 0.14), 1, 8), thin = Math.floor((pitch - gap) * 0.5 / Math.max(rows.length, 1)) - 1;
   panel.rows = thin >= 2 ? rows : [];
   panel.thin = Math.min(thin, 9);
   panel.tall = Math.min(pitch - gap - panel.rows.length * (panel.thin + 1), TALL);
@@ -26,7 +26,7 @@ function arrange() {
     const present = new Set(panel.ranks.flatMap((r) => r.tracks.map((t) => t.row)));
     const rows = ROWS.filter((row) => row !== "compute" && present.has(row) && !hidden.has(row));
     const high = TALL + rows.length * 10 + 8;
-    grows ||= low < high;
+    grows ||= low < 0.8 * high;
     divide(panel, rows, low < high ? low * (high / low) ** byId("height").value : high);
     const share = Math.max(room * panel.ranks.length / total, Math.min(room / panels.length, panel.content + edges));
     panel.height = Math.ceil(Math.min(panel.content + edges, Math.max(share, 120)));
@@ -75,75 +75,91 @@ function firstAt(track, time) {
 // ---- drawing ----
 
 let frame = 0;
-function draw() {
+/** Asks for a frame. What a hover changes lies above a stored picture of all spans; `moved` has that drawn anew. */
+function draw(moved = true) {
+  if (moved) for (const panel of panels) panel.stale = true;
   frame ||= requestAnimationFrame(() => { frame = 0; panels.forEach(paint); });
 }
 
 function readTheme() {
   const style = getComputedStyle(document.documentElement);
-  theme = Object.fromEntries(["card", "text", "soft", "idle", "grid", "cross"].map((n) => [n, style.getPropertyValue(`--${n}`).trim()]));
+  theme = Object.fromEntries(["card", "text", "soft", "idle", "grid"].map((n) => [n, style.getPropertyValue(`--${n}`).trim()]));
   theme.font = getComputedStyle(document.body).fontFamily;
   theme.fill = OPS.map(fill);
   theme.ink = OPS.map(ink);
+  theme.bytes = theme.fill.map((hex) => parseInt(hex.slice(5) + hex.slice(3, 5) + hex.slice(1, 3), 16));
   legend();
 }
 
 function paint(panel) {
-  const context = panel.context, [first, last] = visibleRanks(panel);
+  if (panel.stale) paintBase(panel);
+  const { context, width, height } = panel;
   context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+  context.textBaseline = "middle";
+  context.drawImage(panel.base.canvas, 0, 0, width, height);
+  panel.outlines = [];
+  if (view.lit) clipped(context, panel, LEFT, panel.plotWidth, TOP - 3, () => {
+    context.globalAlpha = VEIL;
+    const [first, last] = visibleRanks(panel);
+    for (let i = first; i < last; i++) paintIdle(context, panel, i);
+    context.globalAlpha = 1;
+    paintTracks(context, panel, view.lit);
+    paintOutlines(context, panel);
+  });
+  paintAxis(context, panel);
+}
+
+/** Draws everything but the axis and the hover into the panel's stored picture. */
+function paintBase(panel) {
+  const context = panel.base, [first, last] = visibleRanks(panel);
+  Object.assign(context.canvas, { width: panel.canvas.width, height: panel.canvas.height });
+  context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+  context.textBaseline = "middle";
   context.fillStyle = theme.card;
   context.fillRect(0, 0, panel.width, panel.height);
-  context.textBaseline = "middle";
-  clipped(panel, 0, panel.width, () => { for (let i = first; i < last; i++) paintGutter(panel, i); });
-  clipped(panel, LEFT, panel.plotWidth, () => {
-    for (let i = first; i < last; i++) paintIdle(panel, i);
-    paintGrid(panel);
-    panel.outlines = [];
-    for (let i = first; i < last; i++) {
-      for (const track of panel.ranks[i].tracks) {
-        const at = place(panel, i, track.row);
-        if (at) paintTrack(panel, panel.ranks[i], track, ...at);
-      }
-    }
-    paintOutlines(panel);
+  clipped(context, panel, 0, panel.width, TOP - 7, () => { for (let i = first; i < last; i++) paintGutter(context, panel, i); });
+  clipped(context, panel, LEFT, panel.plotWidth, TOP - 3, () => {
+    for (let i = first; i < last; i++) paintIdle(context, panel, i);
+    context.fillStyle = theme.grid;
+    for (const time of ticks(panel)[0]) context.fillRect(Math.round(x(panel, time)), TOP - 3, 1, panel.height);
+    paintTracks(context, panel, null);
   });
-  paintAxis(panel);
-  paintScrollbar(panel);
+  paintScrollbar(context, panel);
+  panel.stale = false;
 }
 
-function clipped(panel, left, width, body) {
-  panel.context.save();
-  panel.context.beginPath();
-  panel.context.rect(left, TOP - 3, width, panel.height - TOP - 1);
-  panel.context.clip();
+function clipped(context, panel, left, width, top, body) {
+  context.save();
+  context.beginPath();
+  context.rect(left, top, width, panel.height - top - 4);
+  context.clip();
   body();
-  panel.context.restore();
+  context.restore();
 }
 
-function text(panel, value, px, y, align, size, colour, weight = 400) {
-  const context = panel.context;
+function text(context, value, px, y, align, size, colour, weight = 400) {
   context.font = `${weight} ${size}px ${theme.font}`;
   context.textAlign = align;
   context.fillStyle = colour;
   context.fillText(value, px, y);
 }
 
-function paintGutter(panel, index) {
+function paintGutter(context, panel, index) {
   if (index % Math.ceil(14 / panel.pitch)) return;
   const { rank, busy } = panel.ranks[index], [y, tall] = place(panel, index, "compute"), middle = y + tall / 2 + 0.5;
-  text(panel, `rank ${rank}`, LEFT - 10, middle, "right", 12, theme.text, 600);
-  if (busy !== null) text(panel, `${(100 * busy).toFixed(0)} %`, panel.width - 14, middle, "right", 12, theme.soft);
+  text(context, `rank ${rank}`, LEFT - 10, middle, "right", 12, theme.text, 600);
+  if (busy !== null) text(context, `${(100 * busy).toFixed(0)} %`, panel.width - 14, middle, "right", 12, theme.soft);
   for (const row of panel.thin < 8 ? [] : panel.rows) {
     const [top, thin] = place(panel, index, row);
-    text(panel, row, LEFT - 10, top + thin / 2 + 0.5, "right", 9.5, theme.soft);
+    text(context, row, LEFT - 10, top + thin / 2 + 0.5, "right", 9.5, theme.soft);
   }
 }
 
-function paintIdle(panel, index) {
-  panel.context.fillStyle = theme.idle;
+function paintIdle(context, panel, index) {
+  context.fillStyle = theme.idle;
   for (const row of ["compute", ...panel.rows]) {
     const [y, height] = place(panel, index, row);
-    panel.context.fillRect(LEFT, y, panel.plotWidth, height);
+    context.fillRect(LEFT, y, panel.plotWidth, height);
   }
 }
 
@@ -155,66 +171,108 @@ function ticks(panel) {
   return [found, gap];
 }
 
-function paintGrid(panel) {
-  panel.context.fillStyle = theme.grid;
-  for (const time of ticks(panel)[0]) panel.context.fillRect(Math.round(x(panel, time)), TOP - 3, 1, panel.height);
-}
-
-function paintAxis(panel) {
+function paintAxis(context, panel) {
   const [times, gap] = ticks(panel), [size, unit] = unitOf(Math.max(view.last, -view.first));
   const decimals = clamp(Math.ceil(Math.log10(size / gap) - 1e-9), 0, 9);
   const cross = view.cross === null || view.cross < view.from || view.cross > view.to ? null : x(panel, view.cross);
   for (const time of times) {
     const px = x(panel, time);
     if (cross !== null && Math.abs(px - cross) < 70) continue;
-    text(panel, `${(time / size).toFixed(decimals)} ${unit}`, px, TOP / 2 - 1, "center", 11, theme.soft);
+    text(context, `${(time / size).toFixed(decimals)} ${unit}`, px, TOP / 2 - 1, "center", 11, theme.soft);
   }
-  text(panel, "busy", panel.width - 14, TOP / 2 - 1, "right", 11, theme.soft);
+  text(context, "busy", panel.width - 14, TOP / 2 - 1, "right", 11, theme.soft);
   if (cross === null) return;
-  text(panel, `${(view.cross / size).toFixed(decimals + 2)} ${unit}`, cross, TOP / 2 - 1, "center", 11, theme.text, 600);
-  panel.context.globalAlpha = 0.45;
-  panel.context.fillStyle = theme.cross;
-  panel.context.fillRect(Math.round(cross), TOP - 3, 1, panel.height - TOP - 1);
-  panel.context.globalAlpha = 1;
+  text(context, `${(view.cross / size).toFixed(decimals + 2)} ${unit}`, cross, TOP / 2 - 1, "center", 11, theme.text, 600);
+  context.globalAlpha = 0.45;
+  context.fillStyle = theme.text;
+  context.fillRect(Math.round(cross), TOP - 3, 1, panel.height - TOP - 1);
+  context.globalAlpha = 1;
 }
 
-function paintScrollbar(panel) {
+function paintScrollbar(context, panel) {
   const shown = panel.height - TOP - BOTTOM;
   if (panel.content <= shown) return;
-  panel.context.fillStyle = theme.soft;
-  panel.context.globalAlpha = 0.5;
-  panel.context.fillRect(panel.width - 6, TOP + panel.scroll / panel.content * shown, 3, Math.max(shown * shown / panel.content, 16));
-  panel.context.globalAlpha = 1;
+  context.fillStyle = theme.soft;
+  context.globalAlpha = 0.5;
+  context.fillRect(panel.width - 6, TOP + panel.scroll / panel.content * shown, 3, Math.max(shown * shown / panel.content, 16));
+  context.globalAlpha = 1;
 }
 
-function paintTrack(panel, rank, track, y, height) {
-  const cells = cellPainter(panel.context, y, height);
-  const written = track.row === "compute" && height >= 12;
-  for (let i = firstAt(track, view.from); i < track.start.length && track.start[i] <= view.to; i++) {
-    if (track.end[i] < view.from) continue;
-    const kind = track.kind[i], left = x(panel, track.start[i]), right = x(panel, track.end[i]);
-    const lit = view.lit === null || view.lit[kind] === 1;
-    const same = view.same !== null && view.same[kind] === 1;
-    if (right - left < 1.5) {
-      cells.add(left, right - left, OP[kind], lit);
-      if (same) panel.outlines.push([left, y, right - left, height]);
-      continue;
+/** Draws the spans in view, or only those whose kind is set in `only`. */
+function paintTracks(context, panel, only) {
+  const [first, last] = visibleRanks(panel), found = [];
+  for (let i = first; i < last; i++) {
+    for (const track of panel.ranks[i].tracks) {
+      const at = place(panel, i, track.row);
+      if (at) found.push({ track, pale: panel.ranks[i].pale, y: at[0], height: at[1] });
     }
-    const depth = track.depth ? track.depth[i] : 1, tall = height / depth, top = y + tall * (track.level ? track.level[i] : 0);
-    const bar = paintBar(panel, kind, left, right, top, tall - (depth > 1 ? 0.5 : 0), lit, rank.pale.has(kinds.stage[kind]));
-    if (written && tall >= 9) paintLabel(panel, kind, bar, lit, rank.pale.has(kinds.stage[kind]));
-    if (same) panel.outlines.push(bar);
   }
-  cells.flush();
+  const columns = Math.ceil(panel.plotWidth * devicePixelRatio), cover = new Float32Array(columns * OPS.length);
+  const image = new ImageData(columns, Math.max(found.length, 1)), pixels = new Uint32Array(image.data.buffer);
+  found.forEach((line, row) => {
+    line.thin = paintSpans(context, panel, line, only, cover);
+    if (line.thin) blend(cover, pixels.subarray(row * columns, (row + 1) * columns));
+  });
+  Object.assign(strips.canvas, { width: columns, height: image.height });
+  strips.putImageData(image, 0, 0);
+  context.imageSmoothingEnabled = false;
+  found.forEach(({ thin, y, height }, row) => {
+    if (thin) context.drawImage(strips.canvas, 0, row, columns, 1, LEFT, y, columns / devicePixelRatio, height);
+  });
+}
+
+/** Draws the bars of a track; what is thinner than 1.5 pixels only adds to `cover`. Says whether there was any such. */
+function paintSpans(context, panel, { track, pale, y, height }, only, cover) {
+  const written = track.row === "compute" && height >= 11;
+  let thin = false;
+  for (let i = firstAt(track, view.from); i < track.start.length && track.start[i] <= view.to; i++) {
+    const kind = track.kind[i];
+    if (track.end[i] < view.from || (only && !only[kind])) continue;
+    const left = x(panel, track.start[i]), right = x(panel, track.end[i]);
+    let bar = [left, y, right - left, height];
+    if (right - left < 1.5) {
+      if (!thin) cover.fill(0);
+      thin = true;
+      addCover(cover, (left - LEFT) * devicePixelRatio, (right - LEFT) * devicePixelRatio, OP[kind]);
+    } else {
+      const depth = track.depth ? track.depth[i] : 1, tall = height / depth, top = y + tall * (track.level ? track.level[i] : 0);
+      const isPale = pale.has(kinds.stage[kind]);
+      bar = paintBar(context, panel, kind, left, right, top, tall - (depth > 1 ? 0.5 : 0), isPale);
+      if (written && tall >= 9) paintLabel(context, kind, bar, isPale);
+    }
+    if (only && view.same[kind]) panel.outlines.push(bar);
+  }
+  return thin;
+}
+
+/** Adds the share of each pixel column that a span fills, and a trace of it where it has no length. */
+function addCover(cover, left, right, op) {
+  const columns = cover.length / OPS.length;
+  for (let c = Math.max(Math.floor(left), 0); c <= right && c < columns; c++) {
+    cover[c * OPS.length + op] += Math.max(Math.min(right, c + 1) - Math.max(left, c), 0.01);
+  }
+}
+
+/** Each pixel column takes the colour of its commonest op, as opaque as the column is full. */
+function blend(cover, pixels) {
+  for (let c = 0; c < pixels.length; c++) {
+    let total = 0, most = 0;
+    for (let op = 0; op < OPS.length; op++) {
+      const share = cover[c * OPS.length + op];
+      total += share;
+      if (share > cover[c * OPS.length + most]) most = op;
+    }
+    if (total > 0) pixels[c] = (Math.round(255 * clamp(total, 0.25, 1)) << 24) | theme.bytes[most];
+  }
 }
 
 const crisp = (px) => Math.round(px * devicePixelRatio) / devicePixelRatio;
 
-function paintBar(panel, kind, left, right, top, tall, lit, pale) {
-  const context = panel.context, from = crisp(Math.max(left, LEFT - 8)), to = crisp(Math.min(right, LEFT + panel.plotWidth + 8));
+function paintBar(context, panel, kind, left, right, top, tall, pale) {
+  const from = crisp(Math.max(left, LEFT - 8)), to = crisp(Math.min(right, LEFT + panel.plotWidth + 8));
   const width = Math.max(to - from - (right - left > 4 ? 1 : 0), 0.5);
   context.fillStyle = theme.fill[OP[kind]];
-  context.globalAlpha = (lit ? 1 : DIM) * (pale ? 0.55 : 1);
+  context.globalAlpha = pale ? 0.55 : 1;
   if (width > 8 && tall > 8) {
     context.beginPath();
     context.roundRect(from, top, width, tall, 2.5);
@@ -224,49 +282,17 @@ function paintBar(panel, kind, left, right, top, tall, lit, pale) {
   return [from, top, width, tall];
 }
 
-function paintLabel(panel, kind, [left, top, width, tall], lit, pale) {
+function paintLabel(context, kind, [left, top, width, tall], pale) {
   const microbatch = kinds.microbatch[kind], size = Math.min(12, tall - 2);
   const label = microbatch < 0 ? kinds.op[kind].toLowerCase() : String(microbatch);
-  if (width < label.length * size * 0.6 + 2) return;
-  panel.context.globalAlpha = lit ? 1 : 0.45;
-  text(panel, label, left + width / 2, top + tall / 2 + 0.5, "center", size, pale || !lit ? theme.text : theme.ink[OP[kind]], 600);
-  panel.context.globalAlpha = 1;
+  if (width < label.length * size * 0.62 + 3) return;
+  text(context, label, left + width / 2, top + tall / 2 + 0.5, "center", size, pale ? theme.text : theme.ink[OP[kind]], 600);
 }
 
-/** Draws what is narrower than a pixel: each pixel column takes its commonest op, as opaque as it is full. */
-function cellPainter(context, y, height) {
-  const cover = new Float64Array(OPS.length);
-  let column = null, total = 0, lit = 0, run = null;
-  const paintRun = () => {
-    if (!run) return;
-    context.globalAlpha = run.alpha;
-    context.fillStyle = theme.fill[run.op];
-    context.fillRect(run.from, y, run.to - run.from, height);
-    context.globalAlpha = 1;
-    run = null;
-  };
-  const close = () => {
-    if (column === null) return;
-    const op = cover.indexOf(Math.max(...cover)), alpha = Math.max(1, Math.ceil(Math.min(total, 1) * 6)) / 6 * (lit > 0 ? 1 : DIM);
-    if (run && run.to === column && run.op === op && run.alpha === alpha) run.to++;
-    else { paintRun(); run = { from: column, to: column + 1, op, alpha }; }
-    cover.fill(0);
-    total = lit = 0;
-  };
-  const add = (left, width, op, isLit) => {
-    const wanted = Math.floor(left), amount = Math.max(width, 0.02);
-    if (wanted !== column) { close(); column = wanted; }
-    cover[op] += amount;
-    total += amount;
-    if (isLit) lit += amount;
-  };
-  return { add, flush: () => { close(); paintRun(); } };
-}
-
-function paintOutlines(panel) {
-  panel.context.strokeStyle = theme.text;
-  panel.context.lineWidth = 1.5;
+function paintOutlines(context, panel) {
+  context.strokeStyle = theme.text;
+  context.lineWidth = 1.5;
   for (const [left, top, width, tall] of panel.outlines) {
-    panel.context.strokeRect(left - 0.25, top - 0.25, Math.max(width, 2) + 0.5, tall + 0.5);
+    context.strokeRect(left - 0.25, top - 0.25, Math.max(width, 2) + 0.5, tall + 0.5);
   }
 }

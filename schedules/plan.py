@@ -87,8 +87,9 @@ class Plan:
 
     `layers[stage]` is (first, end) of the decoder layers that a stage holds; stage 0 also embeds, the last one has the
     final norm, head and loss. `dtype` is of compute ('bfloat16', 'float32', 'float64'); master weights, gradients and
-    optimizer state are float32 (float64 when compute is). `device` is 'cuda' or 'cpu', `data` a corpus folder or
-    'builtin:NAME', `seed` the run's only source of randomness.
+    optimizer state are float32 (float64 when compute is). `device` is 'cuda' or 'cpu'; `transport` moves activations:
+    'gloo' on CPU, 'peer' (copies between the GPUs of one host) or 'nccl'. `data` is a corpus folder or 'builtin:NAME',
+    `seed` the run's only source of randomness; `deterministic` asks for kernels whose two runs have the same bits.
     """
 
     name: str
@@ -102,6 +103,8 @@ class Plan:
     seed: int
     dtype: str
     device: str
+    transport: str
+    deterministic: bool = True
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""

@@ -46,7 +46,7 @@ class Fleet:
         ends = self.ends[: plan.mesh.size]
         for rank, end in enumerate(ends):
             end.send((plan, rank, address, calls, restore, save))
-        answers: list[Any] = [end.recv() if end.poll(60) else "no answer in 60 s" for end in ends]
+        answers: list[Any] = [end.recv() if end.poll(120) else "no answer in 120 s" for end in ends]
         for rank, answer in enumerate(answers):
             assert isinstance(answer, Outcome), f"rank {rank}: {answer}"
         return answers
@@ -87,18 +87,18 @@ def _run(plan: Plan, rank: int, address: str, calls: list[tuple[int, int]], rest
     def seen(parameters, shape, number, scale):
         while len(gradients) <= number - calls[0][0]:
             gradients.append({})
-        gradients[number - calls[0][0]] |= {k: g.clone() for k, g in parameters.views(parameters.gradient).items()}
+        gradients[number - calls[0][0]] |= {k: g.cpu().clone() for k, g in parameters.views(parameters.gradient).items()}
         real_step(parameters, shape, number, scale)
 
     optimizer.step = seen
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(plan, rank, Path(folder, "board"))
+        runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
         try:
             runner.connect(address, 30)
             runner.restore(restore)
             results = [result for first, count in calls for result in runner.run(first, count)]
             shards = runner.save(save, sum(calls[-1])) if save else []
-            state = {k: v.clone() for held in runner.parameters.values() for k, v in held.state().items()}
+            state = {k: v.cpu().clone() for held in runner.parameters.values() for k, v in held.state().items()}
         finally:
             optimizer.step = real_step
             runner.close()

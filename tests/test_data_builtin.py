@@ -21,7 +21,9 @@ def pydoc(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return builtin_corpus("pydoc", 512, tmp_path_factory.mktemp("cache"))
 
 
-def test_pydoc_is_built_once_and_then_reused(pydoc: Path) -> None:
+def test_pydoc_is_built_once_and_then_reused(pydoc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("pentad.workers.builtin.write_corpus")
+
     def times() -> dict[str, int]:
         return {file.name: file.stat().st_mtime_ns for file in pydoc.iterdir()}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.errors import PentadError
@@ -17,7 +17,8 @@ from pentad.workers.text_sources import pieces, read_pieces, source_files
 from pentad.workers.tokenizer import encode, train_tokenizer
 
 POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
-TOKENIZER = train_tokenizer(["aa ab ab  ba\n\n  ab's 11 - a\t\té 山山"] * 3, 290)
+TOKENIZER = train_tokenizer([POEM], 290)
+WORDS = TOKENIZER.pre_tokenizer
 
 
 def build(source: Path, tokenizer: Path | None) -> None:
@@ -27,9 +28,12 @@ def build(source: Path, tokenizer: Path | None) -> None:
 words = st.text(st.sampled_from("ab é\n\t 山'1-\u00a0\x1c"), max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(text=words, chunk=st.integers(1, 9))
-def test_encoding_pieces_equals_encoding_the_document(text: str, chunk: int) -> None:
+@example(text="a  \n1 ab" * 3, chunk=9)
+@example(text="a     " * 4, chunk=7)
+@example(text="a a" + "b" * 23 + " " + "b" * 9, chunk=9)
+def test_pieces_are_cut_where_the_tokenizer_cuts(text: str, chunk: int) -> None:
     original = text_sources.PIECE
     text_sources.PIECE = 9
     try:
@@ -38,9 +42,10 @@ def test_encoding_pieces_equals_encoding_the_document(text: str, chunk: int) -> 
         text_sources.PIECE = original
     assert "".join(piece.text for piece in cut) == text
     assert [piece.last for piece in cut] == [False] * (len(cut) - 1) + [True] * bool(text)
+    assert all(len(piece.text) <= 18 for piece in cut)
     if all(piece.text.startswith(" ") for piece in cut[1:]):  # else a word longer than a piece was cut
-        parts = encode(TOKENIZER, [piece.text for piece in cut])
-        assert [token for ids in parts for token in ids] == encode(TOKENIZER, [text])[0]
+        parts = [word for piece in cut for word, _ in WORDS.pre_tokenize_str(piece.text)]
+        assert parts == [word for word, _ in WORDS.pre_tokenize_str(text)]
 
 
 def test_a_long_document_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def plan_of(name: str, dp: int, pp: int, microbatches: int, data: str, dtype: st
         seed=7,
         dtype=dtype,
         device="cpu",
+        transport="gloo",
     )
 
 

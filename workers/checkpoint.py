@@ -161,11 +161,13 @@ def withdraw(folder: Path) -> None:
         raise PentadError(f"folder is {folder}, wanted the step-00000000 folder of a checkpoint")
     if not os.path.lexists(folder):
         return
-    with storage(folder, 0):
+    try:
         (folder / MANIFEST).unlink(missing_ok=True)
         sync_folder(folder)
         shutil.rmtree(folder)
         sync_folder(folder.parent)
+    except OSError as error:
+        raise PentadError(f"checkpoint {folder} cannot be deleted: {error.strerror}") from error
 
 
 def discard_older(root: Path, keep: int) -> tuple[Path, ...]:
@@ -180,7 +182,7 @@ def discard_older(root: Path, keep: int) -> tuple[Path, ...]:
     folders = _folders(root)
     complete = [step for step, folder in folders.items() if _is_complete(folder)]
     torn = folders.keys() - complete
-    if len(complete) <= keep and not any(step < complete[-1] for step in torn if complete):
+    if not complete or (len(complete) <= keep and not any(step < complete[-1] for step in torn)):
         return ()
     found = newest(root).checkpoint
     if found is None:

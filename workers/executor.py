@@ -14,6 +14,7 @@ from pentad.workers import optimizer
 from pentad.workers.board import Board
 from pentad.workers.groups import Groups
 from pentad.workers.lanes import Lanes
+from pentad.workers.peer_copy import PeerCopy
 from pentad.workers.feed import Tokens
 from pentad.workers.stage import Stage
 from pentad.workers.transport import Transport
@@ -27,7 +28,7 @@ class Executor:
     """
 
     def __init__(
-        self, plan: Plan, stream: Stream, stages: dict[int, Stage], groups: Groups, transport: Transport, lanes: Lanes, board: Board
+        self, plan: Plan, stream: Stream, stages: dict[int, Stage], groups: Groups, transport: Transport | PeerCopy, lanes: Lanes, board: Board
     ) -> None:
         self.plan, self.stream, self.stages = plan, stream, stages
         self.groups, self.transport, self.lanes, self.board = groups, transport, lanes, board
@@ -74,7 +75,8 @@ class Executor:
                 self.transport.send(part, result)
             case Op.RECV_F | Op.RECV_B:
                 self.results[part.key], work = self.transport.receive(part)
-                self.lanes.finish_with(part, work)
+                if work is not None:
+                    self.lanes.finish_with(part, work)
             case Op.ALL_REDUCE:
                 work = dist.all_reduce(self.stages[stage].parameters.gradient, group=self.groups.holders[stage], async_op=True)
                 self.lanes.finish_with(part, work)

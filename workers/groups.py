@@ -18,8 +18,8 @@ Channel = tuple[Op, int, int]  # kind of send, source and target rank of the mes
 
 @dataclass(frozen=True)
 class Groups:
-    """`channels[kind, source, target]` carries the transfers of one direction between two ranks (NCCL; with gloo all
-    transfers share the world and are told apart by tag). `holders[stage]` are this rank's partners in the gradients
+    """`channels[kind, source, target]` carries the transfers of one direction between two ranks (transport nccl; with
+    gloo all transfers share the world and are told apart by tag, and peer copies need no group). `holders[stage]` are this rank's partners in the gradients
     of a stage (None when it has none), `pipeline` the ranks of its replica."""
 
     rank: int
@@ -55,9 +55,9 @@ def connect(plan: Plan, rank: int, address: str, timeout_seconds: float, device:
         return plan.mesh.rank(Coordinates(dp, pp, 0, 0, 0))
 
     channels: dict[Channel, dist.ProcessGroup | None] = {}
-    for dp, (kind, source, target) in product(range(plan.mesh.dp), _edges(plan)):
+    for dp, (kind, source, target) in product(range(plan.mesh.dp), edges(plan)):
         ends = world_rank(dp, source), world_rank(dp, target)
-        made_here = group(tuple(sorted(ends)), fresh=True) if cuda else None
+        made_here = group(tuple(sorted(ends)), fresh=True) if plan.transport == "nccl" else None
         if rank in ends:
             channels[kind, *ends] = made_here
     holders = {}
@@ -75,7 +75,7 @@ def connect(plan: Plan, rank: int, address: str, timeout_seconds: float, device:
     return Groups(rank, channels, holders, pipeline)
 
 
-def _edges(plan: Plan) -> list[tuple[Op, int, int]]:
+def edges(plan: Plan) -> list[tuple[Op, int, int]]:
     """Every (kind of send, source, target) of the program, in one order for all ranks."""
     found = set()
     for rank, stream in enumerate(plan.program.streams):

@@ -77,10 +77,10 @@ class HostLanes:
 class CudaLanes:
     """GPU: a stream a lane, an event before and after every instruction, nothing the host waits for in a step."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lanes: set[str]) -> None:
         self.device = device
         self.compute = torch.cuda.current_stream(device)
-        self.streams: dict[str, torch.cuda.Stream] = {"compute": self.compute}
+        self.streams = {lane: torch.cuda.Stream(device) for lane in sorted(lanes)} | {"compute": self.compute}
         self.steps: list[list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]]] = []
         self.ended: dict[Key, tuple[str, torch.cuda.Event]] = {}
         self.spare: list[torch.cuda.Event] = []
@@ -95,13 +95,16 @@ class CudaLanes:
             self.zero_at = time.monotonic()
         self.ended.clear()
         self.steps.append([])
+        before = self._event()  # slots and send buffers of the step before are free when its compute has ended
+        before.record(self.compute)
+        for lane, stream in self.streams.items():
+            if lane != "compute":
+                stream.wait_event(before)
+        self.spare.append(before)
 
     @contextmanager
     def on(self, part: Instruction) -> Iterator[None]:
-        lane = part.lane
-        stream = self.streams.get(lane)
-        if stream is None:
-            stream = self.streams[lane] = torch.cuda.Stream(self.device)
+        lane, stream = part.lane, self.streams[part.lane]
         for key in part.waits:
             where, event = self.ended[key]
             if where != lane:

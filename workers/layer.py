@@ -54,7 +54,13 @@ def weights_of(views: dict[str, torch.Tensor], layer: int) -> Weights:
 
 
 def forward(
-    w: Weights, shape: ModelShape, rotation: Rotation, branch: torch.Tensor, stream: torch.Tensor | None
+    w: Weights,
+    shape: ModelShape,
+    rotation: Rotation,
+    branch: torch.Tensor,
+    stream: torch.Tensor | None,
+    *,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
     """The residual stream is `branch` plus `stream` [T, H]: the sum is taken inside the norm.
 
@@ -65,7 +71,7 @@ def forward(
     qkv = torch.mm(normed, w.qkv.t()).view(tokens, -1, shape.head_dim)  # [T, N + 2M, D]
     rope_(qkv[:, : shape.heads + shape.kv_heads], *rotation)
     queries, keys, values = _split(qkv, shape, rotation.cos.shape[0])
-    attended_out, attended = attention(queries, keys, values)  # [B, N, S, D]
+    attended_out, attended = attention(queries, keys, values, deterministic)  # [B, N, S, D]
     heads = attended_out.transpose(1, 2).reshape(tokens, -1)
     mixed = torch.mm(heads, w.out.t())
     middle_normed, middle, middle_scale = rms_norm(mixed, w.mlp_norm, shape.norm_eps, entry)

@@ -69,6 +69,7 @@ def is_file_name(name: object) -> bool:
 def encode(manifest: Manifest) -> bytes:
     """The bytes of manifest.json; PentadError where `meta` is not plain JSON or a tensor or a file occurs twice."""
     where_each_is(manifest.shards)
+    _check(_is_count(manifest.step), "step", manifest.step)
     try:
         unchanged = json.loads(_canonical(manifest.meta)) == manifest.meta
     except (TypeError, ValueError, RecursionError):

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pentad.schedules.instruction import units_of
 from pentad.schedules.mesh import Coordinates
 from pentad.schedules.plan import Plan
 from pentad.schedules.timeline import Span
@@ -17,6 +18,7 @@ from pentad.workers.feed import Feed, open_data
 from pentad.workers.groups import connect
 from pentad.workers.lanes import CudaLanes, HostLanes, Times
 from pentad.workers.parameters import DTYPES, Parameters, create
+from pentad.workers.peer_copy import PeerCopy
 from pentad.workers.results import StepResult
 from pentad.workers.stage import Stage
 from pentad.workers.transport import Transport
@@ -25,12 +27,12 @@ from pentad.workers.transport import Transport
 class Runner:
     """The worker's side of the driver's calls, in the order __init__, connect, restore, run..., save, close.
 
-    A worker sees one GPU (cuda:0) or computes on one CPU thread.
+    A rank computes on GPU number `gpu` of its host, or on one CPU thread.
     """
 
-    def __init__(self, plan: Plan, rank: int, board: Path, epoch: int = 1) -> None:
+    def __init__(self, plan: Plan, rank: int, board: Path, epoch: int = 1, gpu: int = 0) -> None:
         self.plan, self.rank, self.at = plan, rank, plan.mesh.coordinates(rank)
-        self.device = torch.device(plan.device, 0) if plan.device == "cuda" else torch.device("cpu")
+        self.device = torch.device(plan.device, gpu) if plan.device == "cuda" else torch.device("cpu")
         if plan.device == "cpu":
             torch.set_num_threads(1)
         else:
@@ -44,11 +46,15 @@ class Runner:
         """Joins the other ranks at 'tcp://host:port'; rank 0 serves it."""
         plan, batch = self.plan, self.plan.batch
         groups = connect(plan, self.rank, address, timeout_seconds, self.device)
-        self.lanes = CudaLanes(self.device) if self.device.type == "cuda" else HostLanes()
-        like = torch.empty(0, dtype=DTYPES[plan.dtype], device=self.device)
-        shape = (batch.rows * batch.length, plan.model.hidden)
-        transport = Transport(groups, self._peer, shape, like)
         stream = plan.program.streams[self.at.pp]
+        lanes = {part.lane for part in units_of(stream)}
+        self.lanes = CudaLanes(self.device, lanes) if self.device.type == "cuda" else HostLanes()
+        shape, dtype = (batch.rows * batch.length, plan.model.hidden), DTYPES[plan.dtype]
+        transport: Transport | PeerCopy
+        if plan.transport == "peer":
+            transport = PeerCopy(plan, self.rank, shape, dtype, self.device)
+        else:
+            transport = Transport(groups, self._peer, shape, dtype, self.device)
         self.executor = Executor(plan, stream, self.stages, groups, transport, self.lanes, self.board)
 
     def restore(self, folder: str | None) -> None:
@@ -83,7 +89,7 @@ class Runner:
                     spans=self._spans(step, spans),
                     host_seconds=seconds,
                     instructions=len(spans),
-                    peak_bytes=torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0,
+                    peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
                 )
             )
         return results

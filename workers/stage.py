@@ -43,6 +43,7 @@ class Stage:
     def __init__(self, plan: Plan, index: int, parameters: Parameters) -> None:
         self.model, self.index, self.parameters = plan.model, index, parameters
         self.first, self.last = index == 0, index == plan.program.stages - 1
+        self.deterministic = plan.deterministic
         self.loss_scale = 1.0 / plan.batch.tokens
         device, dtype = parameters.master.device, parameters.master.dtype
         self.rotation = layer.Rotation(
@@ -64,7 +65,9 @@ class Stage:
         stream: torch.Tensor | None = None
         saved = []
         for weights, _ in self.layers:
-            branch, stream, kept = layer.forward(weights, self.model, self.rotation, branch, stream)
+            branch, stream, kept = layer.forward(
+                weights, self.model, self.rotation, branch, stream, deterministic=self.deterministic
+            )
             saved.append(kept)
         ending = None
         if targets is not None:

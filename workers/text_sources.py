@@ -77,9 +77,9 @@ def pieces(chunks: Iterable[str]) -> Iterator[Piece]:
 
 
 def _cut(text: str) -> int:
-    """The last single space between two words; if there is none, PIECE."""
-    at = text.rfind(" ", 1, -1)
-    while at > 0 and (text[at - 1].isspace() or text[at + 1].isspace()):
+    """Where the last space after a word is; PIECE if there is none. No token goes on beyond a word's end."""
+    at = text.rfind(" ", 1)
+    while at > 0 and text[at - 1].isspace():
         at = text.rfind(" ", 1, at)
     return at if at > 0 else PIECE
 

@@ -20,8 +20,10 @@ class Transport:
     A RECV fills the slot its instruction names; slots are made once and refilled when the program says so.
     """
 
-    def __init__(self, groups: Groups, peer_of: Callable[[int], int], shape: tuple[int, int], like: torch.Tensor) -> None:
-        self.groups, self.peer_of, self.shape, self.like = groups, peer_of, shape, like
+    def __init__(
+        self, groups: Groups, peer_of: Callable[[int], int], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.groups, self.peer_of, self.shape, self.dtype, self.device = groups, peer_of, shape, dtype, device
         self.slots: dict[Op, dict[int, torch.Tensor]] = defaultdict(dict)
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
 
@@ -42,7 +44,7 @@ class Transport:
         """Starts to fill the slot and returns it; it may be read when the work is done."""
         slot = self.slots[part.op].get(part.slot)
         if slot is None:
-            slot = self.slots[part.op][part.slot] = torch.empty(self.shape, dtype=self.like.dtype, device=self.like.device)
+            slot = self.slots[part.op][part.slot] = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         peer = self.peer_of(part.peer)
         group = self.groups.channels[channel(part, self.groups.rank, peer)]
         work = dist.irecv(slot, peer, group=group, tag=self._tag(part))

@@ -1,0 +1,30 @@
+"""Which tests run: those marked gpu only where CUDA is, those marked slow only when asked for."""
+
+import hypothesis
+import pytest
+
+# No deadlines: a busy machine is no failure. No randomness: a run says the same as the one before.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not has_cuda():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not config.getoption("slow") and "slow" not in config.getoption("markexpr"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: add --slow"))
+
+
+def has_cuda() -> bool:
+    """Counts devices without making a CUDA context, which a later fork would not survive."""
+    import torch
+
+    return torch.cuda.device_count() > 0

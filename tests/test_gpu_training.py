@@ -1,0 +1,71 @@
+"""Laws 1 and 4 on GPUs: every schedule and transport against one process, twice with the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fleet import Fleet
+from test_exactness import STEPS, close, corpus, expected, plan_of, reference  # noqa: F401
+
+from pentad.schedules.compiler import compile_program
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="four GPUs are needed"),
+]
+CASES = [
+    (name, dp, pp, m)
+    for name, m in (("gpipe", 3), ("1f1b", 5), ("zb-h1", 8), ("zb-h2", 8), ("dualpipe", 8))
+    for dp, pp in ((2, 2), (1, 4))
+]
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    made = Fleet(4)
+    yield made
+    made.stop()
+
+
+def on_gpu(plan, transport: str, dtype: str):
+    program = compile_program(
+        plan.program.name, plan.mesh.pp, plan.batch.microbatches, gated=transport == "nccl", replicas=plan.mesh.dp
+    )
+    return replace(plan, device="cuda", transport=transport, dtype=dtype, program=program)
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), CASES)
+def test_any_schedule_on_any_transport_equals_one_process(gpus, expected, corpus, name, dp, pp, microbatches, transport):  # noqa: F811
+    plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus), transport, "float64")
+    losses, gradients, norms, weights = reference(plan, expected)
+    outcomes = gpus.run(plan, [(0, 2), (2, 1)])
+    for step in range(STEPS):
+        sums = [loss for outcome in outcomes for loss in outcome.results[step].losses.values()]
+        assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
+        for outcome in outcomes:
+            assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
+            for parameter, gradient in outcome.gradients[step].items():
+                assert close(gradient, gradients[step][parameter]), f"step {step}: gradient of {parameter}"
+    for outcome in outcomes:
+        for parameter in (n for n in weights if f"model.{n}" in outcome.state):
+            assert close(outcome.state[f"model.{parameter}"], weights[parameter]), parameter
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), CASES)
+def test_triton_kernels_train_as_the_reference_does(gpus, expected, corpus, name, dp, pp, microbatches, dtype, tolerance):  # noqa: F811
+    plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus), "peer", dtype)
+    losses, gradients, _, _ = reference(plan, expected)
+    first, second = gpus.run(plan, [(0, 3)]), gpus.run(plan, [(0, 1), (1, 2)])
+    sums = [loss for outcome in first for loss in outcome.results[0].losses.values()]
+    assert sum(sums) / plan.batch.tokens == pytest.approx(losses[0], rel=tolerance)
+    for outcome in first:
+        for parameter, gradient in outcome.gradients[0].items():
+            assert close(gradient.double(), gradients[0][parameter], tolerance), parameter
+    for a, b in zip(first, second, strict=True):
+        assert [r.losses for r in a.results] == [r.losses for r in b.results]
+        assert all(torch.equal(a.state[k], b.state[k]) for k in a.state)

@@ -1,0 +1,88 @@
+"""AdamW: the reference against torch.optim.AdamW in float64, and Triton against the reference on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pentad.kernels.adamw import adamw_, adamw_reference_, coefficients
+
+SETTINGS: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm().clamp(min=1e-30))
+
+
+def test_the_reference_agrees_with_torch_over_many_steps() -> None:
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(50, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([parameter], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    master = parameter.detach().clone()
+    m, v = torch.zeros_like(master), torch.zeros_like(master)
+    for step in range(1, 21):
+        grad = torch.randn(50, dtype=torch.float64)
+        parameter.grad = 0.5 * grad
+        optimizer.step()
+        scale = torch.tensor([0.5], dtype=torch.float64)
+        adamw_(master, m, v, grad, None, step=step, scale=scale, **SETTINGS)
+        assert relative_error(master, parameter.detach()) < 1e-12
+    assert relative_error(m, optimizer.state[parameter]["exp_avg"]) < 1e-12
+    assert relative_error(v, optimizer.state[parameter]["exp_avg_sq"]) < 1e-12
+
+
+def shard(n: int, device: str) -> list[Tensor]:
+    master, m, grad = torch.randn(3, n, device=device)
+    return [master, 0.1 * m, torch.rand(n, device=device) * 0.01, grad, torch.zeros(n, device=device).bfloat16()]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_scale_that_is_not_finite_changes_nothing(device: str, bad: float) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    tensors = shard(3000, device)
+    before = [t.clone() for t in tensors]
+    adamw_(*tensors, step=1, scale=torch.tensor([bad], device=device), **SETTINGS)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_the_output_is_the_cast_master() -> None:
+    tensors = shard(100, "cpu")
+    adamw_(*tensors, step=3, scale=torch.ones(1), **SETTINGS)
+    assert torch.equal(tensors[4], tensors[0].bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("n", [1, 7, 1023, 1024, 1025, 4_000_003])
+def test_triton_agrees_with_the_reference(n: int, step: int, cast: bool) -> None:
+    master, m, v, grad, out = shard(n, "cuda")
+    scale = torch.tensor([0.37], device="cuda")
+    wanted = [t.double() for t in (master, m, v)]
+    adamw_reference_(*wanted, grad.double(), None, scale.double(), coefficients(step=step, **SETTINGS))
+    again = [t.clone() for t in (master, m, v)]
+    before = master.double()
+    adamw_(master, m, v, grad, out if cast else None, step=step, scale=scale, **SETTINGS)
+    adamw_(*again, grad, None, step=step, scale=scale, **SETTINGS)
+    for found, want, repeated in zip((master, m, v), wanted, again, strict=True):
+        assert relative_error(found, want) < 1e-6
+        assert torch.equal(found, repeated)
+    assert relative_error(master.double() - before, wanted[0] - before) < 1e-3  # the update, after float32 rounding
+    assert torch.equal(out, master.bfloat16() if cast else torch.zeros_like(out))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_shard_beyond_two_to_the_31_elements_is_updated_to_its_end() -> None:
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    n = 2**31 + 5
+    master, m, v, grad = (torch.zeros(n, device="cuda") for _ in range(4))
+    grad[-1] = 1.0
+    adamw_(master, m, v, grad, None, step=1, scale=torch.ones(1, device="cuda"), **SETTINGS)
+    assert master[-1].item() == pytest.approx(-3e-3, rel=1e-5)
+    assert int((master != 0).sum()) == 1

@@ -1,0 +1,83 @@
+"""Attention: against the written-out softmax in float64, and the fused backends on a GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pentad.kernels.attention import attention, attention_backward, attention_reference
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm().clamp(min=1e-30))
+
+
+def inputs(shape: tuple[int, int, int, int, int], device: str, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and dout, as views of [B, S, heads, D] such as a packed projection gives."""
+    batch, heads, groups, length, width = shape
+    counts = (heads, groups, groups, heads)
+    return [torch.randn(batch, length, n, width, device=device, dtype=dtype).transpose(1, 2) for n in counts]
+
+
+def gradients_by_autograd(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = attention_reference(*leaves)
+    return out.detach(), torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 4, 9, 8), (1, 6, 2, 17, 16), (1, 4, 1, 2, 8)])
+def test_attention_agrees_with_its_definition(shape: tuple[int, int, int, int, int], deterministic: bool) -> None:
+    q, k, v, dout = inputs(shape, "cpu", torch.float64)
+    with torch.no_grad():
+        out, saved = attention(q, k, v, deterministic)
+        found = attention_backward(dout, saved)
+    want_out, wanted = gradients_by_autograd(q, k, v, dout)
+    assert relative_error(out, want_out) < 1e-12
+    for gradient, want in zip(found, wanted, strict=True):
+        assert relative_error(gradient, want) < 1e-11
+
+
+def test_the_output_and_the_inputs_are_outside_any_graph() -> None:
+    q, k, v, dout = inputs((1, 2, 2, 4, 8), "cpu", torch.float32)
+    out, saved = attention(q, k, v)
+    assert not out.requires_grad and not q.requires_grad
+    assert all(not x.requires_grad for x in attention_backward(dout, saved))
+
+
+def test_a_second_backward_is_refused() -> None:
+    q, k, v, dout = inputs((1, 2, 2, 4, 8), "cpu", torch.float32)
+    _, saved = attention(q, k, v)
+    attention_backward(dout, saved)
+    with pytest.raises(RuntimeError, match="second time"):
+        attention_backward(dout, saved)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 4, 7, 64), (1, 8, 2, 257, 128), (2, 8, 8, 1024, 64)])
+def test_fused_attention_agrees_with_its_definition(
+    shape: tuple[int, int, int, int, int], deterministic: bool, dtype: torch.dtype, bound: float
+) -> None:
+    q, k, v, dout = inputs(shape, "cuda", dtype)
+    out, saved = attention(q, k, v, deterministic)
+    found = attention_backward(dout, saved)
+    want_out, wanted = gradients_by_autograd(q.double(), k.double(), v.double(), dout.double())
+    assert relative_error(out, want_out) < bound
+    for gradient, want in zip(found, wanted, strict=True):
+        assert relative_error(gradient, want) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic_attention_is_bit_equal_from_run_to_run(dtype: torch.dtype) -> None:
+    q, k, v, dout = inputs((2, 8, 2, 2048, 128), "cuda", dtype)
+    first_out, saved = attention(q, k, v, deterministic=True)
+    first = attention_backward(dout, saved)
+    for _ in range(5):
+        out, saved = attention(q, k, v, deterministic=True)
+        assert torch.equal(out, first_out)
+        assert all(torch.equal(a, b) for a, b in zip(first, attention_backward(dout, saved), strict=True))
+    assert torch.get_deterministic_debug_mode() == 0

@@ -1,0 +1,59 @@
+"""SwiGLU: the reference against autograd in float64, and Triton against the reference on a GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pentad.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_reference, swiglu_reference
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm().clamp(min=1e-30))
+
+
+def test_the_reference_agrees_with_autograd() -> None:
+    gate_up = torch.randn(5, 14, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(5, 7, dtype=torch.float64)
+    y = torch.nn.functional.silu(gate_up[:, :7]) * gate_up[:, 7:]
+    (y * dy).sum().backward()
+    assert relative_error(swiglu(gate_up.detach()), y.detach()) < 1e-14
+    dgate_up, again = swiglu_backward(dy, gate_up.detach())
+    assert gate_up.grad is not None and relative_error(dgate_up, gate_up.grad) < 1e-14
+    assert relative_error(again, y.detach()) < 1e-14
+
+
+def test_half_precision_stays_half_precision() -> None:
+    gate_up = torch.randn(3, 8, dtype=torch.bfloat16)
+    y = swiglu(gate_up)
+    dgate_up, again = swiglu_backward(y, gate_up)
+    assert (y.dtype, dgate_up.dtype) == (torch.bfloat16,) * 2
+    assert torch.equal(y, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("width", [1, 33, 128, 576, 4096, 14336])
+@pytest.mark.parametrize("rows", [1, 7, 257, 4096])
+def test_triton_agrees_with_the_reference(rows: int, width: int, dtype: torch.dtype, bound: float) -> None:
+    if rows * width > 4096 * 4096:
+        rows = 300
+    gate_up = 3 * torch.randn(rows, 2 * width, device="cuda", dtype=dtype)
+    dy = torch.randn(rows, width, device="cuda", dtype=dtype)
+    y = swiglu(gate_up)
+    dgate_up, again = swiglu_backward(dy, gate_up)
+    want_dgate_up, want_y = swiglu_backward_reference(dy.double(), gate_up.double())
+    assert relative_error(want_y, swiglu_reference(gate_up.double())) < 1e-14
+    assert relative_error(y, want_y) < bound
+    assert relative_error(dgate_up, want_dgate_up) < bound
+    assert torch.equal(y, again)
+    assert torch.equal(dgate_up, swiglu_backward(dy, gate_up)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_large_gates_do_not_overflow() -> None:
+    gate_up = torch.tensor([[-1e4, -200.0, 0.0, 200.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0]], device="cuda")
+    dgate_up, y = swiglu_backward(torch.ones(1, 5, device="cuda"), gate_up)
+    assert torch.equal(y, torch.tensor([[0.0, 0.0, 0.0, 200.0, 1e4]], device="cuda"))
+    assert dgate_up.isfinite().all()
