@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch.utils.deterministic
+import torch.utils.deterministic as determinism
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,10 +24,12 @@ FASTEST = [
     SDPBackend.MATH,
 ]
 REPRODUCIBLE = FASTEST[1:]
+# A property that torch puts on its module at run time, where no type checker sees it.
+FILL = "fill_uninitialized_memory"
 
 
 class SavedAttention(NamedTuple):
-    """What the backward pass needs: the output with its graph, and the inputs the graph ends at. Serves one backward."""
+    """What one backward pass needs: the output with its graph, and the inputs at which the graph ends."""
 
     out: Tensor
     inputs: tuple[Tensor, Tensor, Tensor]
@@ -49,24 +51,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> t
     The inputs may be strided views with a contiguous last dimension and must stay unchanged until the backward pass.
     """
     backends = REPRODUCIBLE if deterministic else FASTEST
-    inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad(), sdpa_kernel(backends, set_priority=True) if q.is_cuda else nullcontext():
-        out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out.detach(), SavedAttention(out, inputs, deterministic)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.detach(), SavedAttention(out, (q, k, v), deterministic)
 
 
 @contextmanager
 def _reproducible() -> Iterator[None]:
     """Asks torch for reproducible algorithms, without its habit of filling fresh memory."""
     mode = torch.get_deterministic_debug_mode()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill = getattr(determinism, FILL)
     torch.set_deterministic_debug_mode("error")
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(determinism, FILL, False)
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        setattr(determinism, FILL, fill)
 
 
 def attention_backward(dout: Tensor, saved: SavedAttention) -> tuple[Tensor, Tensor, Tensor]:

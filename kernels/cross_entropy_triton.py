@@ -64,9 +64,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     tokens, vocabulary = logits.shape
     loss = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
-    _forward[(tokens,)](
-        logits, targets, loss, lse, vocabulary, LANES=LANES, DEPTH=DEPTH, IGNORE=IGNORE, num_warps=8
-    )
+    _forward[(tokens,)](logits, targets, loss, lse, vocabulary, LANES=LANES, DEPTH=DEPTH, IGNORE=IGNORE, num_warps=8)
     return loss, lse
 
 

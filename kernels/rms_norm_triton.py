@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements a program holds at once (a longer row is held whole), and elements a thread holds of each tensor: fewer in the
-# backward pass, which keeps five tensors in registers and would spill.
+# Elements a program holds at once (a longer row is held whole), and elements a thread holds of each tensor: fewer in
+# the backward pass, which keeps five tensors in registers and would spill.
 TILE = 4096
 PER_THREAD = 16
 PER_THREAD_BACKWARD = 8

@@ -1,138 +1,34 @@
-"""The run's configuration: a tree of small strict models, where every field says what it means.
-
-A rule over several fields lives in the smallest model that sees them all.
-"""
+"""The whole configuration of a run: YAML and overrides in, complete YAML out, one sentence for every mistake."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import difflib
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
+from pentad.orchestrator.sections import (
+    BatchSection,
+    CheckpointSection,
+    ClusterSection,
+    DataSection,
+    MeshSection,
+    MetricsSection,
+    ModelSection,
+    OptimizerSection,
+    PrecisionSection,
+    RunSection,
+    ScheduleSection,
+    Section,
+)
+from pentad.orchestrator.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import generate
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import split_layers
-
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """No unknown keys, no silent conversions, no infinities, no changes after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class RunSection(Section):
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\Z", max_length=100, description="names the run's folder below run.folder"
-    )
-    seed: NonNegative = Field(default=0, description="the only source of randomness: first weights and order of samples")
-    steps: Count = Field(description="optimizer steps, counted over all resumes")
-    folder: str = Field(default="runs", min_length=1, description="folder of all runs")
-
-
-class ModelSection(Section):
-    family: Literal["llama"] = Field(default="llama", description="architecture: RMSNorm, RoPE, grouped heads, SwiGLU")
-    layers: Count = Field(description="decoder layers, at least one a pipeline stage")
-    hidden: Count = Field(description="width of the residual stream, a multiple of model.heads")
-    heads: Count = Field(description="query heads, a multiple of model.kv_heads")
-    kv_heads: Count = Field(description="key-value heads, each shared by heads / kv_heads query heads")
-    ffn: Count = Field(description="width of the gated feed-forward layer")
-    vocab: int = Field(ge=2, description="tokens the model knows, at least those of the tokenizer")
-    rope_theta: Positive = Field(default=10_000.0, description="base of the rotary embedding's wavelengths")
-    norm_eps: Positive = Field(default=1e-5, description="added to the mean square in RMSNorm")
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> ModelSection:
-        if self.hidden % self.heads:
-            raise ValueError(f"model.hidden is {self.hidden}, wanted a multiple of model.heads = {self.heads}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"model.heads is {self.heads}, wanted a multiple of model.kv_heads = {self.kv_heads}")
-        if self.hidden // self.heads % 2:
-            size = f"{self.hidden} / {self.heads} = {self.hidden // self.heads}"
-            raise ValueError(f"model.hidden / model.heads is {size}, wanted an even head size (rotary pairs)")
-        return self
-
-
-class MeshSection(Section):
-    dp: Count = Field(default=1, description="replicas that hold different samples")
-    pp: Count = Field(default=1, description="pipeline ranks of a replica")
-    cp: Count = Field(default=1, description="ranks that split a sequence; only 1 is supported")
-    tp: Count = Field(default=1, description="ranks that split weights; only 1 is supported")
-    ep: Count = Field(default=1, description="ranks that split experts; only 1 is supported")
-
-    @model_validator(mode="after")
-    def _supported(self) -> MeshSection:
-        for axis in ("cp", "tp", "ep"):
-            if getattr(self, axis) != 1:
-                raise ValueError(f"mesh.{axis} is {getattr(self, axis)}, but only 1 is supported")
-        return self
-
-
-class ScheduleSection(Section):
-    name: str = Field(description="pipeline schedule: gpipe, 1f1b, zb-h1, zb-h2 or dualpipe")
-    microbatches: Count = Field(description="parts that a replica's share of a step's batch is cut into")
-
-
-class BatchSection(Section):
-    sequences: Count = Field(description="sequences a step over the whole mesh, a multiple of dp x microbatches")
-    sequence_length: Count = Field(description="tokens a sequence")
-
-
-class DataSection(Section):
-    path: str = Field(min_length=1, description="folder that `pentad data build` wrote, or builtin:pydoc")
-    cache: str = Field(default="~/.cache/pentad", min_length=1, description="folder in which builtin data is built once")
-
-
-class OptimizerSection(Section):
-    learning_rate: Positive = Field(default=3e-3, description="peak learning rate of AdamW")
-    min_learning_rate: float | None = Field(
-        default=None, ge=0, description="learning rate after the last step; null: a tenth of learning_rate"
-    )
-    warmup_steps: int | None = Field(
-        default=None, ge=0, description="steps of linear warm-up; null: a tenth of run.steps, at most 100"
-    )
-    beta1: Share = Field(default=0.9, description="decay of the first moment")
-    beta2: Share = Field(default=0.95, description="decay of the second moment")
-    eps: Positive = Field(default=1e-8, description="added to the root of the second moment")
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay, of matrices only")
-    clip_norm: Positive = Field(default=1.0, description="largest global norm of a step's gradients")
-
-    @model_validator(mode="after")
-    def _falls(self) -> OptimizerSection:
-        if self.min_learning_rate is not None and self.min_learning_rate > self.learning_rate:
-            wanted = f"at most optimizer.learning_rate = {self.learning_rate:g}"
-            raise ValueError(f"optimizer.min_learning_rate is {self.min_learning_rate:g}, wanted {wanted}")
-        return self
-
-
-class PrecisionSection(Section):
-    compute: Literal["auto", "bfloat16", "float32", "float64"] = Field(
-        default="auto", description="dtype of compute; auto: bfloat16 on GPUs, float32 on CPUs; masters stay float32"
-    )
-
-
-class CheckpointSection(Section):
-    every: NonNegative = Field(default=0, description="steps between checkpoints; 0: only at the end or at a stop")
-    keep: Count = Field(default=2, description="newest checkpoints kept")
-
-
-class MetricsSection(Section):
-    timeline_steps: NonNegative = Field(default=5, description="last steps whose measured timeline is kept")
-
-
-class ClusterSection(Section):
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where ranks run; auto: GPUs if there")
-    address: str = Field(
-        default="local", min_length=1, description="Ray cluster: local starts one, auto joins the one here, or HOST:PORT"
-    )
-    dashboard: bool = Field(default=True, description="whether a local cluster has a Ray dashboard")
-    dashboard_port: int = Field(default=0, ge=0, le=65535, description="the dashboard's port; 0: a free one")
-    auth: Literal["token", "disabled"] = Field(default="token", description="whether Ray's interfaces demand a token")
-    start_timeout_seconds: Positive = Field(default=60.0, description="longest wait for ranks to be placed and started")
 
 
 class RunConfig(Section):
@@ -174,3 +70,148 @@ class RunConfig(Section):
         except PentadError as error:
             raise ValueError(str(error)) from None
         return self
+
+
+def load(path: Path | None, overrides: list[str]) -> RunConfig:
+    """The configuration in a YAML file (None: the quickstart) with `section.key=value` overrides put in.
+
+    Raises PentadError: one sentence with the dotted key, the value found and the value wanted.
+    """
+    raw = load_yaml(_text(path), str(path or "quickstart.yaml"))
+    if not isinstance(raw, dict):
+        found = "nothing" if raw is None else _shown(raw)
+        raise PentadError(f"{path} holds {found}, wanted a mapping of the sections {', '.join(SECTIONS)}")
+    for override in overrides:
+        _put(raw, override)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        # An unknown key explains a missing one, so it comes first.
+        mistakes = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+        more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+        raise PentadError(_sentence(mistakes[0]) + more) from None
+
+
+def dump(config: RunConfig) -> str:
+    """Complete YAML, a line a section, that loads back to an equal configuration."""
+    return dump_yaml(config.model_dump())
+
+
+def keys() -> Iterator[tuple[str, str]]:
+    """(dotted key, what it means) of every field."""
+    for section, model in SECTIONS.items():
+        for name, field in model.model_fields.items():
+            yield f"{section}.{name}", field.description or ""
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation for name, field in RunConfig.model_fields.items() if isinstance(field.annotation, type)
+}
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        return (files("pentad.orchestrator") / "quickstart.yaml").read_text(encoding="utf-8")
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PentadError(f"{path} is not UTF-8 text (byte {error.start}), wanted a YAML file") from None
+    except OSError as error:
+        raise PentadError(f"CONFIG is '{path}', which cannot be read ({error.strerror}), wanted a YAML file") from None
+
+
+def _put(raw: dict[str, Any], override: str) -> None:
+    key, _, text = override.partition("=")
+    if key in SECTIONS:
+        raise PentadError(f"{override} sets a whole section, wanted a single key such as {_first_key(key)}=VALUE")
+    if key not in dict(keys()):
+        raise PentadError(_unknown(key))
+    section, _, name = key.partition(".")
+    value = load_yaml(text, f"override {override}")
+    if isinstance(value, (dict, list)):
+        raise PentadError(f"{key} is {_shown(value)}, wanted a single value (quotes make text of it)")
+    if isinstance(raw.setdefault(section, {}), dict):  # anything else is refused with the file's other mistakes
+        raw[section][name] = value
+
+
+def _sentence(error: ErrorDetails) -> str:
+    key, found = ".".join(map(str, error["loc"])), error["input"]
+    match error["type"]:
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case "missing" if key in SECTIONS:
+            return f"section {key} is missing, wanted one with keys such as {_first_key(key)}"
+        case "missing":
+            return f"{key} is missing, wanted a value: {dict(keys())[key]}"
+        case "extra_forbidden":
+            alone = "." not in key and isinstance(found, dict) and len(found) == 1
+            inner = f".{next(iter(found))}" if alone else ""
+            return _unknown(key + inner)
+        case _:
+            return f"{key} is {_shown(found)}, wanted {_wanted(error)}"
+
+
+def _wanted(error: ErrorDetails) -> str:
+    limits = error.get("ctx", {})
+    match error["type"]:
+        case "int_type":
+            return "a whole number"
+        case "float_type" | "finite_number":
+            return "a finite number"
+        case "string_type":
+            return "text (in quotes, should it look like something else)"
+        case "bool_type":
+            return "true or false"
+        case "model_type":
+            return f"a mapping with keys such as {_first_key(str(error['loc'][0]))}"
+        case "string_pattern_mismatch":
+            return "letters, digits, '_', '-' and '.', the first no '-' or '.'"
+        case "literal_error":
+            return f"one of {limits['expected']}".replace("'", "")
+        case "greater_than_equal":
+            return f"at least {limits['ge']}"
+        case "greater_than":
+            return f"more than {limits['gt']}"
+        case "less_than_equal":
+            return f"at most {limits['le']}"
+        case "less_than":
+            return f"less than {limits['lt']}"
+        case _:
+            message = error["msg"]
+            return message[:1].lower() + message[1:]
+
+
+def _unknown(key: str) -> str:
+    section, _, name = key.partition(".")
+    near = _nearest(key, [*dict(keys()), *SECTIONS]) if section not in SECTIONS else None
+    if section in SECTIONS:
+        here = _nearest(name, SECTIONS[section].model_fields)
+        elsewhere = [known for known, _ in keys() if known.endswith(f".{name}")]
+        near = f"{section}.{here}" if here else next(iter(elsewhere), None)
+    if near:
+        return f"{key} is unknown; did you mean {near}?"
+    if section in SECTIONS:
+        return f"{key} is unknown, wanted one of {section}.{{{', '.join(SECTIONS[section].model_fields)}}}"
+    return f"{key} is unknown, wanted a key in one of the sections {', '.join(SECTIONS)}"
+
+
+def _nearest(text: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(text, list(known), n=1, cutoff=0.6)), None)
+
+
+def _first_key(section: str) -> str:
+    """An example of a section's keys: its first required one if there is any."""
+    fields = SECTIONS[section].model_fields
+    return f"{section}.{next((name for name, field in fields.items() if field.is_required()), next(iter(fields)))}"
+
+
+def _shown(value: object) -> str:
+    """A value as a reader of YAML would write it, cut to one line."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case _:
+            text = repr(value)
+            return text if len(text) <= 60 else f"{text[:57]}..."

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pentad.schedules.graph import build, cycle, meetings, ranks_of
+from pentad.schedules.graph import build, cycle, meetings
 from pentad.schedules.grid import order_grid
-from pentad.schedules.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, Unit, units_of
+from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, Unit, units_of
 from pentad.schedules.order import ScheduleError, backward_ops, inputs_of
 from pentad.schedules.program import Program, Stream, index_of
+
+WHOLE = frozenset({Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})  # of a rank, not of a stage
+OF_STAGE = (COLLECTIVES | {Op.FREE}) - WHOLE  # of a stage, not of a microbatch
 
 
 def check(program: Program, *, replicas: int = 1) -> None:
     """Raises ScheduleError naming the culprit, with the grid of instructions around it. `replicas` is the mesh's dp.
 
-    Proven, in this order: no instruction twice; every microbatch has F, then B and W or BW, on one rank that holds the
-    stage, weight gradients in microbatch order; every result is there, or received, before it is used; waits name
-    earlier instructions; slots are refilled only after their last reader; the k-th send of a communicator meets the
-    k-th receive of the same tensor; collectives of a group meet in the same order on every member; gradients are
-    reduced after their last W and before NORM, NORM before STEP; no cycle through lanes, waits and rendezvous.
+    Proven, in this order: every stage is held; no instruction twice, each on a rank that holds its stage, with the
+    peer or group that its op has; waits name earlier instructions; every microbatch has F, then B and W or BW, on one
+    rank, weight gradients in microbatch order; every result is there, or received, before it is used, and nothing else
+    is received; slots are refilled only after their last reader; gradients are reduced after their last W and before
+    NORM, NORM before STEP; the k-th send of a communicator meets the k-th receive of the same tensor; collectives of a
+    group meet in the same order on every member; no cycle through lanes, waits and rendezvous.
     """
     try:
+        _check_placement(program)
         for rank, stream in enumerate(program.streams):
             _check_unique(rank, stream)
+            _check_form(program, rank, stream)
             _check_waits(rank, stream)
         _check_complete(program)
         _check_data(program)
@@ -49,6 +55,15 @@ def peak_activations(program: Program) -> list[float]:
     return peaks
 
 
+def _check_placement(program: Program) -> None:
+    held = {stage for stages in program.placement for stage in stages}
+    if not held or held != set(range(len(held))) or len(program.placement) != program.ranks:
+        text = f"placement {program.placement} does not put every stage from 0 on some of {program.ranks} ranks"
+        raise ScheduleError(text)
+    if program.microbatches < 1:
+        raise ScheduleError(f"there are {program.microbatches} microbatches, but at least 1 is needed")
+
+
 def _check_unique(rank: int, stream: Stream) -> None:
     seen: set[Key] = set()
     for index, unit in enumerate(stream):
@@ -56,6 +71,37 @@ def _check_unique(rank: int, stream: Stream) -> None:
             if part.key in seen:
                 raise ScheduleError(f"rank {rank} runs {part.key} twice", rank, index)
             seen.add(part.key)
+
+
+def _check_form(program: Program, rank: int, stream: Stream) -> None:
+    for index, unit in enumerate(stream):
+        ops = tuple(part.op for part in unit.parts)
+        if len(ops) == 2 and ops not in ((Op.F, Op.B), (Op.F, Op.BW)):
+            raise ScheduleError(f"rank {rank}: {unit} overlaps something else than a forward and a backward", rank, index)
+        for part in unit.parts:
+            fault = _fault(program, rank, part)
+            if fault:
+                raise ScheduleError(f"rank {rank} runs {part.key}, but {fault}", rank, index)
+
+
+def _fault(program: Program, rank: int, part: Instruction) -> str:
+    """What is wrong with the fields of an instruction by themselves; empty if nothing is."""
+    if part.op in WHOLE:
+        if (part.stage, part.microbatch) != (-1, -1):
+            return f"{part.op} has no stage and no microbatch"
+    elif part.stage not in program.placement[rank]:
+        return f"holds stages {program.placement[rank]}"
+    elif part.op in OF_STAGE and part.microbatch != -1:
+        return f"{part.op} has no microbatch"
+    elif part.op not in OF_STAGE and not 0 <= part.microbatch < program.microbatches:
+        return f"there are {program.microbatches} microbatches"
+    moves = part.op in SENDS or part.op in RECEIVES
+    if moves and (part.peer == rank or not 0 <= part.peer < program.ranks):
+        return f"its peer is {part.peer}, wanted another of the {program.ranks} ranks"
+    group = "" if part.op not in COLLECTIVES else "pp" if part.op is Op.NORM else f"stage{part.stage}"
+    if part.group != group:
+        return f"its group is {part.group!r}, wanted {group!r}"
+    return ""
 
 
 def _check_waits(rank: int, stream: Stream) -> None:
@@ -71,33 +117,24 @@ def _check_waits(rank: int, stream: Stream) -> None:
 def _check_complete(program: Program) -> None:
     runs: dict[tuple[int, int], dict[Op, tuple[int, int]]] = {}
     for rank, stream in enumerate(program.streams):
-        latest: dict[int, int] = {}
+        latest: dict[int, Key] = {}  # stage -> its weight gradient so far
         for index, unit in enumerate(stream):
             for part in unit.parts:
                 if part.op not in COMPUTE:
                     continue
-                _check_place(program, part, rank, index)
                 ops = runs.setdefault((part.stage, part.microbatch), {})
                 if part.op in ops:
                     raise ScheduleError(f"rank {rank} runs {part.key}, and so does rank {ops[part.op][0]}", rank, index)
                 ops[part.op] = (rank, index)
                 if part.op in (Op.W, Op.BW):
-                    before = latest.get(part.stage, -1)
-                    if part.microbatch < before:
-                        text = f"rank {rank}: {part.key} comes after the weight gradient of microbatch {before}"
-                        raise ScheduleError(f"{text}, but gradients accumulate in microbatch order", rank, index)
-                    latest[part.stage] = part.microbatch
+                    before = latest.get(part.stage, part.key)
+                    if part.microbatch < before.microbatch:
+                        text = f"rank {rank}: {part.key} comes after {before}, but gradients accumulate in microbatch order"
+                        raise ScheduleError(text, rank, index)
+                    latest[part.stage] = part.key
     for stage in range(program.stages):
         for mb in range(program.microbatches):
             _check_microbatch(program, stage, mb, runs.get((stage, mb), {}))
-
-
-def _check_place(program: Program, part: Instruction, rank: int, index: int) -> None:
-    if part.stage not in program.placement[rank]:
-        raise ScheduleError(f"rank {rank} runs {part.key}, but holds stages {program.placement[rank]}", rank, index)
-    if not 0 <= part.microbatch < program.microbatches:
-        text = f"rank {rank} runs {part.key}, but there are {program.microbatches} microbatches"
-        raise ScheduleError(text, rank, index)
 
 
 def _check_microbatch(program: Program, stage: int, mb: int, runs: dict[Op, tuple[int, int]]) -> None:
@@ -113,32 +150,38 @@ def _check_microbatch(program: Program, stage: int, mb: int, runs: dict[Op, tupl
 
 
 def _check_data(program: Program) -> None:
-    """Every result that an instruction reads was made on this rank before, or is waited for as a receive."""
+    """Every result that an instruction reads was made on this rank before, or is waited for as a receive; every
+    receive is of such a result."""
     backward = backward_ops(program)
     where = {p.key: r for r, s in enumerate(program.streams) for p in units_of(s) if p.op in COMPUTE}
     for rank, stream in enumerate(program.streams):
         position = index_of(stream)
+        read: set[Key] = set()
         for index, unit in enumerate(stream):
             for part in unit.parts:
                 if part.op in SENDS:
                     _check_send(part, rank, index)
                 for made in inputs_of(part, program, backward):
-                    if where[made] == rank:
-                        if position[made] >= index and made not in {p.key for p in unit.parts}:
-                            raise ScheduleError(f"rank {rank}: {part.key} reads {made}, which comes after it", rank, index)
-                    else:
-                        _check_receive(part, made, where[made], stream, position, rank, index)
+                    if where[made] != rank:
+                        read.add(_check_receive(part, made, where[made], stream, position, rank, index))
+                    elif position[made] >= index:
+                        text = f"rank {rank}: {part.key} reads {made}, which does not come before it"
+                        raise ScheduleError(text, rank, index)
+        for key, index in position.items():
+            if key.op in RECEIVES and key not in read:
+                raise ScheduleError(f"rank {rank}: nothing reads what {key} receives", rank, index)
 
 
 def _check_send(part: Instruction, rank: int, index: int) -> None:
     ops = (Op.F,) if part.op is Op.SEND_F else (Op.B, Op.BW)
-    if not any(Key(op, part.stage, part.microbatch) in part.waits for op in ops):
-        raise ScheduleError(f"rank {rank}: {part.key} does not wait for the result it sends", rank, index)
+    if part.waits[:1] not in [(Key(op, part.stage, part.microbatch),) for op in ops]:
+        raise ScheduleError(f"rank {rank}: {part.key} does not wait first for the result it sends", rank, index)
 
 
 def _check_receive(
     part: Instruction, made: Key, source: int, stream: Stream, position: dict[Key, int], rank: int, index: int
-) -> None:
+) -> Key:
+    """Key of the receive that brings `made`, which runs on rank `source`, to `part`."""
     wanted = Key(Op.RECV_F if made.op is Op.F else Op.RECV_B, part.stage, part.microbatch)
     if wanted not in part.waits:
         raise ScheduleError(f"rank {rank}: {part.key} reads {made} of rank {source} but does not wait for {wanted}", rank, index)
@@ -146,6 +189,7 @@ def _check_receive(
     if receive.peer != source:
         text = f"rank {rank}: {wanted} receives from rank {receive.peer}, but {made} runs on rank {source}"
         raise ScheduleError(text, rank, position[wanted])
+    return wanted
 
 
 def _check_slots(rank: int, stream: Stream) -> None:
@@ -161,12 +205,18 @@ def _check_slots(rank: int, stream: Stream) -> None:
         before = held.get((part.op, part.slot))
         if before is not None:
             ends = (Op.B, Op.BW) if part.op is Op.RECV_F else (Op.W, Op.BW)
-            reader = max(position.get(Key(op, before.stage, before.microbatch), -1) for op in ends)
-            computes = [position[key] for key in part.waits if key.op in COMPUTE]
-            if reader < 0 or max(computes, default=-1) < reader:
-                text = f"rank {rank}: {part.key} refills slot {part.slot}, which {stream[reader].key} still reads"
+            keys = [Key(op, before.stage, before.microbatch) for op in ends]
+            reader = next(key for key in keys if key in position)
+            if not _behind(part.waits, reader, position):
+                text = f"rank {rank}: {part.key} refills slot {part.slot}, which {reader} still reads"
                 raise ScheduleError(text, rank, index)
         held[part.op, part.slot] = part
+
+
+def _behind(waits: tuple[Key, ...], last: Key, position: dict[Key, int]) -> bool:
+    """Whether compute is waited for up to `last`, which ends an overlapped pair if it is of one: the forward of a pair
+    may end before its backward does."""
+    return any(key == last or (key.op in COMPUTE and position[key] > position[last]) for key in waits)
 
 
 def _check_ending(rank: int, stream: Stream, program: Program, replicas: int) -> None:
@@ -179,35 +229,34 @@ def _check_ending(rank: int, stream: Stream, program: Program, replicas: int) ->
     parts: dict[Key, Unit] = {part.key: part for part in units_of(stream)}
     if norm not in parts[step].waits:
         raise ScheduleError(f"rank {rank}: STEP does not wait for NORM", rank, position[step])
-    last = max((index for key, index in position.items() if key.op in COMPUTE), default=-1)
-    if not any(position[key] >= last for key in parts[norm].waits if key.op in COMPUTE):
-        raise ScheduleError(f"rank {rank}: NORM does not wait for {stream[last].key}", rank, position[norm])
+    last = next((key for key in reversed(parts) if key.op in COMPUTE), None)
+    if last and not _behind(parts[norm].waits, last, position):
+        raise ScheduleError(f"rank {rank}: NORM does not wait for {last}", rank, position[norm])
     for stage in program.placement[rank]:
         if replicas == 1 and len(program.holders(stage)) == 1:
             continue
         reduce = Key(Op.ALL_REDUCE, stage, -1)
         if reduce not in position:
             raise ScheduleError(f"rank {rank} never reduces the gradients of stage {stage}", rank, len(stream) - 1)
-        final = max(position[key] for key in position if key.op in (Op.W, Op.BW) and key.stage == stage)
-        if max((position[k] for k in parts[reduce].waits if k.op in COMPUTE), default=-1) < final:
-            text = f"rank {rank}: {reduce} does not wait for {stream[final].key}"
-            raise ScheduleError(text, rank, position[reduce])
+        final = next((key for key in reversed(parts) if key.op in (Op.W, Op.BW) and key.stage == stage), None)
+        if final and not _behind(parts[reduce].waits, final, position):
+            raise ScheduleError(f"rank {rank}: {reduce} does not wait for {final}", rank, position[reduce])
         if reduce not in parts[norm].waits:
             raise ScheduleError(f"rank {rank}: NORM does not wait for {reduce}", rank, position[norm])
 
 
 def _check_meetings(program: Program) -> None:
     for where, sides in meetings(program).items():
-        if isinstance(where, tuple) and where[0] in SENDS:
+        if where[0] in SENDS:
             kind, source, target = where
             _check_channel(program, kind, source, target, sides.get(source, []), sides.get(target, []))
             continue
-        ranks = ranks_of(program, program.streams[next(iter(sides))][next(iter(sides.values()))[0].index])
+        _, ranks = where
         first = [program.streams[n.rank][n.index].key for n in sides.get(ranks[0], [])]
         for rank in ranks[1:]:
             keys = [program.streams[n.rank][n.index].key for n in sides.get(rank, [])]
             if keys != first:
-                k = next((k for k, pair in enumerate(zip(keys, first, strict=False)) if pair[0] != pair[1]), len(keys))
+                k = next((k for k, pair in enumerate(zip(keys, first, strict=False)) if pair[0] != pair[1]), min(len(keys), len(first)))
                 index = sides[rank][k].index if rank in sides and k < len(keys) else len(program.streams[rank]) - 1
                 text = f"collective {k} of ranks {ranks} is {_named(first, k)} on rank {ranks[0]} and {_named(keys, k)} on rank {rank}"
                 raise ScheduleError(text, rank, index)

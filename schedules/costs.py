@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Instruction, Op
@@ -32,10 +33,10 @@ class Costs:
     ) -> Costs:
         """The same for every stage; `forward`, `backward`, `weight` are of a whole rank, a chunk costs 1/chunks."""
         for name, value in {"F": forward, "B": backward, "W": weight}.items():
-            if not value > 0:
-                raise PentadError(f"--costs: {name} is {value}, but a cost must be greater than 0")
-        if not transfer >= 0:
-            raise PentadError(f"--comm is {transfer}, but a transfer cannot take less than 0")
+            if not 0 < value < inf:
+                raise PentadError(f"--costs: {name} is {value}, but a cost must be finite and greater than 0")
+        if not 0 <= transfer < inf:
+            raise PentadError(f"--comm is {transfer}, but a transfer must be finite and cannot take less than 0")
         return Costs(*((value / chunks,) * stages for value in (forward, backward, weight)), transfer=transfer)
 
     def of(self, instruction: Instruction) -> float:

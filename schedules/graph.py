@@ -7,7 +7,6 @@ of a collective) are one event that starts when the last of them is reached.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,12 +29,13 @@ class Graph:
     before: tuple[tuple[int, ...], ...]
 
 
-def meetings(program: Program) -> dict[Hashable, dict[int, list[Node]]]:
+def meetings(program: Program) -> dict[tuple, dict[int, list[Node]]]:
     """Communicator -> rank (or side of a transfer) -> its operations there, in order.
 
-    The k-th operation of each meets the k-th of the others. A transfer's communicator is (kind, source, target).
+    The k-th operation of each meets the k-th of the others. A transfer's communicator is (kind, source, target), that
+    of a collective (lane, ranks).
     """
-    found: dict[Hashable, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[tuple, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
     for rank, stream in enumerate(program.streams):
         for index, unit in enumerate(stream):
             op, node = unit.parts[0].op, Node(rank, index)
@@ -44,7 +44,7 @@ def meetings(program: Program) -> dict[Hashable, dict[int, list[Node]]]:
             elif op in RECEIVES:
                 found[RECEIVES[op], unit.parts[0].peer, rank][rank].append(node)
             elif op in COLLECTIVES:
-                found["collective", ranks_of(program, unit)][rank].append(node)
+                found[unit.lane, ranks_of(program, unit)][rank].append(node)
     return found
 
 

@@ -32,7 +32,7 @@ def order_grid(program: Program, *, mark: tuple[int, int] = (-1, -1), around: in
     for r, stream in enumerate(program.streams):
         cells = [f">{u.key}<" if (r, i) == mark else str(u.key) for i, u in enumerate(stream)]
         rows.append([f"rank {r}:", *(["..."] if first else []), *cells[first : first + 2 * around + 1]])
-    width = max(len(cell) for row in rows for cell in row)
+    width = max((len(cell) for row in rows for cell in row), default=0)
     return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
 
 

@@ -61,7 +61,7 @@ class Instruction(NamedTuple):
     `stage` and `microbatch` are -1 where they have no meaning (NORM, STEP). Once lowered: `peer` is the pipeline rank
     at the other end of a transfer, `group` names the ranks of a collective, `slot` is the receive buffer that a
     transfer fills, and `waits` are the keys of earlier instructions of the same stream, on other lanes, that must have
-    ended before this one starts.
+    ended before this one starts; a send's first one is the result that it sends.
     """
 
     op: Op
@@ -130,9 +130,9 @@ class Overlap(NamedTuple):
 
 Unit = Instruction | Overlap
 
-_KEY = r"(\d*)(" + "|".join(sorted((op.value for op in Op), key=len, reverse=True)) + r")(\d*)"
-_INSTRUCTION = re.compile(_KEY + r"(?:[<>](\d+))?(?:#(\w+))?(?:@(\d+))?(?: after (\S+))?")
-_WHOLE_KEY = re.compile(_KEY)
+_KEY = r"(\d{0,9})(" + "|".join(sorted((op.value for op in Op), key=len, reverse=True)) + r")(\d{0,9})"
+_INSTRUCTION = re.compile(_KEY + r"(?:[<>](\d{1,9}))?(?:#(\w+))?(?:@(\d{1,9}))?(?: after (\S+))?", re.ASCII)
+_WHOLE_KEY = re.compile(_KEY, re.ASCII)
 
 
 def parse(text: str) -> Unit:
@@ -146,9 +146,10 @@ def parse(text: str) -> Unit:
 def parse_key(text: str) -> Key:
     """Reads `2F0` as a key. Raises PentadError on anything else."""
     found = _WHOLE_KEY.fullmatch(text)
-    if not found:
+    key = Key(Op(found[2]), _index(found[1]), _index(found[3])) if found else None
+    if key is None or str(key) != text:  # such as 02F0
         raise PentadError(f"instruction {text!r} is not of the form STAGE OP MICROBATCH, as in '2F0'")
-    return Key(Op(found[2]), _index(found[1]), _index(found[3]))
+    return key
 
 
 def units_of(stream: tuple[Unit, ...]) -> Iterator[Instruction]:
@@ -159,11 +160,13 @@ def units_of(stream: tuple[Unit, ...]) -> Iterator[Instruction]:
 
 def _parse_one(text: str) -> Instruction:
     found = _INSTRUCTION.fullmatch(text)
-    if not found:
-        raise PentadError(f"instruction {text!r} is not of the form STAGE OP MICROBATCH, as in '2F0' or '2SEND_F0>3'")
-    stage, op, microbatch, peer, group, slot, after = found.groups()
-    waits = tuple(parse_key(key) for key in after.split(",")) if after else ()
-    return Instruction(Op(op), _index(stage), _index(microbatch), _index(peer), group or "", _index(slot), waits)
+    if found:
+        stage, op, microbatch, peer, group, slot, after = found.groups()
+        waits = tuple(parse_key(key) for key in after.split(",")) if after else ()
+        read = Instruction(Op(op), _index(stage), _index(microbatch), _index(peer), group or "", _index(slot), waits)
+        if str(read) == text:  # unlike 2SEND_F0<3
+            return read
+    raise PentadError(f"instruction {text!r} is not of the form STAGE OP MICROBATCH, as in '2F0' or '2SEND_F0>3'")
 
 
 def _index(text: str | None) -> int:

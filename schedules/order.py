@@ -62,11 +62,8 @@ def compute_times(program: Program, costs: Costs) -> list[list[tuple[float, floa
 
     def start_of(unit: Unit, rank: int) -> float | Key:
         start = times[rank][-1][1] if times[rank] else 0.0
-        own = {part.key for part in unit.parts}
         for part in unit.parts:
             for key in inputs_of(part, program, backward):
-                if key in own:
-                    continue
                 if key not in ends:
                     return key
                 end, where = ends[key]

@@ -2,7 +2,8 @@
 
 /** The span at a point of the canvas, up to 3 pixels beside it, or null. */
 function spanAt(panel, px, py) {
-  const index = Math.floor((py - TOP + panel.scroll) / panel.pitch), rank = panel.ranks[index];
+  const index = Math.floor((py - TOP + panel.scroll) / panel.pitch),
+    rank = panel.ranks[index];
   if (!rank || py < TOP || px < LEFT || px > LEFT + panel.plotWidth) return null;
   for (const track of rank.tracks) {
     const at = place(panel, index, track.row);
@@ -13,12 +14,17 @@ function spanAt(panel, px, py) {
 }
 
 function nearest(panel, track, px, height, rank) {
-  const time = timeAt(panel, px), reach = timeAt(panel, px + 3) - time;
-  let found = null, least = Infinity;
+  const time = timeAt(panel, px),
+    reach = timeAt(panel, px + 3) - time;
+  let found = null,
+    least = Infinity;
   for (let i = firstAt(track, time - reach); i < track.start.length && track.start[i] <= time + reach; i++) {
     if (track.depth && track.depth[i] > 1 && Math.floor(height * track.depth[i]) !== track.level[i]) continue;
     const away = Math.max(track.start[i] - time, time - track.end[i], 0);
-    if (away <= reach && away < least) { found = { panel, rank, track, index: i, kind: track.kind[i] }; least = away; }
+    if (away <= reach && away < least) {
+      found = { panel, rank, track, index: i, kind: track.kind[i] };
+      least = away;
+    }
   }
   return found;
 }
@@ -29,21 +35,29 @@ function hover(found) {
   view.hover = found;
   view.lit = view.same = null;
   if (!found) return;
-  const name = kinds.name[found.kind], microbatch = kinds.microbatch[found.kind];
-  view.same = Uint8Array.from(kinds.name, (other) => other === name ? 1 : 0);
-  view.lit = microbatch < 0 ? view.same : Uint8Array.from(kinds.microbatch, (other) => other === microbatch ? 1 : 0);
+  const name = kinds.name[found.kind],
+    microbatch = kinds.microbatch[found.kind];
+  view.same = Uint8Array.from(kinds.name, (other) => (other === name ? 1 : 0));
+  view.lit = microbatch < 0 ? view.same : Uint8Array.from(kinds.microbatch, (other) => (other === microbatch ? 1 : 0));
 }
 
 /** Durations of the same instruction in the other panel: of the same rank if it ran there, else of every rank. */
 function elsewhere(found) {
   const other = panels.find((panel) => panel !== found.panel);
   if (!other) return null;
-  const all = other.ranks.map((r) => [r.rank, r.tracks.flatMap((t) => {
-    const lengths = [];
-    t.kind.forEach((kind, i) => { if (view.same[kind]) lengths.push(t.end[i] - t.start[i]); });
-    return lengths;
-  })]);
-  const here = other.ranks.length === found.panel.ranks.length && all.find(([rank, lengths]) => rank === found.rank.rank && lengths.length);
+  const all = other.ranks.map((r) => [
+    r.rank,
+    r.tracks.flatMap((t) => {
+      const lengths = [];
+      t.kind.forEach((kind, i) => {
+        if (view.same[kind]) lengths.push(t.end[i] - t.start[i]);
+      });
+      return lengths;
+    }),
+  ]);
+  const here =
+    other.ranks.length === found.panel.ranks.length &&
+    all.find(([rank, lengths]) => rank === found.rank.rank && lengths.length);
   const lengths = here ? here[1] : all.flatMap(([, some]) => some);
   return lengths.length ? [other.data.source, lengths] : null;
 }
@@ -51,24 +65,39 @@ function elsewhere(found) {
 function compared(found, length) {
   const other = elsewhere(found);
   if (!other) return [];
-  const [source, lengths] = other, low = Math.min(...lengths), high = Math.max(...lengths);
+  const [source, lengths] = other,
+    low = Math.min(...lengths),
+    high = Math.max(...lengths);
   if (low !== high) return [[source, `${duration(low)} to ${duration(high)}`]];
-  const change = low > 0 && length > 0 ? ` (here ${length >= low ? "+" : "−"}${Math.abs(100 * (length / low - 1)).toFixed(1)} %)` : "";
+  const change =
+    low > 0 && length > 0
+      ? ` (here ${length >= low ? "+" : "−"}${Math.abs(100 * (length / low - 1)).toFixed(1)} %)`
+      : "";
   return [[source, duration(low) + change]];
 }
 
 function tell(event) {
-  const tip = byId("tip"), found = view.hover;
+  const tip = byId("tip"),
+    found = view.hover;
   tip.hidden = !found;
   if (!found) return;
-  const { track, index, kind, rank, panel } = found, start = track.start[index], length = track.end[index] - start;
-  const number = (name) => kinds[name][kind] < 0 ? [] : [[name, String(kinds[name][kind])]];
+  const { track, index, kind, rank, panel } = found,
+    start = track.start[index],
+    length = track.end[index] - start;
+  const number = (name) => (kinds[name][kind] < 0 ? [] : [[name, String(kinds[name][kind])]]);
   const head = make("p");
   head.append(swatch(kinds.op[kind]), make("b", kinds.name[kind]), make("span", looks[kinds.op[kind]].label));
   const lines = [
-    ["rank", String(rank.rank)], ["lane", kinds.lane[kind]], ...number("stage"), ...number("microbatch"), ...number("peer"),
-    ["step", String(panel.step.step)], ["start", duration(start)], ["end", duration(start + length)],
-    ["duration", duration(length)], ...compared(found, length),
+    ["rank", String(rank.rank)],
+    ["lane", kinds.lane[kind]],
+    ...number("stage"),
+    ...number("microbatch"),
+    ...number("peer"),
+    ["step", String(panel.step.step)],
+    ["start", duration(start)],
+    ["end", duration(start + length)],
+    ["duration", duration(length)],
+    ...compared(found, length),
   ];
   const list = make("dl");
   for (const [term, value] of lines) list.append(make("dt", term), make("dd", value));
@@ -81,16 +110,21 @@ function tell(event) {
 // ---- moving about ----
 
 function show(from, to) {
-  const whole = view.last - view.first, width = clamp(to - from, Math.min(100, whole), whole * 1.04);
+  const whole = view.last - view.first,
+    width = clamp(to - from, Math.min(100, whole), whole * 1.04);
   const middle = clamp((from + to) / 2, view.first - whole * 0.02 + width / 2, view.last + whole * 0.02 - width / 2);
   [view.from, view.to] = [middle - width / 2, middle + width / 2];
   draw();
 }
 
 const reset = () => show(view.first - (view.last - view.first) * 0.02, view.last + (view.last - view.first) * 0.02);
-const pan = (share) => { const by = (view.to - view.from) * share; show(view.from + by, view.to + by); };
+const pan = (share) => {
+  const by = (view.to - view.from) * share;
+  show(view.from + by, view.to + by);
+};
 function zoom(factor, around = (view.from + view.to) / 2) {
-  const whole = (view.last - view.first) * 1.04, kept = clamp(factor, Math.min(100, whole) / (view.to - view.from), whole / (view.to - view.from));
+  const whole = (view.last - view.first) * 1.04,
+    kept = clamp(factor, Math.min(100, whole) / (view.to - view.from), whole / (view.to - view.from));
   show(around - (around - view.from) * kept, around + (view.to - around) * kept);
 }
 
@@ -100,10 +134,11 @@ const pointOf = (panel, event) => {
 };
 
 function onWheel(panel, event) {
-  const [px] = pointOf(panel, event), size = [1, 16, 400][event.deltaMode];
+  const [px] = pointOf(panel, event),
+    size = [1, 16, 400][event.deltaMode];
   if (px < LEFT || px > LEFT + panel.plotWidth) {
     if (!scroll(panel, event.deltaY * size)) return;
-  } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(event.deltaX * size / panel.plotWidth);
+  } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX * size) / panel.plotWidth);
   else zoom(Math.exp(event.deltaY * size * 0.0016), timeAt(panel, px));
   event.preventDefault();
   draw();
@@ -111,9 +146,10 @@ function onWheel(panel, event) {
 }
 
 function onMove(panel, event) {
-  const [px, py] = pointOf(panel, event), held = panel.held;
+  const [px, py] = pointOf(panel, event),
+    held = panel.held;
   if (held) {
-    const by = (held.px - px) / panel.plotWidth * (view.to - view.from);
+    const by = ((held.px - px) / panel.plotWidth) * (view.to - view.from);
     scroll(panel, held.py - py);
     show(view.from + by, view.to + by);
     [held.px, held.py] = [px, py];
@@ -125,11 +161,19 @@ function onMove(panel, event) {
 }
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("select, input")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("select, input[type=range]")) return;
   const acts = {
-    ArrowLeft: () => pan(-0.1), ArrowRight: () => pan(0.1), "+": () => zoom(0.8), "=": () => zoom(0.8), "-": () => zoom(1.25),
-    ArrowUp: () => panels.some((p) => scroll(p, -p.pitch)), ArrowDown: () => panels.some((p) => scroll(p, p.pitch)),
-    0: reset, Home: reset, "[": () => turn(-1), "]": () => turn(1),
+    ArrowLeft: () => pan(-0.1),
+    ArrowRight: () => pan(0.1),
+    "+": () => zoom(0.8),
+    "=": () => zoom(0.8),
+    "-": () => zoom(1.25),
+    ArrowUp: () => panels.some((p) => scroll(p, -p.pitch)),
+    ArrowDown: () => panels.some((p) => scroll(p, p.pitch)),
+    0: reset,
+    Home: reset,
+    "[": () => turn(-1),
+    "]": () => turn(1),
   };
   const act = acts[event.key];
   if (!act || act() === false) return;
@@ -148,8 +192,21 @@ function turn(by) {
 }
 
 function openPanel(data) {
-  const section = make("section"), header = make("header"), plot = make("div", "", "plot"), canvas = make("canvas");
-  const panel = { data, header, plot, canvas, context: canvas.getContext("2d"), base: make("canvas").getContext("2d"), scroll: 0, held: null, outlines: [] };
+  const section = make("section"),
+    header = make("header"),
+    plot = make("div", "", "plot"),
+    canvas = make("canvas");
+  const panel = {
+    data,
+    header,
+    plot,
+    canvas,
+    context: canvas.getContext("2d"),
+    base: make("canvas").getContext("2d"),
+    scroll: 0,
+    held: null,
+    outlines: [],
+  };
   plot.tabIndex = 0;
   plot.setAttribute("role", "img");
   plot.setAttribute("aria-label", `${data.source} timeline, a row a rank`);
@@ -160,18 +217,35 @@ function openPanel(data) {
   plot.addEventListener("pointermove", (event) => onMove(panel, event));
   plot.addEventListener("pointerdown", (event) => {
     const [px, py] = pointOf(panel, event);
-    if (event.button === 0) { panel.held = { px, py }; plot.setPointerCapture(event.pointerId); plot.classList.add("moving"); }
+    if (event.button === 0) {
+      panel.held = { px, py };
+      plot.setPointerCapture(event.pointerId);
+      plot.classList.add("moving");
+    }
   });
-  for (const end of ["pointerup", "pointercancel"]) plot.addEventListener(end, () => { panel.held = null; plot.classList.remove("moving"); });
-  plot.addEventListener("pointerleave", () => { view.cross = null; hover(null); byId("tip").hidden = true; draw(false); });
+  for (const end of ["pointerup", "pointercancel"])
+    plot.addEventListener(end, () => {
+      panel.held = null;
+      plot.classList.remove("moving");
+    });
+  plot.addEventListener("pointerleave", () => {
+    view.cross = null;
+    hover(null);
+    byId("tip").hidden = true;
+    draw(false);
+  });
   plot.addEventListener("dblclick", reset);
   return panel;
 }
 
 function toggles() {
   for (const row of ROWS.filter((name) => name !== "compute")) {
-    const label = make("label", "", "row"), box = Object.assign(make("input"), { type: "checkbox", checked: true });
-    box.addEventListener("change", () => { hidden[box.checked ? "delete" : "add"](row); arrange(); });
+    const label = make("label", "", "row"),
+      box = Object.assign(make("input"), { type: "checkbox", checked: true });
+    box.addEventListener("change", () => {
+      hidden[box.checked ? "delete" : "add"](row);
+      arrange();
+    });
     label.append(box, row);
     byId("rows").append(label);
   }
@@ -190,7 +264,11 @@ function start() {
   byId("out").addEventListener("click", () => zoom(1 / 0.7));
   byId("reset").addEventListener("click", reset);
   document.addEventListener("keydown", onKey);
-  dark.addEventListener("change", () => { readTheme(); draw(); });
+  dark.addEventListener("change", () => {
+    readTheme();
+    legend();
+    draw();
+  });
   addEventListener("resize", arrange);
   readTheme();
   choose(steps.at(-1));

@@ -18,9 +18,7 @@ SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
 Kind = tuple[str, str, str, int, int, int]  # name, op, lane, stage, microbatch, peer
 
 
-def timeline_page(
-    simulated: Timeline | None, measured: Timeline | None, *, title: str, facts: dict[str, str]
-) -> str:
+def timeline_page(simulated: Timeline | None, measured: Timeline | None, *, title: str, facts: dict[str, str]) -> str:
     """The page as text. Time zero of a panel is the first compute start of the step shown; times are kept to 1 ns.
 
     Raises PentadError if there is no span to draw.
@@ -120,7 +118,9 @@ def _columns(spans: list[Span], zero: float, kinds: dict[Kind, int]) -> dict[str
     timed = sorted(((*nanoseconds(span, zero), span) for span in spans), key=lambda item: item[:2])
     times = [(start, end) for start, end, _ in timed]
     columns = {
-        "kind": [kinds.setdefault((s.name, s.op, s.lane, s.stage, s.microbatch, s.peer), len(kinds)) for *_, s in timed],
+        "kind": [
+            kinds.setdefault((s.name, s.op, s.lane, s.stage, s.microbatch, s.peer), len(kinds)) for *_, s in timed
+        ],
         "gap": [times[0][0], *(after[0] - before[0] for before, after in pairwise(times))],
         "length": [end - start for start, end in times],
     }

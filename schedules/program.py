@@ -101,21 +101,16 @@ class Program:
     @staticmethod
     def from_arrow(table: pa.Table) -> Program:
         """Raises PentadError when the table is not a program of this version."""
-        meta = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-        if meta.get("version") != VERSION or table.schema.names != SCHEMA.names:
+        if (table.schema.metadata or {}).get(b"version") != VERSION.encode() or not table.schema.equals(SCHEMA):
             raise PentadError(f"the Arrow table is not a program of version {VERSION}: columns {table.schema.names}")
-        placement = tuple(tuple(map(int, stages.split(","))) for stages in meta["placement"].split(";"))
-        streams: list[list[list[Instruction]]] = [[] for _ in placement]
-        for row in table.to_pylist():
-            waits = tuple(parse_key(key) for key in row["waits"])
-            part = Instruction(Op(row["op"]), row["stage"], row["microbatch"], row["peer"], row["group"], row["slot"], waits)
-            stream = streams[row["rank"]]
-            if row["index"] == len(stream):
-                stream.append([part])
-            else:
-                stream[row["index"]].append(part)
-        units = tuple(tuple(Overlap(*u) if len(u) == 2 else u[0] for u in stream) for stream in streams)
-        return Program(meta["name"], units, placement, int(meta["microbatches"]), int(meta["chunks"]))
+        try:
+            program = _read(table)
+            whole = program.to_arrow().equals(table) and not any(column.null_count for column in table.columns)
+        except (ArithmeticError, LookupError, TypeError, ValueError, PentadError):
+            whole = False
+        if not whole:
+            raise PentadError("the Arrow table has the columns of a program, but its rows are not those of one")
+        return program
 
     def to_bytes(self) -> bytes:
         sink = pa.BufferOutputStream()
@@ -125,7 +120,13 @@ class Program:
 
     @staticmethod
     def from_bytes(data: bytes) -> Program:
-        return Program.from_arrow(pa.ipc.open_file(pa.BufferReader(data)).read_all())
+        """Raises PentadError when these are not the bytes of a program."""
+        try:
+            table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+            table.validate(full=True)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise PentadError(f"{len(data)} bytes are not a program (Arrow file): {error}") from None
+        return Program.from_arrow(table)
 
     def __reduce__(self) -> tuple:
         return Program.from_bytes, (self.to_bytes(),)  # the wire format is the Arrow table, wherever Ray copies it
@@ -135,10 +136,25 @@ class Program:
 
     @staticmethod
     def load(path: Path) -> Program:
+        """Raises PentadError when the file is not one that `save` wrote."""
         try:
             return Program.from_bytes(path.read_bytes())
-        except (OSError, pa.ArrowInvalid) as error:
-            raise PentadError(f"{path} is not a readable program (Arrow file): {error}") from None
+        except (OSError, PentadError) as error:
+            raise PentadError(f"{path} is not a readable program: {error}") from None
+
+
+def _read(table: pa.Table) -> Program:
+    meta = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+    placement = tuple(tuple(map(int, stages.split(","))) for stages in meta["placement"].split(";"))
+    streams: list[list[list[Instruction]]] = [[] for _ in placement]
+    for rank, index, op, stage, mb, _, peer, group, slot, waits in zip(*(c.to_pylist() for c in table.columns), strict=True):
+        part = Instruction(Op(op), stage, mb, peer, group, slot, tuple(map(parse_key, waits)))
+        if index == len(streams[rank]):
+            streams[rank].append([part])
+        else:
+            streams[rank][index].append(part)
+    units = tuple(tuple(Overlap(*u) if len(u) == 2 else u[0] for u in stream) for stream in streams)
+    return Program(meta["name"], units, placement, int(meta["microbatches"]), int(meta["chunks"]))
 
 
 def bare(unit: Unit) -> Unit:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from pentad.schedules.errors import PentadError
+
 COMPUTE = frozenset({"F", "B", "W", "BW"})
 SCHEMA = pa.schema(
     [
@@ -111,6 +113,9 @@ class Timeline:
 
     @staticmethod
     def from_arrow(table: pa.Table) -> Timeline:
+        """Raises PentadError when the table is not a timeline."""
+        if table.schema.names != SCHEMA.names:
+            raise PentadError(f"the Arrow table is not a timeline: columns {table.schema.names}, wanted {SCHEMA.names}")
         source = (table.schema.metadata or {}).get(b"source", b"measured").decode()
         rows: Iterable[tuple] = zip(*(table.column(name).to_pylist() for name in SCHEMA.names), strict=True)
         return Timeline(source, tuple(Span(*row) for row in rows))
@@ -121,5 +126,9 @@ class Timeline:
 
     @staticmethod
     def load(path: Path) -> Timeline:
-        with pa.memory_map(str(path)) as source:
-            return Timeline.from_arrow(pa.ipc.open_file(source).read_all())
+        """Raises PentadError when the file is not one that `save` wrote."""
+        try:
+            with pa.memory_map(str(path)) as source:
+                return Timeline.from_arrow(pa.ipc.open_file(source).read_all())
+        except (OSError, pa.ArrowException, PentadError) as error:
+            raise PentadError(f"{path} is not a readable timeline: {error}") from None

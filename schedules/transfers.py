@@ -86,7 +86,7 @@ def _receives(
         free = [slot for slot, (left, _) in enumerate(pool) if left < place]
         waits: tuple[Key, ...] = (pool[free[0]][1],) if free else ()
         if gated and place > 0:
-            waits = tuple(dict.fromkeys((*waits, stream[place - 1].key)))
+            waits = tuple(dict.fromkeys((*waits, stream[place - 1].parts[-1].key)))
         reader = reader_of[key]
         if free:
             slot, pool[free[0]] = free[0], reader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import socket
 import tempfile
@@ -46,7 +47,7 @@ class Fleet:
         ends = self.ends[: plan.mesh.size]
         for rank, end in enumerate(ends):
             end.send((plan, rank, address, calls, restore, save))
-        answers: list[Any] = [end.recv() if end.poll(120) else "no answer in 120 s" for end in ends]
+        answers: list[Any] = [end.recv() if end.poll(45) else "no answer in 45 s" for end in ends]
         for rank, answer in enumerate(answers):
             assert isinstance(answer, Outcome), f"rank {rank}: {answer}"
         return answers
@@ -66,13 +67,16 @@ def free_port() -> int:
 
 def _serve(end: Connection) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable()
     while True:
         try:
             order = end.recv()
         except EOFError:
             return
         try:
+            faulthandler.dump_traceback_later(40)
             end.send(_run(*order))
+            faulthandler.cancel_dump_traceback_later()
         except BaseException:
             end.send(traceback.format_exc())
 

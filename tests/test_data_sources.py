@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pentad.schedules.errors import PentadError
 from pentad.workers import text_sources
 from pentad.workers.build import build_corpus
-from pentad.workers.text_sources import pieces, read_pieces, source_files
-from pentad.workers.tokenizer import encode, train_tokenizer
+from pentad.workers.text_sources import Piece, pieces, read_pieces, source_files
+from pentad.workers.tokenizer import train_tokenizer
 
 POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
 TOKENIZER = train_tokenizer([POEM], 290)
@@ -25,27 +25,32 @@ def build(source: Path, tokenizer: Path | None) -> None:
     build_corpus(source, source.parent / "out", tokenizer=tokenizer, vocab=300, progress=lambda line: None)
 
 
-words = st.text(st.sampled_from("ab é\n\t 山'1-\u00a0\x1c"), max_size=60)
+def cut(text: str, chunk: int) -> list[Piece]:
+    """The pieces of a text that arrives in chunks, with pieces of 9 characters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_sources, "PIECE", 9)
+        return list(pieces(text[start : start + chunk] for start in range(0, len(text), chunk)))
 
 
-@settings(max_examples=500, deadline=None)
-@given(text=words, chunk=st.integers(1, 9))
-@example(text="a  \n1 ab" * 3, chunk=9)
-@example(text="a     " * 4, chunk=7)
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.sampled_from("ab é\n"), max_size=60), chunk=st.integers(1, 9))
 @example(text="a a" + "b" * 23 + " " + "b" * 9, chunk=9)
+def test_pieces_are_short_and_lose_nothing(text: str, chunk: int) -> None:
+    found = cut(text, chunk)
+    assert "".join(piece.text for piece in found) == text
+    assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True] * bool(text)
+    assert all(0 < len(piece.text) <= 18 for piece in found)
+
+
+words = st.text(st.sampled_from("aé山'1-"), min_size=1, max_size=3)
+gaps = st.text(st.sampled_from(" \n\t\u00a0\x1c"), max_size=2).map(lambda rest: " " + rest)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.lists(st.tuples(words, gaps)).map(lambda pairs: "".join(map("".join, pairs))), chunk=st.integers(1, 9))
 def test_pieces_are_cut_where_the_tokenizer_cuts(text: str, chunk: int) -> None:
-    original = text_sources.PIECE
-    text_sources.PIECE = 9
-    try:
-        cut = list(pieces(text[start : start + chunk] for start in range(0, len(text), chunk)))
-    finally:
-        text_sources.PIECE = original
-    assert "".join(piece.text for piece in cut) == text
-    assert [piece.last for piece in cut] == [False] * (len(cut) - 1) + [True] * bool(text)
-    assert all(len(piece.text) <= 18 for piece in cut)
-    if all(piece.text.startswith(" ") for piece in cut[1:]):  # else a word longer than a piece was cut
-        parts = [word for piece in cut for word, _ in WORDS.pre_tokenize_str(piece.text)]
-        assert parts == [word for word, _ in WORDS.pre_tokenize_str(text)]
+    parts = [part for piece in cut(text, chunk) for part, _ in WORDS.pre_tokenize_str(piece.text)]
+    assert parts == [part for part, _ in WORDS.pre_tokenize_str(text)]
 
 
 def test_a_long_document_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,6 @@ def test_a_second_backward_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("shape", [(2, 4, 4, 7, 64), (1, 8, 2, 257, 128), (2, 8, 8, 1024, 64)])
@@ -70,7 +69,6 @@ def test_fused_attention_agrees_with_its_definition(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic_attention_is_bit_equal_from_run_to_run(dtype: torch.dtype) -> None:
     q, k, v, dout = inputs((2, 8, 2, 2048, 128), "cuda", dtype)

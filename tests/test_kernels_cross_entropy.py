@@ -56,7 +56,6 @@ def test_half_precision_logits_have_a_float32_loss() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("vocabulary", [1, 5, 4097, 8192, 128256, 151936])
 @pytest.mark.parametrize("rows", [1, 7, 257])
@@ -82,7 +81,6 @@ def test_triton_agrees_with_the_reference(rows: int, vocabulary: int, dtype: tor
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_logits_beyond_two_to_the_31_elements_are_reached() -> None:
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GiB of free GPU memory")

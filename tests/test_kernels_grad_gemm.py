@@ -29,7 +29,6 @@ def test_half_precision_products_are_not_rounded() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shape", [(1, 8, 8), (7, 33, 65), (257, 576, 1536), (4096, 1024, 2048)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_accumulator_stays_wide_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:

@@ -57,7 +57,6 @@ def test_a_slice_of_a_packed_projection_is_turned_and_its_neighbours_are_not() -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("head_dim", [2, 64, 80, 128, 256])

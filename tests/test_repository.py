@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "schedules": {"pyarrow", "pentad.schedules"},
     "kernels": {"torch", "triton", "pentad.kernels"},
     "workers": {
-        *("numpy", "pyarrow", "safetensors", "tokenizers", "torch"),
+        *("cuda", "numpy", "pyarrow", "safetensors", "tokenizers", "torch"),
         *("pentad.workers", "pentad.schedules", "pentad.kernels"),
     },
     "orchestrator": {

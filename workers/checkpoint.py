@@ -126,7 +126,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest(root: Path) -> Found:
-    """The valid checkpoint of the highest step under `root`, and the newer ones passed over; torn ones are invisible."""
+    """The valid checkpoint of the highest step under `root`, and the newer ones refused; torn ones are invisible."""
     refused: list[tuple[Path, str]] = []
     for folder in reversed(_folders(root).values()):
         if not _is_complete(folder):
@@ -216,18 +216,18 @@ def _header(specs: dict[str, Spec], sizes: list[int]) -> bytes:
 def _pieces(head: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
     yield memoryview(head)
     for tensor in tensors:
-        yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _manifest_bytes(folder: Path) -> bytes:
     try:
         with open(folder / MANIFEST, "rb") as file:
-            data = file.read(LIMIT + 1)
+            size = os.fstat(file.fileno()).st_size
+            if size > LIMIT:
+                raise PentadError(f"{MANIFEST} has {size} bytes, wanted at most {LIMIT}")
+            return file.read()
     except OSError as error:
         raise PentadError(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    if len(data) > LIMIT:
-        raise PentadError(f"{MANIFEST} has more than {LIMIT} bytes")
-    return data
 
 
 def _check_sizes(folder: Path, shards: Iterable[Shard]) -> None:

@@ -47,7 +47,6 @@ class PeerCopy:
         self.first_gradient = [count[Op.RECV_F] for count in counts]
         self.flags_at = self.slot_bytes * max(count.total() for count in counts)
         self.channels = self._channels()
-        symmetric.set_backend("CUDA")
         size = self.flags_at + 2 * _LINE * len(self.channels)
         self.buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
         self.buffer.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -36,6 +37,9 @@ class Runner:
         if plan.device == "cpu":
             torch.set_num_threads(1)
         else:
+            # A lane that waits must not share a hardware queue with another: the default is 8 queues, a program has more
+            # lanes, and two that share one wait for each other.
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
             torch.cuda.set_device(self.device)
         self.board = Board(board, epoch)
         self.parameters: dict[int, Parameters] = {s: create(plan, s, self.device) for s in plan.stages_of(rank)}

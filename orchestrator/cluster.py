@@ -1,0 +1,227 @@
+"""The Ray cluster of a run: one of its own on this machine, or an existing one joined."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from pentad.orchestrator.sections import ClusterSection
+from pentad.schedules.errors import PentadError
+
+OBJECT_STORE_BYTES = 200 << 20  # a run moves plans and step results, no tensors
+LOOPBACK = "127.0.0.1"
+psutil = ray._private.node.psutil  # Ray carries its own
+# What a driver's environment says to its workers on other nodes.
+PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTHONPATH")
+# Every rank sees all GPUs of its node: what copies between two GPUs must see both.
+SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A joined cluster. `device` is 'cuda' or 'cpu'; `dashboard` a URL, if there is one; `token_file` holds what the
+    dashboard of a local cluster asks for; `note` is what the user should know about the choice of device."""
+
+    address: str
+    local: bool
+    device: str
+    dashboard: str | None = None
+    token_file: Path | None = None
+    note: str = ""
+
+
+@contextmanager
+def start(section: ClusterSection, ranks: int) -> Iterator[Cluster]:
+    """Starts or joins the cluster that the config asks for, and leaves it; nothing of a local one stays behind.
+
+    Raises PentadError when that fails. A local cluster listens on this machine's loopback interface only.
+    """
+    with _local(section, ranks) if section.address == "local" else _joined(section) as cluster:
+        yield cluster
+
+
+@contextmanager
+def _local(section: ClusterSection, ranks: int) -> Iterator[Cluster]:
+    port = _dashboard_port(section) if section.dashboard else 0
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="pentad-ray-", dir="/tmp"))  # short: socket paths have at most 107 bytes
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        token = secrets.token_hex(32) if section.auth == "token" else ""
+        stack.enter_context(_environment(_local_variables(token)))
+        stack.enter_context(_loopback_only())
+        stack.callback(_end, folder)
+        try:
+            context = _init(
+                address="local",
+                num_cpus=ranks,  # Ray starts this many workers ahead
+                num_gpus=0 if section.device == "cpu" else None,
+                include_dashboard=section.dashboard,
+                dashboard_host=LOOPBACK,
+                dashboard_port=port or None,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(folder / "ray"),
+            )
+        except (RuntimeError, OSError, ValueError) as error:
+            raise PentadError(f"cluster.address is local, but Ray did not start: {_first_line(error)}") from error
+        device, note = _device(section, ranks, local=True)
+        url = f"http://{LOOPBACK}:{port}" if section.dashboard else None
+        yield Cluster(context.address_info["gcs_address"], True, device, url, _token_file(folder, token), note)
+
+
+@contextmanager
+def _joined(section: ClusterSection) -> Iterator[Cluster]:
+    mode = os.environ.get("RAY_AUTH_MODE", section.auth)
+    passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)} | SEE_ALL_GPUS
+    with ExitStack() as stack:
+        stack.enter_context(_environment({"RAY_AUTH_MODE": mode, "RAY_USAGE_STATS_ENABLED": "0"}))
+        stack.callback(ray.shutdown)
+        try:
+            context = _init(address=section.address, runtime_env={"env_vars": passed_on})
+        except ray.exceptions.AuthenticationError as error:
+            raise PentadError(
+                f"cluster.auth is {mode!r}, but the Ray cluster at {section.address} refuses that: {_first_line(error)}"
+            ) from error
+        except (ConnectionError, RuntimeError, OSError, ValueError, AssertionError) as error:
+            raise PentadError(
+                f"cluster.address is {section.address!r}, but no Ray cluster answers there: {_first_line(error)}"
+            ) from error
+        device, note = _device(section, 1, local=False)
+        url = context.address_info.get("webui_url")
+        yield Cluster(context.address_info["gcs_address"], False, device, f"http://{url}" if url else None, None, note)
+
+
+def _device(section: ClusterSection, ranks: int, *, local: bool) -> tuple[str, str]:
+    """The device of the ranks. 'auto' falls back to CPUs on a machine of its own with too few GPUs, and says so."""
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if section.device != "auto":
+        return section.device, ""
+    if local and 0 < gpus < ranks:
+        return "cpu", f"{ranks} ranks want a GPU each, but this machine has {gpus}: training on CPUs"
+    return ("cuda" if gpus else "cpu"), ""
+
+
+def _local_variables(token: str) -> dict[str, str]:
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    found = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} | {
+        name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ
+    }
+    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    return found | auth | SEE_ALL_GPUS | {"RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables of this process, which Ray's own processes inherit, and lets a Ray imported earlier read them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    _reread()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        _reread()
+
+
+def _reread() -> None:
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Ray listens on all interfaces on Linux and on the loopback one elsewhere; this is the switch for that."""
+    constants = ray._private.ray_constants
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+def _init(**options: Any) -> Any:
+    """`ray.init`, which takes SIGTERM for itself and prints the deaths of workers to stdout: both are the driver's."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        context = ray.init(logging_level="error", log_to_driver=False, **options)
+    except SystemExit:  # what Ray makes of a SIGTERM
+        raise KeyboardInterrupt from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+    ray._private.worker._worker_logs_enabled = False
+    return context
+
+
+def _dashboard_port(section: ClusterSection) -> int:
+    """The port that the config names, or a free one. Raises PentadError when it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((LOOPBACK, section.dashboard_port))
+            return probe.getsockname()[1]
+        except OSError as error:
+            taken = section.dashboard_port
+            raise PentadError(
+                f"cluster.dashboard_port is {taken}, but {_holder(taken)} has that port ({error.strerror}); "
+                "wanted a free one, or 0 for any"
+            ) from error
+
+
+def _holder(port: int) -> str:
+    """The process that listens on a port, as far as this user may see."""
+    try:
+        pids = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_LISTEN}
+        names = [f"{psutil.Process(pid).name()} (pid {pid})" for pid in pids if pid]
+    except psutil.Error:
+        names = []
+    return ", ".join(names) or "another program, perhaps another Ray dashboard,"
+
+
+def _token_file(folder: Path, token: str) -> Path | None:
+    if not token:
+        return None
+    path = folder / "token"
+    path.touch(mode=0o600)
+    path.write_text(token)
+    return path
+
+
+def _end(folder: Path) -> None:
+    """Stops the local cluster and waits until none of its processes is left; those of its dashboard need killing."""
+    roots = [child for child in psutil.Process().children() if _mentions(child, str(folder))]
+    tree = [process for root in roots for process in (root, *root.children(recursive=True))]
+    ray.shutdown()
+    _, alive = psutil.wait_procs(tree, timeout=0.5)
+    for process in alive:
+        if process.is_running():
+            process.kill()
+    psutil.wait_procs(alive, timeout=5)
+
+
+def _mentions(process: Any, text: str) -> bool:
+    try:
+        return text in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

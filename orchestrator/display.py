@@ -1,0 +1,288 @@
+"""What a person sees of a run: its plan, a live table in a terminal, or a line a step anywhere else."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pentad.orchestrator.bars import bars, is_coloured, legend, sparkline
+from pentad.orchestrator.estimate import memory
+from pentad.schedules.costs import Costs
+from pentad.schedules.mesh import Coordinates
+from pentad.schedules.palette import LOOKS
+from pentad.schedules.plan import Plan
+from pentad.schedules.simulate import simulate
+from pentad.schedules.timeline import Bubble
+
+_LINES = 8  # steps in the live table
+_MOST_RANKS = 32  # rows of a table of ranks
+_STATES = {"running": "green", "idle": "dim", "starting": "yellow", "waiting": "yellow", "dead": "bold red"}
+
+
+class Seat(NamedTuple):
+    """Where a rank sits. `device` is say 'GPU 0' or 'CPU'; `pid` -1 where no process runs yet."""
+
+    rank: int
+    coordinates: Coordinates
+    node: str
+    device: str
+    pid: int = -1
+
+
+class RankState(NamedTuple):
+    """What a rank does; `instruction` is empty between steps."""
+
+    rank: int
+    coordinates: Coordinates
+    state: str
+    instruction: str
+    step: int
+
+
+class Display:
+    """Tells of one run; use it in a `with`, which gives the terminal back however the run ends."""
+
+    def __init__(self, console: Console, name: str, steps: int) -> None:
+        self.console, self.name, self.steps = console, name, steps
+        self.rows: deque[dict[str, Any]] = deque(maxlen=_LINES)
+        self.losses: list[float] = []
+        self.states: Sequence[RankState] = ()
+        self.live: Live | None = None
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def plan(self, plan: Plan, costs: Costs, seats: Sequence[Seat] = ()) -> None:
+        """Prints what will run, where, in how much memory, and a step as simulated with `costs`."""
+        for part in plan_view(self.console, plan, costs, seats):
+            self.console.print(part)
+
+    def step(self, row: dict[str, Any], states: Sequence[RankState] = ()) -> None:
+        """Shows a finished step: `row` has runfolder.METRIC_KEYS."""
+        self.rows.append(row)
+        if row["loss"] is not None and math.isfinite(row["loss"]):
+            self.losses.append(row["loss"])
+        if not self.console.is_terminal:
+            self.console.print(Text(step_line(row, self.steps)), soft_wrap=True)
+            return
+        self.refresh(states or self.states)
+
+    def refresh(self, states: Sequence[RankState]) -> None:
+        """Shows what the ranks do now, in a terminal."""
+        self.states = states
+        if not self.console.is_terminal:
+            return
+        if self.live is None:
+            self.live = Live(console=self.console, auto_refresh=False)
+            self.live.start()
+        self.live.update(self._table(), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Prints a line above the live table."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def done(self, facts: dict[str, str]) -> None:
+        """Ends the live table and prints, a line each, what came out and where the files are."""
+        self._stop()
+        width = max(map(len, facts), default=0)
+        self.console.print()
+        for name, fact in facts.items():
+            self.console.print(Text.assemble((f" {name.ljust(width)}  ", "dim"), fact), soft_wrap=True)
+
+    def _stop(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _table(self) -> RenderableType:
+        parts: list[RenderableType] = [Text(), self._header()]
+        if self.rows:
+            parts += [Text(), steps_table(self.rows)]
+        if self.states:
+            room = max(1, min(_MOST_RANKS, self.console.height - _LINES - 10))
+            parts += [Text(), states_table(self.states, room)]
+        return Group(*parts)
+
+    def _header(self) -> RenderableType:
+        done = self.rows[-1]["step"] + 1 if self.rows else 0
+        head = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=self.steps, completed=done, width=max(10, min(40, self.console.width - 50)))
+        pace = [row["step_seconds"] for row in self.rows]
+        left = (self.steps - done) * sum(pace) / len(pace) if pace else 0.0
+        rest = "done" if done >= self.steps else f"{duration(left)} left"
+        head.add_row(Text(f" {self.name}", "bold"), f"{done}/{self.steps} steps", bar, Text(rest, "dim"))
+        if len(self.losses) < 2 or self.console.options.ascii_only:
+            return head
+        room = max(10, min(60, self.console.width - 30))
+        curve = (sparkline(self.losses, room), "cyan")
+        return Group(head, Text.assemble((" loss ", "dim"), f"{self.losses[0]:.3f} ", curve, f" {self.losses[-1]:.3f}"))
+
+
+def plan_view(console: Console, plan: Plan, costs: Costs, seats: Sequence[Seat]) -> list[RenderableType]:
+    """The parts of a plan, to be printed one below the other."""
+    coloured = is_coloured(console)
+    timeline = simulate(plan.program, costs)
+    label = len(str(plan.program.ranks - 1)) + 2
+    rows = bars(timeline, max(20, console.width - label - 1), coloured=coloured)
+    drawing = [Text.assemble((f"{rank:>{label - 1}} ", "dim"), row, no_wrap=True) for rank, row in enumerate(rows)]
+    ops = [op for op in LOOKS if any(span.op == op for span in timeline.compute)]
+    when = Text.assemble(
+        (" one step, simulated", "bold"),
+        (f"  {duration(timeline.makespan)} of compute  bubble {bubble_text(timeline.bubble())}", ""),
+    )
+    parts: list[RenderableType] = [facts_table(plan), Text(), seats_table(plan, seats), memory_line(plan), Text(), when]
+    return [*parts, *drawing, Text.assemble(" " * label, legend(ops, coloured=coloured))]
+
+
+def facts_table(plan: Plan) -> Table:
+    m, b, program = plan.model, plan.batch, plan.program
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    kinds = f"{plan.dtype} on {'GPUs' if plan.device == 'cuda' else 'CPUs'}, {plan.transport} transfers"
+    table.add_row(Text(" run"), Text(plan.name, "bold"))
+    table.add_row(
+        " model", f"{count(m.parameters)} parameters: {m.layers} layers of {m.hidden}, {m.vocab:,} tokens known"
+    )
+    table.add_row(" batch", f"{b.sequences} sequences of {b.length} = {b.tokens:,} tokens a step")
+    table.add_row(" mesh", f"{plan.mesh}: {plan.mesh.size} ranks, {kinds}")
+    table.add_row(
+        " program", f"{program.name}, {program.microbatches} microbatches of {b.rows}, hash {program.hash[:12]}"
+    )
+    return table
+
+
+def seats_table(plan: Plan, seats: Sequence[Seat]) -> Table:
+    """A row a rank: its place in the mesh, its layers, where it runs and the most memory it needs."""
+    table = _table("rank>", "place", "layers", *(("node", "device", "pid>") if seats else ()), "memory>")
+    by_rank = {seat.rank: seat for seat in seats}
+    for rank in range(min(plan.mesh.size, _MOST_RANKS)):
+        held = ", ".join(layers_text(plan, stage) for stage in plan.stages_of(rank))
+        cells = [str(rank), str(plan.mesh.coordinates(rank)), held]
+        if seats:
+            seat = by_rank[rank]
+            cells += [seat.node, seat.device, str(seat.pid) if seat.pid >= 0 else "-"]
+        table.add_row(*map(Text, [*cells, size(memory(plan, rank)["total"])]))
+    return _with_more(table, plan.mesh.size)
+
+
+def memory_line(plan: Plan) -> RenderableType:
+    """What the fullest rank's memory is for."""
+    fullest = max(range(plan.mesh.size), key=lambda rank: memory(plan, rank)["total"])
+    parts = memory(plan, fullest)
+    total = parts.pop("total")
+    text = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
+    return Padding(Text(f"rank {fullest} is the fullest with {size(total)}: {text}", "dim"), (0, 1))
+
+
+def layers_text(plan: Plan, stage: int) -> str:
+    first, end = plan.layers[stage]
+    span = f"{first}-{end - 1}" if end - first > 1 else str(first)
+    return f"{'embed ' if stage == 0 else ''}{span}{' head' if end == plan.model.layers else ''}"
+
+
+def steps_table(rows: Sequence[dict[str, Any]] | deque[dict[str, Any]]) -> Table:
+    table = _table("step>", "loss>", "grad norm>", "lr>", "tokens/s>", "step time>", "bubble>", "planned>")
+    for row in rows:
+        table.add_row(
+            Text(str(row["step"])),
+            Text(number(row["loss"], ".4f"), "bold"),
+            number(row["grad_norm"], ".3f"),
+            number(row["lr"], ".2e"),
+            number(row["tokens_per_second"], ",.0f"),
+            duration(row["step_seconds"]),
+            Text(percent(row["bubble_measured"])),
+            Text(percent(row["bubble_planned"]), "dim"),
+        )
+    return table
+
+
+def states_table(states: Sequence[RankState], most: int) -> Table:
+    table = _table("rank>", "place", "state", "step>", "instruction")
+    for s in states[:most]:
+        style = _STATES.get(s.state, "")
+        step = "-" if s.step < 0 else str(s.step)
+        cells = (str(s.rank), str(s.coordinates), Text(s.state, style), step, Text(s.instruction))
+        table.add_row(*cells)
+    return _with_more(table, len(states))
+
+
+def step_line(row: dict[str, Any], steps: int) -> str:
+    """A step on one line, for logs."""
+    parts = [
+        f"step {row['step']:>{len(str(steps))}}",
+        f"loss {number(row['loss'], '.4f')}",
+        f"grad norm {number(row['grad_norm'], '.3f')}",
+        f"lr {number(row['lr'], '.2e')}",
+        f"{number(row['tokens_per_second'], ',.0f')} tokens/s",
+        duration(row["step_seconds"]),
+        f"bubble {percent(row['bubble_measured'])} (planned {percent(row['bubble_planned'])})",
+    ]
+    return "  ".join(parts)
+
+
+def bubble_text(bubble: Bubble) -> str:
+    return f"{percent(bubble.longest)} longest, {percent(bubble.makespan)} makespan"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def count(value: float) -> str:
+    """'2.6 M'"""
+    for unit, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{name}"
+    return f"{value:g}"
+
+
+def size(amount: float) -> str:
+    """Bytes as '71.3 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def duration(seconds: float | None) -> str:
+    """'59 ms', '2.3 s', '1 h 20 min'"""
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _table(*heads: str) -> Table:
+    """A table without lines; a head that ends in '>' is of a column of numbers."""
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
+    for head in heads:
+        table.add_column(head.rstrip(">"), justify="right" if head.endswith(">") else "left", no_wrap=True)
+    return table
+
+
+def _with_more(table: Table, rows: int) -> Table:
+    if rows > table.row_count:
+        table.add_row("", Text(f"and {rows - table.row_count} more", "dim"))
+    return table

@@ -1,0 +1,201 @@
+"""What a plan will cost before it runs: arithmetic, seconds and bytes, from sizes alone.
+
+T tokens of a microbatch, S sequence, H hidden, A = heads x head size, K = key-value heads x head size, I ffn, V vocab.
+A product of [T, a] and [a, b] counts 2Tab FLOPs. Causal attention counts the half of its square that is not masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from pentad.schedules.costs import Costs
+from pentad.schedules.instruction import RECEIVES, Op, units_of
+from pentad.schedules.plan import BatchShape, ModelShape, Plan
+from pentad.schedules.program import Program
+from pentad.schedules.timeline import Timeline
+
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+# Dense bf16 FLOP/s without sparsity, from the makers' data sheets (SXM modules), by what CUDA calls the device.
+PEAKS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Guesses of what a rank attains: FLOP/s, memory and link bytes/s, seconds before a transfer and a launch."""
+
+    flops: float
+    memory: float
+    link: float
+    latency: float
+    launch: float
+
+
+# Only to start with, until a run has measured: an H200 with NVLink, and one CPU core with transfers through memory.
+GUESSES = {
+    "cuda": Rates(flops=400e12, memory=4e12, link=300e9, latency=10e-6, launch=15e-6),
+    "cpu": Rates(flops=20e9, memory=10e9, link=1e9, latency=100e-6, launch=50e-6),
+}
+
+
+def guess_costs(
+    model: ModelShape, layers: Sequence[tuple[int, int]], batch: BatchShape, device: str, dtype: str
+) -> Costs:
+    """Seconds from FLOPs and bytes at assumed rates (GUESSES); embedding and head count to the first and last stage."""
+    rates = GUESSES[device]
+    tokens = batch.rows * batch.length
+    attention = model.heads * model.head_dim
+    square = 2 * tokens * batch.length * attention / rates.flops  # one layer's scores and mixture, half of them masked
+    head = 2 * tokens * model.vocab * model.hidden / rates.flops
+    lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / rates.memory  # W of the embedding fills, reads, adds
+    forward, backward, weight = [], [], []
+    for first, end in layers:
+        linear = 2 * tokens * (end - first) * model.layer_parameters / rates.flops
+        last = head if end == model.layers else 0.0
+        forward.append(linear + (end - first) * square + last)
+        backward.append(linear + (end - first) * 2.5 * square + last)  # five products where F had two
+        weight.append(linear + last + (lookup if first == 0 else 0.0))
+    held = max(_stage_parameters(model, first, end) for first, end in layers) * BYTES["float32"]
+    ring = 2 * held * (batch.replicas - 1) / batch.replicas / rates.link
+    return Costs(
+        tuple(forward),
+        tuple(backward),
+        tuple(weight),
+        transfer=rates.latency + tokens * model.hidden * BYTES[dtype] / rates.link,
+        reduce=rates.latency + ring,
+        norm=2 * rates.latency + held / rates.memory,
+        step=7 * held / rates.memory,  # reads master, m, v, gradient; writes master, m, v
+        launch=rates.launch,
+    )
+
+
+def read_costs(program: Program, timeline: Timeline) -> Costs | None:
+    """Costs as measured: the median over all spans of an op on a stage, nothing if a stage has none.
+
+    BW is split into halves. Transfers and collectives count their shortest span: the others contain waiting.
+    """
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for span in timeline.spans:
+        seconds.setdefault((span.op, span.stage), []).append(max(span.end - span.start, 1e-9))
+
+    def of(op: Op, stage: int) -> float:
+        if (op, stage) in seconds:
+            return median(seconds[op, stage])
+        return median(seconds.get((Op.BW, stage), [0.0])) / 2
+
+    def shortest(*ops: Op) -> float:
+        return min((min(times) for (op, _), times in seconds.items() if op in ops), default=0.0)
+
+    forward, backward, weight = (tuple(of(op, s) for s in range(program.stages)) for op in (Op.F, Op.B, Op.W))
+    if not all((*forward, *backward, *weight)):
+        return None
+    return Costs(
+        forward,
+        backward,
+        weight,
+        transfer=shortest(*RECEIVES),
+        reduce=shortest(Op.ALL_REDUCE),
+        norm=shortest(Op.NORM),
+        step=shortest(Op.STEP),
+    )
+
+
+def flops_per_token(model: ModelShape, length: int, *, causal: bool = True) -> float:
+    """Useful FLOPs of forward and backward: 6 a parameter without the input embedding, and 6 L A S of attention.
+
+    Recomputed work is not counted. With `causal` false the masked half counts too, 12 L A S, as many others report it.
+    """
+    attention = model.layers * model.heads * model.head_dim * length
+    return 6.0 * (model.parameters - model.vocab * model.hidden) + (6.0 if causal else 12.0) * attention
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """The dense peak that a utilisation refers to, where it is known: bfloat16 on devices in PEAKS."""
+    return PEAKS.get(device_name) if dtype == "bfloat16" else None
+
+
+def utilisation(tokens_per_second: float, plan: Plan, device_name: str) -> float | None:
+    """MFU, 0 to 1, of all ranks by the causal convention; None where the device's peak is unknown (CPUs)."""
+    peak = peak_flops(device_name, plan.dtype)
+    work = tokens_per_second * flops_per_token(plan.model, plan.batch.length)
+    return work / (plan.mesh.size * peak) if peak else None
+
+
+def memory(plan: Plan, rank: int) -> dict[str, int]:
+    """Bytes of a rank of the mesh at the program's peak; workspaces and results on their way are not counted.
+
+    'parameters' are in the compute dtype, 'master' is 0 where those are the master weights themselves.
+    """
+    stream = plan.program.streams[plan.mesh.coordinates(rank).pp]
+    compute = BYTES[plan.dtype]
+    main = max(compute, BYTES["float32"])
+    held = sum(_stage_parameters(plan.model, *plan.layers[stage]) for stage in plan.stages_of(rank))
+    slots = len({(part.op, part.slot) for part in units_of(stream) if part.op in RECEIVES})
+    found = {
+        "parameters": held * compute,
+        "master": held * main if main != compute else 0,
+        "gradients": held * main,
+        "optimizer": 2 * held * main,
+        "activations": _peak_activations(plan, rank),
+        "slots": slots * _tokens(plan) * plan.model.hidden * compute,
+    }
+    return {**found, "total": sum(found.values())}
+
+
+def _peak_activations(plan: Plan, rank: int) -> int:
+    """Most bytes kept at once, walking the stream: F keeps some, B trades them for what W needs, W frees those."""
+    held = peak = 0
+    for part in units_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
+        if part.op not in (Op.F, Op.B, Op.W, Op.BW):
+            continue
+        saved, deferred = _saved(plan, part.stage), _deferred(plan, part.stage)
+        match part.op:
+            case Op.F:
+                held += saved
+            case Op.B:
+                held += deferred - saved
+            case Op.W:
+                held -= deferred
+            case Op.BW:
+                peak = max(peak, held + deferred - saved)
+                held -= saved
+        peak = max(peak, held)
+    return peak
+
+
+def _saved(plan: Plan, stage: int) -> int:
+    """Bytes that B needs of F, a layer: two streams, two normed, q, k, v, attention out twice, gate and up, scales."""
+    m, wide = plan.model, plan.model.heads * plan.model.head_dim
+    narrow = m.kv_heads * m.head_dim
+    layer = (4 * m.hidden + 3 * wide + 2 * narrow + 2 * m.ffn) * BYTES[plan.dtype] + 4 * (2 + m.heads)
+    return _tokens(plan) * (_layers(plan, stage) * layer + _ending(plan, stage))
+
+
+def _deferred(plan: Plan, stage: int) -> int:
+    """Bytes that W needs of B, a layer: (x, dY) of the four products."""
+    m, wide = plan.model, plan.model.heads * plan.model.head_dim
+    narrow = m.kv_heads * m.head_dim
+    layer = (4 * m.hidden + 2 * wide + 2 * narrow + 3 * m.ffn) * BYTES[plan.dtype]
+    return _tokens(plan) * (_layers(plan, stage) * layer + _ending(plan, stage))
+
+
+def _ending(plan: Plan, stage: int) -> int:
+    """Bytes a token that the last stage's head keeps: logits (later their gradient) and the normed stream."""
+    last = stage == plan.program.stages - 1
+    return (plan.model.vocab + plan.model.hidden) * BYTES[plan.dtype] if last else 0
+
+
+def _tokens(plan: Plan) -> int:
+    return plan.batch.rows * plan.batch.length
+
+
+def _layers(plan: Plan, stage: int) -> int:
+    first, end = plan.layers[stage]
+    return end - first
+
+
+def _stage_parameters(model: ModelShape, first: int, end: int) -> int:
+    embedding = model.vocab * model.hidden
+    ends = (embedding if first == 0 else 0) + (embedding + model.hidden if end == model.layers else 0)
+    return (end - first) * model.layer_parameters + ends

@@ -1,0 +1,82 @@
+"""From a configuration to the plan that workers run. Pure: no torch, no Ray, no files."""
+
+from __future__ import annotations
+
+from pentad.orchestrator.config import RunConfig
+from pentad.orchestrator.estimate import guess_costs
+from pentad.schedules.catalogue import generate
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.errors import PentadError
+from pentad.schedules.mesh import Mesh
+from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.timeline import Timeline
+
+
+def make_plan(config: RunConfig, device: str, *, hosts: int = 1) -> Plan:
+    """The plan of a run whose ranks are on 'cpu' or 'cuda' devices of so many hosts, its program proven.
+
+    Raises PentadError when cluster.transport cannot serve them.
+    """
+    assert device in ("cpu", "cuda"), device
+    transport = _transport(config, device, hosts)
+    mesh = Mesh(**config.mesh.model_dump())
+    model = ModelShape(**config.model.model_dump(exclude={"family"}))
+    batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, mesh.dp)
+    dtype = _dtype(config, device)
+    order = generate(config.schedule.name, mesh.pp, batch.microbatches)
+    layers = split_layers(model.layers, order.stages)
+    costs = guess_costs(model, layers, batch, device, dtype)
+    program = compile_program(
+        order.name, order.ranks, order.microbatches, costs=costs, gated=transport == "nccl", replicas=mesh.dp
+    )
+    optimizer = _optimizer(config)
+    return Plan(
+        name=config.run.name,
+        mesh=mesh,
+        program=program,
+        layers=layers,
+        model=model,
+        batch=batch,
+        optimizer=optimizer,
+        data=config.data.path,
+        seed=config.run.seed,
+        dtype=dtype,
+        device=device,
+        transport=transport,
+        deterministic=config.precision.deterministic,
+    )
+
+
+def spread(timeline: Timeline, mesh: Mesh) -> Timeline:
+    """A timeline over pipeline ranks as one over the ranks of the mesh: every replica does the same."""
+    spans = []
+    for rank in range(mesh.size):
+        here = mesh.coordinates(rank)
+        for span in timeline.spans:
+            if span.rank == here.pp:
+                peer = span.peer if span.peer < 0 else mesh.rank(here._replace(pp=span.peer))
+                spans.append(span._replace(rank=rank, peer=peer))
+    return Timeline(timeline.source, tuple(spans))
+
+
+def _dtype(config: RunConfig, device: str) -> str:
+    chosen = config.precision.compute
+    return {"cuda": "bfloat16", "cpu": "float32"}[device] if chosen == "auto" else chosen
+
+
+def _transport(config: RunConfig, device: str, hosts: int) -> str:
+    chosen = config.cluster.transport
+    if device == "cpu":
+        return "gloo"
+    if chosen == "peer" and hosts > 1:
+        raise PentadError(f"cluster.transport is peer, but the ranks are on {hosts} hosts, wanted auto or nccl")
+    return {"auto": "peer" if hosts == 1 else "nccl"}.get(chosen, chosen)
+
+
+def _optimizer(config: RunConfig) -> OptimizerShape:
+    given = config.optimizer.model_dump()
+    if given["min_learning_rate"] is None:
+        given["min_learning_rate"] = config.optimizer.learning_rate / 10
+    if given["warmup_steps"] is None:
+        given["warmup_steps"] = min(100, config.run.steps // 10)
+    return OptimizerShape(steps=config.run.steps, **given)

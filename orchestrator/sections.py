@@ -1,0 +1,135 @@
+"""The sections of a run's configuration: small strict models, where every field says what it means.
+
+A rule over several fields lives in the smallest model that sees them all, and its message names the full keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """No unknown keys, no silent conversions, no infinities, no changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100, description="names the run's folder below run.folder"
+    )
+    seed: NonNegative = Field(default=0, description="the only source of randomness: first weights, order of samples")
+    steps: Count = Field(description="optimizer steps, counted over all resumes")
+    folder: str = Field(default="runs", min_length=1, description="folder of all runs")
+
+
+class ModelSection(Section):
+    family: Literal["llama"] = Field(default="llama", description="architecture: RMSNorm, RoPE, grouped heads, SwiGLU")
+    layers: Count = Field(description="decoder layers, at least one a pipeline stage")
+    hidden: Count = Field(description="width of the residual stream, a multiple of model.heads")
+    heads: Count = Field(description="query heads, a multiple of model.kv_heads")
+    kv_heads: Count = Field(description="key-value heads, each shared by heads / kv_heads query heads")
+    ffn: Count = Field(description="width of the gated feed-forward layer")
+    vocab: int = Field(ge=2, description="tokens the model knows, at least those of the tokenizer")
+    rope_theta: Positive = Field(default=10_000.0, description="base of the rotary embedding's wavelengths")
+    norm_eps: Positive = Field(default=1e-5, description="added to the mean square in RMSNorm")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> ModelSection:
+        if self.hidden % self.heads:
+            raise ValueError(f"model.hidden is {self.hidden}, wanted a multiple of model.heads = {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"model.heads is {self.heads}, wanted a multiple of model.kv_heads = {self.kv_heads}")
+        if self.hidden // self.heads % 2:
+            size = f"{self.hidden} / {self.heads} = {self.hidden // self.heads}"
+            raise ValueError(f"model.hidden / model.heads is {size}, wanted an even head size (rotary pairs)")
+        return self
+
+
+class MeshSection(Section):
+    dp: Count = Field(default=1, description="replicas that hold different samples")
+    pp: Count = Field(default=1, description="pipeline ranks of a replica")
+    cp: Count = Field(default=1, description="ranks that split a sequence; only 1 is supported")
+    tp: Count = Field(default=1, description="ranks that split weights; only 1 is supported")
+    ep: Count = Field(default=1, description="ranks that split experts; only 1 is supported")
+
+    @model_validator(mode="after")
+    def _supported(self) -> MeshSection:
+        for axis in ("cp", "tp", "ep"):
+            if getattr(self, axis) != 1:
+                raise ValueError(f"mesh.{axis} is {getattr(self, axis)}, but only 1 is supported")
+        return self
+
+
+class ScheduleSection(Section):
+    name: str = Field(description="pipeline schedule: gpipe, 1f1b, zb-h1, zb-h2 or dualpipe")
+    microbatches: Count = Field(description="parts that a replica's share of a step's batch is cut into")
+
+
+class BatchSection(Section):
+    sequences: Count = Field(description="sequences a step over the whole mesh, a multiple of dp x microbatches")
+    sequence_length: Count = Field(description="tokens a sequence")
+
+
+class DataSection(Section):
+    path: str = Field(min_length=1, description="folder that `pentad data build` wrote, or builtin:pydoc")
+    cache: str = Field(default="~/.cache/pentad", min_length=1, description="folder where builtin data is built once")
+
+
+class OptimizerSection(Section):
+    learning_rate: Positive = Field(default=3e-3, description="peak learning rate of AdamW")
+    min_learning_rate: float | None = Field(
+        default=None, ge=0, description="learning rate after the last step; null: a tenth of learning_rate"
+    )
+    warmup_steps: int | None = Field(
+        default=None, ge=0, description="steps of linear warm-up; null: a tenth of run.steps, at most 100"
+    )
+    beta1: Share = Field(default=0.9, description="decay of the first moment")
+    beta2: Share = Field(default=0.95, description="decay of the second moment")
+    eps: Positive = Field(default=1e-8, description="added to the root of the second moment")
+    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay, of matrices only")
+    clip_norm: Positive = Field(default=1.0, description="largest global norm of a step's gradients")
+
+    @model_validator(mode="after")
+    def _falls(self) -> OptimizerSection:
+        if self.min_learning_rate is not None and self.min_learning_rate > self.learning_rate:
+            wanted = f"at most optimizer.learning_rate = {self.learning_rate:g}"
+            raise ValueError(f"optimizer.min_learning_rate is {self.min_learning_rate:g}, wanted {wanted}")
+        return self
+
+
+class PrecisionSection(Section):
+    compute: Literal["auto", "bfloat16", "float32", "float64"] = Field(
+        default="auto", description="dtype of compute; auto: bfloat16 on GPUs, float32 on CPUs; masters stay float32"
+    )
+    deterministic: bool = Field(default=True, description="whether two runs must have the same bits, at some speed")
+
+
+class CheckpointSection(Section):
+    every: NonNegative = Field(default=0, description="steps between checkpoints; 0: only at the end or at a stop")
+    keep: Count = Field(default=2, description="newest checkpoints kept")
+
+
+class MetricsSection(Section):
+    timeline_steps: NonNegative = Field(default=5, description="last steps whose measured timeline is kept")
+
+
+class ClusterSection(Section):
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where ranks run; auto: GPUs if there")
+    transport: Literal["auto", "peer", "nccl"] = Field(
+        default="auto", description="what moves activations between GPUs; auto: peer copies inside one host, else nccl"
+    )
+    address: str = Field(
+        default="local", min_length=1, description="Ray cluster: local starts one, auto joins one, or HOST:PORT"
+    )
+    dashboard: bool = Field(default=True, description="whether a local cluster has a Ray dashboard")
+    dashboard_port: int = Field(default=0, ge=0, le=65535, description="the dashboard's port; 0: a free one")
+    auth: Literal["token", "disabled"] = Field(default="token", description="whether Ray's interfaces demand a token")
+    start_timeout_seconds: Positive = Field(default=60.0, description="longest wait for ranks to be placed and started")

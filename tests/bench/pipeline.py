@@ -1,0 +1,152 @@
+"""Times every schedule on the GPUs of one host without Ray: tokens/s, bubbles planned and measured, host time.
+
+PYTHONPATH=.typings python -P tests/bench/pipeline.py --ranks 4 --microbatches 16 --steps 12 --json OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import socket
+import statistics
+import tempfile
+import traceback
+from itertools import pairwise
+from pathlib import Path
+
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.costs import Costs
+from pentad.schedules.mesh import Mesh
+from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.simulate import simulate
+from pentad.schedules.timeline import Timeline
+
+MODELS = {
+    "1b": ModelShape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_theta=5e5),
+    "tiny": ModelShape(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096),
+}
+
+
+def plan_of(args: argparse.Namespace, name: str) -> Plan:
+    model = MODELS[args.model]
+    return Plan(
+        name=name,
+        mesh=Mesh(pp=args.ranks),
+        program=compile_program(name, args.ranks, args.microbatches, gated=args.transport == "nccl"),
+        layers=split_layers(model.layers, args.ranks),
+        model=model,
+        batch=BatchShape(args.microbatches * args.rows, args.length, args.microbatches, 1),
+        optimizer=OptimizerShape(3e-4, 3e-5, 4, args.steps, 0.9, 0.95, 1e-8, 0.1, 1.0),
+        data="builtin:pydoc",
+        seed=0,
+        dtype=args.dtype,
+        device=args.device,
+        transport=args.transport,
+        deterministic=not args.fastest,
+    )
+
+
+def serve(plan: Plan, rank: int, address: str, end) -> None:
+    from pentad.workers.runner import Runner
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
+            runner.connect(address, 60)
+            first = runner.run(0, 2)
+            end.send(first + runner.run(2, plan.optimizer.steps - 2))
+            runner.close()
+    except BaseException:
+        end.send(traceback.format_exc())
+
+
+def measured_costs(plan: Plan, spans: list) -> Costs:
+    """Median seconds of F, B, W a stage; a BW is shared out as the simulated halves are not needed apart."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for span in spans:
+        found.setdefault((span.op, span.stage), []).append(span.end - span.start)
+    median = {key: statistics.median(times) for key, times in found.items()}
+
+    def of(op: str, stage: int) -> float:
+        if (op, stage) in median:
+            return median[op, stage]
+        return max(median.get(("BW", stage), 0.0) / 2, 1e-9)
+
+    stages = range(plan.program.stages)
+    return Costs(*(tuple(of(op, stage) for stage in stages) for op in ("F", "B", "W")))
+
+
+def measure(args: argparse.Namespace, name: str) -> dict:
+    plan = plan_of(args, name)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    context = mp.get_context("spawn")
+    ends, processes = [], []
+    for rank in range(plan.mesh.size):
+        here, there = context.Pipe()
+        process = context.Process(target=serve, args=(plan, rank, address, there), daemon=True)
+        process.start()
+        ends.append(here)
+        processes.append(process)
+    answers = [end.recv() if end.poll(args.limit) else f"no answer in {args.limit} s" for end in ends]
+    for process in processes:
+        process.join(10)
+        process.kill()
+    failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
+    if failed:
+        return {"schedule": name, "error": failed[0]}
+    return facts(args, plan, answers)
+
+
+def facts(args: argparse.Namespace, plan: Plan, answers: list) -> dict:
+    steps = range(4, args.steps)
+    spans = {step: [s for answer in answers for s in answer[step].spans] for step in steps}
+    starts = {step: min(s.start for s in spans[step]) for step in steps}
+    seconds = statistics.median(b - a for a, b in pairwise(starts.values()))
+    lines = [Timeline("measured", tuple(spans[step])) for step in steps]
+    planned = simulate(plan.program, measured_costs(plan, [s for step in steps for s in spans[step]]))
+    host = [1e6 * a[s].host_seconds / a[s].instructions for a in answers for s in steps]
+    return {
+        "schedule": plan.program.name,
+        "step_seconds": seconds,
+        "tokens_per_second_per_gpu": plan.batch.tokens / seconds / plan.mesh.size,
+        "bubble_measured": statistics.median(line.bubble().makespan for line in lines),
+        "bubble_simulated": planned.bubble().makespan,
+        "makespan_measured": statistics.median(line.makespan for line in lines),
+        "makespan_simulated": planned.makespan,
+        "host_us_per_instruction": statistics.median(host),
+        "losses": [sum(x for a in answers for x in a[s].losses.values()) / plan.batch.tokens for s in range(args.steps)],
+        "peak_gib": max(a[-1].peak_bytes for a in answers) / 2**30,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="1b")
+    parser.add_argument("--schedules", default="gpipe,1f1b,zb-h1,zb-h2,dualpipe")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--limit", type=float, default=90.0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--transport", default="peer")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--fastest", action="store_true", help="kernels that may differ in the last bits between runs")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for name in args.schedules.split(","):
+        row = measure(args, name)
+        rows.append(row)
+        shown = {k: (round(v, 4) if isinstance(v, float) else v) for k, v in row.items() if k != "losses"}
+        print(shown, "last loss", row.get("losses", [None])[-1], flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
