@@ -23,7 +23,8 @@ FASTEST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-REPRODUCIBLE = FASTEST[1:]
+# The flash backend takes 16-bit dtypes; what it refuses goes to plain GEMMs, which always add in the same order.
+REPRODUCIBLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 # A property that torch puts on its module at run time, where no type checker sees it.
 FILL = "fill_uninitialized_memory"
 
@@ -73,8 +74,8 @@ def _reproducible() -> Iterator[None]:
 
 def attention_backward(dout: Tensor, saved: SavedAttention) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from dout [B, N, S, D]; frees what the graph held, so a second call with `saved` is an error."""
-    # Only the fused backends have a choice; float64 takes plain GEMMs, which torch would then refuse.
-    fused = saved.deterministic and dout.is_cuda and dout.dtype != torch.float64
-    with _reproducible() if fused else nullcontext():
+    # Plain GEMMs need no asking, and torch would refuse them without a setting of the process's environment.
+    flash = saved.deterministic and dout.is_cuda and dout.dtype in (torch.bfloat16, torch.float16)
+    with _reproducible() if flash else nullcontext():
         dq, dk, dv = torch.autograd.grad(saved.out, saved.inputs, dout)
     return dq, dk, dv

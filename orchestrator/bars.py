@@ -21,14 +21,14 @@ def is_coloured(console: Console) -> bool:
     return console.is_terminal and not console.no_color and console.color_system is not None
 
 
-def bars(timeline: Timeline, width: int, *, coloured: bool) -> list[Text]:
-    """The compute of each rank of `timeline`, in rank order, over `width` columns.
+def bars(timeline: Timeline, width: int, *, coloured: bool, seconds: float = 0.0) -> list[Text]:
+    """The compute of each rank of `timeline`, in rank order; `seconds` (its makespan if longer) fill `width` columns.
 
     A bar has the letter and microbatch of its instruction as far as there is room, small for stages other than the
     rank's first; without colours bars are filled with '-' and idle time is '.'.
     """
     first = min(span.start for span in timeline.compute)
-    scale = width / max(timeline.makespan, 1e-12)
+    scale = width / max(timeline.makespan, seconds, 1e-12)
     by_rank: dict[int, list[Span]] = {rank: [] for rank in timeline.ranks}
     for span in timeline.compute:
         by_rank[span.rank].append(span)

@@ -53,6 +53,7 @@ class Display:
 
     def __init__(self, console: Console, name: str, steps: int) -> None:
         self.console, self.name, self.steps = console, name, steps
+        self.moves = console.is_terminal and not console.is_dumb_terminal
         self.rows: deque[dict[str, Any]] = deque(maxlen=_LINES)
         self.losses: list[float] = []
         self.states: Sequence[RankState] = ()
@@ -74,7 +75,7 @@ class Display:
         self.rows.append(row)
         if row["loss"] is not None and math.isfinite(row["loss"]):
             self.losses.append(row["loss"])
-        if not self.console.is_terminal:
+        if not self.moves:
             self.console.print(Text(step_line(row, self.steps)), soft_wrap=True)
             return
         self.refresh(states or self.states)
@@ -82,7 +83,7 @@ class Display:
     def refresh(self, states: Sequence[RankState]) -> None:
         """Shows what the ranks do now, in a terminal."""
         self.states = states
-        if not self.console.is_terminal:
+        if not self.moves:
             return
         if self.live is None:
             self.live = Live(console=self.console, auto_refresh=False)
@@ -91,15 +92,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Prints a line above the live table."""
-        self.console.print(Text(text), soft_wrap=True)
-
-    def done(self, facts: dict[str, str]) -> None:
-        """Ends the live table and prints, a line each, what came out and where the files are."""
-        self._stop()
-        width = max(map(len, facts), default=0)
-        self.console.print()
-        for name, fact in facts.items():
-            self.console.print(Text.assemble((f" {name.ljust(width)}  ", "dim"), fact), soft_wrap=True)
+        self.console.print(Text(f" {text}"), soft_wrap=True)
 
     def _stop(self) -> None:
         if self.live is not None:
@@ -118,7 +111,8 @@ class Display:
     def _header(self) -> RenderableType:
         done = self.rows[-1]["step"] + 1 if self.rows else 0
         head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self.steps, completed=done, width=max(10, min(40, self.console.width - 50)))
+        wide = max(10, min(40, self.console.width - 50))
+        bar = ProgressBar(self.steps, done, width=wide, complete_style="cyan", finished_style="green")
         pace = [row["step_seconds"] for row in self.rows]
         left = (self.steps - done) * sum(pace) / len(pace) if pace else 0.0
         rest = "done" if done >= self.steps else f"{duration(left)} left"
@@ -128,6 +122,24 @@ class Display:
         room = max(10, min(60, self.console.width - 30))
         curve = (sparkline(self.losses, room), "cyan")
         return Group(head, Text.assemble((" loss ", "dim"), f"{self.losses[0]:.3f} ", curve, f" {self.losses[-1]:.3f}"))
+
+
+def ending(console: Console, summary: dict[str, Any]) -> None:
+    """Prints what came out of a run (the driver's summary) and where the files are."""
+    files = summary["files"]
+    facts = {
+        summary["state"]: f"{summary['steps']} steps",
+        "loss": f"{number(summary['first_loss'], '.4f')} at first, {number(summary['loss'], '.4f')} now",
+        "pace": f"{number(summary['tokens_per_second'], ',.0f')} tokens/s",
+        "bubble": f"{percent(summary['bubble_measured'])} measured, {percent(summary['bubble_planned'])} planned",
+        "folder": summary["folder"],
+        "timeline": files.get("page"),
+        "trace": f"{files['trace']} (for Perfetto)" if "trace" in files else None,
+    }
+    console.print()
+    for name, fact in facts.items():
+        if fact is not None:
+            console.print(Text.assemble((f" {name:<9} ", "dim"), fact), soft_wrap=True)
 
 
 def plan_view(console: Console, plan: Plan, costs: Costs, seats: Sequence[Seat]) -> list[RenderableType]:
@@ -154,7 +166,7 @@ def facts_table(plan: Plan) -> Table:
     kinds = f"{plan.dtype} on {'GPUs' if plan.device == 'cuda' else 'CPUs'}, {plan.transport} transfers"
     table.add_row(Text(" run"), Text(plan.name, "bold"))
     table.add_row(
-        " model", f"{count(m.parameters)} parameters: {m.layers} layers of {m.hidden}, {m.vocab:,} tokens known"
+        " model", f"{count(m.parameters)} parameters: {m.layers} layers of {m.hidden}, vocabulary of {m.vocab:,}"
     )
     table.add_row(" batch", f"{b.sequences} sequences of {b.length} = {b.tokens:,} tokens a step")
     table.add_row(" mesh", f"{plan.mesh}: {plan.mesh.size} ranks, {kinds}")

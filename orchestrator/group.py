@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -22,12 +21,14 @@ from pentad.schedules.plan import Plan
 from pentad.workers.results import StepResult
 
 Refs = Sequence[Any]  # one pending answer a rank
+Tick = Callable[[dict[int, Status]], None]
 
 # Seconds to wait for a better culprit: a rank that lost its peers usually reports before the peer's death is known.
 GRACE, GRACE_OF_VICTIM = 0.5, 5.0
-VICTIM = ("connection closed by peer", "connection reset", "socket closed", "broken pipe", "connection refused", "nccl", "gloo")
+VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
 STATUS_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
+LOG_CHARACTERS = 10_000
 
 
 class WorkerError(PentadError):
@@ -128,9 +129,16 @@ class WorkerGroup:
         """Has rank 0 commit a checkpoint and discard older ones, beside the training."""
         return [self.actors[0].commit.remote(str(folder), step, shards, meta, keep)]
 
-    def collect(self, refs: Refs) -> list[Any]:
-        """Waits for a call; answers by rank. Raises WorkerError within seconds of the first rank's failure."""
-        return self._collect(refs)
+    def ready(self, refs: Refs) -> bool:
+        """Whether `collect` would return at once."""
+        return len(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) == len(refs)
+
+    def collect(self, refs: Refs, *, tick: Tick | None = None) -> list[Any]:
+        """Waits for a call; answers by rank. `tick` is told the statuses once a second meanwhile.
+
+        Raises WorkerError within seconds of the first rank's failure.
+        """
+        return self._collect(refs, tick=tick)
 
     def statuses(self) -> dict[int, Status]:
         """What each rank last said it does, asking again those that have answered; never waits."""
@@ -145,7 +153,7 @@ class WorkerGroup:
         return dict(self._known)
 
     def stop(self, *, kill: bool = False) -> None:
-        """Closes the ranks, kills those that do not within seconds (all at once after a failure), frees their places."""
+        """Closes the ranks, kills those that do not within seconds (all of them after a failure), frees the places."""
         if self._stopped:
             return
         self._stopped = True
@@ -157,8 +165,8 @@ class WorkerGroup:
     def __enter__(self) -> WorkerGroup:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop(kill=error is not None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop(kill=kind is not None)
 
     def label(self, rank: int) -> str:
         """'rank 1 (dp0 pp1, node 10.0.0.2, pid 4711)'"""
@@ -181,13 +189,9 @@ class WorkerGroup:
 
     def _actor(self, rank: int, bundle: int, runner: str) -> Any:
         at = self.plan.mesh.coordinates(rank)
-        kind = ray.remote(Worker).options(
+        kind = Worker.options(
             name=f"pentad/{self.plan.name}/{str(at).replace(' ', '-')}",
-            num_cpus=1,
             num_gpus=1 if self.plan.device == "cuda" else 0,
-            max_restarts=0,
-            max_task_retries=0,
-            concurrency_groups={"train": 1, "control": 2},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=bundle),
         )
         return kind.remote(f"{self.plan.name} {at}", runner)
@@ -195,7 +199,7 @@ class WorkerGroup:
     def _call(self, method: str, *arguments: Any) -> Refs:
         return [getattr(actor, method).remote(*arguments) for actor in self.actors]
 
-    def _collect(self, refs: Refs, deadline: float = float("inf")) -> list[Any]:
+    def _collect(self, refs: Refs, deadline: float = float("inf"), tick: Tick | None = None) -> list[Any]:
         pending = {ref: rank for rank, ref in enumerate(refs)}
         values: dict[int, Any] = {}
         failures: list[Failure] = []
@@ -211,7 +215,9 @@ class WorkerGroup:
             if failures:
                 until = min(until, time.monotonic() + _patience(failures))
             elif not ready:
-                self.statuses()
+                statuses = self.statuses()
+                if tick:
+                    tick(statuses)
         if failures:
             raise self._told(failures)
         if pending:
@@ -231,10 +237,18 @@ class WorkerGroup:
         doing = f" in {state.instruction}" if state and state.instruction else ""
         verb = "died" if culprit.died else "failed"
         message = f"{self.label(culprit.rank)} {verb}{at}{doing}: {culprit.cause}"
-        return WorkerError(message, culprit.rank, str(culprit.error))
+        return WorkerError(message, culprit.rank, f"{culprit.error}\n{self._log(culprit.rank)}")
+
+    def _log(self, rank: int) -> str:
+        """The end of what a rank printed, if Ray's logs are here: a crash leaves its trace there."""
+        if not self.places:
+            return ""
+        at = self.places[rank]
+        found = sorted(Path(at.board).parent.glob(f"logs/worker-*-{at.pid}.*"))
+        return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-LOG_CHARACTERS:]}" for path in found)
 
     def _last_status(self, culprit: Failure) -> Status | None:
-        """What the culprit was doing: from itself if it lives, else from its board if that is here, else what it said."""
+        """What the culprit was doing: from itself if it lives, from its board if that is here, or its last word."""
         rank = culprit.rank
         try:
             if not culprit.died:
@@ -247,7 +261,7 @@ class WorkerGroup:
         return self._known.get(rank)
 
     def _offset(self, rank: int) -> float:
-        """What to add to a rank's monotonic clock to get this process's: 0 on this node, else by the quickest answer."""
+        """Seconds from a rank's monotonic clock to this process's: 0 on the same node, else by the quickest answer."""
         if self.places[rank].node == ray.get_runtime_context().get_node_id():
             return 0.0
         found = []

@@ -33,7 +33,7 @@ def order_places(places: Sequence[Place], mesh: Mesh) -> tuple[int, ...]:
     size = Counter(place.node for place in places)
     if any(count % mesh.tp for count in size.values()):
         offers = ", ".join(map(str, sorted(size.values(), reverse=True)))
-        raise PentadError(f"mesh.tp is {mesh.tp}, but the nodes have room for {offers} ranks, wanted multiples of mesh.tp")
+        raise PentadError(f"mesh.tp is {mesh.tp}, but nodes have room for {offers} ranks, wanted multiples of mesh.tp")
     replica = mesh.size // mesh.dp
     line = sorted(places, key=lambda p: (size[p.node] % replica > 0, -size[p.node], p.node, p.gpu, p.bundle))
     rows = product(*(range(axis) for axis in (mesh.dp, mesh.pp, mesh.ep, mesh.cp, mesh.tp)))
@@ -73,6 +73,11 @@ def bundle_places(group: PlacementGroup) -> tuple[Place, ...]:
     """The node of each bundle of a placement group that is there."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return tuple(Place(bundle, node) for bundle, node in sorted(nodes.items()))
+
+
+def hosts(group: PlacementGroup) -> int:
+    """Nodes that a placement group uses."""
+    return len({place.node for place in bundle_places(group)})
 
 
 def _wanted(mesh: Mesh, bundle: dict[str, int]) -> str:

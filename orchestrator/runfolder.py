@@ -127,7 +127,6 @@ def comparison_page(plan: Plan, measured: Timeline, simulated: Timeline) -> str:
         "mesh": str(plan.mesh),
         "model": f"{plan.model.parameters:,} parameters, {plan.model.layers} layers",
         "batch": f"{plan.batch.sequences} x {plan.batch.length} tokens",
-        "compute": f"{plan.dtype} on {plan.device}",
         "program": program.hash[:12],
     }
     return timeline_page(spread(simulated, plan.mesh), measured, title=f"pentad run {plan.name}", facts=facts)

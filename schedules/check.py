@@ -280,9 +280,11 @@ def _check_cycle(program: Program) -> None:
     graph = build(program)
     events = cycle(graph)
     if events:
-        nodes = [graph.members[event][0] for event in events]
-        names = [f"{program.streams[n.rank][n.index].key} (rank {n.rank})" for n in nodes]
-        raise ScheduleError("deadlock: " + " waits for ".join([*names, names[0]]), nodes[0].rank, nodes[0].index)
+        members = [graph.members[event][:2] for event in events]  # a transfer has two, a collective is known by two
+        named = [[f"{program.streams[n.rank][n.index].key} (rank {n.rank})" for n in nodes] for nodes in members]
+        names = [" with ".join(pair) for pair in named]
+        first = members[0][0]
+        raise ScheduleError("deadlock: " + " waits for ".join([*names, names[0]]), first.rank, first.index)
 
 
 def _named(keys: list[Key], k: int) -> str:

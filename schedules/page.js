@@ -2,8 +2,8 @@
 
 /** The span at a point of the canvas, up to 3 pixels beside it, or null. */
 function spanAt(panel, px, py) {
-  const index = Math.floor((py - TOP + panel.scroll) / panel.pitch),
-    rank = panel.ranks[index];
+  const index = Math.floor((py - TOP + panel.scroll) / panel.pitch);
+  const rank = panel.ranks[index];
   if (!rank || py < TOP || px < LEFT || px > LEFT + panel.plotWidth) return null;
   for (const track of rank.tracks) {
     const at = place(panel, index, track.row);
@@ -14,10 +14,10 @@ function spanAt(panel, px, py) {
 }
 
 function nearest(panel, track, px, height, rank) {
-  const time = timeAt(panel, px),
-    reach = timeAt(panel, px + 3) - time;
-  let found = null,
-    least = Infinity;
+  const time = timeAt(panel, px);
+  const reach = timeAt(panel, px + 3) - time;
+  let found = null;
+  let least = Infinity;
   for (let i = firstAt(track, time - reach); i < track.start.length && track.start[i] <= time + reach; i++) {
     if (track.depth && track.depth[i] > 1 && Math.floor(height * track.depth[i]) !== track.level[i]) continue;
     const away = Math.max(track.start[i] - time, time - track.end[i], 0);
@@ -35,8 +35,8 @@ function hover(found) {
   view.hover = found;
   view.lit = view.same = null;
   if (!found) return;
-  const name = kinds.name[found.kind],
-    microbatch = kinds.microbatch[found.kind];
+  const name = kinds.name[found.kind];
+  const microbatch = kinds.microbatch[found.kind];
   view.same = Uint8Array.from(kinds.name, (other) => (other === name ? 1 : 0));
   view.lit = microbatch < 0 ? view.same : Uint8Array.from(kinds.microbatch, (other) => (other === microbatch ? 1 : 0));
 }
@@ -65,9 +65,9 @@ function elsewhere(found) {
 function compared(found, length) {
   const other = elsewhere(found);
   if (!other) return [];
-  const [source, lengths] = other,
-    low = Math.min(...lengths),
-    high = Math.max(...lengths);
+  const [source, lengths] = other;
+  const low = Math.min(...lengths);
+  const high = Math.max(...lengths);
   if (low !== high) return [[source, `${duration(low)} to ${duration(high)}`]];
   const change =
     low > 0 && length > 0
@@ -77,13 +77,13 @@ function compared(found, length) {
 }
 
 function tell(event) {
-  const tip = byId("tip"),
-    found = view.hover;
+  const tip = byId("tip");
+  const found = view.hover;
   tip.hidden = !found;
   if (!found) return;
-  const { track, index, kind, rank, panel } = found,
-    start = track.start[index],
-    length = track.end[index] - start;
+  const { track, index, kind, rank, panel } = found;
+  const start = track.start[index];
+  const length = track.end[index] - start;
   const number = (name) => (kinds[name][kind] < 0 ? [] : [[name, String(kinds[name][kind])]]);
   const head = make("p");
   head.append(swatch(kinds.op[kind]), make("b", kinds.name[kind]), make("span", looks[kinds.op[kind]].label));
@@ -103,15 +103,16 @@ function tell(event) {
   for (const [term, value] of lines) list.append(make("dt", term), make("dd", value));
   tip.replaceChildren(head, list);
   const { offsetWidth: wide, offsetHeight: tall } = tip;
-  tip.style.left = `${event.clientX + 18 + wide > innerWidth - 8 ? Math.max(8, event.clientX - wide - 18) : event.clientX + 18}px`;
+  const fits = event.clientX + 18 + wide <= innerWidth - 8;
+  tip.style.left = `${fits ? event.clientX + 18 : Math.max(8, event.clientX - wide - 18)}px`;
   tip.style.top = `${clamp(event.clientY + 14, 8, Math.max(8, innerHeight - tall - 8))}px`;
 }
 
 // ---- moving about ----
 
 function show(from, to) {
-  const whole = view.last - view.first,
-    width = clamp(to - from, Math.min(100, whole), whole * 1.04);
+  const whole = view.last - view.first;
+  const width = clamp(to - from, Math.min(100, whole), whole * 1.04);
   const middle = clamp((from + to) / 2, view.first - whole * 0.02 + width / 2, view.last + whole * 0.02 - width / 2);
   [view.from, view.to] = [middle - width / 2, middle + width / 2];
   draw();
@@ -123,8 +124,8 @@ const pan = (share) => {
   show(view.from + by, view.to + by);
 };
 function zoom(factor, around = (view.from + view.to) / 2) {
-  const whole = (view.last - view.first) * 1.04,
-    kept = clamp(factor, Math.min(100, whole) / (view.to - view.from), whole / (view.to - view.from));
+  const whole = (view.last - view.first) * 1.04;
+  const kept = clamp(factor, Math.min(100, whole) / (view.to - view.from), whole / (view.to - view.from));
   show(around - (around - view.from) * kept, around + (view.to - around) * kept);
 }
 
@@ -134,8 +135,8 @@ const pointOf = (panel, event) => {
 };
 
 function onWheel(panel, event) {
-  const [px] = pointOf(panel, event),
-    size = [1, 16, 400][event.deltaMode];
+  const [px] = pointOf(panel, event);
+  const size = [1, 16, 400][event.deltaMode];
   if (px < LEFT || px > LEFT + panel.plotWidth) {
     if (!scroll(panel, event.deltaY * size)) return;
   } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX * size) / panel.plotWidth);
@@ -146,8 +147,8 @@ function onWheel(panel, event) {
 }
 
 function onMove(panel, event) {
-  const [px, py] = pointOf(panel, event),
-    held = panel.held;
+  const [px, py] = pointOf(panel, event);
+  const held = panel.held;
   if (held) {
     const by = ((held.px - px) / panel.plotWidth) * (view.to - view.from);
     scroll(panel, held.py - py);
@@ -192,10 +193,10 @@ function turn(by) {
 }
 
 function openPanel(data) {
-  const section = make("section"),
-    header = make("header"),
-    plot = make("div", "", "plot"),
-    canvas = make("canvas");
+  const section = make("section");
+  const header = make("header");
+  const plot = make("div", "", "plot");
+  const canvas = make("canvas");
   const panel = {
     data,
     header,
@@ -240,8 +241,8 @@ function openPanel(data) {
 
 function toggles() {
   for (const row of ROWS.filter((name) => name !== "compute")) {
-    const label = make("label", "", "row"),
-      box = Object.assign(make("input"), { type: "checkbox", checked: true });
+    const label = make("label", "", "row");
+    const box = Object.assign(make("input"), { type: "checkbox", checked: true });
     box.addEventListener("change", () => {
       hidden[box.checked ? "delete" : "add"](row);
       arrange();

@@ -14,7 +14,7 @@ from pentad.schedules.errors import PentadError
 from pentad.schedules.palette import LOOKS, ink, look, nanoseconds, row_of, row_order, stack
 from pentad.schedules.timeline import Span, Timeline
 
-SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
+SCRIPTS = ("page_data.js", "page_layout.js", "page_draw.js", "page.js")
 Kind = tuple[str, str, str, int, int, int]  # name, op, lane, stage, microbatch, peer
 
 

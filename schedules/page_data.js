@@ -1,14 +1,15 @@
 "use strict";
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const { kinds, looks, rows: ROWS } = DATA;
-const LEFT = 84,
-  RIGHT = 58,
-  TOP = 24,
-  BOTTOM = 8,
-  TALL = 36,
-  VEIL = 0.8;
-const OPS = Object.keys(looks),
-  OP = kinds.op.map((op) => OPS.indexOf(op));
+// Pixels: the gutters of a panel, its axis, the least below its rows, a rank's tallest compute row.
+const LEFT = 84;
+const RIGHT = 58;
+const TOP = 24;
+const BOTTOM = 8;
+const TALL = 36;
+const VEIL = 0.8; // how far a hover hides the spans that it does not concern
+const OPS = Object.keys(looks);
+const OP = kinds.op.map((op) => OPS.indexOf(op));
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const byId = (id) => document.getElementById(id);
 const hidden = new Set();
@@ -18,11 +19,11 @@ let theme, step, panels;
 // ---- data ----
 
 function decode(track) {
-  const count = track.kind.length,
-    start = new Float64Array(count),
-    end = new Float64Array(count);
-  let at = 0,
-    longest = 0;
+  const count = track.kind.length;
+  const start = new Float64Array(count);
+  const end = new Float64Array(count);
+  let at = 0;
+  let longest = 0;
   for (let i = 0; i < count; i++) {
     start[i] = at += track.gap[i];
     end[i] = at + track.length[i];
@@ -90,8 +91,8 @@ const UNITS = [
 ];
 const unitOf = (ns) => UNITS.find(([size]) => Math.abs(ns) >= size) ?? UNITS[3];
 function duration(ns) {
-  const [size, unit] = unitOf(ns),
-    value = ns / size;
+  const [size, unit] = unitOf(ns);
+  const value = ns / size;
   return `${value.toFixed(size === 1 ? 0 : Math.max(0, 3 - Math.floor(Math.log10(Math.abs(value) || 1))))} ${unit}`;
 }
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
@@ -109,8 +110,8 @@ function swatch(op) {
 function definitions(pairs, className) {
   const list = make("dl", "", className);
   for (const [term, values, title] of pairs) {
-    const pair = make("div"),
-      value = make("dd");
+    const pair = make("div");
+    const value = make("dd");
     value.append(...values);
     pair.append(make("dt", term), value);
     pair.title = title;
@@ -135,7 +136,7 @@ function headline(panel) {
           "longest",
           s.longest,
           s.bubble.longest,
-          "First compute start to last compute end of the rank where that is longest; its bubble holds only without a barrier before the step",
+          "First compute start to last compute end of the busiest rank; its bubble holds where no barrier ends a step",
         ],
       ]
     : [];

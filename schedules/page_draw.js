@@ -1,91 +1,3 @@
-// ---- layout ----
-
-const x = (panel, time) => LEFT + ((time - view.from) / (view.to - view.from)) * panel.plotWidth;
-const timeAt = (panel, px) => view.from + ((px - LEFT) / panel.plotWidth) * (view.to - view.from);
-const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-
-/** How a rank's height is shared out: the rows under its compute row go first when it gets low. */
-function divide(panel, rows, pitch) {
-  const gap = clamp(Math.round(pitch * 0.14), 1, 8),
-    thin = Math.floor(((pitch - gap) * 0.5) / Math.max(rows.length, 1)) - 1;
-  panel.rows = thin >= 2 ? rows : [];
-  panel.thin = Math.min(thin, 9);
-  panel.tall = Math.min(pitch - gap - panel.rows.length * (panel.thin + 1), TALL);
-  panel.pitch = panel.tall + panel.rows.length * (panel.thin + 1) + gap;
-  panel.content = panel.pitch * panel.ranks.length;
-}
-
-/** Heights of every panel. At slider 0 all ranks share the window, at 1 each is tall and the panels scroll inside. */
-function arrange() {
-  const top = panels[0].plot.getBoundingClientRect().top + scrollY,
-    edges = TOP + BOTTOM;
-  const between = panels.reduce((sum, p) => sum + p.header.offsetHeight + 14, 0) - panels[0].header.offsetHeight;
-  const room = Math.max(innerHeight - top - between - 44, 160 * panels.length);
-  const total = panels.reduce((sum, p) => sum + p.ranks.length, 0);
-  const low = Math.max(Math.floor((room - edges * panels.length) / total), 3);
-  let grows = false;
-  for (const panel of panels) {
-    const present = new Set(panel.ranks.flatMap((r) => r.tracks.map((t) => t.row)));
-    const rows = ROWS.filter((row) => row !== "compute" && present.has(row) && !hidden.has(row));
-    const high = TALL + rows.length * 10 + 8;
-    grows ||= low < 0.8 * high;
-    divide(panel, rows, low < high ? low * (high / low) ** byId("height").value : high);
-  }
-  const wanted = panels.reduce((sum, p) => sum + p.content + edges, 0);
-  for (const panel of panels) {
-    const own = panel.content + edges,
-      share = Math.max(room / panels.length, room - (wanted - own));
-    panel.height = Math.ceil(Math.min(own, share));
-    panel.width = panel.plot.clientWidth;
-    panel.plotWidth = Math.max(panel.width - LEFT - RIGHT, 50);
-    panel.canvas.style.height = `${panel.height}px`;
-    panel.canvas.width = Math.round(panel.width * devicePixelRatio);
-    panel.canvas.height = Math.round(panel.height * devicePixelRatio);
-  }
-  if (byId("heights").hidden === grows) {
-    byId("heights").hidden = !grows;
-    arrange(); // the toolbar may have taken or lost a line
-    return;
-  }
-  panels.forEach((panel) => scroll(panel, 0));
-  draw();
-}
-
-/** Moves the ranks shown; panels with the same number of ranks move together. Says whether anything moved. */
-function scroll(panel, by) {
-  const limit = (p) => Math.max(0, p.content - (p.height - TOP - BOTTOM));
-  const wanted = clamp(panel.scroll + by, 0, limit(panel)),
-    moved = wanted !== panel.scroll;
-  for (const p of panels)
-    if (p === panel || p.ranks.length === panel.ranks.length) p.scroll = clamp(wanted, 0, limit(p));
-  return moved;
-}
-
-/** Top and height of a row, on the canvas, for the rank at an index. */
-function place(panel, index, row) {
-  const y = TOP + index * panel.pitch - panel.scroll;
-  if (row === "compute") return [y, panel.tall];
-  const at = panel.rows.indexOf(row);
-  return at < 0 ? null : [y + panel.tall + 1 + at * (panel.thin + 1), panel.thin];
-}
-
-const visibleRanks = (panel) => [
-  Math.max(0, Math.floor(panel.scroll / panel.pitch)),
-  Math.min(panel.ranks.length, Math.ceil((panel.scroll + panel.height - TOP) / panel.pitch)),
-];
-
-/** Index of the first span that may reach beyond a time. */
-function firstAt(track, time) {
-  let low = 0,
-    high = track.start.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (track.start[middle] < time - track.longest) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
 // ---- drawing ----
 
 let frame = 0;
@@ -130,8 +42,8 @@ function paint(panel) {
 
 /** Draws everything but the axis and the hover into the panel's stored picture. */
 function paintBase(panel) {
-  const context = panel.base,
-    [first, last] = visibleRanks(panel);
+  const context = panel.base;
+  const [first, last] = visibleRanks(panel);
   Object.assign(context.canvas, { width: panel.canvas.width, height: panel.canvas.height });
   context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
   context.textBaseline = "middle";
@@ -168,9 +80,9 @@ function text(context, value, px, y, align, size, colour, weight = 400) {
 
 function paintGutter(context, panel, index) {
   if (index % Math.ceil(14 / panel.pitch)) return;
-  const { rank, busy } = panel.ranks[index],
-    [y, tall] = place(panel, index, "compute"),
-    middle = y + tall / 2 + 0.5;
+  const { rank, busy } = panel.ranks[index];
+  const [y, tall] = place(panel, index, "compute");
+  const middle = y + tall / 2 + 0.5;
   text(context, `rank ${rank}`, LEFT - 10, middle, "right", 12, theme.text, 600);
   if (busy !== null) text(context, `${(100 * busy).toFixed(0)} %`, panel.width - 14, middle, "right", 12, theme.soft);
   for (const row of panel.thin < 8 ? [] : panel.rows) {
@@ -188,8 +100,8 @@ function paintIdle(context, panel, index) {
 }
 
 function ticks(panel) {
-  const least = ((view.to - view.from) * 90) / panel.plotWidth,
-    power = 10 ** Math.floor(Math.log10(least));
+  const least = ((view.to - view.from) * 90) / panel.plotWidth;
+  const power = 10 ** Math.floor(Math.log10(least));
   const gap = [1, 2, 5, 10].find((n) => n * power >= least) * power;
   const found = [];
   for (let n = Math.ceil(view.from / gap); n * gap <= view.to; n++) found.push(n * gap);
@@ -197,8 +109,8 @@ function ticks(panel) {
 }
 
 function paintAxis(context, panel) {
-  const [times, gap] = ticks(panel),
-    [size, unit] = unitOf(Math.max(view.last, -view.first));
+  const [times, gap] = ticks(panel);
+  const [size, unit] = unitOf(Math.max(view.last, -view.first));
   const decimals = clamp(Math.ceil(Math.log10(size / gap) - 1e-9), 0, 9);
   const cross = view.cross === null || view.cross < view.from || view.cross > view.to ? null : x(panel, view.cross);
   for (const time of times) {
@@ -240,18 +152,18 @@ function paintScrollbar(context, panel) {
 
 /** Draws the spans in view, or only those whose kind is set in `only`. */
 function paintTracks(context, panel, only) {
-  const [first, last] = visibleRanks(panel),
-    found = [];
+  const [first, last] = visibleRanks(panel);
+  const found = [];
   for (let i = first; i < last; i++) {
     for (const track of panel.ranks[i].tracks) {
       const at = place(panel, i, track.row);
       if (at) found.push({ track, pale: panel.ranks[i].pale, y: at[0], height: at[1] });
     }
   }
-  const columns = Math.ceil(panel.plotWidth * devicePixelRatio),
-    cover = new Float32Array(columns * OPS.length);
-  const image = new ImageData(columns, Math.max(found.length, 1)),
-    pixels = new Uint32Array(image.data.buffer);
+  const columns = Math.ceil(panel.plotWidth * devicePixelRatio);
+  const cover = new Float32Array(columns * OPS.length);
+  const image = new ImageData(columns, Math.max(found.length, 1));
+  const pixels = new Uint32Array(image.data.buffer);
   found.forEach((line, row) => {
     line.thin = paintSpans(context, panel, line, only, cover);
     if (line.thin) blend(cover, pixels.subarray(row * columns, (row + 1) * columns));
@@ -271,17 +183,17 @@ function paintSpans(context, panel, { track, pale, y, height }, only, cover) {
   for (let i = firstAt(track, view.from); i < track.start.length && track.start[i] <= view.to; i++) {
     const kind = track.kind[i];
     if (track.end[i] < view.from || (only && !only[kind])) continue;
-    const left = x(panel, track.start[i]),
-      right = x(panel, track.end[i]);
+    const left = x(panel, track.start[i]);
+    const right = x(panel, track.end[i]);
     let bar = [left, y, right - left, height];
     if (right - left < 1.5) {
       if (!thin) cover.fill(0);
       thin = true;
       addCover(cover, (left - LEFT) * devicePixelRatio, (right - LEFT) * devicePixelRatio, OP[kind]);
     } else {
-      const depth = track.depth ? track.depth[i] : 1,
-        tall = height / depth,
-        top = y + tall * (track.level ? track.level[i] : 0);
+      const depth = track.depth ? track.depth[i] : 1;
+      const tall = height / depth;
+      const top = y + tall * (track.level ? track.level[i] : 0);
       const isPale = pale.has(kinds.stage[kind]);
       bar = paintBar(context, panel, kind, left, right, top, tall - (depth > 1 ? 0.5 : 0), isPale);
       if (written && tall >= 9) paintLabel(context, kind, bar, isPale);
@@ -302,8 +214,8 @@ function addCover(cover, left, right, op) {
 /** Each pixel column takes the colour of its commonest op, as opaque as the column is full. */
 function blend(cover, pixels) {
   for (let c = 0; c < pixels.length; c++) {
-    let total = 0,
-      most = 0;
+    let total = 0;
+    let most = 0;
     for (let op = 0; op < OPS.length; op++) {
       const share = cover[c * OPS.length + op];
       total += share;
@@ -316,8 +228,8 @@ function blend(cover, pixels) {
 const crisp = (px) => Math.round(px * devicePixelRatio) / devicePixelRatio;
 
 function paintBar(context, panel, kind, left, right, top, tall, pale) {
-  const from = crisp(Math.max(left, LEFT - 8)),
-    to = crisp(Math.min(right, LEFT + panel.plotWidth + 8));
+  const from = crisp(Math.max(left, LEFT - 8));
+  const to = crisp(Math.min(right, LEFT + panel.plotWidth + 8));
   const width = Math.max(to - from - (right - left > 4 ? 1 : 0), 0.5);
   context.fillStyle = theme.fill[OP[kind]];
   context.globalAlpha = pale ? 0.55 : 1;
@@ -331,8 +243,8 @@ function paintBar(context, panel, kind, left, right, top, tall, pale) {
 }
 
 function paintLabel(context, kind, [left, top, width, tall], pale) {
-  const microbatch = kinds.microbatch[kind],
-    size = Math.min(12, tall - 2);
+  const microbatch = kinds.microbatch[kind];
+  const size = Math.min(12, tall - 2);
   const label = microbatch < 0 ? kinds.op[kind].toLowerCase() : String(microbatch);
   if (width < label.length * size * 0.62 + 3) return;
   text(

@@ -171,7 +171,7 @@ def test_any_forged_content_is_taken_or_refused_but_never_breaks_the_reader(tmp_
     body = json.loads((save(tmp_path, 20) / MANIFEST).read_bytes())
     del body["checksum"]
     dice = random.Random(0)
-    strange = [None, True, -1, 1.5, "", "..", [], {}, [[]], {"": []}, 1 << 70, "\ud800"]
+    strange: list[Any] = [None, True, -1, 1.5, "", "..", [], {}, [[]], {"": []}, 1 << 70, "\ud800"]
     for _ in range(2000):
         forged = copy.deepcopy(body)
         place: Any = forged

@@ -1,5 +1,7 @@
 """Cross entropy: the reference against torch in float64, and Triton against the reference on a GPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,13 @@ from pentad.kernels.cross_entropy import (
     cross_entropy_backward_reference_,
     cross_entropy_reference,
 )
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_holds_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

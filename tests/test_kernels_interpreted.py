@@ -5,6 +5,7 @@ so this file steps aside where a GPU runs the real ones.
 """
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ def _index_by_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_holds_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

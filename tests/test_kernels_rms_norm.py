@@ -1,5 +1,7 @@
 """RMSNorm: the reference against autograd in float64, and Triton against the reference on a GPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,13 @@ from pentad.kernels.rms_norm import (
 EPS = 1e-5
 ROWS = [1, 7, 257, 4096]
 WIDTHS = [1, 33, 128, 576, 4096, 8192]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_holds_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

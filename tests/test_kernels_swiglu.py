@@ -1,10 +1,19 @@
 """SwiGLU: the reference against autograd in float64, and Triton against the reference on a GPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from pentad.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_reference, swiglu_reference
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_holds_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -71,9 +71,10 @@ def spans_of(data: dict, panel: dict) -> list[Span]:
                     at += gap
                     name, op, lane = (kinds[column][kind] for column in ("name", "op", "lane"))
                     assert track["row"] == row_of(lane)
-                    numbers = (kinds[column][kind] for column in ("stage", "microbatch", "peer"))
+                    stage, microbatch, peer = (kinds[column][kind] for column in ("stage", "microbatch", "peer"))
                     start, end = (step["zero"] + time * 1e-9 for time in (at, at + length))
-                    found.append(Span(step["step"], rank["rank"], lane, name, op, *numbers, start, end))
+                    where = (step["step"], rank["rank"], lane, name, op)
+                    found.append(Span(*where, stage, microbatch, peer, start, end))
     return sorted(found)
 
 

@@ -39,40 +39,35 @@ def connect(plan: Plan, rank: int, address: str, timeout_seconds: float, device:
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if cuda else None,
     )
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def group(ranks: tuple[int, ...], *, fresh: bool = False) -> dist.ProcessGroup | None:
-        if len(ranks) == 1:
-            return None
-        if fresh or ranks not in made:
-            new = dist.new_group(list(ranks), use_local_synchronization=False)
-            if fresh:
-                return new
-            made[ranks] = new
-        return made[ranks]
-
-    def world_rank(dp: int, pp: int) -> int:
-        return plan.mesh.rank(Coordinates(dp, pp, 0, 0, 0))
-
-    channels: dict[Channel, dist.ProcessGroup | None] = {}
+    channels = {}
     for dp, (kind, source, target) in product(range(plan.mesh.dp), edges(plan)):
-        ends = world_rank(dp, source), world_rank(dp, target)
-        made_here = group(tuple(sorted(ends)), fresh=True) if plan.transport == "nccl" else None
+        ends = _world(plan, dp, source), _world(plan, dp, target)
+        group = dist.new_group(list(ends)) if plan.transport == "nccl" else None
         if rank in ends:
-            channels[kind, *ends] = made_here
-    holders = {}
-    for stage in range(plan.program.stages):
-        ranks = tuple(world_rank(dp, pp) for dp in range(plan.mesh.dp) for pp in plan.program.holders(stage))
-        made_here = group(tuple(sorted(ranks)))
-        if rank in ranks:
-            holders[stage] = made_here
-    pipeline = None
-    for dp in range(plan.mesh.dp):
-        ranks = tuple(world_rank(dp, pp) for pp in range(plan.mesh.pp))
-        made_here = group(ranks)
-        if rank in ranks:
-            pipeline = made_here
-    return Groups(rank, channels, holders, pipeline)
+            channels[kind, *ends] = group
+            if group is not None:
+                _join_ends(rank, *ends, group, device)
+    shared = [
+        tuple(sorted(_world(plan, dp, pp) for dp in range(plan.mesh.dp) for pp in plan.program.holders(stage)))
+        for stage in range(plan.program.stages)
+    ]
+    replicas = [tuple(_world(plan, dp, pp) for pp in range(plan.mesh.pp)) for dp in range(plan.mesh.dp)]
+    made = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys(shared + replicas) if len(ranks) > 1}
+    holders = {stage: made.get(ranks) for stage, ranks in enumerate(shared) if rank in ranks}
+    return Groups(rank, channels, holders, next(made.get(ranks) for ranks in replicas if rank in ranks))
+
+
+def _world(plan: Plan, dp: int, pp: int) -> int:
+    return plan.mesh.rank(Coordinates(dp, pp, 0, 0, 0))
+
+
+def _join_ends(rank: int, source: int, target: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """NCCL joins two ends at their first transfer and holds both hosts until then: done here, where both are ready."""
+    token = torch.zeros(1, device=device)
+    if rank == source:
+        dist.send(token, target, group=group)
+    else:
+        dist.recv(token, source, group=group)
 
 
 def edges(plan: Plan) -> list[tuple[Op, int, int]]:

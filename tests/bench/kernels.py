@@ -2,50 +2,36 @@
 
     PYTHONPATH=.typings python -P tests/bench/kernels.py [--only NAME ...] [--json FILE]
 
-Each case runs in a process of its own, so that one that crashes hides no other, checks its result against the float64
-reference, and measures in the same process the rate it is compared with: a device copy (bytes read and written) or a
-square bf16 GEMM. Times are medians of device time: calls over several sets of inputs, together larger than the L2
-cache, are captured in a CUDA graph, so that the host is not part of the figure. What cannot be captured is timed
-between events ("events" in the JSON). The exit status is 0 only if every check passed.
+Each case runs in a process of its own, so that one that crashes hides no other, checks its result against float64, and
+measures in the same process the rate it is compared with: a device copy (bytes read and written) or a square bf16 GEMM.
+Times are medians of device time: calls over several sets of inputs, together larger than the L2 cache, are captured in
+a CUDA graph, so that the host is not part of the figure; what cannot be captured is timed between events ("events" in
+the JSON). The exit status is 0 only if every check passed.
 """
 
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentad.kernels.adamw import adamw_, adamw_reference_, coefficients
-from pentad.kernels.attention import attention, attention_backward, attention_reference
-from pentad.kernels.cross_entropy import (
-    cross_entropy,
-    cross_entropy_backward_,
-    cross_entropy_backward_reference_,
-    cross_entropy_reference,
-)
-from pentad.kernels.grad_gemm import accumulate_gradient_
-from pentad.kernels.rms_norm import (
-    rms_norm,
-    rms_norm_backward,
-    rms_norm_backward_reference,
-    rms_norm_reference,
-)
-from pentad.kernels.rope import rope_, rope_reference_, rope_tables
-from pentad.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_reference
+from pentad.kernels import adamw, attention, cross_entropy, grad_gemm, rms_norm, rope, swiglu
 
 Calls = list[Callable[[], object]]
 SETS = 3
 SAMPLES = 20
 EPS = 1e-5
+notes: dict[str, Any] = {}  # what a check found out besides its error
 
 
 @dataclass(frozen=True)
@@ -79,50 +65,35 @@ def error(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
+def of_liger(module: str, name: str) -> Callable[..., Any]:
+    return getattr(import_module(f"liger_kernel.ops.{module}"), name)
+
+
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.double() for t in tensors)
 
 
-def norm_forward(rows: int, width: int) -> Case:
+def norm_forward(rows: int, width: int, fused: bool) -> Case:
     weight = random(width)
-    data = sets(lambda: (random(rows, width),))
+    data = sets(lambda: tuple(random(rows, width) for _ in range(2 if fused else 1)))
 
-    def ours(x: Tensor) -> tuple[Tensor, ...]:
-        return rms_norm(x, weight, EPS)
+    def ours(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+        return rms_norm.rms_norm(x, weight, EPS, residual)
 
-    def liger() -> Calls:
-        from liger_kernel.ops.rms_norm import rms_norm_forward
-
-        return each(lambda x: rms_norm_forward(x, weight, EPS, 0.0, "llama", None), data)
-
-    by_torch = each(lambda x: F.rms_norm(x, (width,), weight, EPS), data)
-    return Case(
-        2 * rows * width * 2, each(ours, data), by_torch, liger,
-        lambda: error(ours(*data[0]), rms_norm_reference(*wide(*data[0], weight), EPS, None)),
-    )  # fmt: skip
-
-
-def norm_and_residual(rows: int, width: int) -> Case:
-    weight = random(width)
-    data = sets(lambda: (random(rows, width), random(rows, width)))
-
-    def ours(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        return rms_norm(x, weight, EPS, residual)
-
-    def by_torch(x: Tensor, residual: Tensor) -> object:
-        summed = x + residual
+    def by_torch(x: Tensor, residual: Tensor | None = None) -> object:
+        summed = x if residual is None else x + residual
         return summed, F.rms_norm(summed, (width,), weight, EPS)
 
     def liger() -> Calls:
-        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
-
-        return each(lambda x, r: fused_add_rms_norm_forward(x, r, weight, EPS, 0.0, "llama"), data)
+        module, rest = ("fused_add_rms_norm", ()) if fused else ("rms_norm", (None,))
+        forward = of_liger(module, f"{module}_forward")
+        return each(lambda *inputs: forward(*inputs, weight, EPS, 0.0, "llama", *rest), data)
 
     def check() -> float:
-        x, residual, weight64 = wide(*data[0], weight)
-        return error(ours(*data[0]), rms_norm_reference(x, weight64, EPS, residual))
+        x, w, *residual = wide(data[0][0], weight, *data[0][1:])
+        return error(ours(*data[0]), rms_norm.rms_norm_reference(x, w, EPS, residual[0] if fused else None))
 
-    return Case(4 * rows * width * 2, each(ours, data), each(by_torch, data), liger, check)
+    return Case((4 if fused else 2) * rows * width * 2, each(ours, data), each(by_torch, data), liger, check)
 
 
 def norm_backward(rows: int, width: int) -> Case:
@@ -130,37 +101,36 @@ def norm_backward(rows: int, width: int) -> Case:
 
     def make() -> tuple[Tensor, ...]:
         dy, summed, dresidual = (random(rows, width) for _ in range(3))
-        return dy, summed, dresidual, rms_norm(summed, weight, EPS)[2]
+        return dy, summed, dresidual, rms_norm.rms_norm(summed, weight, EPS)[2]
 
     data = sets(make)
     leaves = [(d[1].detach().requires_grad_(), weight.detach().requires_grad_()) for d in data]
     graphs = [(F.rms_norm(x, (width,), w, EPS), (x, w), d[0], d[2]) for (x, w), d in zip(leaves, data, strict=True)]
 
     def ours(dy: Tensor, summed: Tensor, dresidual: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
-        return rms_norm_backward(dy, summed, weight, rstd, dresidual)
+        return rms_norm.rms_norm_backward(dy, summed, weight, rstd, dresidual)
 
     def by_torch(y: Tensor, inputs: tuple[Tensor, ...], dy: Tensor, dresidual: Tensor) -> object:
         return torch.autograd.grad(y, inputs, dy, retain_graph=True)[0] + dresidual
 
     def liger() -> Calls:
-        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_backward, fused_add_rms_norm_forward
-
-        _, _, _, block, warps, stages, casting = fused_add_rms_norm_forward(*data[0][:2], weight, EPS, 0.0, "llama")
+        forward, backward = (of_liger("fused_add_rms_norm", f"fused_add_rms_norm_{way}ward") for way in ("for", "back"))
+        _, _, _, block, warps, stages, casting = forward(*data[0][:2], weight, EPS, 0.0, "llama")
         settings = (0.0, casting, block, warps, stages, False)
-        return each(lambda dy, s, dres, rstd: fused_add_rms_norm_backward(dy, dres, s, weight, rstd, *settings), data)
+        return each(lambda dy, s, dresidual, rstd: backward(dy, dresidual, s, weight, rstd, *settings), data)
 
     def check() -> float:
         dy, summed, dresidual, weight64 = wide(*data[0][:3], weight)
-        rstd = rms_norm_reference(summed, weight64, EPS, None)[2]
-        return error(ours(*data[0]), rms_norm_backward_reference(dy, summed, weight64, rstd, dresidual))
+        rstd = rms_norm.rms_norm_reference(summed, weight64, EPS, None)[2]
+        return error(ours(*data[0]), rms_norm.rms_norm_backward_reference(dy, summed, weight64, rstd, dresidual))
 
     return Case(4 * rows * width * 2, each(ours, data), each(by_torch, graphs), liger, check)
 
 
-def rope(tokens: int, heads: int, groups: int, width: int) -> Case:
+def rope_case(tokens: int, heads: int, groups: int, width: int) -> Case:
     every = heads + groups
     data = sets(lambda: (random(tokens, every + groups, width)[:, :every],))
-    cos, sin = rope_tables(tokens, width, 5e5, "cuda")
+    cos, sin = rope.rope_tables(tokens, width, 5e5, "cuda")
     cos2, sin2 = (torch.cat((table, table), dim=-1)[None] for table in (cos, sin))
 
     def by_torch(x: Tensor) -> Tensor:
@@ -168,20 +138,18 @@ def rope(tokens: int, heads: int, groups: int, width: int) -> Case:
         return x * cos2[0, :, None] + turned * sin2[0, :, None]
 
     def liger() -> Calls:
-        from liger_kernel.ops.rope import rope_forward
-
+        forward = of_liger("rope", "rope_forward")
         parts = sets(lambda: tuple(random(1, tokens, n, width).transpose(1, 2) for n in (heads, groups)))
-        return each(lambda q, k: rope_forward(q, k, cos2, sin2), parts)
+        return each(lambda q, k: forward(q, k, cos2, sin2), parts)
 
     def check() -> float:
         found, wanted = data[0][0].clone(), data[0][0].double()
-        rope_(found, cos, sin)
-        rope_reference_(wanted, cos.double(), sin.double())
+        rope.rope_(found, cos, sin)
+        rope.rope_reference_(wanted, cos.double(), sin.double())
         return error([found], [wanted])
 
-    return Case(
-        2 * tokens * every * width * 2, each(lambda x: rope_(x, cos, sin), data), each(by_torch, data), liger, check
-    )
+    ours = each(lambda x: rope.rope_(x, cos, sin), data)
+    return Case(2 * tokens * every * width * 2, ours, each(by_torch, data), liger, check)
 
 
 def silu_product(x: Tensor) -> Tensor:
@@ -191,19 +159,14 @@ def silu_product(x: Tensor) -> Tensor:
 
 def swiglu_forward(tokens: int, width: int) -> Case:
     data = sets(lambda: (random(tokens, 2 * width),))
-
-    def liger() -> Calls:
-        from liger_kernel.ops.swiglu import swiglu_fused_gate_up_forward
-
-        return each(swiglu_fused_gate_up_forward, data)
-
     return Case(
-        3 * tokens * width * 2, each(swiglu, data), each(silu_product, data), liger,
-        lambda: error([swiglu(*data[0])], [silu_product(data[0][0].double())]),
+        3 * tokens * width * 2, each(swiglu.swiglu, data), each(silu_product, data),
+        lambda: each(of_liger("swiglu", "swiglu_fused_gate_up_forward"), data),
+        lambda: error([swiglu.swiglu(*data[0])], [silu_product(data[0][0].double())]),
     )  # fmt: skip
 
 
-def swiglu_with_backward(tokens: int, width: int) -> Case:
+def swiglu_backward(tokens: int, width: int) -> Case:
     data = sets(lambda: (random(tokens, width), random(tokens, 2 * width)))
     leaves = [x.detach().requires_grad_() for _, x in data]
     graphs = [(dy, x, silu_product(x)) for (dy, _), x in zip(data, leaves, strict=True)]
@@ -212,14 +175,12 @@ def swiglu_with_backward(tokens: int, width: int) -> Case:
         return torch.autograd.grad(y, x, dy, retain_graph=True), silu_product(x.detach())
 
     def liger() -> Calls:
-        from liger_kernel.ops.swiglu import swiglu_fused_gate_up_backward, swiglu_fused_gate_up_forward
-
-        # Ours gives y again as well.
-        return each(lambda dy, x: (swiglu_fused_gate_up_backward(x, dy), swiglu_fused_gate_up_forward(x)), data)
+        forward, backward = (of_liger("swiglu", f"swiglu_fused_gate_up_{way}ward") for way in ("for", "back"))
+        return each(lambda dy, x: (backward(x, dy), forward(x)), data)  # ours gives y again as well
 
     return Case(
-        6 * tokens * width * 2, each(swiglu_backward, data), each(by_torch, graphs), liger,
-        lambda: error(swiglu_backward(*data[0]), swiglu_backward_reference(*wide(*data[0]))),
+        6 * tokens * width * 2, each(swiglu.swiglu_backward, data), each(by_torch, graphs), liger,
+        lambda: error(swiglu.swiglu_backward(*data[0]), swiglu.swiglu_backward_reference(*wide(*data[0]))),
     )  # fmt: skip
 
 
@@ -227,9 +188,9 @@ def loss(tokens: int, vocabulary: int, backward: bool) -> Case:
     data = sets(lambda: (random(tokens, vocabulary), torch.randint(vocabulary, (tokens,), device="cuda")))
 
     def ours(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        found, lse = cross_entropy(logits, targets)
+        found, lse = cross_entropy.cross_entropy(logits, targets)
         if backward:
-            cross_entropy_backward_(logits, targets, lse, 1 / tokens)
+            cross_entropy.cross_entropy_backward_(logits, targets, lse, 1 / tokens)
         return (found, lse, logits) if backward else (found, lse)
 
     def by_torch(logits: Tensor, targets: Tensor) -> object:
@@ -238,45 +199,41 @@ def loss(tokens: int, vocabulary: int, backward: bool) -> Case:
         return torch.autograd.grad(mean, leaf) if backward else mean
 
     def liger() -> Calls:
-        from liger_kernel.ops.cross_entropy import cross_entropy_forward
-
+        forward = of_liger("cross_entropy", "cross_entropy_forward")
         # It writes the gradient over the logits in its forward pass.
         leaves = [(logits.detach().requires_grad_(backward), targets) for logits, targets in data]
-        return each(lambda x, y: cross_entropy_forward(x, y, None, -100, 0.0, 0.0, "mean", None, False)[0], leaves)
+        return each(lambda x, y: forward(x, y, None, -100, 0.0, 0.0, "mean", None, False)[0], leaves)
 
     def check() -> float:
         logits, targets = random(512, vocabulary), data[0][1][:512]
         wanted = logits.double()
-        want_loss, want_lse = cross_entropy_reference(wanted, targets)
-        cross_entropy_backward_reference_(wanted, targets, want_lse, 1 / tokens)
+        want_loss, want_lse = cross_entropy.cross_entropy_reference(wanted, targets)
+        cross_entropy.cross_entropy_backward_reference_(wanted, targets, want_lse, 1 / tokens)
         return error(ours(logits, targets), (want_loss, want_lse, wanted) if backward else (want_loss, want_lse))
 
     work = (3 if backward else 1) * tokens * vocabulary * 2
     return Case(work, each(ours, data), each(by_torch, data), liger, check)
 
 
-def adamw(n: int) -> Case:
+def adamw_case(n: int) -> Case:
     master, m, grad = (random(n, dtype=torch.float32) for _ in range(3))
     v, out = torch.rand(n, device="cuda"), torch.empty(n, device="cuda", dtype=torch.bfloat16)
     scale, step = torch.full((1,), 0.5, device="cuda"), torch.full((), 10.0, device="cuda")
     settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
     def ours() -> None:
-        adamw_(master, m, v, grad, out, scale=scale, step=10, **settings)
+        adamw.adamw_(master, m, v, grad, out, scale=scale, step=10, **settings)
 
     def by_torch() -> None:
         torch._fused_adamw_([master], [grad], [m], [v], [], [step], amsgrad=False, maximize=False, **settings)
         out.copy_(master)
 
     def check() -> float:
-        def ends(t: Tensor) -> Tensor:
-            return torch.cat((t[:1000000], t[-1000000:])).double()
-
-        wanted = before, m64, v64 = [ends(t) for t in (master, m, v)]
-        adamw_reference_(before, m64, v64, ends(grad), None, scale.double(), coefficients(step=10, **settings))
+        p, m64, v64, g = (torch.cat((t[:1000000], t[-1000000:])).double() for t in (master, m, v, grad))
+        adamw.adamw_reference_(p, m64, v64, g, None, scale.double(), adamw.coefficients(step=10, **settings))
         ours()
         assert torch.equal(out, master.bfloat16())
-        return error([ends(t) for t in (master, m, v)], wanted)
+        return error((torch.cat((t[:1000000], t[-1000000:])) for t in (master, m, v)), (p, m64, v64))
 
     return Case(30 * n, [ours], [by_torch], None, check, bound=1e-6)
 
@@ -285,22 +242,22 @@ def attention_of(heads: int, groups: int, length: int, width: int, backward: boo
     data = sets(lambda: tuple(random(1, length, n, width).transpose(1, 2) for n in (heads, groups, groups, heads)))
 
     def ours(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-        out, saved = attention(q, k, v, deterministic)
-        return (out, *attention_backward(dout, saved)) if backward else (out,)
+        out, saved = attention.attention(q, k, v, deterministic)
+        return (out, *attention.attention_backward(dout, saved)) if backward else (out,)
 
     def by_torch(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> object:
         leaves = [t.detach().requires_grad_(backward) for t in (q, k, v)]
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=heads != groups)
+        out = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True, enable_gqa=True)
         return torch.autograd.grad(out, leaves, dout) if backward else out
 
     def check() -> float:
         one = heads // groups  # the first group of heads: a float64 reference of all of them would not fit
         part = [t[:, : one if t.shape[1] == heads else 1].double().requires_grad_() for t in data[0]]
-        out = attention_reference(*part[:3])
+        out = attention.attention_reference(part[0], part[1], part[2])
         wanted = (out, *torch.autograd.grad(out, part[:3], part[3])) if backward else (out,)
         found = ours(*data[0])
         same = all(torch.equal(a, b) for _ in range(10) for a, b in zip(found, ours(*data[0]), strict=True))
-        print(f"bit-equal in 10 runs: {same}", file=sys.stderr)
+        notes["bit_equal_in_10_runs"] = same
         assert same or not deterministic
         return error([f[:, : w.shape[1]] for f, w in zip(found, wanted, strict=True)], [w.detach() for w in wanted])
 
@@ -308,7 +265,7 @@ def attention_of(heads: int, groups: int, length: int, width: int, backward: boo
     return Case(work, each(ours, data), each(by_torch, data), None, check, gemm=True)
 
 
-def grad_gemm(tokens: int, n: int, k: int) -> Case:
+def grad_gemm_case(tokens: int, n: int, k: int) -> Case:
     data = sets(lambda: (torch.zeros(n, k, device="cuda"), random(tokens, n), random(tokens, k)))
 
     def by_torch(main: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -317,44 +274,46 @@ def grad_gemm(tokens: int, n: int, k: int) -> Case:
     def check() -> float:
         main, dy, x = random(n, k, dtype=torch.float32), *data[0][1:]
         wanted = main[:256].double() + dy[:, :256].double().t() @ x.double()
-        accumulate_gradient_(main, dy, x)
+        grad_gemm.accumulate_gradient_(main, dy, x)
         return error([main[:256]], [wanted])
 
-    work = 2 * tokens * n * k
-    return Case(work, each(accumulate_gradient_, data), each(by_torch, data), None, check, bound=1e-5, gemm=True)
+    ours = each(grad_gemm.accumulate_gradient_, data)
+    return Case(2 * tokens * n * k, ours, each(by_torch, data), None, check, bound=1e-5, gemm=True)
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "rms_norm 8192x4096 + residual": lambda: norm_and_residual(8192, 4096),
-    "rms_norm 8192x4096": lambda: norm_forward(8192, 4096),
-    "rms_norm 327680x128": lambda: norm_forward(327680, 128),
+    "rms_norm 8192x4096 + residual": lambda: norm_forward(8192, 4096, True),
+    "rms_norm 8192x4096": lambda: norm_forward(8192, 4096, False),
+    "rms_norm 327680x128": lambda: norm_forward(327680, 128, False),
     "rms_norm backward 8192x4096 + residual": lambda: norm_backward(8192, 4096),
-    "rope 8192x40x128": lambda: rope(8192, 32, 8, 128),
+    "rope 8192x40x128": lambda: rope_case(8192, 32, 8, 128),
     "swiglu 8192x14336": lambda: swiglu_forward(8192, 14336),
-    "swiglu backward 8192x14336": lambda: swiglu_with_backward(8192, 14336),
+    "swiglu backward 8192x14336": lambda: swiglu_backward(8192, 14336),
     "cross_entropy 4096x128256": lambda: loss(4096, 128256, backward=False),
     "cross_entropy with backward 4096x128256": lambda: loss(4096, 128256, backward=True),
-    "adamw 500M": lambda: adamw(500_000_000),
+    "adamw 500M": lambda: adamw_case(500_000_000),
     "attention 32:8x8192x128": lambda: attention_of(32, 8, 8192, 128, False, False),
     "attention with backward": lambda: attention_of(32, 8, 8192, 128, True, False),
     "attention with backward, deterministic": lambda: attention_of(32, 8, 8192, 128, True, True),
-    "grad_gemm 8192x4096x14336": lambda: grad_gemm(8192, 4096, 14336),
+    "grad_gemm 8192x4096x14336": lambda: grad_gemm_case(8192, 4096, 14336),
 }
 
 
 def seconds(calls: Calls) -> tuple[float, str]:
     """(median device seconds of a call, how they were measured)."""
-    for call in calls:
-        call()
+
+    def in_turn() -> list[object]:
+        return [call() for call in calls]  # kept, so that every call writes memory of its own
+
+    kept = in_turn()
     torch.cuda.synchronize()
-    kept = []
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = [call() for call in calls]  # kept, so that every call writes memory of its own
-        run, how = graph.replay, "graph"
+            kept = in_turn()
+        run, how = cast(Callable[[], object], graph.replay), "graph"
     except Exception:  # whatever waits for the host: time it between events
-        run, how = lambda: [call() for call in calls], "events"
+        run, how = in_turn, "events"
     torch.cuda.synchronize()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(3 + SAMPLES)]
     for start, end in events:
@@ -380,12 +339,16 @@ def measure(name: str) -> dict[str, Any]:
     """One row of the table."""
     torch.manual_seed(0)
     case = CASES[name]()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
     found = case.error()
-    row: dict[str, Any] = {"name": name, "error": found, "bound": case.bound, "ok": found < case.bound}
-    limit = ceiling(case.gemm)
+    torch.use_deterministic_algorithms(False)
+    row: dict[str, Any] = {"name": name, "error": found, "bound": case.bound, "ok": found < case.bound, **notes}
+    unit, per = ("TFLOP/s", 1e12) if case.gemm else ("GB/s", 1e9)
+    limit = ceiling(case.gemm) / per
     ours, how = seconds(case.ours)
-    row |= {"microseconds": ours * 1e6, "measured": how, "unit": "FLOP/s" if case.gemm else "B/s"}
-    row |= {"rate": case.work / ours, "limit": limit, "share": case.work / ours / limit}
+    rate = case.work / ours / per
+    row |= {"microseconds": ours * 1e6, "measured": how}
+    row |= {"rate": rate, "unit": unit, "limit": limit, "share": rate / limit}
     for peer, calls in (("torch", lambda: case.torch), ("liger", case.liger)):
         try:
             if calls is not None:
@@ -398,45 +361,37 @@ def measure(name: str) -> dict[str, Any]:
 
 def measure_apart(name: str) -> dict[str, Any]:
     """`measure` in a process of its own."""
-    command = [sys.executable, "-P", __file__, "--case", name]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-        return json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return {"name": name, "ok": False, "failure": "took more than 180 s"}
-    except (IndexError, json.JSONDecodeError):
-        return {"name": name, "ok": False, "failure": done.stderr[-2000:]}
+        with get_context("spawn").Pool(1) as pool:
+            return pool.apply_async(measure, (name,)).get(180)
+    except Exception as problem:
+        return {"name": name, "ok": False, "failure": f"{type(problem).__name__}: {problem}"}
 
 
 def line(row: dict[str, Any]) -> str:
     if "failure" in row:
-        return f"{row['name']:<42} FAILED: {row['failure'].strip().splitlines()[-1]}"
-    ratios = "".join(
-        f"{row[key]:>8.2f}" if (key := f"{peer}_ratio") in row else f"{'-':>8}" for peer in ("torch", "liger")
-    )
-    rate = row["rate"] / (1e12 if row["unit"] == "FLOP/s" else 1e9)
-    unit = "TFLOP/s" if row["unit"] == "FLOP/s" else "GB/s"
+        return f"{row['name']:<42} FAILED: {row['failure']}"
+    ratios = "".join(f"{row.get(f'{peer}_ratio', float('nan')):>8.2f}" for peer in ("torch", "liger"))
     verdict = "" if row["ok"] else f"  WRONG: error {row['error']:.1e}, at most {row['bound']:.0e}"
-    return f"{row['name']:<42}{row['microseconds']:>9.1f}{rate:>8.0f} {unit:<8}{row['share']:>7.1%}{ratios}{verdict}"
+    rate = f"{row['rate']:>8.0f} {row['unit']:<8}{row['share']:>7.1%}"
+    return f"{row['name']:<42}{row['microseconds']:>9.1f}{rate}{ratios}{verdict}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of the cases to run")
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.case:
-        print(json.dumps(measure(arguments.case)))
-        return 0
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU, found none")
     print(f"{'':<42}{'us':>9}{'rate':>8} {'':<8}{'share':>7}{'torch/x':>8}{'liger/x':>8}")
     rows = []
     for name in CASES:
         if any(part in name for part in arguments.only):
             rows.append(measure_apart(name))
             print(line(rows[-1]), flush=True)
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": rows}
     if arguments.json:
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": rows}
         arguments.json.write_text(json.dumps(about, indent=1) + "\n")
     return 0 if rows and all(row["ok"] for row in rows) else 1
 

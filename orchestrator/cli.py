@@ -1,0 +1,182 @@
+"""The command line. Verbs import what they need when they run: most need neither torch nor Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from pentad.schedules.errors import PentadError
+
+# ClickException, the base of all mistakes in options; typer brings click along but does not export it.
+_ClickException: Any = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    help="Trains large language models on a Ray cluster from explicit per-rank programs.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+data = typer.Typer(help="Builds and inspects token shards.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [a.b=value ...]", help="YAML file (default: the quickstart); overrides."),
+]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command line and returns the exit status; a user's mistake is one sentence on stderr."""
+    try:
+        result = app(arguments, prog_name="pentad", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except PentadError as error:
+        return _fail(str(error), 1)
+    except _ClickException as error:
+        return _fail(error.format_message(), 2)
+    except typer.Abort:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to say at exit
+        return 1
+
+
+@app.command()
+def train(words: Words = None, as_json: Json = False) -> None:
+    """Trains; with no CONFIG: the quickstart, on GPUs if there are some, else on CPUs."""
+    from pentad.orchestrator.config import load
+
+    config = load(*_split(words))
+    from pentad.orchestrator.display import ending
+    from pentad.orchestrator.driver import train as run
+
+    console = Console(stderr=as_json)
+    summary = run(config, console=console, as_json=as_json)
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        ending(console, summary)
+
+
+@app.command()
+def plan(
+    words: Words = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Where it would run (default: as found here).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Shows what would run: mesh, layers and memory of each rank, predicted time, and whether it fits."""
+    from pentad.orchestrator.config import load
+    from pentad.orchestrator.show_run import show_plan
+
+    config = load(*_split(words))
+    asked = config.cluster.device if device is None else device
+    found = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"  # torch would tell too, but takes seconds to import
+    show_plan(config, found if asked == "auto" else asked, Console(), as_json=as_json)
+
+
+@app.command()
+def schedule(
+    name: Annotated[str, typer.Argument(help="gpipe, 1f1b, zb-h1, zb-h2 or dualpipe.")],
+    ranks: Annotated[int, typer.Option(help="Pipeline ranks.")],
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")],
+    chunks: Annotated[int | None, typer.Option(help="Parts that a rank's layers are cut into.")] = None,
+    group: Annotated[int | None, typer.Option(help="Microbatches of an interleaved group.")] = None,
+    costs: Annotated[str, typer.Option(help="F,B,W of one microbatch on a whole rank.")] = "1,1,1",
+    comm: Annotated[float, typer.Option(help="Cost of one transfer.")] = 0.0,
+    memory_limit: Annotated[float | None, typer.Option(help="Most activations a rank may keep.")] = None,
+    grid: Annotated[bool, typer.Option("--grid", help="Print the grid (the default without another output).")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a figure.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
+    arrow: Annotated[Path | None, typer.Option(help="Write the program as an Arrow file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the compute order for torch.distributed.pipelining.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Builds, proves, simulates and draws a program. Needs no torch, Ray or GPU."""
+    from pentad.orchestrator.show_schedule import Outputs, Request, show_schedule
+
+    given = {"--svg": svg, "--html": html, "--arrow": arrow, "--csv": csv}
+    files = {option: path for option, path in given.items() if path is not None}
+    request = Request(name, ranks, microbatches, chunks, group, costs, comm, memory_limit)
+    show_schedule(request, Outputs(files, grid, as_json), Console())
+
+
+@app.command()
+def timeline(
+    run: Annotated[str, typer.Argument(help="A run's folder, or its name under runs/.")],
+    html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compares a run's last measured step with its program simulated at the measured costs."""
+    from pentad.orchestrator.show_run import show_timeline
+
+    show_timeline(run, Console(), html=html, trace=trace, as_json=as_json)
+
+
+@data.command()
+def build(
+    source: Annotated[Path, typer.Argument(help="A text, JSONL or Parquet file, or a folder of them.")],
+    out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    vocab: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 2**15,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead of training one.")] = None,
+    field: Annotated[str, typer.Option(help="The field that holds the text, in JSONL and Parquet.")] = "text",
+    as_json: Json = False,
+) -> None:
+    """Turns text into token shards."""
+    from pentad.workers.build import build_corpus
+
+    log = Console(stderr=True, highlight=False, markup=False)
+    corpus = build_corpus(source, out, tokenizer=tokenizer, vocab=vocab, field=field, progress=log.print)
+    facts = {"path": str(out), "tokens": corpus.tokens, "documents": corpus.documents, "vocab_size": corpus.vocab_size}
+    if as_json:
+        print(json.dumps({**facts, "fingerprint": corpus.fingerprint}))
+    else:
+        print(f"{out}: {corpus.tokens:,} tokens in {corpus.documents:,} documents, vocabulary of {corpus.vocab_size:,}")
+
+
+@data.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A folder that `pentad data build` wrote.")],
+    samples: Annotated[int, typer.Option(min=0, help="Sequences to show as text.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Verifies token shards and shows what is in them."""
+    from pentad.workers.build import inspect_corpus
+
+    facts = inspect_corpus(path, samples, length=64, seed=0)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    print(f"{path}: {facts['tokens']:,} tokens in {facts['documents']:,} documents, {len(facts['shards'])} shards")
+    print(f"vocabulary of {facts['vocab_size']:,}, fingerprint {facts['fingerprint'][:12]}, verified")
+    for number, text in enumerate(facts["samples"]):
+        print(f"\n--- sequence {number}\n{_printable(text)}")
+
+
+def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The config file, if one is given, and the overrides: the words with a '='."""
+    files = [word for word in words or () if "=" not in word]
+    if len(files) > 1:
+        raise typer.BadParameter(f"CONFIG is given twice, {files[0]!r} and {files[1]!r}, wanted one file")
+    return Path(files[0]) if files else None, [word for word in words or () if "=" in word]
+
+
+def _printable(text: str) -> str:
+    """Text that moves no cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _fail(sentence: str, status: int) -> int:
+    if sentence:
+        print(f"pentad: {' '.join(sentence.split())}", file=sys.stderr)
+    return status
