@@ -33,6 +33,10 @@ class ModelShape:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
 
+    def head_in_layers(self, length: int) -> float:
+        """Multiplications of the output head over those of a decoder layer, at a sequence length (causal attention)."""
+        return self.vocab * self.hidden / (self.layer_parameters + length * self.heads * self.head_dim)
+
     @property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden + self.hidden
@@ -116,12 +120,18 @@ class Plan:
         return next(r for r in range(self.mesh.size) if self.mesh.coordinates(r) == (0, first, 0, 0, 0))
 
 
-def split_layers(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
-    """Consecutive, as even as can be, the larger parts in the middle: the ends also embed and have the head."""
+def split_layers(layers: int, stages: int, head: float = 0.0) -> tuple[tuple[int, int], ...]:
+    """(first, end) of each stage's consecutive layers, the costliest stage as cheap as can be.
+
+    `head` is what the last stage does besides, in layers (`ModelShape.head_in_layers`). Raises PentadError for fewer
+    layers than stages.
+    """
     if layers < stages:
         raise PentadError(f"model.layers is {layers}, but {stages} pipeline stages (mesh.pp) need at least one layer each")
-    small, extra = divmod(layers, stages)
-    middle_first = sorted(range(stages), key=lambda s: (abs(2 * s - stages + 1), s))
-    sizes = [small + (s in middle_first[:extra]) for s in range(stages)]
-    starts = [sum(sizes[:s]) for s in range(stages)]
+    if stages == 1:
+        return ((0, layers),)
+    best = min(range(1, layers - stages + 2), key=lambda last: (max(last + head, -(-(layers - last) // (stages - 1))), -last))
+    small, extra = divmod(layers - best, stages - 1)
+    sizes = [small + (stage < extra) for stage in range(stages - 1)] + [best]
+    starts = [sum(sizes[:stage]) for stage in range(stages)]
     return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))

@@ -95,9 +95,10 @@ class Timeline:
     def by_rank(self) -> dict[int, tuple[float, float, float]]:
         """First compute start, last compute end and busy compute seconds of each rank."""
         found: dict[int, tuple[float, float, float]] = {}
-        for s in self.compute:
-            start, end, busy = found.get(s.rank, (s.start, s.end, 0.0))
-            found[s.rank] = (min(start, s.start), max(end, s.end), busy + s.end - s.start)
+        for s in sorted(self.compute, key=lambda span: span.start):
+            start, end, busy = found.get(s.rank, (s.start, s.start, 0.0))
+            alone = max(0.0, s.end - max(s.start, end))  # overlapped halves count once
+            found[s.rank] = (start, max(end, s.end), busy + alone)
         return found
 
     def bubble(self) -> Bubble:

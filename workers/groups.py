@@ -13,13 +13,14 @@ from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Op, units
 from pentad.schedules.mesh import Coordinates
 from pentad.schedules.plan import Plan
 
+PATIENCE = timedelta(hours=1)
 Channel = tuple[Op, int, int]  # kind of send, source and target rank of the mesh
 
 
 @dataclass(frozen=True)
 class Groups:
     """`channels[kind, source, target]` carries the transfers of one direction between two ranks (transport nccl; with
-    gloo all transfers share the world and are told apart by tag, and peer copies need no group). `holders[stage]` are this rank's partners in the gradients
+    gloo all transfers share one group and are told apart by tag, and peer copies need no group). `holders[stage]` are this rank's partners in the gradients
     of a stage (None when it has none), `pipeline` the ranks of its replica."""
 
     rank: int
@@ -40,28 +41,34 @@ def connect(plan: Plan, rank: int, address: str, timeout_seconds: float, device:
         device_id=device if cuda else None,
     )
     channels = {}
+    everyone = _group(tuple(range(plan.mesh.size))) if plan.transport == "gloo" else None
     for dp, (kind, source, target) in product(range(plan.mesh.dp), edges(plan)):
         ends = _world(plan, dp, source), _world(plan, dp, target)
-        group = dist.new_group(list(ends)) if plan.transport == "nccl" else None
+        group = _group(ends) if plan.transport == "nccl" else everyone
         if rank in ends:
             channels[kind, *ends] = group
-            if group is not None:
+            if plan.transport == "nccl":
                 _join_ends(rank, *ends, group, device)
     shared = [
         tuple(sorted(_world(plan, dp, pp) for dp in range(plan.mesh.dp) for pp in plan.program.holders(stage)))
         for stage in range(plan.program.stages)
     ]
     replicas = [tuple(_world(plan, dp, pp) for pp in range(plan.mesh.pp)) for dp in range(plan.mesh.dp)]
-    made = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys(shared + replicas) if len(ranks) > 1}
+    made = {ranks: _group(ranks) for ranks in dict.fromkeys(shared + replicas) if len(ranks) > 1}
     holders = {stage: made.get(ranks) for stage, ranks in enumerate(shared) if rank in ranks}
     return Groups(rank, channels, holders, next(made.get(ranks) for ranks in replicas if rank in ranks))
+
+
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Its operations may wait long: that a partner is gone or stuck is for the driver to find out, and soon."""
+    return dist.new_group(list(ranks), timeout=PATIENCE)
 
 
 def _world(plan: Plan, dp: int, pp: int) -> int:
     return plan.mesh.rank(Coordinates(dp, pp, 0, 0, 0))
 
 
-def _join_ends(rank: int, source: int, target: int, group: dist.ProcessGroup, device: torch.device) -> None:
+def _join_ends(rank: int, source: int, target: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """NCCL joins two ends at their first transfer and holds both hosts until then: done here, where both are ready."""
     token = torch.zeros(1, device=device)
     if rank == source:
