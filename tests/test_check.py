@@ -16,7 +16,7 @@ from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.check import check
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
-from pentad.schedules.instruction import Instruction, Key, Op, Overlap, parse
+from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Key, Op, Overlap, parse
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.program import Program
 from pentad.schedules.simulate import simulate
@@ -151,16 +151,16 @@ def test_check_refuses_or_proves_whatever_it_is_given(program: Program) -> None:
 
 @st.composite
 def tangled(draw: st.DrawFn) -> Program:
-    """A right program where more instructions wait for earlier ones of their rank: only a deadlock can be wrong."""
+    """A right program where receives also wait for earlier sends of their rank: only a deadlock can be wrong."""
     name, ranks = draw(st.sampled_from([("1f1b", 2), ("zb-h2", 2), ("zb-h1", 4), ("dualpipe", 2)]))
     program = compiled(name, ranks, 2 * ranks, gated=draw(st.booleans()), replicas=2)
     streams = [list(stream) for stream in program.streams]
     for _ in range(draw(st.integers(1, 16))):
         stream = draw(st.sampled_from(streams))
-        index = draw(st.sampled_from([k for k, unit in enumerate(stream) if k and isinstance(unit, Instruction)]))
-        unit, earlier = stream[index], stream[draw(st.integers(max(0, index - 12), index - 1))]
-        assert isinstance(unit, Instruction)
-        stream[index] = unit._replace(waits=(*unit.waits, earlier.key))
+        index = draw(st.sampled_from([k for k, unit in enumerate(stream) if unit.parts[0].op in RECEIVES]))
+        sent = [unit.key for unit in stream[:index] if unit.parts[0].op in SENDS]
+        (part,) = stream[index].parts
+        stream[index] = part._replace(waits=(*part.waits, *sent[-draw(st.integers(1, 3)) :][:1]))
     return program.with_streams(tuple(map(tuple, streams)))
 
 

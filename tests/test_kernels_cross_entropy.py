@@ -71,8 +71,8 @@ def test_half_precision_logits_have_a_float32_loss() -> None:
 def test_triton_agrees_with_the_reference(rows: int, vocabulary: int, dtype: torch.dtype, bound: float) -> None:
     logits = 4 * torch.randn(rows, vocabulary, device="cuda", dtype=dtype)
     targets = torch.randint(vocabulary, (rows,), device="cuda")
-    targets[1::3] = IGNORE
     targets[2::7] = -1
+    targets[1::3] = IGNORE
     want_loss, want_lse = cross_entropy_reference(logits.double(), targets)
     wanted = logits.double()
     cross_entropy_backward_reference_(wanted, targets, want_lse, 0.125)
@@ -98,7 +98,7 @@ def test_logits_beyond_two_to_the_31_elements_are_reached() -> None:
     logits[-1, -1] = 20.0
     targets = torch.full((rows,), vocabulary - 1, device="cuda")
     loss, lse = cross_entropy(logits, targets)
-    assert loss[-1].item() == pytest.approx(torch.tensor(128255 * 2.718281828459045**-20 + 1).log().item(), rel=1e-3)
+    assert loss[-1].item() == pytest.approx(torch.tensor(128255 * 2.718281828459045**-20 + 1).log().item(), abs=1e-5)
     assert loss[0].item() == pytest.approx(11.7618, abs=1e-3)
     cross_entropy_backward_(logits, targets, lse, 1.0)
     assert logits[-2, -1].item() == pytest.approx(-1.0, abs=1e-3)

@@ -1,0 +1,106 @@
+"""A Runner without torch: it keeps a board and makes up results. `data.path` says how it behaves, as 'key=value,...'.
+
+| key | what |
+|---|---|
+| seconds | length of a step |
+| rank, step, how | that rank at that step raises, reports a user's mistake, dies, or hangs; its peers wait for it forever |
+| slow | seconds that `__init__` takes |
+| full | 1: every save finds the disk full |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from pentad.schedules.costs import Costs
+from pentad.schedules.errors import PentadError
+from pentad.schedules.plan import Plan
+from pentad.schedules.simulate import simulate
+from pentad.schedules.timeline import Span
+from pentad.workers.board import Board
+from pentad.workers.results import StepResult
+
+
+class FakeRunner:
+    def __init__(self, plan: Plan, rank: int, board: Path, epoch: int = 1, gpu: int = 0) -> None:
+        self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
+        self.orders = dict(pair.split("=") for pair in plan.data.split(",") if "=" in pair)
+        self.board = Board(board, epoch)
+        time.sleep(float(self.orders.get("slow", 0)))
+        step = simulate(plan.program, Costs.uniform(plan.program.stages))
+        self.seconds = float(self.orders.get("seconds", 0.002))
+        scale = self.seconds / max(span.end for span in step.spans)
+        self.spans = [s._replace(start=s.start * scale, end=s.end * scale) for s in step.spans if s.rank == self.pp]
+        self.steps = 0
+
+    def connect(self, address: str, timeout_seconds: float) -> None:
+        assert address.startswith("tcp://")
+
+    def restore(self, folder: str | None) -> None:
+        if folder:
+            from safetensors.torch import load_file
+
+            self.steps = int(load_file(Path(folder, "stage-000.safetensors"))["steps"])
+
+    def run(self, first_step: int, count: int) -> list[StepResult]:
+        return [self._step(step) for step in range(first_step, first_step + count)]
+
+    def save(self, folder: str, step: int) -> list[dict]:
+        if "full" in self.orders:
+            raise PentadError("checkpoint.every finds the disk full")
+        if self.rank:
+            return []
+        import torch
+
+        from pentad.workers.checkpoint import write_shard
+
+        return [write_shard(Path(folder), "stage-000.safetensors", {"steps": torch.tensor(self.steps)}).plain()]
+
+    def close(self) -> None:
+        pass
+
+    def _step(self, step: int) -> StepResult:
+        assert self.rank or self.steps == step, "steps come in order, and a restored run goes on where it stopped"
+        start = time.monotonic()
+        for counter in range(len(self.plan.program.streams[self.pp])):
+            self.board.write(step, counter)
+            if step == int(self.orders.get("step", -1)) and counter == 2:
+                self._obey(self.rank == int(self.orders["rank"]), self.orders["how"])
+        time.sleep(max(0.0, start + self.seconds - time.monotonic()))
+        self.board.write(step, -1)
+        self.steps = step + 1
+        last = self.pp == self.plan.mesh.pp - 1
+        at = self.plan.mesh.coordinates(self.rank)
+        numbers = range(at.dp * self.plan.batch.microbatches, (at.dp + 1) * self.plan.batch.microbatches)
+        return StepResult(
+            step=step,
+            losses={number: loss_of(step, number) for number in numbers} if last else {},
+            grad_norm=float("nan") if "nan" in self.orders and step == 1 else 1.0,
+            learning_rate=self.plan.optimizer.rate(step),
+            skipped="nan" in self.orders and step == 1,
+            spans=tuple(self._span(span, step, start) for span in self.spans),
+            host_seconds=0.001,
+            instructions=len(self.spans),
+            peak_bytes=self.rank,
+        )
+
+    def _span(self, span: Span, step: int, start: float) -> Span:
+        return span._replace(step=step, rank=self.rank, start=span.start + start, end=span.end + start)
+
+    def _obey(self, mine: bool, how: str) -> None:
+        if mine and how == "raise":
+            raise ZeroDivisionError("no such number")
+        if mine and how == "mistake":
+            raise PentadError("data.path is wrong, wanted a right one")
+        if mine and how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how != "none":
+            time.sleep(3600)  # as in a collective whose other member never comes
+
+
+def loss_of(step: int, number: int) -> float:
+    """The loss sum of a microbatch: no two alike, and their sum depends on the order in its last bits."""
+    return 100.0 / (step + 1) + 0.1 * number
