@@ -83,10 +83,13 @@ def _local(section: ClusterSection, ranks: int) -> Iterator[Cluster]:
 
 @contextmanager
 def _joined(section: ClusterSection) -> Iterator[Cluster]:
+    host = _reachable(section.address)
     mode = os.environ.get("RAY_AUTH_MODE", section.auth)
     passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)} | SEE_ALL_GPUS
     with ExitStack() as stack:
         stack.enter_context(_environment({"RAY_AUTH_MODE": mode, "RAY_USAGE_STATS_ENABLED": "0"}))
+        if host == LOOPBACK:  # else Ray looks for it at this machine's other address
+            stack.enter_context(_loopback_only())
         stack.callback(ray.shutdown)
         try:
             context = _init(address=section.address, runtime_env={"env_vars": passed_on})
@@ -101,6 +104,20 @@ def _joined(section: ClusterSection) -> Iterator[Cluster]:
         device, note = _device(section, 1, local=False)
         url = context.address_info.get("webui_url")
         yield Cluster(context.address_info["gcs_address"], False, device, f"http://{url}" if url else None, None, note)
+
+
+def _reachable(address: str) -> str:
+    """The host of 'HOST:PORT', '' for 'auto'. Raises PentadError when nobody listens there: Ray tries for minutes."""
+    if address == "auto":
+        return ""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=10):
+            return LOOPBACK if host == "localhost" else host
+    except (OSError, ValueError) as error:
+        raise PentadError(
+            f"cluster.address is {address!r}, but no Ray cluster answers there ({error}); wanted local, auto or HOST:PORT"
+        ) from error
 
 
 def _device(section: ClusterSection, ranks: int, *, local: bool) -> tuple[str, str]:

@@ -57,8 +57,8 @@ def peak_activations(program: Program) -> list[float]:
 
 def _check_placement(program: Program) -> None:
     held = {stage for stages in program.placement for stage in stages}
-    if not held or held != set(range(len(held))) or len(program.placement) != program.ranks:
-        text = f"placement {program.placement} does not put every stage from 0 on some of {program.ranks} ranks"
+    if not held or held != set(range(len(held))) or not all(program.placement) or len(program.placement) != program.ranks:
+        text = f"placement {program.placement} does not spread every stage from 0 over {program.ranks} ranks"
         raise ScheduleError(text)
     if program.microbatches < 1:
         raise ScheduleError(f"there are {program.microbatches} microbatches, but at least 1 is needed")

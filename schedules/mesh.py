@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Literal, NamedTuple
 
 Axis = Literal["dp", "pp", "cp", "tp", "ep"]
@@ -59,9 +60,8 @@ class Mesh:
     def group(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
         """Ranks that differ from `rank` in the given axes only, itself included, in rank order."""
         here = self.coordinates(rank)
-        fixed = [axis for axis in ORDER if axis not in axes]
-        others = ((other, self.coordinates(other)) for other in range(self.size))
-        return tuple(other for other, at in others if all(getattr(at, a) == getattr(here, a) for a in fixed))
+        along = (range(getattr(self, axis)) if axis in axes else (getattr(here, axis),) for axis in ORDER)
+        return tuple(self.rank(Coordinates(**dict(zip(ORDER, at, strict=True)))) for at in product(*along))
 
     def __str__(self) -> str:
         return " x ".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "cp", "tp", "ep") if getattr(self, axis) > 1) or "one rank"

@@ -1,0 +1,293 @@
+"""Laws of the command line: it does what it says or tells in one sentence why not."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from pentad.orchestrator.cli import main
+from pentad.orchestrator.config import dump, load
+from pentad.orchestrator.estimate import guess_costs
+from pentad.orchestrator.planning import make_plan, spread
+from pentad.orchestrator.runfolder import RunFolder
+from pentad.schedules.catalogue import CATALOGUE
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.costs import Costs
+from pentad.schedules.grid import time_grid
+from pentad.schedules.program import Program
+from pentad.schedules.simulate import simulate
+from pentad.schedules.timeline import Timeline
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
+Pentad = Callable[..., tuple[int, str, str]]
+SIZES = ("--ranks", "4", "--microbatches", "8")
+
+
+@pytest.fixture
+def pentad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pentad:
+    """Runs a command line in an empty folder: (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(list(arguments))
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_schedule_json_is_one_object_with_the_agreed_keys(pentad: Pentad, name: str) -> None:
+    status, out, err = pentad("schedule", name, *SIZES, "--json")
+    assert (status, err, out.count("\n")) == (0, "", 1)
+    facts = json.loads(out)
+    agreed = [
+        "name",
+        "ranks",
+        "microbatches",
+        "chunks",
+        "placement",
+        "makespan",
+        "longest",
+        "bubble",
+        "peak_activations",
+    ]
+    assert list(facts) == [*agreed, "streams", "program", "hash"]
+    assert (facts["name"], facts["ranks"], facts["microbatches"], facts["chunks"]) == (name, 4, 8, 1)
+    assert set(facts["bubble"]) == {"makespan", "longest"}
+    for key in ("placement", "peak_activations", "streams", "program"):
+        assert len(facts[key]) == 4
+    assert facts["hash"] == compile_program(name, 4, 8, costs=Costs.uniform(4)).hash
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("costs", [(1, 1, 1), (1, 2, 1)])
+def test_the_printed_grid_is_the_time_grid(pentad: Pentad, name: str, costs: tuple[int, int, int]) -> None:
+    status, out, _ = pentad("schedule", name, *SIZES, "--costs", ",".join(map(str, costs)), "--grid")
+    uniform = Costs.uniform(4, *costs)
+    program = compile_program(name, 4, 8, costs=uniform)
+    assert status == 0
+    assert out.startswith(time_grid(program, simulate(program, uniform), uniform) + "\n\n")
+    assert "longest" in out
+    assert "makespan" in out
+
+
+def test_costs_and_comm_reach_the_simulation(pentad: Pentad) -> None:
+    def makespan(*options: str) -> float:
+        return json.loads(pentad("schedule", "1f1b", *SIZES, "--json", *options)[1])["makespan"]
+
+    assert makespan("--costs", "2,2,2") == 2 * makespan()
+    assert makespan("--comm", "0.5") > makespan()
+
+
+def test_every_file_that_is_asked_for_is_written(pentad: Pentad) -> None:
+    files = ("--svg", "a.svg", "--html", "a.html", "--arrow", "a.arrow", "--csv", "a.csv")
+    status, out, _ = pentad("schedule", "zb-h1", *SIZES, *files)
+    assert status == 0
+    assert not out.startswith("F0")
+    assert all(f"written to {name}" in out for name in files[1::2])
+    assert ElementTree.parse("a.svg").getroot().tag.endswith("svg")
+    assert "<!doctype html>" in Path("a.html").read_text().lower()
+    assert Program.load(Path("a.arrow")) == compile_program("zb-h1", 4, 8)
+    with_grid = pentad("schedule", "zb-h1", *SIZES, "--csv", "a.csv", "--grid")[1]
+    assert with_grid.startswith("F0 F1")
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    assert pentad("schedule", name, *SIZES, "--csv", "order.csv")[0] == 0
+    with open("order.csv", newline="") as file:
+        rows = [[torch_schedules._Action.from_str(cell) for cell in row] for row in csv.reader(file)]
+    letters = {"F": "F", "I": "B", "W": "W", "B": "BW"}
+    read = [
+        [
+            (letters[a.computation_type.value], a.stage_index, a.microbatch_index)
+            for u in row
+            for a in u.sub_actions or (u,)
+        ]
+        for row in rows
+    ]
+    streams = compile_program(name, 4, 8).compute().streams
+    assert read == [[tuple(part.key) for unit in stream for part in unit.parts] for stream in streams]
+    if name != "dualpipe":  # torch wants every stage on one rank
+        torch_schedules._validate_schedule(dict(enumerate(rows)), 4, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("schedule", "zbh2", *SIZES), "schedule.name is 'zbh2' (did you mean 'zb-h2'?)"),
+        (("schedule", "1f1b", *SIZES, "--costs", "1,1"), "--costs is '1,1', wanted three numbers F,B,W"),
+        (("schedule", "1f1b", *SIZES, "--costs", "1,0,1"), "--costs: B is 0.0"),
+        (("schedule", "1f1b", *SIZES, "--comm", "-1"), "--comm is -1.0"),
+        (
+            ("schedule", "1f1b", *SIZES, "--chunks", "2"),
+            "--chunks is 2, but schedule 1f1b has 1 chunk a rank, wanted 1",
+        ),
+        (("schedule", "1f1b", *SIZES, "--group", "2"), "--group is 2, but schedule 1f1b does not take it"),
+        (
+            ("schedule", "1f1b", *SIZES, "--memory-limit", "2"),
+            "--memory-limit is 2, but schedule 1f1b does not take it",
+        ),
+        (("schedule", "1f1b", "--ranks", "0", "--microbatches", "8"), "ranks (mesh.pp) is 0"),
+        (("schedule", "1f1b", *SIZES, "--svg", "no/a.svg"), "--svg is 'no/a.svg', which cannot be written"),
+        (("plan", "none.yaml"), "CONFIG is 'none.yaml', which cannot be read"),
+        (("plan", "mesh.tp=2"), "mesh.tp is 2, but only 1 is supported"),
+        (("train", "run.bananas=1"), "run.bananas is unknown"),
+        (("timeline", "nope"), "RUN is 'nope', wanted a run's folder or a name under runs/: there are none"),
+        (("data", "inspect", "nope"), "PATH is 'nope'"),
+        (("data", "build", "nope", "out"), "nope"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_1(pentad: Pentad, arguments: tuple[str, ...], sentence: str) -> None:
+    status, out, err = pentad(*arguments)
+    assert (status, out) == (1, "")
+    assert err.startswith("pentad: ")
+    assert err.count("\n") == 1
+    assert sentence in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("trian",), "Did you mean 'train'?"),
+        (("data", "buidl"), "Did you mean 'build'?"),
+        (("schedule", "1f1b", "--rank", "4"), "--ranks"),
+        (("schedule", "1f1b", "--ranks", "4"), "--microbatches"),
+        (("schedule", "1f1b", "--ranks", "four", "--microbatches", "8"), "--ranks"),
+        (("plan", "a.yaml", "b.yaml"), "CONFIG is given twice, 'a.yaml' and 'b.yaml'"),
+        (("plan", "--device", "tpu"), "--device"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_status_2(
+    pentad: Pentad, arguments: tuple[str, ...], sentence: str
+) -> None:
+    status, out, err = pentad(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("pentad: ")
+    assert err.count("\n") == 1
+    assert sentence in err
+
+
+def test_plan_shows_ranks_memory_and_both_bubbles(pentad: Pentad) -> None:
+    status, out, err = pentad("plan", "run.name=trial", "--device", "cpu", "schedule.name=1f1b")
+    assert (status, err) == (0, "")
+    for word in ("trial", "1f1b", "dp0 pp3", " head", "longest", "makespan", "fits: needs"):
+        assert word in out
+
+
+def test_plan_json_is_one_object(pentad: Pentad) -> None:
+    facts = json.loads(pentad("plan", "--json", "--device", "cuda", "mesh.dp=2")[1])
+    assert (facts["device"], facts["dtype"], facts["transport"]) == ("cuda", "bfloat16", "peer")
+    assert facts["mesh"] == {"dp": 2, "pp": 4, "cp": 1, "tp": 1, "ep": 1}
+    assert [rank["rank"] for rank in facts["ranks"]] == list(range(8))
+    assert facts["ranks"][7]["stages"] == [3]
+    assert facts["ranks"][7]["layers"][0][1] == 8
+    assert facts["predicted"]["bubble"].keys() == {"longest", "makespan"}
+    assert facts["fits"]["ok"] is True
+
+
+def test_a_plan_that_does_not_fit_says_so(pentad: Pentad) -> None:
+    facts = json.loads(pentad("plan", "--json", "--device", "cuda", "model.hidden=32768", "model.ffn=131072")[1])
+    assert facts["fits"]["ok"] is False
+
+
+def test_overrides_may_stand_anywhere(pentad: Pentad) -> None:
+    Path("run.yaml").write_text(dump(load(None, ["run.name=from-file"])))
+    facts = json.loads(pentad("plan", "run.seed=1", "run.yaml", "--json", "mesh.pp=2")[1])
+    assert (facts["run"], facts["mesh"]["pp"]) == ("from-file", 2)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run 'trial' below runs/ that has measured steps 3 and 4, a little slower than planned."""
+    config = load(None, [f"run.folder={tmp_path / 'runs'}", "run.name=trial", "mesh.dp=2"])
+    plan = make_plan(config, "cpu")
+    simulated = simulate(plan.program, guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype))
+    wide = spread(simulated, plan.mesh)
+    spans = [
+        span._replace(step=step, start=1000 * step + 1.1 * span.start, end=1000 * step + 1.1 * span.end)
+        for step in (3, 4)
+        for span in wide.spans
+    ]
+    with RunFolder(config, plan) as folder:
+        folder.timelines(Timeline("measured", tuple(spans)), simulated)
+    return folder.path
+
+
+def test_timeline_compares_the_last_measured_step(pentad: Pentad, run: Path) -> None:
+    status, out, err = pentad("timeline", "trial", "--html", "a.html", "--trace", "a.json.gz")
+    assert (status, err) == (0, "")
+    assert "step 4 of trial" in out
+    assert len(re.findall(r"^ +\d simulated ", out, re.M)) == len(re.findall(r"^ +measured +[F.]", out, re.M)) == 8
+    assert Path("a.html").stat().st_size > 1000
+    assert Path("a.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+    facts = json.loads(pentad("timeline", str(run), "--json")[1])
+    assert facts["step"] == 4
+    assert facts["measured"]["makespan"] == pytest.approx(facts["simulated"]["makespan"], rel=1e-3)
+    assert len(facts["busy_seconds"]) == 8
+
+
+def test_a_run_without_a_timeline_says_what_it_lacks(pentad: Pentad, run: Path) -> None:
+    (run / "timeline.arrow").unlink()
+    status, _, err = pentad("timeline", "trial")
+    assert status == 1
+    assert "has no timeline.arrow, wanted a run that measured a step" in err
+
+
+def test_data_is_built_and_inspected(pentad: Pentad) -> None:
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog \x1b[31m. " * 200)
+    status, out, _ = pentad("data", "build", "text.txt", "corpus", "--vocab", "300", "--json")
+    assert status == 0
+    built = json.loads(out)
+    assert built["tokens"] > 200
+    facts = json.loads(pentad("data", "inspect", "corpus", "--samples", "1", "--json")[1])
+    assert facts["fingerprint"] == built["fingerprint"]
+    assert "fox" in facts["samples"][0]
+    status, out, _ = pentad("data", "inspect", "corpus")
+    assert status == 0
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("schedule", "zb-h2", *SIZES, "--html", "a.html", "--csv", "a.csv"), ("plan",), ("plan", "--json"), ("--help",)],
+)
+def test_neither_torch_nor_ray_is_needed_to_plan(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    code = f"""
+import sys
+class Blocker:
+    def find_spec(self, name: str, path=None, target=None):
+        assert name.partition(".")[0] not in ("torch", "ray", "tokenizers"), name
+sys.meta_path.insert(0, Blocker())
+from pentad.orchestrator.cli import main
+sys.exit(main({list(arguments)!r}))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    code = "import sys; from pentad.orchestrator.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "schedule", "1f1b", "--ranks", "8", "--microbatches", "600", "--json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=ENVIRONMENT
+    ) as child:
+        assert child.stdout
+        assert child.stderr
+        child.stdout.read(10)
+        child.stdout.close()
+        assert child.stderr.read() == b""

@@ -1,0 +1,134 @@
+"""Laws of the embedded cluster: who may reach it, that two get along, and that nothing of it stays."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import ray
+from leftovers import Leftovers
+
+from pentad.orchestrator import cluster as clusters
+from pentad.orchestrator.sections import ClusterSection
+from pentad.schedules.errors import PentadError
+
+CPU = ClusterSection(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def running():
+    with clusters.start(CPU, 4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def ray_resources(monkeypatch: pytest.MonkeyPatch):
+    def have(**resources: float) -> None:
+        monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+
+    return have
+
+
+def test_a_local_cluster_has_room_for_the_ranks_and_their_workers_ahead(running):
+    assert running.local
+    assert running.device == "cpu"
+    assert ray.cluster_resources()["CPU"] == 4
+    assert "GPU" not in ray.cluster_resources()
+
+
+def test_it_listens_on_the_loopback_interface_only(running):
+    listening = clusters.psutil.net_connections("tcp")
+    ours = {process.pid for process in clusters.psutil.Process().children(recursive=True)}
+    hosts = {c.laddr.ip for c in listening if c.status == clusters.psutil.CONN_LISTEN and c.pid in ours}
+    assert hosts <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert hosts
+
+
+def test_it_demands_a_token_that_only_its_owner_can_read(running):
+    address = f"{running.dashboard}/api/v0/actors"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(address, timeout=20)
+    assert running.token_file.stat().st_mode & 0o777 == 0o600
+    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {running.token_file.read_text()}"})
+    assert urllib.request.urlopen(request, timeout=20).status == 200
+
+
+def test_the_users_home_gets_no_token_file(running):
+    assert not (Path.home() / ".ray" / "auth_token").exists()
+
+
+def test_signals_stay_the_drivers(running):
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_auto_means_gpus_if_there_are_enough(ray_resources):
+    auto = ClusterSection()
+    ray_resources(CPU=8.0, GPU=4.0)
+    assert clusters._device(auto, 4, local=True) == ("cuda", "")
+    assert clusters._device(auto, 8, local=False) == ("cuda", "")
+    device, note = clusters._device(auto, 8, local=True)
+    assert device == "cpu"
+    assert note == "8 ranks want a GPU each, but this machine has 4: training on CPUs"
+    assert clusters._device(ClusterSection(device="cuda"), 8, local=True) == ("cuda", "")
+    ray_resources(CPU=8.0)
+    assert clusters._device(auto, 4, local=True) == ("cpu", "")
+
+
+def test_a_taken_dashboard_port_is_told_with_its_holder():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(PentadError, match=rf"^cluster.dashboard_port is {port}, but .*pid {os.getpid()}.* or 0 for any$"),
+            clusters.start(ClusterSection(dashboard_port=port), 1),
+        ):
+            pytest.fail("the port was taken")
+
+
+JOIN = """
+import sys
+from pentad.orchestrator import cluster
+from pentad.orchestrator.sections import ClusterSection
+from pentad.schedules.errors import PentadError
+import ray
+try:
+    with cluster.start(ClusterSection(**eval(sys.argv[1])), 2) as joined:
+        one = ray.remote(num_cpus=1)(lambda: 1)
+        print(sum(ray.get([one.remote(), one.remote()])), joined.local, joined.address)
+except PentadError as error:
+    print(error)
+"""
+
+
+def python(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=True)
+    assert not done.stderr.strip(), done.stderr
+    return done.stdout.strip()
+
+
+def test_two_clusters_live_side_by_side_and_the_second_leaves_nothing(running):
+    before = Leftovers.now()
+    answer = python(JOIN, "{'device': 'cpu'}")
+    assert answer.startswith("2 True 127.0.0.1:")
+    assert answer.split()[-1] != running.address
+    before.assert_nothing_more()
+    assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
+
+
+def test_an_existing_cluster_is_joined_and_stays(running, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", running.token_file.read_text())
+    assert python(JOIN, repr({"address": running.address})) == f"2 False {running.address}"
+    assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
+
+
+def test_an_address_where_no_cluster_answers_is_told():
+    answer = python(JOIN, "{'address': '127.0.0.1:1'}")
+    assert answer.startswith("cluster.address is '127.0.0.1:1', but no Ray cluster answers there")
