@@ -90,7 +90,8 @@ class Calls:
             self.display.step(row)
             if row["skipped"]:
                 self.display.note(f"step {row['step']} had a gradient norm that is not finite: no weight changed")
-        self.pace = max(1, min(4 * self.pace, int(CALL_SECONDS / rows[-1]["step_seconds"])))
+        seconds = sum(row["step_seconds"] for row in rows) / len(rows)
+        self.pace = max(1, min(4 * self.pace, int(CALL_SECONDS / seconds)))
 
     def _commit(self, call: Call) -> None:
         """Waits for shards and has them committed while training goes on; a full disk ends only a run's last save."""

@@ -10,8 +10,9 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ LOOPBACK = "127.0.0.1"
 psutil = ray._private.node.psutil  # Ray carries its own
 # What a driver's environment says to its workers on other nodes.
 PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTHONPATH")
+# No reports to Ray's makers, and no copies on stderr of errors that a group tells in its own words.
+SILENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 # Every rank sees all GPUs of its node: what copies between two GPUs must see both.
 SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
@@ -87,7 +90,7 @@ def _joined(section: ClusterSection) -> Iterator[Cluster]:
     mode = os.environ.get("RAY_AUTH_MODE", section.auth)
     passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)} | SEE_ALL_GPUS
     with ExitStack() as stack:
-        stack.enter_context(_environment({"RAY_AUTH_MODE": mode, "RAY_USAGE_STATS_ENABLED": "0"}))
+        stack.enter_context(_environment({"RAY_AUTH_MODE": mode, **SILENT}))
         if host == LOOPBACK:  # else Ray looks for it at this machine's other address
             stack.enter_context(_loopback_only())
         stack.callback(ray.shutdown)
@@ -99,7 +102,7 @@ def _joined(section: ClusterSection) -> Iterator[Cluster]:
             ) from error
         except (ConnectionError, RuntimeError, OSError, ValueError, AssertionError) as error:
             raise PentadError(
-                f"cluster.address is {section.address!r}, but no Ray cluster answers there: {_first_line(error)}"
+                f"cluster.address is {section.address!r}, where no Ray cluster answers: {_first_line(error)}"
             ) from error
         device, note = _device(section, 1, local=False)
         url = context.address_info.get("webui_url")
@@ -116,7 +119,7 @@ def _reachable(address: str) -> str:
             return LOOPBACK if host == "localhost" else host
     except (OSError, ValueError) as error:
         raise PentadError(
-            f"cluster.address is {address!r}, but no Ray cluster answers there ({error}); wanted local, auto or HOST:PORT"
+            f"cluster.address is {address!r}, where no Ray cluster answers ({error}), wanted local, auto or HOST:PORT"
         ) from error
 
 
@@ -136,7 +139,7 @@ def _local_variables(token: str) -> dict[str, str]:
         name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ
     }
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
-    return found | auth | SEE_ALL_GPUS | {"RAY_USAGE_STATS_ENABLED": "0"}
+    return found | auth | SEE_ALL_GPUS | SILENT
 
 
 @contextmanager
@@ -222,15 +225,24 @@ def _token_file(folder: Path, token: str) -> Path | None:
 
 
 def _end(folder: Path) -> None:
-    """Stops the local cluster and waits until none of its processes is left; those of its dashboard need killing."""
+    """Stops the local cluster and waits until none of its processes is left; parts of its dashboard outlive it."""
     roots = [child for child in psutil.Process().children() if _mentions(child, str(folder))]
     tree = [process for root in roots for process in (root, *root.children(recursive=True))]
     ray.shutdown()
-    _, alive = psutil.wait_procs(tree, timeout=0.5)
-    for process in alive:
-        if process.is_running():
+    for process in tree:
+        with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(alive, timeout=5)
+    until = time.monotonic() + 5
+    while any(_runs(process) for process in tree) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _runs(process: Any) -> bool:
+    """Not so a zombie: it waits only for its new parent to take note of its end."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _mentions(process: Any, text: str) -> bool:

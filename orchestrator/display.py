@@ -105,7 +105,7 @@ class Display:
             parts += [Text(), steps_table(self.rows)]
         if self.states:
             room = max(1, min(_MOST_RANKS, self.console.height - _LINES - 10))
-            parts += [Text(), states_table(self.states, room)]
+            parts += [Text(), states_table(self.states, room, self.rows[-1]["step"] if self.rows else -1)]
         return Group(*parts)
 
     def _header(self) -> RenderableType:
@@ -115,7 +115,7 @@ class Display:
         bar = ProgressBar(self.steps, done, width=wide, complete_style="cyan", finished_style="green")
         pace = [row["step_seconds"] for row in self.rows]
         left = (self.steps - done) * sum(pace) / len(pace) if pace else 0.0
-        rest = "done" if done >= self.steps else f"{duration(left)} left"
+        rest = "done" if done >= self.steps else f"{duration(round(left))} left"
         head.add_row(Text(f" {self.name}", "bold"), f"{done}/{self.steps} steps", bar, Text(rest, "dim"))
         if len(self.losses) < 2 or self.console.options.ascii_only:
             return head
@@ -221,13 +221,13 @@ def steps_table(rows: Sequence[dict[str, Any]] | deque[dict[str, Any]]) -> Table
     return table
 
 
-def states_table(states: Sequence[RankState], most: int) -> Table:
+def states_table(states: Sequence[RankState], most: int, newest: int = -1) -> Table:
+    """A row a rank; what was heard before step `newest` ended is not shown, for it is no longer so."""
     table = _table("rank>", "place", "state", "step>", "instruction")
     for s in states[:most]:
-        style = _STATES.get(s.state, "")
-        step = "-" if s.step < 0 else str(s.step)
-        cells = (str(s.rank), str(s.coordinates), Text(s.state, style), step, Text(s.instruction))
-        table.add_row(*cells)
+        known = s.step >= newest
+        now = (Text(s.state, _STATES.get(s.state, "")), str(s.step) if s.step >= 0 else "-", Text(s.instruction))
+        table.add_row(str(s.rank), str(s.coordinates), *(now if known else ("-", "-", "")))
     return _with_more(table, len(states))
 
 

@@ -51,6 +51,7 @@ class Worker:
         module, _, name = runner.partition(":")
         self.label, self.module, self.name = label, module, name
         session = ray._private.worker.global_worker.node.get_session_dir_path()
+        self.stream: tuple[Unit, ...] = ()
         self.board = Path(session) / f"pentad-board-{os.getpid()}"
 
     def __repr__(self) -> str:
@@ -109,7 +110,8 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        return read_status(self.board, self.stream)
+        """Once `start` has made the runner; before that a status without an epoch."""
+        return read_status(self.board, self.stream) if self.board.exists() else Status(0, -1, "", 0.0)
 
     @ray.method(concurrency_group="control")
     def clock(self) -> float:

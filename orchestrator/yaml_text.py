@@ -44,7 +44,7 @@ for _tag, _pattern, _first in _SCALARS:
 def load_yaml(text: str, source: str) -> Any:
     """Plain data. Raises PentadError with `source` and the line where it stops making sense."""
     try:
-        return yaml.load(text, _Loader)
+        return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""

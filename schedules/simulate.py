@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from pentad.schedules.costs import Costs
 from pentad.schedules.graph import build, ordered
+from pentad.schedules.instruction import Unit
 from pentad.schedules.program import Program
 from pentad.schedules.timeline import Span, Timeline
 
@@ -19,13 +22,17 @@ def simulate(program: Program, costs: Costs, *, step: int = 0) -> Timeline:
     for event in ordered(graph):
         starts[event] = max((ends[earlier] for earlier in graph.before[event]), default=0.0)
         units = [program.streams[node.rank][node.index] for node in graph.members[event]]
-        ends[event] = starts[event] + max(sum(costs.of(part) for part in unit.parts) for unit in units)
+        ends[event] = max(_moments(unit, starts[event], costs)[-1] for unit in units)
     spans = []
     for node in graph.nodes:
-        start = starts[graph.event[node]]
-        for part in program.streams[node.rank][node.index].parts:
-            end = start + costs.of(part)
+        unit = program.streams[node.rank][node.index]
+        moments = _moments(unit, starts[graph.event[node]], costs)
+        for part, start, end in zip(unit.parts, moments, moments[1:], strict=False):
             where = (part.op.value, part.stage, part.microbatch, part.peer)
             spans.append(Span(step, node.rank, part.lane, str(part.key), *where, start, end))
-            start = end
     return Timeline("simulated", tuple(spans))
+
+
+def _moments(unit: Unit, start: float, costs: Costs) -> list[float]:
+    """When a unit starts, and when each of its parts ends: one after the other."""
+    return list(accumulate((costs.of(part) for part in unit.parts), initial=start))

@@ -1,4 +1,4 @@
-"""A Runner without torch: it keeps a board and makes up results. `data.path` says how it behaves, as 'key=value,...'.
+"""A Runner without torch: it keeps a board and makes up results. `data.path` says how it behaves, as 'fake:key=value,...'.
 
 | key | what |
 |---|---|
@@ -6,6 +6,7 @@
 | rank, step, how | that rank at that step raises, reports a user's mistake, dies, or hangs; its peers wait for it forever |
 | slow | seconds that `__init__` takes |
 | full | 1: every save finds the disk full |
+| nan | 1: the gradient norm of step 1 is not a number |
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pentad.workers.results import StepResult
 class FakeRunner:
     def __init__(self, plan: Plan, rank: int, board: Path, epoch: int = 1, gpu: int = 0) -> None:
         self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
-        self.orders = dict(pair.split("=") for pair in plan.data.split(",") if "=" in pair)
+        self.orders = dict(pair.split("=") for pair in plan.data.removeprefix("fake:").split(",") if "=" in pair)
         self.board = Board(board, epoch)
         time.sleep(float(self.orders.get("slow", 0)))
         step = simulate(plan.program, Costs.uniform(plan.program.stages))

@@ -131,4 +131,4 @@ def test_an_existing_cluster_is_joined_and_stays(running, monkeypatch):
 
 def test_an_address_where_no_cluster_answers_is_told():
     answer = python(JOIN, "{'address': '127.0.0.1:1'}")
-    assert answer.startswith("cluster.address is '127.0.0.1:1', but no Ray cluster answers there")
+    assert answer.startswith("cluster.address is '127.0.0.1:1', where no Ray cluster answers")

@@ -82,6 +82,19 @@ def test_in_a_terminal_a_table_shows_the_last_steps_and_every_rank() -> None:
         assert re.search(rf"^ +{rank} +dp0 pp{rank} +running +11 +{rank}F3", frame, re.M)
 
 
+def test_what_was_heard_of_a_rank_before_the_last_step_is_not_shown() -> None:
+    plan, _, _ = planned()
+    screen = console(terminal=True)
+    with Display(screen, "trial", 60) as display:
+        display.refresh(states(plan, 3))
+        display.step(row(3))
+        current = CODES.sub("", shown(screen)).rpartition("trial")[2]
+        display.step(row(4))
+        stale = CODES.sub("", shown(screen)).rpartition("trial")[2]
+    assert re.search(r"^ +2 +dp0 pp2 +running +3 +2F3", current, re.M)
+    assert re.search(r"^ +2 +dp0 pp2 +- +- *$", stale, re.M)
+
+
 def test_the_terminal_gets_its_cursor_back_however_the_run_ends() -> None:
     screen = console(terminal=True)
 

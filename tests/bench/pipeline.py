@@ -11,16 +11,19 @@ import multiprocessing as mp
 import socket
 import statistics
 import tempfile
+import time
 import traceback
 from itertools import pairwise
 from pathlib import Path
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
+from pentad.schedules.instruction import Instruction
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
 from pentad.schedules.simulate import simulate
 from pentad.schedules.timeline import Timeline
+from pentad.workers.executor import Executor
 
 MODELS = {
     "1b": ModelShape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_theta=5e5),
@@ -55,10 +58,29 @@ def serve(plan: Plan, rank: int, address: str, end) -> None:
             runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
             runner.connect(address, 60)
             first = runner.run(0, 2)
-            end.send(first + runner.run(2, plan.optimizer.steps - 2))
+            inside = watch(runner.executor)
+            results = runner.run(2, plan.optimizer.steps - 2)
+            issued = sum(result.instructions for result in results)
+            around = sum(result.host_seconds for result in results) - sum(map(sum, inside.values()))
+            host = {op: 1e6 * statistics.median(seconds) for op, seconds in inside.items()}
+            end.send((first + results, host | {"around": 1e6 * around / issued}))
             runner.close()
     except BaseException:
         end.send(traceback.format_exc())
+
+
+def watch(executor: Executor) -> dict[str, list[float]]:
+    """Host seconds that each kind of instruction takes to issue; the loop, the lanes and the events are around it."""
+    inside: dict[str, list[float]] = {}
+    execute = executor._execute
+
+    def timed(part: Instruction) -> None:
+        started = time.monotonic()
+        execute(part)
+        inside.setdefault(part.op.value, []).append(time.monotonic() - started)
+
+    executor._execute = timed  # type: ignore[method-assign]
+    return inside
 
 
 def measured_costs(plan: Plan, spans: list) -> Costs:
@@ -97,7 +119,7 @@ def measure(args: argparse.Namespace, name: str) -> dict:
     failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
     if failed:
         return {"schedule": name, "error": failed[0]}
-    return facts(args, plan, answers)
+    return facts(args, plan, [answer for answer, _ in answers]) | {"host_us": [host for _, host in answers][1 % len(answers)]}
 
 
 def facts(args: argparse.Namespace, plan: Plan, answers: list) -> dict:
@@ -107,7 +129,6 @@ def facts(args: argparse.Namespace, plan: Plan, answers: list) -> dict:
     seconds = statistics.median(b - a for a, b in pairwise(starts.values()))
     lines = [Timeline("measured", tuple(spans[step])) for step in steps]
     planned = simulate(plan.program, measured_costs(plan, [s for step in steps for s in spans[step]]))
-    host = [1e6 * a[s].host_seconds / a[s].instructions for a in answers for s in steps]
     return {
         "schedule": plan.program.name,
         "step_seconds": seconds,
@@ -116,7 +137,6 @@ def facts(args: argparse.Namespace, plan: Plan, answers: list) -> dict:
         "bubble_simulated": planned.bubble().makespan,
         "makespan_measured": statistics.median(line.makespan for line in lines),
         "makespan_simulated": planned.makespan,
-        "host_us_per_instruction": statistics.median(host),
         "losses": [sum(x for a in answers for x in a[s].losses.values()) / plan.batch.tokens for s in range(args.steps)],
         "peak_gib": max(a[-1].peak_bytes for a in answers) / 2**30,
     }

@@ -1,0 +1,165 @@
+"""Laws of the calls that keep ranks busy, with a group that is a list of what it was asked."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pentad.orchestrator.calls import AHEAD, Calls
+from pentad.orchestrator.config import RunConfig, load
+from pentad.orchestrator.display import Display
+from pentad.orchestrator.group import WorkerError
+from pentad.orchestrator.interrupts import Interrupts
+from pentad.orchestrator.measure import History
+from pentad.orchestrator.planning import make_plan
+from pentad.orchestrator.runfolder import METRICS, RunFolder, read_lines
+from pentad.schedules.errors import PentadError
+from pentad.schedules.plan import Plan
+from pentad.schedules.timeline import Span
+from pentad.workers.results import StepResult
+
+
+class Ranks:
+    """Answers calls at once, each step `seconds` long; `waiting` is the largest number of calls handed in ahead."""
+
+    def __init__(self, plan: Plan, seconds: float) -> None:
+        self.plan, self.seconds, self.now = plan, seconds, 0.0
+        self.asked: list[tuple] = []
+        self.open: list[tuple] = []
+        self.ahead = 0
+        self.broken: dict[tuple, PentadError] = {}
+        self.interrupts: Interrupts | None = None
+        self.interrupt_at = -1
+
+    def _submit(self, *call: Any) -> list[tuple]:
+        self.asked.append(call)
+        if call[0] != "commit":
+            self.open.append(call)
+            self.ahead = max(self.ahead, len(self.open))
+        return [call]
+
+    def submit_run(self, first: int, count: int) -> list[tuple]:
+        return self._submit("run", first, count)
+
+    def submit_save(self, folder: Path, step: int) -> list[tuple]:
+        assert folder.name == f"step-{step:08d}"
+        return self._submit("save", step)
+
+    def submit_commit(self, folder: Path, step: int, shards: list, meta: dict, keep: int) -> list[tuple]:
+        assert shards == [{"of": 0}, {"of": 1}]
+        return self._submit("commit", step)
+
+    def ready(self, refs: list[tuple]) -> bool:
+        return True
+
+    def collect(self, refs: list[tuple], *, tick: Any = None) -> list:
+        (call,) = refs
+        if call[0] != "commit":
+            assert call == self.open.pop(0)
+        if call in self.broken:
+            raise self.broken[call]
+        if call[0] != "run":
+            return [[{"of": 0}], [{"of": 1}]] if call[0] == "save" else [None]
+        steps = [self._step(step) for step in range(call[1], call[1] + call[2])]
+        return [steps] * self.plan.mesh.size
+
+    def _step(self, step: int) -> StepResult:
+        if step == self.interrupt_at and self.interrupts:
+            self.interrupts.asked = True
+        start, self.now = self.now, self.now + self.seconds
+        span = Span(step, 0, "compute", "0F0", "F", 0, 0, -1, start, self.now)
+        return StepResult(step, {0: 1.0}, 1.0, 0.1, False, (span,), 0.0, 1, 0)
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Runs all calls of a configuration; returns the ranks with what they were asked, and the calls."""
+
+    def do(*overrides: str, seconds: float = 0.3, first: int = 0, prepare: Any = None) -> tuple[Ranks, Calls]:
+        sizes = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.sequences=8"]
+        config: RunConfig = load(None, [f"run.folder={tmp_path}", *sizes, *overrides])
+        plan = make_plan(config, "cpu")
+        ranks = Ranks(plan, seconds)
+        interrupts = Interrupts()
+        ranks.interrupts = interrupts
+        if prepare:
+            prepare(ranks)
+        with RunFolder(config, plan) as folder:
+            display = Display(Console(quiet=True), config.run.name, config.run.steps)
+            calls = Calls(config, ranks, folder, display, History(plan, 1, keep=2), interrupts, first)  # type: ignore[arg-type]
+            calls.run()
+        steps = [row["step"] for row in read_lines(folder.path / METRICS)]
+        assert steps == list(range(first, calls.done))
+        return ranks, calls
+
+    return do
+
+
+def runs(ranks: Ranks) -> list[tuple[int, int]]:
+    return [(call[1], call[2]) for call in ranks.asked if call[0] == "run"]
+
+
+@pytest.mark.parametrize("every", [0, 1, 4, 7])
+@pytest.mark.parametrize("seconds", [0.01, 0.3, 5.0])
+def test_every_step_runs_once_and_calls_end_where_checkpoints_are(run, every, seconds):
+    ranks, calls = run("run.steps=23", f"checkpoint.every={every}", seconds=seconds)
+    steps = [step for first, count in runs(ranks) for step in range(first, first + count)]
+    assert steps == list(range(23))
+    assert calls.done == 23
+    boundaries = [*(range(every, 23, every) if every else ()), 23]
+    assert [call[1] for call in ranks.asked if call[0] == "save"] == boundaries
+    assert [call[1] for call in ranks.asked if call[0] == "commit"] == boundaries
+    assert ranks.asked.index(("save", 23)) > max(k for k, call in enumerate(ranks.asked) if call[0] == "run")
+
+
+def test_calls_grow_to_about_a_second_and_the_first_is_one_step(run):
+    ranks, _ = run("run.steps=200", seconds=0.04)
+    counts = [count for _, count in runs(ranks)]
+    assert counts[:2] == [1, 1]
+    assert max(counts) in (24, 25)
+    assert all(later <= 4 * max(1, before) for before, later in zip(counts, counts[2:], strict=False))
+
+
+def test_slow_steps_come_one_a_call(run):
+    ranks, _ = run("run.steps=6", seconds=3.0)
+    assert runs(ranks) == [(step, 1) for step in range(6)]
+
+
+def test_a_call_is_always_handed_in_ahead_and_never_more(run):
+    ranks, _ = run("run.steps=30", "checkpoint.every=5")
+    assert ranks.ahead == AHEAD
+
+
+def test_a_resumed_run_goes_on_where_it_was(run):
+    ranks, calls = run("run.steps=12", "checkpoint.every=5", first=10)
+    assert runs(ranks)[0] == (10, 1)
+    assert [call[1] for call in ranks.asked if call[0] == "save"] == [12]
+
+
+def test_an_interrupt_ends_after_the_steps_under_way_with_a_checkpoint(run):
+    ranks, calls = run("run.steps=1000", "checkpoint.every=100", prepare=lambda r: setattr(r, "interrupt_at", 20))
+    assert 20 < calls.done < 40
+    assert ranks.asked[-2:] == [("save", calls.done), ("commit", calls.done)]
+
+
+@pytest.mark.parametrize("what", ["save", "commit"])
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(run, what):
+    ranks, calls = run(
+        "run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 8): PentadError("disk full")})
+    )
+    assert calls.done == 12
+    assert [call[1] for call in ranks.asked if call[0] == "commit"] == [4, *([8] if what == "commit" else []), 12]
+
+
+@pytest.mark.parametrize("what", ["save", "commit"])
+def test_the_last_checkpoint_must_be_written(run, what):
+    with pytest.raises(PentadError, match="disk full"):
+        run("run.steps=12", prepare=lambda r: r.broken.update({(what, 12): PentadError("disk full")}))
+
+
+@pytest.mark.parametrize("what", ["save", "commit"])
+def test_a_rank_that_dies_while_it_saves_ends_the_run(run, what):
+    died = WorkerError("rank 1 died", 1, "")
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        run("run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 4): died}))

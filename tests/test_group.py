@@ -1,0 +1,167 @@
+"""Laws of a group of workers, on one embedded cluster with room for four ranks that run without torch."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from leftovers import psutil
+
+from pentad.orchestrator import cluster as clusters
+from pentad.orchestrator.config import RunConfig, load
+from pentad.orchestrator.group import WorkerError, WorkerGroup
+from pentad.orchestrator.placement import reserve
+from pentad.orchestrator.planning import make_plan
+from pentad.orchestrator.sections import ClusterSection
+from pentad.schedules.errors import PentadError
+from pentad.schedules.mesh import Mesh
+from pentad.schedules.plan import Plan
+
+FAKE = "fake_runner:FakeRunner"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        with clusters.start(ClusterSection(device="cpu", dashboard=False), 4) as cluster:
+            yield cluster
+
+
+def config_of(behaviour: str, *overrides: str) -> RunConfig:
+    sizes = ["model.layers=4", "schedule.microbatches=4", "batch.sequences=8", "cluster.device=cpu", *overrides]
+    return load(None, [f'data.path="{behaviour}"', *sizes])
+
+
+def plan_of(behaviour: str = "fake:", *overrides: str) -> Plan:
+    return make_plan(config_of(behaviour, *overrides), "cpu")
+
+
+def start(plan: Plan, seconds: float = 30) -> WorkerGroup:
+    return WorkerGroup.start(plan, reserve(plan.mesh, "cpu", 10, fixed=True), seconds, runner=FAKE)
+
+
+def pids_of(group: WorkerGroup) -> list[int]:
+    return [at.pid for at in group.places]
+
+
+def assert_gone(pids: list[int], seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left
+
+
+def assert_all_free(seconds: float = 10) -> None:
+    """Ray counts what is free a little late."""
+    until = time.monotonic() + seconds
+    while (free := ray.available_resources().get("CPU")) != 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert free == 4
+
+
+def test_every_rank_runs_every_step_and_says_where_it_is(cluster):
+    plan = plan_of("fake:", "mesh.pp=2", "mesh.dp=2")
+    with start(plan) as group:
+        group.restore(None)
+        results = group.run(0, 5)
+        assert [[result.step for result in mine] for mine in results] == [[0, 1, 2, 3, 4]] * 4
+        assert [{span.rank for result in mine for span in result.spans} for mine in results] == [{0}, {1}, {2}, {3}]
+        assert [len(mine[0].losses) for mine in results] == [0, 0, 4, 4]
+        assert group.offsets == (0.0,) * 4
+        assert len(set(pids_of(group))) == 4
+        named = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+        assert named == {f"pentad/quickstart/dp{dp}-pp{pp}" for dp in (0, 1) for pp in (0, 1)}
+        pids = pids_of(group)
+    assert_gone(pids)
+    assert_all_free()
+    group.stop()  # a second time does nothing
+
+
+def test_calls_handed_in_ahead_are_done_in_order(cluster):
+    with start(plan_of("fake:seconds=0.05", "mesh.pp=2")) as group:
+        calls = [group.submit_run(0, 2), group.submit_run(2, 1), group.submit_run(3, 3)]
+        assert not group.ready(calls[2])
+        done = [[result.step for result in group.collect(call)[1]] for call in calls]
+        assert done == [[0, 1], [2], [3, 4, 5]]
+
+
+def test_a_status_says_what_a_busy_rank_does_and_never_waits(cluster):
+    with start(plan_of("fake:seconds=1.0,rank=0,step=0,how=hang", "mesh.pp=2")) as group:
+        group.submit_run(0, 1)
+        seen = {}
+        until = time.monotonic() + 20
+        while len([s for s in seen.values() if s.instruction]) < 2 and time.monotonic() < until:
+            started = time.monotonic()
+            seen = group.statuses()
+            assert time.monotonic() - started < 0.5
+            time.sleep(0.05)
+        stream = group.plan.program.streams[0]
+        assert seen[0].instruction == str(stream[2]).partition(" after ")[0]
+        assert (seen[0].step, seen[0].epoch) == (0, 1)
+        group.stop(kill=True)
+
+
+def test_a_killed_rank_is_named_within_seconds_and_the_others_go_too(cluster):
+    plan = plan_of("fake:rank=1,step=3,how=die")
+    with pytest.raises(WorkerError) as caught, start(plan) as group:
+        pids = pids_of(group)
+        group.run(0, 3)
+        began = time.monotonic()
+        group.run(3, 2)
+    took = time.monotonic() - began
+    instruction = str(plan.program.streams[1][2]).partition(" after ")[0]
+    expected = f"rank 1 (dp0 pp1, node 127.0.0.1, pid {pids[1]}) died at step 3 in {instruction}: its process was killed or crashed"
+    assert str(caught.value) == expected
+    assert caught.value.rank == 1
+    assert took < 10
+    assert_gone(pids)
+    assert_all_free()
+
+
+def test_an_exception_of_a_rank_is_told_with_its_instruction(cluster):
+    plan = plan_of("fake:rank=0,step=1,how=raise", "mesh.pp=2")
+    with pytest.raises(WorkerError) as caught, start(plan) as group:
+        group.run(0, 3)
+    instruction = str(plan.program.streams[0][2]).partition(" after ")[0]
+    assert str(caught.value).endswith(f"failed at step 1 in {instruction}: ZeroDivisionError: no such number")
+    assert "fake_runner.py" in caught.value.detail  # the traceback
+
+
+def test_a_users_mistake_found_by_a_rank_is_told_in_its_own_words(cluster):
+    with pytest.raises(PentadError) as caught, start(plan_of("fake:rank=0,step=0,how=mistake", "mesh.pp=2")) as group:
+        group.run(0, 1)
+    assert str(caught.value) == "data.path is wrong, wanted a right one"
+
+
+def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster):
+    began = time.monotonic()
+    with pytest.raises(PentadError) as caught:
+        reserve(Mesh(dp=2, pp=4), "cpu", 60, fixed=True)
+    assert time.monotonic() - began < 5
+    assert str(caught.value) == "mesh dp2 x pp4 has 8 ranks and wants 8 CPUs, but the cluster has only 4 CPUs on 1 node"
+    with pytest.raises(PentadError, match="wants 2 GPUs and 2 CPUs, but the cluster has only 0 GPUs and 4 CPUs on 1 node"):
+        reserve(Mesh(pp=2), "cuda", 60, fixed=True)
+
+
+def test_places_that_do_not_come_free_in_time_are_told_and_given_back(cluster):
+    held = reserve(Mesh(pp=3), "cpu", 10, fixed=True)
+    try:
+        with pytest.raises(PentadError) as caught:
+            reserve(Mesh(pp=2), "cpu", 1, fixed=True)
+    finally:
+        ray.util.remove_placement_group(held)
+    assert str(caught.value).startswith(
+        "mesh pp2 has 2 ranks and wants 2 CPUs, but within cluster.start_timeout_seconds = 1 only "
+    )
+    assert "of 4 CPUs on 1 node were free" in str(caught.value)
+    assert_all_free()
+
+
+def test_ranks_that_do_not_start_in_time_are_named_and_killed(cluster):
+    with pytest.raises(PentadError) as caught:
+        start(plan_of("fake:slow=30", "mesh.pp=2"), seconds=4)
+    assert str(caught.value).startswith("cluster.start_timeout_seconds was not enough: rank 0 (dp0 pp0, node 127.0.0.1, pid ")
+    assert str(caught.value).endswith("did not start within it")
+    assert_all_free()
