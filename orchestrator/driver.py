@@ -18,7 +18,7 @@ from pentad.orchestrator.display import Display, Seat
 from pentad.orchestrator.group import WorkerError, WorkerGroup
 from pentad.orchestrator.interrupts import Interrupts
 from pentad.orchestrator.measure import History, typical_pace
-from pentad.orchestrator.placement import hosts, reserve
+from pentad.orchestrator.placement import hosts, release, reserve
 from pentad.orchestrator.planning import make_plan
 from pentad.orchestrator.runfolder import JOURNAL, METRICS, RunFolder, read_lines
 from pentad.orchestrator.worker import RUNNER
@@ -52,6 +52,7 @@ def train(config: RunConfig, *, console: Console, as_json: bool = False, runner:
         cluster = stack.enter_context(clusters.start(config.cluster, mesh.size))
         _greet(display, cluster)
         placement = reserve(mesh, cluster.device, patience, fixed=cluster.local)
+        stack.callback(release, placement)
         plan = make_plan(config, cluster.device, hosts=hosts(placement))
         folder = stack.enter_context(RunFolder(config, plan))
         first, checkpoint, epoch = _resume(folder, display)

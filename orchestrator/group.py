@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pentad.orchestrator.placement import Place, bundle_places, order_places
+from pentad.orchestrator.placement import Place, bundle_places, order_places, release
 from pentad.orchestrator.worker import RUNNER, Status, Where, Worker, read_status
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import Plan
@@ -26,7 +26,9 @@ Tick = Callable[[dict[int, Status]], None]
 # Seconds to wait for a better culprit: a rank that lost its peers usually reports before the peer's death is known.
 GRACE, GRACE_OF_VICTIM = 0.5, 5.0
 VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
-STATUS_SECONDS = 2.0
+POLL_SECONDS = 0.1  # Ray lets no signal through while it waits
+STATUS_SECONDS = 1.0
+LAST_WORD_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 LOG_CHARACTERS = 10_000
 
@@ -160,7 +162,7 @@ class WorkerGroup:
         if not (kill or self._failed):
             ray.wait(self._call("close"), num_returns=len(self.actors), timeout=CLOSE_SECONDS)
         self._kill()
-        ray.util.remove_placement_group(self.placement)
+        release(self.placement)
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -203,9 +205,9 @@ class WorkerGroup:
         pending = {ref: rank for rank, ref in enumerate(refs)}
         values: dict[int, Any] = {}
         failures: list[Failure] = []
-        until = deadline
+        until, asked = deadline, time.monotonic()
         while pending and time.monotonic() < until:
-            ready, _ = ray.wait(list(pending), timeout=max(0.0, min(1.0, until - time.monotonic())))
+            ready, _ = ray.wait(list(pending), timeout=max(0.0, min(POLL_SECONDS, until - time.monotonic())))
             for ref in ready:
                 rank = pending.pop(ref)
                 try:
@@ -214,7 +216,8 @@ class WorkerGroup:
                     failures.append(Failure(rank, error))
             if failures:
                 until = min(until, time.monotonic() + _patience(failures))
-            elif not ready:
+            elif time.monotonic() > asked + STATUS_SECONDS:
+                asked = time.monotonic()
                 statuses = self.statuses()
                 if tick:
                     tick(statuses)
@@ -252,7 +255,7 @@ class WorkerGroup:
         rank = culprit.rank
         try:
             if not culprit.died:
-                return ray.get(self.actors[rank].status.remote(), timeout=STATUS_SECONDS)
+                return ray.get(self.actors[rank].status.remote(), timeout=LAST_WORD_SECONDS)
             if self.places and self.places[rank].node == ray.get_runtime_context().get_node_id():
                 stream = self.plan.program.streams[self.plan.mesh.coordinates(rank).pp]
                 return read_status(Path(self.places[rank].board), stream)

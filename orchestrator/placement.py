@@ -65,8 +65,13 @@ def reserve(mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool) -> 
             f"{_there(free, bundle)} of {_there(ray.cluster_resources(), bundle)} on {_nodes()} were free ({state})"
         )
     except BaseException:
-        ray.util.remove_placement_group(group)
+        release(group)
         raise
+
+
+def release(group: PlacementGroup) -> None:
+    """Gives the places back; a second time does nothing."""
+    ray.util.remove_placement_group(group)
 
 
 def bundle_places(group: PlacementGroup) -> tuple[Place, ...]:

@@ -95,9 +95,9 @@ class Instruction(NamedTuple):
         return (self,)
 
     def __str__(self) -> str:
-        arrow = "" if self.peer < 0 else f"{'>' if self.op in SENDS else '<'}{self.peer}"
+        arrow = "" if self.peer == -1 else f"{'>' if self.op in SENDS else '<'}{self.peer}"
         group = f"#{self.group}" if self.group else ""
-        slot = f"@{self.slot}" if self.slot >= 0 else ""
+        slot = "" if self.slot == -1 else f"@{self.slot}"
         after = " after " + ",".join(map(str, self.waits)) if self.waits else ""
         return f"{self.key}{arrow}{group}{slot}{after}"
 
@@ -174,4 +174,4 @@ def _index(text: str | None) -> int:
 
 
 def _number(value: int) -> str:
-    return "" if value < 0 else str(value)
+    return "" if value == -1 else str(value)

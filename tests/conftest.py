@@ -28,3 +28,23 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.device_count() > 0
+
+
+@pytest.fixture(scope="session")
+def fleet():
+    """Four rank processes, shared by all tests that train."""
+    from fleet import Fleet
+
+    made = Fleet(4)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small corpus of English with as many tokens as the models of `plans` know."""
+    from plans import MODEL
+
+    from pentad.workers.builtin import builtin_corpus
+
+    return str(builtin_corpus("pydoc", MODEL.vocab, tmp_path_factory.mktemp("cache")))

@@ -41,7 +41,9 @@ class Fleet:
             self.ends.append(here)
             self.processes.append(process)
 
-    def run(self, plan: Plan, calls: list[tuple[int, int]], restore: str | None = None, save: str | None = None) -> list[Outcome]:
+    def run(
+        self, plan: Plan, calls: list[tuple[int, int]], restore: str | None = None, save: str | None = None
+    ) -> list[Outcome]:
         """`calls` are (first step, count); raises with a rank's traceback when one fails."""
         address = f"tcp://127.0.0.1:{free_port()}"
         ends = self.ends[: plan.mesh.size]
@@ -81,7 +83,9 @@ def _serve(end: Connection) -> None:
             end.send(traceback.format_exc())
 
 
-def _run(plan: Plan, rank: int, address: str, calls: list[tuple[int, int]], restore: str | None, save: str | None) -> Outcome:
+def _run(
+    plan: Plan, rank: int, address: str, calls: list[tuple[int, int]], restore: str | None, save: str | None
+) -> Outcome:
     from pentad.workers import optimizer
     from pentad.workers.runner import Runner
 
@@ -91,7 +95,9 @@ def _run(plan: Plan, rank: int, address: str, calls: list[tuple[int, int]], rest
     def seen(parameters, shape, number, scale):
         while len(gradients) <= number - calls[0][0]:
             gradients.append({})
-        gradients[number - calls[0][0]] |= {k: g.cpu().clone() for k, g in parameters.views(parameters.gradient).items()}
+        gradients[number - calls[0][0]] |= {
+            k: g.cpu().clone() for k, g in parameters.views(parameters.gradient).items()
+        }
         real_step(parameters, shape, number, scale)
 
     optimizer.step = seen

@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from pentad.schedules.plan import ModelShape, Plan
 from pentad.workers.parameters import first_value, specs
 
+State = dict[str, torch.Tensor]
+Trained = tuple[list[float], list[State], list[float], State]  # losses, gradients, norms; last weights
+
 
 def initial(plan: Plan) -> dict[str, torch.Tensor]:
     """Parameters by global name, float64, requiring gradients."""
@@ -51,7 +54,7 @@ def loss(p: dict[str, torch.Tensor], m: ModelShape, inputs: torch.Tensor, target
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def train(plan: Plan, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list, list, list, dict]:
+def train(plan: Plan, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Trained:
     """One step a batch [sequences, S]: losses, gradients before clipping, norms, and the last parameters."""
     p, shape = initial(plan), plan.optimizer
     decayed = [t for t in p.values() if t.dim() > 1]
@@ -68,10 +71,11 @@ def train(plan: Plan, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple
         adam.zero_grad()
         value.backward()
         losses.append(value.item())
-        gradients.append({name: t.grad.clone() for name, t in p.items()})
-        norm = torch.stack([t.grad.norm() for t in p.values()]).norm()
-        norms.append(norm.item())
-        for t in p.values():
-            t.grad *= min(1.0, shape.clip_norm / norm.item())
+        found = {name: t.grad for name, t in p.items() if t.grad is not None}
+        assert found.keys() == p.keys()
+        gradients.append({name: gradient.clone() for name, gradient in found.items()})
+        norms.append(torch.stack([gradient.norm() for gradient in found.values()]).norm().item())
+        for gradient in found.values():
+            gradient *= min(1.0, shape.clip_norm / norms[-1])
         adam.step()
     return losses, gradients, norms, {name: t.detach() for name, t in p.items()}

@@ -1,5 +1,6 @@
 """Laws of the calls that keep ranks busy, with a group that is a list of what it was asked."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_calls_grow_to_about_a_second_and_the_first_is_one_step(run):
     counts = [count for _, count in runs(ranks)]
     assert counts[:2] == [1, 1]
     assert max(counts) in (24, 25)
-    assert all(later <= 4 * max(1, before) for before, later in zip(counts, counts[2:], strict=False))
+    assert all(later <= 4 * before for before, later in pairwise(counts))
 
 
 def test_slow_steps_come_one_a_call(run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_exactness import MODEL, corpus, fleet, plan_of  # noqa: F401
+from plans import plan_of
 
 from pentad.workers import checkpoint
 from pentad.workers.manifest import Shard
@@ -17,7 +17,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), CASES)
-def test_two_runs_and_a_resumed_one_are_bit_identical(fleet, corpus, tmp_path, name, dp, pp, microbatches):  # noqa: F811
+def test_two_runs_and_a_resumed_one_are_bit_identical(fleet, corpus, tmp_path, name, dp, pp, microbatches):
     plan = plan_of(name, dp, pp, microbatches, corpus, dtype="float32")
     once = fleet.run(plan, [(0, 6)])
     again = fleet.run(plan, [(0, 1), (1, 3), (4, 2)])
@@ -34,7 +34,7 @@ def test_two_runs_and_a_resumed_one_are_bit_identical(fleet, corpus, tmp_path, n
         assert [r.grad_norm for r in a.results[3:]] == [r.grad_norm for r in c.results]
 
 
-def test_a_stage_is_saved_once_and_wholly(fleet, corpus, tmp_path):  # noqa: F811
+def test_a_stage_is_saved_once_and_wholly(fleet, corpus, tmp_path):
     plan = plan_of("dualpipe", 1, 4, 8, corpus)
     outcomes = fleet.run(plan, [(0, 1)], save=str(tmp_path / "step-00000001"))
     names = [name for outcome in outcomes for shard in outcome.shards for name in shard["tensors"]]
@@ -42,7 +42,7 @@ def test_a_stage_is_saved_once_and_wholly(fleet, corpus, tmp_path):  # noqa: F81
     assert {name for outcome in outcomes for name in outcome.state} == set(names)
 
 
-def test_holders_of_a_stage_stay_bit_identical(fleet, corpus):  # noqa: F811
+def test_holders_of_a_stage_stay_bit_identical(fleet, corpus):
     """DualPipe mirrors and dp replicas step on the same reduced gradients."""
     for name, dp, pp, m in (("dualpipe", 1, 4, 8), ("dualpipe", 2, 2, 4), ("zb-h2", 2, 2, 3)):
         outcomes = fleet.run(plan_of(name, dp, pp, m, corpus, dtype="float32"), [(0, 3)])
@@ -52,7 +52,7 @@ def test_holders_of_a_stage_stay_bit_identical(fleet, corpus):  # noqa: F811
             assert all(torch.equal(held[0], other) for other in held[1:]), parameter
 
 
-def test_float32_agrees_with_float64(fleet, corpus):  # noqa: F811
+def test_float32_agrees_with_float64(fleet, corpus):
     for name, dp, pp, m in CASES:
         narrow = fleet.run(plan_of(name, dp, pp, m, corpus, dtype="float32"), [(0, 1)])
         wide = fleet.run(plan_of(name, dp, pp, m, corpus), [(0, 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fleet import free_port
-from test_exactness import corpus, plan_of  # noqa: F401
+from plans import plan_of
 from test_gpu_training import on_gpu
 
 from pentad.workers.runner import Runner
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2"])
-def test_no_step_waits_for_the_device(corpus, tmp_path, name):  # noqa: F811
+def test_no_step_waits_for_the_device(corpus, tmp_path, name):
     plan = on_gpu(plan_of(name, 1, 1, 4, corpus), "nccl", "bfloat16")
     runner = Runner(plan, 0, tmp_path / "board")
     runner.connect(f"tcp://127.0.0.1:{free_port()}", 30)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fleet import Fleet
-from test_exactness import STEPS, close, corpus, expected, plan_of, reference  # noqa: F401
+from plans import STEPS, close, plan_of, reference
 
 from pentad.schedules.compiler import compile_program
 
@@ -39,9 +39,9 @@ def on_gpu(plan, transport: str, dtype: str):
 
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), CASES)
-def test_any_schedule_on_any_transport_equals_one_process(gpus, expected, corpus, name, dp, pp, microbatches, transport):  # noqa: F811
+def test_any_schedule_on_any_transport_equals_one_process(gpus, corpus, name, dp, pp, microbatches, transport):
     plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus), transport, "float64")
-    losses, gradients, norms, weights = reference(plan, expected)
+    losses, gradients, norms, weights = reference(plan)
     outcomes = gpus.run(plan, [(0, 2), (2, 1)])
     for step in range(STEPS):
         sums = [loss for outcome in outcomes for loss in outcome.results[step].losses.values()]
@@ -57,9 +57,9 @@ def test_any_schedule_on_any_transport_equals_one_process(gpus, expected, corpus
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), CASES[1::2])
-def test_triton_kernels_train_as_the_reference_does(gpus, expected, corpus, name, dp, pp, microbatches, dtype, tolerance):  # noqa: F811
+def test_triton_kernels_train_as_the_reference_does(gpus, corpus, name, dp, pp, microbatches, dtype, tolerance):
     plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus), "peer", dtype)
-    losses, gradients, _, _ = reference(plan, expected)
+    losses, gradients, _, _ = reference(plan)
     first, second = gpus.run(plan, [(0, 3)]), gpus.run(plan, [(0, 1), (1, 2)])
     sums = [loss for outcome in first for loss in outcome.results[0].losses.values()]
     assert sum(sums) / plan.batch.tokens == pytest.approx(losses[0], rel=tolerance)

@@ -12,10 +12,10 @@ from pentad.schedules.plan import Plan
 from pentad.schedules.program import Stream
 from pentad.workers import optimizer
 from pentad.workers.board import Board
+from pentad.workers.feed import Tokens
 from pentad.workers.groups import Groups
 from pentad.workers.lanes import Lanes
 from pentad.workers.peer_copy import PeerCopy
-from pentad.workers.feed import Tokens
 from pentad.workers.stage import Stage
 from pentad.workers.transport import Transport
 
@@ -28,7 +28,14 @@ class Executor:
     """
 
     def __init__(
-        self, plan: Plan, stream: Stream, stages: dict[int, Stage], groups: Groups, transport: Transport | PeerCopy, lanes: Lanes, board: Board
+        self,
+        plan: Plan,
+        stream: Stream,
+        stages: dict[int, Stage],
+        groups: Groups,
+        transport: Transport | PeerCopy,
+        lanes: Lanes,
+        board: Board,
     ) -> None:
         self.plan, self.stream, self.stages = plan, stream, stages
         self.groups, self.transport, self.lanes, self.board = groups, transport, lanes, board
@@ -78,7 +85,9 @@ class Executor:
                 if work is not None:
                     self.lanes.finish_with(part, work)
             case Op.ALL_REDUCE:
-                work = dist.all_reduce(self.stages[stage].parameters.gradient, group=self.groups.holders[stage], async_op=True)
+                work = dist.all_reduce(
+                    self.stages[stage].parameters.gradient, group=self.groups.holders[stage], async_op=True
+                )
                 self.lanes.finish_with(part, work)
             case Op.NORM:
                 self._norm()

@@ -19,9 +19,12 @@ Channel = tuple[Op, int, int]  # kind of send, source and target rank of the mes
 
 @dataclass(frozen=True)
 class Groups:
-    """`channels[kind, source, target]` carries the transfers of one direction between two ranks (transport nccl; with
-    gloo all transfers share one group and are told apart by tag, and peer copies need no group). `holders[stage]` are this rank's partners in the gradients
-    of a stage (None when it has none), `pipeline` the ranks of its replica."""
+    """Of one rank.
+
+    `channels[kind, source, target]` carries the transfers of one direction between two ranks (with gloo all share one
+    group and are told apart by tag; peer copies need none). `holders[stage]` are this rank's partners in the gradients
+    of a stage (None when it has none), `pipeline` the ranks of its replica.
+    """
 
     rank: int
     channels: dict[Channel, dist.ProcessGroup | None]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,24 +17,6 @@ from pentad.schedules.instruction import Instruction, Key
 
 class Times(list[tuple[Instruction, float, float]]):
     """(instruction, start, end) of one step in seconds on the host's monotonic clock."""
-
-
-class Lanes(Protocol):
-    def begin(self) -> None:
-        """A step starts."""
-
-    def on(self, part: Instruction) -> "_Scope": ...
-
-    def finish_with(self, part: Instruction, work: dist.Work) -> None:
-        """The instruction ends when `work` does."""
-
-    def collect(self) -> list[Times]:
-        """Waits for the device and gives the spans of all steps since the last call."""
-
-
-class _Scope(Protocol):
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
 
 
 class HostLanes:
@@ -132,3 +113,6 @@ class CudaLanes:
 
     def _event(self) -> torch.cuda.Event:
         return self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
+
+
+Lanes = HostLanes | CudaLanes

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.kernels.attention import attention, attention_backward
+from pentad.kernels.attention import SavedAttention, attention, attention_backward
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.rope import rope_
 from pentad.kernels.swiglu import swiglu, swiglu_backward
@@ -34,7 +34,7 @@ class Saved(NamedTuple):
     stream: torch.Tensor  # [T, H] residual stream at the layer's entry
     scale: torch.Tensor  # [T]
     normed: torch.Tensor  # [T, H]
-    attended: tuple  # of kernels.attention
+    attended: SavedAttention
     heads: torch.Tensor  # [T, N D] attention output
     middle: torch.Tensor  # [T, H] residual stream between the two halves
     middle_scale: torch.Tensor  # [T]

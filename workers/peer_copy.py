@@ -50,6 +50,7 @@ class PeerCopy:
         size = self.flags_at + 2 * _LINE * len(self.channels)
         self.buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
         self.buffer.zero_()
+        assert dist.group.WORLD is not None
         self.handle = symmetric.rendezvous(self.buffer, dist.group.WORLD)
         torch.cuda.synchronize(device)
         dist.barrier(device_ids=[device.index])
@@ -128,5 +129,3 @@ def _checked(result: tuple) -> None:
     code = result[0]
     if int(code) != 0:
         raise RuntimeError(f"a CUDA stream memory operation failed: {code!r}")
-
-

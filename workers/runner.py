@@ -37,8 +37,8 @@ class Runner:
         if plan.device == "cpu":
             torch.set_num_threads(1)
         else:
-            # A lane that waits must not share a hardware queue with another: the default is 8 queues, a program has more
-            # lanes, and two that share one wait for each other.
+            # A lane that waits must not share a hardware queue with another one, or that waits too: a program has
+            # more lanes than the 8 queues of the default.
             os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
             torch.cuda.set_device(self.device)
         self.board = Board(board, epoch)

@@ -73,6 +73,7 @@ class Stage:
         if targets is not None:
             ending = self._end(microbatch, branch, stream, targets)
         self.kept[microbatch] = Kept(tokens if received is None else None, saved, ending)
+        assert stream is not None
         return None if ending else branch + stream
 
     def backward_input(self, microbatch: int, dy: torch.Tensor | None) -> torch.Tensor | None:
@@ -95,9 +96,7 @@ class Stage:
         """W."""
         accumulate(self.deferred.pop(microbatch))
 
-    def _end(
-        self, microbatch: int, branch: torch.Tensor, stream: torch.Tensor | None, targets: torch.Tensor
-    ) -> Ending:
+    def _end(self, microbatch: int, branch: torch.Tensor, stream: torch.Tensor | None, targets: torch.Tensor) -> Ending:
         normed, entry, scale = rms_norm(branch, self.weights["norm"], self.model.norm_eps, stream)
         logits = torch.mm(normed, self.weights["head"].t())
         losses, lse = cross_entropy(logits, targets)

@@ -21,7 +21,12 @@ class Transport:
     """
 
     def __init__(
-        self, groups: Groups, peer_of: Callable[[int], int], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self,
+        groups: Groups,
+        peer_of: Callable[[int], int],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.groups, self.peer_of, self.shape, self.dtype, self.device = groups, peer_of, shape, dtype, device
         self.slots: dict[Op, dict[int, torch.Tensor]] = defaultdict(dict)

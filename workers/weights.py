@@ -45,5 +45,7 @@ def accumulate(work: list[Deferred]) -> None:
                 gradient += dy
             case Lookup(gradient, dy, tokens):
                 # sorts the tokens first, so the order of additions is the same in every run
-                rows = torch.ops.aten.embedding_dense_backward(dy.to(gradient.dtype), tokens, gradient.shape[0], -1, False)
+                rows = torch.ops.aten.embedding_dense_backward(
+                    dy.to(gradient.dtype), tokens, gradient.shape[0], -1, False
+                )
                 gradient += rows

@@ -15,9 +15,10 @@ import time
 import traceback
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from pentad.orchestrator.estimate import read_costs
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.costs import Costs
 from pentad.schedules.instruction import Instruction
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
@@ -83,22 +84,6 @@ def watch(executor: Executor) -> dict[str, list[float]]:
     return inside
 
 
-def measured_costs(plan: Plan, spans: list) -> Costs:
-    """Median seconds of F, B, W a stage; a BW is shared out as the simulated halves are not needed apart."""
-    found: dict[tuple[str, int], list[float]] = {}
-    for span in spans:
-        found.setdefault((span.op, span.stage), []).append(span.end - span.start)
-    median = {key: statistics.median(times) for key, times in found.items()}
-
-    def of(op: str, stage: int) -> float:
-        if (op, stage) in median:
-            return median[op, stage]
-        return max(median.get(("BW", stage), 0.0) / 2, 1e-9)
-
-    stages = range(plan.program.stages)
-    return Costs(*(tuple(of(op, stage) for stage in stages) for op in ("F", "B", "W")))
-
-
 def measure(args: argparse.Namespace, name: str) -> dict:
     plan = plan_of(args, name)
     with socket.socket() as probe:
@@ -112,14 +97,16 @@ def measure(args: argparse.Namespace, name: str) -> dict:
         process.start()
         ends.append(here)
         processes.append(process)
-    answers = [end.recv() if end.poll(args.limit) else f"no answer in {args.limit} s" for end in ends]
+    answers: list[Any] = [end.recv() if end.poll(args.limit) else f"no answer in {args.limit} s" for end in ends]
     for process in processes:
         process.join(10)
         process.kill()
     failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
     if failed:
         return {"schedule": name, "error": failed[0]}
-    return facts(args, plan, [answer for answer, _ in answers]) | {"host_us": [host for _, host in answers][1 % len(answers)]}
+    return facts(args, plan, [answer for answer, _ in answers]) | {
+        "host_us": [host for _, host in answers][1 % len(answers)]
+    }
 
 
 def facts(args: argparse.Namespace, plan: Plan, answers: list) -> dict:
@@ -128,7 +115,9 @@ def facts(args: argparse.Namespace, plan: Plan, answers: list) -> dict:
     starts = {step: min(s.start for s in spans[step]) for step in steps}
     seconds = statistics.median(b - a for a, b in pairwise(starts.values()))
     lines = [Timeline("measured", tuple(spans[step])) for step in steps]
-    planned = simulate(plan.program, measured_costs(plan, [s for step in steps for s in spans[step]]))
+    costs = read_costs(plan.program, Timeline("measured", tuple(s for step in steps for s in spans[step])))
+    assert costs is not None
+    planned = simulate(plan.program, costs)
     return {
         "schedule": plan.program.name,
         "step_seconds": seconds,
@@ -137,7 +126,9 @@ def facts(args: argparse.Namespace, plan: Plan, answers: list) -> dict:
         "bubble_simulated": planned.bubble().makespan,
         "makespan_measured": statistics.median(line.makespan for line in lines),
         "makespan_simulated": planned.makespan,
-        "losses": [sum(x for a in answers for x in a[s].losses.values()) / plan.batch.tokens for s in range(args.steps)],
+        "losses": [
+            sum(x for a in answers for x in a[s].losses.values()) / plan.batch.tokens for s in range(args.steps)
+        ],
         "peak_gib": max(a[-1].peak_bytes for a in answers) / 2**30,
     }
 

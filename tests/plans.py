@@ -1,0 +1,53 @@
+"""Small plans for exactness tests, and what one process makes of them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from reference_model import Trained, train
+
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.mesh import Mesh
+from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.workers.corpus import open_corpus
+from pentad.workers.samples import microbatch
+
+STEPS = 3
+MODEL = ModelShape(layers=5, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
+
+
+def plan_of(name: str, dp: int, pp: int, microbatches: int, data: str, dtype: str = "float64") -> Plan:
+    return Plan(
+        name="exact",
+        mesh=Mesh(dp=dp, pp=pp),
+        program=compile_program(name, pp, microbatches, replicas=dp),
+        layers=split_layers(MODEL.layers, pp, head=1.0),
+        model=MODEL,
+        batch=BatchShape(sequences=2 * dp * microbatches, length=8, microbatches=microbatches, replicas=dp),
+        optimizer=OptimizerShape(1e-2, 1e-3, 2, STEPS, 0.9, 0.95, 1e-8, 0.1, clip_norm=0.5),
+        data=data,
+        seed=7,
+        dtype=dtype,
+        device="cpu",
+        transport="gloo",
+    )
+
+
+def reference(plan: Plan) -> Trained:
+    """STEPS steps of the plan in one process; they do not depend on how a mesh cuts the batch."""
+    return _reference(plan.data, plan.batch.sequences)
+
+
+@functools.cache
+def _reference(data: str, sequences: int) -> Trained:
+    plan = plan_of("gpipe", 1, 1, sequences // 2, data)
+    corpus, batches = open_corpus(data, False), []
+    for step in range(STEPS):
+        inputs, targets = microbatch(corpus, plan.seed, step, sequences, range(sequences), plan.batch.length)
+        batches.append((torch.from_numpy(inputs), torch.from_numpy(targets)))
+    return train(plan, batches)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-10) -> bool:
+    return float((found - wanted).norm()) <= tolerance * float(wanted.norm())
