@@ -177,16 +177,20 @@ def _loopback_only() -> Iterator[None]:
 
 
 def _init(**options: Any) -> Any:
-    """`ray.init`, which takes SIGTERM for itself and prints the deaths of workers to stdout: both are the driver's."""
+    """`ray.init` that leaves signals and stdout to the driver.
+
+    Ray's processes are started deaf to SIGTERM: who stops a job often signals all of its processes, and the ranks still
+    have a checkpoint to write then.
+    """
     handler = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         context = ray.init(logging_level="error", log_to_driver=False, **options)
-    except SystemExit:  # what Ray makes of a SIGTERM
-        raise KeyboardInterrupt from None
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-    ray._private.worker._worker_logs_enabled = False
+            signal.signal(signal.SIGTERM, handler)  # Ray took it
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    ray._private.worker._worker_logs_enabled = False  # else it prints the deaths of workers to stdout
     return context
 
 
@@ -225,9 +229,10 @@ def _token_file(folder: Path, token: str) -> Path | None:
 
 
 def _end(folder: Path) -> None:
-    """Stops the local cluster and waits until none of its processes is left; parts of its dashboard outlive it."""
+    """Ends the local cluster and all its processes: at once, for they keep nothing, and Ray ends them one by one."""
     roots = [child for child in psutil.Process().children() if _mentions(child, str(folder))]
     tree = [process for root in roots for process in (root, *root.children(recursive=True))]
+    ray._private.worker._global_node = None
     ray.shutdown()
     for process in tree:
         with suppress(psutil.Error):

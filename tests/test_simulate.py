@@ -131,8 +131,8 @@ def test_zb_h1_of_few_microbatches_hides_all_weights_but_one(
 
 @given(RANKS, st.integers(0, 12), QUARTERS, QUARTERS, QUARTERS)
 def test_zb_h2_leaves_what_two_weights_do_not_fill(ranks: int, more: int, f: float, b: float, w: float) -> None:
-    """Longest, from m = 2p-1 on: the published (p-1)(F+B-2W) where W fits into B (then it is at least B-F), 0 where it
-    would be negative; where B is longer than that, every B waits for the one before it: (p-1)(B-F)."""
+    """Longest, from m = 2p-1 on: the published (p-1)(F+B-2W) as long as W fits into F and this is not negative. More W
+    fills no more: it never gets below 0, nor below (p-1)(B-F), by which the first B of a rank comes late."""
     m = 2 * ranks - 1 + more
     idle = run("zb-h2", ranks, m, Costs.uniform(ranks, f, b, w)).longest - m * (f + b + w)
     assert idle == (ranks - 1) * max(f + b - 2 * w, b - f, 0)

@@ -1,0 +1,59 @@
+"""Orders are equal, op for op, to those of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, _Action
+from torch.distributed.pipelining.stage import PipelineStage
+
+from pentad.schedules.catalogue import generate
+from pentad.schedules.torch_csv import torch_csv
+
+SIZES = [(ranks, microbatches) for ranks in (2, 4, 8) for microbatches in range(ranks, 2 * ranks + 1)]
+KINDS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
+Order = list[list[tuple[int, str, int]]]  # of each rank: stage, torch's letter, microbatch
+
+
+def compute_of(actions: Any) -> list[tuple[int, str, int]]:
+    named = [(a.stage_index, a.computation_type.name, a.microbatch_index) for a in actions if a is not None]
+    return [(stage, KINDS[name], mb) for stage, name, mb in named if name in KINDS]
+
+
+def ours(name: str, ranks: int, microbatches: int) -> Order:
+    """Read by torch from the CSV that we write."""
+    rows = torch_csv(generate(name, ranks, microbatches)).splitlines()
+    return [compute_of(_Action.from_str(cell) for cell in row.split(",")) for row in rows]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_gpipe_is_torch_s(ranks: int, microbatches: int) -> None:
+    assert ours("gpipe", ranks, microbatches) == [*map(compute_of, get_schedule_ops("GPipe", ranks, microbatches))]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_1f1b_is_torch_s_but_for_the_names_of_the_last_rank_s_forwards(ranks: int, microbatches: int) -> None:
+    """torch 2.13 lists F1 to Fm on the last rank, which has F0 to F(m-1); what it runs is right."""
+    order = [*map(compute_of, get_schedule_ops("1F1B", ranks, microbatches))]
+    off = min(mb for _, kind, mb in order[-1] if kind == "F")
+    order[-1] = [(stage, kind, mb - off * (kind == "F")) for stage, kind, mb in order[-1]]
+    assert ours("1f1b", ranks, microbatches) == order
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_zb_h1_is_torch_s_interleaved_zero_bubble_of_one_stage(ranks: int, rounds: int) -> None:
+    stage = mock.create_autospec(PipelineStage, instance=True)
+    stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, ranks, ranks, None
+    made = ScheduleInterleavedZeroBubble([stage], rounds * ranks).pipeline_order
+    assert ours("zb-h1", ranks, rounds * ranks) == [compute_of(made[rank]) for rank in range(ranks)]
+
+
+def test_an_overlapped_pair_is_written_as_torch_writes_it() -> None:
+    cell = next(cell for cell in torch_csv(generate("dualpipe", 4, 8)).split(",") if "OVERLAP" in cell)
+    action = _Action.from_str(cell)
+    assert str(action) == cell
+    assert [sub.computation_type.name for sub in action.sub_actions] == ["FORWARD", "FULL_BACKWARD"]
