@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -19,12 +19,13 @@ from typing import Any
 
 import ray
 
+from pentad.orchestrator.head import psutil, sweep
 from pentad.orchestrator.sections import ClusterSection
 from pentad.schedules.errors import PentadError
 
 OBJECT_STORE_BYTES = 200 << 20  # a run moves plans and step results, no tensors
 LOOPBACK = "127.0.0.1"
-psutil = ray._private.node.psutil  # Ray carries its own
+END_SECONDS = 10.0  # for a local cluster to end by itself
 # What a driver's environment says to its workers on other nodes.
 PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTHONPATH")
 # No reports to Ray's makers, and no copies on stderr of errors that a group tells in its own words.
@@ -59,29 +60,50 @@ def start(section: ClusterSection, ranks: int) -> Iterator[Cluster]:
 @contextmanager
 def _local(section: ClusterSection, ranks: int) -> Iterator[Cluster]:
     port = _dashboard_port(section) if section.dashboard else 0
+    token = secrets.token_hex(32) if section.auth == "token" else ""
+    options = {
+        "num_cpus": ranks,  # Ray starts this many workers ahead
+        "num_gpus": 0 if section.device == "cpu" else None,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": section.dashboard,
+        "dashboard_host": LOOPBACK,
+        "dashboard_port": port or None,
+    }
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="pentad-ray-", dir="/tmp"))  # short: socket paths have at most 107 bytes
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        token = secrets.token_hex(32) if section.auth == "token" else ""
         stack.enter_context(_environment(_local_variables(token)))
         stack.enter_context(_loopback_only())
-        stack.callback(_end, folder)
-        try:
-            context = _init(
-                address="local",
-                num_cpus=ranks,  # Ray starts this many workers ahead
-                num_gpus=0 if section.device == "cpu" else None,
-                include_dashboard=section.dashboard,
-                dashboard_host=LOOPBACK,
-                dashboard_port=port or None,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(folder / "ray"),
-            )
-        except (RuntimeError, OSError, ValueError) as error:
-            raise PentadError(f"cluster.address is local, but Ray did not start: {_first_line(error)}") from error
+        folder, address = stack.enter_context(_head(options))
+        stack.callback(ray.shutdown)
+        _init(address=address)
         device, note = _device(section, ranks, local=True)
         url = f"http://{LOOPBACK}:{port}" if section.dashboard else None
-        yield Cluster(context.address_info["gcs_address"], True, device, url, _token_file(folder, token), note)
+        yield Cluster(address, True, device, url, _token_file(folder, token), note)
+
+
+@contextmanager
+def _head(options: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    """A head (see head.py): its private folder and address. It ends with the block, or with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="pentad-ray-", dir="/tmp"))  # short: socket paths have at most 107 bytes
+    # -P: the folder that a run is started in is no place to look for modules.
+    command = [sys.executable, "-P", "-m", "pentad.orchestrator.head", str(folder), json.dumps(options)]
+    with (folder / "head.log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        answer = json.loads(process.stdout.readline() or '{"error": "its head ended at once"}')
+        if "error" in answer:
+            raise PentadError(f"cluster.address is local, but Ray did not start: {answer['error']}")
+        yield folder, answer["address"]
+    finally:
+        process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        sweep(process.pid, folder)  # does nothing unless the head could not
+        process.wait()
+        process.stdout.close()
 
 
 @contextmanager
@@ -139,7 +161,7 @@ def _local_variables(token: str) -> dict[str, str]:
         name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ
     }
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
-    return found | auth | SEE_ALL_GPUS | SILENT
+    return found | auth | SEE_ALL_GPUS | SILENT | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @contextmanager
@@ -166,7 +188,7 @@ def _reread() -> None:
 
 @contextmanager
 def _loopback_only() -> Iterator[None]:
-    """Ray listens on all interfaces on Linux and on the loopback one elsewhere; this is the switch for that."""
+    """Ray takes the loopback interface for no place of a cluster, except where this switch (read at import) is off."""
     constants = ray._private.ray_constants
     before = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False
@@ -177,20 +199,16 @@ def _loopback_only() -> Iterator[None]:
 
 
 def _init(**options: Any) -> Any:
-    """`ray.init` that leaves signals and stdout to the driver.
-
-    Ray's processes are started deaf to SIGTERM: who stops a job often signals all of its processes, and the ranks still
-    have a checkpoint to write then.
-    """
+    """`ray.init` that leaves SIGTERM, which it would take, and stdout to the driver."""
     handler = signal.getsignal(signal.SIGTERM)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         context = ray.init(logging_level="error", log_to_driver=False, **options)
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray took it
+            signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    ray._private.worker._worker_logs_enabled = False  # else it prints the deaths of workers to stdout
+    ray._private.worker._worker_logs_enabled = False  # else it prints the deaths of workers
     return context
 
 
@@ -226,35 +244,6 @@ def _token_file(folder: Path, token: str) -> Path | None:
     path.touch(mode=0o600)
     path.write_text(token)
     return path
-
-
-def _end(folder: Path) -> None:
-    """Ends the local cluster and all its processes: at once, for they keep nothing, and Ray ends them one by one."""
-    roots = [child for child in psutil.Process().children() if _mentions(child, str(folder))]
-    tree = [process for root in roots for process in (root, *root.children(recursive=True))]
-    ray._private.worker._global_node = None
-    ray.shutdown()
-    for process in tree:
-        with suppress(psutil.Error):
-            process.kill()
-    until = time.monotonic() + 5
-    while any(_runs(process) for process in tree) and time.monotonic() < until:
-        time.sleep(0.02)
-
-
-def _runs(process: Any) -> bool:
-    """Not so a zombie: it waits only for its new parent to take note of its end."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def _mentions(process: Any, text: str) -> bool:
-    try:
-        return text in " ".join(process.cmdline())
-    except psutil.Error:
-        return False
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pentad.orchestrator.placement import Place, bundle_places, order_places, release
-from pentad.orchestrator.worker import RUNNER, Status, Where, Worker, read_status
+from pentad.orchestrator.worker import RUNNER, Actor, Status, Where, read_status
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import Plan
 from pentad.workers.results import StepResult
@@ -191,7 +191,7 @@ class WorkerGroup:
 
     def _actor(self, rank: int, bundle: int, runner: str) -> Any:
         at = self.plan.mesh.coordinates(rank)
-        kind = Worker.options(
+        kind = Actor.options(
             name=f"pentad/{self.plan.name}/{str(at).replace(' ', '-')}",
             num_gpus=1 if self.plan.device == "cuda" else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=bundle),

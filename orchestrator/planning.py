@@ -39,6 +39,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1) -> Plan:
         batch=batch,
         optimizer=optimizer,
         data=config.data.path,
+        cache=config.data.cache,
         seed=config.run.seed,
         dtype=dtype,
         device=device,

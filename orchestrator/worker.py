@@ -42,8 +42,6 @@ class Status(NamedTuple):
     age: float
 
 
-# A rank that came back by itself would have lost its state and its communicators, so none does.
-@ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_groups={"train": 1, "control": 2})
 class Worker:
     """One rank. `label` says which, in Ray's dashboard and logs; `runner` names the class as 'module:Class'."""
 
@@ -117,6 +115,12 @@ class Worker:
     def clock(self) -> float:
         """Monotonic seconds of this node."""
         return time.monotonic()
+
+
+# A rank that came back by itself would have lost its state and its communicators, so none does.
+Actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_groups={"train": 1, "control": 2})(
+    Worker
+)
 
 
 def read_status(board: Path, stream: tuple[Unit, ...]) -> Status:

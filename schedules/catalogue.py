@@ -59,10 +59,11 @@ def generate(name: str, ranks: int, microbatches: int) -> Program:
 
 def _check_bidirectional(name: str, ranks: int, microbatches: int) -> None:
     if ranks % 2:
-        raise PentadError(f"schedule {name}: ranks (mesh.pp) is {ranks}, but it must be even: each rank mirrors another")
+        text = f"ranks (mesh.pp) is {ranks}, but it must be even: each rank mirrors another"
+        raise PentadError(f"schedule {name}: {text}")
     if microbatches % 2:
-        raise PentadError(f"schedule {name}: microbatches is {microbatches}, but it must be even: half enter at each end")
+        text = f"microbatches is {microbatches}, but it must be even: half enter at each end"
+        raise PentadError(f"schedule {name}: {text}")
     if microbatches < 2 * ranks:
-        raise PentadError(
-            f"schedule {name}: microbatches is {microbatches}, but it must be at least 2 x ranks (mesh.pp) = {2 * ranks}"
-        )
+        text = f"microbatches is {microbatches}, but it must be at least 2 x ranks (mesh.pp) = {2 * ranks}"
+        raise PentadError(f"schedule {name}: {text}")

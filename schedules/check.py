@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-from pentad.schedules.graph import build, cycle, meetings
+from pentad.schedules.graph import Node, build, cycle, meetings
 from pentad.schedules.grid import order_grid
 from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, Unit, units_of
 from pentad.schedules.order import ScheduleError, backward_ops, inputs_of
@@ -57,7 +55,8 @@ def peak_activations(program: Program) -> list[float]:
 
 def _check_placement(program: Program) -> None:
     held = {stage for stages in program.placement for stage in stages}
-    if not held or held != set(range(len(held))) or not all(program.placement) or len(program.placement) != program.ranks:
+    whole = held == set(range(len(held))) and bool(held) and all(program.placement)
+    if not whole or len(program.placement) != program.ranks:
         text = f"placement {program.placement} does not spread every stage from 0 over {program.ranks} ranks"
         raise ScheduleError(text)
     if program.microbatches < 1:
@@ -77,7 +76,7 @@ def _check_form(program: Program, rank: int, stream: Stream) -> None:
     for index, unit in enumerate(stream):
         ops = tuple(part.op for part in unit.parts)
         if len(ops) == 2 and ops not in ((Op.F, Op.B), (Op.F, Op.BW)):
-            raise ScheduleError(f"rank {rank}: {unit} overlaps something else than a forward and a backward", rank, index)
+            raise ScheduleError(f"rank {rank}: {unit} is no pair of a forward and a backward", rank, index)
         for part in unit.parts:
             fault = _fault(program, rank, part)
             if fault:
@@ -129,8 +128,8 @@ def _check_complete(program: Program) -> None:
                 if part.op in (Op.W, Op.BW):
                     before = latest.get(part.stage, part.key)
                     if part.microbatch < before.microbatch:
-                        text = f"rank {rank}: {part.key} comes after {before}, but gradients accumulate in microbatch order"
-                        raise ScheduleError(text, rank, index)
+                        text = f"{part.key} comes after {before}, but gradients accumulate in microbatch order"
+                        raise ScheduleError(f"rank {rank}: {text}", rank, index)
                     latest[part.stage] = part.key
     for stage in range(program.stages):
         for mb in range(program.microbatches):
@@ -141,8 +140,9 @@ def _check_microbatch(program: Program, stage: int, mb: int, runs: dict[Op, tupl
     kinds = sorted(runs)
     if kinds not in (sorted([Op.F, Op.BW]), sorted([Op.F, Op.B, Op.W])):
         rank, index = next(iter(runs.values()), (program.holders(stage)[0], -1))
+        f, b, w, bw = (Key(op, stage, mb) for op in (Op.F, Op.B, Op.W, Op.BW))
         have = ", ".join(str(Key(op, stage, mb)) for op in runs) or "nothing"
-        want = f"{Key(Op.F, stage, mb)} with {Key(Op.BW, stage, mb)} or with {Key(Op.B, stage, mb)} and {Key(Op.W, stage, mb)}"
+        want = f"{f} with {bw} or with {b} and {w}"
         raise ScheduleError(f"stage {stage}, microbatch {mb}: found {have}, wanted {want}", rank, index)
     if len({rank for rank, _ in runs.values()}) > 1:
         rank, index = runs[kinds[0]]
@@ -184,7 +184,8 @@ def _check_receive(
     """Key of the receive that brings `made`, which runs on rank `source`, to `part`."""
     wanted = Key(Op.RECV_F if made.op is Op.F else Op.RECV_B, part.stage, part.microbatch)
     if wanted not in part.waits:
-        raise ScheduleError(f"rank {rank}: {part.key} reads {made} of rank {source} but does not wait for {wanted}", rank, index)
+        text = f"rank {rank}: {part.key} reads {made} of rank {source} but does not wait for {wanted}"
+        raise ScheduleError(text, rank, index)
     receive = stream[position[wanted]].parts[0]
     if receive.peer != source:
         text = f"rank {rank}: {wanted} receives from rank {receive.peer}, but {made} runs on rank {source}"
@@ -250,30 +251,34 @@ def _check_meetings(program: Program) -> None:
         if where[0] in SENDS:
             kind, source, target = where
             _check_channel(program, kind, source, target, sides.get(source, []), sides.get(target, []))
-            continue
-        _, ranks = where
-        first = [program.streams[n.rank][n.index].key for n in sides.get(ranks[0], [])]
-        for rank in ranks[1:]:
-            keys = [program.streams[n.rank][n.index].key for n in sides.get(rank, [])]
-            if keys != first:
-                k = next((k for k, pair in enumerate(zip(keys, first, strict=False)) if pair[0] != pair[1]), min(len(keys), len(first)))
-                index = sides[rank][k].index if rank in sides and k < len(keys) else len(program.streams[rank]) - 1
-                text = f"collective {k} of ranks {ranks} is {_named(first, k)} on rank {ranks[0]} and {_named(keys, k)} on rank {rank}"
-                raise ScheduleError(text, rank, index)
+        else:
+            _check_collectives(program, where[1], sides)
 
 
-def _check_channel(program: Program, kind: Op, source: int, target: int, sends: list, receives: list) -> None:
-    sent = [program.streams[n.rank][n.index].key for n in sends]
-    received = [program.streams[n.rank][n.index].key for n in receives]
+def _check_collectives(program: Program, ranks: tuple[int, ...], sides: dict[int, list[Node]]) -> None:
+    first = _keys(program, sides.get(ranks[0], []))
+    for rank in ranks[1:]:
+        keys = _keys(program, sides.get(rank, []))
+        if keys != first:
+            same = (k for k, (mine, other) in enumerate(zip(keys, first, strict=False)) if mine != other)
+            k = next(same, min(len(keys), len(first)))
+            at = sides[rank][k].at if k < len(keys) else len(program.streams[rank]) - 1
+            text = f"{_named(first, k)} on rank {ranks[0]} and {_named(keys, k)} on rank {rank}"
+            raise ScheduleError(f"collective {k} of ranks {ranks} is {text}", rank, at)
+
+
+def _check_channel(
+    program: Program, kind: Op, source: int, target: int, sends: list[Node], receives: list[Node]
+) -> None:
+    sent, received = _keys(program, sends), _keys(program, receives)
     shift = 1 if kind is Op.SEND_F else -1
     for k in range(max(len(sent), len(received))):
         wanted = Key(SENDS[kind], sent[k].stage + shift, sent[k].microbatch) if k < len(sent) else None
         if k < len(received) and received[k] == wanted:
             continue
         node = receives[k] if k < len(receives) else sends[k]
-        text = f"transfer {k} ({kind} from rank {source} to rank {target}) sends {_named(sent, k)} and receives {_named(received, k)}"
-        doubled = [key for key, count in Counter(sent).items() if count > 1]
-        raise ScheduleError(text + (f"; sent twice: {doubled[0]}" if doubled else ""), node.rank, node.index)
+        text = f"sends {_named(sent, k)} and receives {_named(received, k)}"
+        raise ScheduleError(f"transfer {k} ({kind} from rank {source} to rank {target}) {text}", node.rank, node.at)
 
 
 def _check_cycle(program: Program) -> None:
@@ -281,10 +286,14 @@ def _check_cycle(program: Program) -> None:
     events = cycle(graph)
     if events:
         members = [graph.members[event][:2] for event in events]  # a transfer has two, a collective is known by two
-        named = [[f"{program.streams[n.rank][n.index].key} (rank {n.rank})" for n in nodes] for nodes in members]
+        named = [[f"{program.streams[n.rank][n.at].key} (rank {n.rank})" for n in nodes] for nodes in members]
         names = [" with ".join(pair) for pair in named]
         first = members[0][0]
-        raise ScheduleError("deadlock: " + " waits for ".join([*names, names[0]]), first.rank, first.index)
+        raise ScheduleError("deadlock: " + " waits for ".join([*names, names[0]]), first.rank, first.at)
+
+
+def _keys(program: Program, nodes: list[Node]) -> list[Key]:
+    return [program.streams[node.rank][node.at].key for node in nodes]
 
 
 def _named(keys: list[Key], k: int) -> str:

@@ -29,7 +29,13 @@ class Costs:
 
     @staticmethod
     def uniform(
-        stages: int, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0, *, chunks: int = 1, transfer: float = 0.0
+        stages: int,
+        forward: float = 1.0,
+        backward: float = 1.0,
+        weight: float = 1.0,
+        *,
+        chunks: int = 1,
+        transfer: float = 0.0,
     ) -> Costs:
         """The same for every stage; `forward`, `backward`, `weight` are of a whole rank, a chunk costs 1/chunks."""
         for name, value in {"F": forward, "B": backward, "W": weight}.items():
@@ -37,7 +43,8 @@ class Costs:
                 raise PentadError(f"--costs: {name} is {value}, but a cost must be finite and greater than 0")
         if not 0 <= transfer < inf:
             raise PentadError(f"--comm is {transfer}, but a transfer must be finite and cannot take less than 0")
-        return Costs(*((value / chunks,) * stages for value in (forward, backward, weight)), transfer=transfer)
+        each = [(value / chunks,) * stages for value in (forward, backward, weight)]
+        return Costs(each[0], each[1], each[2], transfer)
 
     def of(self, instruction: Instruction) -> float:
         """Seconds of one instruction by itself, waiting not included."""

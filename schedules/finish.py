@@ -13,9 +13,8 @@ def add_reduce(program: Program, *, replicas: int) -> Program:
     collective meets its partner by position.
     """
     shared = [s for s in range(program.stages) if replicas > 1 or len(program.holders(s)) > 1]
-    return program.with_streams(
-        tuple(_reduced(stream, [s for s in shared if s in program.placement[r]]) for r, stream in enumerate(program.streams))
-    )
+    held = [[stage for stage in shared if stage in stages] for stages in program.placement]
+    return program.with_streams(tuple(map(_reduced, program.streams, held)))
 
 
 def add_step(program: Program) -> Program:

@@ -15,8 +15,10 @@ from pentad.schedules.program import Program, index_of
 
 
 class Node(NamedTuple):
+    """A unit: the `at`-th of its rank's stream."""
+
     rank: int
-    index: int
+    at: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ def cycle(graph: Graph) -> tuple[int, ...]:
     stuck = [event for event in range(len(graph.members)) if event not in done]
     if not stuck:
         return ()
-    path, seen, event = [], {}, stuck[0]
+    path: list[int] = []
+    seen: dict[int, int] = {}
+    event = stuck[0]
     while event not in seen:
         seen[event] = len(path)
         path.append(event)

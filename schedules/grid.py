@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pentad.schedules.costs import Costs
 from pentad.schedules.instruction import COMPUTE, Instruction, Op
 from pentad.schedules.program import Program
@@ -26,7 +28,7 @@ def time_grid(program: Program, timeline: Timeline, costs: Costs) -> str:
 
 def order_grid(program: Program, *, mark: tuple[int, int] = (-1, -1), around: int = 6) -> str:
     """Instructions in stream order, those near `mark` = (rank, index) only; the marked one is in >arrows<."""
-    rank, index = mark
+    _, index = mark
     first = max(index - around, 0) if index >= 0 else 0
     rows = []
     for r, stream in enumerate(program.streams):
@@ -50,7 +52,7 @@ def _cells(program: Program, timeline: Timeline, costs: Costs, rank: int) -> lis
     return cells
 
 
-def _label(program: Program, rank: int, stage: int, microbatch: int):
+def _label(program: Program, rank: int, stage: int, microbatch: int) -> Callable[[str], str]:
     own = program.placement[rank]
     mirrored = len(program.holders(stage)) > 1
     second = microbatch >= program.microbatches // 2 if mirrored else own.index(stage) > 0

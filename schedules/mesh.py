@@ -19,7 +19,8 @@ class Coordinates(NamedTuple):
     ep: int
 
     def __str__(self) -> str:
-        return f"dp{self.dp} pp{self.pp}" + "".join(f" {a}{getattr(self, a)}" for a in ("cp", "tp", "ep") if getattr(self, a))
+        rest = (f" {axis}{getattr(self, axis)}" for axis in ("cp", "tp", "ep") if getattr(self, axis))
+        return f"dp{self.dp} pp{self.pp}" + "".join(rest)
 
 
 @dataclass(frozen=True)
@@ -64,4 +65,5 @@ class Mesh:
         return tuple(self.rank(Coordinates(**dict(zip(ORDER, at, strict=True)))) for at in product(*along))
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "cp", "tp", "ep") if getattr(self, axis) > 1) or "one rank"
+        sizes = asdict(self).items()
+        return " x ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "one rank"

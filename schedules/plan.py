@@ -92,8 +92,9 @@ class Plan:
     `layers[stage]` is (first, end) of the decoder layers that a stage holds; stage 0 also embeds, the last one has the
     final norm, head and loss. `dtype` is of compute ('bfloat16', 'float32', 'float64'); master weights, gradients and
     optimizer state are float32 (float64 when compute is). `device` is 'cuda' or 'cpu'; `transport` moves activations:
-    'gloo' on CPU, 'peer' (copies between the GPUs of one host) or 'nccl'. `data` is a corpus folder or 'builtin:NAME',
-    `seed` the run's only source of randomness; `deterministic` asks for kernels whose two runs have the same bits.
+    'gloo' on CPU, 'peer' (copies between the GPUs of one host) or 'nccl'. `data` is a corpus folder, or 'builtin:NAME'
+    which is built in the folder `cache`; `seed` is the run's only source of randomness; `deterministic` asks for kernels
+    whose two runs have the same bits.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Plan:
     batch: BatchShape
     optimizer: OptimizerShape
     data: str
+    cache: str
     seed: int
     dtype: str
     device: str
@@ -127,11 +129,17 @@ def split_layers(layers: int, stages: int, head: float = 0.0) -> tuple[tuple[int
     layers than stages.
     """
     if layers < stages:
-        raise PentadError(f"model.layers is {layers}, but {stages} pipeline stages (mesh.pp) need at least one layer each")
+        text = f"model.layers is {layers}, but {stages} pipeline stages (mesh.pp) need at least one layer each"
+        raise PentadError(text)
     if stages == 1:
         return ((0, layers),)
-    best = min(range(1, layers - stages + 2), key=lambda last: (max(last + head, -(-(layers - last) // (stages - 1))), -last))
-    small, extra = divmod(layers - best, stages - 1)
-    sizes = [small + (stage < extra) for stage in range(stages - 1)] + [best]
+    others = stages - 1
+
+    def cost(last: int) -> tuple[float, int]:
+        return max(last + head, math.ceil((layers - last) / others)), -last
+
+    best = min(range(1, layers - others + 1), key=cost)
+    small, extra = divmod(layers - best, others)
+    sizes = [small + (stage < extra) for stage in range(others)] + [best]
     starts = [sum(sizes[:stage]) for stage in range(stages)]
     return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))

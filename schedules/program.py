@@ -49,7 +49,7 @@ class Program:
     def ranks(self) -> int:
         return len(self.streams)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return 1 + max(stage for stages in self.placement for stage in stages)
 
@@ -147,7 +147,8 @@ def _read(table: pa.Table) -> Program:
     meta = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     placement = tuple(tuple(map(int, stages.split(","))) for stages in meta["placement"].split(";"))
     streams: list[list[list[Instruction]]] = [[] for _ in placement]
-    for rank, index, op, stage, mb, _, peer, group, slot, waits in zip(*(c.to_pylist() for c in table.columns), strict=True):
+    columns = [column.to_pylist() for column in table.columns]
+    for rank, index, op, stage, mb, _, peer, group, slot, waits in zip(*columns, strict=True):
         part = Instruction(Op(op), stage, mb, peer, group, slot, tuple(map(parse_key, waits)))
         if index == len(streams[rank]):
             streams[rank].append([part])

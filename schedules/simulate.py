@@ -21,11 +21,11 @@ def simulate(program: Program, costs: Costs, *, step: int = 0) -> Timeline:
     starts = [0.0] * len(graph.members)
     for event in ordered(graph):
         starts[event] = max((ends[earlier] for earlier in graph.before[event]), default=0.0)
-        units = [program.streams[node.rank][node.index] for node in graph.members[event]]
+        units = [program.streams[node.rank][node.at] for node in graph.members[event]]
         ends[event] = max(_moments(unit, starts[event], costs)[-1] for unit in units)
     spans = []
     for node in graph.nodes:
-        unit = program.streams[node.rank][node.index]
+        unit = program.streams[node.rank][node.at]
         moments = _moments(unit, starts[graph.event[node]], costs)
         for part, start, end in zip(unit.parts, moments, moments[1:], strict=False):
             where = (part.op.value, part.stage, part.microbatch, part.peer)

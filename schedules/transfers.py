@@ -33,17 +33,17 @@ def add_transfers(program: Program, costs: Costs, *, gated: bool) -> Program:
     """
     times = compute_times(program, costs)
     wanted = _transfers(program, times)
-    sends: dict[tuple[int, Key], list[Instruction]] = defaultdict(list)
+    sends: dict[int, dict[Key, list[Instruction]]] = defaultdict(lambda: defaultdict(list))
     receives: dict[int, list[tuple[int, Transfer]]] = defaultdict(list)
     for transfer in sorted(wanted):
         send = Instruction(*transfer.send, peer=transfer.target, waits=(transfer.made,))
-        sends[transfer.source, transfer.made].append(send)
+        sends[transfer.source][transfer.made].append(send)
         place = _due(times[transfer.target], transfer.sent, after=gated)
         receives[transfer.target].append((place, transfer))
     streams = []
     for rank, stream in enumerate(program.streams):
         posted = _receives(stream, receives[rank], gated=gated)
-        streams.append(_woven(stream, {key: s for (r, key), s in sends.items() if r == rank}, posted))
+        streams.append(_woven(stream, sends[rank], posted))
     return program.with_streams(tuple(streams))
 
 

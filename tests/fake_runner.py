@@ -1,9 +1,9 @@
-"""A Runner without torch: it keeps a board and makes up results. `data.path` says how it behaves, as 'fake:key=value,...'.
+"""A Runner without torch: it keeps a board and makes up results. `data.path` tells it how, 'fake:key=value,...'.
 
 | key | what |
 |---|---|
 | seconds | length of a step |
-| rank, step, how | that rank at that step raises, reports a user's mistake, dies, or hangs; its peers wait for it forever |
+| rank, step, how | there and then: raise, mistake (a user's), die or hang; the other ranks wait forever |
 | slow | seconds that `__init__` takes |
 | full | 1: every save finds the disk full |
 | nan | 1: the gradient norm of step 1 is not a number |

@@ -27,6 +27,7 @@ def plan_of(name: str, dp: int, pp: int, microbatches: int, data: str, dtype: st
         batch=BatchShape(sequences=2 * dp * microbatches, length=8, microbatches=microbatches, replicas=dp),
         optimizer=OptimizerShape(1e-2, 1e-3, 2, STEPS, 0.9, 0.95, 1e-8, 0.1, clip_norm=0.5),
         data=data,
+        cache="",
         seed=7,
         dtype=dtype,
         device="cpu",

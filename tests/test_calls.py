@@ -133,7 +133,7 @@ def test_a_call_is_always_handed_in_ahead_and_never_more(run):
 
 
 def test_a_resumed_run_goes_on_where_it_was(run):
-    ranks, calls = run("run.steps=12", "checkpoint.every=5", first=10)
+    ranks, _ = run("run.steps=12", "checkpoint.every=5", first=10)
     assert runs(ranks)[0] == (10, 1)
     assert [call[1] for call in ranks.asked if call[0] == "save"] == [12]
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import ray
-from leftovers import Leftovers
+from footprint import Footprint
 
 from pentad.orchestrator import cluster as clusters
+from pentad.orchestrator.head import psutil
 from pentad.orchestrator.sections import ClusterSection
 from pentad.schedules.errors import PentadError
 
@@ -42,9 +43,9 @@ def test_a_local_cluster_has_room_for_the_ranks_and_their_workers_ahead(running)
 
 
 def test_it_listens_on_the_loopback_interface_only(running):
-    listening = clusters.psutil.net_connections("tcp")
-    ours = {process.pid for process in clusters.psutil.Process().children(recursive=True)}
-    hosts = {c.laddr.ip for c in listening if c.status == clusters.psutil.CONN_LISTEN and c.pid in ours}
+    listening = psutil.net_connections("tcp")
+    ours = {process.pid for process in psutil.Process().children(recursive=True)}
+    hosts = {c.laddr.ip for c in listening if c.status == psutil.CONN_LISTEN and c.pid in ours}
     assert hosts <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     assert hosts
 
@@ -85,7 +86,9 @@ def test_a_taken_dashboard_port_is_told_with_its_holder():
         other.listen()
         port = other.getsockname()[1]
         with (
-            pytest.raises(PentadError, match=rf"^cluster.dashboard_port is {port}, but .*pid {os.getpid()}.* or 0 for any$"),
+            pytest.raises(
+                PentadError, match=rf"^cluster.dashboard_port is {port}, but .*pid {os.getpid()}.* or 0 for any$"
+            ),
             clusters.start(ClusterSection(dashboard_port=port), 1),
         ):
             pytest.fail("the port was taken")
@@ -100,35 +103,37 @@ import ray
 try:
     with cluster.start(ClusterSection(**eval(sys.argv[1])), 2) as joined:
         one = ray.remote(num_cpus=1)(lambda: 1)
-        print(sum(ray.get([one.remote(), one.remote()])), joined.local, joined.address)
+        print(sum(ray.get([one.remote(), one.remote()])), joined.local, joined.address, joined.token_file)
 except PentadError as error:
     print(error)
 """
 
 
-def python(code: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=True)
+def join(section: dict[str, str], footprint: Footprint | None = None) -> str:
+    command = [sys.executable, "-c", JOIN, repr(section)]
+    environment = footprint.environment if footprint else None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=True, env=environment)
     assert not done.stderr.strip(), done.stderr
     return done.stdout.strip()
 
 
 def test_two_clusters_live_side_by_side_and_the_second_leaves_nothing(running):
-    before = Leftovers.now()
-    answer = python(JOIN, "{'device': 'cpu'}")
+    footprint = Footprint()
+    answer = join({"device": "cpu"}, footprint)
     assert answer.startswith("2 True 127.0.0.1:")
-    assert answer.split()[-1] != running.address
-    before.assert_nothing_more()
+    assert answer.split()[2] != running.address
+    footprint.files.add(Path(answer.split()[3]).parent)
+    footprint.assert_gone()
     assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
 
 
 def test_an_existing_cluster_is_joined_and_stays(running, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", running.token_file.read_text())
-    assert python(JOIN, repr({"address": running.address})) == f"2 False {running.address}"
+    assert join({"address": running.address}) == f"2 False {running.address} None"
     assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
 
 
 def test_an_address_where_no_cluster_answers_is_told():
-    answer = python(JOIN, "{'address': '127.0.0.1:1'}")
+    answer = join({"address": "127.0.0.1:1"})
     assert answer.startswith("cluster.address is '127.0.0.1:1', where no Ray cluster answers")

@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_runner import loss_of
-from leftovers import Leftovers
+from footprint import Footprint
 from rich.console import Console
 
 from pentad.orchestrator import cluster as clusters
@@ -135,7 +135,9 @@ def test_a_rank_that_fails_ends_the_run_with_whole_files(train, tmp_path):
     assert events(tmp_path) == [("start", 0), ("place", None), ("failure", None)]
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2][: len(metrics(tmp_path))]
     assert Timeline.load(folder / "timeline.arrow").steps
-    result, _ = train("run.steps=2")  # the folder is free, and so are the places
+    result, _ = train(
+        "run.steps=2", behaviour="fake:rank=1,step=3,how=die"
+    )  # the folder is free, and so are the places
     assert result["state"] == "finished"
 
 
@@ -162,6 +164,7 @@ class Started:
     """A run in a process group of its own, as a shell would start it."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
+        self.footprint = Footprint()
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         arguments = [f"run.folder={folder}", *SMALL, "run.steps=100000", *overrides]
         self.folder, self.out = folder, (folder / "out").open("w+")
@@ -170,7 +173,7 @@ class Started:
             stdout=self.out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**self.footprint.environment, "PYTHONPATH": path},
         )
 
     def printed(self) -> str:
@@ -182,24 +185,37 @@ class Started:
             assert self.process.poll() is None, self.printed()
             assert time.monotonic() < until, self.printed()
             time.sleep(0.05)
+        self.footprint.look()
 
     def interrupt(self, number: int) -> None:
         """As a terminal does: the whole group gets it, Ray's processes too."""
         os.killpg(self.process.pid, number)
 
 
-def test_ctrl_c_and_sigterm_stop_with_a_checkpoint_and_leave_nothing(tmp_path):
-    before = Leftovers.now()
-    started = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        folder = tmp_path / number.name
-        folder.mkdir()
-        started[number] = Started(folder, 'data.path="fake:seconds=0.05"')
-    for run in started.values():
+@pytest.fixture
+def started(tmp_path) -> Iterator[Callable[..., Started]]:
+    runs: list[Started] = []
+
+    def do(name: str, *overrides: str) -> Started:
+        (tmp_path / name).mkdir()
+        runs.append(Started(tmp_path / name, *overrides))
+        return runs[-1]
+
+    yield do
+    for run in runs:
+        if run.process.poll() is None:
+            run.interrupt(signal.SIGKILL)
+            run.process.wait()
+
+
+def test_ctrl_c_and_sigterm_stop_with_a_checkpoint_and_leave_nothing(started):
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    runs = [started(number.name, 'data.path="fake:seconds=0.05"') for number in numbers]  # side by side
+    for run in runs:
         run.wait_for(3)
-    for number, run in started.items():
+    for run, number in zip(runs, numbers, strict=True):
         run.interrupt(number)
-    for run in started.values():
+    for run in runs:
         assert run.process.wait(30) == 0, run.printed()
         done = len(metrics(run.folder))
         assert f"stopped after step {done}" in run.printed()
@@ -207,18 +223,22 @@ def test_ctrl_c_and_sigterm_stop_with_a_checkpoint_and_leave_nothing(tmp_path):
         assert newest(run.folder / "quickstart" / "checkpoints").checkpoint.step == done
         assert events(run.folder)[-2:] == [("checkpoint", done), ("stop", done)]
         assert (run.folder / "quickstart" / "timeline.html").exists()
-    before.assert_nothing_more()
+        run.footprint.assert_gone()
 
 
-def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(tmp_path):
-    before = Leftovers.now()
-    run = Started(tmp_path, 'data.path="fake:rank=0,step=3,how=hang"')
+@pytest.mark.parametrize("how", ["a second Ctrl-C", "SIGKILL"])
+def test_a_run_that_is_stopped_at_once_leaves_nothing(started, how):
+    run = started("hung", 'data.path="fake:rank=0,step=3,how=hang"')
     run.wait_for(2)
-    run.interrupt(signal.SIGINT)
-    time.sleep(0.5)
-    assert run.process.poll() is None  # the steps under way never end
-    run.interrupt(signal.SIGINT)
-    assert run.process.wait(20) == 130, run.printed()
+    if how == "SIGKILL":
+        run.process.kill()
+        assert run.process.wait(20) == -signal.SIGKILL
+    else:
+        run.interrupt(signal.SIGINT)
+        time.sleep(0.5)
+        assert run.process.poll() is None  # the steps under way never end
+        run.interrupt(signal.SIGINT)
+        assert run.process.wait(20) == 130, run.printed()
+        assert events(run.folder)[-1][0] == "failure"
     assert "Traceback" not in run.printed()
-    assert events(tmp_path)[-1][0] == "failure"
-    before.assert_nothing_more()
+    run.footprint.assert_gone()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import ray
-from leftovers import psutil
 
 from pentad.orchestrator import cluster as clusters
 from pentad.orchestrator.config import RunConfig, load
 from pentad.orchestrator.group import WorkerError, WorkerGroup
+from pentad.orchestrator.head import psutil
 from pentad.orchestrator.placement import reserve
 from pentad.orchestrator.planning import make_plan
 from pentad.orchestrator.sections import ClusterSection
@@ -103,36 +103,53 @@ def test_a_status_says_what_a_busy_rank_does_and_never_waits(cluster):
         group.stop(kill=True)
 
 
+def run_until_it_fails(plan: Plan) -> tuple[PentadError, list[int], float]:
+    """The error of a run of six steps in two calls, the ranks' processes, and the seconds that the last call took."""
+    with start(plan) as group:
+        group.run(0, 1)
+        began = time.monotonic()
+        with pytest.raises(PentadError) as caught:
+            group.run(1, 5)
+        return caught.value, pids_of(group), time.monotonic() - began
+
+
+def third_instruction(plan: Plan, rank: int) -> str:
+    """What the fake runner does when it obeys."""
+    return str(plan.program.streams[rank][2]).partition(" after ")[0]
+
+
 def test_a_killed_rank_is_named_within_seconds_and_the_others_go_too(cluster):
     plan = plan_of("fake:rank=1,step=3,how=die")
-    with pytest.raises(WorkerError) as caught, start(plan) as group:
-        pids = pids_of(group)
-        group.run(0, 3)
-        began = time.monotonic()
-        group.run(3, 2)
-    took = time.monotonic() - began
-    instruction = str(plan.program.streams[1][2]).partition(" after ")[0]
-    expected = f"rank 1 (dp0 pp1, node 127.0.0.1, pid {pids[1]}) died at step 3 in {instruction}: its process was killed or crashed"
-    assert str(caught.value) == expected
-    assert caught.value.rank == 1
-    assert took < 10
+    error, pids, seconds = run_until_it_fails(plan)
+    assert isinstance(error, WorkerError)
+    assert error.rank == 1
+    assert str(error) == (
+        f"rank 1 (dp0 pp1, node 127.0.0.1, pid {pids[1]}) died at step 3 in {third_instruction(plan, 1)}: "
+        "its process was killed or crashed"
+    )
+    assert seconds < 10
     assert_gone(pids)
     assert_all_free()
 
 
 def test_an_exception_of_a_rank_is_told_with_its_instruction(cluster):
     plan = plan_of("fake:rank=0,step=1,how=raise", "mesh.pp=2")
-    with pytest.raises(WorkerError) as caught, start(plan) as group:
-        group.run(0, 3)
-    instruction = str(plan.program.streams[0][2]).partition(" after ")[0]
-    assert str(caught.value).endswith(f"failed at step 1 in {instruction}: ZeroDivisionError: no such number")
-    assert "fake_runner.py" in caught.value.detail  # the traceback
+    error, pids, seconds = run_until_it_fails(plan)
+    assert isinstance(error, WorkerError)
+    assert str(error) == (
+        f"rank 0 (dp0 pp0, node 127.0.0.1, pid {pids[0]}) failed at step 1 in {third_instruction(plan, 0)}: "
+        "ZeroDivisionError: no such number"
+    )
+    assert "fake_runner.py" in error.detail  # the traceback
+    assert seconds < 10
+    assert_gone(pids)
 
 
 def test_a_users_mistake_found_by_a_rank_is_told_in_its_own_words(cluster):
-    with pytest.raises(PentadError) as caught, start(plan_of("fake:rank=0,step=0,how=mistake", "mesh.pp=2")) as group:
-        group.run(0, 1)
-    assert str(caught.value) == "data.path is wrong, wanted a right one"
+    error, pids, _ = run_until_it_fails(plan_of("fake:rank=0,step=1,how=mistake", "mesh.pp=2"))
+    assert type(error) is PentadError
+    assert str(error) == "data.path is wrong, wanted a right one"
+    assert_gone(pids)
 
 
 def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster):
@@ -141,7 +158,9 @@ def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster):
         reserve(Mesh(dp=2, pp=4), "cpu", 60, fixed=True)
     assert time.monotonic() - began < 5
     assert str(caught.value) == "mesh dp2 x pp4 has 8 ranks and wants 8 CPUs, but the cluster has only 4 CPUs on 1 node"
-    with pytest.raises(PentadError, match="wants 2 GPUs and 2 CPUs, but the cluster has only 0 GPUs and 4 CPUs on 1 node"):
+    with pytest.raises(
+        PentadError, match="wants 2 GPUs and 2 CPUs, but the cluster has only 0 GPUs and 4 CPUs on 1 node"
+    ):
         reserve(Mesh(pp=2), "cuda", 60, fixed=True)
 
 
@@ -162,6 +181,8 @@ def test_places_that_do_not_come_free_in_time_are_told_and_given_back(cluster):
 def test_ranks_that_do_not_start_in_time_are_named_and_killed(cluster):
     with pytest.raises(PentadError) as caught:
         start(plan_of("fake:slow=30", "mesh.pp=2"), seconds=4)
-    assert str(caught.value).startswith("cluster.start_timeout_seconds was not enough: rank 0 (dp0 pp0, node 127.0.0.1, pid ")
+    assert str(caught.value).startswith(
+        "cluster.start_timeout_seconds was not enough: rank 0 (dp0 pp0, node 127.0.0.1, pid "
+    )
     assert str(caught.value).endswith("did not start within it")
     assert_all_free()

@@ -22,7 +22,11 @@ SECONDS = max(span.end for span in STEP.spans)
 def account(rank: int, step: int, start: float, norm: float = 1.0) -> StepResult:
     at, own = PLAN.mesh.coordinates(rank), PLAN.batch.microbatches
     numbers = range(at.dp * own, (at.dp + 1) * own) if at.pp == 1 else ()
-    spans = (s._replace(step=step, rank=rank, start=s.start + start, end=s.end + start) for s in STEP.spans if s.rank == at.pp)
+    spans = (
+        s._replace(step=step, rank=rank, start=s.start + start, end=s.end + start)
+        for s in STEP.spans
+        if s.rank == at.pp
+    )
     return StepResult(
         step=step,
         losses={number: loss_of(step, number) for number in numbers},

@@ -69,7 +69,9 @@ def test_pipeline_neighbours_are_a_stage_of_ranks_apart_on_a_node(mesh):
     order = order_places(on_nodes([mesh.size]), mesh)
     for rank in range(mesh.size):
         gpus = [order[member] for member in mesh.group(("pp",), rank)]
-        assert gpus == list(range(gpus[0], gpus[0] + mesh.pp * mesh.cp * mesh.tp * mesh.ep, mesh.cp * mesh.tp * mesh.ep))
+        assert gpus == list(
+            range(gpus[0], gpus[0] + mesh.pp * mesh.cp * mesh.tp * mesh.ep, mesh.cp * mesh.tp * mesh.ep)
+        )
 
 
 def test_gpus_of_a_node_are_taken_in_their_order_not_in_that_of_bundles():

@@ -105,7 +105,7 @@ def plan(name: str, mesh: Mesh) -> Plan:
     program = compile_program(name, mesh.pp, 8, replicas=mesh.dp)
     layers = split_layers(8, program.stages)
     batch = BatchShape(16, 128, 8, mesh.dp)
-    return Plan("p", mesh, program, layers, MODEL, batch, OPTIMIZER, "builtin:pydoc", 0, "float32", "cpu", "gloo")
+    return Plan("p", mesh, program, layers, MODEL, batch, OPTIMIZER, "builtin:pydoc", "", 0, "float32", "cpu", "gloo")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import Plan
-from pentad.workers.builtin import builtin_corpus
-from pentad.workers.corpus import Corpus, open_corpus
+from pentad.workers.corpus import Corpus
 from pentad.workers.samples import microbatch
-
-BUILTIN_VOCAB = 4096  # as much as half a megabyte of text can teach
-CACHE = Path.home() / ".cache" / "pentad"
 
 
 class Tokens(NamedTuple):
@@ -23,19 +17,6 @@ class Tokens(NamedTuple):
 
     inputs: torch.Tensor  # [T]
     targets: torch.Tensor  # [T]
-
-
-def open_data(data: str, vocab: int, *, verify: bool = False, cache: Path = CACHE) -> Corpus:
-    """The corpus of `data.path`: a folder, or `builtin:NAME`, built in the cache folder on first use.
-
-    Raises PentadError when it has more tokens than the model's `vocab`.
-    """
-    kind, _, name = data.partition("builtin:")
-    found = builtin_corpus(name, min(vocab, BUILTIN_VOCAB), cache) if name and not kind else data
-    corpus = open_corpus(found, verify)
-    if corpus.vocab_size > vocab:
-        raise PentadError(f"model.vocab is {vocab}, but data.path {data} was made with {corpus.vocab_size} tokens")
-    return corpus
 
 
 class Feed:

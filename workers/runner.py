@@ -15,12 +15,13 @@ from pentad.schedules.timeline import Span
 from pentad.workers import checkpoint
 from pentad.workers.board import Board
 from pentad.workers.executor import Executor
-from pentad.workers.feed import Feed, open_data
+from pentad.workers.feed import Feed
 from pentad.workers.groups import connect
 from pentad.workers.lanes import CudaLanes, HostLanes, Times
 from pentad.workers.parameters import DTYPES, Parameters, create
 from pentad.workers.peer_copy import PeerCopy
 from pentad.workers.results import StepResult
+from pentad.workers.source import open_data
 from pentad.workers.stage import Stage
 from pentad.workers.transport import Transport
 
@@ -44,7 +45,8 @@ class Runner:
         self.board = Board(board, epoch)
         self.parameters: dict[int, Parameters] = {s: create(plan, s, self.device) for s in plan.stages_of(rank)}
         self.stages = {s: Stage(plan, s, held) for s, held in self.parameters.items()}
-        self.feed = Feed(plan, rank, open_data(plan.data, plan.model.vocab), self.device)
+        corpus = open_data(plan.data, plan.model.vocab, plan.batch.length, plan.cache)
+        self.feed = Feed(plan, rank, corpus, self.device)
 
     def connect(self, address: str, timeout_seconds: float) -> None:
         """Joins the other ranks at 'tcp://host:port'; rank 0 serves it."""

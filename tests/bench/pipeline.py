@@ -43,6 +43,7 @@ def plan_of(args: argparse.Namespace, name: str) -> Plan:
         batch=BatchShape(args.microbatches * args.rows, args.length, args.microbatches, 1),
         optimizer=OptimizerShape(3e-4, 3e-5, 4, args.steps, 0.9, 0.95, 1e-8, 0.1, 1.0),
         data="builtin:pydoc",
+        cache="~/.cache/pentad",
         seed=0,
         dtype=args.dtype,
         device=args.device,

@@ -1,0 +1,55 @@
+"""What the README shows is what happens: its commands run, its grid is printed, its YAML is the quickstart."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMAND = [sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli import main; sys.exit(main())"]
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[list[str]]:
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("pentad ")]
+
+
+def pentad(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"COLUMNS": "120"}
+    return subprocess.run([*COMMAND, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+
+
+@pytest.mark.timeout(400)
+def test_every_command_of_the_readme_does_what_it_says(tmp_path):
+    shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    assert len(commands()) >= 9
+    for arguments in commands():
+        done = pentad(arguments, tmp_path)
+        assert done.returncode == 0, f"pentad {shlex.join(arguments)}: {done.stderr}"
+        for option, value in zip(arguments, arguments[1:], strict=False):
+            if option in ("--html", "--svg", "--arrow", "--csv"):
+                assert (tmp_path / value).stat().st_size > 100, value
+    names = {"config.yaml", "program.arrow", "metrics.jsonl", "timeline.arrow", "trace.json.gz", "timeline.html"}
+    assert names <= {path.name for path in (tmp_path / "runs" / "first").iterdir()}
+
+
+def test_the_first_grid_is_the_one_that_is_printed(tmp_path):
+    printed = pentad(["schedule", "zb-h2", "--ranks", "4", "--microbatches", "8", "--grid"], tmp_path).stdout
+    assert blocks("")[0].strip() in printed
+
+
+def test_the_first_yaml_is_the_quickstart():
+    assert blocks("yaml")[0] == (ROOT / "orchestrator" / "quickstart.yaml").read_text()

@@ -1,0 +1,28 @@
+"""Finds the corpus that `data.path` names. Imports no torch: the driver looks before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pentad.schedules.errors import PentadError
+from pentad.workers.builtin import builtin_corpus
+from pentad.workers.corpus import Corpus, open_corpus
+from pentad.workers.samples import window_count
+
+BUILTIN_VOCAB = 4096  # as much as half a megabyte of text can teach
+
+
+def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = False) -> Corpus:
+    """The corpus in a folder, or of `builtin:NAME`, which is built in the folder `cache` on first use.
+
+    `verify` reads it all and compares checksums. Raises PentadError when it is missing, damaged, shorter than one
+    sequence of `length`, or has more tokens than a model of `vocab`.
+    """
+    kind, _, name = data.partition("builtin:")
+    builtin = bool(name) and not kind
+    folder = builtin_corpus(name, min(vocab, BUILTIN_VOCAB), Path(cache).expanduser()) if builtin else data
+    corpus = open_corpus(folder, verify)
+    if corpus.vocab_size > vocab:
+        raise PentadError(f"model.vocab is {vocab}, but data.path {data} was made with {corpus.vocab_size} tokens")
+    window_count(corpus, length)
+    return corpus
