@@ -1,5 +1,6 @@
 """Laws of the calls that keep ranks busy, with a group that is a list of what it was asked."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,11 @@ class Ranks:
         return StepResult(step, {0: 1.0}, 1.0, 0.1, False, (span,), 0.0, 1, 0)
 
 
+Run = Callable[..., tuple[Ranks, Calls]]
+
+
 @pytest.fixture
-def run(tmp_path: Path):
+def run(tmp_path: Path) -> Run:
     """Runs all calls of a configuration; returns the ranks with what they were asked, and the calls."""
 
     def do(*overrides: str, seconds: float = 0.3, first: int = 0, prepare: Any = None) -> tuple[Ranks, Calls]:
@@ -103,7 +107,7 @@ def runs(ranks: Ranks) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("every", [0, 1, 4, 7])
 @pytest.mark.parametrize("seconds", [0.01, 0.3, 5.0])
-def test_every_step_runs_once_and_calls_end_where_checkpoints_are(run, every, seconds):
+def test_every_step_runs_once_and_calls_end_where_checkpoints_are(run: Run, every: int, seconds: float) -> None:
     ranks, calls = run("run.steps=23", f"checkpoint.every={every}", seconds=seconds)
     steps = [step for first, count in runs(ranks) for step in range(first, first + count)]
     assert steps == list(range(23))
@@ -114,7 +118,7 @@ def test_every_step_runs_once_and_calls_end_where_checkpoints_are(run, every, se
     assert ranks.asked.index(("save", 23)) > max(k for k, call in enumerate(ranks.asked) if call[0] == "run")
 
 
-def test_calls_grow_to_about_a_second_and_the_first_is_one_step(run):
+def test_calls_grow_to_about_a_second_and_the_first_is_one_step(run: Run) -> None:
     ranks, _ = run("run.steps=200", seconds=0.04)
     counts = [count for _, count in runs(ranks)]
     assert counts[:2] == [1, 1]
@@ -122,30 +126,30 @@ def test_calls_grow_to_about_a_second_and_the_first_is_one_step(run):
     assert all(later <= 4 * before for before, later in pairwise(counts))
 
 
-def test_slow_steps_come_one_a_call(run):
+def test_slow_steps_come_one_a_call(run: Run) -> None:
     ranks, _ = run("run.steps=6", seconds=3.0)
     assert runs(ranks) == [(step, 1) for step in range(6)]
 
 
-def test_a_call_is_always_handed_in_ahead_and_never_more(run):
+def test_a_call_is_always_handed_in_ahead_and_never_more(run: Run) -> None:
     ranks, _ = run("run.steps=30", "checkpoint.every=5")
     assert ranks.ahead == AHEAD
 
 
-def test_a_resumed_run_goes_on_where_it_was(run):
+def test_a_resumed_run_goes_on_where_it_was(run: Run) -> None:
     ranks, _ = run("run.steps=12", "checkpoint.every=5", first=10)
     assert runs(ranks)[0] == (10, 1)
     assert [call[1] for call in ranks.asked if call[0] == "save"] == [12]
 
 
-def test_an_interrupt_ends_after_the_steps_under_way_with_a_checkpoint(run):
+def test_an_interrupt_ends_after_the_steps_under_way_with_a_checkpoint(run: Run) -> None:
     ranks, calls = run("run.steps=1000", "checkpoint.every=100", prepare=lambda r: setattr(r, "interrupt_at", 20))
     assert 20 < calls.done < 40
     assert ranks.asked[-2:] == [("save", calls.done), ("commit", calls.done)]
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])
-def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(run, what):
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(run: Run, what: str) -> None:
     ranks, calls = run(
         "run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 8): PentadError("disk full")})
     )
@@ -154,13 +158,13 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(run, what
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])
-def test_the_last_checkpoint_must_be_written(run, what):
+def test_the_last_checkpoint_must_be_written(run: Run, what: str) -> None:
     with pytest.raises(PentadError, match="disk full"):
         run("run.steps=12", prepare=lambda r: r.broken.update({(what, 12): PentadError("disk full")}))
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])
-def test_a_rank_that_dies_while_it_saves_ends_the_run(run, what):
+def test_a_rank_that_dies_while_it_saves_ends_the_run(run: Run, what: str) -> None:
     died = WorkerError("rank 1 died", 1, "")
     with pytest.raises(WorkerError, match="rank 1 died"):
         run("run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 4): died}))

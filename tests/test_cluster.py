@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,27 +23,27 @@ CPU = ClusterSection(device="cpu")
 
 
 @pytest.fixture(scope="module")
-def running():
+def running() -> Iterator[clusters.Cluster]:
     with clusters.start(CPU, 4) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def ray_resources(monkeypatch: pytest.MonkeyPatch):
+def ray_resources(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def have(**resources: float) -> None:
         monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
 
     return have
 
 
-def test_a_local_cluster_has_room_for_the_ranks_and_their_workers_ahead(running):
+def test_a_local_cluster_has_room_for_the_ranks_and_their_workers_ahead(running: clusters.Cluster) -> None:
     assert running.local
     assert running.device == "cpu"
     assert ray.cluster_resources()["CPU"] == 4
     assert "GPU" not in ray.cluster_resources()
 
 
-def test_it_listens_on_the_loopback_interface_only(running):
+def test_it_listens_on_the_loopback_interface_only(running: clusters.Cluster) -> None:
     listening = psutil.net_connections("tcp")
     ours = {process.pid for process in psutil.Process().children(recursive=True)}
     hosts = {c.laddr.ip for c in listening if c.status == psutil.CONN_LISTEN and c.pid in ours}
@@ -50,7 +51,7 @@ def test_it_listens_on_the_loopback_interface_only(running):
     assert hosts
 
 
-def test_it_demands_a_token_that_only_its_owner_can_read(running):
+def test_it_demands_a_token_that_only_its_owner_can_read(running: clusters.Cluster) -> None:
     address = f"{running.dashboard}/api/v0/actors"
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(address, timeout=20)
@@ -59,15 +60,15 @@ def test_it_demands_a_token_that_only_its_owner_can_read(running):
     assert urllib.request.urlopen(request, timeout=20).status == 200
 
 
-def test_the_users_home_gets_no_token_file(running):
+def test_the_users_home_gets_no_token_file(running: clusters.Cluster) -> None:
     assert not (Path.home() / ".ray" / "auth_token").exists()
 
 
-def test_signals_stay_the_drivers(running):
+def test_signals_stay_the_drivers(running: clusters.Cluster) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_auto_means_gpus_if_there_are_enough(ray_resources):
+def test_auto_means_gpus_if_there_are_enough(ray_resources: Callable[..., None]) -> None:
     auto = ClusterSection()
     ray_resources(CPU=8.0, GPU=4.0)
     assert clusters._device(auto, 4, local=True) == ("cuda", "")
@@ -80,7 +81,7 @@ def test_auto_means_gpus_if_there_are_enough(ray_resources):
     assert clusters._device(auto, 4, local=True) == ("cpu", "")
 
 
-def test_a_taken_dashboard_port_is_told_with_its_holder():
+def test_a_taken_dashboard_port_is_told_with_its_holder() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -117,7 +118,7 @@ def join(section: dict[str, str], footprint: Footprint | None = None) -> str:
     return done.stdout.strip()
 
 
-def test_two_clusters_live_side_by_side_and_the_second_leaves_nothing(running):
+def test_two_clusters_live_side_by_side_and_the_second_leaves_nothing(running: clusters.Cluster) -> None:
     footprint = Footprint()
     answer = join({"device": "cpu"}, footprint)
     assert answer.startswith("2 True 127.0.0.1:")
@@ -127,13 +128,13 @@ def test_two_clusters_live_side_by_side_and_the_second_leaves_nothing(running):
     assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
 
 
-def test_an_existing_cluster_is_joined_and_stays(running, monkeypatch):
+def test_an_existing_cluster_is_joined_and_stays(running: clusters.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", running.token_file.read_text())
     assert join({"address": running.address}) == f"2 False {running.address} None"
     assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
 
 
-def test_an_address_where_no_cluster_answers_is_told():
+def test_an_address_where_no_cluster_answers_is_told() -> None:
     answer = join({"address": "127.0.0.1:1"})
     assert answer.startswith("cluster.address is '127.0.0.1:1', where no Ray cluster answers")

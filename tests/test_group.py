@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ FAKE = "fake_runner:FakeRunner"
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster() -> Iterator[clusters.Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         with clusters.start(ClusterSection(device="cpu", dashboard=False), 4) as cluster:
@@ -61,7 +62,7 @@ def assert_all_free(seconds: float = 10) -> None:
     assert free == 4
 
 
-def test_every_rank_runs_every_step_and_says_where_it_is(cluster):
+def test_every_rank_runs_every_step_and_says_where_it_is(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:", "mesh.pp=2", "mesh.dp=2")
     with start(plan) as group:
         group.restore(None)
@@ -79,7 +80,7 @@ def test_every_rank_runs_every_step_and_says_where_it_is(cluster):
     group.stop()  # a second time does nothing
 
 
-def test_calls_handed_in_ahead_are_done_in_order(cluster):
+def test_calls_handed_in_ahead_are_done_in_order(cluster: clusters.Cluster) -> None:
     with start(plan_of("fake:seconds=0.05", "mesh.pp=2")) as group:
         calls = [group.submit_run(0, 2), group.submit_run(2, 1), group.submit_run(3, 3)]
         assert not group.ready(calls[2])
@@ -87,7 +88,7 @@ def test_calls_handed_in_ahead_are_done_in_order(cluster):
         assert done == [[0, 1], [2], [3, 4, 5]]
 
 
-def test_a_status_says_what_a_busy_rank_does_and_never_waits(cluster):
+def test_a_status_says_what_a_busy_rank_does_and_never_waits(cluster: clusters.Cluster) -> None:
     with start(plan_of("fake:seconds=1.0,rank=0,step=0,how=hang", "mesh.pp=2")) as group:
         group.submit_run(0, 1)
         seen = {}
@@ -118,7 +119,7 @@ def third_instruction(plan: Plan, rank: int) -> str:
     return str(plan.program.streams[rank][2]).partition(" after ")[0]
 
 
-def test_a_killed_rank_is_named_within_seconds_and_the_others_go_too(cluster):
+def test_a_killed_rank_is_named_within_seconds_and_the_others_go_too(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:rank=1,step=3,how=die")
     error, pids, seconds = run_until_it_fails(plan)
     assert isinstance(error, WorkerError)
@@ -132,7 +133,7 @@ def test_a_killed_rank_is_named_within_seconds_and_the_others_go_too(cluster):
     assert_all_free()
 
 
-def test_an_exception_of_a_rank_is_told_with_its_instruction(cluster):
+def test_an_exception_of_a_rank_is_told_with_its_instruction(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:rank=0,step=1,how=raise", "mesh.pp=2")
     error, pids, seconds = run_until_it_fails(plan)
     assert isinstance(error, WorkerError)
@@ -145,14 +146,14 @@ def test_an_exception_of_a_rank_is_told_with_its_instruction(cluster):
     assert_gone(pids)
 
 
-def test_a_users_mistake_found_by_a_rank_is_told_in_its_own_words(cluster):
+def test_a_users_mistake_found_by_a_rank_is_told_in_its_own_words(cluster: clusters.Cluster) -> None:
     error, pids, _ = run_until_it_fails(plan_of("fake:rank=0,step=1,how=mistake", "mesh.pp=2"))
     assert type(error) is PentadError
     assert str(error) == "data.path is wrong, wanted a right one"
     assert_gone(pids)
 
 
-def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster):
+def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster: clusters.Cluster) -> None:
     began = time.monotonic()
     with pytest.raises(PentadError) as caught:
         reserve(Mesh(dp=2, pp=4), "cpu", 60, fixed=True)
@@ -164,7 +165,7 @@ def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster):
         reserve(Mesh(pp=2), "cuda", 60, fixed=True)
 
 
-def test_places_that_do_not_come_free_in_time_are_told_and_given_back(cluster):
+def test_places_that_do_not_come_free_in_time_are_told_and_given_back(cluster: clusters.Cluster) -> None:
     held = reserve(Mesh(pp=3), "cpu", 10, fixed=True)
     try:
         with pytest.raises(PentadError) as caught:
@@ -178,7 +179,7 @@ def test_places_that_do_not_come_free_in_time_are_told_and_given_back(cluster):
     assert_all_free()
 
 
-def test_ranks_that_do_not_start_in_time_are_named_and_killed(cluster):
+def test_ranks_that_do_not_start_in_time_are_named_and_killed(cluster: clusters.Cluster) -> None:
     with pytest.raises(PentadError) as caught:
         start(plan_of("fake:slow=30", "mesh.pp=2"), seconds=4)
     assert str(caught.value).startswith(

@@ -46,7 +46,7 @@ def call(first: int, starts: list[float], shift: float = 0.0) -> list[list[StepR
     return [[account(rank, first + k, start + clocks[rank]) for k, start in enumerate(starts)] for rank in range(4)]
 
 
-def test_the_loss_adds_microbatches_in_ascending_order_whoever_ran_them():
+def test_the_loss_adds_microbatches_in_ascending_order_whoever_ran_them() -> None:
     accounts = [account(rank, 3, 0.0) for rank in range(4)]
     total = 0.0
     for number in range(16):
@@ -55,7 +55,7 @@ def test_the_loss_adds_microbatches_in_ascending_order_whoever_ran_them():
         assert mean_loss(order, 10) == total / 10
 
 
-def test_a_row_has_every_metric():
+def test_a_row_has_every_metric() -> None:
     (row,) = History(PLAN, 7, keep=2).add(call(0, [5.0]))
     assert set(METRIC_KEYS) <= set(row)
     assert (row["step"], row["epoch"], row["lr"], row["tokens"], row["mfu"]) == (0, 7, 0.5, PLAN.batch.tokens, None)
@@ -65,7 +65,7 @@ def test_a_row_has_every_metric():
     assert (row["peak_bytes"], row["host_seconds"]) == (3, pytest.approx(0.3))
 
 
-def test_a_steps_time_begins_with_the_end_of_the_one_before_unless_there_was_a_pause():
+def test_a_steps_time_begins_with_the_end_of_the_one_before_unless_there_was_a_pause() -> None:
     history = History(PLAN, 1, keep=2)
     seconds = [row["step_seconds"] for row in history.add(call(0, [0.0, SECONDS + 1, 2 * SECONDS + 1]))]
     assert seconds == pytest.approx([SECONDS, SECONDS + 1, SECONDS])
@@ -73,7 +73,7 @@ def test_a_steps_time_begins_with_the_end_of_the_one_before_unless_there_was_a_p
     assert history.add(call(3, [1000.0]))[0]["step_seconds"] == pytest.approx(SECONDS)
 
 
-def test_the_planned_bubble_is_of_costs_as_measured():
+def test_the_planned_bubble_is_of_costs_as_measured() -> None:
     history = History(PLAN, 1, keep=2)
     (row,) = history.add(call(0, [0.0]))
     assert history.costs.forward == pytest.approx(COSTS.forward)
@@ -82,7 +82,7 @@ def test_the_planned_bubble_is_of_costs_as_measured():
     assert history.simulated().makespan == pytest.approx(STEP.makespan, rel=0.05)
 
 
-def test_clocks_of_other_nodes_are_set_right():
+def test_clocks_of_other_nodes_are_set_right() -> None:
     right = History(PLAN, 1, keep=9).add(call(0, [0.0, SECONDS]))
     shifted = History(PLAN, 1, keep=9, offsets=(0.0, 50.0, 0.0, 50.0)).add(call(0, [0.0, SECONDS], shift=50.0))
     for key in ("step_seconds", "bubble_measured"):
@@ -90,14 +90,14 @@ def test_clocks_of_other_nodes_are_set_right():
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
-def test_the_timeline_keeps_the_last_steps(keep):
+def test_the_timeline_keeps_the_last_steps(keep: int) -> None:
     history = History(PLAN, 1, keep=keep)
     history.add(call(0, [0.0, SECONDS]))
     history.add(call(2, [2 * SECONDS]))
     assert history.timeline.steps == tuple(range(3 - keep, 3))
 
 
-def test_what_is_not_finite_becomes_null():
+def test_what_is_not_finite_becomes_null() -> None:
     assert finite(1.5) == 1.5
     assert [finite(x) for x in (math.nan, math.inf)] == [None, None]
     accounts = [[account(rank, 0, 0.0, norm=math.nan)] for rank in range(4)]
@@ -106,7 +106,7 @@ def test_what_is_not_finite_becomes_null():
     assert row["grad_norm"] is None
 
 
-def test_the_first_step_warms_up_and_does_not_count():
+def test_the_first_step_warms_up_and_does_not_count() -> None:
     rows = [{"tokens_per_second": pace} for pace in (1.0, 10.0, 12.0, 14.0)]
     assert typical_pace(rows) == 12.0
     assert typical_pace(rows[:1]) == 1.0

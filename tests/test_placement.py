@@ -35,20 +35,20 @@ def placed_meshes(draw: st.DrawFn, unit: str = "tp") -> tuple[Mesh, list[Place]]
 
 
 @given(placed_meshes())
-def test_every_place_becomes_one_rank(case):
+def test_every_place_becomes_one_rank(case: tuple[Mesh, list[Place]]) -> None:
     mesh, places = case
     assert sorted(order_places(places, mesh)) == [place.bundle for place in places]
 
 
 @given(placed_meshes(), st.randoms(use_true_random=False))
-def test_the_order_of_the_answers_does_not_matter(case, dice: random.Random):
+def test_the_order_of_the_answers_does_not_matter(case: tuple[Mesh, list[Place]], dice: random.Random) -> None:
     mesh, places = case
     mixed = dice.sample(places, len(places))
     assert order_places(mixed, mesh) == order_places(places, mesh)
 
 
 @given(placed_meshes())
-def test_a_tp_group_stays_inside_a_node(case):
+def test_a_tp_group_stays_inside_a_node(case: tuple[Mesh, list[Place]]) -> None:
     mesh, places = case
     order = order_places(places, mesh)
     for rank in range(mesh.size):
@@ -56,7 +56,7 @@ def test_a_tp_group_stays_inside_a_node(case):
 
 
 @given(placed_meshes("replica"))
-def test_no_replica_is_cut_where_nodes_hold_whole_ones(case):
+def test_no_replica_is_cut_where_nodes_hold_whole_ones(case: tuple[Mesh, list[Place]]) -> None:
     mesh, places = case
     order = order_places(places, mesh)
     for rank in range(mesh.size):
@@ -65,7 +65,7 @@ def test_no_replica_is_cut_where_nodes_hold_whole_ones(case):
 
 
 @given(meshes)
-def test_pipeline_neighbours_are_a_stage_of_ranks_apart_on_a_node(mesh):
+def test_pipeline_neighbours_are_a_stage_of_ranks_apart_on_a_node(mesh: Mesh) -> None:
     order = order_places(on_nodes([mesh.size]), mesh)
     for rank in range(mesh.size):
         gpus = [order[member] for member in mesh.group(("pp",), rank)]
@@ -74,12 +74,12 @@ def test_pipeline_neighbours_are_a_stage_of_ranks_apart_on_a_node(mesh):
         )
 
 
-def test_gpus_of_a_node_are_taken_in_their_order_not_in_that_of_bundles():
+def test_gpus_of_a_node_are_taken_in_their_order_not_in_that_of_bundles() -> None:
     places = [Place(0, "a", 3), Place(1, "a", 1), Place(2, "a", 2), Place(3, "a", 0)]
     assert order_places(places, Mesh(pp=4)) == (3, 1, 2, 0)
 
 
-def test_whole_nodes_come_before_odd_ones():
+def test_whole_nodes_come_before_odd_ones() -> None:
     places = on_nodes([6, 4, 2])  # replicas of 4: one fits the node of 4, the next begins on that of 6
     order = order_places(places, Mesh(dp=3, pp=4))
     mesh = Mesh(dp=3, pp=4)
@@ -87,6 +87,6 @@ def test_whole_nodes_come_before_odd_ones():
     assert first == ["node1"] * 4
 
 
-def test_a_tp_group_that_would_leave_its_node_is_refused():
+def test_a_tp_group_that_would_leave_its_node_is_refused() -> None:
     with pytest.raises(PentadError, match=r"mesh.tp is 2, but nodes have room for 3, 1 ranks"):
         order_places(on_nodes([3, 1]), Mesh(tp=2, pp=2))
