@@ -1,7 +1,14 @@
 """Which tests run: those marked gpu only where CUDA is, those marked slow only when asked for."""
 
+import os
+from pathlib import Path
+
 import hypothesis
 import pytest
+
+# Triton reads this when it is first imported, by whichever test comes first.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # No deadlines: a busy machine is no failure. No randomness: a run says the same as the one before.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)

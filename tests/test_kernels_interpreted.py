@@ -1,10 +1,9 @@
 """The Triton kernels themselves on a machine without a GPU, through Triton's interpreter, at sizes it can bear.
 
-The interpreter has to be asked for before Triton is first imported, and kernels of this process then run interpreted:
-so this file steps aside where a GPU runs the real ones.
+conftest.py asks for the interpreter before Triton is first imported; kernels of this process then run interpreted, so
+this file steps aside where a GPU runs the real ones.
 """
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 if torch.cuda.is_available():
     pytest.skip("a GPU runs the kernels themselves", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from triton.runtime import interpreter

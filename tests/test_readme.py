@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ def commands() -> list[list[str]]:
 
 def pentad(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"COLUMNS": "120"}
-    return subprocess.run([*COMMAND, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+    command = [*COMMAND, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
 
 
 @pytest.mark.timeout(400)
@@ -39,7 +41,7 @@ def test_every_command_of_the_readme_does_what_it_says(tmp_path):
     for arguments in commands():
         done = pentad(arguments, tmp_path)
         assert done.returncode == 0, f"pentad {shlex.join(arguments)}: {done.stderr}"
-        for option, value in zip(arguments, arguments[1:], strict=False):
+        for option, value in pairwise(arguments):
             if option in ("--html", "--svg", "--arrow", "--csv"):
                 assert (tmp_path / value).stat().st_size > 100, value
     names = {"config.yaml", "program.arrow", "metrics.jsonl", "timeline.arrow", "trace.json.gz", "timeline.html"}

@@ -16,8 +16,18 @@ from pentad.workers.checkpoint import newest, read
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli import main; sys.exit(main())"]
 STEPS = 400  # many, so that a signal after the 20th comes before the last
-SMALL = ["model.layers=4", "model.hidden=32", "model.ffn=64", "model.vocab=300", "batch.sequence_length=32", "mesh.pp=2"]
-SMALL += [f"run.steps={STEPS}", "schedule.microbatches=4", "cluster.device=cpu", "cluster.dashboard=false"]
+SMALL = [
+    "mesh.pp=2",
+    "model.layers=4",
+    "model.hidden=32",
+    "model.ffn=64",
+    "model.vocab=300",
+    "batch.sequence_length=32",
+    "schedule.microbatches=4",
+    f"run.steps={STEPS}",
+    "cluster.device=cpu",
+    "cluster.dashboard=false",
+]
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -327,7 +327,7 @@ def seconds(calls: Calls) -> tuple[float, str]:
 
 
 def ceiling(gemm: bool) -> float:
-    """The rate of this GPU, measured now: FLOP/s of a square bf16 GEMM or bytes/s of a copying kernel, read and written."""
+    """The rate of this GPU, now: FLOP/s of a square bf16 GEMM, or bytes/s of a copying kernel, read and written."""
     if gemm:
         a, b = random(8192, 8192), random(8192, 8192)
         return 2 * 8192**3 / seconds([lambda: a @ b] * SETS)[0]
