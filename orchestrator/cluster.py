@@ -25,7 +25,7 @@ from pentad.schedules.errors import PentadError
 
 OBJECT_STORE_BYTES = 200 << 20  # a run moves plans and step results, no tensors
 LOOPBACK = "127.0.0.1"
-END_SECONDS = 10.0  # for a local cluster to end by itself
+END_SECONDS = 2.0  # for a local cluster to end by itself; while it starts, Ray may not let it
 # What a driver's environment says to its workers on other nodes.
 PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTHONPATH")
 # No reports to Ray's makers, and no copies on stderr of errors that a group tells in its own words.
@@ -110,14 +110,13 @@ def _head(options: dict[str, Any]) -> Iterator[tuple[Path, str]]:
 def _joined(section: ClusterSection) -> Iterator[Cluster]:
     host = _reachable(section.address)
     mode = os.environ.get("RAY_AUTH_MODE", section.auth)
-    passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)} | SEE_ALL_GPUS
     with ExitStack() as stack:
         stack.enter_context(_environment({"RAY_AUTH_MODE": mode, **SILENT}))
         if host == LOOPBACK:  # else Ray looks for it at this machine's other address
             stack.enter_context(_loopback_only())
         stack.callback(ray.shutdown)
         try:
-            context = _init(address=section.address, runtime_env={"env_vars": passed_on})
+            context = _init(address=section.address, runtime_env={"env_vars": _passed_on()})
         except ray.exceptions.AuthenticationError as error:
             raise PentadError(
                 f"cluster.auth is {mode!r}, but the Ray cluster at {section.address} refuses that: {_first_line(error)}"
@@ -129,6 +128,14 @@ def _joined(section: ClusterSection) -> Iterator[Cluster]:
         device, note = _device(section, 1, local=False)
         url = context.address_info.get("webui_url")
         yield Cluster(context.address_info["gcs_address"], False, device, f"http://{url}" if url else None, None, note)
+
+
+def _passed_on() -> dict[str, str]:
+    """What workers inherit of this environment, but for what their Ray job gives them: Ray refuses to hear it twice."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
+    given = set(job.get("env_vars", ())) | ({"PYTHONPATH"} if job else set())
+    found = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)} | SEE_ALL_GPUS
+    return {name: value for name, value in found.items() if name not in given}
 
 
 def _reachable(address: str) -> str:

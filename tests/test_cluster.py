@@ -1,5 +1,6 @@
 """Laws of the embedded cluster: who may reach it, that two get along, and that nothing of it stays."""
 
+import json
 import os
 import signal
 import socket
@@ -55,6 +56,7 @@ def test_it_demands_a_token_that_only_its_owner_can_read(running: clusters.Clust
     address = f"{running.dashboard}/api/v0/actors"
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(address, timeout=20)
+    assert running.token_file is not None
     assert running.token_file.stat().st_mode & 0o777 == 0o600
     request = urllib.request.Request(address, headers={"Authorization": f"Bearer {running.token_file.read_text()}"})
     assert urllib.request.urlopen(request, timeout=20).status == 200
@@ -128,8 +130,22 @@ def test_two_clusters_live_side_by_side_and_the_second_leaves_nothing(running: c
     assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
 
 
+def test_a_jobs_own_variables_are_not_passed_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("SECRET", "x")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    passed = clusters._passed_on()
+    assert {"NCCL_DEBUG", "NCCL_NVLS_ENABLE", "PYTHONPATH"} <= set(passed)
+    assert "SECRET" not in passed
+    job = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    assert set(passed) - set(clusters._passed_on()) == {"NCCL_DEBUG", "PYTHONPATH"}
+
+
 def test_an_existing_cluster_is_joined_and_stays(running: clusters.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert running.token_file is not None
     monkeypatch.setenv("RAY_AUTH_TOKEN", running.token_file.read_text())
     assert join({"address": running.address}) == f"2 False {running.address} None"
     assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7

@@ -15,6 +15,7 @@ from pentad.orchestrator.head import psutil
 from pentad.orchestrator.placement import reserve
 from pentad.orchestrator.planning import make_plan
 from pentad.orchestrator.sections import ClusterSection
+from pentad.orchestrator.worker import Status
 from pentad.schedules.errors import PentadError
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import Plan
@@ -91,7 +92,7 @@ def test_calls_handed_in_ahead_are_done_in_order(cluster: clusters.Cluster) -> N
 def test_a_status_says_what_a_busy_rank_does_and_never_waits(cluster: clusters.Cluster) -> None:
     with start(plan_of("fake:seconds=1.0,rank=0,step=0,how=hang", "mesh.pp=2")) as group:
         group.submit_run(0, 1)
-        seen = {}
+        seen: dict[int, Status] = {}
         until = time.monotonic() + 20
         while len([s for s in seen.values() if s.instruction]) < 2 and time.monotonic() < until:
             started = time.monotonic()

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
+from closeness import relative_error
 from torch import Tensor
 
 from pentad.kernels.attention import attention, attention_backward, attention_reference
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm().clamp(min=1e-30))
 
 
 def inputs(shape: tuple[int, int, int, int, int], device: str, dtype: torch.dtype) -> list[Tensor]:

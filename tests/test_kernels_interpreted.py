@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from closeness import relative_error
 
 if torch.cuda.is_available():
     pytest.skip("a GPU runs the kernels themselves", allow_module_level=True)
@@ -54,10 +54,6 @@ def _fresh_memory_holds_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)

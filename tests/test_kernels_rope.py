@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import relative_error
 from torch import Tensor
 
 from pentad.kernels.rope import rope_, rope_reference_, rope_tables
@@ -13,10 +14,6 @@ def rotated_by_complex_numbers(x: Tensor, theta: float, length: int) -> Tensor:
     angle = position[:, None] / theta ** (torch.arange(half, dtype=torch.float64) / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     return torch.cat((turned.real, turned.imag), dim=-1)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm().clamp(min=1e-30))
 
 
 @pytest.mark.parametrize("tokens", [6, 12])

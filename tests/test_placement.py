@@ -16,7 +16,7 @@ meshes = st.builds(Mesh, dp=sides, pp=sides, cp=st.integers(1, 2), tp=st.integer
 
 def on_nodes(sizes: list[int]) -> list[Place]:
     """Bundles filled node by node, GPUs of a node counted from 0."""
-    places = []
+    places: list[Place] = []
     for number, size in enumerate(sizes):
         places += [Place(len(places) + gpu, f"node{number}", gpu) for gpu in range(size)]
     return places

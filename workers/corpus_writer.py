@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from pentad.schedules.errors import PentadError
 from pentad.workers.corpus_index import INDEX_FILE, TOKENIZER_FILE, Index, Shard, index_text
+from pentad.workers.durable import sync_folder, write_file
 from pentad.workers.text_sources import Piece
 from pentad.workers.tokenizer import encode, end_token, vocab_size
 
@@ -56,10 +57,10 @@ def _write_files(
     if not shards:
         raise PentadError("SOURCE holds no text, wanted at least one character")
     text = tokenizer.to_str(pretty=True).encode()
-    _write(folder / TOKENIZER_FILE, text)
+    write_file(folder / TOKENIZER_FILE, [memoryview(text)])
     tokens, documents_found = sum(shard.tokens for shard in shards), sum(shard.documents for shard in shards)
     index = Index(size, tokens, documents_found, TOKENIZER_FILE, hashlib.sha256(text).hexdigest(), tuple(shards))
-    _write(folder / INDEX_FILE, index_text(index).encode())
+    write_file(folder / INDEX_FILE, [memoryview(index_text(index).encode())])
 
 
 def _documents(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -132,11 +133,6 @@ def _batches(documents: Iterator[np.ndarray]) -> Iterator[list[np.ndarray]]:
         yield batch
 
 
-def _write(file: Path, content: bytes) -> None:
-    with _durable(file) as sink:
-        sink.write(content)
-
-
 @contextmanager
 def _durable(file: Path) -> Iterator[BinaryIO]:
     """A file that is on disk when the block ends."""
@@ -147,19 +143,11 @@ def _durable(file: Path) -> Iterator[BinaryIO]:
 
 
 def _publish(staging: Path, out: Path) -> None:
-    _sync_folder(staging)
+    sync_folder(staging)
     try:
         os.rename(staging, out)
     except OSError as error:
         if out.exists():
             raise FileExistsError(f"{out} exists") from error
         raise
-    _sync_folder(out.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(out.parent)
