@@ -63,6 +63,7 @@ def train(config: RunConfig, *, console: Console, as_json: bool = False, runner:
             folder.event("start", epoch=epoch, step=first, program=plan.program.hash)
             group = stack.enter_context(WorkerGroup.start(plan, placement, patience, epoch=epoch, runner=runner))
             folder.event("place", epoch=epoch, ranks=_ranks(group))
+            group.check_folder(folder.path.resolve())
             group.restore(checkpoint)
             keep = config.metrics.timeline_steps
             history = History(plan, epoch, keep=keep, offsets=group.offsets, device_name=group.device_name)

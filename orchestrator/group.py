@@ -63,10 +63,11 @@ class Failure:
         if not self.died:
             error = getattr(self.error, "cause", self.error)
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
-        told = " ".join(str(self.error).split()).partition("exit detail: ")[2]
-        if not told or "connection error code 2" in told:
+        lines = str(self.error).strip().splitlines()
+        told = " ".join(lines).partition("exit detail: ")[2] or lines[-1]
+        if "connection error code 2" in told:  # Ray's word for an end without a word
             return "its process was killed or crashed"
-        return told.rstrip(".")
+        return " ".join(told.split()).rstrip(".")
 
 
 class WorkerGroup:
@@ -105,6 +106,14 @@ class WorkerGroup:
             group.stop(kill=True)
             raise
         return group
+
+    def check_folder(self, folder: Path) -> None:
+        """Raises PentadError when a rank's node does not have the run's folder: all write and read there."""
+        for rank, there in enumerate(self._collect(self._call("sees", str(folder)))):
+            if not there:
+                raise PentadError(
+                    f"run.folder has {folder}, which {self.label(rank)} does not see; wanted storage that all nodes share"
+                )
 
     def restore(self, folder: Path | None) -> None:
         """Fills every rank's state from a checkpoint; None leaves the first values."""

@@ -100,6 +100,10 @@ class Worker:
         return Where(node, ray.util.get_node_ip_address(), gpus[0] if gpus else -1, os.getpid(), str(self.board))
 
     @ray.method(concurrency_group="control")
+    def sees(self, folder: str) -> bool:
+        return os.path.isdir(folder)
+
+    @ray.method(concurrency_group="control")
     def free_port(self) -> int:
         """A TCP port that nobody on this node listens on, for the store of rank 0."""
         with socket.socket() as probe:

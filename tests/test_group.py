@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from pentad.orchestrator import cluster as clusters
+from pentad.orchestrator import worker
 from pentad.orchestrator.config import RunConfig, load
 from pentad.orchestrator.group import WorkerError, WorkerGroup
 from pentad.orchestrator.head import psutil
@@ -27,7 +28,10 @@ FAKE = "fake_runner:FakeRunner"
 def cluster() -> Iterator[clusters.Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        with clusters.start(ClusterSection(device="cpu", dashboard=False), 4) as cluster:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "7,5,6,4")
+        head = clusters._head
+        patch.setattr(clusters, "_head", lambda options: head({**options, "num_gpus": 4}))  # Ray believes it
+        with clusters.start(ClusterSection(dashboard=False), 4) as cluster:
             yield cluster
 
 
@@ -79,6 +83,27 @@ def test_every_rank_runs_every_step_and_says_where_it_is(cluster: clusters.Clust
     assert_gone(pids)
     assert_all_free()
     group.stop()  # a second time does nothing
+
+
+def test_neighbours_in_the_pipeline_get_neighbouring_gpus(cluster: clusters.Cluster) -> None:
+    plan = make_plan(config_of("fake:", "mesh.pp=4"), "cuda")
+    group = WorkerGroup(plan, reserve(plan.mesh, "cuda", 10, fixed=True))
+    try:
+        group._create(FAKE, time.monotonic() + 30)
+        assert [at.gpu for at in group.places] == [4, 5, 6, 7]  # Ray gives bundles 7, 5, 6 and 4
+    finally:
+        group.stop(kill=True)
+
+
+@pytest.mark.parametrize(("visible", "given", "index"), [(None, [3], 3), ("7,5,6,4", ["6"], 2), ("1", ["1"], 0)])
+def test_a_gpus_cuda_number_is_its_place_among_the_visible_ones(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, given: list, index: int
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: given)
+    assert worker._visible_index() == index
 
 
 def test_calls_handed_in_ahead_are_done_in_order(cluster: clusters.Cluster) -> None:
@@ -154,6 +179,22 @@ def test_a_users_mistake_found_by_a_rank_is_told_in_its_own_words(cluster: clust
     assert_gone(pids)
 
 
+def test_a_runner_that_cannot_be_imported_is_told(cluster: clusters.Cluster) -> None:
+    plan = plan_of("fake:", "mesh.pp=2")
+    with pytest.raises(WorkerError, match=r"^rank . \(dp0 pp., node .*\) failed: ModuleNotFoundError: .*'nowhere'$"):
+        WorkerGroup.start(plan, reserve(plan.mesh, "cpu", 10, fixed=True), 30, runner="nowhere:Runner")
+    assert_all_free()
+
+
+def test_a_folder_that_a_node_lacks_is_told(cluster: clusters.Cluster, tmp_path: Path) -> None:
+    with start(plan_of("fake:", "mesh.pp=2")) as group:
+        group.check_folder(tmp_path)
+        with pytest.raises(
+            PentadError, match=r"which rank 0 \(dp0 pp0, .*\) does not see; wanted storage that all nodes"
+        ):
+            group.check_folder(tmp_path / "elsewhere")
+
+
 def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster: clusters.Cluster) -> None:
     began = time.monotonic()
     with pytest.raises(PentadError) as caught:
@@ -161,9 +202,9 @@ def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster: clus
     assert time.monotonic() - began < 5
     assert str(caught.value) == "mesh dp2 x pp4 has 8 ranks and wants 8 CPUs, but the cluster has only 4 CPUs on 1 node"
     with pytest.raises(
-        PentadError, match="wants 2 GPUs and 2 CPUs, but the cluster has only 0 GPUs and 4 CPUs on 1 node"
+        PentadError, match="wants 6 GPUs and 6 CPUs, but the cluster has only 4 GPUs and 4 CPUs on 1 node"
     ):
-        reserve(Mesh(pp=2), "cuda", 60, fixed=True)
+        reserve(Mesh(pp=6), "cuda", 60, fixed=True)
 
 
 def test_places_that_do_not_come_free_in_time_are_told_and_given_back(cluster: clusters.Cluster) -> None:

@@ -4,15 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import relative_error
 from torch import Tensor
 
 from pentad.kernels.adamw import adamw_, adamw_reference_, coefficients
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm().clamp(min=1e-30))
 
 
 def test_the_reference_agrees_with_torch_over_many_steps() -> None:

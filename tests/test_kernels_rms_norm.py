@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from closeness import relative_error
 from torch import Tensor
 
 from pentad.kernels.rms_norm import (
@@ -23,10 +24,6 @@ def _fresh_memory_holds_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm().clamp(min=1e-30))
 
 
 def definition(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from closeness import relative_error
 
 from pentad.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_reference, swiglu_reference
 
@@ -14,10 +14,6 @@ def _fresh_memory_holds_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm().clamp(min=1e-30))
 
 
 def test_the_reference_agrees_with_autograd() -> None:
