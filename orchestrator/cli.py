@@ -55,6 +55,10 @@ def train(words: Words = None, as_json: Json = False) -> None:
     from pentad.orchestrator.config import load
 
     config = load(*_split(words))
+    from pentad.workers.source import open_data
+
+    length, cache = config.batch.sequence_length, config.data.cache
+    open_data(config.data.path, config.model.vocab, length, cache, verify=True)  # before anything is started or written
     from pentad.orchestrator.display import ending
     from pentad.orchestrator.driver import train as run
 

@@ -112,7 +112,7 @@ class WorkerGroup:
         for rank, there in enumerate(self._collect(self._call("sees", str(folder)))):
             if not there:
                 raise PentadError(
-                    f"run.folder has {folder}, which {self.label(rank)} does not see; wanted storage that all nodes share"
+                    f"run.folder has {folder}, which {self.label(rank)} does not see, wanted storage that all share"
                 )
 
     def restore(self, folder: Path | None) -> None:

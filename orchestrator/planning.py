@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.estimate import guess_costs
 from pentad.schedules.catalogue import generate
@@ -38,7 +40,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1) -> Plan:
         model=model,
         batch=batch,
         optimizer=optimizer,
-        data=config.data.path,
+        data=_data(config.data.path),
         cache=config.data.cache,
         seed=config.run.seed,
         dtype=dtype,
@@ -58,6 +60,11 @@ def spread(timeline: Timeline, mesh: Mesh) -> Timeline:
                 peer = span.peer if span.peer < 0 else mesh.rank(here._replace(pp=span.peer))
                 spans.append(span._replace(rank=rank, peer=peer))
     return Timeline(timeline.source, tuple(spans))
+
+
+def _data(path: str) -> str:
+    """Workers may stand in other folders than the user."""
+    return path if path.startswith("builtin:") else os.path.abspath(os.path.expanduser(path))
 
 
 def _dtype(config: RunConfig, device: str) -> str:

@@ -28,7 +28,7 @@ from pentad.workers.results import StepResult
 class FakeRunner:
     def __init__(self, plan: Plan, rank: int, board: Path, epoch: int = 1, gpu: int = 0) -> None:
         self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
-        self.orders = dict(pair.split("=") for pair in plan.data.removeprefix("fake:").split(",") if "=" in pair)
+        self.orders = dict(pair.split("=") for pair in plan.data.partition("fake:")[2].split(",") if "=" in pair)
         self.board = Board(board, epoch)
         time.sleep(float(self.orders.get("slow", 0)))
         step = simulate(plan.program, Costs.uniform(plan.program.stages))

@@ -20,9 +20,15 @@ def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = 
     """
     kind, _, name = data.partition("builtin:")
     builtin = bool(name) and not kind
-    folder = builtin_corpus(name, min(vocab, BUILTIN_VOCAB), Path(cache).expanduser()) if builtin else data
+    folder = (
+        builtin_corpus(name, min(vocab, BUILTIN_VOCAB), Path(cache).expanduser())
+        if builtin
+        else Path(data).expanduser()
+    )
     corpus = open_corpus(folder, verify)
     if corpus.vocab_size > vocab:
-        raise PentadError(f"model.vocab is {vocab}, but data.path {data} was made with {corpus.vocab_size} tokens")
+        raise PentadError(
+            f"model.vocab is {vocab}, wanted at least {corpus.vocab_size}, the tokens of data.path {data}"
+        )
     window_count(corpus, length)
     return corpus
