@@ -21,6 +21,13 @@ from pentad.schedules.simulate import simulate
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
+@pytest.fixture(autouse=True)
+def _in_a_good_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tests run in."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
 def console(*, terminal: bool, width: int = 100, **more: object) -> Console:
     kind = {"color_system": "truecolor"} if terminal else {}
     return Console(file=io.StringIO(), force_terminal=terminal, width=width, height=40, **kind, **more)  # type: ignore[arg-type]
