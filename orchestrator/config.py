@@ -66,7 +66,7 @@ class RunConfig(Section):
     def _schedule_fits(self) -> RunConfig:
         try:
             program = generate(self.schedule.name, self.mesh.pp, self.schedule.microbatches)
-            split_layers(self.model.layers, program.stages)
+            split_layers(self.model.layers, program.placement)
         except PentadError as error:
             raise ValueError(str(error)) from None
         return self

@@ -26,7 +26,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1) -> Plan:
     batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, mesh.dp)
     dtype = _dtype(config, device)
     order = generate(config.schedule.name, mesh.pp, batch.microbatches)
-    layers = split_layers(model.layers, order.stages, model.head_in_layers(batch.length))
+    layers = split_layers(model.layers, order.placement, model.head_in_layers(batch.length))
     costs = guess_costs(model, layers, batch, device, dtype)
     program = compile_program(
         order.name, order.ranks, order.microbatches, costs=costs, gated=transport == "nccl", replicas=mesh.dp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pentad.schedules.errors import PentadError
@@ -122,24 +123,26 @@ class Plan:
         return next(r for r in range(self.mesh.size) if self.mesh.coordinates(r) == (0, first, 0, 0, 0))
 
 
-def split_layers(layers: int, stages: int, head: float = 0.0) -> tuple[tuple[int, int], ...]:
-    """(first, end) of each stage's consecutive layers, the costliest stage as cheap as can be.
+def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 0.0) -> tuple[tuple[int, int], ...]:
+    """(first, end) of each stage's consecutive layers, the busiest rank's stages as cheap as can be.
 
-    `head` is what the last stage does besides, in layers (`ModelShape.head_in_layers`). Raises PentadError for fewer
-    layers than stages.
+    `placement[rank]` are the stages of a rank; `head` is what the last stage does besides, in layers
+    (`ModelShape.head_in_layers`). Of equal ranks the later one, which keeps fewer activations, gets a layer more.
+    Raises PentadError for fewer layers than stages.
     """
+    stages = 1 + max(stage for held in placement for stage in held)
     if layers < stages:
         text = f"model.layers is {layers}, but {stages} pipeline stages (mesh.pp) need at least one layer each"
         raise PentadError(text)
-    if stages == 1:
-        return ((0, layers),)
-    others = stages - 1
+    sizes = [1] * stages
 
-    def cost(last: int) -> tuple[float, int]:
-        return max(last + head, math.ceil((layers - last) / others)), -last
+    def cost(stage: int) -> float:
+        return sizes[stage] + (head if stage == stages - 1 else 0.0)
 
-    best = min(range(1, layers - others + 1), key=cost)
-    small, extra = divmod(layers - best, others)
-    sizes = [small + (stage < extra) for stage in range(others)] + [best]
+    def burden(stage: int) -> tuple[float, float, int]:
+        return max(sum(map(cost, held)) for held in placement if stage in held), cost(stage), -stage
+
+    for _ in range(layers - stages):
+        sizes[min(range(stages), key=burden)] += 1
     starts = [sum(sizes[:stage]) for stage in range(stages)]
     return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))

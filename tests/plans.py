@@ -18,11 +18,12 @@ MODEL = ModelShape(layers=5, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
 
 
 def plan_of(name: str, dp: int, pp: int, microbatches: int, data: str, dtype: str = "float64") -> Plan:
+    program = compile_program(name, pp, microbatches, replicas=dp)
     return Plan(
         name="exact",
         mesh=Mesh(dp=dp, pp=pp),
-        program=compile_program(name, pp, microbatches, replicas=dp),
-        layers=split_layers(MODEL.layers, pp, head=1.0),
+        program=program,
+        layers=split_layers(MODEL.layers, program.placement, head=1.0),
         model=MODEL,
         batch=BatchShape(sequences=2 * dp * microbatches, length=8, microbatches=microbatches, replicas=dp),
         optimizer=OptimizerShape(1e-2, 1e-3, 2, STEPS, 0.9, 0.95, 1e-8, 0.1, clip_norm=0.5),

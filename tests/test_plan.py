@@ -28,9 +28,17 @@ OPTIMIZER = OptimizerShape(
 )
 
 
-@given(st.integers(1, 40), st.integers(1, 12), st.floats(0, 6))
-def test_stages_cover_the_layers_in_order_and_none_is_empty(layers: int, stages: int, head: float) -> None:
-    parts = split_layers(max(layers, stages), stages, head)
+def one_each(stages: int) -> list[tuple[int]]:
+    return [(stage,) for stage in range(stages)]
+
+
+def mirrored(stages: int) -> list[tuple[int, int]]:
+    return [(stage, stages - 1 - stage) for stage in range(stages)]
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.floats(0, 6))
+def test_stages_hold_consecutive_layers_and_all_of_them(layers: int, stages: int, head: float) -> None:
+    parts = split_layers(max(layers, stages), one_each(stages), head)
     assert len(parts) == stages
     assert [parts[0][0], *(end for _, end in parts)][:: len(parts)] == [0, max(layers, stages)]
     assert all(end == start for (_, end), (start, _) in pairwise(parts))
@@ -39,29 +47,36 @@ def test_stages_cover_the_layers_in_order_and_none_is_empty(layers: int, stages:
 
 @given(st.integers(1, 60), st.integers(1, 12))
 def test_stages_differ_by_one_layer_at_most(layers: int, stages: int) -> None:
-    sizes = [end - start for start, end in split_layers(max(layers, stages), stages)]
+    sizes = [end - start for start, end in split_layers(max(layers, stages), one_each(stages))]
     assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes)
 
 
-@given(st.integers(2, 5), st.integers(0, 7), st.floats(0, 6))
-def test_no_other_cut_has_a_cheaper_costliest_stage(stages: int, more: int, head: float) -> None:
+@given(
+    st.sampled_from([one_each(2), one_each(3), one_each(5), mirrored(2), mirrored(4)]),
+    st.integers(0, 7),
+    st.floats(0, 6),
+)
+def test_no_other_cut_has_a_less_busy_busiest_rank(placement: list, more: int, head: float) -> None:
     """The head weighs on the last stage; every way to cut is tried."""
+    stages = len(placement)
     layers = stages + more
 
-    def costliest(cuts: tuple[int, ...]) -> float:
-        sizes = [end - start for start, end in pairwise((0, *cuts, layers))]
-        return max(*sizes[:-1], sizes[-1] + head)
+    def busiest(cuts: tuple[int, ...]) -> float:
+        sizes: list[float] = [end - start for start, end in pairwise((0, *cuts, layers))]
+        sizes[-1] += head
+        return max(sum(sizes[stage] for stage in held) for held in placement)
 
-    chosen = tuple(end for _, end in split_layers(layers, stages, head))[:-1]
-    assert costliest(chosen) == min(map(costliest, combinations(range(1, layers), stages - 1)))
+    chosen = tuple(end for _, end in split_layers(layers, placement, head))[:-1]
+    assert busiest(chosen) == pytest.approx(min(map(busiest, combinations(range(1, layers), stages - 1))))
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
     with pytest.raises(
         PentadError, match=r"^model\.layers is 3, but 4 pipeline stages \(mesh\.pp\) need at least one layer"
     ):
-        split_layers(3, 4)
-    assert split_layers(4, 4) == ((0, 1), (1, 2), (2, 3), (3, 4))
+        split_layers(3, one_each(4))
+    assert split_layers(4, one_each(4)) == ((0, 1), (1, 2), (2, 3), (3, 4))
 
 
 def test_the_learning_rate_rises_in_a_line_and_falls_in_half_a_cosine() -> None:
@@ -103,7 +118,7 @@ def test_a_batch_is_cut_into_rows_of_microbatches_and_replicas() -> None:
 
 def plan(name: str, mesh: Mesh) -> Plan:
     program = compile_program(name, mesh.pp, 8, replicas=mesh.dp)
-    layers = split_layers(8, program.stages)
+    layers = split_layers(8, program.placement)
     batch = BatchShape(16, 128, 8, mesh.dp)
     return Plan("p", mesh, program, layers, MODEL, batch, OPTIMIZER, "builtin:pydoc", "", 0, "float32", "cpu", "gloo")
 

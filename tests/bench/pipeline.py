@@ -34,11 +34,12 @@ MODELS = {
 
 def plan_of(args: argparse.Namespace, name: str) -> Plan:
     model = MODELS[args.model]
+    program = compile_program(name, args.ranks, args.microbatches, gated=args.transport == "nccl")
     return Plan(
         name=name,
         mesh=Mesh(pp=args.ranks),
-        program=compile_program(name, args.ranks, args.microbatches, gated=args.transport == "nccl"),
-        layers=split_layers(model.layers, args.ranks, model.head_in_layers(args.length)),
+        program=program,
+        layers=split_layers(model.layers, program.placement, model.head_in_layers(args.length)),
         model=model,
         batch=BatchShape(args.microbatches * args.rows, args.length, args.microbatches, 1),
         optimizer=OptimizerShape(3e-4, 3e-5, 4, args.steps, 0.9, 0.95, 1e-8, 0.1, 1.0),
