@@ -90,7 +90,7 @@ def plan(
 
 @app.command()
 def schedule(
-    name: Annotated[str, typer.Argument(help="gpipe, 1f1b, zb-h1, zb-h2 or dualpipe.")],
+    name: Annotated[str, typer.Argument(help="gpipe, 1f1b, zb-h1, zb-h2, zb-v or dualpipe.")],
     ranks: Annotated[int, typer.Option(help="Pipeline ranks.")],
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")],
     chunks: Annotated[int | None, typer.Option(help="Parts that a rank's layers are cut into.")] = None,

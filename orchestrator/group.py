@@ -81,6 +81,7 @@ class WorkerGroup:
         self.device_name = ""
         self._asked: dict[int, Any] = {}
         self._known: dict[int, Status] = {}
+        self._heard = time.monotonic()
         self._failed = self._stopped = False
 
     @staticmethod
@@ -214,7 +215,7 @@ class WorkerGroup:
         pending = {ref: rank for rank, ref in enumerate(refs)}
         values: dict[int, Any] = {}
         failures: list[Failure] = []
-        until, asked = deadline, time.monotonic()
+        until = deadline
         while pending and time.monotonic() < until:
             ready, _ = ray.wait(list(pending), timeout=max(0.0, min(POLL_SECONDS, until - time.monotonic())))
             for ref in ready:
@@ -225,8 +226,8 @@ class WorkerGroup:
                     failures.append(Failure(rank, error))
             if failures:
                 until = min(until, time.monotonic() + _patience(failures))
-            elif time.monotonic() > asked + STATUS_SECONDS:
-                asked = time.monotonic()
+            elif time.monotonic() > self._heard + STATUS_SECONDS:
+                self._heard = time.monotonic()
                 statuses = self.statuses()
                 if tick:
                     tick(statuses)

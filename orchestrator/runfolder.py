@@ -54,7 +54,8 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS
+        """Absolute: the ranks that write and read there may stand in other folders than the user."""
+        return (self.path / CHECKPOINTS).absolute()
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Adds a line to metrics.jsonl; `row` has at least METRIC_KEYS."""

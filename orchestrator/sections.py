@@ -69,7 +69,7 @@ class MeshSection(Section):
 
 
 class ScheduleSection(Section):
-    name: str = Field(description="pipeline schedule: gpipe, 1f1b, zb-h1, zb-h2 or dualpipe")
+    name: str = Field(description="pipeline schedule: gpipe, 1f1b, zb-h1, zb-h2, zb-v or dualpipe")
     microbatches: Count = Field(description="parts that a replica's share of a step's batch is cut into")
 
 

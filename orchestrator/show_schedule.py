@@ -84,14 +84,15 @@ def write(option: str, path: Path, content: str | bytes) -> None:
 
 
 def _build(request: Request) -> tuple[Program, Costs]:
-    entry(request.name)
+    chunks = entry(request.name).chunks
     for option, value in (("--group", request.group), ("--memory-limit", request.memory_limit)):
         if value is not None:
             raise PentadError(
                 f"{option} is {value:g}, but schedule {request.name} does not take it, wanted no {option}"
             )
-    if request.chunks not in (None, 1):
-        raise PentadError(f"--chunks is {request.chunks}, but schedule {request.name} has 1 chunk a rank, wanted 1")
+    if request.chunks not in (None, chunks):
+        has = f"{chunks} chunk{'s' if chunks > 1 else ''} a rank"
+        raise PentadError(f"--chunks is {request.chunks}, but schedule {request.name} has {has}, wanted {chunks}")
     forward, backward, weight = _three(request.costs)
     order = generate(request.name, request.ranks, request.microbatches)
     costs = Costs.uniform(order.stages, forward, backward, weight, chunks=order.chunks, transfer=request.comm)

@@ -11,17 +11,37 @@ from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Unit
 from pentad.schedules.one_f_one_b import gpipe, one_f_one_b
 from pentad.schedules.program import Program
+from pentad.schedules.zb_v import zb_v
 from pentad.schedules.zero_bubble import zb_h1, zb_h2
 
 Generator = Callable[[int, int, int], Iterator[Unit]]
+Placement = Callable[[int, int], tuple[int, ...]]
+
+
+def one_stage(rank: int, ranks: int) -> tuple[int, ...]:
+    return (rank,)
+
+
+def mirrored(rank: int, ranks: int) -> tuple[int, ...]:
+    """A stage and its mirror, each on two ranks."""
+    return rank, ranks - 1 - rank
+
+
+def v_shaped(rank: int, ranks: int) -> tuple[int, ...]:
+    """Two of twice as many stages, down and up again."""
+    return rank, 2 * ranks - 1 - rank
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A generator (rank, ranks, microbatches) -> compute units of that rank, and its constraints."""
+    """A generator (rank, ranks, microbatches) -> compute units of that rank, and its placement (rank, ranks) -> stages.
+
+    `chunks` is the number of parts that a rank's own layers are cut into.
+    """
 
     generate: Generator
-    bidirectional: bool = False
+    placement: Placement = one_stage
+    chunks: int = 1
 
 
 CATALOGUE = {
@@ -29,7 +49,8 @@ CATALOGUE = {
     "1f1b": Entry(one_f_one_b),
     "zb-h1": Entry(zb_h1),
     "zb-h2": Entry(zb_h2),
-    "dualpipe": Entry(dualpipe, bidirectional=True),
+    "zb-v": Entry(zb_v, v_shaped, chunks=2),
+    "dualpipe": Entry(dualpipe, mirrored),
 }
 
 
@@ -49,12 +70,11 @@ def generate(name: str, ranks: int, microbatches: int) -> Program:
         raise PentadError(f"schedule {name}: ranks (mesh.pp) is {ranks}, but at least 1 is needed")
     if microbatches < 1:
         raise PentadError(f"schedule {name}: microbatches is {microbatches}, but at least 1 is needed")
-    if found.bidirectional:
+    if found.placement is mirrored:
         _check_bidirectional(name, ranks, microbatches)
     streams = tuple(tuple(found.generate(rank, ranks, microbatches)) for rank in range(ranks))
-    mirrored = tuple((rank, ranks - 1 - rank) for rank in range(ranks))
-    placement = mirrored if found.bidirectional else tuple((rank,) for rank in range(ranks))
-    return Program(name, streams, placement, microbatches)
+    placement = tuple(found.placement(rank, ranks) for rank in range(ranks))
+    return Program(name, streams, placement, microbatches, found.chunks)
 
 
 def _check_bidirectional(name: str, ranks: int, microbatches: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from proof import Place, partner
 
+from pentad.schedules.graph import ranks_of
 from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Overlap, Unit
 from pentad.schedules.order import backward_ops, inputs_of
 from pentad.schedules.program import Program, Stream
@@ -55,7 +56,7 @@ def mutants(program: Program, *, gated: bool) -> Iterator[Mutant]:
     depends = dependents(program)
     for rank, stream in enumerate(program.streams):
         for index, unit in enumerate(stream):
-            edits = [*_moves(stream, index), *_swaps(stream, index, rank, depends)]
+            edits = [*_moves(stream, index), *_swaps(program, index, rank, depends)]
             for half, part in enumerate(unit.parts):
                 edits += _changes(stream, index, half, _fields(part, program, rank, gated=gated))
             for kind, touched, damaged, fatal in edits:
@@ -76,15 +77,20 @@ def _moves(stream: Stream, index: int) -> Iterator[Edit]:
     yield "doubled at the end", (unit,), (*stream, unit), True
 
 
-def _swaps(stream: Stream, index: int, rank: int, depends: dict[Place, set[Place]]) -> Iterator[Edit]:
-    """With the next unit, if that depends on it; with the next on its lane, if order there is a communicator's."""
+def _swaps(program: Program, index: int, rank: int, depends: dict[Place, set[Place]]) -> Iterator[Edit]:
+    """With the next unit, if that depends on it; with the next on its lane, if order there is a communicator's.
+
+    Collectives of one pipeline rank meet its replicas only, which run the same stream: their order is free.
+    """
+    stream = program.streams[rank]
     unit = stream[index]
     mine = set().union(*(depends[rank, part.key] for part in unit.parts))
     ordered = unit.parts[0].op not in COMPUTE and unit.lane != "compute"
     on_lane = next((k for k in range(index + 1, len(stream)) if stream[k].lane == unit.lane), -1) if ordered else -1
     for other in sorted({index + 1, on_lane} - {-1, len(stream)}):
         reads = any((rank, part.key) in mine for part in stream[other].parts) and _reads(unit, stream[other])
-        if other == on_lane or reads:
+        alone = {ranks_of(program, one) for one in (unit, stream[other]) if one.parts[0].op in COLLECTIVES} == {(rank,)}
+        if reads or (other == on_lane and not alone):
             middle = (stream[other], *stream[index + 1 : other], unit)
             yield "swapped", (unit, stream[other]), stream[:index] + middle + stream[other + 1 :], True
 

@@ -14,7 +14,7 @@ from pentad.workers.corpus import open_corpus
 from pentad.workers.samples import microbatch
 
 STEPS = 3
-MODEL = ModelShape(layers=5, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
+MODEL = ModelShape(layers=8, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
 
 
 def plan_of(name: str, dp: int, pp: int, microbatches: int, data: str, dtype: str = "float64") -> Plan:

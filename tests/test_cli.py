@@ -17,7 +17,7 @@ from pentad.orchestrator.config import dump, load
 from pentad.orchestrator.estimate import guess_costs
 from pentad.orchestrator.planning import make_plan, spread
 from pentad.orchestrator.runfolder import RunFolder
-from pentad.schedules.catalogue import CATALOGUE
+from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
 from pentad.schedules.grid import time_grid
@@ -45,6 +45,12 @@ def pentad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return run
 
 
+def uniform(name: str, *costs: float) -> Costs:
+    """Of four ranks."""
+    stages = generate(name, 4, 8).stages
+    return Costs.uniform(stages, *costs, chunks=CATALOGUE[name].chunks)
+
+
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_schedule_json_is_one_object_with_the_agreed_keys(pentad: Pentad, name: str) -> None:
     status, out, err = pentad("schedule", name, *SIZES, "--json")
@@ -62,21 +68,26 @@ def test_schedule_json_is_one_object_with_the_agreed_keys(pentad: Pentad, name: 
         "peak_activations",
     ]
     assert list(facts) == [*agreed, "streams", "program", "hash"]
-    assert (facts["name"], facts["ranks"], facts["microbatches"], facts["chunks"]) == (name, 4, 8, 1)
+    assert (facts["name"], facts["ranks"], facts["microbatches"], facts["chunks"]) == (
+        name,
+        4,
+        8,
+        CATALOGUE[name].chunks,
+    )
     assert set(facts["bubble"]) == {"makespan", "longest"}
     for key in ("placement", "peak_activations", "streams", "program"):
         assert len(facts[key]) == 4
-    assert facts["hash"] == compile_program(name, 4, 8, costs=Costs.uniform(4)).hash
+    assert facts["hash"] == compile_program(name, 4, 8, costs=uniform(name)).hash
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 @pytest.mark.parametrize("costs", [(1, 1, 1), (1, 2, 1)])
 def test_the_printed_grid_is_the_time_grid(pentad: Pentad, name: str, costs: tuple[int, int, int]) -> None:
     status, out, _ = pentad("schedule", name, *SIZES, "--costs", ",".join(map(str, costs)), "--grid")
-    uniform = Costs.uniform(4, *costs)
-    program = compile_program(name, 4, 8, costs=uniform)
+    whole = uniform(name, *costs)
+    program = compile_program(name, 4, 8, costs=whole)
     assert status == 0
-    assert out.startswith(time_grid(program, simulate(program, uniform), uniform) + "\n\n")
+    assert out.startswith(time_grid(program, simulate(program, whole), whole) + "\n\n")
     assert "longest" in out
     assert "makespan" in out
 
@@ -118,10 +129,11 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
         ]
         for row in rows
     ]
-    streams = compile_program(name, 4, 8).compute().streams
+    program = compile_program(name, 4, 8)
+    streams = program.compute().streams
     assert read == [[tuple(part.key) for unit in stream for part in unit.parts] for stream in streams]
     if name != "dualpipe":  # torch wants every stage on one rank
-        torch_schedules._validate_schedule(dict(enumerate(rows)), 4, 4, 8)
+        torch_schedules._validate_schedule(dict(enumerate(rows)), 4, program.stages, 8)
 
 
 @pytest.mark.parametrize(

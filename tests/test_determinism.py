@@ -9,7 +9,8 @@ from plans import close, plan_of
 from pentad.workers import checkpoint
 from pentad.workers.manifest import Shard
 
-CASES = [("gpipe", 1, 2, 3), ("1f1b", 2, 2, 3), ("zb-h1", 1, 4, 5), ("zb-h2", 2, 2, 4), ("dualpipe", 1, 4, 8)]
+CASES = [("gpipe", 1, 2, 3), ("1f1b", 2, 2, 3), ("zb-h1", 1, 4, 5), ("zb-h2", 2, 2, 4), ("zb-v", 1, 4, 6)]
+CASES += [("dualpipe", 1, 4, 8)]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

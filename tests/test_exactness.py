@@ -12,7 +12,7 @@ def cases() -> list[tuple[str, int, int, int]]:
     """(schedule, dp, pp, microbatches), odd ones and fewer than stages where the schedule allows them."""
     found = []
     for dp, pp in MESHES:
-        for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
+        for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"):
             found += [(name, dp, pp, m) for m in ((1, 3, 8) if pp > 1 else (1, 3))]
         if pp % 2 == 0:
             found += [("dualpipe", dp, pp, m) for m in (2 * pp, 2 * pp + 2)]

@@ -52,6 +52,13 @@ def test_zb_h1_is_torch_s_interleaved_zero_bubble_of_one_stage(ranks: int, round
     assert ours("zb-h1", ranks, rounds * ranks) == [compute_of(made[rank]) for rank in range(ranks)]
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_zb_v_is_torch_s(ranks: int, rounds: int) -> None:
+    order = get_schedule_ops("ZBVZeroBubble", ranks, rounds * ranks, num_stages_per_rank=2)
+    assert ours("zb-v", ranks, rounds * ranks) == [*map(compute_of, order)]
+
+
 def test_an_overlapped_pair_is_written_as_torch_writes_it() -> None:
     cell = next(cell for cell in torch_csv(generate("dualpipe", 4, 8)).split(",") if "OVERLAP" in cell)
     action = _Action.from_str(cell)

@@ -130,6 +130,14 @@ def test_a_status_says_what_a_busy_rank_does_and_never_waits(cluster: clusters.C
         group.stop(kill=True)
 
 
+def test_statuses_are_told_every_second_however_short_the_calls_are(cluster: clusters.Cluster) -> None:
+    told: list[dict[int, Status]] = []
+    with start(plan_of("fake:seconds=0.3", "mesh.pp=2")) as group:
+        for step in range(9):
+            group.collect(group.submit_run(step, 1), tick=told.append)
+    assert len(told) >= 2
+
+
 def run_until_it_fails(plan: Plan) -> tuple[PentadError, list[int], float]:
     """The error of a run of six steps in two calls, the ranks' processes, and the seconds that the last call took."""
     with start(plan) as group:

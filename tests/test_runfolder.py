@@ -46,6 +46,13 @@ def test_a_new_run_writes_what_it_was_asked_to_do(tmp_path: Path) -> None:
         assert Program.load(run.path / "program.arrow").hash == run.plan.program.hash
 
 
+def test_ranks_find_the_checkpoints_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with opened(Path("runs")) as run:
+        assert run.path == Path("runs/trial")
+        assert run.checkpoints == tmp_path / "runs" / "trial" / "checkpoints"
+
+
 def test_metrics_and_journal_are_a_line_each(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         run.metrics(row(0, extra="kept"))

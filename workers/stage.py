@@ -84,8 +84,9 @@ class Stage:
         if kept.ending is not None:
             dy, work = self._end_backward(kept.ending)
         assert dy is not None
-        for (weights, gradients), saved in zip(reversed(self.layers), reversed(kept.layers), strict=True):
-            dy, more = layer.backward(weights, gradients, self.model, self.rotation, saved, dy)
+        for weights, gradients in reversed(self.layers):
+            # popped, so that what W does not need is freed before the next layer needs memory
+            dy, more = layer.backward(weights, gradients, self.model, self.rotation, kept.layers.pop(), dy)
             work += more
         if kept.tokens is not None:
             work.append(Lookup(self.gradients["embedding"], dy, kept.tokens))

@@ -1,0 +1,35 @@
+"""What a stage keeps between F, B and W."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from plans import plan_of
+
+from pentad.workers import layer
+from pentad.workers.parameters import create
+from pentad.workers.stage import Stage
+
+
+def test_a_layer_frees_what_only_b_needs_before_the_next_layer_runs(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of("gpipe", 1, 1, 1, corpus)
+    stage = Stage(plan, 0, create(plan, 0, torch.device("cpu")))
+    tokens = torch.arange(plan.batch.rows * plan.batch.length)
+    stage.forward(0, None, tokens, tokens)
+    kept = [weakref.ref(saved.gate_up) for saved in stage.kept[0].layers]
+    alive, backward = [], layer.backward
+
+    def watched(*arguments):
+        alive.append(sum(ref() is not None for ref in kept))
+        return backward(*arguments)
+
+    monkeypatch.setattr(layer, "backward", watched)
+    stage.backward_input(0, None)
+    assert alive == [5, 4, 3, 2, 1]
+    stage.backward_weight(0)
+    assert not stage.kept
+    assert not stage.deferred
