@@ -41,7 +41,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1) -> Plan:
         batch=batch,
         optimizer=optimizer,
         data=_data(config.data.path),
-        cache=config.data.cache,
+        cache=os.path.abspath(os.path.expanduser(config.data.cache)),
         seed=config.run.seed,
         dtype=dtype,
         device=device,
@@ -78,6 +78,8 @@ def _transport(config: RunConfig, device: str, hosts: int) -> str:
         return "gloo"
     if chosen == "peer" and hosts > 1:
         raise PentadError(f"cluster.transport is peer, but the ranks are on {hosts} hosts, wanted auto or nccl")
+    if config.mesh.pp == 1:  # nothing moves
+        return "nccl"
     return {"auto": "peer" if hosts == 1 else "nccl"}.get(chosen, chosen)
 
 

@@ -20,7 +20,8 @@ def check(program: Program, *, replicas: int = 1) -> None:
     rank, weight gradients in microbatch order; every result is there, or received, before it is used, and nothing else
     is received; slots are refilled only after their last reader; gradients are reduced after their last W and before
     NORM, NORM before STEP; the k-th send of a communicator meets the k-th receive of the same tensor; collectives of a
-    group meet in the same order on every member; no cycle through lanes, waits and rendezvous.
+    group meet in the same order on every member; no cycle through lanes, waits, rendezvous and a host that waits at
+    every compute unit.
     """
     try:
         _check_placement(program)
@@ -234,9 +235,12 @@ def _check_ending(rank: int, stream: Stream, program: Program, replicas: int) ->
     if last and not _behind(parts[norm].waits, last, position):
         raise ScheduleError(f"rank {rank}: NORM does not wait for {last}", rank, position[norm])
     for stage in program.placement[rank]:
-        if replicas == 1 and len(program.holders(stage)) == 1:
-            continue
         reduce = Key(Op.ALL_REDUCE, stage, -1)
+        if replicas == 1 and len(program.holders(stage)) == 1:
+            if reduce in position:
+                text = f"rank {rank} reduces the gradients of stage {stage}, which no other rank holds"
+                raise ScheduleError(text, rank, position[reduce])
+            continue
         if reduce not in position:
             raise ScheduleError(f"rank {rank} never reduces the gradients of stage {stage}", rank, len(stream) - 1)
         final = next((key for key in reversed(parts) if key.op in (Op.W, Op.BW) and key.stage == stage), None)
@@ -282,7 +286,7 @@ def _check_channel(
 
 
 def _check_cycle(program: Program) -> None:
-    graph = build(program)
+    graph = build(program, issued=True)
     events = cycle(graph)
     if events:
         members = [graph.members[event][:2] for event in events]  # a transfer has two, a collective is known by two

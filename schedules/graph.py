@@ -56,8 +56,12 @@ def ranks_of(program: Program, unit: Unit) -> tuple[int, ...]:
     return tuple(range(program.ranks)) if part.group == "pp" else program.holders(part.stage)
 
 
-def build(program: Program) -> Graph:
-    """The graph of a program whose transfers and collectives match (see `check`)."""
+def build(program: Program, *, issued: bool = False) -> Graph:
+    """The graph of a program whose transfers and collectives match (see `check`).
+
+    With `issued`, a host that waits at every compute unit, as on CPUs, also keeps what follows in the stream from
+    starting before that unit has ended; without, only lanes and waits order.
+    """
     nodes = tuple(Node(r, i) for r, stream in enumerate(program.streams) for i in range(len(stream)))
     together = [nodes for sides in meetings(program).values() for nodes in zip(*sides.values(), strict=True)]
     event = {node: number for number, group in enumerate(together) for node in group}
@@ -75,6 +79,8 @@ def build(program: Program) -> Graph:
             here.update(event[Node(rank, position[key])] for key in unit.waits)
             if unit.lane in last:
                 here.add(event[Node(rank, last[unit.lane])])
+            if issued and "compute" in last:
+                here.add(event[Node(rank, last["compute"])])
             last[unit.lane] = index
     return Graph(nodes, event, tuple(members), tuple(map(tuple, before)))
 

@@ -149,7 +149,8 @@ def _prove_slots(facts: Facts, rank: int) -> None:
 
 
 def stuck(program: Program, *, buffered: bool = False) -> set[tuple[int, int]]:
-    """(rank, index) of units that never end when lanes keep their order and waits are kept. A transfer ends when both
+    """(rank, index) of units that never end when lanes keep their order, waits are kept, and a host issues nothing
+    behind a compute unit before that has ended. A transfer ends when both
     its ends are reached; with `buffered`, a send ends at once and only its receive waits for it."""
     where = {(rank, u.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s)}
     where |= {
@@ -161,7 +162,7 @@ def stuck(program: Program, *, buffered: bool = False) -> set[tuple[int, int]]:
         last: dict[str, int] = {}
         for index, unit in enumerate(stream):
             needs[rank, index] = {where[rank, key] for key in unit.waits}
-            needs[rank, index] |= {(rank, last[unit.lane])} if unit.lane in last else set()
+            needs[rank, index] |= {(rank, last[lane]) for lane in (unit.lane, "compute") if lane in last}
             last[unit.lane] = index
             part = unit.parts[0]
             if part.op in SENDS:

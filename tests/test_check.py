@@ -176,6 +176,22 @@ def two_ranks(*streams: str) -> Program:
     return Program("by hand", tuple(tuple(map(parse, text.split(" | "))) for text in streams), ((0,), (1,)), 2)
 
 
+def test_a_send_that_a_waiting_host_would_never_issue_is_refused() -> None:
+    """Lanes alone would run it; a host that waits at 0BW0 for its gradient never gets to the send behind it."""
+    first = "0F0 | 0RECV_B0<1@0 | 0BW0 after 0RECV_B0 | 0SEND_F0>1 after 0F0 | 0ALL_REDUCE#stage0 after 0BW0"
+    second = "1RECV_F0<0@0 | 1F0 after 1RECV_F0 | 1BW0 | 1SEND_B0>0 after 1BW0 | 1ALL_REDUCE#stage1 after 1BW0"
+    first += " | NORM#pp after 0BW0,0ALL_REDUCE | STEP after NORM"
+    second += " | NORM#pp after 1BW0,1ALL_REDUCE | STEP after NORM"
+    program = Program("by hand", two_ranks(first, second).streams, ((0,), (1,)), 1)
+    assert "deadlock: " in str(refusal(program))
+
+
+def test_a_reduction_without_a_partner_is_refused() -> None:
+    program = compiled("1f1b", 2, 4, gated=False, replicas=2)
+    with pytest.raises(ScheduleError, match=r"rank 0 reduces the gradients of stage 0, which no other rank holds"):
+        check(program, replicas=1)
+
+
 def test_a_deadlock_that_buffering_would_hide_is_refused_and_its_cycle_spelled_out() -> None:
     first = (
         "0F0 | 0SEND_F0>1 after 0F0 | 0F1 | 0SEND_F1>1 after 0F1 | 0RECV_B0<1@0 after 0SEND_F1 | 0BW0 after 0RECV_B0"

@@ -64,13 +64,13 @@ class Executor:
         _, stage, mb, *_ = part
         match part.op:
             case Op.F:
-                received = self.results.pop(self._source(part, Op.RECV_F, Op.F, stage - 1), None)
+                received = self._input(part, Op.RECV_F, (Op.F,), stage - 1)
                 found = self.tokens.get(mb)
                 inputs = found.inputs if found and stage == 0 else None
                 targets = found.targets if found and self.stages[stage].last else None
                 self.results[part.key] = self.stages[stage].forward(mb, received, inputs, targets)
             case Op.B | Op.BW:
-                dy = self.results.pop(self._source(part, Op.RECV_B, part.op, stage + 1), None)
+                dy = self._input(part, Op.RECV_B, (Op.B, Op.BW), stage + 1)
                 self.results[part.key] = self.stages[stage].backward_input(mb, dy)
                 if part.op is Op.BW:
                     self.stages[stage].backward_weight(mb)
@@ -97,10 +97,11 @@ class Executor:
             case _:
                 raise AssertionError(f"no worker runs {part.op}")
 
-    def _source(self, part: Instruction, receive: Op, op: Op, stage: int) -> Key:
-        """Where the input of F or B lies: in a slot, or in this rank's own results."""
-        received = Key(receive, part.stage, part.microbatch)
-        return received if received in part.waits else Key(op, stage, part.microbatch)
+    def _input(self, part: Instruction, receive: Op, ops: tuple[Op, ...], stage: int) -> torch.Tensor | None:
+        """What F or B reads: from a slot, or this rank's own result of the neighbouring stage; none at the ends."""
+        mb = part.microbatch
+        keys = (Key(receive, part.stage, mb), *(Key(op, stage, mb) for op in ops))
+        return next((self.results.pop(key) for key in keys if key in self.results), None)
 
     def _norm(self) -> None:
         """Every stage's square is given by one rank only, so the sum over the pipeline is exact in any order."""

@@ -63,7 +63,7 @@ def connect(plan: Plan, rank: int, address: str, timeout_seconds: float, device:
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Its operations may wait long: that a partner is gone or stuck is for the driver to find out, and soon."""
+    """Its operations may wait long: that a partner is gone is for the driver to find out, and soon."""
     return dist.new_group(list(ranks), timeout=PATIENCE)
 
 
