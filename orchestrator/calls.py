@@ -106,6 +106,7 @@ class Calls:
             return
         plan = self.group.plan
         meta = {"run": plan.name, "epoch": self.history.epoch, "program": plan.program.hash, "mesh": asdict(plan.mesh)}
+        meta["data"] = plan.fingerprint
         keep, path = self.config.checkpoint.keep, self._checkpoint(call.step)
         self.committing = Call(self.group.submit_commit(path, call.step, shards, meta, keep), call.step)
 

@@ -15,6 +15,7 @@ from pentad.schedules.errors import PentadError
 
 # ClickException, the base of all mistakes in options; typer brings click along but does not export it.
 _ClickException: Any = typer.BadParameter.__mro__[2]
+_INTERRUPTED = 130  # what some versions of typer return for a KeyboardInterrupt; others raise Abort
 
 app = typer.Typer(
     help="Trains large language models on a Ray cluster from explicit per-rank programs.",
@@ -37,13 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         result = app(arguments, prog_name="pentad", standalone_mode=False)
         sys.stdout.flush()
-        return result if isinstance(result, int) else 0
+        status = result if isinstance(result, int) else 0
+        return _fail("interrupted", status) if status == _INTERRUPTED else status
     except PentadError as error:
         return _fail(str(error), 1)
     except _ClickException as error:
         return _fail(error.format_message(), 2)
     except typer.Abort:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to say at exit
         return 1
@@ -58,12 +60,13 @@ def train(words: Words = None, as_json: Json = False) -> None:
     from pentad.workers.source import open_data
 
     length, cache = config.batch.sequence_length, config.data.cache
-    open_data(config.data.path, config.model.vocab, length, cache, verify=True)  # before anything is started or written
+    # Looked at before anything is started or written.
+    corpus = open_data(config.data.path, config.model.vocab, length, cache, verify=True)
     from pentad.orchestrator.display import ending
     from pentad.orchestrator.driver import train as run
 
     console = Console(stderr=as_json)
-    summary = run(config, console=console, as_json=as_json)
+    summary = run(config, console=console, as_json=as_json, fingerprint=corpus.fingerprint)
     if as_json:
         print(json.dumps(summary))
     else:

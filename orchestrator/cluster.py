@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
@@ -210,13 +211,39 @@ def _init(**options: Any) -> Any:
     handler = signal.getsignal(signal.SIGTERM)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        context = ray.init(logging_level="error", log_to_driver=False, **options)
+        with _later(signal.SIGINT):
+            context = ray.init(logging_level="error", log_to_driver=False, **options)
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     ray._private.worker._worker_logs_enabled = False  # else it prints the deaths of workers
     return context
+
+
+@contextmanager
+def _later(number: int) -> Iterator[None]:
+    """Holds a signal back until the block ends; a second one gets through.
+
+    A KeyboardInterrupt out of the middle of `ray.init` leaves threads that crash this process when it ends.
+    """
+    handler, held = signal.getsignal(number), []
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+        if len(held) > 1:
+            handler(number, frame)
+
+    signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
+        if len(held) == 1:
+            signal.raise_signal(number)
 
 
 def _dashboard_port(section: ClusterSection) -> int:

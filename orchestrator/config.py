@@ -143,6 +143,8 @@ def _sentence(error: ErrorDetails) -> str:
             return f"section {key} is missing, wanted one with keys such as {_first_key(key)}"
         case "missing":
             return f"{key} is missing, wanted a value: {dict(keys())[key]}"
+        case "invalid_key":
+            return _unknown(key)
         case "extra_forbidden":
             alone = "." not in key and isinstance(found, dict) and len(found) == 1
             inner = f".{next(iter(found))}" if alone else ""
@@ -166,6 +168,8 @@ def _wanted(error: ErrorDetails) -> str:
             return f"a mapping with keys such as {_first_key(str(error['loc'][0]))}"
         case "string_pattern_mismatch":
             return "letters, digits, '_', '-' and '.', the first no '-' or '.'"
+        case "string_too_long":
+            return f"at most {limits['max_length']} characters"
         case "literal_error":
             return f"one of {limits['expected']}".replace("'", "")
         case "greater_than_equal":
@@ -182,6 +186,7 @@ def _wanted(error: ErrorDetails) -> str:
 
 
 def _unknown(key: str) -> str:
+    key = key or "''"
     section, _, name = key.partition(".")
     near = _nearest(key, [*dict(keys()), *SECTIONS]) if section not in SECTIONS else None
     if section in SECTIONS:

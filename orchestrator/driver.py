@@ -23,6 +23,7 @@ from pentad.orchestrator.planning import make_plan
 from pentad.orchestrator.runfolder import JOURNAL, METRICS, RunFolder, read_lines
 from pentad.orchestrator.worker import RUNNER
 from pentad.schedules.mesh import Mesh
+from pentad.workers.source import check_same
 
 FILES = {
     "config": runfolder.CONFIG,
@@ -36,12 +37,14 @@ FILES = {
 FAILURE = "failure.txt"
 
 
-def train(config: RunConfig, *, console: Console, as_json: bool = False, runner: str = RUNNER) -> dict[str, Any]:
+def train(
+    config: RunConfig, *, console: Console, as_json: bool = False, fingerprint: str = "", runner: str = RUNNER
+) -> dict[str, Any]:
     """Runs the steps that the run still lacks, and returns what came out.
 
     The first Ctrl-C or SIGTERM ends the run after the steps under way, with a checkpoint, as 'stopped'; the second
     raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError when a rank fails. However it
-    ends, the files are whole and no process is left. `as_json` keeps the console silent.
+    ends, the files are whole and no process is left. `as_json` keeps the console silent; `fingerprint` is the corpus's.
     """
     mesh = Mesh(**config.mesh.model_dump())
     patience = config.cluster.start_timeout_seconds
@@ -53,7 +56,7 @@ def train(config: RunConfig, *, console: Console, as_json: bool = False, runner:
         _greet(display, cluster)
         placement = reserve(mesh, cluster.device, patience, fixed=cluster.local)
         stack.callback(release, placement)
-        plan = make_plan(config, cluster.device, hosts=hosts(placement))
+        plan = make_plan(config, cluster.device, hosts=hosts(placement), fingerprint=fingerprint)
         folder = stack.enter_context(RunFolder(config, plan))
         first, checkpoint, epoch = _resume(folder, display)
         if first >= config.run.steps:
@@ -104,6 +107,8 @@ def _resume(folder: RunFolder, display: Display) -> tuple[int, Path | None, int]
     for path, reason in found.refused:
         aside = path.rename(path.with_name(f"{path.name}.refused-{epoch}"))
         display.note(f"checkpoint refused, and put aside as {aside.name}: {reason}")
+    if found.checkpoint and found.checkpoint.meta.get("data"):
+        check_same(folder.plan.data, folder.plan.fingerprint, found.checkpoint.meta["data"])
     first = found.checkpoint.step if found.checkpoint else 0
     display.note(f"resuming from step {first}" if found.checkpoint else "no whole checkpoint: starting from step 0")
     folder.rewind(first)

@@ -14,7 +14,7 @@ from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, 
 from pentad.schedules.timeline import Timeline
 
 
-def make_plan(config: RunConfig, device: str, *, hosts: int = 1) -> Plan:
+def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: str = "") -> Plan:
     """The plan of a run whose ranks are on 'cpu' or 'cuda' devices of so many hosts, its program proven.
 
     Raises PentadError when cluster.transport cannot serve them.
@@ -47,6 +47,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1) -> Plan:
         device=device,
         transport=transport,
         deterministic=config.precision.deterministic,
+        fingerprint=fingerprint,
     )
 
 

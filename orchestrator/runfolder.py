@@ -8,6 +8,8 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,14 @@ class RunFolder:
         except OSError as error:
             text = f"run.folder is '{config.run.folder}', where {self.path} cannot be written ({error.strerror})"
             raise PentadError(f"{text}, wanted a folder of your own") from None
-        for name in (METRICS, JOURNAL):
-            _trim(self.path / name)
-        _replace(self.path / CONFIG, dump(config))
-        plan.program.save(self.path / PROGRAM)
+        try:
+            for name in (METRICS, JOURNAL):
+                _trim(self.path / name)
+            _replace(self.path / CONFIG, dump(config))
+            _replace(self.path / PROGRAM, plan.program.to_bytes())
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def checkpoints(self) -> Path:
@@ -69,16 +75,18 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Forgets the metrics of `step` and later, which the run is about to do again."""
-        kept = [row for row in read_lines(self.path / METRICS) if row["step"] < step]
+        kept = [row for row in read_lines(self.path / METRICS, METRIC_KEYS) if row["step"] < step]
         _replace(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
 
     def timelines(self, measured: Timeline, simulated: Timeline) -> None:
         """Writes timeline.arrow (measured), trace.json.gz and timeline.html; `simulated` is over pipeline ranks."""
         if not measured.spans:
             return
-        measured.save(self.path / TIMELINE)
+        with _whole(self.path / TIMELINE) as partial:
+            measured.save(partial)
         names = process_names(self.plan)
-        write_trace(self.path / TRACE, [measured, spread(simulated, self.plan.mesh)], process_names=names)
+        with _whole(self.path / TRACE) as partial:
+            write_trace(partial, [measured, spread(simulated, self.plan.mesh)], process_names=names)
         _replace(self.path / PAGE, comparison_page(self.plan, measured, simulated))
 
     def close(self) -> None:
@@ -108,11 +116,16 @@ def saved_config(path: Path) -> RunConfig:
     return load(path / CONFIG, [])
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, if there is one; a last line that a crash tore is left out."""
+def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, if there is one; a last line that a crash tore is left out.
+
+    Raises PentadError for any other line that is no JSON object with `keys`.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    with _storage(path, "read"):
+        lines = path.read_bytes().split(b"\n")[:-1]
+    return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(lines, 1)]
 
 
 def process_names(plan: Plan) -> dict[int, str]:
@@ -165,8 +178,20 @@ def _lock(path: Path, name: str) -> int:
     return descriptor
 
 
+def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
+    advice = "mend or remove the line"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PentadError(f"{where} is no JSON ({error}), wanted an object: {advice}") from None
+    missing = [key for key in keys if key not in row] if isinstance(row, dict) else [*keys]
+    if missing or not isinstance(row, dict):
+        raise PentadError(f"{where} is {line[:60]!r}, wanted an object with {', '.join(missing)}: {advice}")
+    return row
+
+
 def _append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with _storage(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({key: _json_value(value) for key, value in row.items()}, allow_nan=False) + "\n")
 
 
@@ -177,13 +202,36 @@ def _json_value(value: Any) -> Any:
 
 def _trim(path: Path) -> None:
     """Cuts off the end of a line that a crash tore, so that the next line is whole."""
-    if path.exists():
-        text = path.read_bytes()
-        os.truncate(path, text.rfind(b"\n") + 1)
+    with _storage(path):
+        if path.exists():
+            text = path.read_bytes()
+            os.truncate(path, text.rfind(b"\n") + 1)
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: str | bytes) -> None:
     """Writes a file whole or not at all."""
+    with _whole(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the name `path` at the end, and is gone when the block fails."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with _storage(path):
+        try:
+            yield partial
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _storage(path: Path, verb: str = "written") -> Iterator[None]:
+    """Makes one PentadError of what the storage of a run's file answers: full, read-only, gone."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise PentadError(f"{path} cannot be {verb} ({reason}), wanted a run.folder with room") from None

@@ -94,8 +94,8 @@ class Plan:
     final norm, head and loss. `dtype` is of compute ('bfloat16', 'float32', 'float64'); master weights, gradients and
     optimizer state are float32 (float64 when compute is). `device` is 'cuda' or 'cpu'; `transport` moves activations:
     'gloo' on CPU, 'peer' (copies between the GPUs of one host) or 'nccl'. `data` is a corpus folder, or 'builtin:NAME'
-    which is built in the folder `cache`; `seed` is the run's only source of randomness; `deterministic` asks for
-    kernels whose two runs have the same bits.
+    which is built in the folder `cache`, and `fingerprint` tells the corpus from others; `seed` is the run's only
+    source of randomness; `deterministic` asks for kernels whose two runs have the same bits.
     """
 
     name: str
@@ -112,6 +112,7 @@ class Plan:
     device: str
     transport: str
     deterministic: bool = True
+    fingerprint: str = ""
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""

@@ -10,7 +10,9 @@ import pytest
 from footprint import Footprint
 
 from pentad.orchestrator.cli import main
+from pentad.schedules.errors import PentadError
 from pentad.workers.build import build_corpus
+from pentad.workers.source import open_data
 
 SMALL = ["cluster.device=cpu", "cluster.dashboard=false", "run.steps=2", "model.vocab=300"]
 CASES = {
@@ -106,3 +108,10 @@ def test_a_taken_port_is_named(refused, corpus, tmp_path):
         sentence = refused("train", *SMALL, *words, files=files)
     assert "cluster.dashboard_port" in sentence
     assert str(port) in sentence
+
+
+def test_ranks_that_read_another_corpus_than_the_driver_say_so(corpus):
+    found = open_data(str(corpus), 300, 8, "")
+    assert open_data(str(corpus), 300, 8, "", fingerprint=found.fingerprint).tokens == found.tokens
+    with pytest.raises(PentadError, match=r"data\.path is .*, a corpus of fingerprint .*, wanted 000000000000"):
+        open_data(str(corpus), 300, 8, "", fingerprint="0" * 64)

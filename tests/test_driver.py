@@ -248,3 +248,14 @@ def test_a_run_that_is_stopped_at_once_leaves_nothing(started: Callable[..., Sta
         assert events(run.folder)[-1][0] == "failure"
     assert "Traceback" not in run.printed()
     run.footprint.assert_gone()
+
+
+def test_a_run_goes_on_with_the_corpus_it_began_with_or_not_at_all(cluster, tmp_path) -> None:
+    def run(steps: int, fingerprint: str) -> dict[str, Any]:
+        config = config_of(tmp_path, "fake:", f"run.steps={steps}")
+        return driver.train(config, console=Console(quiet=True), runner=FAKE, fingerprint=fingerprint)
+
+    run(2, "a" * 64)
+    with pytest.raises(PentadError, match=r"data\.path is .*fingerprint bbbb.*wanted aaaa"):
+        run(4, "b" * 64)
+    assert run(4, "a" * 64)["steps"] == 4

@@ -47,6 +47,9 @@ def build_corpus(
         write_corpus(out, pieces, trained, shard_tokens, progress)
     except FileExistsError:
         raise _not_empty(out) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PentadError(f"OUT is '{out}', which cannot be written ({reason}), wanted a folder with room") from None
     return open_corpus(out, verify=False, argument="OUT")
 
 

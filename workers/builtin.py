@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -31,8 +30,16 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
     out = cache / f"{name}-{vocab}-python{platform.python_version()}-{digest[:16]}"
     if not (out / INDEX_FILE).exists():
         pieces = (piece for document in documents for piece in text_pieces(document))
-        with suppress(FileExistsError):  # another process built the same
-            write_corpus(out, pieces, train_tokenizer(documents, vocab), _SHARD_TOKENS, lambda line: None)
+        tokenizer = train_tokenizer(documents, vocab, argument="model.vocab")
+        try:
+            write_corpus(out, pieces, tokenizer, _SHARD_TOKENS, lambda line: None)
+        except FileExistsError:
+            if not (out / INDEX_FILE).exists():  # else another process built the same
+                raise
+        except OSError as error:
+            reason = error.strerror or str(error)
+            text = f"data.cache is '{cache}', where {out.name} cannot be written ({reason})"
+            raise PentadError(f"{text}, wanted a folder with room") from None
     return out
 
 

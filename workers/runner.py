@@ -45,7 +45,8 @@ class Runner:
         self.board = Board(board, epoch)
         self.parameters: dict[int, Parameters] = {s: create(plan, s, self.device) for s in plan.stages_of(rank)}
         self.stages = {s: Stage(plan, s, held) for s, held in self.parameters.items()}
-        corpus = open_data(plan.data, plan.model.vocab, plan.batch.length, plan.cache)
+        length, fingerprint = plan.batch.length, plan.fingerprint
+        corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint)
         self.feed = Feed(plan, rank, corpus, self.device)
 
     def connect(self, address: str, timeout_seconds: float) -> None:

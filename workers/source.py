@@ -12,11 +12,11 @@ from pentad.workers.samples import window_count
 BUILTIN_VOCAB = 4096  # as much as half a megabyte of text can teach
 
 
-def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = False) -> Corpus:
+def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = False, fingerprint: str = "") -> Corpus:
     """The corpus in a folder, or of `builtin:NAME`, which is built in the folder `cache` on first use.
 
-    `verify` reads it all and compares checksums. Raises PentadError when it is missing, damaged, shorter than one
-    sequence of `length`, or has more tokens than a model of `vocab`.
+    `verify` reads it all and compares checksums; `fingerprint` is the one it must have. Raises PentadError when it is
+    missing, damaged, another one, shorter than one sequence of `length`, or has more tokens than a model of `vocab`.
     """
     kind, _, name = data.partition("builtin:")
     builtin = bool(name) and not kind
@@ -30,5 +30,13 @@ def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = 
         raise PentadError(
             f"model.vocab is {vocab}, wanted at least {corpus.vocab_size}, the tokens of data.path {data}"
         )
+    if fingerprint:
+        check_same(data, corpus.fingerprint, fingerprint)
     window_count(corpus, length)
     return corpus
+
+
+def check_same(data: str, found: str, wanted: str) -> None:
+    """Raises PentadError when a corpus is not the one that a run began with, or that its other ranks read."""
+    if found != wanted:
+        raise PentadError(f"data.path is {data}, a corpus of fingerprint {found[:12]}, wanted {wanted[:12]} as before")

@@ -30,8 +30,8 @@ def source_files(source: Path) -> tuple[Path, ...]:
     """`source` itself, or every readable file below it ordered by its path. Raises PentadError if there is none."""
     if not source.exists():
         raise PentadError(f"SOURCE is '{source}', which does not exist; wanted a folder or a {', '.join(ENDINGS)} file")
-    if source.is_file():
-        if source.suffix.lower() not in ENDINGS:
+    if not source.is_dir():
+        if not source.is_file() or source.suffix.lower() not in ENDINGS:
             raise PentadError(f"SOURCE is '{source}', wanted a folder or a file that ends in {', '.join(ENDINGS)}")
         return (source,)
     files = [file for file in source.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file()]
@@ -46,16 +46,23 @@ def read_pieces(files: Iterable[Path], field: str) -> Iterator[Piece]:
     Null and empty texts are left out. Raises PentadError with file and place for what is no text.
     """
     for file in files:
-        match file.suffix.lower():
-            case ".jsonl":
-                texts = _jsonl(file, field)
-            case ".parquet":
-                texts = _parquet(file, field)
-            case _:
-                yield from pieces(_decoded(file))
-                continue
-        for text in texts:
-            yield from text_pieces(text)
+        try:
+            yield from _file_pieces(file, field)
+        except OSError as error:
+            raise PentadError(f"{file} cannot be read ({error.strerror or error}), wanted a readable file") from None
+
+
+def _file_pieces(file: Path, field: str) -> Iterator[Piece]:
+    match file.suffix.lower():
+        case ".jsonl":
+            texts = _jsonl(file, field)
+        case ".parquet":
+            texts = _parquet(file, field)
+        case _:
+            yield from pieces(_decoded(file))
+            return
+    for text in texts:
+        yield from text_pieces(text)
 
 
 def text_pieces(text: str) -> Iterator[Piece]:

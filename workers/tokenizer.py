@@ -13,15 +13,18 @@ END = "<|endoftext|>"
 # End-of-document tokens of the well-known families, in order of preference.
 _ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 _SMALLEST = 257  # each byte, and the end token
+_LARGEST = 2**24  # room is made ahead for so many
 
 
-def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab: int, argument: str = "--vocab") -> Tokenizer:
     """A lossless tokenizer of at most `vocab` tokens, the same for the same texts; `<|endoftext|>` is token 0.
 
     It has fewer than `vocab` tokens if the texts run out of pairs to merge.
     """
     if vocab < _SMALLEST:
-        raise PentadError(f"vocab is {vocab}, wanted at least {_SMALLEST}: {END} and each byte")
+        raise PentadError(f"{argument} is {vocab}, wanted at least {_SMALLEST}: {END} and each byte")
+    if vocab > _LARGEST:
+        raise PentadError(f"{argument} is {vocab}, wanted at most {_LARGEST}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,13 +41,13 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in the file `path`. Raises PentadError if there is none or it has no end-of-document token."""
     if not path.is_file():
-        raise PentadError(f"tokenizer is '{path}', which is no file; wanted a tokenizer.json")
+        raise PentadError(f"--tokenizer is '{path}', which is no file; wanted a tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
-        raise PentadError(f"tokenizer is '{path}', which is unreadable ({error}); wanted a tokenizer.json") from None
+        raise PentadError(f"--tokenizer is '{path}', which is unreadable ({error}); wanted a tokenizer.json") from None
     if _end(tokenizer) is None:
-        raise PentadError(f"tokenizer '{path}' has no end-of-document token, wanted one of {', '.join(_ENDS)}")
+        raise PentadError(f"--tokenizer '{path}' has no end-of-document token, wanted one of {', '.join(_ENDS)}")
     return _for_plain_text(tokenizer)
 
 
