@@ -47,8 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     except typer.Abort:
         return _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to say at exit
+        _mute()
         return 1
+    except OSError as error:  # what no one nearer could name: a full or failing stdout
+        _mute()
+        return _fail(f"the system refuses to go on: {error}", 1)
 
 
 @app.command()
@@ -181,6 +184,11 @@ def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:
 def _printable(text: str) -> str:
     """Text that moves no cursor."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _mute() -> None:
+    """What stdout still holds is not written at exit: it would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(sentence: str, status: int) -> int:

@@ -292,6 +292,26 @@ sys.exit(main({list(arguments)!r}))
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_ctrl_c_is_told(pentad: Pentad, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pentad.orchestrator.show_schedule.show_schedule", interrupted)
+    assert pentad("schedule", "1f1b", *SIZES) == (130, "", "pentad: interrupted\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_full_stdout_is_one_sentence(tmp_path: Path) -> None:
+    code = "import sys; from pentad.orchestrator.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "schedule", "1f1b", *SIZES]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, cwd=tmp_path, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 1
+    assert re.fullmatch(r"pentad: .*No space left on device\n", ended.stderr)
+
+
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     code = "import sys; from pentad.orchestrator.cli import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", code, "schedule", "1f1b", "--ranks", "8", "--microbatches", "600", "--json"]

@@ -70,6 +70,31 @@ def test_signals_stay_the_drivers(running: clusters.Cluster) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_ctrl_c_waits_until_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    def init(**options: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append(options)
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(KeyboardInterrupt):
+        clusters._init(address="somewhere")
+    assert done
+
+
+def test_a_second_ctrl_c_does_not_wait_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second was held back too")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(KeyboardInterrupt):
+        clusters._init(address="somewhere")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_auto_means_gpus_if_there_are_enough(ray_resources: Callable[..., None]) -> None:
     auto = ClusterSection()
     ray_resources(CPU=8.0, GPU=4.0)

@@ -97,6 +97,8 @@ def test_later_overrides_win_and_overrides_win_over_the_file(file: Callable[[str
         ("run.steps=0", "run.steps is 0, wanted at least 1"),
         ("run.steps=2.5", "run.steps is 2.5, wanted a whole number"),
         ("run.steps=true", "run.steps is true, wanted a whole number"),
+        ("run.name=" + 101 * "a", "aaa..., wanted at most 100 characters"),
+        ("=5", "'' is unknown, wanted a key in one of the sections"),
         ("run.seed=-1", "run.seed is -1, wanted at least 0"),
         ("model.layers=eight", "model.layers is 'eight', wanted a whole number"),
         ("model.family=gpt", "model.family is 'gpt', wanted one of llama"),
@@ -165,6 +167,8 @@ def test_a_schedule_s_own_constraints_are_checked() -> None:
         (text(optimiser="{beta1: 0, beta2: 0}"), "optimiser is unknown; did you mean optimizer?"),
         (text(elastic="{}"), "elastic is unknown, wanted a key in one of the sections"),
         (text(optimizer=""), "optimizer is null, wanted a mapping"),
+        (text() + "5: 6\n", "5 is unknown, wanted a key in one of the sections"),
+        (text() + "'': 6\n", "'' is unknown, wanted a key in one of the sections"),
     ],
 )
 def test_a_bad_file_is_one_sentence(file: Callable[[str | bytes], Path], content: str | bytes, sentence: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from pentad.schedules.errors import PentadError
 from pentad.workers.build import build_corpus, inspect_corpus
 from pentad.workers.corpus import Corpus, open_corpus
+from pentad.workers.text_sources import read_pieces
 from pentad.workers.tokenizer import decode, load_tokenizer, train_tokenizer
 
 POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
@@ -104,14 +106,32 @@ def test_an_empty_out_is_filled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocab": 256}, "vocab is 256, wanted at least 257"),
+        ({"vocab": 256}, "--vocab is 256, wanted at least 257"),
+        ({"vocab": 2**64}, "--vocab is 18446744073709551616, wanted at most"),
         ({"shard_tokens": 0}, "shard_tokens is 0, wanted at least 1"),
-        ({"tokenizer": Path("gone.json")}, "tokenizer is 'gone.json', which is no file"),
+        ({"tokenizer": Path("gone.json")}, "--tokenizer is 'gone.json', which is no file"),
     ],
 )
 def test_a_bad_option_is_named(tmp_path: Path, options: dict, message: str) -> None:
     with pytest.raises(PentadError, match=message):
         build(write_source(tmp_path, ".txt", ["a"]), **options)
+
+
+def test_an_out_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    source = write_source(tmp_path, ".txt", ["a"])
+    with pytest.raises(PentadError, match=r"OUT is '.*source.txt/out', which cannot be written \(File exists\)"):
+        build_corpus(source, source / "out", tokenizer=None, vocab=300, progress=lambda line: None)
+
+
+def test_a_source_that_is_neither_file_nor_folder_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(PentadError, match=r"SOURCE is '.*pipe.txt', wanted a folder or a file that ends in .txt"):
+        build(tmp_path / "pipe.txt")
+
+
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PentadError, match=r"gone.jsonl cannot be read \(No such file or directory\)"):
+        list(read_pieces([tmp_path / "gone.jsonl"], "text"))
 
 
 def test_inspection_is_plain_data(tmp_path: Path) -> None:

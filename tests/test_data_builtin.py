@@ -44,6 +44,17 @@ def test_an_unknown_builtin_is_named(tmp_path: Path) -> None:
         builtin_corpus("wiki", 512, tmp_path)
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PentadError, match=r"data.cache is '.*file', where pydoc.* cannot be written \(File exists\)"):
+        builtin_corpus("pydoc", 300, tmp_path / "file")
+
+
+def test_a_vocabulary_too_small_for_bytes_is_the_models(tmp_path: Path) -> None:
+    with pytest.raises(PentadError, match=r"model.vocab is 100, wanted at least 257"):
+        builtin_corpus("pydoc", 100, tmp_path)
+
+
 RACE = """
 import sys, time
 from pathlib import Path

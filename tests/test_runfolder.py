@@ -1,5 +1,6 @@
 """Laws of the run folder: whole files, one live run, and nothing of a step that is about to be done again."""
 
+import errno
 import gzip
 import json
 import math
@@ -152,6 +153,45 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     assert ended.stdout == "held\n"
     with opened(tmp_path) as run:
         assert run.resumed
+
+
+@pytest.mark.parametrize("line", ["{garbage", "5", '{"step": 1}', "\0"])
+def test_a_damaged_line_is_named_and_kept(tmp_path: Path, line: str) -> None:
+    with opened(tmp_path) as run:
+        run.metrics(row(0))
+        with (run.path / "metrics.jsonl").open("a") as file:
+            file.write(f"{line}\n")
+        with pytest.raises(PentadError, match=r"metrics.jsonl line 2 is .*, wanted an object.*: mend or remove"):
+            run.rewind(0)
+    assert (run.path / "metrics.jsonl").read_text().endswith(f"\n{line}\n")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "journal.jsonl", "program.arrow"])
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+    opened(tmp_path).close()
+    (tmp_path / "trial" / name).unlink(missing_ok=True)
+    (tmp_path / "trial" / name).mkdir()
+    with pytest.raises(PentadError, match=rf"{name} cannot be written"):
+        opened(tmp_path)
+    (tmp_path / "trial" / name).rmdir()
+    opened(tmp_path).close()  # the lock is free
+
+
+def test_timelines_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as run:
+        plan = run.plan
+        simulated = simulate(plan.program, guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype))
+        run.timelines(simulated, simulated)
+        files = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+
+        def full(self: Timeline, path: Path) -> None:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "Error writing bytes to file. Detail: [errno 28]")
+
+        monkeypatch.setattr(Timeline, "save", full)
+        with pytest.raises(PentadError, match=r"timeline.arrow cannot be written \(No space left on device\)"):
+            run.timelines(simulated, simulated)
+    assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == files
 
 
 def test_timelines_are_written_in_all_their_forms(tmp_path: Path) -> None:

@@ -45,9 +45,9 @@ def build_corpus(
     try:
         pieces = _reported(read_pieces(files, field), "encoding", progress)
         write_corpus(out, pieces, trained, shard_tokens, progress)
-    except FileExistsError:
-        raise _not_empty(out) from None
     except OSError as error:
+        if isinstance(error, FileExistsError) and out.exists():
+            raise _not_empty(out) from None
         reason = error.strerror or str(error)
         raise PentadError(f"OUT is '{out}', which cannot be written ({reason}), wanted a folder with room") from None
     return open_corpus(out, verify=False, argument="OUT")

@@ -33,13 +33,11 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
         tokenizer = train_tokenizer(documents, vocab, argument="model.vocab")
         try:
             write_corpus(out, pieces, tokenizer, _SHARD_TOKENS, lambda line: None)
-        except FileExistsError:
-            if not (out / INDEX_FILE).exists():  # else another process built the same
-                raise
         except OSError as error:
-            reason = error.strerror or str(error)
-            text = f"data.cache is '{cache}', where {out.name} cannot be written ({reason})"
-            raise PentadError(f"{text}, wanted a folder with room") from None
+            if not (out / INDEX_FILE).exists():  # else another process built the same
+                reason = error.strerror or str(error)
+                text = f"data.cache is '{cache}', where {out.name} cannot be written ({reason})"
+                raise PentadError(f"{text}, wanted a folder with room") from None
     return out
 
 
