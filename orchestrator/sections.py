@@ -32,7 +32,7 @@ class RunSection(Section):
 
 class ModelSection(Section):
     family: Literal["llama"] = Field(default="llama", description="architecture: RMSNorm, RoPE, grouped heads, SwiGLU")
-    layers: Count = Field(description="decoder layers, at least one a pipeline stage")
+    layers: int = Field(ge=1, le=10_000, description="decoder layers, at least one a pipeline stage")
     hidden: Count = Field(description="width of the residual stream, a multiple of model.heads")
     heads: Count = Field(description="query heads, a multiple of model.kv_heads")
     kv_heads: Count = Field(description="key-value heads, each shared by heads / kv_heads query heads")

@@ -14,6 +14,7 @@ from pentad.schedules.program import Program
 from pentad.schedules.zb_v import zb_v
 from pentad.schedules.zero_bubble import zb_h1, zb_h2
 
+LARGEST = 10**6  # ranks x microbatches
 Generator = Callable[[int, int, int], Iterator[Unit]]
 Placement = Callable[[int, int], tuple[int, ...]]
 
@@ -70,6 +71,9 @@ def generate(name: str, ranks: int, microbatches: int) -> Program:
         raise PentadError(f"schedule {name}: ranks (mesh.pp) is {ranks}, but at least 1 is needed")
     if microbatches < 1:
         raise PentadError(f"schedule {name}: microbatches is {microbatches}, but at least 1 is needed")
+    if ranks * microbatches > LARGEST:
+        text = f"ranks x microbatches is {ranks} x {microbatches}, but at most {LARGEST} are compiled at once"
+        raise PentadError(f"schedule {name}: {text}")
     if found.placement is mirrored:
         _check_bidirectional(name, ranks, microbatches)
     streams = tuple(tuple(found.generate(rank, ranks, microbatches)) for rank in range(ranks))

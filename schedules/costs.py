@@ -9,6 +9,9 @@ from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Instruction, Op
 
 
+WIDEST = 1e6  # beyond, sums of costs lose the small ones
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds (or any unit) of one microbatch on each stage, and of what moves between ranks.
@@ -41,6 +44,10 @@ class Costs:
         for name, value in {"F": forward, "B": backward, "W": weight}.items():
             if not 0 < value < inf:
                 raise PentadError(f"--costs: {name} is {value}, but a cost must be finite and greater than 0")
+        if (ratio := max(forward, backward, weight) / min(forward, backward, weight)) > WIDEST:
+            raise PentadError(
+                f"--costs: the largest is {ratio:g} times the smallest, but at most {WIDEST:g} times is told"
+            )
         if not 0 <= transfer < inf:
             raise PentadError(f"--comm is {transfer}, but a transfer must be finite and cannot take less than 0")
         each = [(value / chunks,) * stages for value in (forward, backward, weight)]

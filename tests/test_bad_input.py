@@ -115,3 +115,16 @@ def test_ranks_that_read_another_corpus_than_the_driver_say_so(corpus):
     assert open_data(str(corpus), 300, 8, "", fingerprint=found.fingerprint).tokens == found.tokens
     with pytest.raises(PentadError, match=r"data\.path is .*, a corpus of fingerprint .*, wanted 000000000000"):
         open_data(str(corpus), 300, 8, "", fingerprint="0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--costs", "1,1,1e16"], ["--costs", "1e+16", "1e+06"]),
+        (["--costs", "1e-9,1,1e9"], ["--costs", "1e+18"]),
+        (["--ranks", "100000000"], ["ranks x microbatches", "100000000 x 8", "1000000"]),
+    ],
+)
+def test_sizes_and_costs_without_measure_are_refused(words, named, refused):
+    sentence = refused("schedule", "1f1b", "--ranks", "4", "--microbatches", "8", *words, files=0)
+    assert all(word in sentence for word in named), sentence
