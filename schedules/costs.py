@@ -8,7 +8,6 @@ from math import inf
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Instruction, Op
 
-
 WIDEST = 1e6  # beyond, sums of costs lose the small ones
 
 
