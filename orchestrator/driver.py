@@ -63,6 +63,7 @@ def train(
             display.note(f"the run has all of its run.steps = {config.run.steps} already")
             return _summary(config, folder, first, "finished")
         with _told(folder):
+            folder.begin(config)
             folder.event("start", epoch=epoch, step=first, program=plan.program.hash)
             group = stack.enter_context(WorkerGroup.start(plan, placement, patience, epoch=epoch, runner=runner))
             folder.event("place", epoch=epoch, ranks=_ranks(group))

@@ -35,7 +35,7 @@ class RunFolder:
     """One live run's hold on its folder; close it, or use it in a `with`, so that the next one may open it."""
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
-        """Creates the folder or opens it to resume, and writes `config.yaml` and `program.arrow`.
+        """Creates the folder, with `config.yaml` and `program.arrow`, or opens it to resume.
 
         Raises PentadError when another live run holds it, or the folder is of a run that does not fit `config`.
         """
@@ -52,11 +52,16 @@ class RunFolder:
         try:
             for name in (METRICS, JOURNAL):
                 _trim(self.path / name)
-            _replace(self.path / CONFIG, dump(config))
-            _replace(self.path / PROGRAM, plan.program.to_bytes())
+            if not self.resumed:
+                self.begin(config)
         except BaseException:
             self.close()
             raise
+
+    def begin(self, config: RunConfig) -> None:
+        """Writes `config.yaml` and `program.arrow`: from here on the folder's steps are of this program."""
+        _replace(self.path / CONFIG, dump(config))
+        _replace(self.path / PROGRAM, self.plan.program.to_bytes())
 
     @property
     def checkpoints(self) -> Path:

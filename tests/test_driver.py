@@ -259,3 +259,11 @@ def test_a_run_goes_on_with_the_corpus_it_began_with_or_not_at_all(cluster, tmp_
     with pytest.raises(PentadError, match=r"data\.path is .*fingerprint bbbb.*wanted aaaa"):
         run(4, "b" * 64)
     assert run(4, "a" * 64)["steps"] == 4
+
+
+def test_a_run_that_has_all_its_steps_keeps_the_program_it_ran(train, tmp_path) -> None:
+    train("run.steps=2", "schedule.name=1f1b")
+    train("run.steps=2", "schedule.name=gpipe")
+    assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "1f1b"
+    train("run.steps=3", "schedule.name=gpipe")
+    assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "gpipe"

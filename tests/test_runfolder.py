@@ -120,6 +120,8 @@ def test_a_resumed_run_may_change_what_does_not_change_its_data_or_shape(tmp_pat
     opened(tmp_path).close()
     with opened(tmp_path, override) as run:
         assert run.resumed
+        assert saved_config(run.path) == config_in(tmp_path)  # until there are steps of the new one
+        run.begin(config_in(tmp_path, override))
         assert saved_config(run.path) == config_in(tmp_path, override)
 
 
@@ -171,8 +173,8 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> No
     opened(tmp_path).close()
     (tmp_path / "trial" / name).unlink(missing_ok=True)
     (tmp_path / "trial" / name).mkdir()
-    with pytest.raises(PentadError, match=rf"{name} cannot be written"):
-        opened(tmp_path)
+    with pytest.raises(PentadError, match=rf"{name} cannot be written"), opened(tmp_path) as run:
+        run.begin(config_in(tmp_path))
     (tmp_path / "trial" / name).rmdir()
     opened(tmp_path).close()  # the lock is free
 
