@@ -28,6 +28,7 @@ def test_any_schedule_on_any_mesh_equals_one_process(fleet, corpus, name, dp, pp
         sums = [loss for outcome in outcomes for loss in outcome.results[step].losses.values()]
         assert len(sums) == dp * microbatches
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
+        assert {name for outcome in outcomes for name in outcome.gradients[step]} == set(weights)
         for outcome in outcomes:
             assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
             for parameter, gradient in outcome.gradients[step].items():

@@ -46,10 +46,12 @@ def test_any_schedule_on_any_transport_equals_one_process(gpus, corpus, name, dp
     for step in range(STEPS):
         sums = [loss for outcome in outcomes for loss in outcome.results[step].losses.values()]
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
+        assert {name for outcome in outcomes for name in outcome.gradients[step]} == set(weights)
         for outcome in outcomes:
             assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
             for parameter, gradient in outcome.gradients[step].items():
                 assert close(gradient, gradients[step][parameter]), f"step {step}: gradient of {parameter}"
+    assert {f"model.{name}" for name in weights} <= {name for outcome in outcomes for name in outcome.state}
     for outcome in outcomes:
         for parameter in (n for n in weights if f"model.{n}" in outcome.state):
             assert close(outcome.state[f"model.{parameter}"], weights[parameter]), parameter
