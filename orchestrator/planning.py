@@ -55,10 +55,10 @@ def spread(timeline: Timeline, mesh: Mesh) -> Timeline:
     """A timeline over pipeline ranks as one over the ranks of the mesh: every replica does the same."""
     spans = []
     for rank in range(mesh.size):
-        here = mesh.coordinates(rank)
+        here = mesh.coordinates(rank).pp
         for span in timeline.spans:
-            if span.rank == here.pp:
-                peer = span.peer if span.peer < 0 else mesh.rank(here._replace(pp=span.peer))
+            if span.rank == here:
+                peer = span.peer if span.peer < 0 else mesh.move(rank, pp=span.peer)
                 spans.append(span._replace(rank=rank, peer=peer))
     return Timeline(timeline.source, tuple(spans))
 

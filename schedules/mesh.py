@@ -58,6 +58,10 @@ class Mesh:
             rank = rank * getattr(self, axis) + getattr(at, axis)
         return rank
 
+    def move(self, rank: int, **to: int) -> int:
+        """The rank that differs from `rank` in the given coordinates only."""
+        return self.rank(self.coordinates(rank)._replace(**to))
+
     def group(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
         """Ranks that differ from `rank` in the given axes only, itself included, in rank order."""
         here = self.coordinates(rank)

@@ -1,6 +1,7 @@
 """Which tests run: those marked gpu only where CUDA is, those marked slow only when asked for."""
 
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -35,6 +36,13 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.device_count() > 0
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time() -> None:
+    """Seeds torch for tests that draw from it; a test that does not import it is not to pay for that."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from closeness import relative_error
 
 from pentad.kernels.cross_entropy import (
     IGNORE,
@@ -80,8 +79,8 @@ def test_triton_agrees_with_the_reference(rows: int, vocabulary: int, dtype: tor
     assert torch.equal(loss, again[0]) and torch.equal(lse, again[1])
     assert (loss[1::3] == 0).all()
     cross_entropy_backward_(logits, targets, lse, 0.125)
-    if vocabulary > 1:
-        assert relative_error(logits, wanted) < bound
+    # p - 1 cancels where a row is nearly sure of its target: float32 can be no closer than to the 1.
+    assert (logits - wanted).norm() < bound * wanted.norm().clamp(min=0.125)
     assert (logits[1::3] == 0).all()
 
 

@@ -21,6 +21,16 @@ def test_ranks_and_coordinates_are_one_to_one(mesh: Mesh) -> None:
     assert all(0 <= getattr(place, axis) < getattr(mesh, axis) for place in places for axis in ORDER)
 
 
+@given(MESHES, st.data())
+def test_a_move_changes_the_named_coordinates_alone(mesh: Mesh, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, mesh.size - 1))
+    to = {
+        axis: data.draw(st.integers(0, getattr(mesh, axis) - 1)) for axis in data.draw(st.sets(st.sampled_from(ORDER)))
+    }
+    moved = mesh.coordinates(mesh.move(rank, **to))
+    assert moved._asdict() == mesh.coordinates(rank)._asdict() | to
+
+
 @given(MESHES)
 def test_tp_ranks_are_neighbours_and_pipeline_ranks_farthest_apart(mesh: Mesh) -> None:
     """A step along an axis is as far as all ranks of the axes inside it: tp, cp, ep, dp, pp."""

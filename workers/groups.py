@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Op, units_of
-from pentad.schedules.mesh import Coordinates
 from pentad.schedules.plan import Plan
 
 PATIENCE = timedelta(hours=1)
@@ -46,17 +45,19 @@ def connect(plan: Plan, rank: int, address: str, timeout_seconds: float, device:
     channels = {}
     everyone = _group(tuple(range(plan.mesh.size))) if plan.transport == "gloo" else None
     for dp, (kind, source, target) in product(range(plan.mesh.dp), edges(plan)):
-        ends = _world(plan, dp, source), _world(plan, dp, target)
+        ends = plan.mesh.move(0, dp=dp, pp=source), plan.mesh.move(0, dp=dp, pp=target)
         group = _group(ends) if plan.transport == "nccl" else everyone
         if rank in ends:
             channels[kind, *ends] = group
             if plan.transport == "nccl":
                 _join_ends(rank, *ends, group, device)
     shared = [
-        tuple(sorted(_world(plan, dp, pp) for dp in range(plan.mesh.dp) for pp in plan.program.holders(stage)))
+        tuple(
+            sorted(plan.mesh.move(0, dp=dp, pp=pp) for dp in range(plan.mesh.dp) for pp in plan.program.holders(stage))
+        )
         for stage in range(plan.program.stages)
     ]
-    replicas = [tuple(_world(plan, dp, pp) for pp in range(plan.mesh.pp)) for dp in range(plan.mesh.dp)]
+    replicas = [tuple(plan.mesh.move(0, dp=dp, pp=pp) for pp in range(plan.mesh.pp)) for dp in range(plan.mesh.dp)]
     made = {ranks: _group(ranks) for ranks in dict.fromkeys(shared + replicas) if len(ranks) > 1}
     holders = {stage: made.get(ranks) for stage, ranks in enumerate(shared) if rank in ranks}
     return Groups(rank, channels, holders, next(made.get(ranks) for ranks in replicas if rank in ranks))
@@ -65,10 +66,6 @@ def connect(plan: Plan, rank: int, address: str, timeout_seconds: float, device:
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Its operations may wait long: that a partner is gone is for the driver to find out, and soon."""
     return dist.new_group(list(ranks), timeout=PATIENCE)
-
-
-def _world(plan: Plan, dp: int, pp: int) -> int:
-    return plan.mesh.rank(Coordinates(dp, pp, 0, 0, 0))
 
 
 def _join_ends(rank: int, source: int, target: int, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from pentad.schedules.instruction import RECEIVES, Instruction, Op, units_of
-from pentad.schedules.mesh import Coordinates
 from pentad.schedules.plan import Plan
 from pentad.workers.groups import Channel, channel, edges
 
@@ -103,12 +102,12 @@ class PeerCopy:
         return part.slot + (self.first_gradient[pipeline_rank] if part.op is Op.RECV_B else 0)
 
     def _peer(self, part: Instruction) -> int:
-        return self.plan.mesh.rank(Coordinates(*self.at)._replace(pp=part.peer))
+        return self.plan.mesh.move(self.rank, pp=part.peer)
 
     def _channels(self) -> dict[Channel, int]:
         mesh = self.plan.mesh
         ends = [
-            (kind, mesh.rank(Coordinates(dp, source, 0, 0, 0)), mesh.rank(Coordinates(dp, target, 0, 0, 0)))
+            (kind, mesh.move(0, dp=dp, pp=source), mesh.move(0, dp=dp, pp=target))
             for dp in range(mesh.dp)
             for kind, source, target in edges(self.plan)
         ]
@@ -120,7 +119,7 @@ class PeerCopy:
         for pp, stream in enumerate(self.plan.program.streams):
             for part in units_of(stream):
                 if part.op in RECEIVES and part.peer == self.at.pp:
-                    target = self.plan.mesh.rank(Coordinates(*self.at)._replace(pp=pp))
+                    target = self.plan.mesh.move(self.rank, pp=pp)
                     found[RECEIVES[part.op], self.rank, target].append(self._place(pp, part))
         return found
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.instruction import units_of
-from pentad.schedules.mesh import Coordinates
 from pentad.schedules.plan import Plan
 from pentad.schedules.timeline import Span
 from pentad.workers import checkpoint
@@ -61,7 +60,7 @@ class Runner:
         if plan.transport == "peer":
             transport = PeerCopy(plan, self.rank, shape, dtype, self.device)
         else:
-            transport = Transport(groups, self._peer, shape, dtype, self.device)
+            transport = Transport(groups, plan.mesh, shape, dtype, self.device)
         self.executor = Executor(plan, stream, self.stages, groups, transport, self.lanes, self.board)
 
     def restore(self, folder: str | None) -> None:
@@ -123,13 +122,10 @@ class Runner:
             stage.loss_sums = {}
         return found
 
-    def _peer(self, pipeline_rank: int) -> int:
-        return self.plan.mesh.rank(Coordinates(*self.at)._replace(pp=pipeline_rank))
-
     def _spans(self, step: int, times: Times) -> tuple[Span, ...]:
         spans = []
         for part, start, end in times:
-            peer = self._peer(part.peer) if part.peer >= 0 else -1
+            peer = self.plan.mesh.move(self.rank, pp=part.peer) if part.peer >= 0 else -1
             where = (part.op.value, part.stage, part.microbatch, peer)
             spans.append(Span(step, self.rank, part.lane, str(part.key), *where, start, end))
         return tuple(spans)

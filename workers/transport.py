@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Op
+from pentad.schedules.mesh import Mesh
 from pentad.workers.groups import Groups, channel
 
 _KINDS = (Op.SEND_F, Op.SEND_B)
 
 
 class Transport:
-    """Transfers of one rank. `peer_of` maps a pipeline rank to the rank of the mesh in this replica.
+    """Transfers of one rank.
 
     A RECV fills the slot its instruction names; slots are made once and refilled when the program says so.
     """
@@ -23,18 +23,18 @@ class Transport:
     def __init__(
         self,
         groups: Groups,
-        peer_of: Callable[[int], int],
+        mesh: Mesh,
         shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.groups, self.peer_of, self.shape, self.dtype, self.device = groups, peer_of, shape, dtype, device
+        self.groups, self.mesh, self.shape, self.dtype, self.device = groups, mesh, shape, dtype, device
         self.slots: dict[Op, dict[int, torch.Tensor]] = defaultdict(dict)
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, part: Instruction, tensor: torch.Tensor) -> None:
         """Starts a transfer [T, H]; the tensor is kept until `settle` (on GPU: until the lane has read it)."""
-        peer = self.peer_of(part.peer)
+        peer = self.mesh.move(self.groups.rank, pp=part.peer)
         group = self.groups.channels[channel(part, self.groups.rank, peer)]
         tensor = tensor.contiguous()
         work = dist.isend(tensor, peer, group=group, tag=self._tag(part))
@@ -50,7 +50,7 @@ class Transport:
         slot = self.slots[part.op].get(part.slot)
         if slot is None:
             slot = self.slots[part.op][part.slot] = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        peer = self.peer_of(part.peer)
+        peer = self.mesh.move(self.groups.rank, pp=part.peer)
         group = self.groups.channels[channel(part, self.groups.rank, peer)]
         work = dist.irecv(slot, peer, group=group, tag=self._tag(part))
         assert work is not None
