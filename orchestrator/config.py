@@ -16,6 +16,7 @@ from pentad.orchestrator.sections import (
     CheckpointSection,
     ClusterSection,
     DataSection,
+    ElasticSection,
     MeshSection,
     MetricsSection,
     ModelSection,
@@ -43,6 +44,7 @@ class RunConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    elastic: ElasticSection = ElasticSection()
     metrics: MetricsSection = MetricsSection()
     cluster: ClusterSection = ClusterSection()
 

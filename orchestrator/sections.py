@@ -117,7 +117,25 @@ class CheckpointSection(Section):
     keep: Count = Field(default=2, description="newest checkpoints kept")
 
 
+class ElasticSection(Section):
+    max_failures: NonNegative = Field(default=100, description="faults that a run survives; 0: the first one ends it")
+    min_ranks: Count | None = Field(
+        default=None, description="fewest ranks to go on with when places are missing; null: all of the mesh"
+    )
+    wait_seconds: float = Field(
+        default=30.0, ge=0, description="wait for a lost rank's place before the mesh is made smaller or the run ends"
+    )
+    hang_seconds: Positive = Field(
+        default=10.0, description="least time without any progress after which the rank that causes it counts as hung"
+    )
+
+
 class MetricsSection(Section):
+    port: int = Field(default=0, ge=0, le=65535, description="the Prometheus exporter's port; 0: a free one")
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="address the exporter and the control service listen on"
+    )
+    control_port: int = Field(default=0, ge=0, le=65535, description="the control service's port; 0: a free one")
     timeline_steps: NonNegative = Field(default=5, description="last steps whose measured timeline is kept")
 
 
@@ -132,4 +150,7 @@ class ClusterSection(Section):
     dashboard: bool = Field(default=True, description="whether a local cluster has a Ray dashboard")
     dashboard_port: int = Field(default=0, ge=0, le=65535, description="the dashboard's port; 0: a free one")
     auth: Literal["token", "disabled"] = Field(default="token", description="whether Ray's interfaces demand a token")
+    stop_timeout_seconds: Positive = Field(
+        default=120.0, description="longest time that a submitted job gets to finish its step and checkpoint"
+    )
     start_timeout_seconds: Positive = Field(default=60.0, description="longest wait for ranks to be placed and started")
