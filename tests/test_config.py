@@ -165,7 +165,7 @@ def test_a_schedule_s_own_constraints_are_checked() -> None:
             "optimiser.learning_rat is unknown; did you mean optimizer.learning_rate?",
         ),
         (text(optimiser="{beta1: 0, beta2: 0}"), "optimiser is unknown; did you mean optimizer?"),
-        (text(plastic="{}"), "plastic is unknown, wanted a key in one of the sections"),
+        (text(ghosts="{}"), "ghosts is unknown, wanted a key in one of the sections"),
         (text(optimizer=""), "optimizer is null, wanted a mapping"),
         (text() + "5: 6\n", "5 is unknown, wanted a key in one of the sections"),
         (text() + "'': 6\n", "'' is unknown, wanted a key in one of the sections"),
