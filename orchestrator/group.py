@@ -102,7 +102,7 @@ class WorkerGroup:
             group.offsets = tuple(map(group._offset, range(plan.mesh.size)))
             (port,) = group._collect([group.actors[0].free_port.remote()], deadline)
             left = max(0.1, deadline - time.monotonic())
-            group._collect(group._call("connect", f"tcp://{group.places[0].ip}:{port}", left), deadline)
+            group._collect(group._call("connect", f"{group.places[0].ip}:{port}", left), deadline)
         except BaseException:
             group.stop(kill=True)
             raise

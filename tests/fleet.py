@@ -45,7 +45,7 @@ class Fleet:
         self, plan: Plan, calls: list[tuple[int, int]], restore: str | None = None, save: str | None = None
     ) -> list[Outcome]:
         """`calls` are (first step, count); raises with a rank's traceback when one fails."""
-        address = f"tcp://127.0.0.1:{free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         ends = self.ends[: plan.mesh.size]
         for rank, end in enumerate(ends):
             end.send((plan, rank, address, calls, restore, save))

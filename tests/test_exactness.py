@@ -25,7 +25,7 @@ def test_any_schedule_on_any_mesh_equals_one_process(fleet, corpus, name, dp, pp
     losses, gradients, norms, weights = reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
     for step in range(STEPS):
-        sums = [loss for outcome in outcomes for loss in outcome.results[step].losses.values()]
+        sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
         assert len(sums) == dp * microbatches
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         assert {name for outcome in outcomes for name in outcome.gradients[step]} == set(weights)

@@ -44,7 +44,7 @@ def test_any_schedule_on_any_transport_equals_one_process(gpus, corpus, name, dp
     losses, gradients, norms, weights = reference(plan)
     outcomes = gpus.run(plan, [(0, 2), (2, 1)])
     for step in range(STEPS):
-        sums = [loss for outcome in outcomes for loss in outcome.results[step].losses.values()]
+        sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         assert {name for outcome in outcomes for name in outcome.gradients[step]} == set(weights)
         for outcome in outcomes:
@@ -63,7 +63,7 @@ def test_triton_kernels_train_as_the_reference_does(gpus, corpus, name, dp, pp, 
     plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus), "peer", dtype)
     losses, gradients, _, _ = reference(plan)
     first, second = gpus.run(plan, [(0, 3)]), gpus.run(plan, [(0, 1), (1, 2)])
-    sums = [loss for outcome in first for loss in outcome.results[0].losses.values()]
+    sums = {n: loss for outcome in first for n, loss in outcome.results[0].losses.items()}.values()
     assert sum(sums) / plan.batch.tokens == pytest.approx(losses[0], rel=tolerance)
     for outcome in first:
         for parameter, gradient in outcome.gradients[0].items():

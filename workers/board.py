@@ -30,6 +30,12 @@ class Board:
         self.epoch = epoch
         self.write(-1, -1)
 
+    def renew(self, epoch: int) -> Board:
+        """The same board in a later epoch."""
+        self.epoch = epoch
+        self.write(-1, -1)
+        return self
+
     def write(self, step: int, counter: int) -> None:
         _FORMAT.pack_into(self.memory, 0, self.epoch, step, counter, time.monotonic())
 

@@ -13,6 +13,7 @@ from pentad.schedules.program import Stream
 from pentad.workers import optimizer
 from pentad.workers.board import Board
 from pentad.workers.feed import Tokens
+from pentad.workers.fence import Fenced
 from pentad.workers.groups import Groups
 from pentad.workers.lanes import Lanes
 from pentad.workers.peer_copy import PeerCopy
@@ -23,8 +24,12 @@ from pentad.workers.transport import Transport
 class Executor:
     """A rank's stages, communicators and lanes; `run` takes them through one step.
 
-    After a step, `norm` is the global gradient norm before clipping (a float64 scalar on the device), `loss_sums` of a
-    last stage hold its microbatches' losses, and `host_seconds` is what issuing the stream took.
+    After a step, `norm` is the global gradient norm before clipping (a float64 scalar on the device), `losses`
+    [replicas x microbatches] are the loss sums of the whole mesh, and `host_seconds` is what issuing the stream took. `version` (on
+    the device) counts the steps that are in the weights; `ready` says that only the global norm lacks for one more.
+
+    Another thread may end the epoch: it sets `fenced`, which the host sees before the next instruction, and makes
+    `fence` nan, which a GPU that runs behind its host sees at NORM: the step then changes no weight.
     """
 
     def __init__(
@@ -41,8 +46,12 @@ class Executor:
         self.groups, self.transport, self.lanes, self.board = groups, transport, lanes, board
         first = next(iter(stages.values())).parameters
         self.dtype = first.master.dtype
-        self.squares = torch.zeros(plan.program.stages, dtype=torch.float64, device=first.master.device)
-        self.norm = self.scale = torch.zeros(1)
+        device, count = first.master.device, plan.program.stages + plan.mesh.dp * plan.batch.microbatches
+        self.sums = torch.zeros(count, dtype=torch.float64, device=device)  # squares by stage, losses by microbatch
+        self.norm = self.scale = self.losses = torch.zeros(1)
+        self.fence = torch.zeros((), dtype=torch.float64, device=device)
+        self.version = torch.zeros((), dtype=torch.int64, device=device)
+        self.fenced = self.ready = False
         self.results: dict[Key, torch.Tensor | None] = {}
         self.step, self.host_seconds = 0, 0.0
 
@@ -53,6 +62,7 @@ class Executor:
         started = time.monotonic()
         for counter, unit in enumerate(self.stream):
             self.board.write(step, counter)
+            self._refuse_if_fenced()
             for part in unit.parts:
                 with self.lanes.on(part):
                     self._execute(part)
@@ -92,8 +102,7 @@ class Executor:
             case Op.NORM:
                 self._norm()
             case Op.STEP:
-                for held in self.stages.values():
-                    optimizer.step(held.parameters, self.plan.optimizer, self.step, self.scale)
+                self.apply()
             case _:
                 raise AssertionError(f"no worker runs {part.op}")
 
@@ -103,13 +112,44 @@ class Executor:
         keys = (Key(receive, part.stage, mb), *(Key(op, stage, mb) for op in ops))
         return next((self.results.pop(key) for key in keys if key in self.results), None)
 
+    def apply(self) -> None:
+        """Takes the step whose gradients are whole, scaled as NORM says; a step after the fence counts for nothing."""
+        for held in self.stages.values():
+            optimizer.step(held.parameters, self.plan.optimizer, self.step, self.scale)
+        self.version = torch.where(self.open, self.step + 1, self.version)
+        self.ready = False
+
+    def advance(self, norm: float) -> None:
+        """Takes the step that lacked its global norm only: another rank has heard it before the epoch ended."""
+        self.norm = torch.tensor(norm, dtype=torch.float64, device=self.sums.device)
+        self.scale = optimizer.clip(self.norm, self.plan.optimizer.clip_norm, self.dtype)
+        self.open = torch.ones_like(self.fence, dtype=torch.bool)
+        self.apply()
+
     def _norm(self) -> None:
-        """Every stage's square is given by one rank only, so the sum over the pipeline is exact in any order."""
-        self.squares.zero_()
-        here = self.plan.mesh.coordinates(self.groups.rank).pp
+        """Every stage's square and every loss is given by one rank only, so the sums are exact in any order.
+
+        All ranks of the mesh meet here: when one has the norm, every rank's gradients are whole. The losses travel
+        along, so that a committed step's loss outlives the rank that computed it.
+        """
+        self.ready = self.sums.device.type == "cpu"  # on a GPU later instructions may already run on the gradients
+        self.sums.zero_()
+        stages, count = self.plan.program.stages, self.plan.batch.microbatches
+        first = stages + count * self.plan.mesh.coordinates(self.groups.rank).dp
         for index, stage in self.stages.items():
-            if self.plan.program.holders(index)[0] == here:
-                self.squares[index] = optimizer.square_sum(stage.parameters)
-        if self.groups.pipeline is not None:
-            dist.all_reduce(self.squares, group=self.groups.pipeline)
-        self.norm, self.scale = optimizer.clip(self.squares, self.plan.optimizer.clip_norm, self.dtype)
+            if self.plan.owner(index) == self.groups.rank:
+                self.sums[index] = optimizer.square_sum(stage.parameters)
+            if stage.last:
+                self.sums[first : first + count] += stage.loss_sums
+                stage.loss_sums.zero_()
+        if self.groups.everyone is not None:
+            dist.all_reduce(self.sums, group=self.groups.everyone)
+        self._refuse_if_fenced()
+        self.open = self.fence == 0
+        self.norm = torch.where(self.open, self.sums[:stages].sum().sqrt(), torch.nan)
+        self.losses = self.sums[stages:].clone()
+        self.scale = optimizer.clip(self.norm, self.plan.optimizer.clip_norm, self.dtype)
+
+    def _refuse_if_fenced(self) -> None:
+        if self.fenced:
+            raise Fenced

@@ -22,31 +22,35 @@ class Groups:
 
     `channels[kind, source, target]` carries the transfers of one direction between two ranks (with gloo all share one
     group and are told apart by tag; peer copies need none). `holders[stage]` are this rank's partners in the gradients
-    of a stage (None when it has none), `pipeline` the ranks of its replica.
+    of a stage (None when it has none), `everyone` all ranks of the mesh (None when this is the only one).
     """
 
     rank: int
     channels: dict[Channel, dist.ProcessGroup | None]
     holders: dict[int, dist.ProcessGroup | None]
-    pipeline: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup | None
 
 
-def connect(plan: Plan, rank: int, address: str, timeout_seconds: float, device: torch.device) -> Groups:
-    """Joins the world at `address` ('tcp://host:port', served by rank 0) and makes every group that this rank is in."""
+def connect(
+    plan: Plan, rank: int, store: dist.TCPStore, timeout_seconds: float, device: torch.device, epoch: int
+) -> Groups:
+    """Joins the world that meets at `store` and makes every group that this rank is in."""
+    # Symmetric memory remembers groups by name for ever: names must not come again in a later epoch.
+    dist.distributed_c10d._world.group_count = 1000 * epoch
     cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        init_method=address,
+        store=store,
         rank=rank,
         world_size=plan.mesh.size,
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if cuda else None,
     )
     channels = {}
-    everyone = _group(tuple(range(plan.mesh.size))) if plan.transport == "gloo" else None
+    everyone = _group(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
     for dp, (kind, source, target) in product(range(plan.mesh.dp), edges(plan)):
         ends = plan.mesh.move(0, dp=dp, pp=source), plan.mesh.move(0, dp=dp, pp=target)
-        group = _group(ends) if plan.transport == "nccl" else everyone
+        group = everyone if plan.transport == "gloo" else _group(ends) if plan.transport == "nccl" else None
         if rank in ends:
             channels[kind, *ends] = group
             if plan.transport == "nccl":
@@ -57,10 +61,15 @@ def connect(plan: Plan, rank: int, address: str, timeout_seconds: float, device:
         )
         for stage in range(plan.program.stages)
     ]
-    replicas = [tuple(plan.mesh.move(0, dp=dp, pp=pp) for pp in range(plan.mesh.pp)) for dp in range(plan.mesh.dp)]
-    made = {ranks: _group(ranks) for ranks in dict.fromkeys(shared + replicas) if len(ranks) > 1}
+    made = {ranks: _group(ranks) for ranks in dict.fromkeys(shared) if len(ranks) > 1}
     holders = {stage: made.get(ranks) for stage, ranks in enumerate(shared) if rank in ranks}
-    return Groups(rank, channels, holders, next(made.get(ranks) for ranks in replicas if rank in ranks))
+    return Groups(rank, channels, holders, everyone)
+
+
+def meet(address: str, rank: int, size: int, timeout_seconds: float) -> dist.TCPStore:
+    """The store at 'HOST:PORT', which rank 0 serves."""
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(host, int(port), size, rank == 0, timedelta(seconds=timeout_seconds))
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:

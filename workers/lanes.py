@@ -111,6 +111,10 @@ class CudaLanes:
         self.steps = []
         return steps
 
+    def done(self) -> int:
+        """How many instructions of the steps under way have ended; from any thread."""
+        return sum(end.query() for spans in list(self.steps) for _, _, end in list(spans))
+
     def _event(self) -> torch.cuda.Event:
         return self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
 

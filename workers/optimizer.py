@@ -14,14 +14,13 @@ def square_sum(parameters: Parameters) -> torch.Tensor:
     return torch.linalg.vector_norm(parameters.gradient, dtype=torch.float64) ** 2
 
 
-def clip(squares: torch.Tensor, limit: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Global norm and the factor [1] for all gradients from the squares [stages]: min(1, limit / norm).
+def clip(norm: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
+    """The factor [1] for all gradients from their global norm, a float64 scalar: min(1, limit / norm).
 
-    The factor is nan when the norm is not finite: `adamw_` then changes nothing, and no host has to look.
+    It is nan when the norm is not finite: `adamw_` then changes nothing, and no host has to look.
     """
-    norm = squares.sum().sqrt()
     factor = torch.where(torch.isfinite(norm), (limit / norm).clamp(max=1.0), torch.nan)
-    return norm, factor.to(dtype).view(1)
+    return factor.to(dtype).view(1)
 
 
 def step(parameters: Parameters, shape: OptimizerShape, number: int, scale: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from pentad.schedules.instruction import RECEIVES, Instruction, Op, units_of
 from pentad.schedules.plan import Plan
 from pentad.workers.groups import Channel, channel, edges
 
+_PAST_ALL = 2**30 - 1  # a count that no channel reaches; flags are compared in a circle of 2^32
 _LINE = 128  # bytes between flags, so that no two share a cache line
 
 
@@ -74,6 +75,10 @@ class PeerCopy:
         self._write(name[1], name, 0)
         self._wait(name, 1)
         return self._slot(self.rank, self._place(self.at.pp, part)), None
+
+    def release(self) -> None:
+        """Lets every wait of this rank pass, whatever it waits for; on the current stream, from any thread."""
+        self.buffer[self.flags_at :].view(torch.int32).fill_(_PAST_ALL)
 
     def settle(self) -> None:
         """Nothing to wait for: the lanes keep the order."""

@@ -1,9 +1,14 @@
-"""One rank from its plan to its results: builds the stages, joins the world, runs steps, saves."""
+"""One rank from its plan to its results: builds the stages, joins the world, runs steps, saves, and starts over."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,112 +20,215 @@ from pentad.workers import checkpoint
 from pentad.workers.board import Board
 from pentad.workers.executor import Executor
 from pentad.workers.feed import Feed
-from pentad.workers.groups import connect
-from pentad.workers.lanes import CudaLanes, HostLanes, Times
+from pentad.workers.fence import Fenced, Wires, still
+from pentad.workers.groups import connect, meet
+from pentad.workers.lanes import CudaLanes, HostLanes, Lanes, Times
 from pentad.workers.parameters import DTYPES, Parameters, create
 from pentad.workers.peer_copy import PeerCopy
-from pentad.workers.results import StepResult
+from pentad.workers.results import Stand, StepResult
 from pentad.workers.source import open_data
 from pentad.workers.stage import Stage
 from pentad.workers.transport import Transport
 
+CALLS_KEPT = 4  # whose results the driver may ask for again
+
+
+class Pending(NamedTuple):
+    """A step that was issued; on a GPU it may still run."""
+
+    step: int
+    losses: torch.Tensor  # [microbatches of the mesh]
+    norm: torch.Tensor
+    host_seconds: float
+
 
 class Runner:
-    """The worker's side of the driver's calls, in the order __init__, connect, restore, run..., save, close.
+    """The worker's side of the driver's calls: __init__, connect, restore, run..., save, close.
 
-    A rank computes on GPU number `gpu` of its host, or on one CPU thread.
+    `fence` may come at any time from another thread. After it `leave` says where the rank stands, and a new Runner
+    made with `before` takes over the parameters that its own plan has as well. A rank computes on GPU number `gpu` of
+    its host, or on one CPU thread.
     """
 
-    def __init__(self, plan: Plan, rank: int, board: Path, epoch: int = 1, gpu: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, board: Path, epoch: int = 1, gpu: int = 0, before: Runner | None = None
+    ) -> None:
         self.plan, self.rank, self.at = plan, rank, plan.mesh.coordinates(rank)
         self.device = torch.device(plan.device, gpu) if plan.device == "cuda" else torch.device("cpu")
-        if plan.device == "cpu":
-            torch.set_num_threads(1)
-        else:
-            # A lane that waits must not share a hardware queue with another one, or that waits too: a program has
-            # more lanes than the 8 queues of the default.
-            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-            torch.cuda.set_device(self.device)
-        self.board = Board(board, epoch)
-        self.parameters: dict[int, Parameters] = {s: create(plan, s, self.device) for s in plan.stages_of(rank)}
-        self.stages = {s: Stage(plan, s, held) for s, held in self.parameters.items()}
+        self._prepare()
+        self.epoch = epoch
+        self.board: Board = Board(board, epoch) if before is None else before.board.renew(epoch)
+        held = before.parameters if before is not None and before.plan.layers == plan.layers else {}
+        self.parameters: dict[int, Parameters] = {
+            s: held[s] if s in held else create(plan, s, self.device) for s in plan.stages_of(rank)
+        }
+        self.stages = {s: Stage(plan, s, parameters) for s, parameters in self.parameters.items()}
         length, fingerprint = plan.batch.length, plan.fingerprint
         corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint)
         self.feed = Feed(plan, rank, corpus, self.device)
+        self.kept: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
+        self.pending: list[Pending] = []
+        self.version = self.noted = 0  # steps in the weights, and steps that `pending` has had
+        self.fenced = False
+        self.wires: Wires | None = None
+        self.executor: Executor | None = None
+        self.lanes: Lanes | None = None
 
     def connect(self, address: str, timeout_seconds: float) -> None:
-        """Joins the other ranks at 'tcp://host:port'; rank 0 serves it."""
-        plan, batch = self.plan, self.plan.batch
-        groups = connect(plan, self.rank, address, timeout_seconds, self.device)
-        stream = plan.program.streams[self.at.pp]
+        """Joins the other ranks at 'HOST:PORT'; rank 0 serves it."""
+        if self.device.type == "cpu":
+            self.wires = Wires(int(address.rpartition(":")[2]))
+        size = self.plan.mesh.size
+        with self._unless_fenced():
+            store = meet(address, self.rank, size, timeout_seconds)
+            self.groups = connect(self.plan, self.rank, store, timeout_seconds, self.device, self.epoch)
+            if self.wires is not None:
+                self.wires.exchange(store, self.rank, size)
+        stream = self.plan.program.streams[self.at.pp]
         lanes = {part.lane for part in units_of(stream)}
         self.lanes = CudaLanes(self.device, lanes) if self.device.type == "cuda" else HostLanes()
-        shape, dtype = (batch.rows * batch.length, plan.model.hidden), DTYPES[plan.dtype]
-        transport: Transport | PeerCopy
-        if plan.transport == "peer":
-            transport = PeerCopy(plan, self.rank, shape, dtype, self.device)
-        else:
-            transport = Transport(groups, plan.mesh, shape, dtype, self.device)
-        self.executor = Executor(plan, stream, self.stages, groups, transport, self.lanes, self.board)
+        self.transport = self._transport()
+        self.executor = Executor(self.plan, stream, self.stages, self.groups, self.transport, self.lanes, self.board)
 
-    def restore(self, folder: str | None) -> None:
-        """Fills weights and optimizer state from a checkpoint; without one the first values stay."""
-        if folder is None:
-            return
-        found = checkpoint.open_checkpoint(Path(folder))
-        for held in self.parameters.values():
-            state = held.state()
-            for name, value in checkpoint.read(found, state).items():
-                state[name].copy_(value)
-            held.refresh()
+    def restore(self, folder: str | None, step: int = 0) -> None:
+        """Fills weights and optimizer state from a checkpoint of `step` steps; without one the first values stay."""
+        if folder is not None:
+            found = checkpoint.open_checkpoint(Path(folder))
+            for held in self.parameters.values():
+                state = held.state()
+                for name, value in checkpoint.read(found, state).items():
+                    state[name].copy_(value)
+                held.refresh()
+        self._begin(step)
+
+    def receive(self, sources: Mapping[int, int], step: int) -> None:
+        """Takes the state of `step` steps from living copies: `sources[stage]` is the rank of the mesh that gives it.
+
+        All holders of a stage take part, those that have it already included.
+        """
+        with self._unless_fenced():
+            for stage, held in sorted(self.parameters.items()):  # mirrors hold the same stages in another order
+                if stage in sources:
+                    for flat in (held.master, held.m, held.v):
+                        dist.broadcast(flat, sources[stage], group=self.groups.holders[stage])
+                    held.refresh()
+        self._begin(step)
 
     def run(self, first_step: int, count: int) -> list[StepResult]:
-        """Runs steps `first_step` to `first_step + count - 1`."""
-        pending = []
-        for step in range(first_step, first_step + count):
-            self.executor.run(step, self.feed(step))
-            pending.append((step, self._losses(), self.executor.norm, self.executor.host_seconds))
-        times = self.lanes.collect()
-        results = []
-        for (step, losses, norm, seconds), spans in zip(pending, times, strict=True):
-            sums = {number: float(loss) for number, loss in losses.items()}
-            value = float(norm)
-            results.append(
-                StepResult(
-                    step=step,
-                    losses=sums,
-                    grad_norm=value,
-                    learning_rate=self.plan.optimizer.rate(step),
-                    skipped=value - value != 0.0,
-                    spans=self._spans(step, spans),
-                    host_seconds=seconds,
-                    instructions=len(spans),
-                    peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
-                )
-            )
-        return results
+        """Runs steps `first_step` to `first_step + count - 1`; raises Fenced when the epoch ends meanwhile."""
+        assert self.executor is not None
+        with self._unless_fenced():
+            for step in range(first_step, first_step + count):
+                self.executor.run(step, self.feed(step))
+                self._note(step)
+            return self._settle()
 
-    def save(self, folder: str, step: int) -> list[dict]:
-        """Writes the stages that this rank owns; the driver commits the manifest. `step` steps are done."""
+    def save(self, folder: str, step: int, stages: tuple[int, ...] | None = None) -> list[dict]:
+        """Writes stages (those that this rank owns, if none are named); the driver commits the manifest.
+
+        `step` steps are done.
+        """
+        mine = [s for s in self.parameters if self.plan.owner(s) == self.rank] if stages is None else stages
         shards = []
-        for stage, held in self.parameters.items():
-            if self.plan.owner(stage) == self.rank:
-                file = f"stage-{stage:03d}.safetensors"
-                shards.append(checkpoint.write_shard(Path(folder), file, held.state()).plain())
+        for stage in mine:
+            file = f"stage-{stage:03d}.safetensors"
+            shards.append(checkpoint.write_shard(Path(folder), file, self.parameters[stage].state()).plain())
         return shards
 
+    def fence(self) -> None:
+        """Ends the epoch: lets no step count that has not been taken, and frees the train thread. From any thread.
+
+        A GPU's train thread is free after `abort`, if it waits for a collective operation.
+        """
+        self.fenced = True
+        if self.executor is not None:
+            self.executor.fenced = True
+            if isinstance(self.lanes, CudaLanes):
+                still(self.executor, self.transport, self.lanes)
+        if self.wires is not None:
+            self.wires.cut()
+
+    def abort(self) -> None:
+        """Ends the collective operations of a GPU. Only when every rank is still: then nothing moves any more."""
+        if self.device.type == "cuda" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
+    def leave(self) -> Stand:
+        """After `fence`, from the train thread: gives the epoch's communicators up and says where this rank stands."""
+        norm, ready = 0.0, False
+        if self.executor is not None:
+            self.version, norm, ready = int(self.executor.version), float(self.executor.norm), self.executor.ready
+            if self.version > self.noted:
+                self._note(self.executor.step)  # taken, but the end of its stream not reached
+            self._settle()
+        self.close()
+        results = tuple(result for call in self.kept for result in call if result.step < self.version)
+        return Stand(self.version, ready, norm, results)
+
+    def advance(self, norm: float) -> None:
+        """Takes the step whose gradients were whole when the epoch ended, with its global norm."""
+        assert self.executor is not None
+        self.executor.advance(norm)
+        self.version = int(self.executor.version)
+
     def close(self) -> None:
+        """Leaves the world."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _losses(self) -> dict[int, torch.Tensor]:
-        """Loss sums of the step by the microbatch's number in the whole mesh."""
-        first = self.at.dp * self.plan.batch.microbatches
-        stages = [stage for stage in self.stages.values() if stage.last]
-        found = {first + mb: loss for stage in stages for mb, loss in stage.loss_sums.items()}
-        for stage in stages:
-            stage.loss_sums = {}
-        return found
+    def _prepare(self) -> None:
+        if self.device.type == "cpu":
+            torch.set_num_threads(1)
+            return
+        # A lane that waits must not share a hardware queue with another one, or that waits too: a program has
+        # more lanes than the 8 queues of the default.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+        # That a member is gone is for the driver to find out; by default torch then ends the process.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        torch.cuda.set_device(self.device)
+
+    def _transport(self) -> Transport | PeerCopy:
+        shape = (self.plan.batch.rows * self.plan.batch.length, self.plan.model.hidden)
+        dtype = DTYPES[self.plan.dtype]
+        if self.plan.transport == "peer":
+            return PeerCopy(self.plan, self.rank, shape, dtype, self.device)
+        return Transport(self.groups, self.plan.mesh, shape, dtype, self.device)
+
+    def _begin(self, step: int) -> None:
+        """`step` steps are in the weights from here on."""
+        self.version = self.noted = step
+        for held in self.parameters.values():
+            held.gradient.zero_()
+        if self.executor is not None:
+            self.executor.version.fill_(step)
+
+    def _note(self, step: int) -> None:
+        assert self.executor is not None
+        self.pending.append(Pending(step, self.executor.losses, self.executor.norm, self.executor.host_seconds))
+        self.noted = step + 1
+
+    def _settle(self) -> list[StepResult]:
+        """Waits for the steps that are pending and accounts for them."""
+        assert self.lanes is not None
+        times = self.lanes.collect()
+        results = [self._result(pending, spans) for pending, spans in zip(self.pending, times, strict=False)]
+        self.pending = []
+        self.kept.append(results)
+        return results
+
+    def _result(self, pending: Pending, spans: Times) -> StepResult:
+        norm = float(pending.norm)
+        return StepResult(
+            step=pending.step,
+            losses=dict(enumerate(pending.losses.tolist())),
+            grad_norm=norm,
+            learning_rate=self.plan.optimizer.rate(pending.step),
+            skipped=not math.isfinite(norm),
+            spans=self._spans(pending.step, spans),
+            host_seconds=pending.host_seconds,
+            instructions=len(spans),
+            peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
+        )
 
     def _spans(self, step: int, times: Times) -> tuple[Span, ...]:
         spans = []
@@ -129,3 +237,19 @@ class Runner:
             where = (part.op.value, part.stage, part.microbatch, peer)
             spans.append(Span(step, self.rank, part.lane, str(part.key), *where, start, end))
         return tuple(spans)
+
+    @contextmanager
+    def _unless_fenced(self) -> Iterator[None]:
+        """Whatever goes wrong in an epoch that is over goes wrong because it is over."""
+        self._refuse_if_fenced()
+        try:
+            yield
+            self._refuse_if_fenced()
+        except Exception as error:
+            if self.fenced:
+                raise Fenced(str(error)) from None
+            raise
+
+    def _refuse_if_fenced(self) -> None:
+        if self.fenced:
+            raise Fenced

@@ -37,7 +37,8 @@ class Kept(NamedTuple):
 class Stage:
     """Runs F, B and W of its layers; keeps activations from F to B and (x, dY) from B to W, by microbatch.
 
-    `loss_sums[microbatch]` is the sum of its tokens' losses (a scalar tensor), on the last stage.
+    `loss_sums` [microbatches], float64, are the sums of their tokens' losses, on the last stage; whoever reads them at
+    the end of a step sets them to zero.
     """
 
     def __init__(self, plan: Plan, index: int, parameters: Parameters) -> None:
@@ -54,7 +55,7 @@ class Stage:
         self.layers = [(layer.weights_of(self.weights, i), layer.weights_of(self.gradients, i)) for i in span]
         self.kept: dict[int, Kept] = {}
         self.deferred: dict[int, list[Deferred]] = {}
-        self.loss_sums: dict[int, torch.Tensor] = {}
+        self.loss_sums = torch.zeros(plan.batch.microbatches, dtype=torch.float64, device=device)
 
     def forward(
         self, microbatch: int, received: torch.Tensor | None, tokens: torch.Tensor | None, targets: torch.Tensor | None

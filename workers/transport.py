@@ -56,6 +56,9 @@ class Transport:
         assert work is not None
         return slot, work
 
+    def release(self) -> None:
+        """NCCL's waits end with its communicators alone."""
+
     def settle(self) -> None:
         """Waits until every send of the step has left."""
         for work, _ in self.sent:

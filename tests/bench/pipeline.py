@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace, name: str) -> dict:
     plan = plan_of(args, name)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
     context = mp.get_context("spawn")
     ends, processes = [], []
     for rank in range(plan.mesh.size):

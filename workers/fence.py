@@ -1,0 +1,79 @@
+"""Freeing a rank from an epoch that has lost a member: what its train thread waits for will never come."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from os import dup
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from pentad.workers.executor import Executor
+    from pentad.workers.lanes import CudaLanes
+    from pentad.workers.peer_copy import PeerCopy
+    from pentad.workers.transport import Transport
+
+STILL_SECONDS = 0.3
+
+
+class Fenced(Exception):
+    """The epoch of this call is over; nothing that it began counts."""
+
+
+def listening() -> frozenset[int]:
+    """TCP ports that this process listens on."""
+    import psutil  # needed on CPUs alone
+
+    return frozenset(c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+
+
+class Wires:
+    """The TCP connections of one epoch (gloo's and the store's), which another thread can cut.
+
+    gloo knows no abort: a wait for a lost rank, or for a living one that itself waits, ends when the connection does.
+    """
+
+    def __init__(self, store_port: int) -> None:
+        self.before, self.known = listening(), {store_port}
+
+    def exchange(self, store: dist.TCPStore, rank: int, size: int) -> None:
+        """Tells the others which ports this rank's connections come in at, and learns theirs."""
+        store.set(f"wires/{rank}", ",".join(map(str, listening() - self.before)))
+        for other in range(size):
+            self.known |= set(map(int, filter(None, store.get(f"wires/{other}").decode().split(","))))
+
+    def cut(self) -> int:
+        """Shuts every connection of the epoch down; returns how many."""
+        import psutil
+
+        ports, count = self.known | (listening() - self.before), 0
+        for wire in psutil.Process().net_connections("tcp"):
+            ends = {wire.laddr.port} | ({wire.raddr.port} if wire.raddr else set())
+            if wire.status == psutil.CONN_LISTEN or wire.fd < 0 or not ends & ports:
+                continue
+            with suppress(OSError), socket.socket(fileno=dup(wire.fd)) as end:  # it may be closed by now
+                end.shutdown(socket.SHUT_RDWR)
+                count += 1
+        return count
+
+
+def still(executor: Executor, transport: Transport | PeerCopy, lanes: CudaLanes) -> None:
+    """Lets a GPU run out: no step counts any more, no transfer waits; returns when nothing moves.
+
+    The flags are set again and again, because peers that have not heard yet still write theirs.
+    """
+    apart = torch.cuda.Stream(executor.fence.device)
+    moved, done = time.monotonic(), -1
+    while time.monotonic() < moved + STILL_SECONDS:
+        with torch.cuda.stream(apart):
+            executor.fence.fill_(torch.nan)
+            transport.release()
+            apart.synchronize()
+        now = lanes.done()
+        if now != done:
+            moved, done = time.monotonic(), now
+        time.sleep(0.01)
