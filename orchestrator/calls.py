@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from pentad.orchestrator.config import RunConfig
-from pentad.orchestrator.display import Display, RankState
 from pentad.orchestrator.group import Refs, WorkerError, WorkerGroup
+from pentad.orchestrator.health import QUIET_SECONDS, Health
 from pentad.orchestrator.interrupts import Interrupts
 from pentad.orchestrator.measure import History
-from pentad.orchestrator.runfolder import RunFolder
+from pentad.orchestrator.news import News
+from pentad.orchestrator.watch import Wishes
 from pentad.orchestrator.worker import Status
 from pentad.schedules.errors import PentadError
+from pentad.workers.results import StepResult
 
 CALL_SECONDS = 1.0  # how much work a call should be
 AHEAD = 2  # calls handed in: the ranks never wait for the driver
+PAUSE_SECONDS = 0.5
 
 
 class Call(NamedTuple):
@@ -26,54 +30,77 @@ class Call(NamedTuple):
     refs: Refs
     step: int
     steps: int = 0
+    since: float = 0.0
 
 
 class Calls:
-    """From step `first` to the last one, or until an interrupt asks to stop; `done` steps are complete."""
+    """The steps of one epoch: from `first` to the last one, until somebody asks to stop, or until `change` says that
+    the ranks should be placed anew (it is asked about once a second). `done` steps are complete, `saved` are in a
+    checkpoint."""
 
     def __init__(
         self,
         config: RunConfig,
         group: WorkerGroup,
-        folder: RunFolder,
-        display: Display,
+        news: News,
         history: History,
         interrupts: Interrupts,
+        wishes: Wishes,
         first: int,
+        saved: int,
+        change: Callable[[], bool],
     ) -> None:
-        self.config, self.group, self.folder, self.display = config, group, folder, display
-        self.history, self.interrupts = history, interrupts
-        self.done = self.submitted = self.saved = first
+        self.config, self.group, self.news, self.history = config, group, news, history
+        self.interrupts, self.wishes, self.change = interrupts, wishes, change
+        self.done = self.submitted = first
+        self.saved = self.durable = saved  # steps of the newest checkpoint handed in, and committed
         self.pace = 1  # steps a call
         self.pending: deque[Call] = deque()
         self.committing: Call | None = None
-        self.announced = False
+        self.announced = self.changing = False
+        self.health = Health(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
 
     def run(self) -> None:
         """Raises WorkerError when a rank fails, and PentadError when the last checkpoint cannot be written."""
         while True:
             while len(self.pending) < AHEAD and (call := self._next()):
                 self.pending.append(call)
-            if not self.pending:
-                break
-            call = self.pending.popleft()
-            if call.steps:
-                self._account(call)
+            if self.pending:
+                call = self.pending.popleft()
+                if call.steps:
+                    self._account(call)
+                else:
+                    self._commit(call)
+            elif self.wishes.paused and not self.ending:
+                self._pause()
             else:
-                self._commit(call)
+                break
         self._committed(wait=True)
 
     @property
     def ending(self) -> bool:
-        return self.interrupts.asked or self.submitted == self.config.run.steps
+        asked = self.interrupts.asked or self.wishes.stopping or self.changing
+        return asked or self.submitted == self.config.run.steps
+
+    def add(self, steps: list[list[StepResult]]) -> None:
+        """Takes the accounts of steps that are done, [step][result], from whichever ranks have them."""
+        if not steps:
+            return
+        rows = [row for step in steps for row in self.history.add([[result] for result in step])]
+        self.done = rows[-1]["step"] + 1
+        recent = list(self.history.recent)[-len(rows) :]
+        self.news.steps(rows, recent)
 
     def _next(self) -> Call | None:
         """Hands in what comes after the calls handed in so far."""
         every, step = self.config.checkpoint.every, self.submitted
-        if step > self.saved and (self.ending or (every and step % every == 0)):
+        due = self.ending or (every and step % every == 0) or self.wishes.wants_checkpoint
+        if step > self.saved and due:
             self.saved = step
-            return Call(self.group.submit_save(self._checkpoint(step), step), step)
-        if self.ending:
+            return Call(self.group.submit_save(self._checkpoint(step), step), step, since=time.monotonic())
+        if self.wishes.wants_checkpoint and step == self.saved and self.committing is None and not self.pending:
+            self.wishes.saved(step)
+        if self.ending or self.wishes.paused:
             return None
         limit = min(self.config.run.steps, (step // every + 1) * every if every else self.config.run.steps)
         count = min(self.pace, limit - step)
@@ -82,14 +109,12 @@ class Calls:
 
     def _account(self, call: Call) -> None:
         """Waits for steps, writes and shows them, and makes the next call about as long as it should be."""
-        rows = self.history.add(self.group.collect(call.refs, tick=self._tick))
+        results = self.group.collect(call.refs, tick=self._stepping)
+        rows = self.history.add(results)
         self.done = call.step + call.steps
         self._committed(wait=False)
-        for row in rows:
-            self.folder.metrics(row)
-            self.display.step(row)
-            if row["skipped"]:
-                self.display.note(f"step {row['step']} had a gradient norm that is not finite: no weight changed")
+        recent = list(self.history.recent)[-len(rows) :]
+        self.news.steps(rows, recent)
         seconds = sum(row["step_seconds"] for row in rows) / len(rows)
         self.pace = max(1, min(4 * self.pace, int(CALL_SECONDS / seconds)))
 
@@ -104,11 +129,10 @@ class Calls:
         except PentadError as error:
             self._not_written(call.step, error)
             return
-        plan = self.group.plan
-        meta = {"run": plan.name, "epoch": self.history.epoch, "program": plan.program.hash, "mesh": asdict(plan.mesh)}
-        meta["data"] = plan.fingerprint
         keep, path = self.config.checkpoint.keep, self._checkpoint(call.step)
-        self.committing = Call(self.group.submit_commit(path, call.step, shards, meta, keep), call.step)
+        refs = self.group.submit_commit(path, call.step, shards, keep)
+        self.committing = call._replace(refs=refs)
+        self.bytes = sum(shard["bytes"] for shard in shards)
 
     def _committed(self, *, wait: bool) -> None:
         """Takes note of a commit that is done, or waits until it is."""
@@ -123,28 +147,53 @@ class Calls:
         except PentadError as error:
             self._not_written(call.step, error)
             return
-        self.folder.event("checkpoint", epoch=self.history.epoch, step=call.step)
+        seconds = round(time.monotonic() - call.since, 3)
+        self.news.event("checkpoint", epoch=self.group.epoch, step=call.step, seconds=seconds, bytes=self.bytes)
+        self.durable = call.step
+        self.wishes.saved(call.step)
 
     def _not_written(self, step: int, error: PentadError) -> None:
         if self.ending and step == self.submitted:
             raise error
-        self.folder.event("checkpoint failed", epoch=self.history.epoch, step=step, error=str(error))
-        self.display.note(f"no checkpoint of step {step}, training goes on: {error}")
+        self.news.event("checkpoint failed", epoch=self.group.epoch, step=step, error=str(error))
+        self.news.display.note(f"no checkpoint of step {step}, training goes on: {error}")
 
     def _checkpoint(self, step: int) -> Path:
-        return self.folder.checkpoints / f"step-{step:08d}"  # as workers/checkpoint.py calls it
+        return self.news.folder.checkpoint(step)
 
-    def _tick(self, statuses: dict[int, Status]) -> None:
-        """Shows what the ranks do during a long call."""
-        if self.interrupts.asked and not self.announced:
+    def _pause(self) -> None:
+        """The ranks wait between two steps until somebody says resume."""
+        if self.news.view.state != "paused":
+            self.news.event("pause", epoch=self.group.epoch, step=self.done)
+            self.news.display.note(f"paused after step {self.done}; `pentad resume {self.config.run.name}` goes on")
+            self.news.state("paused")
+        self._committed(wait=False)
+        self.group.ping(self._tick)
+        self.history.pause()
+        self.wishes.wait(PAUSE_SECONDS)
+        if not self.wishes.paused:
+            self.news.event("resume", epoch=self.group.epoch, step=self.done)
+            self.news.display.note("resumed")
+            self.news.state("running")
+
+    def _stepping(self, statuses: dict[int, Status]) -> None:
+        self._tick(statuses, stepping=True)
+
+    def _tick(self, statuses: dict[int, Status], *, stepping: bool = False) -> None:
+        """Shows what the ranks do during a long call, and ends it when they do nothing for too long."""
+        if self.wishes.aborted:
+            raise PentadError("the run was aborted through its control service, without a checkpoint")
+        if (self.interrupts.asked or self.wishes.stopping) and not self.announced:
             self.announced = True
-            self.display.note("stopping after the steps under way; once more stops at once, without a checkpoint")
-        mesh = self.group.plan.mesh
-        known = sorted(statuses.items())
-        self.display.refresh([RankState(r, mesh.coordinates(r), _state(s), s.instruction, s.step) for r, s in known])
-
-
-def _state(status: Status) -> str:
-    if not status.instruction:
-        return "idle"
-    return "waiting" if "RECV" in status.instruction else "running"
+            self.news.display.note("stopping after the steps under way; once more stops at once, without a checkpoint")
+            self.news.state("stopping")
+        self.changing = self.changing or self.change()
+        stall = self.health.look(statuses, self.history.measured, stepping=stepping)
+        self.news.ranks(statuses, self.group.heard, stall.causes if stall else ())
+        if stall is None:
+            return
+        if stall.late:
+            raise self.health.fault(stall)
+        if stall.seconds < QUIET_SECONDS + 1 and stall.verdict.sentence != self.news.view.verdict:
+            self.news.display.note(stall.verdict.sentence)
+        self.news.say(verdict=stall.verdict.sentence)

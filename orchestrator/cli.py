@@ -31,6 +31,13 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="[CONFIG] [a.b=value ...]", help="YAML file (default: the quickstart); overrides."),
 ]
+Address = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="The cluster's dashboard (default: RAY_ADDRESS, else http://127.0.0.1:8265)."),
+]
+Run = Annotated[str, typer.Argument(help="A run's folder, or its name under runs/.")]
+Timeout = Annotated[float, typer.Option(min=0.01, help="Longest wait for the answer, in seconds.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="A job that `pentad jobs` lists.")]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,6 +140,89 @@ def timeline(
     show_timeline(run, Console(), html=html, trace=trace, as_json=as_json)
 
 
+@app.command()
+def status(
+    run: Run,
+    watch: Annotated[bool, typer.Option("--watch", help="Show each change until the run is over.")] = False,
+    timeout: Timeout = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Shows what a run and each of its ranks do now; of a run that is over, how it ended."""
+    from pentad.orchestrator.show_status import show_status
+
+    show_status(run, Console(), watch=watch, as_json=as_json, timeout_seconds=timeout)
+
+
+@app.command()
+def pause(run: Run, timeout: Timeout = 60.0, as_json: Json = False) -> None:
+    """Pauses a live run after the steps under way; it keeps its ranks and their memory."""
+    _ask(run, "pause", timeout, as_json)
+
+
+@app.command()
+def resume(run: Run, timeout: Timeout = 60.0, as_json: Json = False) -> None:
+    """Lets a paused run go on."""
+    _ask(run, "resume", timeout, as_json)
+
+
+@app.command()
+def checkpoint(run: Run, timeout: Timeout = 600.0, as_json: Json = False) -> None:
+    """Saves a live run, and waits until the checkpoint is whole."""
+    _ask(run, "checkpoint", timeout, as_json)
+
+
+@app.command()
+def abort(run: Run, timeout: Timeout = 60.0, as_json: Json = False) -> None:
+    """Ends a live run now, without a checkpoint."""
+    _ask(run, "abort", timeout, as_json)
+
+
+@app.command()
+def submit(
+    words: Words = None,
+    address: Address = None,
+    name: Annotated[str | None, typer.Option(help="The job's ID (default: run.name and a suffix).")] = None,
+    follow: Annotated[bool, typer.Option(help="Print the job's log until it ends; Ctrl-C leaves it running.")] = True,
+    as_json: Json = False,
+) -> int:
+    """Submits what `train` would run as a job of a Ray cluster; run.folder and data.path are places there."""
+    from pentad.orchestrator.config import load
+
+    config = load(*_split(words))
+    from pentad.orchestrator.show_jobs import show_submit
+
+    return show_submit(config, address, name, followed=follow, as_json=as_json)
+
+
+@app.command()
+def jobs(address: Address = None, as_json: Json = False) -> int:
+    """Lists the runs that were submitted to a Ray cluster."""
+    from pentad.orchestrator.show_jobs import show_jobs
+
+    return show_jobs(address, Console(), as_json=as_json)
+
+
+@app.command()
+def logs(
+    job: JobId,
+    address: Address = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends; Ctrl-C leaves it.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Prints the log of a submitted run."""
+    from pentad.orchestrator.show_jobs import show_logs
+
+    return show_logs(job, address, followed=follow, as_json=as_json)
+
+
+@app.command()
+def stop(job: JobId, address: Address = None, as_json: Json = False) -> int:
+    """Stops a submitted run: it finishes its step, saves a checkpoint and ends; submitted again, it goes on."""
+    from pentad.orchestrator.show_jobs import show_stop
+
+    return show_stop(job, address, as_json=as_json)
+
+
 @data.command()
 def build(
     source: Annotated[Path, typer.Argument(help="A text, JSONL or Parquet file, or a folder of them.")],
@@ -173,6 +263,12 @@ def inspect(
         print(f"\n--- sequence {number}\n{_printable(text)}")
 
 
+def _ask(run: str, verb: str, timeout: float, as_json: bool) -> None:
+    from pentad.orchestrator.show_status import ask
+
+    ask(run, verb, Console(), as_json=as_json, timeout_seconds=timeout)
+
+
 def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:
     """The config file, if one is given, and the overrides: the words with a '='."""
     files = [word for word in words or () if "=" not in word]
@@ -195,3 +291,7 @@ def _fail(sentence: str, status: int) -> int:
     if sentence:
         print(f"pentad: {' '.join(sentence.split())}", file=sys.stderr)
     return status
+
+
+if __name__ == "__main__":  # how a submitted job begins
+    sys.exit(main())

@@ -18,9 +18,13 @@ from pentad.orchestrator.display import Display, Seat
 from pentad.orchestrator.group import WorkerError, WorkerGroup
 from pentad.orchestrator.interrupts import Interrupts
 from pentad.orchestrator.measure import History, typical_pace
+from pentad.orchestrator.news import News
 from pentad.orchestrator.placement import hosts, release, reserve
 from pentad.orchestrator.planning import make_plan
+from pentad.orchestrator.recovery import Recovery
 from pentad.orchestrator.runfolder import JOURNAL, METRICS, RunFolder, read_lines
+from pentad.orchestrator.watch import Wishes
+from pentad.orchestrator.watchers import watched
 from pentad.orchestrator.worker import RUNNER
 from pentad.schedules.mesh import Mesh
 from pentad.workers.source import check_same
@@ -62,27 +66,57 @@ def train(
         if first >= config.run.steps:
             display.note(f"the run has all of its run.steps = {config.run.steps} already")
             return _summary(config, folder, first, "finished")
-        with _told(folder):
+        news, wishes = News(config, folder, display, first, cluster.dashboard), Wishes()
+        with watched(config, news, wishes), _told(news):
             folder.begin(config)
-            folder.event("start", epoch=epoch, step=first, program=plan.program.hash)
+            news.event("start", epoch=epoch, step=first, program=plan.program.hash)
             group = stack.enter_context(WorkerGroup.start(plan, placement, patience, epoch=epoch, runner=runner))
-            folder.event("place", epoch=epoch, ranks=_ranks(group))
+            news.event("place", epoch=epoch, ranks=_ranks(group))
             group.check_folder(folder.path.resolve())
-            group.restore(checkpoint)
-            keep = config.metrics.timeline_steps
-            history = History(plan, epoch, keep=keep, offsets=group.offsets, device_name=group.device_name)
-            display.plan(plan, history.costs, _seats(group))
-            calls = Calls(config, group, folder, display, history, interrupts, first)
-            try:
-                interrupts.patient = True
-                calls.run()
-            finally:
-                folder.timelines(history.timeline, history.simulated())
-            state = "finished" if calls.done == config.run.steps else "stopped"
-            folder.event("end" if state == "finished" else "stop", epoch=epoch, step=calls.done)
+            group.restore(checkpoint, first)
+            done = _epochs(config, group, news, interrupts, wishes, first)
+            state = "finished" if done == config.run.steps else "stopped"
+            news.event("end" if state == "finished" else "stop", epoch=group.epoch, step=done)
+            news.state(state)
         if state == "stopped":
-            display.note(f"stopped after step {calls.done}")
-        return _summary(config, folder, calls.done, state)
+            display.note(f"stopped after step {done}")
+        return _summary(config, folder, done, state)
+
+
+def _epochs(
+    config: RunConfig, group: WorkerGroup, news: News, interrupts: Interrupts, wishes: Wishes, first: int
+) -> int:
+    """Steps from `first` on, epoch after epoch, until the run is done or stopped; returns how many are done."""
+
+    def restless() -> bool:
+        return interrupts.asked or wishes.stopping or wishes.aborted
+
+    recovery, saved, shown = Recovery(config, group, news, restless), first, None
+    while True:
+        keep = config.metrics.timeline_steps
+        history = History(group.plan, group.epoch, keep=keep, offsets=group.offsets, device_name=group.device_name)
+        if group.plan is not shown:
+            shown = group.plan
+            news.display.plan(shown, history.costs, _seats(group))
+        news.plan(group)
+        calls = Calls(config, group, news, history, interrupts, wishes, first, saved, recovery.wanted)
+        try:
+            interrupts.patient = True
+            news.state("running")
+            calls.run()
+            if not calls.changing or restless() or calls.done == config.run.steps:
+                return calls.done
+            known = recovery.change(calls.done)
+        except WorkerError as fault:
+            known = recovery.fault(fault, calls.done)
+        finally:
+            news.folder.timelines(history.timeline, history.simulated())
+        calls.add(
+            [list(known.results[step].values()) for step in sorted(known.results) if calls.done <= step < known.version]
+        )
+        if known.version < calls.done:
+            news.folder.rewind(known.version)
+        first, saved = known.version, max(calls.durable, *(s for s in news.folder.saved() if s <= known.version), 0)
 
 
 def _greet(display: Display, cluster: Cluster) -> None:
@@ -117,17 +151,19 @@ def _resume(folder: RunFolder, display: Display) -> tuple[int, Path | None, int]
 
 
 @contextmanager
-def _told(folder: RunFolder) -> Iterator[None]:
+def _told(news: News) -> Iterator[None]:
     """Puts a failure into the journal, and a rank's whole account of it into a file that the error names."""
     try:
         yield
     except WorkerError as error:
-        folder.event("failure", rank=error.rank, error=str(error))
-        path = folder.path / FAILURE
+        news.event("failure", rank=error.rank, error=str(error))
+        news.state("failed")
+        path = news.folder.path / FAILURE
         path.write_text(f"{error}\n\n{error.detail}\n", encoding="utf-8")
         raise WorkerError(f"{error} (more in {path})", error.rank, error.detail) from None
     except BaseException as error:
-        folder.event("failure", error=str(error) or type(error).__name__)
+        news.event("failure", error=str(error) or type(error).__name__)
+        news.state("failed")
         raise
 
 

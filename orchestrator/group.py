@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,28 @@ Refs = Sequence[Any]  # one pending answer a rank
 Tick = Callable[[dict[int, Status]], None]
 
 # Seconds to wait for a better culprit: a rank that lost its peers usually reports before the peer's death is known.
-GRACE, GRACE_OF_VICTIM = 0.5, 5.0
+GRACE, GRACE_OF_VICTIM = 0.5, 1.0
+PING_SECONDS = 1.5
 VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
 POLL_SECONDS = 0.1  # Ray lets no signal through while it waits
-STATUS_SECONDS = 1.0
+STATUS_SECONDS = 0.5
 LAST_WORD_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 LOG_CHARACTERS = 10_000
 
 
 class WorkerError(PentadError):
-    """A rank failed. `detail` is the whole account: a traceback, or what Ray knows of a death."""
+    """Rank `rank` failed. `detail` is the whole account: a traceback, or what Ray knows of a death.
 
-    def __init__(self, message: str, rank: int, detail: str) -> None:
+    `lost` are the ranks that are known to be gone or to be given up. `fault` is 'killed', 'error', 'hang' or 'node',
+    `detector` is 'ray', 'peer', 'heartbeat' or 'deadline', as the journal has them.
+    """
+
+    def __init__(
+        self, message: str, rank: int, detail: str, lost: tuple[int, ...] = (), fault: str = "", detector: str = ""
+    ) -> None:
         super().__init__(message)
-        self.rank, self.detail = rank, detail
+        self.rank, self.detail, self.lost, self.fault, self.detector = rank, detail, lost, fault, detector
 
 
 @dataclass(frozen=True)
@@ -73,15 +81,17 @@ class Failure:
 class WorkerGroup:
     """Workers by rank. Every call goes to all of them and is answered by all of them, or raises WorkerError."""
 
-    def __init__(self, plan: Plan, placement: PlacementGroup) -> None:
-        self.plan, self.placement = plan, placement
+    def __init__(self, plan: Plan, placement: PlacementGroup, epoch: int = 1, runner: str = RUNNER) -> None:
+        self.plan, self.placement, self.epoch, self.runner = plan, placement, epoch, runner
         self.actors: list[Any] = []
+        self.bundles: list[int] = []  # where each rank sits in the placement group
         self.places: tuple[Where, ...] = ()
         self.offsets: tuple[float, ...] = ()
         self.device_name = ""
         self._asked: dict[int, Any] = {}
         self._known: dict[int, Status] = {}
-        self._heard = time.monotonic()
+        self.heard: dict[int, float] = {}  # when each rank last answered, monotonic
+        self._looked = time.monotonic()
         self._failed = self._stopped = False
 
     @staticmethod
@@ -93,20 +103,25 @@ class WorkerGroup:
         Raises PentadError, with nothing left, when that fails or takes longer.
         """
         deadline = time.monotonic() + timeout_seconds
-        group = WorkerGroup(plan, placement)
+        group = WorkerGroup(plan, placement, epoch, runner)
         try:
-            group._create(runner, deadline)
-            shared = ray.put(plan)
-            calls = [actor.start.remote(shared, rank, epoch) for rank, actor in enumerate(group.actors)]
-            group.device_name = group._collect(calls, deadline)[0]
-            group.offsets = tuple(map(group._offset, range(plan.mesh.size)))
-            (port,) = group._collect([group.actors[0].free_port.remote()], deadline)
-            left = max(0.1, deadline - time.monotonic())
-            group._collect(group._call("connect", f"{group.places[0].ip}:{port}", left), deadline)
+            group._create(deadline)
+            group.begin(deadline, keep=False)
         except BaseException:
             group.stop(kill=True)
             raise
         return group
+
+    def begin(self, deadline: float, *, keep: bool) -> None:
+        """Makes a runner on every rank for this plan and epoch (which may `keep` what one before holds), and joins
+        them. Raises WorkerError, or PentadError when it takes until after the monotonic second `deadline`."""
+        shared = ray.put(self.plan)
+        calls = [actor.start.remote(self.epoch, shared, rank, keep) for rank, actor in enumerate(self.actors)]
+        self.device_name = self._collect(calls, deadline)[0]
+        self.offsets = tuple(map(self._offset, range(self.plan.mesh.size)))
+        (port,) = self._collect([self.actors[0].free_port.remote()], deadline)
+        left = max(0.1, deadline - time.monotonic())
+        self._collect(self._do("connect", f"{self.places[0].ip}:{port}", left), deadline)
 
     def check_folder(self, folder: Path) -> None:
         """Raises PentadError when a rank's node does not have the run's folder: all write and read there."""
@@ -116,9 +131,17 @@ class WorkerGroup:
                     f"run.folder has {folder}, which {self.label(rank)} does not see, wanted storage that all share"
                 )
 
-    def restore(self, folder: Path | None) -> None:
-        """Fills every rank's state from a checkpoint; None leaves the first values."""
-        self._collect(self._call("restore", str(folder) if folder else None))
+    def restore(self, folder: Path | None, step: int = 0) -> None:
+        """Fills every rank's state from a checkpoint of `step` steps; None leaves the first values."""
+        self._collect(self._do("restore", str(folder) if folder else None, step))
+
+    def receive(self, sources: dict[int, int], step: int) -> None:
+        """Has the ranks `sources[stage]` give their state of `step` steps to all holders of a stage."""
+        self._collect(self._do("receive", sources, step))
+
+    def ping(self, tick: Tick | None = None) -> None:
+        """Waits for a word of every rank; raises WorkerError when one is gone."""
+        self._collect(self._call("clock"), tick=tick)
 
     def run(self, first_step: int, count: int) -> list[list[StepResult]]:
         """Runs `count` steps; results by rank, times on this host's monotonic clock where ranks share it."""
@@ -130,16 +153,22 @@ class WorkerGroup:
 
     def submit_run(self, first_step: int, count: int) -> Refs:
         """Queues a `run` behind what the ranks are doing; they go from call to call with no pause."""
-        return self._call("run", first_step, count)
+        return self._do("run", first_step, count)
 
     def submit_save(self, folder: Path, step: int) -> Refs:
-        return self._call("save", str(folder), step)
+        return self._do("save", str(folder), step)
 
-    def submit_commit(
-        self, folder: Path, step: int, shards: list[dict[str, Any]], meta: dict[str, Any], keep: int
-    ) -> Refs:
-        """Has rank 0 commit a checkpoint and discard older ones, beside the training."""
-        return [self.actors[0].commit.remote(str(folder), step, shards, meta, keep)]
+    def save_shares(self, folder: Path, step: int, shares: dict[int, tuple[int, ...]]) -> list[dict[str, Any]]:
+        """Has each rank of `shares` write these stages; for an epoch that some ranks have not survived."""
+        refs = {r: self.actors[r].do.remote(self.epoch, "save", str(folder), step, its) for r, its in shares.items()}
+        return [shard for ref in refs.values() for shard in ray.get(ref)]
+
+    def submit_commit(self, folder: Path, step: int, shards: list[dict[str, Any]], keep: int, rank: int = 0) -> Refs:
+        """Has a rank commit a checkpoint and discard older ones, beside the training."""
+        plan = self.plan
+        meta = {"run": plan.name, "epoch": self.epoch, "program": plan.program.hash, "mesh": asdict(plan.mesh)}
+        meta["data"] = plan.fingerprint
+        return [self.actors[rank].commit.remote(str(folder), step, shards, meta, keep)]
 
     def ready(self, refs: Refs) -> bool:
         """Whether `collect` would return at once."""
@@ -161,6 +190,7 @@ class WorkerGroup:
                     continue
                 with suppress(RayError):  # a rank that has not begun has no state
                     self._known[rank] = ray.get(asked)
+                    self.heard[rank] = time.monotonic()
             self._asked[rank] = actor.status.remote()
         return dict(self._known)
 
@@ -185,11 +215,12 @@ class WorkerGroup:
         place = f", node {self.places[rank].ip}, pid {self.places[rank].pid}" if self.places else ""
         return f"rank {rank} ({self.plan.mesh.coordinates(rank)}{place})"
 
-    def _create(self, runner: str, deadline: float) -> None:
+    def _create(self, deadline: float) -> None:
         """Creates actors in the order of their nodes, then, if their GPUs ask for another order, once more in that."""
         order = order_places(bundle_places(self.placement), self.plan.mesh)
         for _ in range(2):
-            self.actors = [self._actor(rank, bundle, runner) for rank, bundle in enumerate(order)]
+            self.bundles = list(order)
+            self.actors = [self.hire(rank) for rank in range(len(order))]
             self.places = tuple(self._collect(self._call("where"), deadline))
             places = [Place(bundle, at.node, at.gpu) for bundle, at in zip(order, self.places, strict=True)]
             better = order_places(places, self.plan.mesh)
@@ -199,17 +230,42 @@ class WorkerGroup:
             order, self.places = better, ()
         raise AssertionError("a bundle of a placement group did not keep its GPU")
 
-    def _actor(self, rank: int, bundle: int, runner: str) -> Any:
-        at = self.plan.mesh.coordinates(rank)
+    def peek(self, rank: int) -> Status | None:
+        """What a rank that does not answer is at, from its board, where a process of its node can read that."""
+        at, stream = self.places[rank], self.plan.program.streams[self.plan.mesh.coordinates(rank).pp]
+        if self.plan.device == "cuda":
+            return None  # the board of a GPU's rank says what its host has issued
+        if at.node == ray.get_runtime_context().get_node_id():
+            with suppress(OSError, struct.error):
+                return read_status(Path(at.board), stream)
+        near = [r for r, place in enumerate(self.places) if place.node == at.node and r != rank]
+        answers, _ = self.gather({r: self.actors[r].peek.remote(at.board, stream) for r in near}, LAST_WORD_SECONDS)
+        return next(iter(answers.values()), None)
+
+    def seat(self, rank: int, actor: Any, where: Where) -> None:
+        """Gives a rank's place to another actor."""
+        self.actors[rank] = actor
+        self.places = (*self.places[:rank], where, *self.places[rank + 1 :])
+        self._asked.pop(rank, None)
+        self._known.pop(rank, None)
+        self.heard[rank] = time.monotonic()
+
+    def hire(self, rank: int) -> Any:
+        """A new actor for a rank, in its place; it may take a while until it answers."""
+        at, bundle = self.plan.mesh.coordinates(rank), self.bundles[rank]
+        again = f"-{self.epoch}" if self.places else ""  # the name of one that is gone may not be free yet
         kind = Actor.options(
-            name=f"pentad/{self.plan.name}/{str(at).replace(' ', '-')}",
+            name=f"pentad/{self.plan.name}/{str(at).replace(' ', '-')}{again}",
             num_gpus=1 if self.plan.device == "cuda" else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=bundle),
         )
-        return kind.remote(f"{self.plan.name} {at}", runner)
+        return kind.remote(f"{self.plan.name} {at}", self.runner)
 
     def _call(self, method: str, *arguments: Any) -> Refs:
         return [getattr(actor, method).remote(*arguments) for actor in self.actors]
+
+    def _do(self, method: str, *arguments: Any) -> Refs:
+        return [actor.do.remote(self.epoch, method, *arguments) for actor in self.actors]
 
     def _collect(self, refs: Refs, deadline: float = float("inf"), tick: Tick | None = None) -> list[Any]:
         pending = {ref: rank for rank, ref in enumerate(refs)}
@@ -226,8 +282,8 @@ class WorkerGroup:
                     failures.append(Failure(rank, error))
             if failures:
                 until = min(until, time.monotonic() + _patience(failures))
-            elif time.monotonic() > self._heard + STATUS_SECONDS:
-                self._heard = time.monotonic()
+            elif time.monotonic() > self._looked + STATUS_SECONDS:
+                self._looked = time.monotonic()
                 statuses = self.statuses()
                 if tick:
                     tick(statuses)
@@ -240,6 +296,8 @@ class WorkerGroup:
 
     def _told(self, failures: list[Failure]) -> PentadError:
         """What to raise: the worker's own sentence when the user is wrong, else who failed, where and why."""
+        if all(failure.victim for failure in failures) and (silent := self.silent()):
+            return self._lost(silent)
         culprit = min(failures, key=lambda f: (not f.died, f.victim))  # the first of the most telling kind
         error = getattr(culprit.error, "cause", None)
         if isinstance(error, PentadError):
@@ -250,7 +308,33 @@ class WorkerGroup:
         doing = f" in {state.instruction}" if state and state.instruction else ""
         verb = "died" if culprit.died else "failed"
         message = f"{self.label(culprit.rank)} {verb}{at}{doing}: {culprit.cause}"
-        return WorkerError(message, culprit.rank, f"{culprit.error}\n{self._log(culprit.rank)}")
+        detail = f"{culprit.error}\n{self._log(culprit.rank)}"
+        lost = tuple(failure.rank for failure in failures if not failure.victim)
+        how = ("killed", "ray") if culprit.died else ("peer", "peer") if culprit.victim else ("error", "ray")
+        return WorkerError(message, culprit.rank, detail, lost, *how)
+
+    def silent(self, seconds: float = PING_SECONDS) -> tuple[int, ...]:
+        """Ranks that do not answer within seconds."""
+        answers, _ = self.gather({rank: actor.clock.remote() for rank, actor in enumerate(self.actors)}, seconds)
+        return tuple(rank for rank in range(len(self.actors)) if rank not in answers)
+
+    def gather(self, refs: dict[int, Any], seconds: float) -> tuple[dict[int, Any], dict[int, str]]:
+        """Answers by rank, and why there is none; never raises, and takes no longer than that."""
+        ranks = {ref: rank for rank, ref in refs.items()}
+        ready, late = ray.wait(list(ranks), num_returns=len(ranks), timeout=seconds) if ranks else ([], [])
+        answers, missing = {}, {ranks[ref]: f"no answer within {seconds:g} s" for ref in late}
+        for ref in ready:
+            try:
+                answers[ranks[ref]] = ray.get(ref)
+            except RayError as error:
+                missing[ranks[ref]] = Failure(ranks[ref], error).cause
+        return answers, missing
+
+    def _lost(self, ranks: tuple[int, ...]) -> WorkerError:
+        self._failed = True
+        names = ", ".join(map(self.label, ranks))
+        text = f"{names} {'do' if len(ranks) > 1 else 'does'} not answer, after partners lost touch"
+        return WorkerError(text, ranks[0], text, ranks, "node", "peer")
 
     def _log(self, rank: int) -> str:
         """The end of what a rank printed, if Ray's logs are here: a crash leaves its trace there."""

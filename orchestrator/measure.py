@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from pentad.orchestrator.estimate import guess_costs, read_costs, utilisation
+from pentad.schedules.costs import Costs
 from pentad.schedules.plan import Plan
 from pentad.schedules.simulate import simulate
 from pentad.schedules.timeline import Span, Timeline
@@ -30,6 +31,7 @@ class History:
         self.offsets = offsets or (0.0,) * plan.mesh.size
         self.recent: deque[tuple[Span, ...]] = deque(maxlen=max(keep, COST_STEPS))
         self.costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
+        self.measured: Costs | None = None
         self.end: float | None = None
 
     @property
@@ -43,12 +45,16 @@ class History:
         return simulate(self.plan.program, self.costs)
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
-        """Takes the results of a call, [rank][step]; returns a line of metrics.jsonl for each of its steps."""
+        """Takes the results of a call, [rank][step]; returns a line of metrics.jsonl for each of its steps.
+
+        Of a step that a lost rank has done too, the others' results will do.
+        """
         steps = list(zip(*results, strict=True))
         spans = [self._spans(step) for step in steps]
         self.recent.extend(spans)
         measured = Timeline("measured", tuple(span for step in list(self.recent)[-COST_STEPS:] for span in step))
-        self.costs = read_costs(self.plan.program, measured) or self.costs
+        self.measured = read_costs(self.plan.program, measured) or self.measured
+        self.costs = self.measured or self.costs
         planned = self.simulated().bubble().makespan
         return [self._row(step, its, planned) for step, its in zip(steps, spans, strict=True)]
 
@@ -59,8 +65,9 @@ class History:
     def _spans(self, step: Sequence[StepResult]) -> tuple[Span, ...]:
         return tuple(
             span._replace(start=span.start + offset, end=span.end + offset) if offset else span
-            for result, offset in zip(step, self.offsets, strict=True)
+            for result in step
             for span in result.spans
+            for offset in (self.offsets[span.rank],)
         )
 
     def _row(self, step: Sequence[StepResult], spans: tuple[Span, ...], planned: float) -> dict[str, Any]:

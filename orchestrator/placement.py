@@ -80,6 +80,13 @@ def bundle_places(group: PlacementGroup) -> tuple[Place, ...]:
     return tuple(Place(bundle, node) for bundle, node in sorted(nodes.items()))
 
 
+def living_bundles(group: PlacementGroup) -> dict[int, str]:
+    """Bundle -> node of those that stand on living nodes; Ray moves the others when it finds room."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    table = ray.util.placement_group_table(group)
+    return {bundle: node for bundle, node in table["bundles_to_node_id"].items() if node in alive}
+
+
 def hosts(group: PlacementGroup) -> int:
     """Nodes that a placement group uses."""
     return len({place.node for place in bundle_places(group)})

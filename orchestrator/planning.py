@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from itertools import product
+
+from pydantic import ValidationError
 
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.estimate import guess_costs
@@ -49,6 +53,27 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         deterministic=config.precision.deterministic,
         fingerprint=fingerprint,
     )
+
+
+def smaller(config: RunConfig, ranks: int) -> RunConfig | None:
+    """The same run on the largest mesh of at most `ranks` ranks, or None when elastic.min_ranks allows none.
+
+    The batch, its samples and its microbatches stay the same: fewer replicas take more microbatches each, and a
+    shorter pipeline cuts the layers anew. Of meshes of one size, the one whose pipeline is longest: its stages move
+    least.
+    """
+    least = config.elastic.min_ranks or config.mesh.dp * config.mesh.pp
+    sizes = product(range(1, config.mesh.dp + 1), range(1, config.mesh.pp + 1))
+    fitting = [(dp, pp) for dp, pp in sizes if least <= dp * pp <= ranks]
+    for dp, pp in sorted(fitting, key=lambda size: (-size[0] * size[1], -size[1])):
+        count, rest = divmod(config.mesh.dp * config.schedule.microbatches, dp)
+        changed = config.model_dump()
+        changed["mesh"] |= {"dp": dp, "pp": pp}
+        changed["schedule"]["microbatches"] = count
+        with suppress(ValidationError):  # too few layers or microbatches, or a schedule that wants an even pipeline
+            if not rest:
+                return RunConfig.model_validate(changed)
+    return None
 
 
 def spread(timeline: Timeline, mesh: Mesh) -> Timeline:

@@ -68,15 +68,34 @@ class RunFolder:
         """Absolute: the ranks that write and read there may stand in other folders than the user."""
         return (self.path / CHECKPOINTS).absolute()
 
+    def checkpoint(self, step: int) -> Path:
+        """The folder of the checkpoint after `step` steps, as workers/checkpoint.py calls it."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def saved(self) -> list[int]:
+        """Steps of the committed checkpoints, whole or damaged."""
+        return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step-*/manifest.json")
+                      if path.parent.name[5:].isdecimal())  # fmt: skip
+
     def metrics(self, row: dict[str, Any]) -> None:
         """Adds a line to metrics.jsonl; `row` has at least METRIC_KEYS."""
         missing = [key for key in METRIC_KEYS if key not in row]
         assert not missing, f"metrics without {missing}"
         _append(self.path / METRICS, row)
 
-    def event(self, event: str, **facts: Any) -> None:
-        """Adds a line to journal.jsonl: what happened to the run's ranks and checkpoints, and when (Unix seconds)."""
-        _append(self.path / JOURNAL, {"time": time.time(), "event": event, **facts})
+    def event(self, event: str, **facts: Any) -> dict[str, Any]:
+        """Adds a line to journal.jsonl: what happened to the run's ranks and checkpoints, and when (Unix seconds).
+
+        Returns it.
+        """
+        entry = {"time": time.time(), "event": event, **facts}
+        _append(self.path / JOURNAL, entry)
+        return entry
+
+    def replan(self, plan: Plan) -> None:
+        """From here on steps are of this plan, on another mesh perhaps."""
+        self.plan = plan
+        _replace(self.path / PROGRAM, plan.program.to_bytes())
 
     def rewind(self, step: int) -> None:
         """Forgets the metrics of `step` and later, which the run is about to do again."""

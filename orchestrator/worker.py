@@ -1,6 +1,7 @@
 """The thin Ray actor around a Runner: one process, one rank.
 
-Calls of the runner share one thread (a CUDA device is chosen for a thread), and a second group of threads answers
+Every call that changes a rank carries the number of its epoch, and one of an epoch that is over is refused. Calls of
+the runner share one thread (a CUDA device is chosen for a thread), and a second group of threads answers
 while that one is stuck in a collective.
 """
 
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +20,8 @@ import ray
 
 from pentad.schedules.instruction import Unit
 from pentad.schedules.plan import Plan
-from pentad.workers.board import read_board
-from pentad.workers.results import StepResult
+from pentad.workers.board import State, read_board
+from pentad.workers.results import Stand
 
 RUNNER = "pentad.workers.runner:Runner"
 
@@ -34,12 +37,18 @@ class Where(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What a rank does: `instruction` is empty between steps, `age` the seconds since it began."""
+    """What a rank does: `counter` is the index in its stream, -1 between steps, and `instruction` the text of that
+    instruction, '' between steps; `age` are the seconds since it began."""
 
     epoch: int
     step: int
     instruction: str
     age: float
+    counter: int = -1
+
+
+class Stale(Exception):
+    """A call of an epoch that is over."""
 
 
 class Worker:
@@ -50,35 +59,64 @@ class Worker:
         self.label, self.module, self.name = label, module, name
         session = ray._private.worker.global_worker.node.get_session_dir_path()
         self.stream: tuple[Unit, ...] = ()
+        self.epoch, self.changing = 0, threading.Lock()
+        self.runner: Any = None
         self.board = Path(session) / f"pentad-board-{os.getpid()}"
 
     def __repr__(self) -> str:
         return self.label
 
     @ray.method(concurrency_group="train")
-    def start(self, plan: Plan, rank: int, epoch: int) -> str:
-        """Makes the runner; returns the name of its GPU, '' on a CPU."""
-        self.stream = plan.program.streams[plan.mesh.coordinates(rank).pp]
+    def start(self, epoch: int, plan: Plan, rank: int, keep: bool) -> str:
+        """Makes the runner, which takes over what the one before holds if it may `keep` that.
+
+        Returns the name of its GPU, '' on a CPU.
+        """
         kind = getattr(importlib.import_module(self.module), self.name)
         gpu = _visible_index() if plan.device == "cuda" else 0
-        self.runner = kind(plan, rank, self.board, epoch, gpu)
+        runner = kind(plan, rank, self.board, epoch, gpu, self.runner if keep else None)
+        with self.changing:
+            if epoch < self.epoch:
+                raise Stale(f"epoch {epoch} is over")
+            self.epoch, self.runner = epoch, runner
+            self.stream = plan.program.streams[plan.mesh.coordinates(rank).pp]
         return _device_name(gpu) if plan.device == "cuda" else ""
 
     @ray.method(concurrency_group="train")
-    def connect(self, address: str, timeout_seconds: float) -> None:
-        self.runner.connect(address, timeout_seconds)
+    def do(self, epoch: int, method: str, *arguments: Any) -> Any:
+        """Calls a method of the runner: connect, restore, receive, advance, run, save or leave."""
+        if epoch != self.epoch:
+            raise Stale(f"epoch {epoch} is over, it is {self.epoch} now")
+        if self.runner is None:  # a rank that was lost before it began
+            assert method == "leave", method
+            return Stand(-1, False, 0.0, ())
+        return getattr(self.runner, method)(*arguments)
 
-    @ray.method(concurrency_group="train")
-    def restore(self, folder: str | None) -> None:
-        self.runner.restore(folder)
+    @ray.method(concurrency_group="control")
+    def fence(self, epoch: int) -> None:
+        """Ends the epoch before `epoch`: what the train thread does is freed and forgotten, late calls are refused."""
+        with self.changing:
+            if epoch <= self.epoch:
+                raise Stale(f"epoch {epoch} is over, it is {self.epoch} now")
+            self.epoch = epoch
+        if self.runner is not None:
+            self.runner.fence()
 
-    @ray.method(concurrency_group="train")
-    def run(self, first_step: int, count: int) -> list[StepResult]:
-        return self.runner.run(first_step, count)
+    @ray.method(concurrency_group="control")
+    def abort(self, epoch: int) -> None:
+        """Ends the collective operations of a fenced GPU, once all are still."""
+        if self.runner is not None and epoch == self.epoch:
+            self.runner.abort()
 
-    @ray.method(concurrency_group="train")
-    def save(self, folder: str, step: int) -> list[dict[str, Any]]:
-        return self.runner.save(folder, step)
+    @ray.method(concurrency_group="control")
+    def peek(self, board: str, stream: tuple[Unit, ...]) -> Status:
+        """The state of another rank of this node, which does not answer."""
+        return read_status(Path(board), stream)
+
+    @ray.method(concurrency_group="control")
+    def kill(self, pid: int) -> None:
+        """Ends a process of this node that does not end by itself."""
+        os.kill(pid, signal.SIGKILL)
 
     @ray.method(concurrency_group="control")
     def commit(self, folder: str, step: int, shards: list[dict[str, Any]], meta: dict[str, Any], keep: int) -> None:
@@ -91,7 +129,9 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def close(self) -> None:
-        self.runner.close()
+        if self.runner is not None:
+            self.runner.close()
+        self.board.unlink(missing_ok=True)
 
     @ray.method(concurrency_group="control")
     def where(self) -> Where:
@@ -113,7 +153,9 @@ class Worker:
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
         """Once `start` has made the runner; before that a status without an epoch."""
-        return read_status(self.board, self.stream) if self.board.exists() else Status(0, -1, "", 0.0)
+        if self.runner is None or not self.board.exists():
+            return Status(self.epoch, -1, "", 0.0)
+        return status_of(self.runner.position() or read_board(self.board), self.stream)
 
     @ray.method(concurrency_group="control")
     def clock(self) -> float:
@@ -129,9 +171,12 @@ Actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_g
 
 def read_status(board: Path, stream: tuple[Unit, ...]) -> Status:
     """The state in a board file of this host, even of a process that is gone."""
-    state = read_board(board)
+    return status_of(read_board(board), stream)
+
+
+def status_of(state: State, stream: tuple[Unit, ...]) -> Status:
     text = instruction_text(stream[state.counter]) if state.counter >= 0 else ""
-    return Status(state.epoch, state.step, text, time.monotonic() - state.since)
+    return Status(state.epoch, state.step, text, time.monotonic() - state.since, state.counter)
 
 
 def instruction_text(unit: Unit) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -22,11 +23,14 @@ from pentad.schedules.plan import Plan
 from pentad.schedules.simulate import simulate
 from pentad.schedules.timeline import Span
 from pentad.workers.board import Board
-from pentad.workers.results import StepResult
+from pentad.workers.fence import Fenced
+from pentad.workers.results import Stand, StepResult
 
 
 class FakeRunner:
-    def __init__(self, plan: Plan, rank: int, board: Path, epoch: int = 1, gpu: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, board: Path, epoch: int = 1, gpu: int = 0, before: FakeRunner | None = None
+    ) -> None:
         self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
         self.orders = dict(pair.split("=") for pair in plan.data.partition("fake:")[2].split(",") if "=" in pair)
         self.board = Board(board, epoch)
@@ -35,21 +39,39 @@ class FakeRunner:
         self.seconds = float(self.orders.get("seconds", 0.002))
         scale = self.seconds / max(span.end for span in step.spans)
         self.spans = [s._replace(start=s.start * scale, end=s.end * scale) for s in step.spans if s.rank == self.pp]
-        self.steps = 0
+        self.steps = before.steps if before is not None else 0
+        self.freed = threading.Event()
+        self.results: list[StepResult] = []
 
     def connect(self, address: str, timeout_seconds: float) -> None:
-        assert address.startswith("tcp://")
+        assert address.count(":") == 1
 
-    def restore(self, folder: str | None) -> None:
+    def position(self) -> None:
+        return None
+
+    def fence(self) -> None:
+        self.freed.set()
+
+    def leave(self) -> Stand:
+        return Stand(self.steps, False, 1.0, tuple(self.results))
+
+    def receive(self, sources: dict[int, int], step: int) -> None:
+        assert set(sources) <= set(range(self.plan.program.stages))
+        self.steps = step
+
+    def restore(self, folder: str | None, step: int = 0) -> None:
+        self.steps = 0
         if folder:
             from safetensors.torch import load_file
 
             self.steps = int(load_file(Path(folder, "stage-000.safetensors"))["steps"])
 
     def run(self, first_step: int, count: int) -> list[StepResult]:
-        return [self._step(step) for step in range(first_step, first_step + count)]
+        results = [self._step(step) for step in range(first_step, first_step + count)]
+        self.results = results
+        return results
 
-    def save(self, folder: str, step: int) -> list[dict]:
+    def save(self, folder: str, step: int, stages: tuple[int, ...] | None = None) -> list[dict]:
         if "full" in self.orders:
             raise PentadError("checkpoint.every finds the disk full")
         if self.rank:
@@ -99,7 +121,8 @@ class FakeRunner:
         if mine and how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if how != "none":
-            time.sleep(3600)  # as in a collective whose other member never comes
+            self.freed.wait(3600)  # as in a collective whose other member never comes
+            raise Fenced
 
 
 def loss_of(step: int, number: int) -> float:

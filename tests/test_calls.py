@@ -14,8 +14,10 @@ from pentad.orchestrator.display import Display
 from pentad.orchestrator.group import WorkerError
 from pentad.orchestrator.interrupts import Interrupts
 from pentad.orchestrator.measure import History
+from pentad.orchestrator.news import News
 from pentad.orchestrator.planning import make_plan
 from pentad.orchestrator.runfolder import METRICS, RunFolder, read_lines
+from pentad.orchestrator.watch import Wishes
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import Plan
 from pentad.schedules.timeline import Span
@@ -29,6 +31,8 @@ class Ranks:
         self.plan, self.seconds, self.now = plan, seconds, 0.0
         self.asked: list[tuple] = []
         self.open: list[tuple] = []
+        self.actors: list = []
+        self.epoch = 1
         self.ahead = 0
         self.broken: dict[tuple, PentadError] = {}
         self.interrupts: Interrupts | None = None
@@ -48,8 +52,8 @@ class Ranks:
         assert folder.name == f"step-{step:08d}"
         return self._submit("save", step)
 
-    def submit_commit(self, folder: Path, step: int, shards: list, meta: dict, keep: int) -> list[tuple]:
-        assert shards == [{"of": 0}, {"of": 1}]
+    def submit_commit(self, folder: Path, step: int, shards: list, keep: int) -> list[tuple]:
+        assert [shard["of"] for shard in shards] == [0, 1]
         return self._submit("commit", step)
 
     def ready(self, refs: list[tuple]) -> bool:
@@ -62,7 +66,7 @@ class Ranks:
         if call in self.broken:
             raise self.broken[call]
         if call[0] != "run":
-            return [[{"of": 0}], [{"of": 1}]] if call[0] == "save" else [None]
+            return [[{"of": 0, "bytes": 1}], [{"of": 1, "bytes": 2}]] if call[0] == "save" else [None]
         steps = [self._step(step) for step in range(call[1], call[1] + call[2])]
         return [steps] * self.plan.mesh.size
 
@@ -92,7 +96,9 @@ def run(tmp_path: Path) -> Run:
             prepare(ranks)
         with RunFolder(config, plan) as folder:
             display = Display(Console(quiet=True), config.run.name, config.run.steps)
-            calls = Calls(config, ranks, folder, display, History(plan, 1, keep=2), interrupts, first)  # type: ignore[arg-type]
+            news = News(config, folder, display, first, None)
+            history, wishes = History(plan, 1, keep=2), Wishes()
+            calls = Calls(config, ranks, news, history, interrupts, wishes, first, first, lambda: False)  # type: ignore[arg-type]
             calls.run()
         steps = [row["step"] for row in read_lines(folder.path / METRICS)]
         assert steps == list(range(first, calls.done))

@@ -30,7 +30,7 @@ from pentad.workers.checkpoint import newest
 Train = Callable[..., tuple[dict[str, Any], str]]
 FAKE = "fake_runner:FakeRunner"
 SIZES = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.sequences=8"]
-SMALL = [*SIZES, "cluster.device=cpu", "cluster.dashboard=false"]
+SMALL = [*SIZES, "cluster.device=cpu", "cluster.dashboard=false", "elastic.max_failures=0"]
 
 
 @pytest.fixture(scope="module")

@@ -87,9 +87,9 @@ def test_every_rank_runs_every_step_and_says_where_it_is(cluster: clusters.Clust
 
 def test_neighbours_in_the_pipeline_get_neighbouring_gpus(cluster: clusters.Cluster) -> None:
     plan = make_plan(config_of("fake:", "mesh.pp=4"), "cuda")
-    group = WorkerGroup(plan, reserve(plan.mesh, "cuda", 10, fixed=True))
+    group = WorkerGroup(plan, reserve(plan.mesh, "cuda", 10, fixed=True), runner=FAKE)
     try:
-        group._create(FAKE, time.monotonic() + 30)
+        group._create(time.monotonic() + 30)
         assert [at.gpu for at in group.places] == [4, 5, 6, 7]  # Ray gives bundles 7, 5, 6 and 4
     finally:
         group.stop(kill=True)

@@ -18,11 +18,21 @@ MAY_IMPORT = {
     "schedules": {"pyarrow", "pentad.schedules"},
     "kernels": {"torch", "triton", "pentad.kernels"},
     "workers": {
-        *("cuda", "numpy", "pyarrow", "safetensors", "tokenizers", "torch"),
+        *("cuda", "numpy", "psutil", "pyarrow", "pynvml", "safetensors", "tokenizers", "torch"),
         *("pentad.workers", "pentad.schedules", "pentad.kernels"),
     },
     "orchestrator": {
-        *("google.protobuf", "grpc", "numpy", "prometheus_client", "pyarrow", "pydantic", "pydantic_core", "ray"),
+        *(
+            "google.protobuf",
+            "grpc",
+            "grpc_health",
+            "numpy",
+            "prometheus_client",
+            "pyarrow",
+            "pydantic",
+            "pydantic_core",
+            "ray",
+        ),
         *("rich", "safetensors", "tokenizers", "torch", "typer", "yaml"),
         *("pentad.orchestrator", "pentad.workers", "pentad.schedules"),
     },

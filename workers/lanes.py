@@ -115,6 +115,16 @@ class CudaLanes:
         """How many instructions of the steps under way have ended; from any thread."""
         return sum(end.query() for spans in list(self.steps) for _, _, end in list(spans))
 
+    def reached(self) -> tuple[int, Instruction] | None:
+        """(steps behind the newest one, instruction) that the compute lane is at; None when it has done all it was
+        given. From any thread."""
+        steps = list(self.steps)
+        for behind, spans in zip(range(len(steps) - 1, -1, -1), steps, strict=True):
+            for part, _, end in list(spans):
+                if part.lane == "compute" and not end.query():
+                    return behind, part
+        return None
+
     def _event(self) -> torch.cuda.Event:
         return self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from pentad.schedules.instruction import units_of
 from pentad.schedules.plan import Plan
 from pentad.schedules.timeline import Span
 from pentad.workers import checkpoint
-from pentad.workers.board import Board
+from pentad.workers.board import Board, State
 from pentad.workers.executor import Executor
 from pentad.workers.feed import Feed
 from pentad.workers.fence import Fenced, Wires, still
@@ -68,8 +69,11 @@ class Runner:
         self.feed = Feed(plan, rank, corpus, self.device)
         self.kept: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
         self.pending: list[Pending] = []
-        self.version = self.noted = 0  # steps in the weights, and steps that `pending` has had
+        # Steps in the weights (-1: they are nobody's yet), and steps that `pending` has had.
+        self.version: int = before.version if before is not None and set(held) >= set(self.parameters) else -1
+        self.noted: int = self.version
         self.fenced = False
+        self.reached = (0, -1, 0.0)  # steps behind the host, counter, and since when
         self.wires: Wires | None = None
         self.executor: Executor | None = None
         self.lanes: Lanes | None = None
@@ -88,7 +92,9 @@ class Runner:
         lanes = {part.lane for part in units_of(stream)}
         self.lanes = CudaLanes(self.device, lanes) if self.device.type == "cuda" else HostLanes()
         self.transport = self._transport()
-        self.executor = Executor(self.plan, stream, self.stages, self.groups, self.transport, self.lanes, self.board)
+        parts = self.groups, self.transport, self.lanes, self.board
+        self.executor = Executor(self.plan, stream, self.stages, *parts)
+        self.executor.version.fill_(self.version)
 
     def restore(self, folder: str | None, step: int = 0) -> None:
         """Fills weights and optimizer state from a checkpoint of `step` steps; without one the first values stay."""
@@ -106,6 +112,8 @@ class Runner:
 
         All holders of a stage take part, those that have it already included.
         """
+        if self.version != step:
+            self.version = -1  # until all of it is here
         with self._unless_fenced():
             for stage, held in sorted(self.parameters.items()):  # mirrors hold the same stages in another order
                 if stage in sources:
@@ -147,6 +155,19 @@ class Runner:
                 still(self.executor, self.transport, self.lanes)
         if self.wires is not None:
             self.wires.cut()
+
+    def position(self) -> State | None:
+        """How far a GPU has come, which runs behind its host; None on a CPU, whose board says it. From any thread."""
+        if not isinstance(self.lanes, CudaLanes) or self.executor is None or self.executor.fenced:
+            return None
+        reached = self.lanes.reached()
+        if reached is None:
+            return None
+        behind, part = reached
+        counter = next(i for i, unit in enumerate(self.executor.stream) if part in unit.parts)
+        if (behind, counter) != self.reached[:2]:
+            self.reached = (behind, counter, time.monotonic())
+        return State(self.epoch, self.executor.step - behind, counter, self.reached[2])
 
     def abort(self) -> None:
         """Ends the collective operations of a GPU. Only when every rank is still: then nothing moves any more."""

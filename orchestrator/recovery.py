@@ -1,0 +1,247 @@
+"""What a driver does about a fault: the run goes on from the newest state that is left, or ends and says why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from pentad.orchestrator import regroup
+from pentad.orchestrator.config import RunConfig
+from pentad.orchestrator.group import WorkerError, WorkerGroup
+from pentad.orchestrator.news import News
+from pentad.orchestrator.placement import Place, living_bundles, order_places
+from pentad.orchestrator.planning import make_plan, smaller
+from pentad.orchestrator.regroup import Stock
+from pentad.schedules.errors import PentadError
+from pentad.schedules.plan import Plan
+
+
+class Hopeless(WorkerError):
+    """There is no way on."""
+
+
+ATTEMPTS = 5  # faults during one recovery
+STANDSTILL = 3  # faults in a row without a step between them: it will not get better
+LOOK_SECONDS = 2.0  # between two looks at what the cluster offers
+
+
+class Recovery:
+    """Of one run: `fault` and `change` put the ranks of `group` together anew and say what is left: the run
+    goes on from step `version`."""
+
+    def __init__(self, config: RunConfig, group: WorkerGroup, news: News, restless: Callable[[], bool]) -> None:
+        self.config, self.group, self.news, self.restless = config, group, news, restless
+        self.full = group.plan
+        self.faults = self.standing = 0
+        self.last_step, self.looked = -1, time.monotonic()
+        self.leaving: tuple[int, ...] = ()
+
+    def fault(self, fault: WorkerError, done: int) -> Stock:
+        """After a fault with `done` steps accounted for. Raises the fault when the run cannot or should not go on."""
+        self.faults += 1
+        self.standing = self.standing + 1 if done == self.last_step else 1
+        self.last_step = done
+        if self.faults > self.config.elastic.max_failures or self.standing > STANDSTILL:
+            raise fault
+        self.news.display.note(f"{fault}; recovering")
+        lost = dict.fromkeys(fault.lost, str(fault))
+        for rank in lost:
+            self._tell_lost(rank, fault)
+        return self._again(lost, fault, done)
+
+    def change(self, done: int) -> Stock:
+        """At a step boundary whose checkpoint is committed: leaves nodes that drain, or grows back."""
+        if self.leaving:
+            names = ", ".join(map(self.group.label, self.leaving))
+            fault = WorkerError(
+                f"the node of {names} is draining", self.leaving[0], "", self.leaving, "drain", "notice"
+            )
+            self.leaving = ()
+            self.faults -= 1  # an announced end is no failure
+            return self.fault(fault, done)
+        return self._again({}, None, done)
+
+    def wanted(self) -> bool:
+        """Whether the ranks should be placed anew: a node drains, or a smaller mesh could be whole again."""
+        now = time.monotonic()
+        if now < self.looked + LOOK_SECONDS:
+            return False
+        self.looked = now
+        drained = {node.hex() if isinstance(node, bytes) else node for node in draining()}
+        self.leaving = tuple(rank for rank, at in enumerate(self.group.places) if at.node in drained)
+        short = self.group.plan.mesh.size < self.full.mesh.size
+        return bool(self.leaving) or (short and len(living_bundles(self.group.placement)) >= self.full.mesh.size)
+
+    def _again(self, lost: dict[int, str], fault: WorkerError | None, done: int) -> Stock:
+        began, stock = time.monotonic(), Stock()
+        self.news.state("recovering")
+        for _ in range(ATTEMPTS):
+            try:
+                regroup.fence(self.group, lost, stock, self.news.event)
+                how = self._grow(stock) if fault is None and not lost else self._refit(lost, stock)
+                break
+            except Hopeless:
+                raise
+            except PentadError as error:
+                fault = regroup.as_fault(self.group, error)
+                for rank in fault.lost:
+                    lost.setdefault(rank, str(fault))
+                    self._tell_lost(rank, fault)
+        else:
+            assert fault is not None
+            raise fault
+        step = stock.version
+        seconds = {phase: round(took, 3) for phase, took in stock.seconds.items()}
+        self.news.event(
+            "recovered",
+            epoch=self.group.epoch,
+            step=step,
+            how=how,
+            mesh=str(self.group.plan.mesh),
+            seconds=seconds,
+            steps_replayed=max(0, done - step),
+        )
+        took = time.monotonic() - began
+        self.news.display.note(f"{_WORDS[how]} after {took:.1f} s on {self.group.plan.mesh}: going on from step {step}")
+        return stock
+
+    def _tell_lost(self, rank: int, fault: WorkerError) -> None:
+        facts = {"fault": fault.fault, "detector": fault.detector, "cause": str(fault)}
+        self.news.event("lost", epoch=self.group.epoch, rank=rank, **facts)
+        self.news.lost(rank)
+
+    def _refit(self, lost: dict[int, str], stock: Stock) -> str:
+        """Repairs the mesh, or makes do with a smaller one; says how."""
+        group, whole = self.group, regroup.complete(self.group.plan, stock)
+        began = time.monotonic()
+        seated = not lost or regroup.refill(group, lost, self.config.elastic.wait_seconds, self._pass)
+        stock.took("place", began)
+        if not seated:
+            return self._shrink(lost, stock, whole)
+        lost.clear()
+        self._begin(stock, keep=whole)
+        began = time.monotonic()
+        if whole:
+            group.receive(regroup.sources(group.plan, stock.current), stock.version)
+        else:
+            self._restore(stock)
+        stock.took("state", began)
+        return "repair" if whole else "checkpoint"
+
+    def _shrink(self, lost: dict[int, str], stock: Stock, whole: bool) -> str:
+        """The living ranks take a smaller mesh, from a checkpoint made for them of what they hold."""
+        group = self.group
+        living = [rank for rank in range(len(group.actors)) if rank not in lost]
+        config = smaller(self.config, len(living))
+        if config is None:
+            least = self.config.elastic.min_ranks or self.full.mesh.size
+            raise Hopeless(
+                f"{next(iter(lost.values()))}; no place came free within elastic.wait_seconds = "
+                f"{self.config.elastic.wait_seconds:g}, and {len(living)} ranks make no mesh of elastic.min_ranks = "
+                f"{least} or more",
+                min(lost),
+                "",
+            )
+        began = time.monotonic()
+        if whole:
+            self._save(stock)
+        plan = self._plan(config)
+        regroup.kill(group, living[plan.mesh.size :])
+        self._take(plan, living[: plan.mesh.size])
+        stock.took("state", began)
+        lost.clear()
+        self._begin(stock, keep=False)
+        began = time.monotonic()
+        self._restore(stock)
+        stock.took("state", began)
+        return "shrink"
+
+    def _grow(self, stock: Stock) -> str:
+        """All of the mesh again, from the checkpoint of this step boundary."""
+        group, plan = self.group, self.full
+        before = group.plan, group.bundles, group.actors, group.places
+        here = dict(zip(group.bundles, zip(group.actors, group.places, strict=True), strict=True))
+        nodes = living_bundles(group.placement)
+        order = order_places([Place(bundle, node, here[bundle][1].gpu if bundle in here else -1)
+                              for bundle, node in sorted(nodes.items())], plan.mesh)  # fmt: skip
+        group.plan, group.bundles = plan, list(order)
+        blank = next(iter(here.values()))
+        group.actors = [here.get(bundle, blank)[0] for bundle in order]
+        group.places = tuple(here.get(bundle, blank)[1] for bundle in order)
+        missing = {rank: "" for rank, bundle in enumerate(order) if bundle not in here}
+        if not regroup.refill(group, missing, self.config.elastic.wait_seconds, self._pass):
+            group.plan, group.bundles, group.actors, group.places = before  # gone again
+        self.news.folder.replan(group.plan)
+        self._begin(stock, keep=False)
+        self._restore(stock)
+        return "grow"
+
+    def _plan(self, config: RunConfig) -> Plan:
+        full = self.full
+        hosts = 1 if full.transport == "peer" else 2
+        return make_plan(config, full.device, hosts=hosts, fingerprint=full.fingerprint)
+
+    def _take(self, plan: Plan, ranks: list[int]) -> None:
+        """The group is these of its ranks, in this order, under another plan."""
+        group = self.group
+        group.actors = [group.actors[rank] for rank in ranks]
+        group.bundles = [group.bundles[rank] for rank in ranks]
+        group.places = tuple(group.places[rank] for rank in ranks)
+        group.plan = plan
+        self.news.folder.replan(plan)
+
+    def _begin(self, stock: Stock, *, keep: bool) -> None:
+        began = time.monotonic()
+        self.group.begin(began + self.config.cluster.start_timeout_seconds, keep=keep)
+        stock.took("connect", began)
+
+    def _save(self, stock: Stock) -> None:
+        """A checkpoint of the newest steps, every stage written by a rank that has it."""
+        group, path = self.group, self.news.folder.checkpoint(stock.version)
+        if self._newest() == stock.version:
+            return
+        stages, holds = range(group.plan.program.stages), group.plan.stages_of
+        owners = {stage: min(rank for rank in stock.current if stage in holds(rank)) for stage in stages}
+        shares = {rank: tuple(s for s, owner in owners.items() if owner == rank) for rank in set(owners.values())}
+        shards = group.save_shares(path, stock.version, shares)
+        refs = group.submit_commit(path, stock.version, shards, self.config.checkpoint.keep, min(shares))
+        ray.get(refs[0])
+        self.news.event("checkpoint", epoch=group.epoch, step=stock.version)
+
+    def _restore(self, stock: Stock) -> None:
+        from pentad.workers.checkpoint import newest  # imports torch, which a run without faults does not need here
+
+        found = newest(self.news.folder.checkpoints).checkpoint
+        folder: Path | None = found.folder if found else None
+        stock.version = found.step if found else 0
+        self.group.restore(folder, stock.version)
+
+    def _newest(self) -> int:
+        """Steps of the newest checkpoint, 0 without one."""
+        return max((step for step in self.news.folder.saved()), default=0)
+
+    def _pass(self, seconds: float) -> None:
+        """Lets time pass while a place is awaited; somebody who asks to stop need not wait for it."""
+        if self.restless():
+            raise Hopeless("the run was asked to stop while a rank's place was awaited", 0, "")
+        time.sleep(seconds)
+
+
+_WORDS = {
+    "repair": "repaired",
+    "checkpoint": "repaired from a checkpoint",
+    "shrink": "made smaller",
+    "grow": "grown back",
+}
+
+
+def draining() -> list[Any]:
+    """Nodes that Ray is about to take away."""
+    try:
+        return list(ray._private.state.state.get_draining_nodes())
+    except Exception:  # an interface of Ray's own: without it there is no notice
+        return []
