@@ -133,7 +133,12 @@ class Jobs:
             yield
         except AuthenticationError as error:
             raise PentadError(refusal(self.address, str(error))) from error
-        except (RuntimeError, OSError, ValueError) as error:
+        except OSError as error:
+            root: BaseException = error
+            while root.__context__ is not None:  # what the system said, below what Ray's HTTP library made of it
+                root = root.__context__
+            raise PentadError(f"the Ray cluster at {self.address} does not answer any more: {root}") from error
+        except (RuntimeError, ValueError) as error:
             raise PentadError(f"the Ray cluster at {self.address} refuses: {_last_line(str(error))}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ def write_trace(path: Path, timelines: Sequence[Timeline], *, process_names: dic
         gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed,
         io.TextIOWrapper(packed, encoding="utf-8") as sink,
     ):
-        sink.write('{"displayTimeUnit":"ms","traceEvents":[')
+        sink.write('{"traceEvents":[')  # no displayTimeUnit: some Perfettos take it for the unit of ts
         separator = "\n"
         for index, timeline in enumerate(timelines):
             # Process 0 and thread 0 mean the idle task to trace viewers.
@@ -120,6 +121,12 @@ def _transfers(slices: list[_Slice]) -> Iterator[tuple[int, int]]:
         yield from zip(starts, receives.get(key, ()), strict=False)  # a cut-off recording may lack one of the two
 
 
+def _microseconds(time: int) -> float:
+    """Of nanoseconds. Perfetto cuts off what its product with 1000 has behind the point: that must not lose one."""
+    found = time / 1000
+    return found if found * 1000 >= time else math.nextafter(found, math.inf)
+
+
 def _complete(item: _Slice, time: int, _: int) -> Event:
     span = item.span
     args = {"stage": span.stage, "microbatch": span.microbatch, "step": span.step}
@@ -130,8 +137,8 @@ def _complete(item: _Slice, time: int, _: int) -> Event:
         **shown,
         "pid": item.pid,
         "tid": item.tid,
-        "ts": time / 1000,
-        "dur": (item.end - item.start) / 1000,
+        "ts": _microseconds(time),
+        "dur": _microseconds(item.end - item.start),
         "args": args,
     }
 
@@ -144,7 +151,7 @@ def _tail(item: _Slice, time: int, arrow: int) -> Event:
         "id": arrow,
         "pid": item.pid,
         "tid": item.tid,
-        "ts": time / 1000,
+        "ts": _microseconds(time),
     }
 
 

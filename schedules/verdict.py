@@ -129,7 +129,8 @@ def _lacks(scene: _Scene) -> dict[int, tuple[Key, tuple[int, ...]]]:
         unit = scene.here(rank)
         if unit is None:
             continue
-        lacking = ((key, debtors) for key in unit.waits if (debtors := scene.debtors(rank, key)))
+        keys = (key for key in unit.waits if key != _NORM)  # who is past NORM has all of it
+        lacking = ((key, debtors) for key in keys if (debtors := scene.debtors(rank, key)))
         first = next(lacking, None)
         if first:
             found[rank] = first

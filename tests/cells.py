@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import queue
@@ -34,7 +35,7 @@ class Cell:
     def now(self, method: str, *arguments: Any) -> int:
         return self._ask("now", method, *arguments)
 
-    def answer(self, number: int, seconds: float = 30.0) -> Any:
+    def answer(self, number: int, seconds: float = 15.0) -> Any:
         """Raises what the method raised."""
         while number not in self.answers:
             assert self.end.poll(seconds), f"no answer in {seconds} s"
@@ -74,6 +75,45 @@ def join(cells: list[Cell], plan: Plan, epoch: int) -> None:
     together(cells, "connect", address, 30.0)
 
 
+def outcome(cells: list[Cell], results: list, first: int) -> tuple[dict, dict]:
+    """Losses by step and microbatch, and the state by name, of ranks that agree on both."""
+    losses: dict[int, dict] = {}
+    state: dict[str, torch.Tensor] = {}
+    for mine in results:
+        for result in mine:
+            if result.step >= first:
+                losses.setdefault(result.step, {}).update(result.losses)
+    for found in together(cells, "state"):
+        for name, value in found.items():
+            assert torch.equal(state.setdefault(name, value), value), name
+    return losses, state
+
+
+def repair(cells: list[Cell], lost: list[int], plan: Plan, epoch: int) -> tuple[int, dict]:
+    """What the driver does: fences the living, takes stock, replaces the lost, hands the newest state on."""
+    living = [rank for rank in range(4) if rank not in lost]
+    for method in ("fence", "abort"):
+        asked = {rank: cells[rank].now(method) for rank in living}
+        for rank, number in asked.items():
+            cells[rank].answer(number)
+    asked = {rank: cells[rank].call("leave") for rank in living}
+    stands = {rank: cells[rank].answer(number) for rank, number in asked.items()}
+    version = max(stand.version for stand in stands.values())
+    norm = next(stand.norm for stand in stands.values() if stand.version == version)
+    for rank, stand in stands.items():
+        if stand.version == version - 1 and stand.ready:
+            cells[rank].answer(cells[rank].call("advance", norm))
+    current = [r for r, s in stands.items() if s.version == version or s.ready]
+    for rank in lost:
+        cells[rank].stop()
+        cells[rank] = Cell()
+    join(cells, plan, epoch)
+    holders = {s: [r for r in range(4) if s in plan.stages_of(r)] for s in range(plan.program.stages)}
+    sources = {s: next(r for r in held if r in current) for s, held in holders.items() if set(held) - set(current)}
+    together(cells, "receive", sources, version)
+    return version, stands
+
+
 def _serve(end: Any) -> None:
     torch.set_num_threads(1)
     from pentad.workers.runner import Runner
@@ -107,10 +147,16 @@ def _serve(end: Any) -> None:
             except (EOFError, OSError):
                 os._exit(0)
             if how == "now":
+                faulthandler.dump_traceback_later(9)
                 do(tag, *order)
+                faulthandler.cancel_dump_traceback_later()
             else:
                 orders.put((tag, *order))
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        do(*orders.get())
+        order = orders.get()
+        if order[1] in ("leave", "connect", "receive"):
+            faulthandler.dump_traceback_later(9)
+        do(*order)
+        faulthandler.cancel_dump_traceback_later()

@@ -12,6 +12,8 @@ import pytest
 
 from pentad.orchestrator import dashboard
 from pentad.orchestrator.cli import main
+from pentad.orchestrator.jobs import Jobs
+from pentad.schedules.errors import PentadError
 
 VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 Pentad = Callable[..., tuple[int, str, str]]
@@ -143,3 +145,12 @@ def test_a_token_comes_from_where_ray_keeps_it(monkeypatch: pytest.MonkeyPatch, 
     assert dashboard.own_token() == "variable"
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert dashboard.own_token() == ""
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_cluster_that_goes_away_is_one_sentence(answering: Callable[[int, str], str]) -> None:
+    jobs = Jobs(answering(200, '{"ray_version": "2.60.0"}'))
+    assert jobs.is_open
+    jobs.client._address = "http://127.0.0.1:1"
+    with pytest.raises(PentadError, match=rf"^the Ray cluster at {jobs.address} does not answer .*Connection refused$"):
+        jobs.all()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from cells import Cell, join, together
+from cells import Cell, join, outcome, repair, together
 from plans import plan_of
 
 from pentad.workers.fence import Fenced
@@ -21,42 +21,6 @@ def cells():
     yield made
     for cell in made:
         cell.stop()
-
-
-def outcome(cells, results, first):
-    """Losses by step and microbatch, and the state by name, of ranks that agree on both."""
-    losses, state = {}, {}
-    for mine in results:
-        for result in mine:
-            if result.step >= first:
-                losses.setdefault(result.step, {}).update(result.losses)
-    for found in together(cells, "state"):
-        for name, value in found.items():
-            assert torch.equal(state.setdefault(name, value), value), name
-    return losses, state
-
-
-def repair(cells, lost, plan, epoch):
-    """What the driver does: fences the living, takes stock, replaces the lost, hands the newest state on."""
-    living = [rank for rank in range(4) if rank not in lost]
-    for number in [(cells[rank], cells[rank].now("fence")) for rank in living]:
-        number[0].answer(number[1])
-    asked = {rank: cells[rank].call("leave") for rank in living}
-    stands = {rank: cells[rank].answer(number) for rank, number in asked.items()}
-    version = max(stand.version for stand in stands.values())
-    norm = next(stand.norm for stand in stands.values() if stand.version == version)
-    for rank, stand in stands.items():
-        if stand.version == version - 1 and stand.ready:
-            cells[rank].answer(cells[rank].call("advance", norm))
-    current = [r for r, s in stands.items() if s.version == version or s.ready]
-    for rank in lost:
-        cells[rank].stop()
-        cells[rank] = Cell()
-    join(cells, plan, epoch)
-    holders = {s: [r for r in range(4) if s in plan.stages_of(r)] for s in range(plan.program.stages)}
-    sources = {s: next(r for r in held if r in current) for s, held in holders.items() if set(held) - set(current)}
-    together(cells, "receive", sources, version)
-    return version, stands
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "dualpipe"])

@@ -74,8 +74,8 @@ print(cli.__file__, job_package.write_package(Path(sys.argv[1])))
 
 def test_a_job_joins_its_own_cluster_and_its_folders_are_absolute() -> None:
     given = load(None, ["run.folder=out/runs", "data.path=../corpus", "data.cache=~/cache", "cluster.address=h:1"])
-    config = job_package.for_cluster(given, Path("/home/me/work"))
-    assert config.run.folder == "/home/me/work/out/runs"
+    config = job_package.for_cluster(given, Path("/home/me/here"))
+    assert config.run.folder == "/home/me/here/out/runs"
     assert config.data.path == "/home/me/corpus"
     assert config.data.cache == str(Path.home() / "cache")
     assert (config.cluster.address, config.cluster.auth) == ("auto", "token")

@@ -155,6 +155,8 @@ GOLDEN = [
     ("1f1b", 1, 4, 8, {0: "-1:"}, (0,), "rank 0 (dp0 pp0) has been before its first step for "),
     ("1f1b", 2, 2, 4, {1: "0:0ALL_REDUCE"}, (1,), "waiting for NORM, which rank 1 has not joined"),
     ("1f1b", 2, 2, 4, {2: "1:STEP"}, (2,), "rank 2 (dp0 pp1) has been in STEP of step 1 for "),
+    ("1f1b", 2, 2, 4, {2: "2:STEP"}, (2,), "rank 2 is the cause; no rank waits for it"),
+    ("1f1b", 2, 2, 4, {1: "2:NORM"}, (3, 1), "the cause is among ranks 3 and 1; no rank waits for them"),
     ("1f1b", 2, 2, 4, {1: "0:NORM"}, (3, 1), "the cause is among ranks 3 and 1; 2 ranks wait for them"),
     ("1f1b", 2, 4, 8, {0: "0:0F3", 3: "0:1BW2"}, (0, 3), "ranks 0 and 3 are the causes; 6 ranks wait for them"),
     ("1f1b", 2, 4, 8, {0: "0:0F3", 2: "0:1F6"}, (0,), "rank 0 is the cause; 7 ranks wait for it"),
@@ -187,6 +189,13 @@ def test_the_sentence_says_who_waits_for_what_from_whom_and_how_long() -> None:
     )
 
 
+def test_a_rank_that_is_past_norm_does_not_wait_for_one_that_has_joined_it() -> None:
+    program = compiled("1f1b", 2, 4)
+    at = [Position(*place(program, Mesh(pp=2), rank, where), 9.0) for rank, where in ((0, "0:STEP"), (1, "0:NORM"))]
+    verdict = find_cause(program, Mesh(pp=2), at)
+    assert (verdict.roots, verdict.waits) == ((0, 1), ())
+
+
 def test_a_long_list_of_ranks_is_cut() -> None:
     at = [Position(0, 0, 3.0)] * 8
     assert find_cause(compiled("1f1b", 2, 4, replicas=4), Mesh(dp=4, pp=2), at).sentence.endswith(
@@ -206,7 +215,7 @@ def hangs(draw: st.DrawFn) -> World:
     frozen = {}
     for rank in draw(st.sets(st.integers(0, mesh.size - 1), min_size=1, max_size=3)):
         units = len(program.streams[mesh.coordinates(rank).pp])
-        frozen[rank] = (draw(st.integers(0, STEPS - 2)), draw(st.integers(-1, units - 1)))
+        frozen[rank] = (draw(st.integers(0, STEPS - 1)), draw(st.integers(-1, units - 1)))
     return World(program, mesh, frozen)
 
 

@@ -25,11 +25,12 @@ class Executor:
     """A rank's stages, communicators and lanes; `run` takes them through one step.
 
     After a step, `norm` is the global gradient norm before clipping (a float64 scalar on the device), `losses`
-    [replicas x microbatches] are the loss sums of the whole mesh, and `host_seconds` is what issuing the stream took. `version` (on
-    the device) counts the steps that are in the weights; `ready` says that only the global norm lacks for one more.
+    [replicas x microbatches] are the loss sums of the whole mesh, and `host_seconds` is what issuing the stream took.
+    `version` (on the device) counts the steps that are in the weights; `ready` says that only the global norm lacks
+    for one more.
 
     Another thread may end the epoch: it sets `fenced`, which the host sees before the next instruction, and makes
-    `fence` nan, which a GPU that runs behind its host sees at NORM: the step then changes no weight.
+    `fence` (on the host) nan, which a GPU that runs behind its host sees at NORM: the step then changes no weight.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Executor:
         device, count = first.master.device, plan.program.stages + plan.mesh.dp * plan.batch.microbatches
         self.sums = torch.zeros(count, dtype=torch.float64, device=device)  # squares by stage, losses by microbatch
         self.norm = self.scale = self.losses = torch.zeros(1)
-        self.fence = torch.zeros((), dtype=torch.float64, device=device)
+        self.fence = torch.zeros((), dtype=torch.float64, pin_memory=device.type == "cuda")
         self.version = torch.zeros((), dtype=torch.int64, device=device)
         self.fenced = self.ready = False
         self.results: dict[Key, torch.Tensor | None] = {}
@@ -62,7 +63,8 @@ class Executor:
         started = time.monotonic()
         for counter, unit in enumerate(self.stream):
             self.board.write(step, counter)
-            self._refuse_if_fenced()
+            self.refuse_if_fenced()
+            self.lanes.near(self.refuse_if_fenced)
             for part in unit.parts:
                 with self.lanes.on(part):
                     self._execute(part)
@@ -123,7 +125,7 @@ class Executor:
         """Takes the step that lacked its global norm only: another rank has heard it before the epoch ended."""
         self.norm = torch.tensor(norm, dtype=torch.float64, device=self.sums.device)
         self.scale = optimizer.clip(self.norm, self.plan.optimizer.clip_norm, self.dtype)
-        self.open = torch.ones_like(self.fence, dtype=torch.bool)
+        self.open = torch.ones((), dtype=torch.bool, device=self.sums.device)
         self.apply()
 
     def _norm(self) -> None:
@@ -144,12 +146,12 @@ class Executor:
                 stage.loss_sums.zero_()
         if self.groups.everyone is not None:
             dist.all_reduce(self.sums, group=self.groups.everyone)
-        self._refuse_if_fenced()
-        self.open = self.fence == 0
+        self.refuse_if_fenced()
+        self.open = self.fence.to(self.sums.device, non_blocking=True) == 0
         self.norm = torch.where(self.open, self.sums[:stages].sum().sqrt(), torch.nan)
         self.losses = self.sums[stages:].clone()
         self.scale = optimizer.clip(self.norm, self.plan.optimizer.clip_norm, self.dtype)
 
-    def _refuse_if_fenced(self) -> None:
+    def refuse_if_fenced(self) -> None:
         if self.fenced:
             raise Fenced

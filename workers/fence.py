@@ -14,8 +14,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from pentad.workers.executor import Executor
     from pentad.workers.lanes import CudaLanes
-    from pentad.workers.peer_copy import PeerCopy
-    from pentad.workers.transport import Transport
+    from pentad.workers.signals import Signals
 
 STILL_SECONDS = 0.3
 
@@ -61,19 +60,17 @@ class Wires:
         return count
 
 
-def still(executor: Executor, transport: Transport | PeerCopy, lanes: CudaLanes) -> None:
-    """Lets a GPU run out: no step counts any more, no transfer waits; returns when nothing moves.
+def run_out(executor: Executor, signals: Signals | None, lanes: CudaLanes) -> None:
+    """Lets a GPU run out: no step counts any more, and no transfer waits; returns when nothing moves.
 
-    The flags are set again and again, because peers that have not heard yet still write theirs.
+    Only memory is written: calls of the GPU's driver may be held up. Signals are set again and again, because peers
+    that have not heard yet still write theirs.
     """
-    apart = torch.cuda.Stream(executor.fence.device)
     moved, done = time.monotonic(), -1
     while time.monotonic() < moved + STILL_SECONDS:
-        with torch.cuda.stream(apart):
-            executor.fence.fill_(torch.nan)
-            transport.release()
-            apart.synchronize()
-        now = lanes.done()
-        if now != done:
+        executor.fence.fill_(torch.nan)
+        if signals is not None:
+            signals.release()
+        if (now := lanes.done()) != done:
             moved, done = time.monotonic(), now
         time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -99,3 +100,14 @@ def edges(plan: Plan) -> list[tuple[Op, int, int]]:
 def channel(part: Instruction, rank: int, peer: int) -> Channel:
     """The channel of a transfer as this rank (a rank of the mesh) sees it; `peer` is the mesh rank at its other end."""
     return (part.op, rank, peer) if part.op in SENDS else (RECEIVES[part.op], peer, rank)
+
+
+def abort_all() -> None:
+    """Ends every NCCL communicator of this process, at once: each one's end waits for the whole device, and so for the
+    kernels of the others. From any thread."""
+    threads = [threading.Thread(target=group.abort) for group in list(dist.distributed_c10d._world.pg_map)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dist.distributed_c10d._abort_process_group()

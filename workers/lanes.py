@@ -6,13 +6,18 @@ An instruction starts behind the earlier ones of its lane and behind those it wa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from pentad.schedules.instruction import Instruction, Key
+from pentad.workers.signals import checked
+
+AHEAD = 2  # instructions that a host issues before the GPU needs them
+POLL_SECONDS = 5e-5
 
 
 class Times(list[tuple[Instruction, float, float]]):
@@ -38,6 +43,9 @@ class HostLanes:
         yield
         spans.append((part, start, time.monotonic()))
 
+    def near(self, check: Callable[[], None], ahead: int = 0) -> None:
+        """Nothing to do: compute is synchronous."""
+
     def finish_with(self, part: Instruction, work: dist.Work) -> None:
         self.running[part.key] = (work, len(self.steps[-1]))
 
@@ -59,7 +67,9 @@ class CudaLanes:
     """GPU: a stream a lane, an event before and after every instruction, nothing the host waits for in a step."""
 
     def __init__(self, device: torch.device, lanes: set[str]) -> None:
-        self.device = device
+        from cuda.bindings import driver
+
+        self.device, self.driver = device, driver
         self.compute = torch.cuda.current_stream(device)
         self.streams = {lane: torch.cuda.Stream(device) for lane in sorted(lanes)} | {"compute": self.compute}
         self.steps: list[list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]]] = []
@@ -67,6 +77,12 @@ class CudaLanes:
         self.spare: list[torch.cuda.Event] = []
         self.zero = torch.cuda.Event(enable_timing=True)
         self.zero_at = 0.0
+        # How many instructions each lane has ended, written by the GPU itself: its driver, asked for an event, may be
+        # held up behind a stream that waits.
+        self.ends = torch.zeros(len(self.streams), dtype=torch.int32).pin_memory()
+        self.word = {lane: self.ends.data_ptr() + 4 * number for number, lane in enumerate(self.streams)}
+        self.seen = self.ends.numpy()
+        self.issued: Counter[str] = Counter()
 
     def begin(self) -> None:
         if not self.steps:
@@ -95,11 +111,24 @@ class CudaLanes:
             start.record(stream)
             yield
             end.record(stream)
+        self.issued[lane] += 1
+        checked(self.driver.cuStreamWriteValue32(stream.cuda_stream, self.word[lane], self.issued[lane], 0))
         self.ended[part.key] = (lane, end)
         self.steps[-1].append((part, start, end))
 
     def finish_with(self, part: Instruction, work: dist.Work) -> None:
         work.wait()  # the lane's stream waits for NCCL's own, not the host
+
+    def near(self, check: Callable[[], None], ahead: int = AHEAD) -> None:
+        """Waits until the compute lane has at most `ahead` instructions before it, calling `check` meanwhile.
+
+        A host that runs on until the driver's queue is full is stuck in there when the GPU is, and holds up every other
+        thread's calls as well.
+        """
+        number = list(self.streams).index("compute")
+        while self.issued["compute"] - int(self.seen[number]) > ahead:
+            check()
+            time.sleep(POLL_SECONDS)
 
     def collect(self) -> list[Times]:
         torch.cuda.synchronize(self.device)
@@ -112,17 +141,18 @@ class CudaLanes:
         return steps
 
     def done(self) -> int:
-        """How many instructions of the steps under way have ended; from any thread."""
-        return sum(end.query() for spans in list(self.steps) for _, _, end in list(spans))
+        """How many instructions have ended; from any thread."""
+        return int(self.seen.sum())
 
     def reached(self) -> tuple[int, Instruction] | None:
         """(steps behind the newest one, instruction) that the compute lane is at; None when it has done all it was
         given. From any thread."""
-        steps = list(self.steps)
-        for behind, spans in zip(range(len(steps) - 1, -1, -1), steps, strict=True):
-            for part, _, end in list(spans):
-                if part.lane == "compute" and not end.query():
-                    return behind, part
+        left = self.issued["compute"] - int(self.seen[list(self.streams).index("compute")])
+        for behind, spans in enumerate(reversed(list(self.steps))):
+            mine = [part for part, _, _ in list(spans) if part.lane == "compute"]
+            if 0 < left <= len(mine):
+                return behind, mine[-left]
+            left -= len(mine)
         return None
 
     def _event(self) -> torch.cuda.Event:

@@ -11,9 +11,10 @@ from pentad.schedules.timeline import Span
 class StepResult:
     """One rank's account of one step.
 
-    `losses` maps microbatch numbers of the whole mesh to the sums of their tokens' losses. `grad_norm` is the global norm before clipping; `skipped` says that it was not finite and no weight changed. `spans` are times
-    in seconds on the host's monotonic clock, ranks and peers are ranks of the mesh. `host_seconds` is what the host
-    needed to issue the step, `instructions` how many it issued.
+    `losses` maps microbatch numbers of the whole mesh to the sums of their tokens' losses. `grad_norm` is the global
+    norm before clipping; `skipped` says that it was not finite and no weight changed. `spans` are times in seconds on
+    the host's monotonic clock, ranks and peers are ranks of the mesh. `host_seconds` is what the host needed to issue
+    the step, `instructions` how many it issued.
     """
 
     step: int

@@ -21,12 +21,13 @@ from pentad.workers import checkpoint
 from pentad.workers.board import Board, State
 from pentad.workers.executor import Executor
 from pentad.workers.feed import Feed
-from pentad.workers.fence import Fenced, Wires, still
-from pentad.workers.groups import connect, meet
+from pentad.workers.fence import Fenced, Wires, run_out
+from pentad.workers.groups import abort_all, connect, meet
 from pentad.workers.lanes import CudaLanes, HostLanes, Lanes, Times
 from pentad.workers.parameters import DTYPES, Parameters, create
-from pentad.workers.peer_copy import PeerCopy
+from pentad.workers.peer_copy import PeerCopy, channels
 from pentad.workers.results import Stand, StepResult
+from pentad.workers.signals import Signals
 from pentad.workers.source import open_data
 from pentad.workers.stage import Stage
 from pentad.workers.transport import Transport
@@ -75,6 +76,8 @@ class Runner:
         self.fenced = False
         self.reached = (0, -1, 0.0)  # steps behind the host, counter, and since when
         self.wires: Wires | None = None
+        self.signals: Signals | None = None
+        self.transport: Transport | PeerCopy | None = None
         self.executor: Executor | None = None
         self.lanes: Lanes | None = None
 
@@ -91,7 +94,7 @@ class Runner:
         stream = self.plan.program.streams[self.at.pp]
         lanes = {part.lane for part in units_of(stream)}
         self.lanes = CudaLanes(self.device, lanes) if self.device.type == "cuda" else HostLanes()
-        self.transport = self._transport()
+        self.transport = self._transport(store)
         parts = self.groups, self.transport, self.lanes, self.board
         self.executor = Executor(self.plan, stream, self.stages, *parts)
         self.executor.version.fill_(self.version)
@@ -129,6 +132,8 @@ class Runner:
             for step in range(first_step, first_step + count):
                 self.executor.run(step, self.feed(step))
                 self._note(step)
+            assert self.lanes is not None
+            self.lanes.near(self.executor.refuse_if_fenced, ahead=0)
             return self._settle()
 
     def save(self, folder: str, step: int, stages: tuple[int, ...] | None = None) -> list[dict]:
@@ -152,7 +157,7 @@ class Runner:
         if self.executor is not None:
             self.executor.fenced = True
             if isinstance(self.lanes, CudaLanes):
-                still(self.executor, self.transport, self.lanes)
+                run_out(self.executor, self.signals, self.lanes)
         if self.wires is not None:
             self.wires.cut()
 
@@ -172,7 +177,7 @@ class Runner:
     def abort(self) -> None:
         """Ends the collective operations of a GPU. Only when every rank is still: then nothing moves any more."""
         if self.device.type == "cuda" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+            abort_all()
 
     def leave(self) -> Stand:
         """After `fence`, from the train thread: gives the epoch's communicators up and says where this rank stands."""
@@ -196,6 +201,9 @@ class Runner:
         """Leaves the world."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
 
     def _prepare(self) -> None:
         if self.device.type == "cpu":
@@ -208,11 +216,13 @@ class Runner:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         torch.cuda.set_device(self.device)
 
-    def _transport(self) -> Transport | PeerCopy:
+    def _transport(self, store: dist.TCPStore) -> Transport | PeerCopy:
         shape = (self.plan.batch.rows * self.plan.batch.length, self.plan.model.hidden)
         dtype = DTYPES[self.plan.dtype]
         if self.plan.transport == "peer":
-            return PeerCopy(self.plan, self.rank, shape, dtype, self.device)
+            count = 2 * len(channels(self.plan))
+            self.signals = Signals(store, self.rank, self.plan.mesh.size, count, self.epoch)
+            return PeerCopy(self.plan, self.rank, shape, dtype, self.device, store, self.signals)
         return Transport(self.groups, self.plan.mesh, shape, dtype, self.device)
 
     def _begin(self, step: int) -> None:

@@ -56,8 +56,8 @@ class Transport:
         assert work is not None
         return slot, work
 
-    def release(self) -> None:
-        """NCCL's waits end with its communicators alone."""
+    def close(self) -> None:
+        """Nothing to give up but the communicators, which are not its own."""
 
     def settle(self) -> None:
         """Waits until every send of the step has left."""

@@ -1,0 +1,58 @@
+"""On GPUs too: ranks that lose a partner are freed without harm to it all, and end with the bits of a run without."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from cells import Cell, join, outcome, repair, together
+from plans import plan_of
+
+from pentad.schedules.compiler import compile_program
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="four GPUs are needed"),
+]
+STEPS = 200
+
+
+@pytest.fixture(scope="module")
+def cells():
+    made = [Cell() for _ in range(4)]
+    yield made
+    for cell in made:
+        cell.stop()
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize(("name", "dp", "pp"), [("1f1b", 2, 2), ("zb-h2", 2, 2), ("dualpipe", 1, 4)])
+def test_a_run_with_a_killed_rank_ends_with_the_bits_of_one_without(cells, corpus, name, dp, pp, transport):
+    plan = plan_of(name, dp, pp, 8, corpus, "float32")
+    program = compile_program(name, pp, 8, gated=transport == "nccl", replicas=dp)
+    plan = replace(plan, device="cuda", transport=transport, program=program)
+    join(cells, plan, 1)
+    together(cells, "restore", None, 0)
+    wanted = outcome(cells, together(cells, "run", 0, STEPS), 0)
+    together(cells, "close")
+
+    join(cells, plan, 1)
+    together(cells, "restore", None, 0)
+    for cell in cells:
+        cell.call("run", 0, STEPS)
+    time.sleep(0.6)
+    cells[1].signal(signal.SIGKILL)
+    time.sleep(0.3)
+    began = time.monotonic()
+    version, stands = repair(cells, [1], plan, 2)
+    print(f"{name} {transport}: killed at step {version}, repaired after {time.monotonic() - began:.1f} s")
+    assert version < STEPS
+    known = [list(stand.results) for stand in stands.values()]
+    losses, state = outcome(cells, known + together(cells, "run", version, STEPS - version), 0)
+    together(cells, "close")
+    assert all(torch.equal(state[key], value) for key, value in wanted[1].items())
+    assert losses == wanted[0]
