@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.group import Refs, WorkerError, WorkerGroup
-from pentad.orchestrator.health import QUIET_SECONDS, Health
+from pentad.orchestrator.health import Health
 from pentad.orchestrator.interrupts import Interrupts
 from pentad.orchestrator.measure import History
 from pentad.orchestrator.news import News
@@ -57,7 +57,7 @@ class Calls:
         self.pace = 1  # steps a call
         self.pending: deque[Call] = deque()
         self.committing: Call | None = None
-        self.announced = self.changing = False
+        self.announced = self.changing = self.told = False
         self.health = Health(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
 
     def run(self) -> None:
@@ -191,9 +191,11 @@ class Calls:
         stall = self.health.look(statuses, self.history.measured, stepping=stepping)
         self.news.ranks(statuses, self.group.heard, stall.causes if stall else ())
         if stall is None:
+            self.told = False
             return
         if stall.late:
             raise self.health.fault(stall)
-        if stall.seconds < QUIET_SECONDS + 1 and stall.verdict.sentence != self.news.view.verdict:
+        if not self.told:
+            self.told = True
             self.news.display.note(stall.verdict.sentence)
         self.news.say(verdict=stall.verdict.sentence)

@@ -132,7 +132,7 @@ def _resume(folder: RunFolder, display: Display) -> tuple[int, Path | None, int]
 
     Checkpoints that are newer but damaged are put aside under another name: their steps come again.
     """
-    epoch = 1 + sum(row["event"] == "start" for row in read_lines(folder.path / JOURNAL, ["event"]))
+    epoch = 1 + max((row.get("epoch", 0) for row in read_lines(folder.path / JOURNAL, ["event"])), default=0)
     if not any(folder.checkpoints.iterdir()):
         folder.rewind(0)
         return 0, None, epoch

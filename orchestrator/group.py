@@ -39,14 +39,23 @@ class WorkerError(PentadError):
     """Rank `rank` failed. `detail` is the whole account: a traceback, or what Ray knows of a death.
 
     `lost` are the ranks that are known to be gone or to be given up. `fault` is 'killed', 'error', 'hang' or 'node',
-    `detector` is 'ray', 'peer', 'heartbeat' or 'deadline', as the journal has them.
+    `detector` is 'ray', 'peer', 'heartbeat' or 'deadline', as the journal has them; `after` are the seconds without
+    progress before it was noticed, as far as known.
     """
 
     def __init__(
-        self, message: str, rank: int, detail: str, lost: tuple[int, ...] = (), fault: str = "", detector: str = ""
+        self,
+        message: str,
+        rank: int,
+        detail: str,
+        lost: tuple[int, ...] = (),
+        fault: str = "",
+        detector: str = "",
+        after: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.rank, self.detail, self.lost, self.fault, self.detector = rank, detail, lost, fault, detector
+        self.after = after
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Health:
         rank = stall.causes[0] if stall.causes else 0
         detector = "heartbeat" if rank in self._silent(time.monotonic()) else "deadline"
         text = f"no rank got on for {stall.seconds:.0f} s: {stall.verdict.sentence}"
-        return WorkerError(text, rank, text, stall.causes, "hang", detector)
+        return WorkerError(text, rank, text, stall.causes, "hang", detector, stall.seconds)
 
     def _silent(self, now: float) -> set[int]:
         heard = self.group.heard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pentad.orchestrator.config import RunConfig
@@ -13,6 +13,7 @@ from pentad.orchestrator.runfolder import RunFolder
 from pentad.orchestrator.watch import RankView, RunView, Watcher
 from pentad.orchestrator.worker import Status
 from pentad.schedules.timeline import Span
+from pentad.workers.telemetry import GpuState
 
 
 class News:
@@ -23,6 +24,7 @@ class News:
     ) -> None:
         self.folder, self.display = folder, display
         self.watchers: list[Watcher] = []
+        self.gpus: Callable[[dict[int, GpuState]], None] = lambda states: None
         plan, path = folder.plan, str(folder.path.absolute())
         ends = {"dashboard": dashboard} if dashboard else {}
         name, steps, mesh = config.run.name, config.run.steps, str(plan.mesh)
@@ -64,6 +66,7 @@ class News:
                 view = view._replace(state=state, step=status.step, instruction=status.instruction)
             views.append(view._replace(heartbeat=heard.get(view.rank, view.heartbeat)))
         self.say(ranks=tuple(views))
+        self.gpus({rank: status.gpu for rank, status in statuses.items() if status.gpu is not None})
         self.display.refresh([RankState(v.rank, v.coordinates, v.state, v.instruction, v.step) for v in views])
 
     def lost(self, rank: int) -> None:

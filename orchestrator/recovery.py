@@ -77,7 +77,7 @@ class Recovery:
         return bool(self.leaving) or (short and len(living_bundles(self.group.placement)) >= self.full.mesh.size)
 
     def _again(self, lost: dict[int, str], fault: WorkerError | None, done: int) -> Stock:
-        began, stock = time.monotonic(), Stock()
+        began, stock = time.monotonic(), Stock(seconds={"detect": fault.after if fault else 0.0})
         self.news.state("recovering")
         for _ in range(ATTEMPTS):
             try:

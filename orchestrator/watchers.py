@@ -1,4 +1,4 @@
-"""Who watches a run: its control service, the exporter, Ray's dashboard."""
+"""Who watches a run: its control service, the exporter, Ray's dashboard and Ray's metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from contextlib import ExitStack, contextmanager
 
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.control import Control
+from pentad.orchestrator.exporter import Exporter
+from pentad.orchestrator.jobs import announce
 from pentad.orchestrator.news import News
+from pentad.orchestrator.ray_metrics import RayMetrics
+from pentad.orchestrator.ray_timeline import RayTimeline
 from pentad.orchestrator.watch import Wishes
 
 
@@ -16,8 +20,16 @@ def watched(config: RunConfig, news: News, wishes: Wishes) -> Iterator[None]:
     """Starts the watchers of a run, which end with it. Raises PentadError when a port is taken."""
     section = config.metrics
     with ExitStack() as stack:
+        exporter = Exporter(config.run.name, section.host, section.port)
+        stack.callback(exporter.close)
         control = Control(news.folder.path, section.host, section.control_port, wishes)
         stack.callback(control.close)
-        news.watchers.append(control)
-        news.say(endpoints=news.view.endpoints | {"control": control.address})
+        metrics, timeline = RayMetrics(config.run.name), RayTimeline(section.timeline_steps, news.display.note)
+        stack.callback(metrics.close)
+        stack.callback(timeline.close)
+        news.watchers += [control, exporter, metrics, timeline]
+        news.gpus = exporter.gpus
+        ends = {"control": control.address, "metrics": exporter.address}
+        news.say(endpoints=news.view.endpoints | ends)
+        announce(news.view.endpoints)
         yield

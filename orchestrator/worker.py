@@ -22,8 +22,10 @@ from pentad.schedules.instruction import Unit
 from pentad.schedules.plan import Plan
 from pentad.workers.board import State, read_board
 from pentad.workers.results import Stand
+from pentad.workers.telemetry import GpuState, read_gpu
 
 RUNNER = "pentad.workers.runner:Runner"
+GPU_SECONDS = 5.0
 
 
 class Where(NamedTuple):
@@ -38,13 +40,14 @@ class Where(NamedTuple):
 
 class Status(NamedTuple):
     """What a rank does: `counter` is the index in its stream, -1 between steps, and `instruction` the text of that
-    instruction, '' between steps; `age` are the seconds since it began."""
+    instruction, '' between steps; `age` are the seconds since it began. `gpu` is what a GPU said of itself lately."""
 
     epoch: int
     step: int
     instruction: str
     age: float
     counter: int = -1
+    gpu: GpuState | None = None
 
 
 class Stale(Exception):
@@ -60,6 +63,8 @@ class Worker:
         session = ray._private.worker.global_worker.node.get_session_dir_path()
         self.stream: tuple[Unit, ...] = ()
         self.epoch, self.changing = 0, threading.Lock()
+        self.gpu, self.gpu_read = -1, 0.0
+        self.gpu_state: GpuState | None = None
         self.runner: Any = None
         self.board = Path(session) / f"pentad-board-{os.getpid()}"
 
@@ -74,6 +79,7 @@ class Worker:
         """
         kind = getattr(importlib.import_module(self.module), self.name)
         gpu = _visible_index() if plan.device == "cuda" else 0
+        self.gpu = next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), -1)
         runner = kind(plan, rank, self.board, epoch, gpu, self.runner if keep else None)
         with self.changing:
             if epoch < self.epoch:
@@ -155,7 +161,15 @@ class Worker:
         """Once `start` has made the runner; before that a status without an epoch."""
         if self.runner is None or not self.board.exists():
             return Status(self.epoch, -1, "", 0.0)
-        return status_of(self.runner.position() or read_board(self.board), self.stream)
+        state = self.runner.position() or read_board(self.board)
+        return status_of(state, self.stream)._replace(gpu=self._telemetry())
+
+    def _telemetry(self) -> GpuState | None:
+        """At most every few seconds: a reading takes its time."""
+        if self.gpu >= 0 and time.monotonic() > self.gpu_read + GPU_SECONDS:
+            self.gpu_read = time.monotonic()
+            self.gpu_state = read_gpu(self.gpu)
+        return self.gpu_state
 
     @ray.method(concurrency_group="control")
     def clock(self) -> float:

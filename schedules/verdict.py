@@ -1,7 +1,7 @@
 """Who waits for whom when a run stands still, and who is the cause, from where every rank is in its stream.
 
 A rank tells where it is before each unit. A SEND, a RECV and an ALL_REDUCE only start what goes on by itself; a unit
-that waits for one stays until the other end has started it too, and NORM until every rank of its pipeline is there.
+that waits for one stays until the other end has started it too, and NORM until every rank of the mesh is there.
 So a rank is blocked when another has yet to start something, and a rank that is blocked by none and stays is a cause.
 """
 
@@ -103,7 +103,7 @@ class _Scene:
             return (source,) if self.owes(source, sent, step) else ()
         if key.op not in COLLECTIVES:
             return ()  # an own earlier unit: done
-        plane = self.at[rank]._replace(dp=0, pp=0) if key != _NORM else self.at[rank]._replace(pp=0)
+        plane = self.at[rank]._replace(dp=0, pp=0)
         if (plane, key, step) not in self.late:
             members = (self.rank_of[at] for at in self._members(plane, key))
             self.late[plane, key, step] = tuple(sorted(other for other in members if self.owes(other, key, step)))
@@ -111,7 +111,7 @@ class _Scene:
 
     def _members(self, plane: Coordinates, key: Key) -> list[Coordinates]:
         if key == _NORM:
-            return [plane._replace(pp=pp) for pp in range(self.program.ranks)]
+            return list(self.at)
         holders = self.program.holders(key.stage)
         return [plane._replace(dp=dp, pp=pp) for dp in range(self.mesh.dp) for pp in holders]
 

@@ -39,7 +39,7 @@ class FakeRunner:
         self.seconds = float(self.orders.get("seconds", 0.002))
         scale = self.seconds / max(span.end for span in step.spans)
         self.spans = [s._replace(start=s.start * scale, end=s.end * scale) for s in step.spans if s.rank == self.pp]
-        self.steps = before.steps if before is not None else 0
+        self.steps: int = before.steps if before is not None else 0
         self.freed = threading.Event()
         self.results: list[StepResult] = []
 

@@ -18,6 +18,7 @@ def test_no_step_waits_for_the_device(corpus, tmp_path, name):
     plan = on_gpu(plan_of(name, 1, 1, 4, corpus), "nccl", "bfloat16")
     runner = Runner(plan, 0, tmp_path / "board")
     runner.connect(f"127.0.0.1:{free_port()}", 30)
+    assert runner.executor is not None
     try:
         runner.run(0, 2)
         tokens = runner.feed(2)

@@ -61,6 +61,7 @@ def serve(plan: Plan, rank: int, address: str, end) -> None:
             runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
             runner.connect(address, 60)
             first = runner.run(0, 2)
+            assert runner.executor is not None
             inside = watch(runner.executor)
             results = runner.run(2, plan.optimizer.steps - 2)
             issued = sum(result.instructions for result in results)
