@@ -24,12 +24,15 @@ compiled = cache(compile_program)
 class World:
     """All ranks of a mesh taking turns through their streams as workers on CPUs do, some of them frozen at a place.
 
-    A SEND arrives at once and waits for nobody; a unit stays until all that it waits for is there; NORM until the whole
-    pipeline is there. A frozen rank never runs the unit it is frozen at, or never begins another step.
+    A SEND arrives at once and waits for nobody; a unit stays until all that it waits for is there; NORM until all ranks
+    of the mesh have come. A frozen rank never runs the unit it is frozen at, or never begins another step; one of
+    `halfway` that is frozen at a collective gives its part, but does not go on: the others do.
     """
 
-    def __init__(self, program: Program, mesh: Mesh, frozen: dict[int, tuple[int, int]]) -> None:
-        self.program, self.mesh, self.frozen = program, mesh, frozen
+    def __init__(
+        self, program: Program, mesh: Mesh, frozen: dict[int, tuple[int, int]], halfway: frozenset[int] = frozenset()
+    ) -> None:
+        self.program, self.mesh, self.frozen, self.halfway = program, mesh, frozen, halfway
         self.at = [(-1, -1)] * mesh.size
         self.reached = [0] * mesh.size
         self.arrived: set[tuple[int, int, Key]] = set()  # (step, receiver, its receive)
@@ -80,9 +83,11 @@ class World:
 
     def _turn(self, rank: int) -> bool:
         step, counter = self.at[rank]
-        if self.frozen.get(rank) == (step, counter):
-            return False
         unit = self.unit(rank)
+        if self.frozen.get(rank) == (step, counter):
+            if rank in self.halfway and unit is not None and unit.key == NORM and not self._lacks_input(rank):
+                return self._join(rank)
+            return False
         if unit is None:
             return step + 1 < STEPS and self._go(rank, step + 1, 0)
         if self._lacks_input(rank):
@@ -93,7 +98,7 @@ class World:
             peer = self.mesh.move(rank, pp=part.peer)
             self.arrived.add((step, peer, Key(SENDS[part.op], part.stage + shift, part.microbatch)))
         if part.op in (Op.ALL_REDUCE, Op.NORM):
-            self.joined[step, part.key, min(self._members(rank, part.key))].add(rank)
+            self._join(rank)
         if part.op is Op.NORM and self._missing(rank, NORM):
             return False
         stream = self.program.streams[self.mesh.coordinates(rank).pp]
@@ -102,6 +107,15 @@ class World:
     def _go(self, rank: int, step: int, counter: int) -> bool:
         self.at[rank], self.reached[rank] = (step, counter), self.round
         return True
+
+    def _join(self, rank: int) -> bool:
+        """Whether that is news."""
+        unit = self.unit(rank)
+        assert unit is not None
+        group = self.joined[self.at[rank][0], unit.key, min(self._members(rank, unit.key))]
+        before = len(group)
+        group.add(rank)
+        return len(group) > before
 
     def _lacks_input(self, rank: int) -> bool:
         unit = self.unit(rank)
@@ -116,7 +130,7 @@ class World:
 
     def _members(self, rank: int, key: Key) -> set[int]:
         if key == NORM:
-            return {self.mesh.move(rank, pp=pp) for pp in range(self.mesh.pp)}
+            return set(range(self.mesh.size))
         holders = self.program.holders(key.stage)
         return {self.mesh.move(rank, dp=dp, pp=pp) for dp in range(self.mesh.dp) for pp in holders}
 
@@ -153,7 +167,7 @@ GOLDEN = [
     ("1f1b", 1, 4, 8, {3: "0:3RECV_F4"}, (3,), "rank 3 is the cause; 3 ranks wait for it"),
     ("1f1b", 1, 4, 8, {3: "0:"}, (3,), "rank 3 (dp0 pp3) has been behind step 0 for "),
     ("1f1b", 1, 4, 8, {0: "-1:"}, (0,), "rank 0 (dp0 pp0) has been before its first step for "),
-    ("1f1b", 2, 2, 4, {1: "0:0ALL_REDUCE"}, (1,), "waiting for NORM, which rank 1 has not joined"),
+    ("1f1b", 2, 2, 4, {1: "0:0ALL_REDUCE"}, (1,), "waiting for NORM, which ranks 0 and 1 have not joined"),
     ("1f1b", 2, 2, 4, {2: "1:STEP"}, (2,), "rank 2 (dp0 pp1) has been in STEP of step 1 for "),
     ("1f1b", 2, 2, 4, {2: "2:STEP"}, (2,), "rank 2 is the cause; no rank waits for it"),
     ("1f1b", 2, 2, 4, {1: "2:NORM"}, (3, 1), "the cause is among ranks 3 and 1; no rank waits for them"),
