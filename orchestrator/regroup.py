@@ -61,7 +61,8 @@ def fence(group: WorkerGroup, lost: dict[int, str], stock: Stock, tell: Tell) ->
     late = [r for r, stand in stands.items() if stand.version == stock.version - 1 and stand.ready]
     norm = next(stand.norm for stand in stands.values() if stand.version == stock.version)
     answers, _ = group.gather({r: _order(group, r, "advance", norm) for r in late}, LEAVE_SECONDS)
-    stock.current = tuple(sorted([r for r, s in stands.items() if s.version == stock.version] + list(answers)))
+    newest = [r for r, s in stands.items() if s.version == stock.version and stock.version >= 0]  # -1: no state yet
+    stock.current = tuple(sorted(newest + list(answers)))
     for rank, stand in stands.items():
         for result in stand.results:
             stock.results.setdefault(result.step, {})[rank] = result

@@ -73,14 +73,15 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def start(self, epoch: int, plan: Plan, rank: int, keep: bool) -> str:
-        """Makes the runner, which takes over what the one before holds if it may `keep` that.
+        """Makes the runner. In an epoch that is to `keep` the state of the one before, it takes over what this rank
+        holds of it, and is blank where another rank's is to come.
 
         Returns the name of its GPU, '' on a CPU.
         """
         kind = getattr(importlib.import_module(self.module), self.name)
         gpu = _visible_index() if plan.device == "cuda" else 0
         self.gpu = next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), -1)
-        runner = kind(plan, rank, self.board, epoch, gpu, self.runner if keep else None)
+        runner = kind(plan, rank, self.board, epoch, gpu, self.runner if keep else None, blank=keep)
         with self.changing:
             if epoch < self.epoch:
                 raise Stale(f"epoch {epoch} is over")

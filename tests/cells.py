@@ -9,6 +9,7 @@ import queue
 import signal
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class Cell:
     def now(self, method: str, *arguments: Any) -> int:
         return self._ask("now", method, *arguments)
 
-    def answer(self, number: int, seconds: float = 15.0) -> Any:
+    def answer(self, number: int, seconds: float = 45.0) -> Any:
         """Raises what the method raised."""
         while number not in self.answers:
             assert self.end.poll(seconds), f"no answer in {seconds} s"
@@ -45,6 +46,11 @@ class Cell:
         if isinstance(value, Exception):
             raise value
         return value
+
+    def wait_for(self, step: int) -> None:
+        """Until this rank is in a step."""
+        while self.answer(self.now("step")) < step:
+            time.sleep(0.01)
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
@@ -61,7 +67,7 @@ class Cell:
         return self.asked
 
 
-def together(cells: list[Cell], method: str, *arguments: Any, seconds: float = 30.0) -> list[Any]:
+def together(cells: list[Cell], method: str, *arguments: Any, seconds: float = 45.0) -> list[Any]:
     asked = [cell.call(method, *arguments) for cell in cells]
     return [cell.answer(number, seconds) for cell, number in zip(cells, asked, strict=True)]
 
@@ -130,8 +136,15 @@ def _serve(end: Any) -> None:
         try:
             if method == "make":
                 plan, rank, epoch = arguments
-                runners[:] = [Runner(plan, rank, board, epoch, rank, runners[0] if runners and epoch > 1 else None)]
+                runners[:] = [
+                    Runner(
+                        plan, rank, board, epoch, rank, runners[0] if runners and epoch > 1 else None, blank=epoch > 1
+                    )
+                ]
                 reply(tag, None)
+            elif method == "step":
+                executor = runners[0].executor
+                reply(tag, executor.step if executor else -1)
             elif method == "state":
                 held = runners[0].parameters.values()
                 reply(tag, {name: value.cpu().clone() for each in held for name, value in each.state().items()})
@@ -147,7 +160,7 @@ def _serve(end: Any) -> None:
             except (EOFError, OSError):
                 os._exit(0)
             if how == "now":
-                faulthandler.dump_traceback_later(9)
+                faulthandler.dump_traceback_later(30)
                 do(tag, *order)
                 faulthandler.cancel_dump_traceback_later()
             else:
@@ -157,6 +170,6 @@ def _serve(end: Any) -> None:
     while True:
         order = orders.get()
         if order[1] in ("leave", "connect", "receive"):
-            faulthandler.dump_traceback_later(9)
+            faulthandler.dump_traceback_later(30)
         do(*order)
         faulthandler.cancel_dump_traceback_later()

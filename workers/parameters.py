@@ -83,8 +83,11 @@ class Parameters:
             self.compute.copy_(self.master)
 
 
-def create(plan: Plan, stage: int, device: torch.device) -> Parameters:
-    """A stage's buffers with their first values, which depend on the seed and the parameter's name alone."""
+def create(plan: Plan, stage: int, device: torch.device, *, blank: bool = False) -> Parameters:
+    """A stage's buffers with their first values, which depend on the seed and the parameter's name alone.
+
+    `blank` ones hold zeros, for state that comes from elsewhere: making values takes seconds a billion.
+    """
     found = tuple(specs(plan.model, *plan.layers[stage]))
     size = sum(math.prod(spec.shape) for spec in found)
     compute_dtype = DTYPES[plan.dtype]
@@ -94,7 +97,7 @@ def create(plan: Plan, stage: int, device: torch.device) -> Parameters:
     decayed = sum(math.prod(spec.shape) for spec in found if len(spec.shape) > 1)
     parameters = Parameters(found, master, compute, gradient, m, v, decayed)
     views = parameters.views(master)
-    for spec in found:
+    for spec in () if blank else found:
         views[spec.name].copy_(first_value(spec, plan.seed))
     parameters.refresh()
     return parameters

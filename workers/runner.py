@@ -48,12 +48,21 @@ class Runner:
     """The worker's side of the driver's calls: __init__, connect, restore, run..., save, close.
 
     `fence` may come at any time from another thread. After it `leave` says where the rank stands, and a new Runner
-    made with `before` takes over the parameters that its own plan has as well. A rank computes on GPU number `gpu` of
+    made with `before` takes over the parameters that its own plan has as well; those of a `blank` one are to be
+    received. A rank computes on GPU number `gpu` of
     its host, or on one CPU thread.
     """
 
     def __init__(
-        self, plan: Plan, rank: int, board: Path, epoch: int = 1, gpu: int = 0, before: Runner | None = None
+        self,
+        plan: Plan,
+        rank: int,
+        board: Path,
+        epoch: int = 1,
+        gpu: int = 0,
+        before: Runner | None = None,
+        *,
+        blank: bool = False,
     ) -> None:
         self.plan, self.rank, self.at = plan, rank, plan.mesh.coordinates(rank)
         self.device = torch.device(plan.device, gpu) if plan.device == "cuda" else torch.device("cpu")
@@ -62,7 +71,7 @@ class Runner:
         self.board: Board = Board(board, epoch) if before is None else before.board.renew(epoch)
         held = before.parameters if before is not None and before.plan.layers == plan.layers else {}
         self.parameters: dict[int, Parameters] = {
-            s: held[s] if s in held else create(plan, s, self.device) for s in plan.stages_of(rank)
+            s: held[s] if s in held else create(plan, s, self.device, blank=blank) for s in plan.stages_of(rank)
         }
         self.stages = {s: Stage(plan, s, parameters) for s, parameters in self.parameters.items()}
         length, fingerprint = plan.batch.length, plan.fingerprint
