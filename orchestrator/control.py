@@ -6,7 +6,6 @@ It says where it listens in control.json of the run's folder, which only the run
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import secrets
@@ -20,6 +19,7 @@ from typing import Any
 from pentad.orchestrator.control_calls import make_server
 from pentad.orchestrator.control_messages import ENDPOINT
 from pentad.orchestrator.control_methods import Board, Health, Methods
+from pentad.orchestrator.listening import refuse_taken
 from pentad.orchestrator.runfolder import _whole
 from pentad.orchestrator.watch import RunView, Wishes
 from pentad.schedules.errors import PentadError
@@ -34,7 +34,7 @@ class Control:
 
     def __init__(self, folder: Path, host: str, port: int, wishes: Wishes) -> None:
         """Port 0 is a free one. Raises PentadError when the port is taken, or the folder cannot be written."""
-        _refuse_taken(host, port)
+        refuse_taken("metrics.control_port", host, port)  # grpc itself would fail with many lines on stderr
         self._wishes, self._file = wishes, folder / ENDPOINT
         self._board = Board(RunView(folder.name, str(folder), "starting", 0, 0, 0, "", "", ""))
         self._thread = threading.Thread(target=self._board.loop.run_forever, name="control", daemon=True)
@@ -86,30 +86,6 @@ class Control:
             raise PentadError(f"metrics.control_port is {address}, which is taken, wanted a free one") from None
         await server.start()
         return server, port
-
-
-def _refuse_taken(host: str, port: int) -> None:
-    """Raises PentadError where nothing can listen; grpc itself would fail with many lines on stderr."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-            probe.bind(address)
-    except (OSError, UnicodeError) as error:
-        raise PentadError(_why_not(host, port, error)) from None
-
-
-def _why_not(host: str, port: int, error: OSError | UnicodeError) -> str:
-    number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, "no name of a host")
-    if number == errno.EADDRINUSE:
-        from pentad.orchestrator.cluster import _holder  # imports ray
-
-        holder = f"{_holder(port)} has that port ({reason})"
-        return f"metrics.control_port is {port}, but {holder}; wanted a free one, or 0 for any"
-    if number == errno.EACCES:
-        return f"metrics.control_port is {port}, which needs more rights than yours, wanted one from 1024 on, or 0"
-    return f"metrics.host is {host!r}, where nothing can listen ({reason}), wanted an address of this machine"
 
 
 def _joined(host: str, port: int) -> str:

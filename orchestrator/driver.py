@@ -24,7 +24,7 @@ from pentad.orchestrator.planning import make_plan
 from pentad.orchestrator.recovery import Recovery
 from pentad.orchestrator.runfolder import JOURNAL, METRICS, RunFolder, read_lines
 from pentad.orchestrator.watch import Wishes
-from pentad.orchestrator.watchers import watched
+from pentad.orchestrator.watchers import refuse_taken_ports, watched
 from pentad.orchestrator.worker import RUNNER
 from pentad.schedules.mesh import Mesh
 from pentad.workers.source import check_same
@@ -52,6 +52,7 @@ def train(
     """
     mesh = Mesh(**config.mesh.model_dump())
     patience = config.cluster.start_timeout_seconds
+    refuse_taken_ports(config.metrics)
     with ExitStack() as stack:
         quiet = Console(quiet=True) if as_json else console
         display = stack.enter_context(Display(quiet, config.run.name, config.run.steps))

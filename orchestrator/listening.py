@@ -1,8 +1,23 @@
-"""Why nothing can listen at an address, in one sentence."""
+"""Whether something can listen at an address, and why not, in one sentence."""
 
 from __future__ import annotations
 
 import errno
+import socket
+
+from pentad.schedules.errors import PentadError
+
+
+def refuse_taken(key: str, host: str, port: int) -> None:
+    """Raises PentadError where nothing can listen; port 0 is always free."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise PentadError(why_not(key, host, port, error)) from None
 
 
 def why_not(key: str, host: str, port: int, error: OSError | UnicodeError) -> str:

@@ -9,10 +9,18 @@ from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.control import Control
 from pentad.orchestrator.exporter import Exporter
 from pentad.orchestrator.jobs import announce
+from pentad.orchestrator.listening import refuse_taken
 from pentad.orchestrator.news import News
 from pentad.orchestrator.ray_metrics import RayMetrics
 from pentad.orchestrator.ray_timeline import RayTimeline
+from pentad.orchestrator.sections import MetricsSection
 from pentad.orchestrator.watch import Wishes
+
+
+def refuse_taken_ports(section: MetricsSection) -> None:
+    """Raises PentadError for a port that `watched` could not have, before anything is started or written."""
+    refuse_taken("metrics.port", section.host, section.port)
+    refuse_taken("metrics.control_port", section.host, section.control_port)
 
 
 @contextmanager

@@ -1,14 +1,14 @@
-"""The life of a submitted run on a cluster of two nodes that asks for a token: seen, paused, resumed, stopped, resubmitted."""
+"""The life of a run submitted to a cluster of two nodes that asks for a token: seen, paused, resumed, stopped, resumed."""
 
 from __future__ import annotations
 
 import json
 import re
-import socket
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +26,45 @@ from pentad.orchestrator.sections import ClusterSection
 
 STEPS = 600
 SMALL = (
-    *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64"),
+    *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
     *("batch.sequences=2", "batch.sequence_length=16", "schedule.name=1f1b", "schedule.microbatches=2", "mesh.pp=2"),
-    *("cluster.device=cpu", f"run.steps={STEPS}"),
+    *("cluster.device=cpu", f"run.steps={STEPS}", "checkpoint.every=50"),  # so that calls have 50 steps at most
 )
 
 
-class TwoNodes:
-    """A cluster whose nodes have room for one rank each, and what a user of it types and asks."""
+class User:
+    """What a user of a cluster types and asks, with the token."""
 
     def __init__(self, cluster: clusters.Cluster, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
         assert cluster.token_file is not None
-        self.cluster, self.capsys, self.words = cluster, capsys, words
+        self.cluster, self.capsys, self.words = cluster, capsys, (*SMALL, *words)
         self.at = ("--address", str(cluster.dashboard))
         self.headers = {"Authorization": f"Bearer {cluster.token_file.read_text()}"}
 
-    def pentad(self, *arguments: str) -> str:
-        """What a command line prints that does what it says."""
+    def pentad(self, *arguments: str) -> tuple[int, str, str]:
         self.capsys.readouterr()
         status = main(list(arguments))
-        printed = self.capsys.readouterr()
-        assert (status, printed.err) == (0, ""), printed
-        return printed.out
+        return status, *self.capsys.readouterr()
 
     def asked(self, *arguments: str) -> Any:
-        return json.loads(self.pentad(*arguments, "--json"))
+        """The JSON of a command that does what it says."""
+        status, out, err = self.pentad(*arguments, "--json")
+        assert status == 0, (out, err)
+        return json.loads(out)
 
-    def submit(self, run: str, *more: str) -> str:
-        return self.pentad("submit", *SMALL, *self.words, f"run.name={run}", *self.at, *more)
+    def submit(self, run: str, *more: str) -> Any:
+        return self.asked("submit", *self.words, f"run.name={run}", *self.at, *more)
 
-    def job(self, name: str) -> dict[str, Any]:
-        (found,) = (job for job in self.asked("jobs", *self.at)["jobs"] if job["job"] == name)
-        return found
+    def job(self, name: str) -> Any:
+        return next(job for job in self.asked("jobs", *self.at)["jobs"] if job["job"] == name)
+
+    def slices(self, name: str) -> set[tuple[str, str]]:
+        """Row and name of each of pentad's slices in the file for Perfetto that Ray's dashboard has of a job."""
+        number = self.dashboard(f"jobs/{name}")["driver_info"]["id"]
+        events = self.dashboard(f"v0/tasks/timeline?job_id={number}")
+        rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        ours = [e for e in events if e["ph"] == "X" and e["args"].get("func_or_class_name") == "pentad.step"]
+        return {(rows[e["pid"], e["tid"]], e["name"]) for e in ours}
 
     def dashboard(self, path: str) -> Any:
         request = urllib.request.Request(f"{self.cluster.dashboard}/api/{path}", headers=self.headers)
@@ -65,16 +72,96 @@ class TwoNodes:
 
 
 @pytest.fixture
-def two(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> Iterator[TwoNodes]:
+def user(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> Iterator[User]:
+    """Of a cluster of two nodes with room for one rank each; jobs have this `python`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
         patch.setenv("OMP_NUM_THREADS", "1")
-        with clusters.start(ClusterSection(device="cpu"), 1) as head, second_node(head):
-            # As `ray start` does: else a job may join another cluster of this machine.
+        with clusters.start(ClusterSection(device="cpu"), 1) as head, second_node(head.address):
             assert head.token_file is not None
+            # As `ray start` does: else a job may join another cluster of this machine.
             ray._private.utils.write_ray_address(head.address, str(head.token_file.parent / "ray"))
-            yield TwoNodes(head, capsys, (f"run.folder={tmp_path}", f"data.path={corpus}", "model.vocab=512"))
+            yield User(head, capsys, (f"run.folder={tmp_path}", f"data.path={corpus}"))
 
 
-def second_node(head: clusters.Cluster) -> Any:
-    raise NotImplementedError
+@contextmanager
+def second_node(address: str) -> Iterator[None]:
+    parameters = RayParams(
+        gcs_address=address,
+        node_ip_address=clusters.LOOPBACK,
+        num_cpus=1,
+        num_gpus=0,
+        object_store_memory=clusters.OBJECT_STORE_BYTES,
+        dashboard_agent_listen_port=0,
+        include_log_monitor=False,
+    )
+    node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=True)
+    try:
+        eventually(lambda: ray.cluster_resources().get("CPU"), lambda cpus: cpus == 2)
+        yield
+    finally:
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+def eventually(ask: Callable[[], Any], done: Callable[[Any], bool], seconds: float = 40.0) -> Any:
+    until = time.monotonic() + seconds
+    while not done(answer := ask()):
+        assert time.monotonic() < until, answer
+        time.sleep(0.05)
+    return answer
+
+
+def steps(run: Path) -> list[tuple[Any, ...]]:
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+def serves(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.timeout(150)
+def test_a_submitted_run_is_seen_paused_resumed_stopped_and_resubmitted_and_loses_nothing(
+    user: User, tmp_path: Path
+) -> None:
+    parts = tmp_path / "parts"
+    user.submit("parts", "--name", "first", "--no-follow")
+    eventually(lambda: steps(parts), bool)
+
+    paused = user.asked("pause", str(parts))
+    status = user.asked("status", str(parts))
+    assert (status["run"], status["state"], status["mesh"], status["epoch"]) == ("parts", "paused", "pp2", 1)
+    assert status["step"] == paused["step"] == len(steps(parts))
+    assert [rank["coordinates"]["pp"] for rank in status["ranks"]] == [0, 1]
+    assert len({psutil.Process(rank["pid"]).ppid() for rank in status["ranks"]}) == 2  # a node each
+    assert user.job("first")["endpoints"] == status["endpoints"]
+    metrics = urllib.request.urlopen(f"http://{status['endpoints']['metrics']}/metrics", timeout=5).read().decode()
+    assert re.search(r'^pentad_run_state\{.*"paused".*\} 1.0$', metrics, re.MULTILINE)
+
+    shown = eventually(lambda: user.slices("first"), lambda found: len({row for row, _ in found}) == 2)
+    names = {f"{stage}{op}{microbatch}" for stage in "01" for op in ("F", "BW") for microbatch in "01"}
+    assert {(f"worker:000{name[0]}", name) for name in names} <= shown
+
+    saved = user.asked("checkpoint", str(parts))["step"]
+    assert saved == paused["step"]
+    assert user.asked("resume", str(parts))["state"] == "running"
+    eventually(lambda: len(steps(parts)), lambda done: done > saved)
+    assert serves(status["endpoints"]["control"])
+    done = user.asked("pause", str(parts))["step"]  # for a fast machine: it would come to the end before the stop
+
+    stopped = user.asked("stop", "first", *user.at)
+    assert stopped["outcome"] == f"job first was stopped after {done} steps, with a checkpoint in {parts}"
+    assert saved < done == len(steps(parts)) < STEPS
+    assert user.asked("status", str(parts))["state"] == "stopped"
+    second = user.submit("parts", "--name", "second")
+    assert (second["status"], second["outcome"]) == ("SUCCEEDED", f"job second finished; the run is in {parts}")
+    assert f"resuming from step {done}" in user.pentad("logs", "second", *user.at)[1]
+    refused = (1, "", f"pentad: run parts is finished at step {STEPS}, wanted a live one\n")
+    assert user.pentad("pause", str(parts)) == refused
+
+    user.submit("whole")
+    assert steps(parts) == steps(tmp_path / "whole")
+    assert len(steps(parts)) == STEPS
