@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from pentad.orchestrator.head import psutil, sweep
+from pentad.orchestrator.joining import refuse_unjoinable
 from pentad.orchestrator.sections import ClusterSection
 from pentad.schedules.errors import PentadError
 
@@ -109,11 +110,11 @@ def _head(options: dict[str, Any]) -> Iterator[tuple[Path, str]]:
 
 @contextmanager
 def _joined(section: ClusterSection) -> Iterator[Cluster]:
-    host = _reachable(section.address)
     mode = os.environ.get("RAY_AUTH_MODE", section.auth)
     with ExitStack() as stack:
         stack.enter_context(_environment({"RAY_AUTH_MODE": mode, **SILENT}))
-        if host == LOOPBACK:  # else Ray looks for it at this machine's other address
+        refuse_unjoinable(section.address, mode)
+        if _host(section.address) == LOOPBACK:  # else Ray looks for it at this machine's other address
             stack.enter_context(_loopback_only())
         stack.callback(ray.shutdown)
         try:
@@ -139,18 +140,10 @@ def _passed_on() -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in given}
 
 
-def _reachable(address: str) -> str:
-    """The host of 'HOST:PORT', '' for 'auto'. Raises PentadError when nobody listens there: Ray tries for minutes."""
-    if address == "auto":
-        return ""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=10):
-            return LOOPBACK if host == "localhost" else host
-    except (OSError, ValueError) as error:
-        raise PentadError(
-            f"cluster.address is {address!r}, where no Ray cluster answers ({error}), wanted local, auto or HOST:PORT"
-        ) from error
+def _host(address: str) -> str:
+    """Of 'HOST:PORT'; '' of 'auto'."""
+    host = address.rpartition(":")[0]
+    return LOOPBACK if host == "localhost" else host
 
 
 def _device(section: ClusterSection, ranks: int, *, local: bool) -> tuple[str, str]:

@@ -77,7 +77,7 @@ def plain(message: Any) -> dict[str, Any]:
         if field.message_type is None:
             facts[field.name] = None if field.has_presence and not message.HasField(field.name) else value
         elif field.message_type.GetOptions().map_entry:
-            facts[field.name] = dict(value)
+            facts[field.name] = dict(sorted(value.items()))  # a map has no order
         elif hasattr(value, "DESCRIPTOR"):
             facts[field.name] = plain(value)
         else:

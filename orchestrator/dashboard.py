@@ -56,8 +56,10 @@ def asks_no_token(address: str) -> bool:
         if error.code in (401, 403):
             return False
         reason = f"{reason}: HTTP {error.code}"
-    except (OSError, ValueError, HTTPException) as error:
+    except OSError as error:
         reason = str(getattr(error, "reason", error))
+    except (ValueError, HTTPException):
+        pass
     raise PentadError(f"--address is '{address}', where no Ray cluster answers ({reason}), wanted its dashboard's URL")
 
 

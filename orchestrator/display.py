@@ -25,7 +25,12 @@ from pentad.schedules.timeline import Bubble
 
 _LINES = 8  # steps in the live table
 _MOST_RANKS = 32  # rows of a table of ranks
-_STATES = {"running": "green", "idle": "dim", "starting": "yellow", "waiting": "yellow", "dead": "bold red"}
+COLOURS = {  # of the states of ranks and runs
+    **{"running": "green", "idle": "dim", "waiting": "yellow", "starting": "yellow"},
+    **{"hung": "bold red", "lost": "bold red", "failed": "bold red"},
+    **{"paused": "yellow", "recovering": "bold yellow", "stopping": "yellow", "finished": "green", "stopped": "dim"},
+}
+OVER = ("finished", "stopped", "failed")  # states of a run without ranks
 
 
 class Seat(NamedTuple):
@@ -57,6 +62,7 @@ class Display:
         self.rows: deque[dict[str, Any]] = deque(maxlen=_LINES)
         self.losses: list[float] = []
         self.states: Sequence[RankState] = ()
+        self.state = "starting"
         self.live: Live | None = None
 
     def __enter__(self) -> Display:
@@ -80,6 +86,12 @@ class Display:
             return
         self.refresh(states or self.states)
 
+    def turn(self, state: str) -> None:
+        """The run is in another state now."""
+        self.state = state
+        if self.live is not None:
+            self.refresh(self.states)
+
     def refresh(self, states: Sequence[RankState]) -> None:
         """Shows what the ranks do now, in a terminal."""
         self.states = states
@@ -91,8 +103,11 @@ class Display:
         self.live.update(self._table(), refresh=True)
 
     def note(self, text: str) -> None:
-        """Prints a line above the live table."""
-        self.console.print(Text(f" {text}"), soft_wrap=True)
+        """Prints a sentence above the live table; in a log it is one line, however long."""
+        if self.moves:
+            self.console.print(Padding(Text(text), (0, 1)))
+        else:
+            self.console.print(Text(f" {text}"), soft_wrap=True)
 
     def _stop(self) -> None:
         if self.live is not None:
@@ -103,7 +118,7 @@ class Display:
         parts: list[RenderableType] = [Text(), self._header()]
         if self.rows:
             parts += [Text(), steps_table(self.rows)]
-        if self.states:
+        if self.states and self.state not in OVER:
             room = max(1, min(_MOST_RANKS, self.console.height - _LINES - 10))
             parts += [Text(), states_table(self.states, room, self.rows[-1]["step"] if self.rows else -1)]
         return Group(*parts)
@@ -115,8 +130,10 @@ class Display:
         bar = ProgressBar(self.steps, done, width=wide, complete_style="cyan", finished_style="green")
         pace = [row["step_seconds"] for row in self.rows]
         left = (self.steps - done) * sum(pace) / len(pace) if pace else 0.0
-        rest = "done" if done >= self.steps else f"{duration(round(left))} left"
-        head.add_row(Text(f" {self.name}", "bold"), f"{done}/{self.steps} steps", bar, Text(rest, "dim"))
+        rest = Text("done" if done >= self.steps else f"{duration(round(left))} left", "dim")
+        if self.state not in ("starting", "running", "finished"):
+            rest = Text(self.state, COLOURS[self.state])
+        head.add_row(Text(f" {self.name}", "bold"), f"{done}/{self.steps} steps", bar, rest)
         if len(self.losses) < 2 or self.console.options.ascii_only:
             return head
         room = max(10, min(60, self.console.width - 30))
@@ -222,11 +239,11 @@ def steps_table(rows: Sequence[dict[str, Any]] | deque[dict[str, Any]]) -> Table
 
 
 def states_table(states: Sequence[RankState], most: int, newest: int = -1) -> Table:
-    """A row a rank; what was heard before step `newest` ended is not shown, for it is no longer so."""
+    """A row a rank. What was heard before step `newest` ended is not shown, for only of a lost rank it is still so."""
     table = _table("rank>", "place", "state", "step>", "instruction")
     for s in states[:most]:
-        known = s.step >= newest
-        now = (Text(s.state, _STATES.get(s.state, "")), str(s.step) if s.step >= 0 else "-", Text(s.instruction))
+        known = s.step >= newest or s.state == "lost"
+        now = (Text(s.state, COLOURS.get(s.state, "")), str(s.step) if s.step >= 0 else "-", Text(s.instruction))
         table.add_row(str(s.rank), str(s.coordinates), *(now if known else ("-", "-", "")))
     return _with_more(table, len(states))
 

@@ -52,6 +52,7 @@ def train(
     """
     mesh = Mesh(**config.mesh.model_dump())
     patience = config.cluster.start_timeout_seconds
+    runfolder.refuse_live(config)
     refuse_taken_ports(config.metrics)
     with ExitStack() as stack:
         quiet = Console(quiet=True) if as_json else console

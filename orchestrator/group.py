@@ -140,13 +140,13 @@ class WorkerGroup:
                     f"run.folder has {folder}, which {self.label(rank)} does not see, wanted storage that all share"
                 )
 
-    def restore(self, folder: Path | None, step: int = 0) -> None:
+    def restore(self, folder: Path | None, step: int = 0, tick: Tick | None = None) -> None:
         """Fills every rank's state from a checkpoint of `step` steps; None leaves the first values."""
-        self._collect(self._do("restore", str(folder) if folder else None, step))
+        self._collect(self._do("restore", str(folder) if folder else None, step), tick=tick)
 
-    def receive(self, sources: dict[int, int], step: int) -> None:
+    def receive(self, sources: dict[int, int], step: int, tick: Tick | None = None) -> None:
         """Has the ranks `sources[stage]` give their state of `step` steps to all holders of a stage."""
-        self._collect(self._do("receive", sources, step))
+        self._collect(self._do("receive", sources, step), tick=tick)
 
     def ping(self, tick: Tick | None = None) -> None:
         """Waits for a word of every rank; raises WorkerError when one is gone."""
@@ -170,7 +170,7 @@ class WorkerGroup:
     def save_shares(self, folder: Path, step: int, shares: dict[int, tuple[int, ...]]) -> list[dict[str, Any]]:
         """Has each rank of `shares` write these stages; for an epoch that some ranks have not survived."""
         refs = {r: self.actors[r].do.remote(self.epoch, "save", str(folder), step, its) for r, its in shares.items()}
-        return [shard for ref in refs.values() for shard in ray.get(ref)]
+        return [shard for rank, ref in refs.items() for shard in self.answer(rank, ref)]
 
     def submit_commit(self, folder: Path, step: int, shards: list[dict[str, Any]], keep: int, rank: int = 0) -> Refs:
         """Has a rank commit a checkpoint and discard older ones, beside the training."""
@@ -322,6 +322,13 @@ class WorkerGroup:
         how = ("killed", "ray") if culprit.died else ("peer", "peer") if culprit.victim else ("error", "ray")
         return WorkerError(message, culprit.rank, detail, lost, *how)
 
+    def answer(self, rank: int, ref: Any, seconds: float | None = None) -> Any:
+        """One rank's answer; raises WorkerError when it fails, or does not come in time."""
+        try:
+            return ray.get(ref, timeout=seconds)
+        except RayError as error:
+            raise self._told([Failure(rank, error)]) from None
+
     def silent(self, seconds: float = PING_SECONDS) -> tuple[int, ...]:
         """Ranks that do not answer within seconds."""
         answers, _ = self.gather({rank: actor.clock.remote() for rank, actor in enumerate(self.actors)}, seconds)
@@ -373,7 +380,7 @@ class WorkerGroup:
         found = []
         for _ in range(8):
             asked = time.monotonic()
-            there = ray.get(self.actors[rank].clock.remote())
+            there = self.answer(rank, self.actors[rank].clock.remote(), 10 * PING_SECONDS)
             heard = time.monotonic()
             found.append((heard - asked, (asked + heard) / 2 - there))
         return min(found)[1]

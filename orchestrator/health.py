@@ -33,7 +33,7 @@ class Health:
     def __init__(self, group: WorkerGroup, hang_seconds: float, first_seconds: float) -> None:
         self.group, self.hang_seconds, self.first_seconds = group, hang_seconds, first_seconds
         self.before: dict[int, tuple[int, int]] = {}
-        self.quiet, self.looked = 0.0, time.monotonic()
+        self.quiet, self.looked, self.stepping = 0.0, time.monotonic(), False
 
     def deadline(self, costs: Costs | None) -> float:
         """Seconds without progress that are too long; `costs` None: nothing has been measured yet."""
@@ -47,13 +47,12 @@ class Health:
         now = time.monotonic()
         passed, self.looked = min(now - self.looked, 2 * STATUS_SECONDS), now
         positions = {rank: (status.step, status.counter) for rank, status in statuses.items()}
-        moved = positions != self.before
-        self.before = positions
-        self.quiet = 0.0 if moved else self.quiet + passed
-        if self.quiet < QUIET_SECONDS:
-            return None
+        moved = positions != self.before or stepping != self.stepping
+        self.before, self.stepping = positions, stepping
         silent = self._silent(now)
-        if not stepping and not silent:
+        rests = not stepping and not silent  # between steps, at a checkpoint or in a pause
+        self.quiet = 0.0 if moved or rests else self.quiet + passed
+        if self.quiet < QUIET_SECONDS:
             return None
         verdict = self._verdict(statuses)
         causes = _causes(verdict, silent, self.group.plan.mesh.size)

@@ -73,7 +73,8 @@ def metadata(config: RunConfig) -> dict[str, str]:
         "folder": str(Path(config.run.folder) / config.run.name),
         "config": json.dumps(config.model_dump(), separators=(",", ":")),
     }
-    return {f"pentad/{name}": fact for name, fact in facts.items()}
+    # job_name is the Name on the dashboard's page of jobs.
+    return {"job_name": config.run.name, **{f"pentad/{name}": fact for name, fact in facts.items()}}
 
 
 def _absolute(path: str, here: Path) -> str:

@@ -54,6 +54,7 @@ class News:
 
     def state(self, state: str) -> None:
         if state != self.view.state:
+            self.display.turn(state)
             self.say(state=state)
 
     def ranks(self, statuses: dict[int, Status], heard: dict[int, float], hung: Sequence[int] = ()) -> None:
@@ -65,13 +66,11 @@ class News:
                 state = "hung" if view.rank in hung else _state(status)
                 view = view._replace(state=state, step=status.step, instruction=status.instruction)
             views.append(view._replace(heartbeat=heard.get(view.rank, view.heartbeat)))
-        self.say(ranks=tuple(views))
+        self._ranks(tuple(views))
         self.gpus({rank: status.gpu for rank, status in statuses.items() if status.gpu is not None})
-        self.display.refresh([RankState(v.rank, v.coordinates, v.state, v.instruction, v.step) for v in views])
 
     def lost(self, rank: int) -> None:
-        ranks = tuple(v._replace(state="lost") if v.rank == rank else v for v in self.view.ranks)
-        self.say(ranks=ranks)
+        self._ranks(tuple(v._replace(state="lost") if v.rank == rank else v for v in self.view.ranks))
 
     def steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         """Steps are done."""
@@ -85,6 +84,10 @@ class News:
         last = rows[-1]
         self.say(step=last["step"] + 1, loss=last["loss"], tokens_per_second=last["tokens_per_second"], verdict="")
 
+    def _ranks(self, views: tuple[RankView, ...]) -> None:
+        self.say(ranks=views)
+        self.display.refresh([RankState(v.rank, v.coordinates, v.state, v.instruction, v.step) for v in views])
+
     def event(self, event: str, **facts: Any) -> None:
         """A line of the journal."""
         entry = self.folder.event(event, **facts)
@@ -95,4 +98,5 @@ class News:
 def _state(status: Status) -> str:
     if not status.instruction:
         return "idle"
-    return "waiting" if "RECV" in status.instruction else "running"
+    others = "RECV" in status.instruction or "#" in status.instruction  # a transfer, or something that a group does
+    return "waiting" if others else "running"

@@ -81,10 +81,21 @@ def bundle_places(group: PlacementGroup) -> tuple[Place, ...]:
 
 
 def living_bundles(group: PlacementGroup) -> dict[int, str]:
-    """Bundle -> node of those that stand on living nodes; Ray moves the others when it finds room."""
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    """Bundle -> node of those that stand on living nodes; Ray moves the others when it finds room.
+
+    A node that drains takes nobody in, and its bundles are moved once it is gone.
+    """
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(draining())
     table = ray.util.placement_group_table(group)
     return {bundle: node for bundle, node in table["bundles_to_node_id"].items() if node in alive}
+
+
+def draining() -> dict[str, int]:
+    """Nodes that are about to be taken away, and when: Unix milliseconds, 0 if that is open."""
+    try:
+        return dict(ray._private.state.state.get_draining_nodes())
+    except Exception:  # an interface of Ray's own: without it there is no notice
+        return {}
 
 
 def hosts(group: PlacementGroup) -> int:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import ray
 
 from pentad.orchestrator import regroup
 from pentad.orchestrator.config import RunConfig
-from pentad.orchestrator.group import WorkerError, WorkerGroup
+from pentad.orchestrator.group import Tick, WorkerError, WorkerGroup
 from pentad.orchestrator.news import News
-from pentad.orchestrator.placement import Place, living_bundles, order_places
+from pentad.orchestrator.placement import Place, draining, living_bundles, order_places
 from pentad.orchestrator.planning import make_plan, smaller
 from pentad.orchestrator.regroup import Stock
+from pentad.orchestrator.worker import Status
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import Plan
 
@@ -27,6 +25,7 @@ class Hopeless(WorkerError):
 ATTEMPTS = 5  # faults during one recovery
 STANDSTILL = 3  # faults in a row without a step between them: it will not get better
 LOOK_SECONDS = 2.0  # between two looks at what the cluster offers
+NOTICE_SECONDS = 15.0  # before its end a node that drains is left; until then its ranks go on
 
 
 class Recovery:
@@ -39,13 +38,15 @@ class Recovery:
         self.faults = self.standing = 0
         self.last_step, self.looked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()
+        self.notice = 0.0  # seconds until the node being left is gone: no earlier does Ray move its places
 
     def fault(self, fault: WorkerError, done: int) -> Stock:
         """After a fault with `done` steps accounted for. Raises the fault when the run cannot or should not go on."""
         self.faults += 1
         self.standing = self.standing + 1 if done == self.last_step else 1
         self.last_step = done
-        if self.faults > self.config.elastic.max_failures or self.standing > STANDSTILL:
+        spent = self.faults > self.config.elastic.max_failures or self.standing > STANDSTILL
+        if spent or isinstance(fault, Hopeless):
             raise fault
         self.news.display.note(f"{fault}; recovering")
         lost = dict.fromkeys(fault.lost, str(fault))
@@ -71,8 +72,10 @@ class Recovery:
         if now < self.looked + LOOK_SECONDS:
             return False
         self.looked = now
-        drained = {node.hex() if isinstance(node, bytes) else node for node in draining()}
-        self.leaving = tuple(rank for rank, at in enumerate(self.group.places) if at.node in drained)
+        left = {node: deadline / 1000 - time.time() for node, deadline in draining().items() if deadline}
+        going = {node: seconds for node, seconds in left.items() if seconds < NOTICE_SECONDS}
+        self.leaving = tuple(rank for rank, at in enumerate(self.group.places) if at.node in going)
+        self.notice = max(0.0, *(going[self.group.places[rank].node] for rank in self.leaving), 0.0)
         short = self.group.plan.mesh.size < self.full.mesh.size
         return bool(self.leaving) or (short and len(living_bundles(self.group.placement)) >= self.full.mesh.size)
 
@@ -118,7 +121,8 @@ class Recovery:
         """Repairs the mesh, or makes do with a smaller one; says how."""
         group, whole = self.group, regroup.complete(self.group.plan, stock)
         began = time.monotonic()
-        seated = not lost or regroup.refill(group, lost, self.config.elastic.wait_seconds, self._pass)
+        wait, self.notice = self.config.elastic.wait_seconds + self.notice, 0.0
+        seated = not lost or regroup.refill(group, lost, wait, self._pass)
         stock.took("place", began)
         if not seated:
             return self._shrink(lost, stock, whole)
@@ -126,7 +130,7 @@ class Recovery:
         self._begin(stock, keep=whole)
         began = time.monotonic()
         if whole:
-            group.receive(regroup.sources(group.plan, stock.current), stock.version)
+            group.receive(regroup.sources(group.plan, stock.current), stock.version, tick=self._alive())
         else:
             self._restore(stock)
         stock.took("state", began)
@@ -166,6 +170,8 @@ class Recovery:
         before = group.plan, group.bundles, group.actors, group.places
         here = dict(zip(group.bundles, zip(group.actors, group.places, strict=True), strict=True))
         nodes = living_bundles(group.placement)
+        if len(nodes) < plan.mesh.size:  # gone again
+            return self._refit({}, stock)
         order = order_places([Place(bundle, node, here[bundle][1].gpu if bundle in here else -1)
                               for bundle, node in sorted(nodes.items())], plan.mesh)  # fmt: skip
         group.plan, group.bundles = plan, list(order)
@@ -174,7 +180,8 @@ class Recovery:
         group.places = tuple(here.get(bundle, blank)[1] for bundle in order)
         missing = {rank: "" for rank, bundle in enumerate(order) if bundle not in here}
         if not regroup.refill(group, missing, self.config.elastic.wait_seconds, self._pass):
-            group.plan, group.bundles, group.actors, group.places = before  # gone again
+            group.plan, group.bundles, group.actors, group.places = before
+            return self._refit({}, stock)
         self.news.folder.replan(group.plan)
         self._begin(stock, keep=False)
         self._restore(stock)
@@ -201,7 +208,7 @@ class Recovery:
 
     def _save(self, stock: Stock) -> None:
         """A checkpoint of the newest steps, every stage written by a rank that has it."""
-        group, path = self.group, self.news.folder.checkpoint(stock.version)
+        began, group, path = time.monotonic(), self.group, self.news.folder.checkpoint(stock.version)
         if self._newest() == stock.version:
             return
         stages, holds = range(group.plan.program.stages), group.plan.stages_of
@@ -209,8 +216,9 @@ class Recovery:
         shares = {rank: tuple(s for s, owner in owners.items() if owner == rank) for rank in set(owners.values())}
         shards = group.save_shares(path, stock.version, shares)
         refs = group.submit_commit(path, stock.version, shards, self.config.checkpoint.keep, min(shares))
-        ray.get(refs[0])
-        self.news.event("checkpoint", epoch=group.epoch, step=stock.version)
+        group.answer(min(shares), refs[0])
+        seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
+        self.news.event("checkpoint", epoch=group.epoch, step=stock.version, seconds=seconds, bytes=size)
 
     def _restore(self, stock: Stock) -> None:
         from pentad.workers.checkpoint import newest  # imports torch, which a run without faults does not need here
@@ -218,7 +226,21 @@ class Recovery:
         found = newest(self.news.folder.checkpoints).checkpoint
         folder: Path | None = found.folder if found else None
         stock.version = found.step if found else 0
-        self.group.restore(folder, stock.version)
+        self.group.restore(folder, stock.version, tick=self._alive())
+
+    def _alive(self) -> Tick:
+        """Gives ranks up that fall silent while the state is handed on: nothing else ends a wait for them."""
+        began = time.monotonic()
+
+        def look(statuses: dict[int, Status]) -> None:
+            long_ago = time.monotonic() - self.config.elastic.hang_seconds
+            heard = self.group.heard
+            silent = tuple(r for r in range(len(self.group.actors)) if max(began, heard.get(r, began)) < long_ago)
+            if silent:
+                text = f"{', '.join(map(self.group.label, silent))} fell silent during a recovery"
+                raise WorkerError(text, silent[0], text, silent, "hang", "heartbeat")
+
+        return look
 
     def _newest(self) -> int:
         """Steps of the newest checkpoint, 0 without one."""
@@ -237,11 +259,3 @@ _WORDS = {
     "shrink": "made smaller",
     "grow": "grown back",
 }
-
-
-def draining() -> list[Any]:
-    """Nodes that Ray is about to take away."""
-    try:
-        return list(ray._private.state.state.get_draining_nodes())
-    except Exception:  # an interface of Ray's own: without it there is no notice
-        return []

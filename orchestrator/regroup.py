@@ -72,6 +72,8 @@ def fence(group: WorkerGroup, lost: dict[int, str], stock: Stock, tell: Tell) ->
 
 def complete(plan: Plan, stock: Stock) -> bool:
     """Whether the ranks that are current hold every stage."""
+    if stock.version < 0:  # a recovery was cut short before any rank had a state again
+        return False
     held = {stage for rank in stock.current for stage in plan.stages_of(rank)}
     return held == set(range(plan.program.stages))
 

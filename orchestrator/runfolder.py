@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,14 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def refuse_live(config: RunConfig) -> None:
+    """Raises PentadError when a live run has the folder of `config`: asked early, for that run may have all places."""
+    path = Path(config.run.folder).expanduser() / config.run.name
+    with suppress(OSError):  # RunFolder tells
+        if (path / ".lock").exists():
+            os.close(_lock(path, config.run.name))
 
 
 def resolve_run(name: str, folder: Path = Path("runs")) -> Path:

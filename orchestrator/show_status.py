@@ -13,14 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.control_client import NotLive, connect
-from pentad.orchestrator.display import number
+from pentad.orchestrator.display import COLOURS, OVER, number
 from pentad.schedules.mesh import Coordinates
 
-_COLOURS = {
-    **{"running": "green", "idle": "dim", "waiting": "yellow", "starting": "yellow"},
-    **{"hung": "bold red", "lost": "bold red", "failed": "bold red"},
-    **{"paused": "yellow", "recovering": "bold yellow", "stopping": "yellow", "finished": "green", "stopped": "dim"},
-}
 _SAID = {
     "pause": "paused after step {step}",
     "resume": "goes on from step {step}",
@@ -67,7 +62,7 @@ def status_view(status: dict[str, Any], most: int) -> RenderableType:
     head = Text.assemble(
         (f" {status['run']}", "bold"),
         "  ",
-        (state, _COLOURS.get(state, "")),
+        (state, COLOURS.get(state, "")),
         f"  step {status['step']}/{status['steps']}  epoch {status['epoch']}",
     )
     what = Text(f" {status['mesh']}  {status['schedule']}  {hashed}", "dim")
@@ -75,9 +70,11 @@ def status_view(status: dict[str, Any], most: int) -> RenderableType:
     parts: list[RenderableType] = [head, what, Text(pace)]
     if status["verdict"]:
         parts.append(Text(f" {status['verdict']}", "bold yellow"))
+    if state in OVER:
+        return Group(*parts)
     if status["ranks"]:
         parts += [Text(), ranks_table(status["ranks"], most)]
-    for name, place in status["endpoints"].items():
+    for name, place in sorted(status["endpoints"].items()):
         parts.append(Text.assemble((f" {name:<10}", "dim"), place))
     return Group(*parts)
 
@@ -97,7 +94,7 @@ def ranks_table(ranks: list[dict[str, Any]], most: int) -> Table:
             Text(rank["node"]),
             f"GPU {rank['gpu']}" if rank["gpu"] >= 0 else "CPU",
             str(rank["pid"]) if rank["pid"] >= 0 else "-",
-            Text(rank["state"], _COLOURS.get(rank["state"], "")),
+            Text(rank["state"], COLOURS.get(rank["state"], "")),
             str(rank["step"]) if rank["step"] >= 0 else "-",
             Text(rank["instruction"]),
             Text(f"{age:.1f} s", "bold red" if age >= _OLD_SECONDS else "dim"),

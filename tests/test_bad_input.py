@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -100,14 +102,27 @@ def test_a_damaged_corpus_is_named(damage, refused, corpus, tmp_path):
     assert ("corpus" if damage == "empty" else "tokens-00000.arrow") in sentence
 
 
-def test_a_taken_port_is_named(refused, corpus, tmp_path):
+@pytest.mark.parametrize("key", ["cluster.dashboard_port", "metrics.port", "metrics.control_port"])
+def test_a_taken_port_is_named_with_its_holder(key, refused, corpus, tmp_path):
     files = lesser(corpus, tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        words = ["data.path=corpus", "cluster.dashboard=true", f"cluster.dashboard_port={port}"]
+        words = ["data.path=corpus", "cluster.dashboard=true", f"{key}={port}"]
         sentence = refused("train", *SMALL, *words, files=files)
-    assert "cluster.dashboard_port" in sentence
-    assert str(port) in sentence
+    assert f"{key} is {port}, but " in sentence
+    assert f"(pid {os.getpid()}) has that port" in sentence
+
+
+def test_a_live_runs_name_is_refused_before_anything_starts(refused, corpus, tmp_path):
+    lesser(corpus, tmp_path)
+    words = [*SMALL, "data.path=corpus", "run.name=alive"]
+    (tmp_path / "runs" / "alive").mkdir(parents=True)
+    with (tmp_path / "runs" / "alive" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write("4321")
+        held.flush()
+        sentence = refused("train", *words, "cluster.address=127.0.0.1:1", files=len(list(tmp_path.rglob("*"))))
+    assert sentence == "pentad: run.name is alive, which is running already (process 4321), wanted another\n"
 
 
 def test_ranks_that_read_another_corpus_than_the_driver_say_so(corpus):

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from footprint import Footprint
 
 from pentad.orchestrator import cluster as clusters
 from pentad.orchestrator.head import psutil
+from pentad.orchestrator.joining import refuse_unjoinable
 from pentad.orchestrator.sections import ClusterSection
 from pentad.schedules.errors import PentadError
 
@@ -179,3 +181,28 @@ def test_an_existing_cluster_is_joined_and_stays(running: clusters.Cluster, monk
 def test_an_address_where_no_cluster_answers_is_told() -> None:
     answer = join({"address": "127.0.0.1:1"})
     assert answer.startswith("cluster.address is '127.0.0.1:1', where no Ray cluster answers")
+
+
+@pytest.mark.parametrize(
+    ("variables", "mode", "told"),
+    [
+        ({"RAY_AUTH_TOKEN": "f" * 64}, "token", "the Ray cluster at {} refuses the token found here, wanted the"),
+        ({"RAY_AUTH_TOKEN": ""}, "token", "cluster.auth is 'token', but no token was found here, wanted the"),
+        ({"RAY_AUTH_MODE": "disabled"}, "disabled", "cluster.auth is 'disabled', but the Ray cluster at {} asks for"),
+    ],
+)
+def test_a_token_that_does_not_fit_is_told_at_once(
+    running: clusters.Cluster, variables: dict[str, str], mode: str, told: str, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    nowhere = {"HOME": str(tmp_path)}  # where Ray looks for a token last
+    with clusters._environment(nowhere | variables), pytest.raises(PentadError, match=told.format(running.address)):
+        refuse_unjoinable(running.address, mode)
+    assert time.monotonic() - began < 5
+    refuse_unjoinable(running.address, "token")
+
+
+def test_a_dashboard_is_no_address_of_a_cluster(running: clusters.Cluster) -> None:
+    address = str(running.dashboard).removeprefix("http://")
+    with pytest.raises(PentadError, match=f"^cluster.address is '{address}', where no Ray cluster answers .what list"):
+        refuse_unjoinable(address, "token")

@@ -82,6 +82,13 @@ def test_a_person_sees_every_rank_and_for_whom_the_run_waits(pentad: Pentad, ser
     assert "\x1b" not in out
 
 
+def test_of_a_run_that_is_over_no_rank_and_no_endpoint_is_shown(pentad: Pentad, served: Served) -> None:
+    served.control.view(seen("finished", step=60))
+    out = pentad("status", "trial")[1]
+    assert "finished" in out
+    assert "dp0" not in out and "127.0.0.1" not in out
+
+
 def test_where_not_all_ranks_fit_those_in_trouble_are_shown() -> None:
     view = seen("running", *(rank(number, "lost" if number == 70 else "running") for number in range(100)))
     console = Console(width=120)

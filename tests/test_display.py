@@ -102,6 +102,24 @@ def test_what_was_heard_of_a_rank_before_the_last_step_is_not_shown() -> None:
     assert re.search(r"^ +2 +dp0 pp2 +- +- *$", stale, re.M)
 
 
+def test_in_a_recovery_the_state_of_the_run_and_the_lost_rank_are_shown() -> None:
+    plan, _, _ = planned()
+    screen = console(terminal=True)
+    with Display(screen, "trial", 60) as display:
+        display.step(row(4), states(plan, 4))
+        display.turn("recovering")
+        display.refresh([seen._replace(state="lost") if seen.rank == 2 else seen for seen in states(plan, 3)])
+        recovering = shown(screen).rpartition("trial")[2]
+        display.turn("running")
+        again = shown(screen).rpartition("trial")[2]
+        display.turn("stopped")
+        over = shown(screen).rpartition("trial")[2]
+    assert "recovering" in recovering and "left" not in recovering
+    assert re.search(r"^ +2 +dp0 pp2 +lost +3 +2F3", CODES.sub("", recovering), re.M)
+    assert "left" in again and "recovering" not in again
+    assert "stopped" in over and "dp0 pp2" not in over
+
+
 def test_the_terminal_gets_its_cursor_back_however_the_run_ends() -> None:
     screen = console(terminal=True)
 

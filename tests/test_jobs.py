@@ -89,7 +89,8 @@ def test_a_job_says_what_it_is_and_gets_its_time_to_stop(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     config = job_package.for_cluster(load(None, ["run.name=trial", "cluster.stop_timeout_seconds=7.5"]), Path("/a"))
     facts = job_package.metadata(config)
-    assert {name.removeprefix("pentad/") for name in facts} == set(jobs._FACTS)
+    assert facts.keys() == {"job_name", *(f"pentad/{name}" for name in jobs._FACTS)}
+    assert facts["job_name"] == "trial"  # as the dashboard calls it
     assert (facts["pentad/run"], facts["pentad/folder"]) == ("trial", "/a/runs/trial")
     assert (facts["pentad/mesh"], facts["pentad/schedule"]) == ("pp4", "zb-h2")
     assert RunConfig.model_validate(json.loads(facts["pentad/config"])) == config
@@ -292,7 +293,8 @@ def test_jobs_are_listed_with_what_their_drivers_announced(
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": {"job_submission_id": "whole"}}))
     assert announce({"control": "10.0.0.1:1234", "metrics": "10.0.0.1:5678"})
     listed = {job["job"]: job for job in json.loads(pentad("jobs", *at, "--json")[1])["jobs"]}
-    assert listed["whole"]["endpoints"] == {"control": "10.0.0.1:1234", "metrics": "10.0.0.1:5678"}
+    announced = {"control": "10.0.0.1:1234", "metrics": "10.0.0.1:5678", "dashboard": cluster.dashboard}
+    assert listed["whole"]["endpoints"] == announced
     assert (listed["whole"]["status"], listed["whole"]["folder"]) == ("SUCCEEDED", f"{runs}/whole")
     out = pentad("jobs", *at)[1]
     assert out.count("\n") == 1 + len(listed)

@@ -1,4 +1,4 @@
-"""The life of a run submitted to a cluster of two nodes that asks for a token: seen, paused, resumed, stopped, resumed."""
+"""The life of a run that is submitted to a cluster of two nodes with a token: seen, paused, stopped, sent again."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from pentad.orchestrator.cli import main
 from pentad.orchestrator.head import psutil
 from pentad.orchestrator.sections import ClusterSection
 
-STEPS = 600
+STEPS = 400
 SMALL = (
     *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
     *("batch.sequences=2", "batch.sequence_length=16", "schedule.name=1f1b", "schedule.microbatches=2", "mesh.pp=2"),
-    *("cluster.device=cpu", f"run.steps={STEPS}", "checkpoint.every=50"),  # so that calls have 50 steps at most
+    *("cluster.device=cpu", f"run.steps={STEPS}", "checkpoint.every=20"),  # so that calls have 20 steps at most
 )
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from contextlib import suppress
 from os import dup
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:  # the driver reads Fenced out of its workers' answers, and does without torch
+    import torch.distributed as dist
 
-if TYPE_CHECKING:
     from pentad.workers.executor import Executor
     from pentad.workers.lanes import CudaLanes
     from pentad.workers.signals import Signals
@@ -68,7 +68,7 @@ def run_out(executor: Executor, signals: Signals | None, lanes: CudaLanes) -> No
     """
     moved, done = time.monotonic(), -1
     while time.monotonic() < moved + STILL_SECONDS:
-        executor.fence.fill_(torch.nan)
+        executor.fence.fill_(math.nan)
         if signals is not None:
             signals.release()
         if (now := lanes.done()) != done:

@@ -1,0 +1,192 @@
+"""What it costs to watch a run on CPUs: heartbeats, watchers, metrics and spans, as shares of the quickstart's step.
+
+PYTHONPATH=.typings:tests python -P tests/bench/overhead.py --seconds 120 --json OUT
+
+One run, in which heartbeats and watchers are switched on and off every few seconds: CPU seconds a step of all its
+processes, and seconds a step, are compared. What is never off is timed: the driver's accounts of steps, and, in a loop
+of its own, what a rank writes down of an instruction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from bench.record import record
+from rich.console import Console
+
+from pentad.orchestrator import driver
+from pentad.orchestrator.calls import Calls
+from pentad.orchestrator.config import load
+from pentad.orchestrator.group import WorkerGroup
+from pentad.orchestrator.measure import History
+from pentad.orchestrator.news import News
+from pentad.schedules.compiler import compile_program
+from pentad.workers.board import Board
+from pentad.workers.lanes import HostLanes
+
+PERIOD_SECONDS = 6.0
+
+
+class Switch:
+    """Turns what can be off on and off by the clock, and notes the steps and CPU seconds of each period."""
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.steps: list[tuple[float, float, float]] = []  # start, end, seconds
+        self.marks: list[tuple[float, float, int]] = []  # at a change: time, CPU seconds so far, steps done
+        self.accounts: list[float] = []  # CPU seconds of History.add a step
+        self.told: list[float] = []  # the same of watchers and ticks, while on
+
+    def on(self, at: float | None = None) -> bool:
+        return int(((time.monotonic() if at is None else at) - self.began) / PERIOD_SECONDS) % 2 == 0
+
+    def patch(self) -> None:
+        self._gate(WorkerGroup, "statuses", dict)
+        self._gate(Calls, "_tick", lambda: None)
+        add, tell, say = History.add, News.steps, News.say
+        switch = self
+
+        def timed_add(history: History, results: Any) -> Any:
+            began = time.thread_time()
+            rows = add(history, results)
+            switch.accounts += [(time.thread_time() - began) / len(rows)] * len(rows)
+            return rows
+
+        def steps(news: News, rows: Any, spans: Any) -> None:
+            for row, its in zip(rows, spans, strict=True):
+                switch.steps.append((min(s.start for s in its), max(s.end for s in its), row["step_seconds"]))
+            _quietly(news, lambda: tell(news, rows, spans), switch.on(), switch.told)
+
+        def view(news: News, **changes: Any) -> None:
+            _quietly(news, lambda: say(news, **changes), switch.on(), switch.told)
+
+        History.add, News.steps, News.say = timed_add, steps, view  # type: ignore[method-assign, assignment]
+
+    def watch(self, seconds: float) -> None:
+        """Once steps come: notes CPU seconds at each change; ends the run as a signal would."""
+        while len(self.steps) < 8:
+            time.sleep(0.1)
+        self.began = time.monotonic()
+        for number in range(int(seconds / PERIOD_SECONDS) + 1):
+            time.sleep(max(0.0, self.began + number * PERIOD_SECONDS - time.monotonic()))
+            self.marks.append((time.monotonic(), cpu_seconds(), len(self.steps)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _gate(self, kind: type, name: str, instead: Callable[[], Any]) -> None:
+        real, switch = getattr(kind, name), self
+
+        def gated(*arguments: Any, **named: Any) -> Any:
+            if not switch.on():
+                return instead()
+            began = time.thread_time()
+            answer = real(*arguments, **named)
+            switch.told.append(time.thread_time() - began)
+            return answer
+
+        setattr(kind, name, gated)
+
+
+def _quietly(news: News, tell: Callable[[], None], on: bool, told: list[float]) -> None:
+    watchers = news.watchers
+    news.watchers = watchers if on else []
+    began = time.thread_time()
+    try:
+        tell()
+    finally:
+        news.watchers = watchers
+        if on:
+            told.append(time.thread_time() - began)
+
+
+def cpu_seconds() -> float:
+    """Of this process and all below it."""
+    total = 0.0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def span_seconds() -> float:
+    """What a rank spends to write down where it is and when an instruction ran."""
+    stream = compile_program("1f1b", 4, 8).streams[0]
+    part, lanes, count = stream[0].parts[0], HostLanes(), 20_000
+    with tempfile.TemporaryDirectory() as folder:
+        board = Board(Path(folder, "board"), 1)
+        lanes.begin()
+        began = time.thread_time()
+        for number in range(count):
+            board.write(0, number)
+            with lanes.on(part):
+                pass
+        return (time.thread_time() - began) / count
+
+
+def report(switch: Switch, instructions: int) -> dict[str, Any]:
+    """Shares are of a step's CPU seconds, over all processes."""
+    periods: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for (since, used, _), (until, more, _) in zip(switch.marks, switch.marks[1:], strict=False):
+        # Steps that overlap an end of the period count by their part within.
+        done = sum(max(0.0, min(end, until) - max(start, since)) / (end - start) for start, end, _ in switch.steps)
+        if done > 1:
+            periods[switch.on((since + until) / 2)].append(((more - used) / done, (until - since) / done))
+    cpu = {on: statistics.median(c for c, _ in its) for on, its in periods.items()}
+    wall = {on: statistics.median(w for _, w in its) for on, its in periods.items()}
+    spans = span_seconds() * instructions
+    accounts = statistics.mean(switch.accounts)
+    on_steps = sum(switch.on(start) for start, _, _ in switch.steps)
+    told = sum(switch.told) / max(1, on_steps)
+    pairs = list(zip(periods[True], periods[False], strict=False))
+    return {
+        "periods": {"on": len(periods[True]), "off": len(periods[False]), "seconds": PERIOD_SECONDS},
+        "cpu_seconds_a_step": {"on": cpu[True], "off": cpu[False]},
+        "seconds_a_step": {"on": wall[True], "off": wall[False]},
+        "watching_share_by_difference": statistics.median(on[0] / off[0] - 1 for on, off in pairs),
+        "watching_share_of_driver_thread": told / cpu[False],
+        "accounts_share": accounts / cpu[False],
+        "spans_share": spans / cpu[False],
+        "measured_directly_share": (told + accounts + spans) / cpu[False],
+        "instructions_a_step": instructions,
+        "span_microseconds": 1e6 * spans / instructions,
+        "rows": [{"cpu_on": on[0], "cpu_off": off[0], "wall_on": on[1], "wall_off": off[1]} for on, off in pairs],
+    }
+
+
+def measure(seconds: float, overrides: list[str]) -> dict[str, Any]:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    switch = Switch()
+    switch.patch()
+    threading.Thread(target=switch.watch, args=(seconds,), daemon=True).start()
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = (f"run.folder={folder}", "run.steps=1000000", "cluster.device=cpu", "cluster.dashboard=false")
+        config = load(None, [*fixed, *overrides])
+        driver.train(config, console=Console(quiet=True))
+    ranks, microbatches, replicas = config.mesh.pp, config.schedule.microbatches, config.mesh.dp
+    program = compile_program(config.schedule.name, ranks, microbatches, replicas=replicas)
+    return report(switch, replicas * sum(len(unit.parts) for stream in program.streams for unit in stream))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--json", type=Path, help="results; those of other parts that are there already stay")
+    parser.add_argument("overrides", nargs="*", help="SECTION.KEY=VALUE over the quickstart")
+    args = parser.parse_args()
+    record(args.json, "overhead", lambda: measure(args.seconds, args.overrides))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Laws of elastic restart: whatever is lost, the run ends by itself, and with the same bits if its mesh was repaired.
+
+Real ranks on a Ray cluster of several nodes on this machine. A reference is the same run without a fault.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from threenodes import Cluster, Run, kill, three_nodes
+
+from pentad.orchestrator.control_client import connect
+from pentad.workers.board import read_board
+from pentad.workers.checkpoint import newest, read
+
+STEPS = 60
+SMALL = (
+    "model.layers=4",
+    "model.hidden=32",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn=64",
+    "model.vocab=300",
+    "batch.sequences=8",
+    "batch.sequence_length=32",
+    f"run.steps={STEPS}",
+    "elastic.hang_seconds=3",
+    "cluster.device=cpu",
+    "cluster.auth=disabled",
+)
+SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas are copies of each other
+LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # only dualpipe's mirrors are
+SCHEDULES = {"1f1b": SQUARE, "zb-h2": SQUARE, "dualpipe": LINE}
+FAKED = """
+import sys
+from rich.console import Console
+from pentad.orchestrator.config import load
+from pentad.orchestrator.driver import train
+from pentad.schedules.errors import PentadError
+try:
+    train(load(None, sys.argv[1:]), console=Console(), runner="fake_runner:FakeRunner")
+except PentadError as error:
+    sys.exit(f"pentad: {error}")
+"""
+FAKE = (sys.executable, "-c", FAKED)
+Start = Callable[..., Run]
+Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+
+slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    with three_nodes() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def do(*overrides: str, **options: Any) -> Run:
+        runs.append(Run(nodes, tmp_path / str(len(runs)), *SMALL, *overrides, **options))
+        return runs[-1]
+
+    yield do
+    for run in runs:
+        run.stop()
+
+
+@pytest.fixture(scope="module")
+def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, tuple[str, ...]], Outcome]:
+    """What a run without faults comes to, found once for each schedule and mesh."""
+    found: dict[tuple[str, tuple[str, ...]], Outcome] = {}
+
+    def do(schedule: str, mesh: tuple[str, ...]) -> Outcome:
+        if (schedule, mesh) not in found:
+            nodes.hold(2, 2, 2)
+            run = Run(nodes, tmp_path_factory.mktemp("reference"), *SMALL, *mesh, f"schedule.name={schedule}")
+            assert run.end() == 0, run.account()
+            found[schedule, mesh] = outcome(run)
+        return found[schedule, mesh]
+
+    return do
+
+
+def outcome(run: Run) -> Outcome:
+    """Loss and gradient norm of each step, and the state in the last checkpoint; audits the steps."""
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(STEPS)), run.account()
+    found = newest(run.folder / "checkpoints").checkpoint
+    assert found is not None and found.step == STEPS
+    return [(row["loss"], row["grad_norm"]) for row in rows], read(found, found.where)
+
+
+def assert_same(run: Run, wanted: Outcome) -> None:
+    got = outcome(run)
+    assert got[0] == wanted[0], run.account()
+    assert got[1].keys() == wanted[1].keys()
+    assert all(torch.equal(got[1][key], value) for key, value in wanted[1].items()), run.account()
+
+
+def assert_recovered(run: Run, *how: str) -> None:
+    """The journal has loss, fence and recovery in this order, and one recovery for each of `how`."""
+    assert run.end() == 0, run.account()
+    recovered = run.events("recovered")
+    assert tuple(row["how"] for row in recovered) == how, run.account()
+    kinds = [row["event"] for row in run.events("lost", "fence", "recovered")]
+    if "grow" not in how:
+        assert kinds[0] == "lost" and kinds[-2:] == ["fence", "recovered"], run.account()
+    run.assert_gone()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "how"),
+    [
+        ("1f1b", 1, signal.SIGKILL),
+        ("dualpipe", 2, signal.SIGSTOP),
+        pytest.param("zb-h2", 1, signal.SIGKILL, marks=slow),
+        pytest.param("dualpipe", 1, signal.SIGKILL, marks=slow),
+        pytest.param("1f1b", 2, signal.SIGSTOP, marks=slow),
+        pytest.param("zb-h2", 2, signal.SIGSTOP, marks=slow),
+    ],
+)
+def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, reference, schedule, rank, how):
+    wanted = reference(schedule, SCHEDULES[schedule])
+    nodes.hold(2, 2, 2)
+    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
+    run.at_step(4)
+    run.hit(rank, how=how)
+    assert_recovered(run, "repair")
+    assert_same(run, wanted)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", pytest.param("zb-h2", marks=slow)])
+def test_two_ranks_at_once_that_leave_a_copy_of_everything(nodes, start, reference, schedule):
+    wanted = reference(schedule, SCHEDULES[schedule])
+    nodes.hold(2, 2, 2)
+    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
+    run.at_step(4)
+    run.hit(*((0, 1) if schedule == "dualpipe" else (0, 3)))
+    assert_recovered(run, "repair")
+    assert {row["rank"] for row in run.events("lost")} == ({0, 1} if schedule == "dualpipe" else {0, 3})
+    assert_same(run, wanted)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "ranks"),
+    [
+        pytest.param("1f1b", LINE, (1,), marks=slow),
+        ("dualpipe", LINE, (0, 3)),
+        pytest.param("zb-h2", SQUARE, (0, 1), marks=slow),
+    ],
+)
+def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start, reference, schedule, mesh, ranks):
+    wanted = reference(schedule, mesh)
+    nodes.hold(2, 2, 2)
+    run = start(*mesh, f"schedule.name={schedule}", "checkpoint.every=10")
+    run.at_step(12)
+    run.hit(*ranks)
+    assert_recovered(run, "checkpoint")
+    (recovered,) = run.events("recovered")
+    assert recovered["step"] > 0 and recovered["step"] % 10 == 0
+    assert recovered["steps_replayed"] >= 0
+    assert_same(run, wanted)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h2", marks=slow), pytest.param("dualpipe", marks=slow)])
+def test_a_node_that_is_gone_is_replaced_by_another(nodes, start, reference, schedule):
+    wanted = reference(schedule, SCHEDULES[schedule])
+    nodes.hold(2, 2, 2)
+    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
+    run.at_step(4)
+    kill(nodes.node_of(run.pids()[0]))
+    assert_recovered(run, "repair")
+    assert_same(run, wanted)
+
+
+def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference):
+    wanted = reference("1f1b", SQUARE)
+    nodes.hold(2, 2, 2)
+    run = start(*SQUARE, "schedule.name=1f1b")
+    run.at_step(4)
+    going = nodes.node_of(run.pids()[0])
+    nodes.drain(going, 10)
+    run.wait_for(lambda: run.events("lost"))
+    kill(going)
+    assert_recovered(run, "repair")
+    assert {(row["fault"], row["detector"]) for row in run.events("lost")} == {("drain", "notice")}
+    assert run.events("recovered")[0]["steps_replayed"] == 0
+    assert_same(run, wanted)
+
+
+@pytest.mark.parametrize("moment", ["hire", pytest.param("fence", marks=slow)])
+def test_a_fault_during_a_recovery(nodes, start, reference, moment):
+    wanted = reference("1f1b", SQUARE)
+    nodes.hold(2, 2, 2)
+    run = start(*SQUARE, "schedule.name=1f1b")
+    run.at_step(4)
+    run.hit(1)
+    run.wait_for(lambda: run.events("fence"))
+    if moment == "hire":
+        time.sleep(1.0)
+    run.hit(2)
+    assert_recovered(run, "repair")
+    assert_same(run, wanted)
+
+
+def test_a_fault_in_the_first_step(nodes, start, reference):
+    wanted = reference("1f1b", SQUARE)
+    nodes.hold(2, 2, 2)
+    run = start(*SQUARE, "schedule.name=1f1b")
+    run.wait_for(lambda: run.events("place"))
+    board = nodes.board(run.pids()[3])
+    run.wait_for(lambda: read_board(board).counter >= 0)
+    run.hit(3)
+    assert_recovered(run, "repair")
+    assert run.events("recovered")[0]["step"] <= 1
+    assert_same(run, wanted)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "sizes", "small"),
+    [
+        ("1f1b", SQUARE, (2, 2), "pp2"),
+        pytest.param("dualpipe", LINE, (2, 2), "pp2", marks=slow),
+        pytest.param("1f1b", LINE, (3, 1), "pp3", marks=slow),
+    ],
+)
+def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, sizes, small):
+    wanted = reference(schedule, mesh)
+    nodes.hold(*sizes)
+    run = start(
+        *mesh, f"schedule.name={schedule}", "checkpoint.every=10", "elastic.min_ranks=2", "elastic.wait_seconds=1"
+    )
+    run.at_step(12)
+    kill(nodes.node_of(run.pids()[3]))
+    run.wait_for(lambda: run.events("recovered"))
+    with connect(run.folder) as client:  # while it is paused no step passes, however long nodes take
+        client.pause()
+        nodes.hold(*sizes)
+        run.wait_for(lambda: len(run.events("recovered")) == 2)
+        client.resume()
+    assert_recovered(run, "shrink", "grow")
+    assert [row["mesh"] for row in run.events("recovered")] == [small, "dp2 x pp2" if mesh is SQUARE else "pp4"]
+    got, state = outcome(run)
+    assert got == [pytest.approx(pair, rel=1e-4) for pair in wanted[0]], run.account()
+    assert state.keys() == wanted[1].keys()
+    assert {row["tokens"] for row in run.rows()} == {256}
+
+
+def test_a_mesh_that_may_not_shrink_says_what_it_lacks(nodes, start):
+    nodes.hold(2, 2)
+    run = start(*SQUARE, "schedule.name=1f1b", "elastic.wait_seconds=1")
+    run.at_step(4)
+    kill(nodes.node_of(run.pids()[0]))
+    assert run.end() == 1
+    sentence = run.printed.read_text().strip().splitlines()[-1]
+    assert sentence.startswith("pentad: rank "), run.account()
+    assert "; no place came free within elastic.wait_seconds = 1, and 2 ranks make no mesh of" in sentence
+    assert "elastic.min_ranks = 4 or more (more in " in sentence
+    assert "Traceback" not in run.printed.read_text()
+    assert run.events()[-1]["event"] == "failure"
+    run.assert_gone()
+
+
+def test_a_run_may_be_told_to_end_at_the_first_fault(nodes, start):
+    nodes.hold(2, 2, 2)
+    run = start(*SQUARE, "schedule.name=1f1b", "elastic.max_failures=0")
+    run.at_step(4)
+    run.hit(1)
+    assert run.end() == 1
+    last = run.printed.read_text().strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"pentad: rank 1 \(dp1 pp0, .*\) died.*: its process was killed or crashed \(more in .*\)", last
+    ), run.account()
+    assert not run.events("fence", "recovered")
+    run.assert_gone()
+
+
+def test_a_fault_that_comes_again_and_again_ends_the_run_with_its_cause(nodes, start):
+    nodes.hold(2, 2)
+    run = start(
+        "mesh.pp=2",
+        "schedule.name=1f1b",
+        "schedule.microbatches=4",
+        'data.path="fake:rank=1,step=3,how=die"',
+        command=FAKE,
+    )
+    assert run.end() == 1
+    assert [row["how"] for row in run.events("recovered")] == ["checkpoint"] * 3, run.account()
+    last = run.printed.read_text().strip().splitlines()[-1]
+    assert re.fullmatch(r"pentad: rank 1 .* died.*: its process was killed or crashed.*", last), run.account()
+    run.assert_gone()
