@@ -25,7 +25,7 @@ Refs = Sequence[Any]  # one pending answer a rank
 Tick = Callable[[dict[int, Status]], None]
 
 # Seconds to wait for a better culprit: a rank that lost its peers usually reports before the peer's death is known.
-GRACE, GRACE_OF_VICTIM = 0.5, 1.0
+GRACE, GRACE_OF_VICTIM = 0.5, 0.3
 PING_SECONDS = 1.5
 VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
 POLL_SECONDS = 0.1  # Ray lets no signal through while it waits

@@ -77,6 +77,7 @@ class Health:
 
 
 def _causes(verdict: Verdict, silent: set[int], ranks: int) -> tuple[int, ...]:
-    """Of the ranks that lack nothing those that do not even answer, if there are such; of all ranks only those."""
-    quiet = tuple(rank for rank in verdict.roots if rank in silent)
-    return quiet or (() if len(verdict.roots) == ranks else verdict.roots) or tuple(sorted(silent))
+    """Ranks that do not even answer, of those that lack nothing if there are such: what a frozen process has sent may
+    not have left it, and then its partner seems to lack nothing. Of all ranks at once none is the cause."""
+    quiet = tuple(rank for rank in verdict.roots if rank in silent) or tuple(sorted(silent))
+    return quiet or (() if len(verdict.roots) == ranks else verdict.roots)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -115,6 +116,7 @@ def kill(group: WorkerGroup, ranks: Iterable[int]) -> None:
         if at.node == here:
             with suppress(ProcessLookupError):
                 os.kill(at.pid, signal.SIGKILL)
+            Path(at.board).unlink(missing_ok=True)
         else:
             near = (r for r, place in enumerate(group.places) if place.node == at.node and r not in set(ranks))
             for other in near:

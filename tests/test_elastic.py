@@ -17,7 +17,10 @@ import pytest
 import torch
 from threenodes import Cluster, Run, kill, three_nodes
 
+from pentad.orchestrator.config import load
 from pentad.orchestrator.control_client import connect
+from pentad.orchestrator.planning import make_plan
+from pentad.orchestrator.regroup import Stock, complete
 from pentad.workers.board import read_board
 from pentad.workers.checkpoint import newest, read
 
@@ -55,7 +58,7 @@ Start = Callable[..., Run]
 Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 
 slow = pytest.mark.slow
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +216,28 @@ def test_a_fault_during_a_recovery(nodes, start, reference, moment):
     run.hit(2)
     assert_recovered(run, "repair")
     assert_same(run, wanted)
+
+
+@slow
+def test_a_fault_while_a_checkpoint_is_read_again(nodes, start, reference):
+    wanted = reference("1f1b", LINE)
+    nodes.hold(2, 2, 2)
+    run = start(*LINE, "schedule.name=1f1b", "checkpoint.every=10")
+    run.at_step(12)
+    run.hit(1)
+    run.wait_for(lambda: run.events("fence"))
+    run.wait_for(lambda: read_board(nodes.board(run.pids()[2])).epoch == 2)  # it has given its old weights up
+    run.hit(2)
+    assert_recovered(run, "checkpoint")
+    assert_same(run, wanted)
+
+
+def test_ranks_that_have_no_state_yet_are_no_source_of_it():
+    plan = make_plan(load(None, [*SMALL, *SQUARE, "schedule.name=1f1b"]), "cpu")
+    assert complete(plan, Stock(0, (0, 1, 2, 3)))
+    assert complete(plan, Stock(7, (0, 3)))
+    assert not complete(plan, Stock(7, (0, 1)))
+    assert not complete(plan, Stock(-1, (0, 1, 2, 3)))
 
 
 def test_a_fault_in_the_first_step(nodes, start, reference):

@@ -87,6 +87,14 @@ def test_of_two_that_stand_the_one_that_does_not_answer_is_given_up(clock: Clock
     assert clock.look(6, deaf=(0,))[-1].causes == (0,)
 
 
+def test_a_rank_that_does_not_answer_is_the_cause_though_its_partner_seems_to_lack_nothing(clock: Clock) -> None:
+    """A frozen process has posted a send that never left."""
+    streams = PLAN.program.streams
+    posted = next(i for i, unit in enumerate(streams[0]) if str(unit.key) == "0F2")
+    clock.at = {0: (7, posted), 1: (7, next(i for i, unit in enumerate(streams[1]) if str(unit.key) == "1F0"))}
+    assert clock.look(6, deaf=(0,))[-1].causes == (0,)
+
+
 def test_a_machine_that_slept_as_a_whole_has_no_late_rank(clock: Clock) -> None:
     clock.look(1, moving=True)
     clock.now += 3600.0
