@@ -55,3 +55,13 @@ def test_the_first_grid_is_the_one_that_is_printed(tmp_path):
 
 def test_the_first_yaml_is_the_quickstart():
     assert blocks("yaml")[0] == (ROOT / "orchestrator" / "quickstart.yaml").read_text()
+
+
+def test_the_cluster_commands_are_those_that_drive_the_submitted_run(tmp_path):
+    """They need a cluster: tests/test_submitted.py runs these verbs on one; here their arguments are looked at."""
+    lines = [shlex.split(line, comments=True)[1:] for line in blocks("bash")[0].splitlines()]
+    driven = (ROOT / "tests" / "test_submitted.py").read_text()
+    for verb, *arguments in lines:
+        assert f'"{verb}"' in driven, verb
+        known = pentad([verb, "--help"], tmp_path).stdout
+        assert all(argument in known for argument in arguments if argument.startswith("--")), verb
