@@ -64,7 +64,7 @@ class HostLanes:
 
 
 class CudaLanes:
-    """GPU: a stream a lane, an event before and after every instruction, nothing the host waits for in a step."""
+    """GPU: a stream a lane, an event before and after every instruction; the host waits for no event in a step."""
 
     def __init__(self, device: torch.device, lanes: set[str]) -> None:
         from cuda.bindings import driver
@@ -81,7 +81,7 @@ class CudaLanes:
         # held up behind a stream that waits.
         self.ends = torch.zeros(len(self.streams), dtype=torch.int32).pin_memory()
         self.word = {lane: self.ends.data_ptr() + 4 * number for number, lane in enumerate(self.streams)}
-        self.seen = self.ends.numpy()
+        self.seen, self.mine = self.ends.numpy(), list(self.streams).index("compute")
         self.issued: Counter[str] = Counter()
 
     def begin(self) -> None:
@@ -125,8 +125,7 @@ class CudaLanes:
         A host that runs on until the driver's queue is full is stuck in there when the GPU is, and holds up every other
         thread's calls as well.
         """
-        number = list(self.streams).index("compute")
-        while self.issued["compute"] - int(self.seen[number]) > ahead:
+        while self.issued["compute"] - int(self.seen[self.mine]) > ahead:
             check()
             time.sleep(POLL_SECONDS)
 
@@ -147,7 +146,7 @@ class CudaLanes:
     def reached(self) -> tuple[int, Instruction] | None:
         """(steps behind the newest one, instruction) that the compute lane is at; None when it has done all it was
         given. From any thread."""
-        left = self.issued["compute"] - int(self.seen[list(self.streams).index("compute")])
+        left = self.issued["compute"] - int(self.seen[self.mine])
         for behind, spans in enumerate(reversed(list(self.steps))):
             mine = [part for part, _, _ in list(spans) if part.lane == "compute"]
             if 0 < left <= len(mine):

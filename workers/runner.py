@@ -49,8 +49,7 @@ class Runner:
 
     `fence` may come at any time from another thread. After it `leave` says where the rank stands, and a new Runner
     made with `before` takes over the parameters that its own plan has as well; those of a `blank` one are to be
-    received. A rank computes on GPU number `gpu` of
-    its host, or on one CPU thread.
+    received. A rank computes on GPU number `gpu` of its host, or on one CPU thread.
     """
 
     def __init__(
