@@ -128,9 +128,9 @@ class WorkerGroup:
         calls = [actor.start.remote(self.epoch, shared, rank, keep) for rank, actor in enumerate(self.actors)]
         self.device_name = self._collect(calls, deadline)[0]
         self.offsets = tuple(map(self._offset, range(self.plan.mesh.size)))
-        (port,) = self._collect([self.actors[0].free_port.remote()], deadline)
         left = max(0.1, deadline - time.monotonic())
-        self._collect(self._do("connect", f"{self.places[0].ip}:{port}", left), deadline)
+        (address,) = self._collect([self.actors[0].do.remote(self.epoch, "serve", self.places[0].ip, left)], deadline)
+        self._collect(self._do("connect", address, left), deadline)
 
     def check_folder(self, folder: Path) -> None:
         """Raises PentadError when a rank's node does not have the run's folder: all write and read there."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -91,7 +90,7 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def do(self, epoch: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of the runner: connect, restore, receive, advance, run, save or leave."""
+        """Calls a method of the runner: serve, connect, restore, receive, advance, run, save or leave."""
         if epoch != self.epoch:
             raise Stale(f"epoch {epoch} is over, it is {self.epoch} now")
         if self.runner is None:  # a rank that was lost before it began
@@ -149,13 +148,6 @@ class Worker:
     @ray.method(concurrency_group="control")
     def sees(self, folder: str) -> bool:
         return os.path.isdir(folder)
-
-    @ray.method(concurrency_group="control")
-    def free_port(self) -> int:
-        """A TCP port that nobody on this node listens on, for the store of rank 0."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fleet import free_port
 
 from pentad.schedules.plan import Plan
 
@@ -74,10 +73,10 @@ def together(cells: list[Cell], method: str, *arguments: Any, seconds: float = 4
 
 def join(cells: list[Cell], plan: Plan, epoch: int) -> None:
     """Makes runners by rank (in epoch 1 from nothing, later as heirs where there was one), and connects them."""
-    address = f"127.0.0.1:{free_port()}"
     made = [cell.call("make", plan, rank, epoch) for rank, cell in enumerate(cells)]
     for cell, number in zip(cells, made, strict=True):
         cell.answer(number)
+    address = cells[0].answer(cells[0].call("serve", "127.0.0.1", 30.0))
     together(cells, "connect", address, 30.0)
 
 
@@ -169,7 +168,7 @@ def _serve(end: Any) -> None:
     threading.Thread(target=listen, daemon=True).start()
     while True:
         order = orders.get()
-        if order[1] in ("leave", "connect", "receive"):
+        if order[1] in ("leave", "serve", "connect", "receive"):
             faulthandler.dump_traceback_later(30)
         do(*order)
         faulthandler.cancel_dump_traceback_later()

@@ -51,6 +51,9 @@ class FakeRunner:
         self.freed = threading.Event()
         self.results: list[StepResult] = []
 
+    def serve(self, host: str, timeout_seconds: float) -> str:
+        return f"{host}:0"
+
     def connect(self, address: str, timeout_seconds: float) -> None:
         assert address.count(":") == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing as mp
-import socket
 import tempfile
 import traceback
 from dataclasses import dataclass
@@ -45,11 +44,14 @@ class Fleet:
         self, plan: Plan, calls: list[tuple[int, int]], restore: str | None = None, save: str | None = None
     ) -> list[Outcome]:
         """`calls` are (first step, count); raises with a rank's traceback when one fails."""
-        address = f"127.0.0.1:{free_port()}"
         ends = self.ends[: plan.mesh.size]
         for rank, end in enumerate(ends):
-            end.send((plan, rank, address, calls, restore, save))
-        answers: list[Any] = [end.recv() if end.poll(45) else "no answer in 45 s" for end in ends]
+            end.send((plan, rank, calls, restore, save))
+        address = _heard(ends[0])
+        for end in ends:
+            end.send(address)
+        failed = "\n" in address
+        answers = [address if failed and end is ends[0] else _heard(end) for end in ends]
         for rank, answer in enumerate(answers):
             assert isinstance(answer, Outcome), f"rank {rank}: {answer}"
         return answers
@@ -61,10 +63,8 @@ class Fleet:
             process.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _heard(end: Connection) -> Any:
+    return end.recv() if end.poll(45) else "no answer in 45 s"
 
 
 def _serve(end: Connection) -> None:
@@ -75,16 +75,18 @@ def _serve(end: Connection) -> None:
             order = end.recv()
         except EOFError:
             return
+        if isinstance(order, str):  # where to meet, after this rank has failed
+            continue
         try:
             faulthandler.dump_traceback_later(40)
-            end.send(_run(*order))
+            end.send(_run(end, *order))
             faulthandler.cancel_dump_traceback_later()
         except BaseException:
             end.send(traceback.format_exc())
 
 
 def _run(
-    plan: Plan, rank: int, address: str, calls: list[tuple[int, int]], restore: str | None, save: str | None
+    end: Connection, plan: Plan, rank: int, calls: list[tuple[int, int]], restore: str | None, save: str | None
 ) -> Outcome:
     from pentad.workers import optimizer
     from pentad.workers.runner import Runner
@@ -104,7 +106,9 @@ def _run(
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
         try:
-            runner.connect(address, 30)
+            if rank == 0:
+                end.send(runner.serve("127.0.0.1", 30))
+            runner.connect(end.recv(), 30)
             runner.restore(restore)
             results = [result for first, count in calls for result in runner.run(first, count)]
             shards = runner.save(save, sum(calls[-1])) if save else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fleet import free_port
 from plans import plan_of
 from test_gpu_training import on_gpu
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.gpu
 def test_no_step_waits_for_the_device(corpus, tmp_path, name):
     plan = on_gpu(plan_of(name, 1, 1, 4, corpus), "nccl", "bfloat16")
     runner = Runner(plan, 0, tmp_path / "board")
-    runner.connect(f"127.0.0.1:{free_port()}", 30)
+    runner.connect(runner.serve("127.0.0.1", 30), 30)
     assert runner.executor is not None
     try:
         runner.run(0, 2)

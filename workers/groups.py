@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,10 +68,22 @@ def connect(
     return Groups(rank, channels, holders, everyone)
 
 
-def meet(address: str, rank: int, size: int, timeout_seconds: float) -> dist.TCPStore:
-    """The store at 'HOST:PORT', which rank 0 serves."""
+def serve(host: str, size: int, timeout_seconds: float) -> dist.TCPStore:
+    """A store at one IP address of this machine, at a free port.
+
+    It listens before anyone knows the port: who dials a port that nobody holds yet may get it as his own end, and so
+    meets himself.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def meet(address: str, size: int, timeout_seconds: float) -> dist.TCPStore:
+    """The store that rank 0 serves at 'HOST:PORT'."""
     host, _, port = address.rpartition(":")
-    return dist.TCPStore(host, int(port), size, rank == 0, timedelta(seconds=timeout_seconds))
+    return dist.TCPStore(host, int(port), size, False, timedelta(seconds=timeout_seconds))
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -22,7 +22,7 @@ from pentad.workers.board import Board, State
 from pentad.workers.executor import Executor
 from pentad.workers.feed import Feed
 from pentad.workers.fence import Fenced, Wires, run_out
-from pentad.workers.groups import abort_all, connect, meet
+from pentad.workers.groups import abort_all, connect, meet, serve
 from pentad.workers.lanes import CudaLanes, HostLanes, Lanes, Times
 from pentad.workers.parameters import DTYPES, Parameters, create
 from pentad.workers.peer_copy import PeerCopy, channels
@@ -45,7 +45,7 @@ class Pending(NamedTuple):
 
 
 class Runner:
-    """The worker's side of the driver's calls: __init__, connect, restore, run..., save, close.
+    """The worker's side of the driver's calls: __init__, serve (rank 0), connect, restore, run..., save, close.
 
     `fence` may come at any time from another thread. After it `leave` says where the rank stands, and a new Runner
     made with `before` takes over the parameters that its own plan has as well; those of a `blank` one are to be
@@ -83,19 +83,25 @@ class Runner:
         self.noted: int = self.version
         self.fenced = False
         self.reached = (0, -1, 0.0)  # steps behind the host, counter, and since when
+        self.store: dist.TCPStore | None = None
         self.wires: Wires | None = None
         self.signals: Signals | None = None
         self.transport: Transport | PeerCopy | None = None
         self.executor: Executor | None = None
         self.lanes: Lanes | None = None
 
+    def serve(self, host: str, timeout_seconds: float) -> str:
+        """Where on this machine, which has the IP address `host`, all ranks are to `connect`; asked of rank 0."""
+        self.store = serve(host, self.plan.mesh.size, timeout_seconds)
+        return f"{host}:{self.store.port}"
+
     def connect(self, address: str, timeout_seconds: float) -> None:
-        """Joins the other ranks at 'HOST:PORT'; rank 0 serves it."""
+        """Joins the other ranks at 'HOST:PORT', where rank 0 does `serve`."""
         if self.device.type == "cpu":
             self.wires = Wires(int(address.rpartition(":")[2]))
         size = self.plan.mesh.size
         with self._unless_fenced():
-            store = meet(address, self.rank, size, timeout_seconds)
+            store, self.store = self.store or meet(address, size, timeout_seconds), None
             self.groups = connect(self.plan, self.rank, store, timeout_seconds, self.device, self.epoch)
             if self.wires is not None:
                 self.wires.exchange(store, self.rank, size)

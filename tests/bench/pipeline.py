@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
-import socket
 import statistics
 import tempfile
 import time
@@ -53,13 +52,15 @@ def plan_of(args: argparse.Namespace, name: str) -> Plan:
     )
 
 
-def serve(plan: Plan, rank: int, address: str, end) -> None:
+def serve(plan: Plan, rank: int, end) -> None:
     from pentad.workers.runner import Runner
 
     try:
         with tempfile.TemporaryDirectory() as folder:
             runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
-            runner.connect(address, 60)
+            if rank == 0:
+                end.send(runner.serve("127.0.0.1", 60))
+            runner.connect(end.recv(), 60)
             first = runner.run(0, 2)
             assert runner.executor is not None
             inside = watch(runner.executor)
@@ -89,17 +90,17 @@ def watch(executor: Executor) -> dict[str, list[float]]:
 
 def measure(args: argparse.Namespace, name: str) -> dict:
     plan = plan_of(args, name)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     context = mp.get_context("spawn")
     ends, processes = [], []
     for rank in range(plan.mesh.size):
         here, there = context.Pipe()
-        process = context.Process(target=serve, args=(plan, rank, address, there), daemon=True)
+        process = context.Process(target=serve, args=(plan, rank, there), daemon=True)
         process.start()
         ends.append(here)
         processes.append(process)
+    address = ends[0].recv() if ends[0].poll(args.limit) else ""
+    for end in ends:
+        end.send(address)
     answers: list[Any] = [end.recv() if end.poll(args.limit) else f"no answer in {args.limit} s" for end in ends]
     for process in processes:
         process.join(10)
