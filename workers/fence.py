@@ -63,14 +63,13 @@ class Wires:
 def run_out(executor: Executor, signals: Signals | None, lanes: CudaLanes) -> None:
     """Lets a GPU run out: no step counts any more, and no transfer waits; returns when nothing moves.
 
-    Only memory is written: calls of the GPU's driver may be held up. Signals are set again and again, because peers
-    that have not heard yet still write theirs.
+    Only memory is written: calls of the GPU's driver may be held up.
     """
+    executor.fence.fill_(math.nan)
+    if signals is not None:
+        signals.release()
     moved, done = time.monotonic(), -1
     while time.monotonic() < moved + STILL_SECONDS:
-        executor.fence.fill_(math.nan)
-        if signals is not None:
-            signals.release()
         if (now := lanes.done()) != done:
             moved, done = time.monotonic(), now
         time.sleep(0.01)

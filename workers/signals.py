@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pentad.schedules.errors import PentadError
 
 LINE = 128  # bytes between words, so that no two share a cache line
 PAST_ALL = 2**30 - 1  # a count that nobody reaches; words are compared in a circle of 2^32
+RELEASE_SECONDS = 0.005
 _PORTABLE_AND_MAPPED = 3
 SHARED = Path("/dev/shm")
 
@@ -50,6 +52,8 @@ class Signals:
         self.words = torch.frombuffer(self.memory, dtype=torch.int32)
         self.at = self.words.data_ptr()
         checked(driver.cuMemHostRegister(self.at, size, _PORTABLE_AND_MAPPED))
+        self.closed = threading.Event()
+        self.releasing: threading.Thread | None = None
 
     def write(self, word: int, value: int) -> None:
         """By the current stream, when it has done what was given to it before."""
@@ -63,12 +67,26 @@ class Signals:
         checked(self.driver.cuStreamWaitValue32(stream, self.at + word * LINE, value & 0xFFFFFFFF, at_least))
 
     def release(self) -> None:
-        """Ends every wait, of all ranks, from any thread."""
-        self.words.fill_(PAST_ALL)
+        """Ends every wait, of all ranks, and those that begin until `close`; from any thread.
+
+        The GPU of a rank that has not heard yet, or that an aborted collective operation lets go on, still writes what
+        its program says: so the words are set again and again.
+        """
+        if self.releasing is None:
+            self.releasing = threading.Thread(target=self._release, daemon=True)
+            self.releasing.start()
 
     def close(self) -> None:
         """After the last stream that uses it is done."""
+        self.closed.set()
+        if self.releasing is not None:
+            self.releasing.join()
         checked(self.driver.cuMemHostUnregister(self.at))
+
+    def _release(self) -> None:
+        while not self.closed.is_set():
+            self.words.fill_(PAST_ALL)
+            self.closed.wait(RELEASE_SECONDS)
 
 
 def checked(result: tuple[Any, ...]) -> None:
