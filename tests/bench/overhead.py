@@ -1,10 +1,12 @@
-"""What it costs to watch a run on CPUs: heartbeats, watchers, metrics and spans, as shares of the quickstart's step.
+"""What it costs to watch a run: heartbeats, watchers, metrics and spans, as shares of a step.
 
 PYTHONPATH=.typings:tests python -P tests/bench/overhead.py --seconds 120 --json OUT
+PYTHONPATH=.typings:tests python -P tests/bench/overhead.py --config deploy/jobs/llama-1b.yaml --seconds 60 --json OUT
 
-One run, in which heartbeats and watchers are switched on and off every few seconds: CPU seconds a step of all its
-processes, and seconds a step, are compared. What is never off is timed: the driver's accounts of steps, and, in a loop
-of its own, what a rank writes down of an instruction.
+One run (the quickstart on CPUs, or that of a config), in which heartbeats and watchers are switched on and off every
+few seconds: CPU seconds a step of all its processes, and seconds a step, are compared. What is never off is timed: the
+driver's accounts of steps, and, in a loop of its own, what a rank spends to write down an instruction. Shares of what
+is timed are of a step's CPU seconds; on GPUs those of spans are of its seconds, because the GPU waits for them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from bench.record import record
 from rich.console import Console
 
@@ -135,8 +138,34 @@ def span_seconds() -> float:
         return (time.thread_time() - began) / count
 
 
-def report(switch: Switch, instructions: int) -> dict[str, Any]:
-    """Shares are of a step's CPU seconds, over all processes."""
+def gpu_span_seconds() -> float:
+    """What a GPU spends on the two timed events of an instruction and the word that counts it, over one event."""
+    from pentad.workers.lanes import CudaLanes
+
+    stream = compile_program("1f1b", 4, 8).streams[0]
+    part, lanes, count = stream[0].parts[0], CudaLanes(torch.device("cuda", 0), {"compute"}), 2_000
+    seconds = []
+    for spans in (True, False) * 3:
+        lanes.begin()
+        events = [torch.cuda.Event() for _ in range(count)]
+        torch.cuda._sleep(200_000_000)  # all of it is issued before the GPU begins
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for event in events:
+            if spans:
+                with lanes.on(part):
+                    pass
+            else:
+                event.record()
+        last.record()
+        torch.cuda.synchronize()
+        seconds.append(first.elapsed_time(last) / 1e3 / count)
+        lanes.collect()
+    return statistics.median(seconds[::2]) - statistics.median(seconds[1::2])
+
+
+def report(switch: Switch, instructions: int, ranks: int, gpu: bool) -> dict[str, Any]:
+    """Shares as above; `instructions` are those of a step, of all ranks."""
     periods: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for (since, used, _), (until, more, _) in zip(switch.marks, switch.marks[1:], strict=False):
         # Steps that overlap an end of the period count by their part within.
@@ -145,7 +174,8 @@ def report(switch: Switch, instructions: int) -> dict[str, Any]:
             periods[switch.on((since + until) / 2)].append(((more - used) / done, (until - since) / done))
     cpu = {on: statistics.median(c for c, _ in its) for on, its in periods.items()}
     wall = {on: statistics.median(w for _, w in its) for on, its in periods.items()}
-    spans = span_seconds() * instructions
+    span = gpu_span_seconds() if gpu else span_seconds()
+    spans = span * instructions / ranks / wall[False] if gpu else span * instructions / cpu[False]
     accounts = statistics.mean(switch.accounts)
     on_steps = sum(switch.on(start) for start, _, _ in switch.steps)
     told = sum(switch.told) / max(1, on_steps)
@@ -155,37 +185,41 @@ def report(switch: Switch, instructions: int) -> dict[str, Any]:
         "cpu_seconds_a_step": {"on": cpu[True], "off": cpu[False]},
         "seconds_a_step": {"on": wall[True], "off": wall[False]},
         "watching_share_by_difference": statistics.median(on[0] / off[0] - 1 for on, off in pairs),
+        "step_share_by_difference": statistics.median(on[1] / off[1] - 1 for on, off in pairs),
         "watching_share_of_driver_thread": told / cpu[False],
         "accounts_share": accounts / cpu[False],
-        "spans_share": spans / cpu[False],
-        "measured_directly_share": (told + accounts + spans) / cpu[False],
+        "spans_share": spans,
+        "measured_directly_share": (told + accounts) / cpu[False] + spans,
         "instructions_a_step": instructions,
-        "span_microseconds": 1e6 * spans / instructions,
+        "span_microseconds": 1e6 * span,
         "rows": [{"cpu_on": on[0], "cpu_off": off[0], "wall_on": on[1], "wall_off": off[1]} for on, off in pairs],
     }
 
 
-def measure(seconds: float, overrides: list[str]) -> dict[str, Any]:
+def measure(seconds: float, path: Path | None, overrides: list[str]) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     switch = Switch()
     switch.patch()
     threading.Thread(target=switch.watch, args=(seconds,), daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
-        fixed = (f"run.folder={folder}", "run.steps=1000000", "cluster.device=cpu", "cluster.dashboard=false")
-        config = load(None, [*fixed, *overrides])
+        fixed = [f"run.folder={folder}", "run.steps=1000000", "cluster.dashboard=false", "checkpoint.every=0"]
+        fixed += [] if path else ["cluster.device=cpu"]
+        config = load(path, [*fixed, *overrides])
         driver.train(config, console=Console(quiet=True))
     ranks, microbatches, replicas = config.mesh.pp, config.schedule.microbatches, config.mesh.dp
     program = compile_program(config.schedule.name, ranks, microbatches, replicas=replicas)
-    return report(switch, replicas * sum(len(unit.parts) for stream in program.streams for unit in stream))
+    instructions = replicas * sum(len(unit.parts) for stream in program.streams for unit in stream)
+    return report(switch, instructions, replicas * ranks, gpu=path is not None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--config", type=Path, help="a run on GPUs; the quickstart on CPUs, if not given")
     parser.add_argument("--json", type=Path, help="results; those of other parts that are there already stay")
-    parser.add_argument("overrides", nargs="*", help="SECTION.KEY=VALUE over the quickstart")
+    parser.add_argument("overrides", nargs="*", help="SECTION.KEY=VALUE over the config")
     args = parser.parse_args()
-    record(args.json, "overhead", lambda: measure(args.seconds, args.overrides))
+    record(args.json, "overhead", lambda: measure(args.seconds, args.config, args.overrides))
 
 
 if __name__ == "__main__":
