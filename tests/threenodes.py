@@ -33,10 +33,10 @@ COMMAND = (sys.executable, "-P", "-m", "pentad.orchestrator.cli", "train")
 
 
 class Cluster:
-    """A head without room for ranks, and nodes with room for some each."""
+    """A head without room for ranks, and nodes with room for some each: one of the `gpus` a rank, if there are any."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, gpus: int = 0) -> None:
+        self.folder, self.gpus = folder, gpus
         self.head = self._node(0)
         self.nodes: list[Node] = []
 
@@ -88,9 +88,10 @@ class Cluster:
     def _node(self, cpus: int) -> Node:
         head = not hasattr(self, "head")
         where = {} if head else {"gcs_address": self.address, "redis_address": self.address}
+        free = [gpu for gpu in range(self.gpus) if head or all(gpu not in node.gpus for node in self.nodes)][:cpus]
         parameters = RayParams(
             num_cpus=cpus,
-            num_gpus=0,
+            num_gpus=len(free),
             object_store_memory=100 << 20,
             temp_dir=str(self.folder),
             include_dashboard=False,
@@ -102,8 +103,9 @@ class Cluster:
             max_worker_port=0,
             **where,
         )
-        node = Node(parameters, head=head, shutdown_at_exit=True, spawn_reaper=True)
-        node.cpus = cpus
+        with clusters._environment({"CUDA_VISIBLE_DEVICES": ",".join(map(str, free))} if self.gpus else {}):
+            node = Node(parameters, head=head, shutdown_at_exit=True, spawn_reaper=True)
+        node.cpus, node.gpus = cpus, free
         return node
 
 
@@ -118,7 +120,7 @@ def _raylet(node: Node) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def three_nodes() -> Iterator[Cluster]:
+def three_nodes(gpus: int = 0) -> Iterator[Cluster]:
     """Nothing of it stays behind."""
     variables = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
     variables |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
@@ -127,7 +129,7 @@ def three_nodes() -> Iterator[Cluster]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(clusters._environment(variables))
         stack.enter_context(clusters._loopback_only())
-        cluster = Cluster(folder)
+        cluster = Cluster(folder, gpus)
         stack.callback(cluster.stop)
         yield cluster
 
