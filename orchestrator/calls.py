@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pentad.orchestrator.config import RunConfig
-from pentad.orchestrator.group import Refs, WorkerError, WorkerGroup
+from pentad.orchestrator.faults import WorkerError
+from pentad.orchestrator.group import Refs, WorkerGroup
 from pentad.orchestrator.health import Health
 from pentad.orchestrator.interrupts import Interrupts
 from pentad.orchestrator.measure import History

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,7 +40,8 @@ SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 @dataclass(frozen=True)
 class Cluster:
     """A joined cluster. `device` is 'cuda' or 'cpu'; `dashboard` a URL, if there is one; `token_file` holds what the
-    dashboard of a local cluster asks for; `note` is what the user should know about the choice of device."""
+    dashboard of a local cluster asks for; `note` is what the user should know of the choice of device. `abandon` ends
+    what is left of a local cluster whose head is gone."""
 
     address: str
     local: bool
@@ -47,6 +49,7 @@ class Cluster:
     dashboard: str | None = None
     token_file: Path | None = None
     note: str = ""
+    abandon: Callable[[], None] = lambda: None
 
 
 @contextmanager
@@ -74,17 +77,20 @@ def _local(section: ClusterSection, ranks: int) -> Iterator[Cluster]:
     with ExitStack() as stack:
         stack.enter_context(_environment(_local_variables(token)))
         stack.enter_context(_loopback_only())
-        folder, address = stack.enter_context(_head(options))
+        folder, address, abandon = stack.enter_context(_head(options))
         stack.callback(ray.shutdown)
         _init(address=address)
         device, note = _device(section, ranks, local=True)
         url = f"http://{LOOPBACK}:{port}" if section.dashboard else None
-        yield Cluster(address, True, device, url, _token_file(folder, token), note)
+        yield Cluster(address, True, device, url, _token_file(folder, token), note, abandon)
 
 
 @contextmanager
-def _head(options: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    """A head (see head.py): its private folder and address. It ends with the block, or with this process."""
+def _head(options: dict[str, Any]) -> Iterator[tuple[Path, str, Callable[[], None]]]:
+    """A head (see head.py): its private folder, its address, and what ends it by force.
+
+    It ends with the block, or with this process.
+    """
     folder = Path(tempfile.mkdtemp(prefix="pentad-ray-", dir="/tmp"))  # short: socket paths have at most 107 bytes
     # -P: the folder that a run is started in is no place to look for modules.
     command = [sys.executable, "-P", "-m", "pentad.orchestrator.head", str(folder), json.dumps(options)]
@@ -98,7 +104,7 @@ def _head(options: dict[str, Any]) -> Iterator[tuple[Path, str]]:
         answer = json.loads(process.stdout.readline() or '{"error": "its head ended at once"}')
         if "error" in answer:
             raise PentadError(f"cluster.address is local, but Ray did not start: {answer['error']}")
-        yield folder, answer["address"]
+        yield folder, answer["address"], partial(sweep, process.pid, folder)
     finally:
         process.stdin.close()
         with suppress(subprocess.TimeoutExpired):

@@ -15,7 +15,9 @@ from pentad.orchestrator.calls import Calls
 from pentad.orchestrator.cluster import Cluster
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.display import Display, Seat
-from pentad.orchestrator.group import WorkerError, WorkerGroup
+from pentad.orchestrator.faults import WorkerError
+from pentad.orchestrator.group import WorkerGroup
+from pentad.orchestrator.headwatch import watched_head
 from pentad.orchestrator.interrupts import Interrupts
 from pentad.orchestrator.measure import History, typical_pace
 from pentad.orchestrator.news import News
@@ -69,7 +71,7 @@ def train(
             display.note(f"the run has all of its run.steps = {config.run.steps} already")
             return _summary(config, folder, first, "finished")
         news, wishes = News(config, folder, display, first, cluster.dashboard), Wishes()
-        with watched(config, news, wishes), _told(news):
+        with watched_head(cluster, news), watched(config, news, wishes), _told(news):
             folder.begin(config)
             news.event("start", epoch=epoch, step=first, program=plan.program.hash)
             group = stack.enter_context(WorkerGroup.start(plan, placement, patience, epoch=epoch, runner=runner))

@@ -6,15 +6,16 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from pentad.orchestrator.faults import Failure, WorkerError, patience
 from pentad.orchestrator.placement import Place, bundle_places, order_places, release
 from pentad.orchestrator.worker import RUNNER, Actor, Status, Where, read_status
 from pentad.schedules.errors import PentadError
@@ -24,67 +25,12 @@ from pentad.workers.results import StepResult
 Refs = Sequence[Any]  # one pending answer a rank
 Tick = Callable[[dict[int, Status]], None]
 
-# Seconds to wait for a better culprit: a rank that lost its peers usually reports before the peer's death is known.
-GRACE, GRACE_OF_VICTIM = 0.5, 0.3
 PING_SECONDS = 1.5
-VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
 POLL_SECONDS = 0.1  # Ray lets no signal through while it waits
 STATUS_SECONDS = 0.5
 LAST_WORD_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 LOG_CHARACTERS = 10_000
-
-
-class WorkerError(PentadError):
-    """Rank `rank` failed. `detail` is the whole account: a traceback, or what Ray knows of a death.
-
-    `lost` are the ranks that are known to be gone or to be given up. `fault` is 'killed', 'error', 'hang' or 'node',
-    `detector` is 'ray', 'peer', 'heartbeat' or 'deadline', as the journal has them; `after` are the seconds without
-    progress before it was noticed, as far as known.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        rank: int,
-        detail: str,
-        lost: tuple[int, ...] = (),
-        fault: str = "",
-        detector: str = "",
-        after: float = 0.0,
-    ) -> None:
-        super().__init__(message)
-        self.rank, self.detail, self.lost, self.fault, self.detector = rank, detail, lost, fault, detector
-        self.after = after
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One rank's error as it arrived."""
-
-    rank: int
-    error: RayError
-
-    @property
-    def died(self) -> bool:
-        return not isinstance(self.error, RayTaskError)
-
-    @property
-    def victim(self) -> bool:
-        """Whether this only tells that another rank is gone."""
-        return not self.died and any(sign in str(self.error).lower() for sign in VICTIM)
-
-    @property
-    def cause(self) -> str:
-        """One line."""
-        if not self.died:
-            error = getattr(self.error, "cause", self.error)
-            return f"{type(error).__name__}: {' '.join(str(error).split())}"
-        lines = str(self.error).strip().splitlines()
-        told = " ".join(lines).partition("exit detail: ")[2] or lines[-1]
-        if "connection error code 2" in told:  # Ray's word for an end without a word
-            return "its process was killed or crashed"
-        return " ".join(told.split()).rstrip(".")
 
 
 class WorkerGroup:
@@ -290,7 +236,7 @@ class WorkerGroup:
                 except RayError as error:
                     failures.append(Failure(rank, error))
             if failures:
-                until = min(until, time.monotonic() + _patience(failures))
+                until = min(until, time.monotonic() + patience(failures))
             elif time.monotonic() > self._looked + STATUS_SECONDS:
                 self._looked = time.monotonic()
                 statuses = self.statuses()
@@ -391,10 +337,3 @@ class WorkerGroup:
             ray.kill(actor)
         ray.wait(self._call("clock"), num_returns=max(1, len(self.actors)), timeout=CLOSE_SECONDS)
         self.actors = []
-
-
-def _patience(failures: list[Failure]) -> float:
-    """Seconds to wait for better news than these."""
-    if any(failure.died for failure in failures):
-        return 0.0
-    return GRACE_OF_VICTIM if all(failure.victim for failure in failures) else GRACE

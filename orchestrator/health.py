@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from pentad.orchestrator.group import STATUS_SECONDS, WorkerError, WorkerGroup
+from pentad.orchestrator.faults import WorkerError
+from pentad.orchestrator.group import STATUS_SECONDS, WorkerGroup
 from pentad.orchestrator.worker import Status
 from pentad.schedules.costs import Costs
 from pentad.schedules.verdict import Position, Verdict, find_cause

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pentad.orchestrator import regroup
 from pentad.orchestrator.config import RunConfig
-from pentad.orchestrator.group import Tick, WorkerError, WorkerGroup
+from pentad.orchestrator.faults import WorkerError
+from pentad.orchestrator.group import Tick, WorkerGroup
 from pentad.orchestrator.news import News
 from pentad.orchestrator.placement import Place, draining, living_bundles, order_places
 from pentad.orchestrator.planning import make_plan, smaller

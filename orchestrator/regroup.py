@@ -17,7 +17,8 @@ from typing import Any
 
 import ray
 
-from pentad.orchestrator.group import WorkerError, WorkerGroup
+from pentad.orchestrator.faults import WorkerError
+from pentad.orchestrator.group import WorkerGroup
 from pentad.orchestrator.placement import living_bundles
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import Plan

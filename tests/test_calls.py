@@ -11,7 +11,7 @@ from rich.console import Console
 from pentad.orchestrator.calls import AHEAD, Calls
 from pentad.orchestrator.config import RunConfig, load
 from pentad.orchestrator.display import Display
-from pentad.orchestrator.group import WorkerError
+from pentad.orchestrator.faults import WorkerError
 from pentad.orchestrator.interrupts import Interrupts
 from pentad.orchestrator.measure import History
 from pentad.orchestrator.news import News

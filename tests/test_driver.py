@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from rich.console import Console
 from pentad.orchestrator import cluster as clusters
 from pentad.orchestrator import driver
 from pentad.orchestrator.config import RunConfig, load
-from pentad.orchestrator.group import WorkerError
+from pentad.orchestrator.faults import WorkerError
 from pentad.orchestrator.runfolder import read_lines
 from pentad.orchestrator.sections import ClusterSection
 from pentad.schedules.errors import PentadError
@@ -248,6 +249,22 @@ def test_a_run_that_is_stopped_at_once_leaves_nothing(started: Callable[..., Sta
         assert events(run.folder)[-1][0] == "failure"
     assert "Traceback" not in run.printed()
     run.footprint.assert_gone()
+
+
+@pytest.mark.parametrize("which", ["pentad.orchestrator.head", "gcs_server"])
+def test_a_run_whose_ray_head_is_gone_says_so_and_leaves_nothing(started: Callable[..., Started], which: str) -> None:
+    run = started("headless", 'data.path="fake:seconds=0.05"')
+    run.wait_for(2)
+    run.footprint.look()
+    (head,) = (line.split()[0] for line in run.footprint.processes() if which in line)
+    os.kill(int(head), signal.SIGKILL)
+    began = time.monotonic()
+    assert run.process.wait(20) == 1, run.printed()
+    assert time.monotonic() < began + 10
+    last = run.printed().strip().splitlines()[-1]
+    assert re.fullmatch(r"pentad: the Ray head at 127\S+ has not answered for 2 s; the same command resumes .*", last)
+    assert events(run.folder)[-1][0] == "failure"
+    run.footprint.assert_gone(10.0)
 
 
 def test_a_run_goes_on_with_the_corpus_it_began_with_or_not_at_all(cluster, tmp_path) -> None:

@@ -11,7 +11,8 @@ import ray
 from pentad.orchestrator import cluster as clusters
 from pentad.orchestrator import worker
 from pentad.orchestrator.config import RunConfig, load
-from pentad.orchestrator.group import WorkerError, WorkerGroup
+from pentad.orchestrator.faults import WorkerError
+from pentad.orchestrator.group import WorkerGroup
 from pentad.orchestrator.head import psutil
 from pentad.orchestrator.placement import reserve
 from pentad.orchestrator.planning import make_plan

@@ -37,21 +37,19 @@ from pentad.schedules.compiler import compile_program
 from pentad.workers.board import Board
 from pentad.workers.lanes import HostLanes
 
-PERIOD_SECONDS = 6.0
-
 
 class Switch:
     """Turns what can be off on and off by the clock, and notes the steps and CPU seconds of each period."""
 
-    def __init__(self) -> None:
-        self.began = 0.0
+    def __init__(self, period: float) -> None:
+        self.began, self.period = 0.0, period
         self.steps: list[tuple[float, float, float]] = []  # start, end, seconds
         self.marks: list[tuple[float, float, int]] = []  # at a change: time, CPU seconds so far, steps done
         self.accounts: list[float] = []  # CPU seconds of History.add a step
         self.told: list[float] = []  # the same of watchers and ticks, while on
 
     def on(self, at: float | None = None) -> bool:
-        return int(((time.monotonic() if at is None else at) - self.began) / PERIOD_SECONDS) % 2 == 0
+        return int(((time.monotonic() if at is None else at) - self.began) / self.period) % 2 == 0
 
     def patch(self) -> None:
         self._gate(WorkerGroup, "statuses", dict)
@@ -80,8 +78,8 @@ class Switch:
         while len(self.steps) < 8:
             time.sleep(0.1)
         self.began = time.monotonic()
-        for number in range(int(seconds / PERIOD_SECONDS) + 1):
-            time.sleep(max(0.0, self.began + number * PERIOD_SECONDS - time.monotonic()))
+        for number in range(int(seconds / self.period) + 1):
+            time.sleep(max(0.0, self.began + number * self.period - time.monotonic()))
             self.marks.append((time.monotonic(), cpu_seconds(), len(self.steps)))
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -181,7 +179,7 @@ def report(switch: Switch, instructions: int, ranks: int, gpu: bool) -> dict[str
     told = sum(switch.told) / max(1, on_steps)
     pairs = list(zip(periods[True], periods[False], strict=False))
     return {
-        "periods": {"on": len(periods[True]), "off": len(periods[False]), "seconds": PERIOD_SECONDS},
+        "periods": {"on": len(periods[True]), "off": len(periods[False]), "seconds": switch.period},
         "cpu_seconds_a_step": {"on": cpu[True], "off": cpu[False]},
         "seconds_a_step": {"on": wall[True], "off": wall[False]},
         "watching_share_by_difference": statistics.median(on[0] / off[0] - 1 for on, off in pairs),
@@ -196,9 +194,9 @@ def report(switch: Switch, instructions: int, ranks: int, gpu: bool) -> dict[str
     }
 
 
-def measure(seconds: float, path: Path | None, overrides: list[str]) -> dict[str, Any]:
+def measure(seconds: float, period: float, path: Path | None, overrides: list[str]) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    switch = Switch()
+    switch = Switch(period)
     switch.patch()
     threading.Thread(target=switch.watch, args=(seconds,), daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
@@ -215,11 +213,12 @@ def measure(seconds: float, path: Path | None, overrides: list[str]) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--period", type=float, default=6.0, help="seconds between two changes")
     parser.add_argument("--config", type=Path, help="a run on GPUs; the quickstart on CPUs, if not given")
     parser.add_argument("--json", type=Path, help="results; those of other parts that are there already stay")
     parser.add_argument("overrides", nargs="*", help="SECTION.KEY=VALUE over the config")
     args = parser.parse_args()
-    record(args.json, "overhead", lambda: measure(args.seconds, args.config, args.overrides))
+    record(args.json, "overhead", lambda: measure(args.seconds, args.period, args.config, args.overrides))
 
 
 if __name__ == "__main__":
