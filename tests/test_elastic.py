@@ -128,6 +128,7 @@ def assert_recovered(run: Run, *how: str) -> None:
     ("schedule", "rank", "how"),
     [
         ("1f1b", 1, signal.SIGKILL),
+        ("1f1b", 3, signal.SIGTERM),
         ("dualpipe", 2, signal.SIGSTOP),
         pytest.param("zb-h2", 1, signal.SIGKILL, marks=slow),
         pytest.param("dualpipe", 1, signal.SIGKILL, marks=slow),
@@ -178,13 +179,21 @@ def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start
     assert_same(run, wanted)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h2", marks=slow), pytest.param("dualpipe", marks=slow)])
-def test_a_node_that_is_gone_is_replaced_by_another(nodes, start, reference, schedule):
+@pytest.mark.parametrize(
+    ("schedule", "how"),
+    [
+        ("1f1b", signal.SIGKILL),
+        ("1f1b", signal.SIGTERM),
+        pytest.param("zb-h2", signal.SIGKILL, marks=slow),
+        pytest.param("dualpipe", signal.SIGKILL, marks=slow),
+    ],
+)
+def test_a_node_that_is_gone_is_replaced_by_another(nodes, start, reference, schedule, how):
     wanted = reference(schedule, SCHEDULES[schedule])
     nodes.hold(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
     run.at_step(4)
-    kill(nodes.node_of(run.pids()[0]))
+    kill(nodes.node_of(run.pids()[0]), how)
     assert_recovered(run, "repair")
     assert_same(run, wanted)
 

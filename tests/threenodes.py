@@ -109,9 +109,9 @@ class Cluster:
         return node
 
 
-def kill(node: Node) -> None:
-    """Pulls a node's plug, as far as a process can."""
-    _raylet(node).kill()
+def kill(node: Node, how: int = signal.SIGKILL) -> None:
+    """Pulls a node's plug, as far as a process can, or tells it to end."""
+    _raylet(node).send_signal(how)
     _raylet(node).wait()
 
 
