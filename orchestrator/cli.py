@@ -101,9 +101,15 @@ def plan(
     show_plan(config, found if asked == "auto" else asked, Console(), as_json=as_json)
 
 
+_SCHEDULES = (
+    "gpipe, 1f1b, 1f1b-eager, interleaved, looped-bfs, zb-h1, zb-h2, interleaved-zb, zb-v, dualpipe, dualpipev; or "
+    "FILE.py:FUNCTION, one of your own."
+)
+
+
 @app.command()
 def schedule(
-    name: Annotated[str, typer.Argument(help="gpipe, 1f1b, zb-h1, zb-h2, zb-v or dualpipe.")],
+    name: Annotated[str, typer.Argument(help=_SCHEDULES)],
     ranks: Annotated[int, typer.Option(help="Pipeline ranks.")],
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")],
     chunks: Annotated[int | None, typer.Option(help="Parts that a rank's layers are cut into.")] = None,

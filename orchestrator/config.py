@@ -67,7 +67,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _schedule_fits(self) -> RunConfig:
         try:
-            program = generate(self.schedule.name, self.mesh.pp, self.schedule.microbatches)
+            schedule = self.schedule
+            program = generate(schedule.name, self.mesh.pp, schedule.microbatches, schedule.options)
             split_layers(self.model.layers, program.placement)
         except PentadError as error:
             raise ValueError(str(error)) from None

@@ -29,11 +29,18 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     model = ModelShape(**config.model.model_dump(exclude={"family"}))
     batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, mesh.dp)
     dtype = _dtype(config, device)
-    order = generate(config.schedule.name, mesh.pp, batch.microbatches)
+    options = config.schedule.options
+    order = generate(config.schedule.name, mesh.pp, batch.microbatches, options)
     layers = split_layers(model.layers, order.placement, model.head_in_layers(batch.length))
     costs = guess_costs(model, layers, batch, device, dtype)
     program = compile_program(
-        order.name, order.ranks, order.microbatches, costs=costs, gated=transport == "nccl", replicas=mesh.dp
+        order.name,
+        order.ranks,
+        order.microbatches,
+        costs=costs,
+        gated=transport == "nccl",
+        replicas=mesh.dp,
+        options=options,
     )
     optimizer = _optimizer(config)
     return Plan(

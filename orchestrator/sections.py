@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pentad.schedules.shape import Options
+
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -69,8 +71,21 @@ class MeshSection(Section):
 
 
 class ScheduleSection(Section):
-    name: str = Field(description="pipeline schedule: gpipe, 1f1b, zb-h1, zb-h2, zb-v or dualpipe")
+    name: str = Field(description="pipeline schedule, as `pentad schedule --help` lists them")
     microbatches: Count = Field(description="parts that a replica's share of a step's batch is cut into")
+    chunks: Count | None = Field(
+        default=None, description="parts that a rank's layers are cut into; null: as the schedule likes, else if it can"
+    )
+    group: Count | None = Field(
+        default=None, description="microbatches that take turns on the chunks of an interleaved schedule; null: mesh.pp"
+    )
+    memory_limit: float | None = Field(
+        default=None, ge=1, description="activations a rank may keep, in microbatches of a whole rank; null: no limit"
+    )
+
+    @property
+    def options(self) -> Options:
+        return Options(self.chunks, self.group, self.memory_limit)
 
 
 class BatchSection(Section):

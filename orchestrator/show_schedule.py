@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.text import Text
 
 from pentad.orchestrator.bars import bars, coloured_grid, is_coloured
-from pentad.schedules.catalogue import entry, generate
+from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program, summary
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
 from pentad.schedules.grid import time_grid
 from pentad.schedules.page import timeline_page
 from pentad.schedules.program import Program
+from pentad.schedules.shape import Options
 from pentad.schedules.simulate import simulate
 from pentad.schedules.svg import svg_grid
 from pentad.schedules.timeline import Timeline
@@ -84,19 +85,12 @@ def write(option: str, path: Path, content: str | bytes) -> None:
 
 
 def _build(request: Request) -> tuple[Program, Costs]:
-    chunks = entry(request.name).chunks
-    for option, value in (("--group", request.group), ("--memory-limit", request.memory_limit)):
-        if value is not None:
-            raise PentadError(
-                f"{option} is {value:g}, but schedule {request.name} does not take it, wanted no {option}"
-            )
-    if request.chunks not in (None, chunks):
-        has = f"{chunks} chunk{'s' if chunks > 1 else ''} a rank"
-        raise PentadError(f"--chunks is {request.chunks}, but schedule {request.name} has {has}, wanted {chunks}")
     forward, backward, weight = _three(request.costs)
-    order = generate(request.name, request.ranks, request.microbatches)
+    sizes = request.name, request.ranks, request.microbatches
+    options = Options(request.chunks, request.group, request.memory_limit)
+    order = generate(*sizes, options)
     costs = Costs.uniform(order.stages, forward, backward, weight, chunks=order.chunks, transfer=request.comm)
-    return compile_program(request.name, request.ranks, request.microbatches, costs=costs), costs
+    return compile_program(*sizes, costs=costs, options=options), costs
 
 
 def _three(text: str) -> tuple[float, float, float]:

@@ -1,57 +1,105 @@
-"""Schedules by name: which generator, which placement of stages on ranks, which (ranks, microbatches) it allows."""
+"""Schedules by name: generator, placement of stages on ranks, sizes allowed and options taken."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from pentad.schedules.dualpipe import dualpipe
+from pentad.schedules.costs import Costs
+from pentad.schedules.dualpipe import dualpipe, dualpipe_v
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Unit
-from pentad.schedules.one_f_one_b import gpipe, one_f_one_b
+from pentad.schedules.interleaved import interleaved, interleaved_zb, looped_bfs
+from pentad.schedules.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b
 from pentad.schedules.program import Program
+from pentad.schedules.shape import Options, Shape
 from pentad.schedules.zb_v import zb_v
 from pentad.schedules.zero_bubble import zb_h1, zb_h2
 
-LARGEST = 10**6  # ranks x microbatches
-Generator = Callable[[int, int, int], Iterator[Unit]]
-Placement = Callable[[int, int], tuple[int, ...]]
+LARGEST = 10**6  # ranks x microbatches x chunks
+NONE = Options()
+Streams = tuple[tuple[Unit, ...], ...]
 
 
-def one_stage(rank: int, ranks: int) -> tuple[int, ...]:
-    return (rank,)
+def looped(rank: int, shape: Shape) -> tuple[int, ...]:
+    """Every `ranks`-th stage."""
+    return tuple(range(rank, shape.stages, shape.ranks))
 
 
-def mirrored(rank: int, ranks: int) -> tuple[int, ...]:
+def mirrored(rank: int, shape: Shape) -> tuple[int, ...]:
     """A stage and its mirror, each on two ranks."""
-    return rank, ranks - 1 - rank
+    return rank, shape.ranks - 1 - rank
 
 
-def v_shaped(rank: int, ranks: int) -> tuple[int, ...]:
+def v_shaped(rank: int, shape: Shape) -> tuple[int, ...]:
     """Two of twice as many stages, down and up again."""
-    return rank, 2 * ranks - 1 - rank
+    return rank, 2 * shape.ranks - 1 - rank
+
+
+def _any_size(shape: Shape) -> str:
+    return ""
+
+
+def _bidirectional(shape: Shape) -> str:
+    if shape.ranks % 2:
+        return f"ranks (mesh.pp) is {shape.ranks}, but it must be even: each rank mirrors another"
+    if shape.microbatches % 2:
+        return f"microbatches is {shape.microbatches}, but it must be even: half enter at each end"
+    return _two_a_rank(shape)
+
+
+def _two_a_rank(shape: Shape) -> str:
+    if shape.microbatches < 2 * shape.ranks:
+        least = 2 * shape.ranks
+        return f"microbatches is {shape.microbatches}, but it must be at least 2 x ranks (mesh.pp) = {least}"
+    return ""
+
+
+def _whole_groups(shape: Shape) -> str:
+    if shape.group < min(shape.ranks, shape.microbatches):
+        least = min(shape.ranks, shape.microbatches)
+        return f"group is {shape.group}, but a group of fewer than {least} microbatches leaves ranks without work"
+    return ""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A generator (rank, ranks, microbatches) -> compute units of that rank, and its placement (rank, ranks) -> stages.
+    """`generate(shape)` gives the compute units of every rank, `placement(rank, shape)` its stages.
 
-    `chunks` is the number of parts that a rank's own layers are cut into.
+    `chunks` is the number of parts that a rank's own layers are cut into (unless the schedule takes that as an option),
+    `takes` names the options it has, and `refusal` says what is wrong with a size, in a few words.
     """
 
-    generate: Generator
-    placement: Placement = one_stage
+    generate: Callable[[Shape], Streams]
+    placement: Callable[[int, Shape], tuple[int, ...]] = looped
     chunks: int = 1
+    takes: frozenset[str] = frozenset()
+    refusal: Callable[[Shape], str] = _any_size
 
 
+def _of_sizes(generate: Callable[[int, int, int], Iterator[Unit]], shape: Shape) -> Streams:
+    return tuple(tuple(generate(rank, shape.ranks, shape.microbatches)) for rank in range(shape.ranks))
+
+
+def _of_shape(generate: Callable[[int, Shape], Iterator[Unit]], shape: Shape) -> Streams:
+    return tuple(tuple(generate(rank, shape)) for rank in range(shape.ranks))
+
+
+_TURNS = frozenset({"chunks", "group"})
 CATALOGUE = {
-    "gpipe": Entry(gpipe),
-    "1f1b": Entry(one_f_one_b),
-    "zb-h1": Entry(zb_h1),
-    "zb-h2": Entry(zb_h2),
-    "zb-v": Entry(zb_v, v_shaped, chunks=2),
-    "dualpipe": Entry(dualpipe, mirrored),
+    "gpipe": Entry(partial(_of_sizes, gpipe)),
+    "1f1b": Entry(partial(_of_sizes, one_f_one_b)),
+    "1f1b-eager": Entry(partial(_of_sizes, eager_one_f_one_b)),
+    "interleaved": Entry(partial(_of_shape, interleaved), chunks=2, takes=_TURNS, refusal=_whole_groups),
+    "looped-bfs": Entry(partial(_of_shape, looped_bfs), chunks=2, takes=frozenset({"chunks"})),
+    "zb-h1": Entry(partial(_of_sizes, zb_h1)),
+    "zb-h2": Entry(partial(_of_sizes, zb_h2)),
+    "interleaved-zb": Entry(partial(_of_shape, interleaved_zb), chunks=2, takes=_TURNS, refusal=_whole_groups),
+    "zb-v": Entry(partial(_of_sizes, zb_v), v_shaped, chunks=2),
+    "dualpipe": Entry(partial(_of_sizes, dualpipe), mirrored, refusal=_bidirectional),
+    "dualpipev": Entry(partial(_of_sizes, dualpipe_v), v_shaped, chunks=2, refusal=_two_a_rank),
 }
 
 
@@ -64,30 +112,44 @@ def entry(name: str) -> Entry:
     return CATALOGUE[name]
 
 
-def generate(name: str, ranks: int, microbatches: int) -> Program:
-    """The compute order of a schedule on `ranks` pipeline ranks. Raises PentadError on sizes it does not allow."""
+def shape_of(name: str, ranks: int, microbatches: int, asked: Options = NONE, costs: Costs | None = None) -> Shape:
+    """What a schedule is to be made for. Raises PentadError on sizes it does not allow and options it does not take."""
     found = entry(name)
-    if ranks < 1:
-        raise PentadError(f"schedule {name}: ranks (mesh.pp) is {ranks}, but at least 1 is needed")
-    if microbatches < 1:
-        raise PentadError(f"schedule {name}: microbatches is {microbatches}, but at least 1 is needed")
-    if ranks * microbatches > LARGEST:
-        text = f"ranks x microbatches is {ranks} x {microbatches}, but at most {LARGEST} are compiled at once"
-        raise PentadError(f"schedule {name}: {text}")
-    if found.placement is mirrored:
-        _check_bidirectional(name, ranks, microbatches)
-    streams = tuple(tuple(found.generate(rank, ranks, microbatches)) for rank in range(ranks))
-    placement = tuple(found.placement(rank, ranks) for rank in range(ranks))
-    return Program(name, streams, placement, microbatches, found.chunks)
+    _refuse_options(name, found, asked)
+    for what, size in {"ranks (mesh.pp)": ranks, "microbatches": microbatches}.items():
+        if size < 1:
+            raise PentadError(f"schedule {name}: {what} is {size}, but at least 1 is needed")
+    chunks = asked.chunks or found.chunks
+    if ranks * microbatches * chunks > LARGEST:
+        text = f"ranks x microbatches is {ranks} x {microbatches}" + f", with {chunks} chunks each" * (chunks > 1)
+        raise PentadError(f"schedule {name}: {text}, but at most {LARGEST} are compiled at once")
+    turn = (asked.group or ranks) if "group" in found.takes else microbatches
+    shape = Shape(ranks, microbatches, chunks, min(turn, microbatches), costs, asked.limit)
+    if refusal := found.refusal(shape):
+        raise PentadError(f"schedule {name}: {refusal}")
+    return shape
 
 
-def _check_bidirectional(name: str, ranks: int, microbatches: int) -> None:
-    if ranks % 2:
-        text = f"ranks (mesh.pp) is {ranks}, but it must be even: each rank mirrors another"
-        raise PentadError(f"schedule {name}: {text}")
-    if microbatches % 2:
-        text = f"microbatches is {microbatches}, but it must be even: half enter at each end"
-        raise PentadError(f"schedule {name}: {text}")
-    if microbatches < 2 * ranks:
-        text = f"microbatches is {microbatches}, but it must be at least 2 x ranks (mesh.pp) = {2 * ranks}"
-        raise PentadError(f"schedule {name}: {text}")
+def generate(name: str, ranks: int, microbatches: int, asked: Options = NONE, costs: Costs | None = None) -> Program:
+    """The compute order of a schedule on `ranks` pipeline ranks. Raises PentadError as `shape_of` does."""
+    shape = shape_of(name, ranks, microbatches, asked, costs)
+    found = entry(name)
+    placement = tuple(found.placement(rank, shape) for rank in range(ranks))
+    return Program(name, found.generate(shape), placement, microbatches, shape.chunks)
+
+
+def _refuse_options(name: str, found: Entry, asked: Options) -> None:
+    for option, value in asked._asdict().items():
+        if value is None or (option == "chunks" and value == found.chunks):
+            continue
+        if option not in found.takes:
+            if option == "chunks":
+                has = f"has {found.chunks} chunk{'s' * (found.chunks > 1)} a rank, wanted {found.chunks}"
+            else:
+                has = f"does not take it, wanted no {_NAMES[option]}"
+            raise PentadError(f"{_NAMES[option]} is {value:g}, but schedule {name} {has}")
+        if value < 1:
+            raise PentadError(f"schedule {name}: {_NAMES[option]} is {value:g}, but at least 1 is needed")
+
+
+_NAMES = {"chunks": "chunks", "group": "group", "limit": "memory_limit"}

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from pentad.schedules.catalogue import generate
+from pentad.schedules.catalogue import NONE, generate
 from pentad.schedules.check import check, peak_activations
 from pentad.schedules.costs import Costs
 from pentad.schedules.finish import add_reduce, add_step
 from pentad.schedules.program import Program
+from pentad.schedules.shape import Options
 from pentad.schedules.simulate import simulate
 from pentad.schedules.transfers import add_transfers
 
 
 def compile_program(
-    name: str, ranks: int, microbatches: int, *, costs: Costs | None = None, gated: bool = False, replicas: int = 1
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    costs: Costs | None = None,
+    gated: bool = False,
+    replicas: int = 1,
+    options: Options = NONE,
 ) -> Program:
     """A program for one replica of `ranks` pipeline ranks, proven. `costs` decide where receives stand (default: equal
-    costs), `gated` is for transports whose receives must not wait on the GPU, `replicas` is the mesh's dp.
+    costs) and are what some schedules plan with, `gated` is for transports whose receives must not wait on the GPU,
+    `replicas` is the mesh's dp, `options` are what the schedule is asked for.
 
     Raises PentadError on sizes the schedule does not allow and ScheduleError when the proof fails.
     """
-    order = generate(name, ranks, microbatches)
+    order = generate(name, ranks, microbatches, options, costs)
     moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
     program = add_step(add_reduce(moved, replicas=replicas))
     check(program, replicas=replicas)

@@ -1,4 +1,4 @@
-"""DualPipe: microbatches enter at both ends, and every rank holds a stage and its mirror.
+"""DualPipe: microbatches enter at both ends, and every rank holds a stage and its mirror; and DualPipeV, half of it.
 
 DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, and the eight steps of its published implementation.
 """
@@ -24,11 +24,21 @@ class _Direction:
 
 
 def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
-    """Microbatches below `microbatches / 2` enter at rank 0, the others at the last rank. Digits name directions:
-    0 enters at this rank's nearer end."""
+    """Microbatches below `microbatches / 2` enter at rank 0, the others at the last rank."""
     half, near = ranks // 2, min(rank, ranks - 1 - rank)
     down, up = _Direction(rank, 0), _Direction(ranks - 1 - rank, microbatches // 2)
     zero, one = (down, up) if rank < half else (up, down)
+    yield from _eight_steps(half, near, microbatches // 2, zero, one)
+
+
+def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
+    """DualPipe cut in half: two chunks a rank, placed as a V, and all microbatches enter at rank 0."""
+    yield from _eight_steps(ranks, rank, microbatches, _Direction(rank, 0), _Direction(2 * ranks - 1 - rank, 0))
+
+
+def _eight_steps(half: int, near: int, microbatches: int, zero: _Direction, one: _Direction) -> Iterator[Unit]:
+    """Of the `near`-th of `half` ranks. Digits name directions: 0 enters at this rank's nearer end (of a V: goes down).
+    Each has so many microbatches."""
     deferred: deque[Instruction] = deque()
 
     def split(direction: _Direction) -> Instruction:
@@ -54,8 +64,8 @@ def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
         yield split(one)
         yield deferred.popleft()
         yield forward(one)
-    # Step 4 (main): nF0B1F1B0, overlapped; the two middle ranks have nothing in flight to overlap the first pair with
-    for k in range(microbatches // 2 - ranks + near + 1):
+    # Step 4 (main): nF0B1F1B0, overlapped; the middle has nothing in flight to overlap the first pair with
+    for k in range(microbatches - 2 * half + near + 1):
         if k == 0 and near == half - 1:
             yield forward(zero)
             yield full(one)

@@ -1,4 +1,4 @@
-"""Schedules with the whole backward at once: GPipe and 1F1B."""
+"""Schedules with the whole backward at once: GPipe, 1F1B and its eager form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
     """PipeDream-flush (Narayanan et al. 2021, arXiv 2006.09503): at most `ranks - rank` microbatches in flight."""
-    warm_up = min(ranks - 1 - rank, microbatches)
+    yield from _one_by_one(rank, microbatches, warm_up=ranks - 1 - rank)
+
+
+def eager_one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
+    """Twice the warm-up (Zhuang et al. 2023, arXiv 2211.05322, section 4): the same bubble, and transfers pass beside
+    compute in the steady state, for up to `2 * (ranks - rank) - 1` microbatches in flight."""
+    yield from _one_by_one(rank, microbatches, warm_up=2 * (ranks - 1 - rank))
+
+
+def _one_by_one(rank: int, microbatches: int, warm_up: int) -> Iterator[Unit]:
+    warm_up = min(warm_up, microbatches)
     # Warm-up: forwards until the last rank can turn around.
     for mb in range(warm_up):
         yield Instruction(Op.F, rank, mb)

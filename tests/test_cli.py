@@ -145,12 +145,12 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
         (("schedule", "1f1b", *SIZES, "--comm", "-1"), "--comm is -1.0"),
         (
             ("schedule", "1f1b", *SIZES, "--chunks", "2"),
-            "--chunks is 2, but schedule 1f1b has 1 chunk a rank, wanted 1",
+            "chunks is 2, but schedule 1f1b has 1 chunk a rank, wanted 1",
         ),
-        (("schedule", "1f1b", *SIZES, "--group", "2"), "--group is 2, but schedule 1f1b does not take it"),
+        (("schedule", "1f1b", *SIZES, "--group", "2"), "group is 2, but schedule 1f1b does not take it"),
         (
             ("schedule", "1f1b", *SIZES, "--memory-limit", "2"),
-            "--memory-limit is 2, but schedule 1f1b does not take it",
+            "memory_limit is 2, but schedule 1f1b does not take it",
         ),
         (("schedule", "1f1b", "--ranks", "0", "--microbatches", "8"), "ranks (mesh.pp) is 0"),
         (("schedule", "1f1b", *SIZES, "--svg", "no/a.svg"), "--svg is 'no/a.svg', which cannot be written"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sizes import programs
 
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.check import peak_activations
@@ -14,7 +15,7 @@ from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
 from pentad.schedules.grid import order_grid, time_grid
 from pentad.schedules.instruction import Key, Op, Overlap, parse
-from pentad.schedules.program import Program, index_of
+from pentad.schedules.program import index_of
 from pentad.schedules.simulate import simulate
 
 # 4 ranks, 8 microbatches, F = B = W = 1, transfers free. A cell is one unit of time and `.` is idle; DualPipe's lower
@@ -103,19 +104,11 @@ def test_dualpipe_keeps_one_microbatch_more_than_there_are_ranks(half: int, more
     assert peak_activations(generate("dualpipe", p, 2 * (p + more))) == [p + 1] * p
 
 
-def sized(name: str) -> st.SearchStrategy[Program]:
-    if name == "dualpipe":
-        return st.builds(
-            lambda half, more: generate(name, 2 * half, 4 * half + 2 * more), st.integers(1, 6), st.integers(0, 8)
-        )
-    return st.builds(lambda p, m: generate(name, p, m), st.integers(1, 12), st.integers(1, 24))
-
-
 @pytest.mark.parametrize("name", CATALOGUE)
 @given(data=st.data())
 def test_every_microbatch_goes_once_through_every_stage_in_order(name: str, data: st.DataObject) -> None:
     """F, then B, then W (or F, then BW), each op in microbatch order on each rank and stage."""
-    program = data.draw(sized(name))
+    program = data.draw(programs(name))
     seen = []
     for rank, stream in enumerate(program.streams):
         parts = [part for unit in stream for part in unit.parts]

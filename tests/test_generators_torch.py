@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.stage import PipelineStage
 
 from pentad.schedules.catalogue import generate
+from pentad.schedules.shape import Options
 from pentad.schedules.torch_csv import torch_csv
 
 SIZES = [(ranks, microbatches) for ranks in (2, 4, 8) for microbatches in range(ranks, 2 * ranks + 1)]
@@ -19,13 +20,14 @@ Order = list[list[tuple[int, str, int]]]  # of each rank: stage, torch's letter,
 
 
 def compute_of(actions: Any) -> list[tuple[int, str, int]]:
-    named = [(a.stage_index, a.computation_type.name, a.microbatch_index) for a in actions if a is not None]
+    parts = [part for action in actions if action is not None for part in action.sub_actions or [action]]
+    named = [(a.stage_index, a.computation_type.name, a.microbatch_index) for a in parts]
     return [(stage, KINDS[name], mb) for stage, name, mb in named if name in KINDS]
 
 
-def ours(name: str, ranks: int, microbatches: int) -> Order:
+def ours(name: str, ranks: int, microbatches: int, **asked: int) -> Order:
     """Read by torch from the CSV that we write."""
-    rows = torch_csv(generate(name, ranks, microbatches)).splitlines()
+    rows = torch_csv(generate(name, ranks, microbatches, Options(**asked))).splitlines()
     return [compute_of(_Action.from_str(cell) for cell in row.split(",")) for row in rows]
 
 
@@ -57,6 +59,40 @@ def test_zb_h1_is_torch_s_interleaved_zero_bubble_of_one_stage(ranks: int, round
 def test_zb_v_is_torch_s(ranks: int, rounds: int) -> None:
     order = get_schedule_ops("ZBVZeroBubble", ranks, rounds * ranks, num_stages_per_rank=2)
     assert ours("zb-v", ranks, rounds * ranks) == [*map(compute_of, order)]
+
+
+def whole_rounds(ranks: int, microbatches: int) -> int:
+    """torch's group: as many whole rounds of the ranks as there are microbatches for; 0 where it refuses."""
+    group, rest = divmod(microbatches, max(1, microbatches // ranks))
+    return 0 if rest else group
+
+
+WHOLE = [(p, m, v) for p in (2, 4, 8) for m in range(p, 4 * p + 1) for v in (2, 3) if whole_rounds(p, m)]
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("interleaved", "Interleaved1F1B"), ("interleaved-zb", "InterleavedZeroBubble")]
+)
+def test_interleaved_schedules_are_torch_s(name: str, theirs: str) -> None:
+    for ranks, microbatches, chunks in WHOLE:
+        order = get_schedule_ops(theirs, ranks, microbatches, num_stages_per_rank=chunks)
+        group = whole_rounds(ranks, microbatches)
+        assert ours(name, ranks, microbatches, chunks=chunks, group=group) == [*map(compute_of, order)]
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_looped_bfs_is_torch_s_but_for_its_backwards_which_come_in_microbatch_order(ranks, microbatches, chunks):
+    order = get_schedule_ops("LoopedBFS", ranks, microbatches, num_stages_per_rank=chunks)
+    last = microbatches - 1
+    wanted = [[(s, kind, last - mb if kind == "B" else mb) for s, kind, mb in compute_of(row)] for row in order]
+    assert ours("looped-bfs", ranks, microbatches, chunks=chunks) == wanted
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(p, m) for p in (2, 4, 8) for m in range(2 * p, 4 * p + 1, 3)])
+def test_dualpipev_is_torch_s(ranks: int, microbatches: int) -> None:
+    order = get_schedule_ops("DualPipeV", ranks, microbatches, num_stages_per_rank=2)
+    assert ours("dualpipev", ranks, microbatches) == [*map(compute_of, order)]
 
 
 def test_an_overlapped_pair_is_written_as_torch_writes_it() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from proof import partner
+from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
@@ -21,7 +22,7 @@ from pentad.schedules.transfers import add_transfers
 
 SECONDS = st.floats(0.1, 10)
 SIZES = [(1, 3), (2, 4), (2, 7), (3, 2), (4, 8), (4, 13)]
-PROGRAMS = [(name, *size) for name in CATALOGUE for size in SIZES if name != "dualpipe" or size in ((2, 4), (4, 8))]
+PROGRAMS = [(name, *size) for name in CATALOGUE for size in SIZES if allows(name, *size)]
 compiled = cache(compile_program)
 
 

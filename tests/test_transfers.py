@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from proof import partner
+from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
@@ -19,7 +20,7 @@ from pentad.schedules.program import Program, index_of
 from pentad.schedules.simulate import simulate
 from pentad.schedules.transfers import add_transfers
 
-PROGRAMS = [(name, 4, 8) for name in CATALOGUE] + [(name, 3, 2) for name in CATALOGUE if name != "dualpipe"]
+PROGRAMS = [(name, 4, 8) for name in CATALOGUE] + [(name, 3, 2) for name in CATALOGUE if allows(name, 3, 2)]
 compiled = cache(compile_program)
 both_ways = pytest.mark.parametrize("gated", [False, True], ids=["posted", "gated"])
 of_all = pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)

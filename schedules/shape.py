@@ -1,0 +1,38 @@
+"""What a schedule is made for: the one argument of every generator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pentad.schedules.costs import Costs
+
+
+class Options(NamedTuple):
+    """What a user may ask of a schedule that takes it; None: as the schedule likes. Meanings are those of Shape."""
+
+    chunks: int | None = None
+    group: int | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`ranks` pipeline ranks and `microbatches` of one step.
+
+    `chunks` is the number of parts that a rank's layers are cut into, `group` how many microbatches go through a chunk
+    before the next chunk's turn (interleaved schedules). `costs` are those of every stage, for schedules that plan with
+    them. `limit` is the most activations that a rank may keep, in microbatches of a whole rank (None: as the schedule
+    likes).
+    """
+
+    ranks: int
+    microbatches: int
+    chunks: int = 1
+    group: int = 0
+    costs: Costs | None = None
+    limit: float | None = None
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
