@@ -41,9 +41,19 @@ def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
     """Ray's runtime_env of a job that trains `config`; writes what it names below `out`."""
     work = out / "job"
     work.mkdir()
-    (work / CONFIG).write_text(dump(config), encoding="utf-8")
+    (work / CONFIG).write_text(dump(_with_schedule(config, work)), encoding="utf-8")
     package = write_package(out)
     return {"working_dir": str(work), "py_modules": [str(package)], "env_vars": variables(config)}
+
+
+def _with_schedule(config: RunConfig, work: Path) -> RunConfig:
+    """The configuration with a schedule of the user's own found where the job stands: its file goes along."""
+    file, own, function = config.schedule.name.rpartition(":")
+    if not own:
+        return config
+    shutil.copy(file, work)
+    schedule = config.schedule.model_copy(update={"name": f"{Path(file).name}:{function}"})
+    return config.model_copy(update={"schedule": schedule})
 
 
 def write_package(out: Path) -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from pentad.schedules import own
 from pentad.schedules.costs import Costs
 from pentad.schedules.dualpipe import dualpipe, dualpipe_v
 from pentad.schedules.errors import PentadError
@@ -101,6 +102,7 @@ CATALOGUE = {
     "dualpipe": Entry(partial(_of_sizes, dualpipe), mirrored, refusal=_bidirectional),
     "dualpipev": Entry(partial(_of_sizes, dualpipe_v), v_shaped, chunks=2, refusal=_two_a_rank),
 }
+OWN = Entry(lambda shape: (), takes=frozenset({"chunks"}))
 
 
 def entry(name: str) -> Entry:
@@ -114,7 +116,7 @@ def entry(name: str) -> Entry:
 
 def shape_of(name: str, ranks: int, microbatches: int, asked: Options = NONE, costs: Costs | None = None) -> Shape:
     """What a schedule is to be made for. Raises PentadError on sizes it does not allow and options it does not take."""
-    found = entry(name)
+    found = OWN if ":" in name else entry(name)
     _refuse_options(name, found, asked)
     for what, size in {"ranks (mesh.pp)": ranks, "microbatches": microbatches}.items():
         if size < 1:
@@ -131,8 +133,13 @@ def shape_of(name: str, ranks: int, microbatches: int, asked: Options = NONE, co
 
 
 def generate(name: str, ranks: int, microbatches: int, asked: Options = NONE, costs: Costs | None = None) -> Program:
-    """The compute order of a schedule on `ranks` pipeline ranks. Raises PentadError as `shape_of` does."""
+    """The compute order of a schedule on `ranks` pipeline ranks; FILE.py:FUNCTION names one of the user's own.
+
+    Raises PentadError as `shape_of` does, and when the user's function is no schedule.
+    """
     shape = shape_of(name, ranks, microbatches, asked, costs)
+    if ":" in name:
+        return own.program(name, shape)
     found = entry(name)
     placement = tuple(found.placement(rank, shape) for rank in range(ranks))
     return Program(name, found.generate(shape), placement, microbatches, shape.chunks)

@@ -34,6 +34,15 @@ SMALL = [
 ]
 JOB = Job("trial-1", "trial", "RUNNING", "pp2", "1f1b", "/runs/trial", 1e9, None, "", 120.0, {})
 Pentad = Callable[..., tuple[int, str, str]]
+OWN = """
+from pentad.schedules.own import BW, F
+
+def mine(rank, ranks, microbatches):
+    for mb in range(microbatches):
+        yield F(rank, mb)
+    for mb in range(microbatches):
+        yield BW(rank, mb)
+"""
 
 
 @pytest.fixture
@@ -82,6 +91,17 @@ def test_a_job_joins_its_own_cluster_and_its_folders_are_absolute() -> None:
     assert job_package.for_cluster(config, Path("/elsewhere")) == config
     assert job_package.for_cluster(load(None, []), Path("/")).data.path == "builtin:pydoc"
     assert job_package.for_cluster(given, Path("/"), is_open=True).cluster.auth == "disabled"
+
+
+def test_a_schedule_of_the_users_own_goes_along_with_its_job(tmp_path: Path) -> None:
+    file = tmp_path / "mine" / "my.py"
+    file.parent.mkdir()
+    file.write_text(OWN)
+    config = load(None, [f"schedule.name={file}:mine"])
+    environment = job_package.runtime_environment(config, tmp_path)
+    work = Path(environment["working_dir"])
+    assert (work / "my.py").read_text() == OWN
+    assert "name: my.py:mine" in (work / job_package.CONFIG).read_text()
 
 
 def test_a_job_says_what_it_is_and_gets_its_time_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""The function that a text such as 'path/my.py:my_schedule' names, and what is told when the user's file fails."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import reprlib
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pentad.schedules.errors import PentadError
+
+PARAMETERS = "(rank, ranks, microbatches)"
+
+
+def function_of(text: str) -> Callable[..., Any]:
+    """Runs the file, and returns the function. What the file prints goes to stderr.
+
+    Raises PentadError when there is no such file or function, or the file fails.
+    """
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py"):
+        raise mistake(text, f"the file is {file!r}, wanted a .py file and a function, as in my.py:my_schedule")
+    module = _module(text, Path(file))
+    if name not in module.__dict__:
+        own = [key for key, value in module.__dict__.items() if getattr(value, "__module__", "") == module.__name__]
+        near = difflib.get_close_matches(name, own, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise mistake(text, f"{file} has no {name!r}{hint}, wanted a function {PARAMETERS}")
+    found = module.__dict__[name]
+    if not callable(found):
+        raise mistake(text, f"{name} is {reprlib.repr(found)}, wanted a function {PARAMETERS}")
+    return found
+
+
+def is_chunked(text: str, function: Callable[..., Any]) -> bool:
+    """Whether it takes `chunks`; it is called by the names of its parameters."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise mistake(text, f"it does not tell its parameters, wanted a function {PARAMETERS}") from None
+    chunked = "chunks" in signature.parameters
+    try:
+        signature.bind(**dict.fromkeys(["rank", "ranks", "microbatches", *(["chunks"] if chunked else [])], 1))
+    except TypeError:
+        found = f"its parameters are ({', '.join(signature.parameters)})"
+        raise mistake(text, f"{found}, wanted {PARAMETERS} and, should it need it, chunks") from None
+    return chunked
+
+
+def raised(text: str, error: BaseException) -> str:
+    """'ZeroDivisionError in line 7 (division by zero)': the line is the last one of the user's file."""
+    file = str(Path(text.rpartition(":")[0]))
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    message = str(error)
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines, message = [error.lineno or 0], error.msg
+    if not lines and error.__cause__:  # a StopIteration inside a generator
+        return raised(text, error.__cause__)
+    where = f" in line {lines[-1]}" if lines else ""
+    return f"{type(error).__name__}{where}" + (f" ({' '.join(message.split())[:200]})" if message else "")
+
+
+def mistake(text: str, said: str) -> PentadError:
+    return PentadError(f"schedule {text}: {said}")
+
+
+def _module(text: str, path: Path) -> ModuleType:
+    """Runs the file anew, so that what was edited counts, and leaves no cache beside it."""
+    try:
+        path.open("rb").close()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        said = f"the file {str(path)!r} cannot be read ({reason}), wanted a .py file that holds the function"
+        raise mistake(text, said) from None
+    name = re.sub(r"\W", "_", str(path.resolve()))
+    loader = SourceFileLoader(name, str(path))
+    module = module_from_spec(ModuleSpec(name, loader))
+    module.__file__ = str(path)
+    sys.modules[name] = module  # dataclasses look their module up
+    caches, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        with redirect_stdout(sys.stderr):
+            loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        said = f"{path} cannot be imported: {raised(text, error)}, wanted a file that runs"
+        raise mistake(text, said) from None
+    finally:
+        sys.dont_write_bytecode = caches
+    return module
