@@ -101,7 +101,9 @@ def test_a_schedule_of_the_users_own_goes_along_with_its_job(tmp_path: Path) -> 
     environment = job_package.runtime_environment(config, tmp_path)
     work = Path(environment["working_dir"])
     assert (work / "my.py").read_text() == OWN
-    assert "name: my.py:mine" in (work / job_package.CONFIG).read_text()
+    written = (work / job_package.CONFIG).read_text()
+    assert "my.py:mine" in written
+    assert str(tmp_path) not in written
 
 
 def test_a_job_says_what_it_is_and_gets_its_time_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
