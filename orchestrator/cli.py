@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from pentad.schedules.errors import PentadError
+from pentad.schedules.order import ScheduleError
 
 # ClickException, the base of all mistakes in options; typer brings click along but does not export it.
 _ClickException: Any = typer.BadParameter.__mro__[2]
@@ -49,6 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail("interrupted", status) if status == _INTERRUPTED else status
     except PentadError as error:
         return _fail(str(error), 1)
+    except ScheduleError as error:
+        sentence, _, grid = str(error).partition("\n")
+        return _fail(sentence, 1, grid)
     except _ClickException as error:
         return _fail(error.format_message(), 2)
     except typer.Abort:
@@ -293,9 +297,11 @@ def _mute() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail(sentence: str, status: int) -> int:
+def _fail(sentence: str, status: int, drawing: str = "") -> int:
     if sentence:
         print(f"pentad: {' '.join(sentence.split())}", file=sys.stderr)
+    if drawing:
+        print(drawing, file=sys.stderr)
     return status
 
 

@@ -27,6 +27,7 @@ from pentad.orchestrator.sections import (
     Section,
 )
 from pentad.orchestrator.yaml_text import dump_yaml, load_yaml
+from pentad.schedules.auto import AUTO
 from pentad.schedules.catalogue import generate
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import split_layers
@@ -66,8 +67,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> RunConfig:
+        schedule = self.schedule
+        if schedule.name == AUTO:  # chosen when the device is known, among those that fit
+            return self
         try:
-            schedule = self.schedule
             program = generate(schedule.name, self.mesh.pp, schedule.microbatches, schedule.options)
             split_layers(self.model.layers, program.placement)
         except PentadError as error:

@@ -10,11 +10,15 @@ from pydantic import ValidationError
 
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.estimate import guess_costs
+from pentad.schedules.auto import AUTO, choose
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.program import Program
+from pentad.schedules.shape import Options
 from pentad.schedules.timeline import Timeline
 
 
@@ -29,8 +33,8 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     model = ModelShape(**config.model.model_dump(exclude={"family"}))
     batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, mesh.dp)
     dtype = _dtype(config, device)
-    options = config.schedule.options
-    order = generate(config.schedule.name, mesh.pp, batch.microbatches, options)
+    name, options = _schedule(config, model, batch, device, dtype)
+    order = generate(name, mesh.pp, batch.microbatches, options)
     layers = split_layers(model.layers, order.placement, model.head_in_layers(batch.length))
     costs = guess_costs(model, layers, batch, device, dtype)
     program = compile_program(
@@ -60,6 +64,23 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         deterministic=config.precision.deterministic,
         fingerprint=fingerprint,
     )
+
+
+def _schedule(config: RunConfig, model: ModelShape, batch: BatchShape, device: str, dtype: str) -> tuple[str, Options]:
+    """The schedule to run and what it is asked for: 'auto' stands for the quickest one by guessed costs."""
+    section = config.schedule
+    if section.name != AUTO:
+        return section.name, section.options
+
+    def costs_of(placed: Program) -> Costs | None:
+        try:
+            layers = split_layers(model.layers, placed.placement, model.head_in_layers(batch.length))
+        except PentadError:  # more stages than layers
+            return None
+        return guess_costs(model, layers, batch, device, dtype)
+
+    best = choose(config.mesh.pp, batch.microbatches, costs_of, section.memory_limit).best
+    return best.name, best.asked
 
 
 def smaller(config: RunConfig, ranks: int) -> RunConfig | None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pentad.orchestrator.bars import bars, coloured_grid, is_coloured
+from pentad.schedules.auto import AUTO, choose
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program, summary
 from pentad.schedules.costs import Costs
@@ -86,10 +87,15 @@ def write(option: str, path: Path, content: str | bytes) -> None:
 
 def _build(request: Request) -> tuple[Program, Costs]:
     forward, backward, weight = _three(request.costs)
-    sizes = request.name, request.ranks, request.microbatches
-    options = Options(request.chunks, request.group, request.memory_limit)
-    order = generate(*sizes, options)
-    costs = Costs.uniform(order.stages, forward, backward, weight, chunks=order.chunks, transfer=request.comm)
+    name, options = request.name, Options(request.chunks, request.group, request.memory_limit)
+
+    def costs_of(placed: Program) -> Costs:
+        return Costs.uniform(placed.stages, forward, backward, weight, chunks=placed.chunks, transfer=request.comm)
+
+    if name == AUTO:
+        name, options = choose(request.ranks, request.microbatches, costs_of, request.memory_limit).best[:2]
+    sizes = name, request.ranks, request.microbatches
+    costs = costs_of(generate(*sizes, options))
     return compile_program(*sizes, costs=costs, options=options), costs
 
 

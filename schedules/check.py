@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pentad.schedules.graph import Node, build, cycle, meetings
 from pentad.schedules.grid import order_grid
 from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, Unit, units_of
@@ -23,22 +26,40 @@ def check(program: Program, *, replicas: int = 1) -> None:
     group meet in the same order on every member; no cycle through lanes, waits, rendezvous and a host that waits at
     every compute unit.
     """
-    try:
-        _check_placement(program)
+    with _drawn(program):
+        _check_order(program)
         for rank, stream in enumerate(program.streams):
-            _check_unique(rank, stream)
-            _check_form(program, rank, stream)
             _check_waits(rank, stream)
-        _check_complete(program)
         _check_data(program)
         for rank, stream in enumerate(program.streams):
             _check_slots(rank, stream)
             _check_ending(rank, stream, program, replicas)
         _check_meetings(program)
         _check_cycle(program)
+
+
+def check_order(program: Program) -> None:
+    """The part of `check` that a compute order must pass before transfers can be placed."""
+    with _drawn(program):
+        _check_order(program)
+
+
+@contextmanager
+def _drawn(program: Program) -> Iterator[None]:
+    """Puts the grid under what is said of a program."""
+    try:
+        yield
     except ScheduleError as error:
         grid = order_grid(program, mark=(error.rank, error.index))
         raise ScheduleError(f"program {program.name} is refused: {error}\n{grid}", error.rank, error.index) from None
+
+
+def _check_order(program: Program) -> None:
+    _check_placement(program)
+    for rank, stream in enumerate(program.streams):
+        _check_unique(rank, stream)
+        _check_form(program, rank, stream)
+    _check_complete(program)
 
 
 def peak_activations(program: Program) -> list[float]:

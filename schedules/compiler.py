@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pentad.schedules.catalogue import NONE, generate
-from pentad.schedules.check import check, peak_activations
+from pentad.schedules.check import check, check_order, peak_activations
 from pentad.schedules.costs import Costs
 from pentad.schedules.finish import add_reduce, add_step
 from pentad.schedules.program import Program
@@ -31,6 +31,7 @@ def compile_program(
     Raises PentadError on sizes the schedule does not allow and ScheduleError when the proof fails.
     """
     order = generate(name, ranks, microbatches, options, costs)
+    check_order(order)
     moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
     program = add_step(add_reduce(moved, replicas=replicas))
     check(program, replicas=replicas)

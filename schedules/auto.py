@@ -1,0 +1,118 @@
+"""The schedule with the least time among the catalogue, for given costs and a limit on activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pentad.schedules.catalogue import CATALOGUE, generate, shape_of
+from pentad.schedules.check import peak_activations
+from pentad.schedules.costs import Costs
+from pentad.schedules.errors import PentadError
+from pentad.schedules.order import compute_times
+from pentad.schedules.program import Program
+from pentad.schedules.shape import Options
+
+AUTO = "auto"
+MOST_CHUNKS = 4
+CostsOf = Callable[[Program], Costs | None]
+
+
+class Candidate(NamedTuple):
+    """A schedule that keeps to the limit. Times in the unit of the costs; `peak` in microbatches of a whole rank."""
+
+    name: str
+    asked: Options
+    makespan: float
+    longest: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidates, the best first, and a time that no schedule of the best one's stages can be quicker than."""
+
+    candidates: tuple[Candidate, ...]
+    bound: float
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound the best one takes, as a share of it."""
+        return self.best.makespan / self.bound - 1
+
+
+def choose(ranks: int, microbatches: int, costs_of: CostsOf, limit: float | None = None) -> Choice:
+    """Tries every schedule, number of chunks and group; the least makespan wins, then the least memory.
+
+    `costs_of` tells the costs of a placement's stages; None where there are none, such as more stages than layers.
+    Raises PentadError when nothing keeps to the limit.
+    """
+    found, least = [], float("inf")
+    for name, asked in _tried(ranks, microbatches, limit):
+        placed = generate(name, ranks, microbatches, asked)
+        costs = costs_of(placed)
+        if costs is None:
+            continue
+        program = generate(name, ranks, microbatches, asked, costs) if "costs" in CATALOGUE[name].takes else placed
+        peak = max(peak_activations(program))
+        least = min(least, peak)
+        if limit is None or peak <= limit + 1e-9:
+            found.append((Candidate(name, asked, *_lengths(program, costs), peak), lower_bound(program, costs)))
+    if not found:
+        raise PentadError(
+            f"schedule auto: memory_limit is {limit:g}, but every schedule for {ranks} ranks and {microbatches} "
+            f"microbatches keeps at least {least:g} microbatches"
+        )
+    found.sort(key=lambda pair: (round(pair[0].makespan, 9), pair[0].peak))
+    return Choice(tuple(candidate for candidate, _ in found), found[0][1])
+
+
+def lower_bound(program: Program, costs: Costs) -> float:
+    """A makespan below which no order of a program's placement can come, whatever its transfers cost.
+
+    A rank begins when a microbatch has come through the stages above its first one, and does all its work; what may be
+    left after its last B are its W, while the gradient goes back through the stages above.
+    """
+    f, b, w = costs.forward, costs.backward, costs.weight
+    runs: list[list[int]] = [[] for _ in program.streams]
+    for (stage, _), rank in program.home.items():
+        runs[rank].append(stage)
+    bound = 0.0
+    for stages in runs:
+        first = min(stages)
+        work, late = sum(f[s] + b[s] + w[s] for s in stages), sum(w[s] for s in stages)
+        back = sum(b[:first]) + (w[0] if first else 0.0)
+        bound = max(bound, sum(f[:first]) + work + max(0.0, back - late))
+    return bound
+
+
+def _tried(ranks: int, microbatches: int, limit: float | None) -> Iterator[tuple[str, Options]]:
+    for name, found in CATALOGUE.items():
+        chunks = range(2, MOST_CHUNKS + 1) if "chunks" in found.takes else [None]
+        groups = sorted({ranks, 2 * ranks, microbatches}) if "group" in found.takes else [None]
+        bound = limit if "limit" in found.takes else None
+        for each in chunks:
+            for group in groups:
+                asked = Options(each, group, bound)
+                if (group or 0) <= max(microbatches, ranks) and _allowed(name, ranks, microbatches, asked):
+                    yield name, asked
+
+
+def _allowed(name: str, ranks: int, microbatches: int, asked: Options) -> bool:
+    try:
+        shape_of(name, ranks, microbatches, asked)
+    except PentadError:
+        return False
+    return True
+
+
+def _lengths(program: Program, costs: Costs) -> tuple[float, float]:
+    """(makespan, longest) of the compute order, transfers never queueing."""
+    times = compute_times(program, costs)
+    makespan = max(spans[-1][1] for spans in times) - min(spans[0][0] for spans in times)
+    return makespan, max(spans[-1][1] - spans[0][0] for spans in times)
