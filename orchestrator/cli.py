@@ -106,8 +106,8 @@ def plan(
 
 
 _SCHEDULES = (
-    "gpipe, 1f1b, 1f1b-eager, interleaved, looped-bfs, zb-h1, zb-h2, interleaved-zb, zb-v, dualpipe, dualpipev; or "
-    "FILE.py:FUNCTION, one of your own."
+    "gpipe, 1f1b, 1f1b-eager, interleaved, looped-bfs, zb-h1, zb-h2, zb-1p, zb-2p, interleaved-zb, zb-v, v-half, "
+    "v-min, dualpipe, dualpipev; auto, the quickest of them; or FILE.py:FUNCTION, one of your own."
 )
 
 
@@ -126,6 +126,7 @@ def schedule(
     html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
     arrow: Annotated[Path | None, typer.Option(help="Write the program as an Arrow file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the compute order for torch.distributed.pipelining.")] = None,
+    what_if: Annotated[bool, typer.Option("--what-if", help="Tell what bounds a step and what would help.")] = False,
     as_json: Json = False,
 ) -> None:
     """Builds, proves, simulates and draws a program. Needs no torch, Ray or GPU."""
@@ -134,7 +135,7 @@ def schedule(
     given = {"--svg": svg, "--html": html, "--arrow": arrow, "--csv": csv}
     files = {option: path for option, path in given.items() if path is not None}
     request = Request(name, ranks, microbatches, chunks, group, costs, comm, memory_limit)
-    show_schedule(request, Outputs(files, grid, as_json), Console())
+    show_schedule(request, Outputs(files, grid, what_if, as_json), Console())
 
 
 @app.command()

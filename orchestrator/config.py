@@ -31,6 +31,7 @@ from pentad.schedules.auto import AUTO
 from pentad.schedules.catalogue import generate
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import split_layers
+from pentad.schedules.shape import Options
 
 
 class RunConfig(Section):
@@ -68,10 +69,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _schedule_fits(self) -> RunConfig:
         schedule = self.schedule
-        if schedule.name == AUTO:  # chosen when the device is known, among those that fit
-            return self
         try:
-            program = generate(schedule.name, self.mesh.pp, schedule.microbatches, schedule.options)
+            if schedule.name == AUTO:  # chosen when the device is known: zb-1p is there for any size and limit
+                asked = Options(limit=schedule.memory_limit)
+                program = generate("zb-1p", self.mesh.pp, schedule.microbatches, asked)
+            else:
+                program = generate(schedule.name, self.mesh.pp, schedule.microbatches, schedule.options)
             split_layers(self.model.layers, program.placement)
         except PentadError as error:
             raise ValueError(str(error)) from None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.bars import bars, coloured_grid, is_coloured
@@ -14,6 +16,7 @@ from pentad.schedules.auto import AUTO, choose
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program, summary
 from pentad.schedules.costs import Costs
+from pentad.schedules.critical import critical_path, shares
 from pentad.schedules.errors import PentadError
 from pentad.schedules.grid import time_grid
 from pentad.schedules.page import timeline_page
@@ -23,6 +26,7 @@ from pentad.schedules.simulate import simulate
 from pentad.schedules.svg import svg_grid
 from pentad.schedules.timeline import Timeline
 from pentad.schedules.torch_csv import torch_csv
+from pentad.schedules.whatif import what_if
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,19 @@ class Outputs:
 
     files: dict[str, Path]
     grid: bool
+    what_if: bool
     as_json: bool
 
 
 def show_schedule(request: Request, outputs: Outputs, console: Console) -> None:
     """Raises PentadError on a mistake in the request or a file that cannot be written."""
-    program, costs = _build(request)
+    program, costs, chosen = _build(request)
     timeline = simulate(program, costs)
     for option, path in outputs.files.items():
         write(option, path, _content(option, program, timeline))
     facts = summary(program, costs)
+    if outputs.what_if:
+        facts |= bounds(program, costs)
     if outputs.as_json:
         print(json.dumps(facts))
         return
@@ -67,6 +74,7 @@ def show_schedule(request: Request, outputs: Outputs, console: Console) -> None:
     sizes = f"{program.ranks} ranks, {program.microbatches} microbatches"
     lines = {
         "schedule": f"{program.name}, {sizes}, proven, hash {program.hash[:12]}",
+        **({"auto": chosen} if chosen else {}),
         "makespan": f"{facts['makespan']:g}, bubble {100 * bubble['makespan']:.2f} %",
         "longest": f"{facts['longest']:g}, bubble {100 * bubble['longest']:.2f} %, where a step needs no barrier",
         "activations": f"{peaks} microbatches at the peak of each rank",
@@ -74,6 +82,32 @@ def show_schedule(request: Request, outputs: Outputs, console: Console) -> None:
     }
     for name, text in lines.items():
         console.print(Text.assemble((f"{name:<12}", "dim"), text), soft_wrap=True)
+    if outputs.what_if:
+        for part in _bounds_view(facts):
+            console.print(part, soft_wrap=True)
+
+
+def bounds(program: Program, costs: Costs) -> dict[str, Any]:
+    """What the step's end waits for, as shares of its time, and the makespan under other costs."""
+    path = critical_path(program, costs)
+    whole, found = path[-1].end - path[0].start, shares(path)
+    by_op = {str(op): seconds / whole for op, seconds in found.by_op.items()}
+    by_rank = {str(rank): seconds / whole for rank, seconds in found.by_rank.items()}
+    rows = [row._asdict() for row in what_if(program, costs)]
+    return {"critical_path": {"by_op": by_op, "by_rank": by_rank}, "what_if": rows}
+
+
+def _bounds_view(facts: dict[str, Any]) -> tuple[Text, Text, Table]:
+    parts = [
+        f"{kind} " + ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items() if share > 0.005)
+        for kind, shares in zip(("by op", "by rank"), facts["critical_path"].values(), strict=True)
+    ]
+    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    for head in ("what if", "makespan", "longest", "change"):
+        table.add_column(head, justify="left" if head == "what if" else "right")
+    for row in facts["what_if"]:
+        table.add_row(row["name"], f"{row['makespan']:g}", f"{row['longest']:g}", f"{row['change']:+.1f} %")
+    return Text.assemble(("critical    ", "dim"), "; ".join(parts)), Text(), table
 
 
 def write(option: str, path: Path, content: str | bytes) -> None:
@@ -85,18 +119,25 @@ def write(option: str, path: Path, content: str | bytes) -> None:
         raise PentadError(f"{option} is '{path}', which cannot be written ({reason}), wanted a file's path") from None
 
 
-def _build(request: Request) -> tuple[Program, Costs]:
+def _build(request: Request) -> tuple[Program, Costs, str]:
+    """The program, its costs and, where it was chosen, a few words on that."""
     forward, backward, weight = _three(request.costs)
     name, options = request.name, Options(request.chunks, request.group, request.memory_limit)
 
     def costs_of(placed: Program) -> Costs:
         return Costs.uniform(placed.stages, forward, backward, weight, chunks=placed.chunks, transfer=request.comm)
 
+    chosen = ""
     if name == AUTO:
-        name, options = choose(request.ranks, request.microbatches, costs_of, request.memory_limit).best[:2]
+        choice = choose(request.ranks, request.microbatches, costs_of, request.memory_limit)
+        name, options = choice.best.name, choice.best.asked
+        asked = "".join(f"{key} {value:g}, " for key, value in options._asdict().items() if value is not None)
+        chosen = (
+            f"{asked}the quickest of {len(choice.candidates)}, {100 * choice.gap:.2f} % above what is possible at best"
+        )
     sizes = name, request.ranks, request.microbatches
     costs = costs_of(generate(*sizes, options))
-    return compile_program(*sizes, costs=costs, options=options), costs
+    return compile_program(*sizes, costs=costs, options=options), costs, chosen
 
 
 def _three(text: str) -> tuple[float, float, float]:

@@ -50,9 +50,11 @@ def choose(ranks: int, microbatches: int, costs_of: CostsOf, limit: float | None
     """Tries every schedule, number of chunks and group; the least makespan wins, then the least memory.
 
     `costs_of` tells the costs of a placement's stages; None where there are none, such as more stages than layers.
-    Raises PentadError when nothing keeps to the limit.
+    Raises PentadError when nothing fits.
     """
-    found, least = [], float("inf")
+    if limit is not None and not limit >= 1:
+        raise PentadError(f"schedule {AUTO}: memory_limit is {limit:g}, but at least 1 is needed")
+    found = []
     for name, asked in _tried(ranks, microbatches, limit):
         placed = generate(name, ranks, microbatches, asked)
         costs = costs_of(placed)
@@ -60,14 +62,10 @@ def choose(ranks: int, microbatches: int, costs_of: CostsOf, limit: float | None
             continue
         program = generate(name, ranks, microbatches, asked, costs) if "costs" in CATALOGUE[name].takes else placed
         peak = max(peak_activations(program))
-        least = min(least, peak)
         if limit is None or peak <= limit + 1e-9:
             found.append((Candidate(name, asked, *_lengths(program, costs), peak), lower_bound(program, costs)))
     if not found:
-        raise PentadError(
-            f"schedule auto: memory_limit is {limit:g}, but every schedule for {ranks} ranks and {microbatches} "
-            f"microbatches keeps at least {least:g} microbatches"
-        )
+        raise PentadError(f"schedule {AUTO}: none fits {ranks} ranks (mesh.pp) and {microbatches} microbatches")
     found.sort(key=lambda pair: (round(pair[0].makespan, 9), pair[0].peak))
     return Choice(tuple(candidate for candidate, _ in found), found[0][1])
 

@@ -16,6 +16,8 @@ from pentad.schedules.interleaved import interleaved, interleaved_zb, looped_bfs
 from pentad.schedules.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b
 from pentad.schedules.program import Program
 from pentad.schedules.shape import Options, Shape
+from pentad.schedules.v_blocks import v_half, v_min
+from pentad.schedules.zb_auto import zb_1p, zb_2p
 from pentad.schedules.zb_v import zb_v
 from pentad.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -97,8 +99,12 @@ CATALOGUE = {
     "looped-bfs": Entry(partial(_of_shape, looped_bfs), chunks=2, takes=frozenset({"chunks"})),
     "zb-h1": Entry(partial(_of_sizes, zb_h1)),
     "zb-h2": Entry(partial(_of_sizes, zb_h2)),
+    "zb-1p": Entry(zb_1p, takes=frozenset({"costs", "limit"})),
+    "zb-2p": Entry(zb_2p, takes=frozenset({"costs", "limit"})),
     "interleaved-zb": Entry(partial(_of_shape, interleaved_zb), chunks=2, takes=_TURNS, refusal=_whole_groups),
     "zb-v": Entry(partial(_of_sizes, zb_v), v_shaped, chunks=2),
+    "v-half": Entry(v_half, v_shaped, chunks=2, takes=frozenset({"costs"})),
+    "v-min": Entry(v_min, v_shaped, chunks=2, takes=frozenset({"costs"})),
     "dualpipe": Entry(partial(_of_sizes, dualpipe), mirrored, refusal=_bidirectional),
     "dualpipev": Entry(partial(_of_sizes, dualpipe_v), v_shaped, chunks=2, refusal=_two_a_rank),
 }

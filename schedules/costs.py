@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from pentad.schedules.errors import PentadError
-from pentad.schedules.instruction import Instruction, Op
+from pentad.schedules.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
 
 WIDEST = 1e6  # beyond, sums of costs lose the small ones
 
@@ -18,6 +18,10 @@ class Costs:
     `forward`, `backward` (input gradient only) and `weight` have an entry a stage; `transfer` is one hop of an
     activation or gradient; `reduce` one gradient all-reduce of a stage; `norm`, `step` the end of a step; `launch`
     is added to every compute instruction.
+
+    `slow` is a factor by pipeline rank on every compute instruction, its launch included (empty: 1); `links[source]
+    [target]` are the seconds of one hop between two pipeline ranks (empty: `transfer` between all). Where a transfer or
+    collective of a rank runs, its compute advances 1 / (1 + `overlap`) as fast as alone.
     """
 
     forward: tuple[float, ...]
@@ -28,6 +32,9 @@ class Costs:
     norm: float = 0.0
     step: float = 0.0
     launch: float = 0.0
+    slow: tuple[float, ...] = ()
+    overlap: float = 0.0
+    links: tuple[tuple[float, ...], ...] = ()
 
     @staticmethod
     def uniform(
@@ -74,3 +81,30 @@ class Costs:
                 return self.step
             case _:
                 return 0.0
+
+    def on(self, rank: int, instruction: Instruction) -> float:
+        """Seconds of one instruction by itself on a pipeline rank: `of`, with that rank's speed and links."""
+        op = instruction.op
+        if self.links and op in SENDS:
+            return self.links[rank][instruction.peer]
+        if self.links and op in RECEIVES:
+            return self.links[instruction.peer][rank]
+        return self.of(instruction) * self.slow[rank] if self.slow and op in COMPUTE else self.of(instruction)
+
+    def require(self, ranks: int) -> None:
+        """Raises PentadError where `slow`, `overlap` or `links` are no costs of `ranks` pipeline ranks."""
+        if len(self.slow) not in (0, ranks):
+            raise PentadError(f"costs.slow has {len(self.slow)} factors, but there are {ranks} ranks")
+        for rank, factor in enumerate(self.slow):
+            if not 0 < factor < inf:
+                raise PentadError(f"costs.slow of rank {rank} is {factor}, but it must be finite and greater than 0")
+        if not 0 <= self.overlap < inf:
+            raise PentadError(f"costs.overlap is {self.overlap}, but it must be finite and at least 0")
+        if len(self.links) not in (0, ranks) or any(len(row) != ranks for row in self.links):
+            rows = [len(row) for row in self.links]
+            raise PentadError(f"costs.links has rows of {rows} entries, but there are {ranks} rows of {ranks} wanted")
+        for source, row in enumerate(self.links):
+            for target, seconds in enumerate(row):
+                if not 0 <= seconds < inf:
+                    text = f"costs.links from rank {source} to rank {target} is {seconds}"
+                    raise PentadError(f"{text}, but it must be finite and at least 0")

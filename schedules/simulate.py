@@ -2,37 +2,125 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from math import exp, inf
+from random import Random
+from typing import NamedTuple
 
 from pentad.schedules.costs import Costs
-from pentad.schedules.graph import build, ordered
-from pentad.schedules.instruction import Unit
-from pentad.schedules.program import Program
+from pentad.schedules.errors import PentadError
+from pentad.schedules.events import Events, events_of
+from pentad.schedules.instruction import COMPUTE, Instruction
+from pentad.schedules.interference import Clock
+from pentad.schedules.program import Program, Stream
 from pentad.schedules.timeline import Span, Timeline
 
 
-def simulate(program: Program, costs: Costs, *, step: int = 0) -> Timeline:
-    """Every event starts when all it waits for has ended and lasts as long as its costliest member.
+class Times(NamedTuple):
+    """`starts[event]` and `ends[event]`; `middles[event]` is where an overlapped pair turns from F to B."""
 
-    The program must have passed `check`; compute-only programs are simulated once their transfers are added.
+    starts: list[float]
+    ends: list[float]
+    middles: dict[int, float]
+
+
+def simulate(program: Program, costs: Costs, *, step: int = 0, jitter: float = 0.0, seed: int = 0) -> Timeline:
+    """Every event starts when all it waits for has ended and lasts as long as it costs.
+
+    With `jitter`, every compute instruction takes its time times a log-normal factor of mean 1 and that sigma, the same
+    for the same seed, rank and instruction. The program must have passed `check`; compute-only programs are simulated
+    once their transfers are added. Raises PentadError on costs that are not of the program's ranks.
     """
-    graph = build(program)
-    ends = [0.0] * len(graph.members)
-    starts = [0.0] * len(graph.members)
-    for event in ordered(graph):
-        starts[event] = max((ends[earlier] for earlier in graph.before[event]), default=0.0)
-        units = [program.streams[node.rank][node.at] for node in graph.members[event]]
-        ends[event] = max(_moments(unit, starts[event], costs)[-1] for unit in units)
-    spans = []
-    for node in graph.nodes:
-        unit = program.streams[node.rank][node.at]
-        moments = _moments(unit, starts[graph.event[node]], costs)
-        for part, start, end in zip(unit.parts, moments, moments[1:], strict=False):
-            where = (part.op.value, part.stage, part.microbatch, part.peer)
-            spans.append(Span(step, node.rank, part.lane, str(part.key), *where, start, end))
-    return Timeline("simulated", tuple(spans))
+    with _uncollected():
+        events = events_of(program)
+        times = times_of(program, events, costs, jitter=jitter, seed=seed)
+        rows = chain.from_iterable(
+            _rows(stream, rank, step, program.microbatches, events.event[first : first + len(stream)], times)
+            for rank, (first, stream) in enumerate(zip(events.first, program.streams, strict=True))
+        )
+        # as Span._make does, less a call of Python for each
+        return Timeline("simulated", tuple(map(partial(tuple.__new__, Span), rows)))
 
 
-def _moments(unit: Unit, start: float, costs: Costs) -> list[float]:
-    """When a unit starts, and when each of its parts ends: one after the other."""
-    return list(accumulate((costs.of(part) for part in unit.parts), initial=start))
+def times_of(program: Program, events: Events, costs: Costs, *, jitter: float = 0.0, seed: int = 0) -> Times:
+    """When every event of a program starts and ends (see `simulate`)."""
+    costs.require(program.ranks)
+    if not 0 <= jitter < inf:
+        raise PentadError(f"jitter is {jitter}, but it must be finite and at least 0")
+    alone, second = _seconds(program, costs, jitter, seed)
+    if costs.overlap:
+        return Times(*Clock(program, events, alone, second, costs.overlap).run(events.order))
+    starts, ends, middles = [0.0] * len(alone), [0.0] * (len(alone) + 1), dict[int, float]()
+    before = events.before
+    for here in events.order:
+        start = 0.0
+        for earlier in before[here]:
+            if ends[earlier] > start:
+                start = ends[earlier]
+        starts[here] = start
+        ends[here] = start + alone[here]
+        if here in second:
+            middles[here] = ends[here]
+            ends[here] += second[here]
+    return Times(starts, ends, middles)
+
+
+def _seconds(program: Program, costs: Costs, jitter: float, seed: int) -> tuple[list[float], dict[int, float]]:
+    """Seconds of every unit by itself: of its first part, and of the second where it is an overlapped pair."""
+    alone: list[float] = []
+    second: dict[int, float] = {}
+    for rank, stream in enumerate(program.streams):
+        known: dict[tuple, float] = {}
+
+        def cost(part: Instruction, rank: int = rank, known: dict[tuple, float] = known) -> float:
+            kind = (part[0], part[1], part[3])  # op, stage, peer
+            if kind not in known:
+                known[kind] = costs.on(rank, part)
+            return known[kind] * factor(seed, rank, part, jitter) if jitter and part.op in COMPUTE else known[kind]
+
+        for unit in stream:
+            if isinstance(unit, Instruction):
+                alone.append(cost(unit))
+            else:
+                second[len(alone)] = cost(unit.backward)
+                alone.append(cost(unit.forward))
+    return alone, second
+
+
+def factor(seed: int, rank: int, part: Instruction, jitter: float) -> float:
+    """Log-normal with mean 1; nothing but the arguments decides it."""
+    return exp(Random(f"{seed} {rank} {part.key}").gauss(-jitter * jitter / 2, jitter))
+
+
+def _rows(stream: Stream, rank: int, step: int, microbatches: int, event: list[int], times: Times) -> Iterator[tuple]:
+    starts, ends, middles = times
+    known: dict[tuple, tuple[str, str, str]] = {}
+    digits = [*map(str, range(microbatches)), ""]  # by microbatch: -1 has none
+    for here, unit in zip(event, stream, strict=True):
+        start, end = starts[here], ends[here]
+        for part in (unit,) if isinstance(unit, Instruction) else unit:
+            op, stage, mb, peer = part[:4]
+            kind = (op, stage, peer)
+            if kind not in known:
+                known[kind] = part.lane, str(part._replace(microbatch=-1).key), op.value
+            lane, name, value = known[kind]
+            until = end if part is unit or part is unit[1] else middles[here]
+            yield step, rank, lane, name + digits[mb], value, stage, mb, peer, start, until
+            start = until
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection: there are no cycles to find, and looking at all that is kept, over and over as it
+    grows, takes as long as the simulation."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

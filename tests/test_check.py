@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,17 @@ def refusal(program: Program) -> ScheduleError | None:
     return None
 
 
-TAKES_LONG = ("1f1b-eager", "interleaved", "looped-bfs", "interleaved-zb", "dualpipev")  # at (4, 8)
+TAKES_LONG = (
+    "zb-1p",
+    "zb-2p",
+    "v-half",
+    "v-min",
+    "1f1b-eager",
+    "interleaved",
+    "looped-bfs",
+    "interleaved-zb",
+    "dualpipev",
+)  # at (4, 8)
 
 
 def allowed(name: str, ranks: int) -> list[int]:
@@ -63,7 +74,7 @@ def names_a_culprit(error: ScheduleError, mutant: Mutant) -> bool:
     return any(str(key) in words for _, key in mutant.culprits)
 
 
-SMALL = [(name, 2, 4) for name in CATALOGUE] + [(name, 4, 8) for name in CATALOGUE if name not in TAKES_LONG]
+SMALL: list[Any] = [(name, 2, 4) for name in CATALOGUE] + [(name, 4, 8) for name in CATALOGUE if name not in TAKES_LONG]
 SMALL += [pytest.param(name, 4, 8, marks=pytest.mark.slow) for name in TAKES_LONG]
 
 

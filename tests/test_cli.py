@@ -323,3 +323,16 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
         child.stdout.read(10)
         child.stdout.close()
         assert child.stderr.read() == b""
+
+
+def test_what_bounds_a_step_and_what_would_help_is_told(pentad: Pentad) -> None:
+    status, out, _ = pentad("schedule", "zb-h2", *SIZES, "--comm", "0.1", "--what-if", "--json")
+    facts = json.loads(out)
+    assert status == 0
+    assert sum(facts["critical_path"]["by_op"].values()) == pytest.approx(1)
+    assert sum(facts["critical_path"]["by_rank"].values()) == pytest.approx(1)
+    rows = {row["name"]: row for row in facts["what_if"]}
+    assert rows["as it is"]["makespan"] == pytest.approx(facts["makespan"])
+    assert rows["rank 3 1.2x slower"]["change"] > rows["rank 0 1.2x slower"]["change"] > 0 > rows["W free"]["change"]
+    status, out, _ = pentad("schedule", "zb-h2", *SIZES, "--what-if")
+    assert status == 0 and "critical " in out and "links at half speed" in out

@@ -14,7 +14,7 @@ def cases() -> list[tuple[str, int, int, int]]:
     for dp, pp in MESHES:
         for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"):
             found += [(name, dp, pp, m) for m in ((1, 3, 8) if pp > 1 else (1, 3))]
-        for name in ("1f1b-eager", "interleaved", "looped-bfs", "interleaved-zb"):
+        for name in ("zb-1p", "zb-2p", "v-half", "v-min", "1f1b-eager", "interleaved", "looped-bfs", "interleaved-zb"):
             found += [(name, dp, pp, m) for m in (3, 8) if pp > 1]
         found += [("dualpipev", dp, pp, m) for m in (2 * pp, 2 * pp + 1)]
         if pp % 2 == 0:

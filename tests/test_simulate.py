@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cache
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +15,10 @@ from sizes import allows
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
-from pentad.schedules.instruction import COLLECTIVES, SENDS
-from pentad.schedules.order import compute_times
+from pentad.schedules.graph import build, ordered
+from pentad.schedules.instruction import COLLECTIVES, SENDS, Unit
+from pentad.schedules.order import ScheduleError, compute_times
+from pentad.schedules.program import Program
 from pentad.schedules.simulate import simulate
 from pentad.schedules.timeline import Span, Timeline
 from pentad.schedules.transfers import add_transfers
@@ -30,8 +33,8 @@ compiled = cache(compile_program)
 def costs_of(draw: st.DrawFn, stages: int) -> Costs:
     """Every stage and every kind of instruction costs something else."""
     each = st.tuples(*[SECONDS] * stages)
-    rest = {name: draw(SECONDS) for name in ("transfer", "reduce", "norm", "step", "launch")}
-    return Costs(draw(each), draw(each), draw(each), **rest)
+    transfer, reduce, norm, step, launch = (draw(SECONDS) for _ in range(5))
+    return Costs(draw(each), draw(each), draw(each), transfer, reduce, norm, step, launch)
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
@@ -66,6 +69,47 @@ def test_every_instruction_runs_once_in_the_order_of_lanes_waits_and_meetings(
                     )
 
 
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+@given(data=st.data())
+@settings(max_examples=3)
+def test_simulation_gives_what_the_graph_of_the_program_gives(
+    name: str, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    program = compiled(name, ranks, microbatches, gated=data.draw(st.booleans()), replicas=2)
+    costs = data.draw(costs_of(program.stages))
+    assert simulate(program, costs, step=3) == plainly(program, costs, step=3)
+
+
+def plainly(program: Program, costs: Costs, *, step: int) -> Timeline:
+    """Simulation as it is told: over the graph, one event after the other."""
+    graph = build(program)
+    starts, ends = [0.0] * len(graph.members), [0.0] * len(graph.members)
+
+    def moments(unit: Unit, start: float) -> list[float]:
+        return list(accumulate((costs.of(part) for part in unit.parts), initial=start))
+
+    for event in ordered(graph):
+        starts[event] = max((ends[earlier] for earlier in graph.before[event]), default=0.0)
+        units = [program.streams[node.rank][node.at] for node in graph.members[event]]
+        ends[event] = max(moments(unit, starts[event])[-1] for unit in units)
+    spans = []
+    for node in graph.nodes:
+        unit = program.streams[node.rank][node.at]
+        times = moments(unit, starts[graph.event[node]])
+        for part, start, end in zip(unit.parts, times, times[1:], strict=False):
+            where = (part.op.value, part.stage, part.microbatch, part.peer)
+            spans.append(Span(step, node.rank, part.lane, str(part.key), *where, start, end))
+    return Timeline("simulated", tuple(spans))
+
+
+def test_what_deadlocks_is_not_simulated() -> None:
+    program = compiled("1f1b", 2, 2)
+    first = ("0RECV_B0", "0BW0")
+    hasty = tuple(sorted(program.streams[0], key=lambda unit: str(unit.key) not in first))
+    with pytest.raises(ScheduleError, match=r"^the program deadlocks: "):
+        simulate(program.with_streams((hasty, program.streams[1])), Costs.uniform(2))
+
+
 def _times(span: Span) -> tuple[float, float]:
     return span.start, span.end
 
@@ -79,9 +123,9 @@ def test_free_transfers_delay_nothing(
 ) -> None:
     """With transfers that take no time, each compute unit of the lowered program runs when the order alone has it run,
     for the costs it was compiled for: neither slots nor lanes nor gates hold anything back."""
-    order = generate(name, ranks, microbatches)
-    each = st.tuples(*[SECONDS] * order.stages)
+    each = st.tuples(*[SECONDS] * generate(name, ranks, microbatches).stages)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each))
+    order = generate(name, ranks, microbatches, costs=costs)
     program = compile_program(name, ranks, microbatches, costs=costs, gated=gated, replicas=2)
     assert program.compute() == order
     starts = {(span.rank, span.name): span.start for span in simulate(program, costs).compute}

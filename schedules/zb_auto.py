@@ -1,0 +1,112 @@
+"""ZB-1p and ZB-2p: the best order found for given costs and memory (Qi et al. 2023, arXiv 2401.10241, section 3.1)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import accumulate, product
+from math import inf
+
+from pentad.schedules.costs import Costs
+from pentad.schedules.errors import PentadError
+from pentad.schedules.instruction import Instruction, Op, Unit
+from pentad.schedules.shape import Shape
+from pentad.schedules.zb_greedy import NEVER, Knobs, Line, greedy
+from pentad.schedules.zero_bubble import zb_h1, zb_h2
+
+
+def zb_1p(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
+    """With the memory of 1F1B, unless `shape.limit` says otherwise. Raises PentadError if that is less than 1."""
+    return zb_auto(shape, "zb-1p", shape.ranks)
+
+
+def zb_2p(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
+    """With twice the memory of 1F1B, unless `shape.limit` says otherwise. Raises PentadError if that is less than 1."""
+    return zb_auto(shape, "zb-2p", 2 * shape.ranks)
+
+
+def zb_auto(shape: Shape, name: str = "zb-auto", usual: float = inf) -> tuple[tuple[Unit, ...], ...]:
+    """One stage a rank; of all orders tried the one with the least `longest`, then makespan, then memory.
+
+    No rank keeps more than `shape.limit` microbatches of activations (`usual` where that is None). Never slower than
+    ZB-H1 or ZB-H2 where they keep to the limit too. Without `shape.costs` F, B and W take equally long. Raises
+    PentadError if the limit is less than 1.
+    """
+    limit = usual if shape.limit is None else shape.limit
+    if not limit >= 1:
+        raise PentadError(f"schedule {name}: memory limit is {limit:g}, but at least 1 microbatch a rank is needed")
+    costs = shape.costs or Costs.uniform(shape.ranks)
+    lines = _lines(costs, shape.ranks, shape.microbatches, min(limit, shape.microbatches))
+    best = min(lines, key=lambda line: (*line.spans(), max(map(_peak, line.streams))))
+    return tuple(tuple(_numbered(rank, ops)) for rank, ops in enumerate(best.streams))
+
+
+def _lines(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Line]:
+    for knobs in product((False, True), repeat=3):
+        yield greedy(Line(costs, ranks, microbatches), limit, Knobs(*knobs))
+    for backward, eager in product((False, True), repeat=2):
+        yield _as_they_come(Line(costs, ranks, microbatches), limit, backward, eager)
+    for known in (zb_h1, zb_h2):
+        streams = [[unit.parts[0].op for unit in known(rank, ranks, microbatches)] for rank in range(ranks)]
+        if max(map(_peak, streams)) <= limit:
+            yield _replay(Line(costs, ranks, microbatches), streams)
+
+
+def _as_they_come(line: Line, limit: float, backward: bool, eager: bool) -> Line:
+    """List scheduling: a free rank runs what has come. Better than rounds where stages differ or the limit is low."""
+    turns = [(0, rank) for rank in range(line.ranks)]
+    while turns:
+        now, rank = heappop(turns)
+        if now < line.clock[rank]:
+            continue  # busy; its next turn is set
+        op, then = _choice(line, rank, now, limit, backward, eager)
+        if op:
+            line.run(rank, op)
+            then = line.clock[rank]
+            if op is Op.F and rank + 1 < line.ranks:
+                heappush(turns, (then + line.hops_f[rank + 1], rank + 1))
+            if op is Op.B and rank > 0:
+                heappush(turns, (then + line.hops_b[rank - 1], rank - 1))
+        if then < NEVER:
+            heappush(turns, (then, rank))
+    return line
+
+
+def _choice(line: Line, rank: int, now: int, limit: float, backward: bool, eager: bool) -> tuple[Op | None, int]:
+    """What a free rank runs now; if nothing, until when it waits. `backward`: B goes before F. `eager`: W may delay
+    them."""
+    excess, pending = line.excess(rank, limit), line.pending(rank)
+    forwards = line.arrival(rank, Op.F) if excess <= pending else NEVER
+    backwards = line.arrival(rank, Op.B)
+    if backwards <= now and (backward or forwards > now or excess):
+        return Op.B, now
+    if forwards <= now:
+        return Op.W if excess else Op.F, now
+    if pending and (eager or now + line.weight[rank] <= min(forwards, backwards)):
+        return Op.W, now
+    return None, min(forwards, backwards)
+
+
+def _replay(line: Line, streams: list[list[Op]]) -> Line:
+    """Runs given streams, each rank as far as its inputs are made before the next one's turn."""
+    done = [0] * line.ranks
+    while sum(done) < sum(map(len, streams)):
+        for rank, ops in enumerate(streams):
+            while done[rank] < len(ops) and (ops[done[rank]] is Op.W or line.arrival(rank, ops[done[rank]]) < NEVER):
+                line.run(rank, ops[done[rank]])
+                done[rank] += 1
+    return line
+
+
+def _peak(ops: list[Op]) -> float:
+    """Most microbatches of activations kept at once."""
+    return max(accumulate(1.0 if op is Op.F else -0.5 for op in ops))
+
+
+def _numbered(rank: int, ops: list[Op]) -> Iterator[Unit]:
+    """Every op's microbatches from 0 on."""
+    run: Counter[Op] = Counter()
+    for op in ops:
+        yield Instruction(op, rank, run[op])
+        run[op] += 1
