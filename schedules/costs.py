@@ -85,11 +85,17 @@ class Costs:
     def on(self, rank: int, instruction: Instruction) -> float:
         """Seconds of one instruction by itself on a pipeline rank: `of`, with that rank's speed and links."""
         op = instruction.op
-        if self.links and op in SENDS:
-            return self.links[rank][instruction.peer]
-        if self.links and op in RECEIVES:
-            return self.links[instruction.peer][rank]
+        if op in SENDS:
+            return self.hop(rank, instruction.peer)
+        if op in RECEIVES:
+            return self.hop(instruction.peer, rank)
         return self.of(instruction) * self.slow[rank] if self.slow and op in COMPUTE else self.of(instruction)
+
+    def hop(self, source: int, target: int) -> float:
+        """Seconds of a transfer from one pipeline rank to another; 0 to itself."""
+        if source == target:
+            return 0.0
+        return self.links[source][target] if self.links else self.transfer
 
     def require(self, ranks: int) -> None:
         """Raises PentadError where `slow`, `overlap` or `links` are no costs of `ranks` pipeline ranks."""

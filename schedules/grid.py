@@ -45,7 +45,7 @@ def _cells(program: Program, timeline: Timeline, costs: Costs, rank: int) -> lis
             continue
         label = _label(program, rank, span.stage, span.microbatch)
         if span.op == Op.BW:
-            middle = span.start + costs.of(Instruction(Op.B, span.stage, span.microbatch))
+            middle = span.start + costs.on(rank, Instruction(Op.B, span.stage, span.microbatch))
             cells += [(span.start, middle, label("B")), (middle, span.end, label("W"))]
         else:
             cells.append((span.start, span.end, label(span.op)))

@@ -67,7 +67,7 @@ def compute_times(program: Program, costs: Costs) -> list[list[tuple[float, floa
                 if key not in ends:
                     return key
                 end, where = ends[key]
-                start = max(start, end + (costs.transfer if where != rank else 0.0))
+                start = max(start, end + costs.hop(where, rank))
         return start
 
     while ready:
@@ -78,7 +78,7 @@ def compute_times(program: Program, costs: Costs) -> list[list[tuple[float, floa
             if isinstance(start, Key):
                 waiting.setdefault(start, []).append(rank)
                 break
-            end = start + sum(costs.of(part) for part in unit.parts)
+            end = start + sum(costs.on(rank, part) for part in unit.parts)
             times[rank].append((start, end))
             for part in unit.parts:
                 ends[part.key] = (end, rank)

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Instruction, Op
+from pentad.schedules.order import compute_times
 from pentad.schedules.simulate import factor, simulate
 from pentad.schedules.timeline import COMPUTE, Span
 
@@ -153,3 +155,17 @@ def test_costs_of_other_ranks_are_refused_in_one_sentence(more: dict[str, Any], 
 def test_jitter_is_finite_and_not_negative(wrong: float) -> None:
     with pytest.raises(PentadError, match=f"^jitter is {wrong}, but "):
         simulate(compiled("gpipe", 3, 4), costs_of(3), jitter=wrong)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("gpipe", 3, 4), ("1f1b", 4, 6), ("zb-h1", 3, 5)])
+def test_orders_are_timed_with_the_speeds_and_links_of_ranks_too(name: str, ranks: int, microbatches: int) -> None:
+    """As the simulator does, where no transfer queues: every one takes less than any instruction."""
+    slow = tuple(1 + rank / 4 for rank in range(ranks))
+    links = tuple(tuple(0.02 * (1 + source + 2 * target) for target in range(ranks)) for source in range(ranks))
+    costs = replace(costs_of(ranks), slow=slow, links=links)
+    order = generate(name, ranks, microbatches)
+    spans = named(simulate(compile_program(name, ranks, microbatches, costs=costs), costs).spans)
+    for rank, times in enumerate(compute_times(order, costs)):
+        for unit, (start, end) in zip(order.streams[rank], times, strict=True):
+            span = spans[rank, str(unit.key)]
+            assert [span.start, span.end] == pytest.approx([start, end])
