@@ -9,7 +9,7 @@ from pentad.schedules.graph import Node, build, cycle, meetings
 from pentad.schedules.grid import order_grid
 from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, Unit, units_of
 from pentad.schedules.order import ScheduleError, backward_ops, inputs_of
-from pentad.schedules.program import Program, Stream, index_of
+from pentad.schedules.program import Program, Stream
 
 WHOLE = frozenset({Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})  # of a rank, not of a stage
 OF_STAGE = (COLLECTIVES | {Op.FREE}) - WHOLE  # of a stage, not of a microbatch
@@ -29,10 +29,10 @@ def check(program: Program, *, replicas: int = 1) -> None:
     with _drawn(program):
         _check_order(program)
         for rank, stream in enumerate(program.streams):
-            _check_waits(rank, stream)
+            _check_waits(rank, stream, program.positions[rank])
         _check_data(program)
         for rank, stream in enumerate(program.streams):
-            _check_slots(rank, stream)
+            _check_slots(rank, stream, program.positions[rank])
             _check_ending(rank, stream, program, replicas)
         _check_meetings(program)
         _check_cycle(program)
@@ -125,8 +125,7 @@ def _fault(program: Program, rank: int, part: Instruction) -> str:
     return ""
 
 
-def _check_waits(rank: int, stream: Stream) -> None:
-    position = index_of(stream)
+def _check_waits(rank: int, stream: Stream, position: dict[Key, int]) -> None:
     for index, unit in enumerate(stream):
         for key in unit.waits:
             if key not in position:
@@ -177,7 +176,7 @@ def _check_data(program: Program) -> None:
     backward = backward_ops(program)
     where = {p.key: r for r, s in enumerate(program.streams) for p in units_of(s) if p.op in COMPUTE}
     for rank, stream in enumerate(program.streams):
-        position = index_of(stream)
+        position = program.positions[rank]
         read: set[Key] = set()
         for index, unit in enumerate(stream):
             for part in unit.parts:
@@ -215,9 +214,8 @@ def _check_receive(
     return wanted
 
 
-def _check_slots(rank: int, stream: Stream) -> None:
+def _check_slots(rank: int, stream: Stream, position: dict[Key, int]) -> None:
     """A slot is granted again only behind the last reader of what it held: B of an activation, W of a gradient."""
-    position = index_of(stream)
     held: dict[tuple[Op, int], Instruction] = {}
     for index, unit in enumerate(stream):
         part = unit.parts[0]
@@ -244,7 +242,7 @@ def _behind(waits: tuple[Key, ...], last: Key, position: dict[Key, int]) -> bool
 
 def _check_ending(rank: int, stream: Stream, program: Program, replicas: int) -> None:
     """Lowered programs only: ALL_REDUCE of every shared stage, NORM behind them and behind all compute, then STEP."""
-    position = index_of(stream)
+    position = program.positions[rank]
     norm, step = Key(Op.NORM, -1, -1), Key(Op.STEP, -1, -1)
     if norm not in position or step not in position:
         missing = "NORM" if norm not in position else "STEP"

@@ -12,6 +12,7 @@ from pentad.schedules.program import Program
 from pentad.schedules.shape import Options
 from pentad.schedules.simulate import simulate
 from pentad.schedules.transfers import add_transfers
+from pentad.schedules.uncollected import uncollected
 
 
 def compile_program(
@@ -30,11 +31,12 @@ def compile_program(
 
     Raises PentadError on sizes the schedule does not allow and ScheduleError when the proof fails.
     """
-    order = generate(name, ranks, microbatches, options, costs)
-    check_order(order)
-    moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
-    program = add_step(add_reduce(moved, replicas=replicas))
-    check(program, replicas=replicas)
+    with uncollected():
+        order = generate(name, ranks, microbatches, options, costs)
+        check_order(order)
+        moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
+        program = add_step(add_reduce(moved, replicas=replicas))
+        check(program, replicas=replicas)
     return program
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pentad.schedules.instruction import COLLECTIVES, RECEIVES, SENDS, Unit
-from pentad.schedules.program import Program, index_of
+from pentad.schedules.program import Program
 
 
 class Node(NamedTuple):
@@ -72,7 +72,7 @@ def build(program: Program, *, issued: bool = False) -> Graph:
             members.append((node,))
     before: list[set[int]] = [set() for _ in members]
     for rank, stream in enumerate(program.streams):
-        position = index_of(stream)
+        position = program.positions[rank]
         last: dict[str, int] = {}
         for index, unit in enumerate(stream):
             here = before[event[Node(rank, index)]]

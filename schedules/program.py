@@ -68,6 +68,11 @@ class Program:
         }
 
     @cached_property
+    def positions(self) -> tuple[dict[Key, int], ...]:
+        """`index_of` every stream."""
+        return tuple(map(index_of, self.streams))
+
+    @cached_property
     def hash(self) -> str:
         """SHA-256 over placement and streams; equal programs have equal hashes."""
         digest = hashlib.sha256(repr((VERSION, self.placement, self.microbatches, self.chunks)).encode())

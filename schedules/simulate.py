@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from math import exp, inf
@@ -18,6 +16,7 @@ from pentad.schedules.instruction import COMPUTE, Instruction
 from pentad.schedules.interference import Clock
 from pentad.schedules.program import Program, Stream
 from pentad.schedules.timeline import Span, Timeline
+from pentad.schedules.uncollected import uncollected
 
 
 class Times(NamedTuple):
@@ -35,7 +34,7 @@ def simulate(program: Program, costs: Costs, *, step: int = 0, jitter: float = 0
     for the same seed, rank and instruction. The program must have passed `check`; compute-only programs are simulated
     once their transfers are added. Raises PentadError on costs that are not of the program's ranks.
     """
-    with _uncollected():
+    with uncollected():
         events = events_of(program)
         times = times_of(program, events, costs, jitter=jitter, seed=seed)
         rows = chain.from_iterable(
@@ -111,16 +110,3 @@ def _rows(stream: Stream, rank: int, step: int, microbatches: int, event: list[i
             until = end if part is unit or part is unit[1] else middles[here]
             yield step, rank, lane, name + digits[mb], value, stage, mb, peer, start, until
             start = until
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection: there are no cycles to find, and looking at all that is kept, over and over as it
-    grows, takes as long as the simulation."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

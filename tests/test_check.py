@@ -36,6 +36,7 @@ def refusal(program: Program) -> ScheduleError | None:
 
 
 TAKES_LONG = (
+    "zb-v",
     "zb-1p",
     "zb-2p",
     "v-half",

@@ -128,7 +128,7 @@ def assert_recovered(run: Run, *how: str) -> None:
     ("schedule", "rank", "how"),
     [
         ("1f1b", 1, signal.SIGKILL),
-        ("1f1b", 3, signal.SIGTERM),
+        pytest.param("1f1b", 3, signal.SIGTERM, marks=slow),
         ("dualpipe", 2, signal.SIGSTOP),
         pytest.param("zb-h2", 1, signal.SIGKILL, marks=slow),
         pytest.param("dualpipe", 1, signal.SIGKILL, marks=slow),

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from plans import STEPS, close, plan_of, reference
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
 
 
-def cases() -> list[tuple[str, int, int, int]]:
+def cases() -> list[Any]:
     """(schedule, dp, pp, microbatches), odd ones and fewer than stages where the schedule allows them."""
-    found = []
+    found: list[Any] = []
     for dp, pp in MESHES:
         for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"):
             found += [(name, dp, pp, m) for m in ((1, 3, 8) if pp > 1 else (1, 3))]
         for name in ("zb-1p", "zb-2p", "v-half", "v-min", "1f1b-eager", "interleaved", "looped-bfs", "interleaved-zb"):
-            found += [(name, dp, pp, m) for m in (3, 8) if pp > 1]
+            often = [pytest.mark.slow] if dp > 1 else []  # what dp does is the same for all
+            found += [pytest.param(name, dp, pp, m, marks=often) for m in (3, 8) if pp > 1]
         found += [("dualpipev", dp, pp, m) for m in (2 * pp, 2 * pp + 1)]
         if pp % 2 == 0:
             found += [("dualpipe", dp, pp, m) for m in (2 * pp, 2 * pp + 2)]
