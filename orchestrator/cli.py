@@ -107,7 +107,8 @@ def plan(
 
 _SCHEDULES = (
     "gpipe, 1f1b, 1f1b-eager, interleaved, looped-bfs, zb-h1, zb-h2, zb-1p, zb-2p, interleaved-zb, zb-v, v-half, "
-    "v-min, dualpipe, dualpipev; auto, the quickest of them; or FILE.py:FUNCTION, one of your own."
+    "v-min, dualpipe, dualpipev; auto, the quickest of them; FILE.py:FUNCTION, one of your own; or FILE.csv, as --csv "
+    "writes it."
 )
 
 

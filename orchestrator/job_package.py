@@ -13,6 +13,7 @@ from typing import Any
 
 from pentad.orchestrator.cluster import PASSED_ON
 from pentad.orchestrator.config import RunConfig, dump
+from pentad.schedules.catalogue import CSV
 from pentad.schedules.mesh import Mesh
 
 FOLDERS = ("orchestrator", "workers", "schedules", "kernels")
@@ -48,11 +49,12 @@ def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
 
 def _with_schedule(config: RunConfig, work: Path) -> RunConfig:
     """The configuration with a schedule of the user's own found where the job stands: its file goes along."""
-    file, own, function = config.schedule.name.rpartition(":")
-    if not own:
+    name = config.schedule.name
+    if ":" not in name and not name.endswith(CSV):
         return config
+    file, colon, function = name.rpartition(":") if ":" in name else (name, "", "")
     shutil.copy(file, work)
-    schedule = config.schedule.model_copy(update={"name": f"{Path(file).name}:{function}"})
+    schedule = config.schedule.model_copy(update={"name": f"{Path(file).name}{colon}{function}"})
     return config.model_copy(update={"schedule": schedule})
 
 

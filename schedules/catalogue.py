@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from pentad.schedules import own
+from pentad.schedules import own, torch_csv
 from pentad.schedules.costs import Costs
 from pentad.schedules.dualpipe import dualpipe, dualpipe_v
 from pentad.schedules.errors import PentadError
@@ -108,6 +109,8 @@ CATALOGUE = {
     "dualpipe": Entry(partial(_of_sizes, dualpipe), mirrored, refusal=_bidirectional),
     "dualpipev": Entry(partial(_of_sizes, dualpipe_v), v_shaped, chunks=2, refusal=_two_a_rank),
 }
+CSV = ".csv"
+FILED = Entry(lambda shape: ())
 OWN = Entry(lambda shape: (), takes=frozenset({"chunks"}))
 
 
@@ -122,7 +125,7 @@ def entry(name: str) -> Entry:
 
 def shape_of(name: str, ranks: int, microbatches: int, asked: Options = NONE, costs: Costs | None = None) -> Shape:
     """What a schedule is to be made for. Raises PentadError on sizes it does not allow and options it does not take."""
-    found = OWN if ":" in name else entry(name)
+    found = OWN if ":" in name else FILED if name.endswith(CSV) else entry(name)
     _refuse_options(name, found, asked)
     for what, size in {"ranks (mesh.pp)": ranks, "microbatches": microbatches}.items():
         if size < 1:
@@ -139,16 +142,27 @@ def shape_of(name: str, ranks: int, microbatches: int, asked: Options = NONE, co
 
 
 def generate(name: str, ranks: int, microbatches: int, asked: Options = NONE, costs: Costs | None = None) -> Program:
-    """The compute order of a schedule on `ranks` pipeline ranks; FILE.py:FUNCTION names one of the user's own.
+    """The compute order of a schedule on `ranks` pipeline ranks; FILE.py:FUNCTION names one of the user's own, FILE.csv
+    one in the form of torch.distributed.pipelining.
 
-    Raises PentadError as `shape_of` does, and when the user's function is no schedule.
+    Raises PentadError as `shape_of` does, and when the user's function or file is no schedule of these sizes.
     """
     shape = shape_of(name, ranks, microbatches, asked, costs)
     if ":" in name:
         return own.program(name, shape)
+    if name.endswith(CSV):
+        return _from_csv(name, ranks, microbatches)
     found = entry(name)
     placement = tuple(found.placement(rank, shape) for rank in range(ranks))
     return Program(name, found.generate(shape), placement, microbatches, shape.chunks)
+
+
+def _from_csv(name: str, ranks: int, microbatches: int) -> Program:
+    read = torch_csv.read(Path(name))
+    for what, found, wanted in (("ranks", read.ranks, ranks), ("microbatches", read.microbatches, microbatches)):
+        if found != wanted:
+            raise PentadError(f"schedule {name}: the file has {found} {what}, wanted {wanted}")
+    return read
 
 
 def _refuse_options(name: str, found: Entry, asked: Options) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pentad.schedules.graph import Node, build, cycle, meetings
 from pentad.schedules.grid import order_grid
 from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, Unit, units_of
+from pentad.schedules.memory import SHARE
 from pentad.schedules.order import ScheduleError, backward_ops, inputs_of
 from pentad.schedules.program import Program, Stream
 
@@ -64,12 +65,11 @@ def _check_order(program: Program) -> None:
 
 def peak_activations(program: Program) -> list[float]:
     """Most activations each rank keeps at once, in microbatches of a whole rank; B frees half of one, W the rest."""
-    share = {Op.F: 1.0, Op.B: -0.5, Op.W: -0.5, Op.BW: -1.0}
     peaks = []
     for stream in program.streams:
         held = peak = 0.0
         for part in units_of(stream):
-            held += share.get(part.op, 0.0) / program.chunks
+            held += SHARE.get(part.op, 0.0) / program.chunks
             peak = max(peak, held)
         peaks.append(peak)
     return peaks

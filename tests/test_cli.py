@@ -336,3 +336,14 @@ def test_what_bounds_a_step_and_what_would_help_is_told(pentad: Pentad) -> None:
     assert rows["rank 3 1.2x slower"]["change"] > rows["rank 0 1.2x slower"]["change"] > 0 > rows["W free"]["change"]
     status, out, _ = pentad("schedule", "zb-h2", *SIZES, "--what-if")
     assert status == 0 and "critical " in out and "links at half speed" in out
+
+
+def test_an_order_that_was_written_for_torch_can_be_read_again(pentad: Pentad) -> None:
+    assert pentad("schedule", "zb-v", *SIZES, "--csv", "order.csv")[0] == 0
+    facts = [json.loads(pentad("schedule", name, *SIZES, "--json")[1]) for name in ("zb-v", "order.csv")]
+    for key in ("streams", "placement", "chunks", "hash"):
+        assert facts[0][key] == facts[1][key]
+    status, _, err = pentad("schedule", "order.csv", "--ranks", "4", "--microbatches", "9")
+    assert (status, err) == (1, "pentad: schedule order.csv: the file has 8 microbatches, wanted 9\n")
+    status, _, err = pentad("schedule", "none.csv", *SIZES)
+    assert status == 1 and err.startswith("pentad: none.csv cannot be read (No such file or directory)")
