@@ -105,8 +105,8 @@ class _Rank:
         self.order = order  # legs still to run
         self.there: tuple[deque[float], ...] = (deque(), deque(), deque(), deque())  # when each leg's inputs arrive
         self.stages = (low, high, high, low)
-        self.seconds = [costs.of(Instruction(op, stage)) for op, stage in zip(LEGS, self.stages, strict=True)]
-        self.weight = {stage: costs.of(Instruction(Op.W, stage)) for stage in (low, high)}
+        self.seconds = [costs.on(rank, Instruction(op, stage)) for op, stage in zip(LEGS, self.stages, strict=True)]
+        self.weight = {stage: costs.on(rank, Instruction(Op.W, stage)) for stage in (low, high)}
         self.given = [0, 0, 0, 0]
         self.due: deque[tuple[int, int]] = deque()  # (stage, microbatch) of which only W is left
         self.kept = 0  # chunks between F and the end of W
@@ -196,7 +196,8 @@ def _run(orders: list[list[int]], rule: Rule, shape: Shape, costs: Costs, keep: 
             continue
         # To the next rank of the leg or, at its end, to the same rank's next leg
         target = at + (-1 if leg % 2 else 1)
-        target, leg, transfer = (target, leg, costs.transfer) if 0 <= target < shape.ranks else (at, leg + 1, 0.0)
+        target, leg = (target, leg) if 0 <= target < shape.ranks else (at, leg + 1)
+        transfer = costs.hop(at, target)
         ranks[target].there[leg].append(rank.free + transfer)
         heappush(events, (rank.free + transfer, target))
     return ranks
