@@ -27,7 +27,7 @@ from pentad.orchestrator.sections import (
     Section,
 )
 from pentad.orchestrator.yaml_text import dump_yaml, load_yaml
-from pentad.schedules.auto import AUTO
+from pentad.schedules.auto import AUTO, refuse_chosen
 from pentad.schedules.catalogue import generate
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import split_layers
@@ -71,6 +71,7 @@ class RunConfig(Section):
         schedule = self.schedule
         try:
             if schedule.name == AUTO:  # chosen when the device is known: zb-1p is there for any size and limit
+                refuse_chosen(schedule.options)
                 asked = Options(limit=schedule.memory_limit)
                 program = generate("zb-1p", self.mesh.pp, schedule.microbatches, asked)
             else:

@@ -50,12 +50,13 @@ def watched_head(cluster: Cluster, news: News) -> Iterator[None]:
 def watch(address: str, patience: float, over: threading.Event, gone: Callable[[], None]) -> None:
     """Calls `gone` when nothing has taken a connection at 'HOST:PORT' for `patience` seconds, unless `over` is set."""
     host, _, port = address.rpartition(":")
-    heard = time.monotonic()
+    silent = 0.0  # since when, 0 while somebody answers: time in which nobody asked is no silence
     while not over.wait(LOOK_SECONDS):
         try:
             socket.create_connection((host, int(port)), 2 * LOOK_SECONDS).close()
-            heard = time.monotonic()
+            silent = 0.0
         except OSError:
-            if time.monotonic() > heard + patience and not over.is_set():
+            silent = silent or time.monotonic()
+            if time.monotonic() > silent + patience and not over.is_set():
                 gone()
                 return

@@ -79,7 +79,7 @@ def _schedule(config: RunConfig, model: ModelShape, batch: BatchShape, device: s
             return None
         return guess_costs(model, layers, batch, device, dtype)
 
-    best = choose(config.mesh.pp, batch.microbatches, costs_of, section.memory_limit).best
+    best = choose(config.mesh.pp, batch.microbatches, costs_of, section.options).best
     return best.name, best.asked
 
 

@@ -129,12 +129,10 @@ def _build(request: Request) -> tuple[Program, Costs, str]:
 
     chosen = ""
     if name == AUTO:
-        choice = choose(request.ranks, request.microbatches, costs_of, request.memory_limit)
+        choice = choose(request.ranks, request.microbatches, costs_of, options)
         name, options = choice.best.name, choice.best.asked
         asked = "".join(f"{key} {value:g}, " for key, value in options._asdict().items() if value is not None)
-        chosen = (
-            f"{asked}the quickest of {len(choice.candidates)}, {100 * choice.gap:.2f} % above what is possible at best"
-        )
+        chosen = f"{asked}the quickest of {len(choice.candidates)}, {100 * choice.gap:.2f} % above the bound of its placement"
     sizes = name, request.ranks, request.microbatches
     costs = costs_of(generate(*sizes, options))
     return compile_program(*sizes, costs=costs, options=options), costs, chosen

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pentad.schedules.catalogue import CATALOGUE, generate, shape_of
+from pentad.schedules.catalogue import CATALOGUE, NONE, generate, shape_of
 from pentad.schedules.check import peak_activations
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
@@ -46,28 +46,37 @@ class Choice:
         return self.best.makespan / self.bound - 1
 
 
-def choose(ranks: int, microbatches: int, costs_of: CostsOf, limit: float | None = None) -> Choice:
+def choose(ranks: int, microbatches: int, costs_of: CostsOf, asked: Options = NONE) -> Choice:
     """Tries every schedule, number of chunks and group; the least makespan wins, then the least memory.
 
     `costs_of` tells the costs of a placement's stages; None where there are none, such as more stages than layers.
-    Raises PentadError when nothing fits.
+    Parameters that a schedule holds twice (dualpipe) are not counted. Raises PentadError when nothing fits, and on
+    options that it chooses itself.
     """
-    if limit is not None and not limit >= 1:
-        raise PentadError(f"schedule {AUTO}: memory_limit is {limit:g}, but at least 1 is needed")
+    refuse_chosen(asked)
     found = []
-    for name, asked in _tried(ranks, microbatches, limit):
-        placed = generate(name, ranks, microbatches, asked)
+    for name, options in _tried(ranks, microbatches, asked.limit):
+        placed = generate(name, ranks, microbatches, options)
         costs = costs_of(placed)
         if costs is None:
             continue
-        program = generate(name, ranks, microbatches, asked, costs) if "costs" in CATALOGUE[name].takes else placed
+        program = generate(name, ranks, microbatches, options, costs) if "costs" in CATALOGUE[name].takes else placed
         peak = max(peak_activations(program))
-        if limit is None or peak <= limit + 1e-9:
-            found.append((Candidate(name, asked, *_lengths(program, costs), peak), lower_bound(program, costs)))
+        if asked.limit is None or peak <= asked.limit + 1e-9:
+            found.append((Candidate(name, options, *_lengths(program, costs), peak), lower_bound(program, costs)))
     if not found:
         raise PentadError(f"schedule {AUTO}: none fits {ranks} ranks (mesh.pp) and {microbatches} microbatches")
-    found.sort(key=lambda pair: (round(pair[0].makespan, 9), pair[0].peak))
+    found.sort(key=lambda pair: (float(f"{pair[0].makespan:.9g}"), pair[0].peak))  # sums of costs differ by rounding
     return Choice(tuple(candidate for candidate, _ in found), found[0][1])
+
+
+def refuse_chosen(asked: Options) -> None:
+    """Raises PentadError on what `choose` chooses itself, and on a limit that no schedule keeps to."""
+    for option, value in (("chunks", asked.chunks), ("group", asked.group)):
+        if value is not None:
+            raise PentadError(f"{option} is {value}, but schedule {AUTO} chooses it, wanted no {option}")
+    if asked.limit is not None and not asked.limit >= 1:
+        raise PentadError(f"schedule {AUTO}: memory_limit is {asked.limit:g}, but at least 1 is needed")
 
 
 def lower_bound(program: Program, costs: Costs) -> float:

@@ -16,6 +16,7 @@ from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
 from pentad.schedules.order import compute_times
 from pentad.schedules.program import Program
+from pentad.schedules.shape import Options
 
 COSTS = st.tuples(st.floats(0.5, 2), st.floats(0.5, 2), st.floats(0.2, 2), st.floats(0, 0.3))
 
@@ -34,7 +35,7 @@ def makespan(program: Program, costs: Costs) -> float:
 @given(st.integers(1, 5), st.integers(1, 12), COSTS, st.one_of(st.none(), st.floats(2, 9)))
 def test_no_schedule_of_the_catalogue_that_keeps_to_the_limit_is_quicker(ranks, microbatches, each, limit):
     of = costs_of(each)
-    choice = choose(ranks, microbatches, of, limit)
+    choice = choose(ranks, microbatches, of, Options(limit=limit))
     for name in CATALOGUE:
         if not allows(name, ranks, microbatches):
             continue
@@ -69,7 +70,13 @@ def test_the_bound_is_met_by_the_schedules_that_have_no_better(name, bound):
 @pytest.mark.parametrize("limit", [0.5, 0.0, -1.0, float("nan")])
 def test_a_limit_below_one_microbatch_is_refused(limit):
     with pytest.raises(PentadError, match=r"^schedule auto: memory_limit is .*, but at least 1 is needed$"):
-        choose(4, 8, costs_of((1.0, 1.0, 1.0, 0.0)), limit)
+        choose(4, 8, costs_of((1.0, 1.0, 1.0, 0.0)), Options(limit=limit))
+
+
+@pytest.mark.parametrize("option", ["chunks", "group"])
+def test_what_it_chooses_itself_cannot_be_asked_for(option):
+    with pytest.raises(PentadError, match=f"{option} is 3, but schedule auto chooses it, wanted no {option}$"):
+        load(None, ["schedule.name=auto", f"schedule.{option}=3"])
 
 
 def test_fewer_layers_than_ranks_are_refused():
