@@ -132,7 +132,8 @@ def _build(request: Request) -> tuple[Program, Costs, str]:
         choice = choose(request.ranks, request.microbatches, costs_of, options)
         name, options = choice.best.name, choice.best.asked
         asked = "".join(f"{key} {value:g}, " for key, value in options._asdict().items() if value is not None)
-        chosen = f"{asked}the quickest of {len(choice.candidates)}, {100 * choice.gap:.2f} % above the bound of its placement"
+        above = f"{100 * choice.gap:.2f} % above the bound of its placement"
+        chosen = f"{asked}the quickest of {len(choice.candidates)}, {above}"
     sizes = name, request.ranks, request.microbatches
     costs = costs_of(generate(*sizes, options))
     return compile_program(*sizes, costs=costs, options=options), costs, chosen
