@@ -33,16 +33,24 @@ def coefficients(lr: float, beta1: float, beta2: float, eps: float, weight_decay
     )
 
 
+def _updated(master: Tensor, m: Tensor, v: Tensor, g: Tensor, c: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+    new_m = m + (g - m) * c.first
+    new_v = v + (g * g - v) * c.second
+    step = c.size * new_m / (new_v.sqrt() * c.unbias + c.eps)
+    return new_m, new_v, master - c.decay * master - step
+
+
+def adamw_ahead_reference_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> None:
+    """The formula of `adamw_ahead_` in torch operations, for any dtype and device."""
+    out.copy_(_updated(master, m, v, grad.to(master.dtype), c)[2].to(out.dtype))
+
+
 def adamw_reference_(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: Coefficients
 ) -> None:
     """The formula of `adamw_` in torch operations, for any dtype and device."""
     finite = torch.isfinite(scale)
-    g = grad.to(master.dtype) * scale.to(master.dtype)
-    new_m = m + (g - m) * c.first
-    new_v = v + (g * g - v) * c.second
-    step = c.size * new_m / (new_v.sqrt() * c.unbias + c.eps)
-    new_master = master - c.decay * master - step
+    new_m, new_v, new_master = _updated(master, m, v, grad.to(master.dtype) * scale.to(master.dtype), c)
     for tensor, new in ((m, new_m), (v, new_v), (master, new_master)):
         tensor.copy_(torch.where(finite, new, tensor))
     if out is not None:
@@ -76,3 +84,28 @@ def adamw_(
         adamw_triton.adamw_(master, m, v, grad, out, scale, c)
     else:
         adamw_reference_(master, m, v, grad, out, scale, c)
+
+
+def adamw_ahead_(
+    out: Tensor,
+    master: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """Writes to out [n] what `adamw_` with scale 1 would, and changes nothing else: the step can still be taken back,
+    or taken with another scale."""
+    c = coefficients(lr, beta1, beta2, eps, weight_decay, step)
+    if runs_in_triton(master):
+        from pentad.kernels import adamw_triton
+
+        adamw_triton.adamw_ahead_(out, master, m, v, grad, c)
+    else:
+        adamw_ahead_reference_(out, master, m, v, grad, c)

@@ -14,7 +14,7 @@ WARPS = 8
 @triton.jit
 def _update(
     master, m, v, grad, out, mask, s, decay, first, second, size, unbias, eps,
-    CAST: tl.constexpr,
+    CAST: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     g = tl.load(grad, mask=mask).to(tl.float32) * s
     new_m = tl.load(m, mask=mask)
@@ -23,9 +23,10 @@ def _update(
     new_m += (g - new_m) * first
     new_v += (g * g - new_v) * second
     p = p - decay * p - size * new_m / (tl.sqrt(new_v) * unbias + eps)
-    tl.store(m, new_m, mask=mask)
-    tl.store(v, new_v, mask=mask)
-    tl.store(master, p, mask=mask)
+    if not AHEAD:
+        tl.store(m, new_m, mask=mask)
+        tl.store(v, new_v, mask=mask)
+        tl.store(master, p, mask=mask)
     if CAST:
         tl.store(out, p.to(out.dtype.element_ty), mask=mask)
 
@@ -33,9 +34,9 @@ def _update(
 @triton.jit
 def _step(
     master, m, v, grad, out, scale, n, decay, first, second, size, unbias, eps,
-    BLOCK: tl.constexpr, CAST: tl.constexpr,
+    BLOCK: tl.constexpr, CAST: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    s = tl.load(scale).to(tl.float32)
+    s = 1.0 if AHEAD else tl.load(scale).to(tl.float32)
     if tl.abs(s) < float("inf"):
         start = tl.program_id(0).to(tl.int64) * BLOCK
         lanes = tl.arange(0, BLOCK)
@@ -49,12 +50,12 @@ def _step(
         if start + BLOCK <= n:
             _update(
                 master + lanes, m + lanes, v + lanes, grad + lanes, out + lanes if CAST else out, None,
-                s, decay, first, second, size, unbias, eps, CAST,
+                s, decay, first, second, size, unbias, eps, CAST, AHEAD,
             )  # fmt: skip
         else:
             _update(
                 master + lanes, m + lanes, v + lanes, grad + lanes, out + lanes if CAST else out, lanes < n - start,
-                s, decay, first, second, size, unbias, eps, CAST,
+                s, decay, first, second, size, unbias, eps, CAST, AHEAD,
             )  # fmt: skip
 
 
@@ -66,5 +67,14 @@ def adamw_(
     assert out is None or out.is_contiguous()
     n = master.numel()
     _step[(triton.cdiv(n, BLOCK),)](
-        master, m, v, grad, out, scale, n, *c, BLOCK=BLOCK, CAST=out is not None, num_warps=WARPS
+        master, m, v, grad, out, scale, n, *c, BLOCK=BLOCK, CAST=out is not None, AHEAD=False, num_warps=WARPS
+    )  # fmt: skip
+
+
+def adamw_ahead_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> None:
+    """Launches the kernel; see `pentad.kernels.adamw.adamw_ahead_`."""
+    assert all(t.is_contiguous() for t in (out, master, m, v, grad))
+    n = master.numel()
+    _step[(triton.cdiv(n, BLOCK),)](
+        master, m, v, grad, out, grad, n, *c, BLOCK=BLOCK, CAST=True, AHEAD=True, num_warps=WARPS
     )  # fmt: skip

@@ -214,13 +214,15 @@ class WorkerGroup:
             num_gpus=1 if self.plan.device == "cuda" else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=bundle),
         )
-        return kind.remote(f"{self.plan.name} {at}", self.runner)
+        since = f", since epoch {self.epoch}" if self.places else ""
+        return kind.remote(f"{self.plan.name} {at}{since}", self.runner)
 
     def _call(self, method: str, *arguments: Any) -> Refs:
         return [getattr(actor, method).remote(*arguments) for actor in self.actors]
 
     def _do(self, method: str, *arguments: Any) -> Refs:
-        return [actor.do.remote(self.epoch, method, *arguments) for actor in self.actors]
+        do = f"{method}{arguments} in epoch {self.epoch}"  # what the actor's page shows it at
+        return [actor.do.options(name=do).remote(self.epoch, method, *arguments) for actor in self.actors]
 
     def _collect(self, refs: Refs, deadline: float = float("inf"), tick: Tick | None = None) -> list[Any]:
         pending = {ref: rank for rank, ref in enumerate(refs)}

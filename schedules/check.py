@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pentad.schedules.check_validation import check_validation
 from pentad.schedules.graph import Node, build, cycle, meetings
 from pentad.schedules.grid import order_grid
 from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, Unit, units_of
 from pentad.schedules.memory import SHARE
 from pentad.schedules.order import ScheduleError, backward_ops, inputs_of
 from pentad.schedules.program import Program, Stream
+from pentad.schedules.validation import VALIDATE
 
 WHOLE = frozenset({Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})  # of a rank, not of a stage
 OF_STAGE = (COLLECTIVES | {Op.FREE}) - WHOLE  # of a stage, not of a microbatch
@@ -35,6 +37,7 @@ def check(program: Program, *, replicas: int = 1) -> None:
         for rank, stream in enumerate(program.streams):
             _check_slots(rank, stream, program.positions[rank])
             _check_ending(rank, stream, program, replicas)
+        check_validation(program)
         _check_meetings(program)
         _check_cycle(program)
 
@@ -116,6 +119,10 @@ def _fault(program: Program, rank: int, part: Instruction) -> str:
         return f"{part.op} has no microbatch"
     elif part.op not in OF_STAGE and not 0 <= part.microbatch < program.microbatches:
         return f"there are {program.microbatches} microbatches"
+    if part.op is Op.NORM and part.group == "":  # of a step that is validated later
+        return "" if part.peer == rank - 1 else f"its peer is {part.peer}, wanted {rank - 1}"
+    if part.op is Op.VALIDATE and part.peer != program.ranks - 1:
+        return f"its peer is {part.peer}, wanted {program.ranks - 1}"
     moves = part.op in SENDS or part.op in RECEIVES
     if moves and (part.peer == rank or not 0 <= part.peer < program.ranks):
         return f"its peer is {part.peer}, wanted another of the {program.ranks} ranks"
@@ -248,9 +255,16 @@ def _check_ending(rank: int, stream: Stream, program: Program, replicas: int) ->
         missing = "NORM" if norm not in position else "STEP"
         raise ScheduleError(f"rank {rank} has no {missing}", rank, len(stream) - 1)
     parts: dict[Key, Unit] = {part.key: part for part in units_of(stream)}
-    if norm not in parts[step].waits:
+    ahead = not parts[norm].parts[0].group
+    if not ahead and norm not in parts[step].waits:
         raise ScheduleError(f"rank {rank}: STEP does not wait for NORM", rank, position[step])
+    if ahead != (VALIDATE in position):
+        raise ScheduleError(
+            f"rank {rank}: NORM is {parts[norm]}, but its VALIDATE says otherwise", rank, position[norm]
+        )
     last = next((key for key in reversed(parts) if key.op in COMPUTE), None)
+    if last and position[step] < position[last]:
+        raise ScheduleError(f"rank {rank}: STEP comes before {last}", rank, position[step])
     if last and not _behind(parts[norm].waits, last, position):
         raise ScheduleError(f"rank {rank}: NORM does not wait for {last}", rank, position[norm])
     for stage in program.placement[rank]:
@@ -265,8 +279,9 @@ def _check_ending(rank: int, stream: Stream, program: Program, replicas: int) ->
         final = next((key for key in reversed(parts) if key.op in (Op.W, Op.BW) and key.stage == stage), None)
         if final and not _behind(parts[reduce].waits, final, position):
             raise ScheduleError(f"rank {rank}: {reduce} does not wait for {final}", rank, position[reduce])
-        if reduce not in parts[norm].waits:
-            raise ScheduleError(f"rank {rank}: NORM does not wait for {reduce}", rank, position[norm])
+        for key in (norm, step) if ahead else (norm,):
+            if reduce not in parts[key].waits:
+                raise ScheduleError(f"rank {rank}: {key} does not wait for {reduce}", rank, position[key])
 
 
 def _check_meetings(program: Program) -> None:

@@ -13,6 +13,7 @@ from pentad.schedules.shape import Options
 from pentad.schedules.simulate import simulate
 from pentad.schedules.transfers import add_transfers
 from pentad.schedules.uncollected import uncollected
+from pentad.schedules.validation import add_validated_step
 
 
 def compile_program(
@@ -23,19 +24,22 @@ def compile_program(
     costs: Costs | None = None,
     gated: bool = False,
     replicas: int = 1,
+    validated: bool = False,
     options: Options = NONE,
 ) -> Program:
     """A program for one replica of `ranks` pipeline ranks, proven. `costs` decide where receives stand (default: equal
     costs) and are what some schedules plan with, `gated` is for transports whose receives must not wait on the GPU,
-    `replicas` is the mesh's dp, `options` are what the schedule is asked for.
+    `replicas` is the mesh's dp, `validated` lets a step run ahead of its global norm (see validation.py), `options` are
+    what the schedule is asked for.
 
     Raises PentadError on sizes the schedule does not allow and ScheduleError when the proof fails.
     """
     with uncollected():
         order = generate(name, ranks, microbatches, options, costs)
         check_order(order)
-        moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
-        program = add_step(add_reduce(moved, replicas=replicas))
+        moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated, validated=validated)
+        reduced = add_reduce(moved, replicas=replicas)
+        program = add_validated_step(reduced) if validated else add_step(reduced)
         check(program, replicas=replicas)
     return program
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pentad.schedules.graph import ranks_of
 from pentad.schedules.instruction import COLLECTIVES, RECEIVES, SENDS, Instruction, Op
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.program import Program, Stream
+from pentad.schedules.validation import NORM, is_validated
 
 NONE = -1  # the event before the first of a lane; as an index, the spare last place of a list
 ASIDE = COLLECTIVES | SENDS.keys() | RECEIVES.keys() | {Op.OFFLOAD, Op.RELOAD}  # not on the compute lane
@@ -39,6 +40,10 @@ def events_of(program: Program) -> Events:
     before: list[tuple[int, ...]] = [()] * len(event)
     for start, stream in zip(first, program.streams, strict=True):
         _wait(stream, event[start : start + len(stream)], before)
+    if is_validated(program):
+        norms = [start + position[NORM] for start, position in zip(first, program.positions, strict=True)]
+        for earlier, later in pairwise(norms):
+            before[later] += (earlier,)
     return Events(first, event, before, _ordered(event, before))
 
 
@@ -55,7 +60,7 @@ def _meetings(program: Program, first: tuple[int, ...]) -> list[int]:
                 sides[op, rank, unit.peer][0].append(number)
             elif op in RECEIVES:
                 sides[RECEIVES[op], unit.peer, rank][1].append(number)
-            elif op in COLLECTIVES:
+            elif op in COLLECTIVES and unit.group:
                 sides[unit.lane, ranks_of(program, unit)][rank].append(number)
     for numbers in sides.values():
         sender, *others = (numbers[side] for side in sorted(numbers))

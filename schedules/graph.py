@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pentad.schedules.instruction import COLLECTIVES, RECEIVES, SENDS, Unit
 from pentad.schedules.program import Program
+from pentad.schedules.validation import NORM, is_validated
 
 
 class Node(NamedTuple):
@@ -45,7 +46,7 @@ def meetings(program: Program) -> dict[tuple, dict[int, list[Node]]]:
                 found[op, rank, unit.parts[0].peer][rank].append(node)
             elif op in RECEIVES:
                 found[RECEIVES[op], unit.parts[0].peer, rank][rank].append(node)
-            elif op in COLLECTIVES:
+            elif op in COLLECTIVES and unit.parts[0].group:
                 found[unit.lane, ranks_of(program, unit)][rank].append(node)
     return found
 
@@ -82,6 +83,9 @@ def build(program: Program, *, issued: bool = False) -> Graph:
             if issued and "compute" in last:
                 here.add(event[Node(rank, last["compute"])])
             last[unit.lane] = index
+    for rank, position in enumerate(program.positions):
+        if rank and is_validated(program):
+            before[event[Node(rank, position[NORM])]].add(event[Node(rank - 1, program.positions[rank - 1][NORM])])
     return Graph(nodes, event, tuple(members), tuple(map(tuple, before)))
 
 

@@ -24,22 +24,28 @@ class Transfer(NamedTuple):
     receive: Key
 
 
-def add_transfers(program: Program, costs: Costs, *, gated: bool) -> Program:
+def add_transfers(program: Program, costs: Costs, *, gated: bool, validated: bool = False) -> Program:
     """A program whose ranks exchange what they compute.
 
     A RECV stands before the compute unit during which its sender is due, so that its slot is granted before the data
     comes. With `gated` (transports whose receive occupies the GPU while it waits, such as NCCL) it stands after that
-    unit and waits for it: it is launched when the data is there. Raises ScheduleError when the order cannot run.
+    unit and waits for it: it is launched when the data is there. With `validated` both ends of a transfer stand before
+    the first backward of their ranks, or behind it (see validation.py). Raises ScheduleError when the order cannot run.
     """
     times = compute_times(program, costs)
     wanted = _transfers(program, times)
     sends: dict[int, dict[Key, list[Instruction]]] = defaultdict(lambda: defaultdict(list))
-    receives: dict[int, list[tuple[int, Transfer]]] = defaultdict(list)
+    receives: dict[int, list[tuple[int, bool, Transfer]]] = defaultdict(list)
+    opening = [_first_backward(stream) for stream in program.streams]
+    position = program.positions
     for transfer in sorted(wanted):
         send = Instruction(*transfer.send, peer=transfer.target, waits=(transfer.made,))
         sends[transfer.source][transfer.made].append(send)
         place = _due(times[transfer.target], transfer.sent, after=gated)
-        receives[transfer.target].append((place, transfer))
+        early = position[transfer.source][transfer.made] < opening[transfer.source]
+        if validated:
+            place = (min if early else max)(place, opening[transfer.target])
+        receives[transfer.target].append((place, not early, transfer))
     streams = []
     for rank, stream in enumerate(program.streams):
         posted = _receives(stream, receives[rank], gated=gated)
@@ -66,6 +72,10 @@ def _transfers(program: Program, times: list[list[tuple[float, float]]]) -> list
     return found
 
 
+def _first_backward(stream: Stream) -> int:
+    return next(index for index, unit in enumerate(stream) if any(part.op is not Op.F for part in unit.parts))
+
+
 def _due(times: list[tuple[float, float]], sent: float, *, after: bool) -> int:
     """Position in the target's stream of the unit during which (after: behind which) the sender is due."""
     place = bisect.bisect_right(times, sent, key=lambda span: span[1])
@@ -74,13 +84,13 @@ def _due(times: list[tuple[float, float]], sent: float, *, after: bool) -> int:
 
 
 def _receives(
-    stream: Stream, wanted: list[tuple[int, Transfer]], *, gated: bool
+    stream: Stream, wanted: list[tuple[int, bool, Transfer]], *, gated: bool
 ) -> dict[int, list[tuple[Instruction, Key]]]:
     """Position -> receives to put before it, each with a slot that its last reader has left by then."""
     reader_of = _last_readers(stream)
     slots: dict[Op, list[tuple[int, Key]]] = defaultdict(list)  # op -> a slot's (index of last reader, its key)
     posted: dict[int, list[tuple[Instruction, Key]]] = defaultdict(list)
-    for place, transfer in sorted(wanted):
+    for place, _, transfer in sorted(wanted):
         key = transfer.receive
         pool = slots[key.op]
         free = [slot for slot, (left, _) in enumerate(pool) if left < place]

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,14 @@ class Outcome:
     gradients: list[dict[str, torch.Tensor]]
     state: dict[str, torch.Tensor]
     shards: list[dict]
+
+
+class Poison(NamedTuple):
+    """What the first element of a rank's gradients is, at the end of a step."""
+
+    rank: int
+    step: int
+    value: float
 
 
 class Fleet:
@@ -41,12 +49,17 @@ class Fleet:
             self.processes.append(process)
 
     def run(
-        self, plan: Plan, calls: list[tuple[int, int]], restore: str | None = None, save: str | None = None
+        self,
+        plan: Plan,
+        calls: list[tuple[int, int]],
+        restore: str | None = None,
+        save: str | None = None,
+        poison: Poison | None = None,
     ) -> list[Outcome]:
         """`calls` are (first step, count); raises with a rank's traceback when one fails."""
         ends = self.ends[: plan.mesh.size]
         for rank, end in enumerate(ends):
-            end.send((plan, rank, calls, restore, save))
+            end.send((plan, rank, calls, restore, save, poison if poison and poison.rank == rank else None))
         address = _heard(ends[0])
         for end in ends:
             end.send(address)
@@ -86,13 +99,21 @@ def _serve(end: Connection) -> None:
 
 
 def _run(
-    end: Connection, plan: Plan, rank: int, calls: list[tuple[int, int]], restore: str | None, save: str | None
+    end: Connection,
+    plan: Plan,
+    rank: int,
+    calls: list[tuple[int, int]],
+    restore: str | None,
+    save: str | None,
+    poison: Poison | None,
 ) -> Outcome:
     from pentad.workers import optimizer
     from pentad.workers.runner import Runner
 
     gradients: list[dict[str, torch.Tensor]] = []
-    real_step = optimizer.step
+    real_step, real_sum = optimizer.step, optimizer.square_sum
+    sums = 0  # of a stage's squares
+    owned = sum(plan.owner(stage) == rank for stage in plan.stages_of(rank))
 
     def seen(parameters, shape, number, scale):
         while len(gradients) <= number - calls[0][0]:
@@ -102,7 +123,14 @@ def _run(
         }
         real_step(parameters, shape, number, scale)
 
-    optimizer.step = seen
+    def poisoned(parameters):
+        nonlocal sums
+        if poison is not None and sums == poison.step * owned:
+            parameters.gradient[0] = poison.value
+        sums += 1
+        return real_sum(parameters)
+
+    optimizer.step, optimizer.square_sum = seen, poisoned
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
         try:
@@ -114,6 +142,6 @@ def _run(
             shards = runner.save(save, sum(calls[-1])) if save else []
             state = {k: v.cpu().clone() for held in runner.parameters.values() for k, v in held.state().items()}
         finally:
-            optimizer.step = real_step
+            optimizer.step, optimizer.square_sum = real_step, real_sum
             runner.close()
     return Outcome(results, gradients, state, shards)

@@ -17,8 +17,18 @@ STEPS = 3
 MODEL = ModelShape(layers=8, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
 
 
-def plan_of(name: str, dp: int, pp: int, microbatches: int, data: str, dtype: str = "float64") -> Plan:
-    program = compile_program(name, pp, microbatches, replicas=dp)
+def plan_of(
+    name: str,
+    dp: int,
+    pp: int,
+    microbatches: int,
+    data: str,
+    dtype: str = "float64",
+    *,
+    clip: float = 0.5,
+    validated: bool = False,
+) -> Plan:
+    program = compile_program(name, pp, microbatches, replicas=dp, validated=validated)
     return Plan(
         name="exact",
         mesh=Mesh(dp=dp, pp=pp),
@@ -26,7 +36,7 @@ def plan_of(name: str, dp: int, pp: int, microbatches: int, data: str, dtype: st
         layers=split_layers(MODEL.layers, program.placement, head=1.0),
         model=MODEL,
         batch=BatchShape(sequences=2 * dp * microbatches, length=8, microbatches=microbatches, replicas=dp),
-        optimizer=OptimizerShape(1e-2, 1e-3, 2, STEPS, 0.9, 0.95, 1e-8, 0.1, clip_norm=0.5),
+        optimizer=OptimizerShape(1e-2, 1e-3, 2, STEPS, 0.9, 0.95, 1e-8, 0.1, clip_norm=clip),
         data=data,
         cache="",
         seed=7,

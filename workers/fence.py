@@ -65,7 +65,7 @@ def run_out(executor: Executor, signals: Signals | None, lanes: CudaLanes) -> No
 
     Only memory is written: calls of the GPU's driver may be held up.
     """
-    executor.fence.fill_(math.nan)
+    executor.end.fence.fill_(math.nan)
     if signals is not None:
         signals.release()
     moved, done = time.monotonic(), -1

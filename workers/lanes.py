@@ -49,6 +49,12 @@ class HostLanes:
     def finish_with(self, part: Instruction, work: dist.Work) -> None:
         self.running[part.key] = (work, len(self.steps[-1]))
 
+    def drop(self, check: Callable[[], None]) -> None:
+        """Waits for all that was begun in this step and forgets it."""
+        for key in list(self.running):
+            self._await(key)
+        self.steps[-1].clear()
+
     def collect(self) -> list[Times]:
         steps, self.steps = self.steps, []
         return steps
@@ -128,6 +134,15 @@ class CudaLanes:
         while self.issued["compute"] - int(self.seen[self.mine]) > ahead:
             check()
             time.sleep(POLL_SECONDS)
+
+    def drop(self, check: Callable[[], None]) -> None:
+        """Waits for all that was begun in this step, calling `check` meanwhile, and forgets it."""
+        while self.issued.total() > self.done():
+            check()
+            time.sleep(POLL_SECONDS)
+        self.spare += [event for _, *events in self.steps[-1] for event in events]
+        self.steps[-1].clear()
+        self.ended.clear()
 
     def collect(self) -> list[Times]:
         torch.cuda.synchronize(self.device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from pentad.kernels.adamw import adamw_
+from pentad.kernels.adamw import adamw_, adamw_ahead_
 from pentad.schedules.plan import OptimizerShape
 from pentad.workers.parameters import Parameters
 
@@ -25,21 +27,45 @@ def clip(norm: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
 
 def step(parameters: Parameters, shape: OptimizerShape, number: int, scale: torch.Tensor) -> None:
     """AdamW step `number` (from 0) on one stage, and zero gradients after it. Norms are not decayed."""
-    matrices, norms = slice(0, parameters.decayed), slice(parameters.decayed, None)
-    separate = parameters.compute is not parameters.master
-    for part, decay in ((matrices, shape.weight_decay), (norms, 0.0)):
+    for part, decay in _parts(parameters, shape):
         adamw_(
             parameters.master[part],
             parameters.m[part],
             parameters.v[part],
             parameters.gradient[part],
-            parameters.compute[part] if separate else None,
-            lr=shape.rate(number),
-            beta1=shape.beta1,
-            beta2=shape.beta2,
-            eps=shape.eps,
-            weight_decay=decay,
-            step=number + 1,
+            parameters.compute[part] if parameters.compute is not parameters.master else None,
             scale=scale,
+            **_rates(shape, number, decay),
         )
     parameters.gradient.zero_()
+
+
+def step_ahead(parameters: Parameters, shape: OptimizerShape, number: int) -> None:
+    """The compute weights as `step` would leave them with scale 1; nothing else changes."""
+    assert parameters.compute is not parameters.master
+    for part, decay in _parts(parameters, shape):
+        adamw_ahead_(
+            parameters.compute[part],
+            parameters.master[part],
+            parameters.m[part],
+            parameters.v[part],
+            parameters.gradient[part],
+            **_rates(shape, number, decay),
+        )
+
+
+def _parts(parameters: Parameters, shape: OptimizerShape) -> tuple[tuple[slice, float], ...]:
+    """Matrices and norms, with their weight decay."""
+    matrices, norms = slice(0, parameters.decayed), slice(parameters.decayed, None)
+    return (matrices, shape.weight_decay), (norms, 0.0)
+
+
+def _rates(shape: OptimizerShape, number: int, decay: float) -> dict[str, Any]:
+    return {
+        "lr": shape.rate(number),
+        "beta1": shape.beta1,
+        "beta2": shape.beta2,
+        "eps": shape.eps,
+        "weight_decay": decay,
+        "step": number + 1,
+    }

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from pentad.schedules.plan import ModelShape, Plan
+from pentad.schedules.validation import is_validated
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -93,7 +94,9 @@ def create(plan: Plan, stage: int, device: torch.device, *, blank: bool = False)
     compute_dtype = DTYPES[plan.dtype]
     dtype = torch.float64 if compute_dtype is torch.float64 else torch.float32
     master, gradient, m, v = (torch.zeros(size, dtype=dtype, device=device) for _ in range(4))
-    compute = master if compute_dtype is dtype else torch.empty(size, dtype=compute_dtype, device=device)
+    ahead = is_validated(plan.program)  # the compute weights are then a step ahead of the master's
+    shared = compute_dtype is dtype and not ahead
+    compute = master if shared else torch.empty(size, dtype=compute_dtype, device=device)
     decayed = sum(math.prod(spec.shape) for spec in found if len(spec.shape) > 1)
     parameters = Parameters(found, master, compute, gradient, m, v, decayed)
     views = parameters.views(master)

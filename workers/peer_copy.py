@@ -68,13 +68,19 @@ class PeerCopy:
         self.targets = self._targets()
         receivers = sorted({name[2] for name in self.targets})
         self.opened = {peer: Opened(bytes.fromhex(store.get(f"slots/{peer}").decode())) for peer in receivers}
-        self.count: Counter[Channel] = Counter()
+        self.count: Counter[Channel] = Counter()  # transfers so far
+        self.place: Counter[Channel] = Counter()  # of this step
+
+    def begin(self) -> None:
+        """Before the first transfer of a step."""
+        self.place.clear()
 
     def send(self, part: Instruction, tensor: torch.Tensor) -> None:
         """Waits on the lane for the slot to be granted, copies [T, H] into it, tells the receiver."""
         name = channel(part, self.rank, self._peer(part))
-        place = self.targets[name][self.count[name] % len(self.targets[name])]
+        place = self.targets[name][self.place[name]]
         self.count[name] += 1
+        self.place[name] += 1
         self._wait(name, 0)
         tensor = tensor.contiguous()
         self.opened[name[2]].fill(place * self.slot_bytes, tensor)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,10 @@ import torch.distributed as dist
 from pentad.schedules.instruction import units_of
 from pentad.schedules.plan import Plan
 from pentad.schedules.timeline import Span
+from pentad.schedules.validation import is_validated
 from pentad.workers import checkpoint
 from pentad.workers.board import Board, State
+from pentad.workers.courier import Courier
 from pentad.workers.executor import Executor
 from pentad.workers.feed import Feed
 from pentad.workers.fence import Fenced, Wires, run_out
@@ -30,18 +31,10 @@ from pentad.workers.results import Stand, StepResult
 from pentad.workers.signals import Signals
 from pentad.workers.source import open_data
 from pentad.workers.stage import Stage
+from pentad.workers.step_end import Barrier, PostValidated, Taken
 from pentad.workers.transport import Transport
 
 CALLS_KEPT = 4  # whose results the driver may ask for again
-
-
-class Pending(NamedTuple):
-    """A step that was issued; on a GPU it may still run."""
-
-    step: int
-    losses: torch.Tensor  # [microbatches of the mesh]
-    norm: torch.Tensor
-    host_seconds: float
 
 
 class Runner:
@@ -77,10 +70,8 @@ class Runner:
         corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint)
         self.feed = Feed(plan, rank, corpus, self.device)
         self.kept: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
-        self.pending: list[Pending] = []
-        # Steps in the weights (-1: they are nobody's yet), and steps that `pending` has had.
+        # Steps in the weights; -1: they are nobody's yet.
         self.version: int = before.version if before is not None and set(held) >= set(self.parameters) else -1
-        self.noted: int = self.version
         self.fenced = False
         self.reached = (0, -1, 0.0)  # steps behind the host, counter, and since when
         self.store: dist.TCPStore | None = None
@@ -103,15 +94,15 @@ class Runner:
         with self._unless_fenced():
             store, self.store = self.store or meet(address, size, timeout_seconds), None
             self.groups = connect(self.plan, self.rank, store, timeout_seconds, self.device, self.epoch)
+            end = self._end(address, timeout_seconds)
             if self.wires is not None:
                 self.wires.exchange(store, self.rank, size)
         stream = self.plan.program.streams[self.at.pp]
         lanes = {part.lane for part in units_of(stream)}
         self.lanes = CudaLanes(self.device, lanes) if self.device.type == "cuda" else HostLanes()
         self.transport = self._transport(store)
-        parts = self.groups, self.transport, self.lanes, self.board
-        self.executor = Executor(self.plan, stream, self.stages, *parts)
-        self.executor.version.fill_(self.version)
+        self.executor = Executor(stream, self.stages, self.groups, self.transport, self.lanes, self.board, end)
+        end.version.fill_(self.version)
 
     def restore(self, folder: str | None, step: int = 0) -> None:
         """Fills weights and optimizer state from a checkpoint of `step` steps; without one the first values stay."""
@@ -145,7 +136,7 @@ class Runner:
         with self._unless_fenced():
             for step in range(first_step, first_step + count):
                 self.executor.run(step, self.feed(step))
-                self._note(step)
+            self.executor.end.finish(self.executor.refuse_if_fenced)
             assert self.lanes is not None
             self.lanes.near(self.executor.refuse_if_fenced, ahead=0)
             return self._settle()
@@ -197,9 +188,8 @@ class Runner:
         """After `fence`, from the train thread: gives the epoch's communicators up and says where this rank stands."""
         norm, ready = 0.0, False
         if self.executor is not None:
-            self.version, norm, ready = int(self.executor.version), float(self.executor.norm), self.executor.ready
-            if self.version > self.noted:
-                self._note(self.executor.step)  # taken, but the end of its stream not reached
+            end = self.executor.end
+            self.version, norm, ready = int(end.version), float(end.norm), end.ready
             self._settle()
         self.close()
         results = tuple(result for call in self.kept for result in call if result.step < self.version)
@@ -208,13 +198,15 @@ class Runner:
     def advance(self, norm: float) -> None:
         """Takes the step whose gradients were whole when the epoch ended, with its global norm."""
         assert self.executor is not None
-        self.executor.advance(norm)
-        self.version = int(self.executor.version)
+        self.executor.end.advance(self.version, norm)
+        self.version = int(self.executor.end.version)
 
     def close(self) -> None:
         """Leaves the world."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self.executor is not None:
+            self.executor.end.close()
         if self.transport is not None:
             self.transport.close()
             self.transport = None
@@ -230,6 +222,13 @@ class Runner:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         torch.cuda.set_device(self.device)
 
+    def _end(self, address: str, timeout_seconds: float) -> Barrier | PostValidated:
+        if not is_validated(self.plan.program):
+            return Barrier(self.plan, self.groups, self.stages)
+        mesh = self.plan.mesh
+        courier = Courier(meet(address, mesh.size, timeout_seconds), self.at.dp, self.at.pp, mesh.dp, mesh.pp)
+        return PostValidated(self.plan, self.rank, self.stages, courier)
+
     def _transport(self, store: dist.TCPStore) -> Transport | PeerCopy:
         shape = (self.plan.batch.rows * self.plan.batch.length, self.plan.model.hidden)
         dtype = DTYPES[self.plan.dtype]
@@ -241,36 +240,34 @@ class Runner:
 
     def _begin(self, step: int) -> None:
         """`step` steps are in the weights from here on."""
-        self.version = self.noted = step
+        self.version = step
         for held in self.parameters.values():
             held.gradient.zero_()
+            held.refresh()  # they may be those of a step that was taken ahead, and never for good
         if self.executor is not None:
-            self.executor.version.fill_(step)
-
-    def _note(self, step: int) -> None:
-        assert self.executor is not None
-        self.pending.append(Pending(step, self.executor.losses, self.executor.norm, self.executor.host_seconds))
-        self.noted = step + 1
+            self.executor.end.version.fill_(step)
 
     def _settle(self) -> list[StepResult]:
         """Waits for the steps that are pending and accounts for them."""
-        assert self.lanes is not None
-        times = self.lanes.collect()
-        results = [self._result(pending, spans) for pending, spans in zip(self.pending, times, strict=False)]
-        self.pending = []
+        assert self.lanes is not None and self.executor is not None
+        times, taken = self.lanes.collect(), self.executor.end.taken
+        results = [self._result(step, spans) for step, spans in zip(taken, times, strict=False)]
+        taken.clear()
+        self.executor.host_seconds.clear()
         self.kept.append(results)
         return results
 
-    def _result(self, pending: Pending, spans: Times) -> StepResult:
-        norm = float(pending.norm)
+    def _result(self, taken: Taken, spans: Times) -> StepResult:
+        assert self.executor is not None
+        norm = float(taken.norm)
         return StepResult(
-            step=pending.step,
-            losses=dict(enumerate(pending.losses.tolist())),
+            step=taken.step,
+            losses=dict(enumerate(taken.losses.tolist())),
             grad_norm=norm,
-            learning_rate=self.plan.optimizer.rate(pending.step),
+            learning_rate=self.plan.optimizer.rate(taken.step),
             skipped=not math.isfinite(norm),
-            spans=self._spans(pending.step, spans),
-            host_seconds=pending.host_seconds,
+            spans=self._spans(taken.step, spans),
+            host_seconds=self.executor.host_seconds.get(taken.step, 0.0),
             instructions=len(spans),
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )

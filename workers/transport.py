@@ -32,6 +32,9 @@ class Transport:
         self.slots: dict[Op, dict[int, torch.Tensor]] = defaultdict(dict)
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
 
+    def begin(self) -> None:
+        """Before the first transfer of a step: tags say which is which."""
+
     def send(self, part: Instruction, tensor: torch.Tensor) -> None:
         """Starts a transfer [T, H]; the tensor is kept until `settle` (on GPU: until the lane has read it)."""
         peer = self.mesh.move(self.groups.rank, pp=part.peer)

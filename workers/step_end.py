@@ -1,0 +1,196 @@
+"""The end of a step on one rank: what NORM, STEP and VALIDATE do.
+
+`Barrier` lets every rank wait for the global norm; `PostValidated` takes the step ahead of it and hears it later (see
+schedules/validation.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pentad.schedules.plan import Plan
+from pentad.workers import optimizer
+from pentad.workers.courier import Courier, Parcel
+from pentad.workers.groups import Groups
+from pentad.workers.stage import Stage
+
+Check = Callable[[], None]
+
+
+class Taken(NamedTuple):
+    """A step that is in the weights; on a GPU, once it has come so far and `version` counts it.
+
+    `losses` [replicas x microbatches] are the loss sums of the whole mesh, `norm` is the global gradient norm before
+    clipping, a float64 scalar.
+    """
+
+    step: int
+    losses: torch.Tensor
+    norm: torch.Tensor
+
+
+class Sums:
+    """What the ranks add up at the end of a step, in float64: squares by stage, then losses by microbatch of the mesh.
+
+    Every entry is given by one rank only, so that the sums are exact in any order. The losses travel along, so that a
+    committed step's loss outlives the rank that computed it.
+    """
+
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, Stage]) -> None:
+        self.plan, self.rank, self.stages = plan, rank, stages
+        self.limit = plan.optimizer.clip_norm
+        device = next(iter(stages.values())).parameters.master.device
+        self.values = torch.zeros(
+            plan.program.stages + plan.mesh.dp * plan.batch.microbatches, dtype=torch.float64, device=device
+        )
+
+    def fill(self, *, every_replica: bool) -> torch.Tensor:
+        """This rank's part: of a stage's square, that of its owner, or of its first holder in `every_replica`."""
+        self.values.zero_()
+        at, count = self.plan.mesh.coordinates(self.rank), self.plan.batch.microbatches
+        first = self.plan.program.stages + count * at.dp
+        for index, stage in self.stages.items():
+            owns = self.plan.owner(index) == self.rank
+            if owns or (every_replica and self.plan.program.holders(index)[0] == at.pp):
+                self.values[index] = optimizer.square_sum(stage.parameters)
+            if stage.last:
+                self.values[first : first + count] += stage.loss_sums
+                stage.loss_sums.zero_()
+        return self.values
+
+    def norm(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole[: self.plan.program.stages].sum().sqrt()
+
+    def losses(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole[self.plan.program.stages :].clone()
+
+
+class Barrier:
+    """All ranks of the mesh meet at NORM: when one has the norm, every rank's gradients are whole.
+
+    `version` (on the device) counts the steps that are in the weights; `ready` says that only the global norm lacks
+    for one more. `fence` (on the host) is 0 until another thread makes it nan, which a GPU that runs behind its host
+    sees at NORM: the step then changes no weight.
+    """
+
+    def __init__(self, plan: Plan, groups: Groups, stages: dict[int, Stage]) -> None:
+        self.plan, self.groups, self.stages = plan, groups, stages
+        self.sums = Sums(plan, groups.rank, stages)
+        device = self.sums.values.device
+        self.fence = torch.zeros((), dtype=torch.float64, pin_memory=device.type == "cuda")
+        self.version = torch.zeros((), dtype=torch.int64, device=device)
+        self.norm = self.losses = torch.zeros(1)
+        self.taken: list[Taken] = []
+        self.ready = False
+
+    def reduce(self, step: int, check: Check) -> None:
+        """NORM."""
+        values = self.sums.fill(every_replica=False)
+        self.ready = values.device.type == "cpu"  # on a GPU later instructions may already run on the gradients
+        if self.groups.everyone is not None:
+            dist.all_reduce(values, group=self.groups.everyone)
+        check()
+        self.open = self.fence.to(values.device, non_blocking=True) == 0
+        self.norm = torch.where(self.open, self.sums.norm(values), torch.nan)
+        self.losses = self.sums.losses(values)
+
+    def take(self, step: int) -> None:
+        """STEP, scaled as NORM says; a step after the fence counts for nothing."""
+        for held in self.stages.values():
+            factor = optimizer.clip(self.norm, self.sums.limit, held.parameters.master.dtype)
+            optimizer.step(held.parameters, self.plan.optimizer, step, factor)
+        self.version = torch.where(self.open, step + 1, self.version)
+        self.taken.append(Taken(step, self.losses, self.norm))
+        self.ready = False
+
+    def advance(self, step: int, norm: float) -> None:
+        """Takes the step that lacked its global norm only: another rank has heard it before the epoch ended."""
+        self.norm = torch.tensor(norm, dtype=torch.float64, device=self.version.device)
+        self.open = torch.ones((), dtype=torch.bool, device=self.version.device)
+        self.take(step)
+
+    def validate(self, check: Check) -> bool:
+        raise AssertionError("a step with a barrier has no VALIDATE")
+
+    def finish(self, check: Check) -> None:
+        """Nothing is left to hear."""
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+class PostValidated:
+    """The step is taken ahead, into the compute weights alone, and into the master weights once the norm is known.
+
+    The attributes are those of `Barrier`. The gradients stay until then, and so does all that the step was made from.
+    """
+
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, Stage], courier: Courier) -> None:
+        self.plan, self.stages, self.courier = plan, stages, courier
+        self.sums = Sums(plan, rank, stages)
+        device = self.sums.values.device
+        self.fence = torch.zeros((), dtype=torch.float64)
+        self.version = torch.zeros((), dtype=torch.int64, device=device)
+        self.norm = self.losses = torch.zeros(1)
+        self.taken: list[Taken] = []
+        self.ahead = -1  # the step whose norm is still to be heard
+
+    @property
+    def ready(self) -> bool:
+        return 0 <= self.ahead == self.courier.given
+
+    def reduce(self, step: int, check: Check) -> None:
+        """NORM: hands this rank's part to the courier."""
+        values = self.sums.fill(every_replica=True)
+        self.ahead = step
+        if values.device.type == "cpu":
+            self.courier.bring(Parcel(step, values.clone(), lambda: True))
+            return
+        here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        here.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self.courier.bring(Parcel(step, here, arrived.query))
+
+    def take(self, step: int) -> None:
+        """STEP, ahead of the norm."""
+        for held in self.stages.values():
+            optimizer.step_ahead(held.parameters, self.plan.optimizer, step)
+
+    def validate(self, check: Check) -> bool:
+        """VALIDATE: hears the norm and takes the step for good. False when the weights are others than were taken
+        ahead; what was computed with those counts for nothing."""
+        if self.ahead < 0:
+            return True
+        whole = self.courier.hear(self.ahead, check)
+        self.losses = self.sums.losses(whole.sum(0))  # of each replica, zero in the others
+        return self._commit(self.sums.norm(whole[0]))
+
+    def finish(self, check: Check) -> None:
+        """After the last step of a call: nothing was computed with its weights yet."""
+        self.validate(check)
+
+    def advance(self, step: int, norm: float) -> None:
+        """Takes the step that lacked its global norm only: another rank has heard it before the epoch ended."""
+        self._commit(torch.tensor(norm, dtype=torch.float64))
+
+    def close(self) -> None:
+        self.courier.close()
+
+    def _commit(self, norm: torch.Tensor) -> bool:
+        dtype = next(iter(self.stages.values())).parameters.master.dtype
+        factor, step = optimizer.clip(norm, self.sums.limit, dtype), self.ahead
+        finite, unscaled = bool(factor.isfinite()), bool(factor == 1)
+        scale = factor.to(self.version.device, non_blocking=True)
+        for held in self.stages.values():
+            if not finite:
+                held.parameters.refresh()
+            optimizer.step(held.parameters, self.plan.optimizer, step, scale)
+        self.version.fill_(step + 1)
+        self.norm, self.ahead = norm, -1
+        self.taken.append(Taken(step, self.losses, norm))
+        return unscaled
