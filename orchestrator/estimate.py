@@ -15,6 +15,7 @@ from pentad.schedules.instruction import RECEIVES, Op, units_of
 from pentad.schedules.plan import BatchShape, ModelShape, Plan
 from pentad.schedules.program import Program
 from pentad.schedules.timeline import Timeline
+from pentad.schedules.validation import is_validated
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 # Dense bf16 FLOP/s without sparsity, from the makers' data sheets (SXM modules), by what CUDA calls the device.
@@ -134,7 +135,7 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     slots = len({(part.op, part.slot) for part in units_of(stream) if part.op in RECEIVES})
     found = {
         "parameters": held * compute,
-        "master": held * main if main != compute else 0,
+        "master": held * main if main != compute or is_validated(plan.program) else 0,
         "gradients": held * main,
         "optimizer": 2 * held * main,
         "activations": _peak_activations(plan, rank),

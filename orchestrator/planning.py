@@ -18,7 +18,7 @@ from pentad.schedules.errors import PentadError
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
 from pentad.schedules.program import Program
-from pentad.schedules.shape import Options
+from pentad.schedules.search_problem import By
 from pentad.schedules.timeline import Timeline
 
 
@@ -33,8 +33,9 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     model = ModelShape(**config.model.model_dump(exclude={"family"}))
     batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, mesh.dp)
     dtype = _dtype(config, device)
-    name, options = _schedule(config, model, batch, device, dtype)
-    order = generate(name, mesh.pp, batch.microbatches, options)
+    options = config.schedule.options
+    chosen = _chosen(config, model, batch, device, dtype)
+    order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
     layers = split_layers(model.layers, order.placement, model.head_in_layers(batch.length))
     costs = guess_costs(model, layers, batch, device, dtype)
     program = compile_program(
@@ -44,7 +45,9 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         costs=costs,
         gated=transport == "nccl",
         replicas=mesh.dp,
+        validated=config.schedule.post_validation,
         options=options,
+        order=chosen,
     )
     optimizer = _optimizer(config)
     return Plan(
@@ -66,11 +69,12 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     )
 
 
-def _schedule(config: RunConfig, model: ModelShape, batch: BatchShape, device: str, dtype: str) -> tuple[str, Options]:
-    """The schedule to run and what it is asked for: 'auto' stands for the quickest one by guessed costs."""
+def _chosen(config: RunConfig, model: ModelShape, batch: BatchShape, device: str, dtype: str) -> Program | None:
+    """The compute order that 'auto' stands for: the quickest by guessed costs; without a barrier at the end of a step
+    the one whose busiest rank is done first."""
     section = config.schedule
     if section.name != AUTO:
-        return section.name, section.options
+        return None
 
     def costs_of(placed: Program) -> Costs | None:
         try:
@@ -79,8 +83,8 @@ def _schedule(config: RunConfig, model: ModelShape, batch: BatchShape, device: s
             return None
         return guess_costs(model, layers, batch, device, dtype)
 
-    best = choose(config.mesh.pp, batch.microbatches, costs_of, section.options).best
-    return best.name, best.asked
+    by: By = "longest" if section.post_validation else "makespan"
+    return choose(config.mesh.pp, batch.microbatches, costs_of, section.options, by).best.program
 
 
 def smaller(config: RunConfig, ranks: int) -> RunConfig | None:

@@ -83,6 +83,11 @@ class ScheduleSection(Section):
         default=None, ge=1, description="activations a rank may keep, in microbatches of a whole rank; null: no limit"
     )
 
+    post_validation: bool = Field(
+        default=False,
+        description="a step runs ahead of its global norm, and is done again when that is over clip_norm or not finite",
+    )
+
     @property
     def options(self) -> Options:
         return Options(self.chunks, self.group, self.memory_limit)

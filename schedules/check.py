@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pentad.schedules.check_memory import check_memory
 from pentad.schedules.check_validation import check_validation
 from pentad.schedules.graph import Node, build, cycle, meetings
 from pentad.schedules.grid import order_grid
@@ -15,7 +16,7 @@ from pentad.schedules.program import Program, Stream
 from pentad.schedules.validation import VALIDATE
 
 WHOLE = frozenset({Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})  # of a rank, not of a stage
-OF_STAGE = (COLLECTIVES | {Op.FREE}) - WHOLE  # of a stage, not of a microbatch
+OF_STAGE = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER})  # not of a microbatch
 
 
 def check(program: Program, *, replicas: int = 1) -> None:
@@ -37,6 +38,7 @@ def check(program: Program, *, replicas: int = 1) -> None:
         for rank, stream in enumerate(program.streams):
             _check_slots(rank, stream, program.positions[rank])
             _check_ending(rank, stream, program, replicas)
+        check_memory(program)
         check_validation(program)
         _check_meetings(program)
         _check_cycle(program)
@@ -115,6 +117,8 @@ def _fault(program: Program, rank: int, part: Instruction) -> str:
             return f"{part.op} has no stage and no microbatch"
     elif part.stage not in program.placement[rank]:
         return f"holds stages {program.placement[rank]}"
+    elif part.op in (Op.ALL_GATHER, Op.FREE):
+        return "" if part.microbatch >= 0 else "it has no number"
     elif part.op in OF_STAGE and part.microbatch != -1:
         return f"{part.op} has no microbatch"
     elif part.op not in OF_STAGE and not 0 <= part.microbatch < program.microbatches:
@@ -268,7 +272,8 @@ def _check_ending(rank: int, stream: Stream, program: Program, replicas: int) ->
     if last and not _behind(parts[norm].waits, last, position):
         raise ScheduleError(f"rank {rank}: NORM does not wait for {last}", rank, position[norm])
     for stage in program.placement[rank]:
-        reduce = Key(Op.ALL_REDUCE, stage, -1)
+        scattered = Key(Op.REDUCE_SCATTER, stage, -1)
+        reduce = scattered if scattered in position else Key(Op.ALL_REDUCE, stage, -1)
         if replicas == 1 and len(program.holders(stage)) == 1:
             if reduce in position:
                 text = f"rank {rank} reduces the gradients of stage {stage}, which no other rank holds"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pentad.schedules.instruction import Op, units_of
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.program import Program
-from pentad.schedules.validation import ROLLBACK, VALIDATE, is_validated, sent_before_backward
+from pentad.schedules.validation import REPEATABLE, ROLLBACK, VALIDATE, is_validated, sent_before_backward
 
 
 def check_validation(program: Program) -> None:
@@ -27,7 +27,7 @@ def check_validation(program: Program) -> None:
             raise ScheduleError(text, rank, position[ROLLBACK])
         before = list(units_of(stream[:place]))
         for index, part in enumerate(before):
-            if part.op not in (Op.F, Op.SEND_F, Op.RECV_F):
+            if part.op not in REPEATABLE | {Op.RECV_F}:
                 raise ScheduleError(f"rank {rank}: {part.key} comes before VALIDATE", rank, index)
         received = {(rank, part.key) for part in before if part.op is Op.RECV_F}
         sent = {(peer, key) for peer, key in early if peer == rank}

@@ -7,13 +7,19 @@ from typing import Any
 from pentad.schedules.catalogue import NONE, generate
 from pentad.schedules.check import check, check_order, peak_activations
 from pentad.schedules.costs import Costs
+from pentad.schedules.errors import PentadError
 from pentad.schedules.finish import add_reduce, add_step
+from pentad.schedules.gathers import add_gathers
+from pentad.schedules.offload import add_offload
 from pentad.schedules.program import Program
-from pentad.schedules.shape import Options
+from pentad.schedules.recompute import add_recompute
+from pentad.schedules.shape import Options, Savings
 from pentad.schedules.simulate import simulate
 from pentad.schedules.transfers import add_transfers
 from pentad.schedules.uncollected import uncollected
 from pentad.schedules.validation import add_validated_step
+
+ALL_KEPT = Savings()
 
 
 def compile_program(
@@ -26,22 +32,37 @@ def compile_program(
     replicas: int = 1,
     validated: bool = False,
     options: Options = NONE,
+    savings: Savings = ALL_KEPT,
+    order: Program | None = None,
 ) -> Program:
     """A program for one replica of `ranks` pipeline ranks, proven. `costs` decide where receives stand (default: equal
     costs) and are what some schedules plan with, `gated` is for transports whose receives must not wait on the GPU,
     `replicas` is the mesh's dp, `validated` lets a step run ahead of its global norm (see validation.py), `options` are
-    what the schedule is asked for.
+    what the schedule is asked for, `savings` what is done to need less memory, `order` the compute order where it was
+    searched and no generator has it.
 
     Raises PentadError on sizes the schedule does not allow and ScheduleError when the proof fails.
     """
     with uncollected():
-        order = generate(name, ranks, microbatches, options, costs)
+        order = order or generate(name, ranks, microbatches, options, costs)
         check_order(order)
         moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated, validated=validated)
-        reduced = add_reduce(moved, replicas=replicas)
+        saving = add_savings(moved, savings)
+        reduced = add_reduce(saving, replicas=replicas, scatter=savings.zero > 0)
         program = add_validated_step(reduced) if validated else add_step(reduced)
         check(program, replicas=replicas)
     return program
+
+
+def add_savings(program: Program, savings: Savings) -> Program:
+    """The program with all that is to spare memory. Raises PentadError on what it does not allow."""
+    if not 0 <= savings.zero <= 3:
+        raise PentadError(f"zero is {savings.zero}, wanted a stage of ZeRO, 0 to 3")
+    if savings.recompute:
+        program = add_recompute(program, savings.recompute)
+    if savings.zero:
+        program = add_gathers(program, zero=savings.zero, prefetch=savings.prefetch, gathered=savings.gathered)
+    return program if savings.keep is None else add_offload(program, savings.keep)
 
 
 def summary(program: Program, costs: Costs) -> dict[str, Any]:

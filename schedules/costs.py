@@ -73,8 +73,12 @@ class Costs:
                 return self.backward[stage] + self.weight[stage] + self.launch
             case Op.SEND_F | Op.RECV_F | Op.SEND_B | Op.RECV_B:
                 return self.transfer
-            case Op.ALL_REDUCE | Op.REDUCE_SCATTER | Op.ALL_GATHER:
+            case Op.RECOMPUTE:
+                return self.forward[stage] + self.launch
+            case Op.ALL_REDUCE:
                 return self.reduce
+            case Op.REDUCE_SCATTER | Op.ALL_GATHER:
+                return self.reduce / 2  # an all-reduce is the one and then the other
             case Op.NORM:
                 return self.norm
             case Op.STEP:

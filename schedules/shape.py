@@ -16,6 +16,22 @@ class Options(NamedTuple):
     limit: float | None = None
 
 
+class Savings(NamedTuple):
+    """What a program does to need less memory.
+
+    `zero` is the stage of ZeRO, 0 to 3; with 3 a rank has at most `gathered` stages' parameters whole at once (None:
+    all it holds) and begins a gather `prefetch` compute units before its reader. The stages in `recompute` keep what
+    their forward received alone. `keep` is the most activations that stay on the device, in microbatches of a whole rank
+    (None: all).
+    """
+
+    zero: int = 0
+    prefetch: int = 1
+    gathered: int | None = None
+    recompute: frozenset[int] = frozenset()
+    keep: float | None = None
+
+
 @dataclass(frozen=True)
 class Shape:
     """`ranks` pipeline ranks and `microbatches` of one step.

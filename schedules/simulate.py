@@ -98,7 +98,7 @@ def factor(seed: int, rank: int, part: Instruction, jitter: float) -> float:
 def _rows(stream: Stream, rank: int, step: int, microbatches: int, event: list[int], times: Times) -> Iterator[tuple]:
     starts, ends, middles = times
     known: dict[tuple, tuple[str, str, str]] = {}
-    digits = [*map(str, range(microbatches)), ""]  # by microbatch: -1 has none
+    digits = [*map(str, range(max(microbatches, len(stream)))), ""]  # by microbatch: -1 has none
     for here, unit in zip(event, stream, strict=True):
         start, end = starts[here], ends[here]
         for part in (unit,) if isinstance(unit, Instruction) else unit:

@@ -16,6 +16,8 @@ from pentad.schedules.weave import Addition, insert
 
 VALIDATE, ROLLBACK, NORM = (Key(op, -1, -1) for op in (Op.VALIDATE, Op.ROLLBACK, Op.NORM))
 
+REPEATABLE = frozenset({Op.F, Op.SEND_F, Op.ALL_GATHER, Op.FREE, Op.OFFLOAD})
+
 
 def add_validated_step(program: Program) -> Program:
     """VALIDATE and ROLLBACK behind the forwards that every stream begins with, NORM and STEP at its end.
@@ -52,7 +54,7 @@ def sent_before_backward(program: Program) -> set[tuple[int, Key]]:
 def _opening(stream: Stream, rank: int, early: set[tuple[int, Key]]) -> int:
     for index, unit in enumerate(stream):
         ops = {part.op for part in unit.parts}
-        if not ops <= {Op.F, Op.SEND_F} and (rank, unit.key) not in early:
+        if not ops <= REPEATABLE and (rank, unit.key) not in early:
             return index
     return len(stream)
 
@@ -60,6 +62,6 @@ def _opening(stream: Stream, rank: int, early: set[tuple[int, Key]]) -> int:
 def _ending(stream: Stream, rank: int) -> tuple[Instruction, Instruction]:
     parts = list(units_of(stream))
     last = next(part.key for part in reversed(parts) if part.op in COMPUTE)
-    reduced = tuple(part.key for part in parts if part.op is Op.ALL_REDUCE)
+    reduced = tuple(part.key for part in parts if part.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER))
     norm = Instruction(Op.NORM, peer=rank - 1, waits=(last, *reduced))
     return norm, Instruction(Op.STEP, waits=reduced)

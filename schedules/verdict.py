@@ -1,7 +1,8 @@
 """Who waits for whom when a run stands still, and who is the cause, from where every rank is in its stream.
 
 A rank tells where it is before each unit. A SEND, a RECV and an ALL_REDUCE only start what goes on by itself; a unit
-that waits for one stays until the other end has started it too, and NORM until every rank of the mesh is there.
+that waits for one stays until the other end has started it too, and NORM until every rank of the mesh is there; or,
+where steps run ahead of their norm, VALIDATE until every rank has reached NORM in the step before.
 So a rank is blocked when another has yet to start something, and a rank that is blocked by none and stays is a cause.
 """
 
@@ -15,8 +16,7 @@ from typing import NamedTuple
 from pentad.schedules.instruction import COLLECTIVES, RECEIVES, Key, Op, Unit
 from pentad.schedules.mesh import Coordinates, Mesh
 from pentad.schedules.program import Program
-
-_NORM = Key(Op.NORM, -1, -1)
+from pentad.schedules.validation import NORM, VALIDATE, is_validated
 
 
 class Position(NamedTuple):
@@ -93,9 +93,9 @@ class _Scene:
         stream = self.program.streams[self.at[rank].pp]
         return any(stream[index][:3] == key for index in range(at.counter, len(stream)))
 
-    def debtors(self, rank: int, key: Key) -> tuple[int, ...]:
-        """Who has yet to start what a rank waits for under this key in its own stream and step."""
-        step = self.positions[rank].step
+    def debtors(self, rank: int, key: Key, ago: int = 0) -> tuple[int, ...]:
+        """Who has yet to start what a rank waits for under this key in its own stream, in its step or some `ago`."""
+        step = self.positions[rank].step - ago
         if key.op in RECEIVES:
             shift = -1 if key.op is Op.RECV_F else 1
             source = self.rank_of[self.at[rank]._replace(pp=self._source(rank, key))]
@@ -110,7 +110,7 @@ class _Scene:
         return self.late[plane, key, step]
 
     def _members(self, plane: Coordinates, key: Key) -> list[Coordinates]:
-        if key == _NORM:
+        if key == NORM:
             return list(self.at)
         holders = self.program.holders(key.stage)
         return [plane._replace(dp=dp, pp=pp) for dp in range(self.mesh.dp) for pp in holders]
@@ -129,18 +129,20 @@ def _lacks(scene: _Scene) -> dict[int, tuple[Key, tuple[int, ...]]]:
         unit = scene.here(rank)
         if unit is None:
             continue
-        keys = (key for key in unit.waits if key != _NORM)  # who is past NORM has all of it
+        keys = (key for key in unit.waits if key != NORM)  # who is past NORM has all of it
         lacking = ((key, debtors) for key in keys if (debtors := scene.debtors(rank, key)))
         first = next(lacking, None)
         if first:
             found[rank] = first
-        elif unit.key == _NORM:
+        elif unit.key == VALIDATE and (late := scene.debtors(rank, NORM, ago=1)):
+            found[rank] = (NORM, late)
+        elif unit.key == NORM and not is_validated(scene.program):
             joined.append(rank)
     there = set(joined)
     for rank in joined:  # a rank that is at NORM, but waits for gradients, has not joined it
-        absent = tuple(peer for peer in scene.debtors(rank, _NORM) if peer not in there)
+        absent = tuple(peer for peer in scene.debtors(rank, NORM) if peer not in there)
         if absent:
-            found[rank] = (_NORM, absent)
+            found[rank] = (NORM, absent)
     return found
 
 
@@ -169,7 +171,7 @@ def _sentence(scene: _Scene, roots: Sequence[int], waits: Sequence[Wait], cycle:
 def _blame(scene: _Scene, roots: Sequence[int]) -> str:
     if len(roots) == 1:
         return f"{_ranks(roots)} is the cause"
-    together = any(scene.unit(rank) == str(_NORM) for rank in roots)
+    together = any(scene.unit(rank) == str(NORM) for rank in roots)
     return f"the cause is among {_ranks(roots)}" if together else f"{_ranks(roots)} are the causes"
 
 
