@@ -116,9 +116,8 @@ def test_no_more_activations_stay_than_are_allowed(name, p, m, keep):
     plain = with_savings(name, p, m, Savings())
     try:
         program = with_savings(name, p, m, Savings(keep=keep))
-    except PentadError as error:
-        assert "at once" in str(error)
-        assert name in ("zb-h2", "zb-2p", "zb-v", "v-half", "v-min", "interleaved-zb", "dualpipev", "zb-1p", "zb-h1")
+    except PentadError:  # B frees half of an activation: what is left for W cannot be sent away
+        assert Op.W in {part.op for stream in plain.streams for part in units_of(stream)}
         return
     assert most_kept(program) <= keep
     moved = Counter(part.op for stream in program.streams for part in units_of(stream))

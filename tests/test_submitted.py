@@ -138,6 +138,12 @@ def test_a_submitted_run_is_seen_paused_resumed_stopped_and_resubmitted_and_lose
     assert [rank["coordinates"]["pp"] for rank in status["ranks"]] == [0, 1]
     assert len({psutil.Process(rank["pid"]).ppid() for rank in status["ranks"]}) == 2  # a node each
     assert user.job("first")["endpoints"] == status["endpoints"]
+    actors = user.dashboard("v0/actors?detail=1")["data"]["result"]["result"]
+    assert {(a["repr_name"], a["name"], a["state"]) for a in actors if "pp" in a["repr_name"]} == {
+        (f"parts dp0 pp{pp}", f"pentad/parts/dp0-pp{pp}", "ALIVE") for pp in (0, 1)
+    }
+    tasks = user.dashboard("v0/tasks?detail=1&limit=10000")["data"]["result"]["result"]
+    assert any(re.fullmatch(r"run\(\d+, \d+\) in epoch 1", task["name"]) for task in tasks)
     metrics = urllib.request.urlopen(f"http://{status['endpoints']['metrics']}/metrics", timeout=5).read().decode()
     assert re.search(r'^pentad_run_state\{.*"paused".*\} 1.0$', metrics, re.MULTILINE)
 
