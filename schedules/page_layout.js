@@ -1,5 +1,14 @@
 // ---- layout ----
 
+// Pixels: a panel's axis, the least below its rows, a rank's tallest compute row, the curve of what ranks keep.
+const TOP = 24;
+const BOTTOM = 8;
+const TALL = 36;
+const CURVE = 104;
+const CHOSEN = 178; // what the section below the panels may take
+let LEFT = 84; // the gutters of a panel
+let RIGHT = 58;
+
 const x = (panel, time) => LEFT + ((time - view.from) / (view.to - view.from)) * panel.plotWidth;
 const timeAt = (panel, px) => view.from + ((px - LEFT) / panel.plotWidth) * (view.to - view.from);
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
@@ -17,10 +26,13 @@ function divide(panel, rows, pitch) {
 
 /** Heights of every panel. At slider 0 all ranks share the window, at 1 each is tall and the panels scroll inside. */
 function arrange() {
+  [LEFT, RIGHT] = innerWidth < 600 ? [46, 44] : [84, 70];
   const top = panels[0].plot.getBoundingClientRect().top + scrollY;
   const edges = TOP + BOTTOM;
+  const curves = LINKED ? CURVE * panels.length : 0;
   const between = panels.reduce((sum, p) => sum + p.header.offsetHeight + 14, 0) - panels[0].header.offsetHeight;
-  const room = Math.max(innerHeight - top - between - 44, 160 * panels.length);
+  const below = LINKED && innerWidth >= 900 ? 44 + CHOSEN : 44;
+  const room = Math.max(innerHeight - top - between - curves - below, 160 * panels.length);
   const total = panels.reduce((sum, p) => sum + p.ranks.length, 0);
   const low = Math.max(Math.floor((room - edges * panels.length) / total), 3);
   let grows = false;
@@ -38,9 +50,10 @@ function arrange() {
     panel.height = Math.ceil(Math.min(own, share));
     panel.width = panel.plot.clientWidth;
     panel.plotWidth = Math.max(panel.width - LEFT - RIGHT, 50);
-    panel.canvas.style.height = `${panel.height}px`;
-    panel.canvas.width = Math.round(panel.width * devicePixelRatio);
-    panel.canvas.height = Math.round(panel.height * devicePixelRatio);
+    // A finger moves the page where there is nothing to scroll inside the plot.
+    panel.plot.style.touchAction = own > panel.height ? "none" : "pan-y";
+    size(panel.canvas, panel.width, panel.height);
+    if (panel.curve) size(panel.curve.canvas, panel.width, CURVE);
   }
   if (byId("heights").hidden === grows) {
     byId("heights").hidden = !grows;
@@ -49,6 +62,12 @@ function arrange() {
   }
   panels.forEach((panel) => scroll(panel, 0));
   draw();
+}
+
+function size(canvas, width, height) {
+  canvas.style.height = `${height}px`;
+  canvas.width = Math.round(width * devicePixelRatio);
+  canvas.height = Math.round(height * devicePixelRatio);
 }
 
 /** Moves the ranks shown; panels with the same number of ranks move together. Says whether anything moved. */

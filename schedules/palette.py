@@ -1,4 +1,4 @@
-"""The look that all drawings share: the colour of an op, the order of rows under a rank, whole nanoseconds."""
+"""The look that all drawings share: colours of ops and chunks, the order of rows under a rank, whole nanoseconds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ class Look(NamedTuple):
     cname: str
 
 
+GROUNDS = ("#ffffff", "#1a1e25")  # of a light and of a dark drawing
+PALEST = 0.52  # how far the last chunk of a rank goes towards the ground
+# F, B, W and BW differ in lightness as well as in hue, in every shade: also to eyes that lack a kind of cone.
 LOOKS = {
-    "F": Look("forward", "#3573cc", "#4b89e6", "rail_response"),
-    "B": Look("backward, input", "#f3ae42", "#f2b95c", "rail_idle"),
-    "W": Look("backward, weights", "#54b99c", "#62c9ab", "rail_load"),
-    "BW": Look("backward, both", "#c04f2f", "#d2603c", "rail_animation"),
+    "F": Look("forward", "#1f3fa8", "#7f9bf5", "rail_response"),
+    "B": Look("backward, input", "#d9a02b", "#f7cf7c", "rail_idle"),
+    "W": Look("backward, weights", "#3fa873", "#6fdcc4", "rail_load"),
+    "BW": Look("backward, both", "#7a2433", "#dd3b2a", "rail_animation"),
     "RECOMPUTE": Look("recompute", "#a9c6ee", "#3d628f", "generic_work"),
     "SEND_F": Look("activations", "#8ba6cc", "#6f8bb3", "generic_work"),
     "RECV_F": Look("activations", "#bccbe2", "#4a5d7b", "generic_work"),
@@ -44,6 +47,16 @@ ROWS = ("compute", "receive", "send", "p2p", "gather", "reduce", "copy")
 
 def look(op: str) -> Look:
     return LOOKS.get(op, OTHER)
+
+
+def shades(fill: str, ground: str, count: int) -> list[str]:
+    """A fill (#rrggbb) for each of a rank's `count` chunks: the first as it is, the others in even steps paler."""
+    return [_mixed(fill, ground, PALEST * chunk / max(count - 1, 1)) for chunk in range(count)]
+
+
+def _mixed(fill: str, ground: str, share: float) -> str:
+    pairs = ((int(fill[i : i + 2], 16), int(ground[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(own + (other - own) * share):02x}" for own, other in pairs)
 
 
 def ink(fill: str) -> str:

@@ -127,7 +127,7 @@ def assert_recovered(run: Run, *how: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "rank", "how"),
     [
-        ("1f1b", 1, signal.SIGKILL),
+        pytest.param("1f1b", 1, signal.SIGKILL, marks=slow),
         pytest.param("1f1b", 3, signal.SIGTERM, marks=slow),
         ("dualpipe", 2, signal.SIGSTOP),
         pytest.param("zb-h2", 1, signal.SIGKILL, marks=slow),
@@ -144,6 +144,26 @@ def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, 
     run.hit(rank, how=how)
     assert_recovered(run, "repair")
     assert_same(run, wanted)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "how"),
+    [
+        ("zb-h2", 1, signal.SIGKILL),
+        pytest.param("zb-h2", 2, signal.SIGSTOP, marks=slow),
+        pytest.param("dualpipe", 3, signal.SIGKILL, marks=slow),
+    ],
+)
+def test_steps_ahead_of_their_norm_end_with_the_bits_of_those_that_wait(nodes, start, reference, schedule, rank, how):
+    wanted = reference(schedule, SCHEDULES[schedule])
+    nodes.hold(2, 2, 2)
+    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}", "schedule.post_validation=true")
+    run.at_step(4)
+    run.hit(rank, how=how)
+    assert_recovered(run, "repair")
+    assert_same(run, wanted)
+    limit = load(None, []).optimizer.clip_norm
+    assert any(norm > limit for _, norm in wanted[0]) and any(norm < limit for _, norm in wanted[0])
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", pytest.param("zb-h2", marks=slow)])
