@@ -36,7 +36,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     name, options = _schedule(config, model, batch, device, dtype)
     order = generate(name, mesh.pp, batch.microbatches, options)
     layers = split_layers(model.layers, order.placement, model.head_in_layers(batch.length))
-    costs = guess_costs(model, layers, batch, device, dtype)
+    costs = guess_costs(model, layers, batch, device, dtype, order.slices)
     program = compile_program(
         order.name,
         order.ranks,
@@ -70,14 +70,14 @@ def _schedule(config: RunConfig, model: ModelShape, batch: BatchShape, device: s
     """The schedule to run and what it is asked for: 'auto' stands for the quickest one by guessed costs."""
     section = config.schedule
     if section.name != AUTO:
-        return section.name, section.options
+        return section.name, config.options
 
     def costs_of(placed: Program) -> Costs | None:
         try:
             layers = split_layers(model.layers, placed.placement, model.head_in_layers(batch.length))
         except PentadError:  # more stages than layers
             return None
-        return guess_costs(model, layers, batch, device, dtype)
+        return guess_costs(model, layers, batch, device, dtype, placed.slices)
 
     best = choose(config.mesh.pp, batch.microbatches, costs_of, section.options).best
     return best.name, best.asked

@@ -83,9 +83,13 @@ class ScheduleSection(Section):
         default=None, ge=1, description="activations a rank may keep, in microbatches of a whole rank; null: no limit"
     )
 
+    slices: Count | None = Field(
+        default=None, description="parts that sequences are cut into on their way; null: as the schedule likes"
+    )
+
     @property
     def options(self) -> Options:
-        return Options(self.chunks, self.group, self.memory_limit)
+        return Options(self.chunks, self.group, self.memory_limit, self.slices)
 
 
 class BatchSection(Section):
