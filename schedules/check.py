@@ -69,9 +69,9 @@ def peak_activations(program: Program) -> list[float]:
     for stream in program.streams:
         held = peak = 0.0
         for part in units_of(stream):
-            held += SHARE.get(part.op, 0.0) / (program.chunks * program.slices)
+            held += SHARE.get(part.op, 0.0)
             peak = max(peak, held)
-        peaks.append(peak)
+        peaks.append(peak / (program.chunks * program.slices))
     return peaks
 
 

@@ -10,6 +10,7 @@ from reference_model import Trained, train
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.shape import Options
 from pentad.workers.corpus import open_corpus
 from pentad.workers.samples import microbatch
 
@@ -17,8 +18,10 @@ STEPS = 3
 MODEL = ModelShape(layers=8, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
 
 
-def plan_of(name: str, dp: int, pp: int, microbatches: int, data: str, dtype: str = "float64") -> Plan:
-    program = compile_program(name, pp, microbatches, replicas=dp)
+def plan_of(
+    name: str, dp: int, pp: int, microbatches: int, data: str, dtype: str = "float64", slices: int | None = None
+) -> Plan:
+    program = compile_program(name, pp, microbatches, replicas=dp, options=Options(slices=slices))
     return Plan(
         name="exact",
         mesh=Mesh(dp=dp, pp=pp),
