@@ -1,7 +1,8 @@
 """What a plan will cost before it runs: arithmetic, seconds and bytes, from sizes alone.
 
-T tokens of a microbatch (of its slice, where sequences are cut), S sequence, H hidden, A = heads x head size, K = key-value heads x head size, I ffn, V vocab.
-A product of [T, a] and [a, b] counts 2Tab FLOPs. Causal attention counts the half of its square that is not masked.
+T tokens of a microbatch (of its slice, where sequences are cut), S sequence, H hidden, A = heads x head size, K =
+key-value heads x head size, I ffn, V vocab. A product of [T, a] and [a, b] counts 2Tab FLOPs. Causal attention counts
+the half of its square that is not masked.
 """
 
 from __future__ import annotations

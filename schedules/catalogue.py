@@ -74,7 +74,8 @@ class Entry:
     """`generate(shape)` gives the compute units of every rank, `placement(rank, shape)` its stages.
 
     `chunks` is the number of parts that a rank's own layers are cut into (unless the schedule takes that as an option),
-    `slices` is what sequences are cut into where it is not asked, `takes` names the options it has, and `refusal` says what is wrong with a size, in a few words.
+    `slices` is what sequences are cut into where it is not asked, `takes` names the options it has, and `refusal` says
+    what is wrong with a size, in a few words.
     """
 
     generate: Callable[[Shape], Streams]

@@ -19,13 +19,13 @@ OF_STAGE = (COLLECTIVES | {Op.FREE}) - WHOLE  # of a stage, not of a microbatch
 def check(program: Program, *, replicas: int = 1) -> None:
     """Raises ScheduleError naming the culprit, with the grid of instructions around it. `replicas` is the mesh's dp.
 
-    Proven, in this order: every stage is held; no instruction twice, each on a rank that holds its stage, with the
-    peer or group that its op has; waits name earlier instructions; every microbatch has F, then B and W or BW, on one
-    rank, weight gradients in microbatch order, slices of a microbatch on one rank and theirs from the last to the first; every result is there, or received, before it is used, and nothing else
-    is received; slots are refilled only after their last reader; gradients are reduced after their last W and before
-    NORM, NORM before STEP; the k-th send of a communicator meets the k-th receive of the same tensor; collectives of a
-    group meet in the same order on every member; no cycle through lanes, waits, rendezvous and a host that waits at
-    every compute unit.
+    Proven, in this order: every stage is held; no instruction twice, each on a rank that holds its stage, with the peer
+    or group that its op has; waits name earlier instructions; every microbatch has F, then B and W or BW, on one rank,
+    weight gradients in microbatch order, slices of a microbatch on one rank and theirs from the last to the first;
+    every result is there, or received, before it is used, and nothing else is received; slots are refilled only after
+    their last reader; gradients are reduced after their last W and before NORM, NORM before STEP; the k-th send of a
+    communicator meets the k-th receive of the same tensor; collectives of a group meet in the same order on every
+    member; no cycle through lanes, waits, rendezvous and a host that waits at every compute unit.
     """
     with _drawn(program):
         _check_order(program)
@@ -158,10 +158,10 @@ def _check_complete(program: Program) -> None:
     for stage in range(program.stages):
         for mb in range(program.pieces):
             _check_microbatch(program, stage, mb, runs.get((stage, mb), {}))
-            before = mb - 1 if mb % program.slices else mb
-            (rank, index), (other, _) = (min(runs[stage, piece].values()) for piece in (mb, before))
+            former = mb - 1 if mb % program.slices else mb
+            (rank, index), (other, _) = (min(runs[stage, piece].values()) for piece in (mb, former))
             if rank != other:
-                text = f"stage {stage}: slices {before} and {mb} of one microbatch run on ranks {other} and {rank}"
+                text = f"stage {stage}: slices {former} and {mb} of one microbatch run on ranks {other} and {rank}"
                 raise ScheduleError(text, rank, index)
 
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from pentad.kernels.attention import attention, attention_backward, attention_reference
 
-
 Shape = tuple[int, int, int, int, int]  # batch, query heads, key heads, positions, width
 
 

@@ -29,17 +29,22 @@ def sliced(whole: torch.Tensor, slices: int) -> list[torch.Tensor]:
     return [rows[:, k * cut : (k + 1) * cut].flatten(0, 1) for k in range(slices)]
 
 
+def tensor(found: torch.Tensor | None) -> torch.Tensor:
+    assert found is not None
+    return found
+
+
 def step(
     pairs: list[tuple[Stage, Parameters]], tokens: torch.Tensor, targets: torch.Tensor, slices: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """One microbatch through two stages: what the first gives on, and the gradient that it gets back, by slice."""
     (first, _), (last, _) = pairs
-    between = [first.forward(k, None, part, None) for k, part in enumerate(sliced(tokens, slices))]
+    between = [tensor(first.forward(k, None, part, None)) for k, part in enumerate(sliced(tokens, slices))]
     for k, part in enumerate(sliced(targets, slices)):
         last.forward(k, between[k], None, part)
     back: list[torch.Tensor] = []
     for k in reversed(range(slices)):
-        dy = last.backward_input(k, None)
+        dy = tensor(last.backward_input(k, None))
         last.backward_weight(k)
         first.backward_input(k, dy)
         first.backward_weight(k)
@@ -57,9 +62,8 @@ def test_slices_give_the_streams_gradients_and_loss_of_whole_sequences(corpus: s
         assert all(close(*pair, 1e-12) for pair in zip(found, sliced(wanted, slices), strict=True))
     assert float(cut[1][0].loss_sums[0]) == pytest.approx(float(whole[1][0].loss_sums[0]), rel=1e-12)
     for (stage, mine), (_, reference) in zip(cut, whole, strict=True):
-        names = mine.views(mine.gradient)
-        wanted = reference.views(reference.gradient)
-        assert all(close(gradient, wanted[name], 1e-11) for name, gradient in names.items())
+        sums = reference.views(reference.gradient)
+        assert all(close(gradient, sums[name], 1e-11) for name, gradient in mine.views(mine.gradient).items())
         assert not (stage.kept or stage.pasts or stage.deferred)
 
 

@@ -1,4 +1,4 @@
-"""What the slices of a sequence share in attention: keys and values on the way forward, their gradients on the way back."""
+"""What the slices of a sequence share: keys and values on the way forward, gradients of these on the way back."""
 
 from __future__ import annotations
 
