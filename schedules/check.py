@@ -152,7 +152,7 @@ def _check_complete(program: Program) -> None:
                     before = latest.get(part.stage, part.key)
                     if _turn(program, part.microbatch) < _turn(program, before.microbatch):
                         text = f"{part.key} comes after {before}, but gradients accumulate in microbatch order"
-                        text += ", the last slice first" if program.slices > 1 else ""
+                        text += ", the slices of one from the last to the first" * (program.slices > 1)
                         raise ScheduleError(f"rank {rank}: {text}", rank, index)
                     latest[part.stage] = part.key
     for stage in range(program.stages):
