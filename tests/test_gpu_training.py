@@ -18,7 +18,15 @@ pytestmark = [
 ]
 CASES = [
     (name, dp, pp, m)
-    for name, m in (("gpipe", 3), ("1f1b", 5), ("zb-h1", 8), ("zb-h2", 8), ("zb-v", 8), ("dualpipe", 8))
+    for name, m in (
+        ("gpipe", 3),
+        ("1f1b", 5),
+        ("seq-1f1b", 3),
+        ("zb-h1", 8),
+        ("zb-h2", 8),
+        ("zb-v", 8),
+        ("dualpipe", 8),
+    )
     for dp, pp in ((2, 2), (1, 4))
 ]
 

@@ -15,10 +15,12 @@ CPU = torch.device("cpu")
 ROWS, LENGTH = 2, 8
 
 
-def made(corpus: str, slices: int, ranks: int = 2, dtype: str = "float64") -> list[tuple[Stage, Parameters]]:
+def made(
+    corpus: str, slices: int, ranks: int = 2, dtype: str = "float64", device: torch.device = CPU
+) -> list[tuple[Stage, Parameters]]:
     plan = plan_of("seq-1f1b", 1, ranks, 2, corpus, dtype, slices)
     assert (plan.batch.rows, plan.batch.length, plan.piece_tokens) == (ROWS, LENGTH, ROWS * LENGTH // slices)
-    parameters = [create(plan, index, CPU) for index in range(ranks)]
+    parameters = [create(plan, index, device) for index in range(ranks)]
     return [(Stage(plan, index, held), held) for index, held in enumerate(parameters)]
 
 
@@ -96,6 +98,25 @@ def test_gradients_of_keys_add_up_wider_than_bfloat16(corpus: str) -> None:
     last.backward_input(3, None)
     gradients = [past.gradients for past in last.pasts[0]]
     assert all(pair is not None and {each.dtype for each in pair} == {torch.float32} for pair in gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_slices_on_a_gpu_give_the_gradients_of_whole_sequences_twice_with_the_same_bits(
+    corpus: str, slices: int, dtype: str, tolerance: float
+) -> None:
+    tokens, targets = torch.randint(MODEL.vocab, (2, ROWS * LENGTH))
+    whole = made(corpus, 1)
+    step(whole, tokens, targets, 1)
+    first, second = (made(corpus, slices, dtype=dtype, device=torch.device("cuda")) for _ in range(2))
+    for pairs in (first, second):
+        step(pairs, tokens.cuda(), targets.cuda(), slices)
+    for (_, found), (_, again), (_, wanted) in zip(first, second, whole, strict=True):
+        assert torch.equal(found.gradient, again.gradient)
+        sums = wanted.views(wanted.gradient)
+        for name, gradient in found.views(found.gradient).items():
+            assert close(gradient.double().cpu(), sums[name], tolerance), name
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
