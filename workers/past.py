@@ -46,4 +46,5 @@ class Past:
         if start:
             wide = accumulator(dtype)
             self.gradients = keys[:, :, :start].to(wide), values[:, :, :start].to(wide)
-        return keys[:, :, start:].to(dtype), values[:, :, start:].to(dtype)
+            keys, values = keys[:, :, start:], values[:, :, start:]
+        return keys.to(dtype), values.to(dtype)
