@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torch.utils.deterministic as determinism
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 FASTEST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -37,23 +38,27 @@ class SavedAttention(NamedTuple):
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D) under the causal mask) v, written out; memory grows with S^2."""
+    """softmax(q k^T / sqrt(D) under the causal mask) v, written out; memory grows with S K."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
-    future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
     return scores.masked_fill(future, -math.inf).softmax(-1) @ v
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> tuple[Tensor, SavedAttention]:
-    """(out [B, N, S, D], what the backward pass needs) of q [B, N, S, D], k and v [B, M, S, D], where M divides N.
+    """(out [B, N, S, D], what the backward pass needs) of q [B, N, S, D], k and v [B, M, K, D], where M divides N.
 
+    The queries are of the last S of the K positions, and see those up to their own.
     The inputs may be strided views with a contiguous last dimension and must stay unchanged until the backward pass.
     """
     backends = REPRODUCIBLE if deterministic else FASTEST
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    whole, grouped = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
     with torch.enable_grad(), sdpa_kernel(backends, set_priority=True) if q.is_cuda else nullcontext():
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        # torch's own flag counts from the first key, its flash kernel from the last one, as `causal_lower_right` says
+        mask = None if whole else causal_lower_right(q.shape[2], k.shape[2])
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
     return out.detach(), SavedAttention(out, (q, k, v), deterministic)
 
 

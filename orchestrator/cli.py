@@ -106,9 +106,9 @@ def plan(
 
 
 _SCHEDULES = (
-    "gpipe, 1f1b, 1f1b-eager, interleaved, looped-bfs, zb-h1, zb-h2, zb-1p, zb-2p, interleaved-zb, zb-v, v-half, "
-    "v-min, dualpipe, dualpipev; auto, the quickest of them; FILE.py:FUNCTION, one of your own; or FILE.csv, as --csv "
-    "writes it."
+    "gpipe, 1f1b, 1f1b-eager, seq-1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-1p, zb-2p, interleaved-zb, zb-v, "
+    "v-half, v-min, dualpipe, dualpipev; auto, the quickest of them; FILE.py:FUNCTION, one of your own; or FILE.csv, "
+    "as --csv writes it."
 )
 
 
@@ -119,8 +119,9 @@ def schedule(
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")],
     chunks: Annotated[int | None, typer.Option(help="Parts that a rank's layers are cut into.")] = None,
     group: Annotated[int | None, typer.Option(help="Microbatches of an interleaved group.")] = None,
+    slices: Annotated[int | None, typer.Option(help="Parts that sequences are cut into.")] = None,
     costs: Annotated[str, typer.Option(help="F,B,W of one microbatch on a whole rank.")] = "1,1,1",
-    comm: Annotated[float, typer.Option(help="Cost of one transfer.")] = 0.0,
+    comm: Annotated[float, typer.Option(help="Cost of one transfer of a microbatch.")] = 0.0,
     memory_limit: Annotated[float | None, typer.Option(help="Most activations a rank may keep.")] = None,
     grid: Annotated[bool, typer.Option("--grid", help="Print the grid (the default without another output).")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a figure.")] = None,
@@ -135,7 +136,7 @@ def schedule(
 
     given = {"--svg": svg, "--html": html, "--arrow": arrow, "--csv": csv}
     files = {option: path for option, path in given.items() if path is not None}
-    request = Request(name, ranks, microbatches, chunks, group, costs, comm, memory_limit)
+    request = Request(name, ranks, microbatches, chunks, group, costs, comm, memory_limit, slices)
     show_schedule(request, Outputs(files, grid, what_if, as_json), Console())
 
 

@@ -28,7 +28,7 @@ from pentad.orchestrator.sections import (
 )
 from pentad.orchestrator.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.auto import AUTO, refuse_chosen
-from pentad.schedules.catalogue import generate
+from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import split_layers
 from pentad.schedules.shape import Options
@@ -75,11 +75,23 @@ class RunConfig(Section):
                 asked = Options(limit=schedule.memory_limit)
                 program = generate("zb-1p", self.mesh.pp, schedule.microbatches, asked)
             else:
-                program = generate(schedule.name, self.mesh.pp, schedule.microbatches, schedule.options)
+                program = generate(schedule.name, self.mesh.pp, schedule.microbatches, self.options)
             split_layers(self.model.layers, program.placement)
         except PentadError as error:
             raise ValueError(str(error)) from None
+        if self.batch.sequence_length % program.slices:
+            wanted = f"a divisor of batch.sequence_length = {self.batch.sequence_length}"
+            raise ValueError(f"schedule.slices is {program.slices}, wanted {wanted}")
         return self
+
+    @property
+    def options(self) -> Options:
+        """What the schedule is asked for; slices that are left to it are as many as it likes or, where those do not
+        divide the sequence, the next fewer that do."""
+        asked, found = self.schedule.options, CATALOGUE.get(self.schedule.name)
+        if asked.slices is not None or found is None or found.slices == 1:
+            return asked
+        return asked._replace(slices=next(k for k in range(found.slices, 0, -1) if not self.batch.sequence_length % k))
 
 
 def load(path: Path | None, overrides: list[str]) -> RunConfig:

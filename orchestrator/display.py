@@ -187,9 +187,8 @@ def facts_table(plan: Plan) -> Table:
     )
     table.add_row(" batch", f"{b.sequences} sequences of {b.length} = {b.tokens:,} tokens a step")
     table.add_row(" mesh", f"{plan.mesh}: {plan.mesh.size} ranks, {kinds}")
-    table.add_row(
-        " program", f"{program.name}, {program.microbatches} microbatches of {b.rows}, hash {program.hash[:12]}"
-    )
+    parts = f"{program.microbatches} microbatches of {b.rows}" + f" in {program.slices} slices" * (program.slices > 1)
+    table.add_row(" program", f"{program.name}, {parts}, hash {program.hash[:12]}")
     return table
 
 

@@ -1,7 +1,8 @@
 """What a plan will cost before it runs: arithmetic, seconds and bytes, from sizes alone.
 
-T tokens of a microbatch, S sequence, H hidden, A = heads x head size, K = key-value heads x head size, I ffn, V vocab.
-A product of [T, a] and [a, b] counts 2Tab FLOPs. Causal attention counts the half of its square that is not masked.
+T tokens of a microbatch (of its slice, where sequences are cut), S sequence, H hidden, A = heads x head size, K =
+key-value heads x head size, I ffn, V vocab. A product of [T, a] and [a, b] counts 2Tab FLOPs. Causal attention counts
+the half of its square that is not masked.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ GUESSES = {
 
 
 def guess_costs(
-    model: ModelShape, layers: Sequence[tuple[int, int]], batch: BatchShape, device: str, dtype: str
+    model: ModelShape, layers: Sequence[tuple[int, int]], batch: BatchShape, device: str, dtype: str, slices: int = 1
 ) -> Costs:
-    """Seconds from FLOPs and bytes at assumed rates (GUESSES); embedding and head count to the first and last stage."""
+    """Seconds from FLOPs and bytes at assumed rates (GUESSES); embedding and head count to the first and last stage.
+
+    Slices of a sequence have even shares, as they have of attention on average.
+    """
     rates = GUESSES[device]
-    tokens = batch.rows * batch.length
+    tokens = batch.rows * batch.length // slices
     attention = model.heads * model.head_dim
     square = 2 * tokens * batch.length * attention / rates.flops  # one layer's scores and mixture, half of them masked
     head = 2 * tokens * model.vocab * model.hidden / rates.flops
@@ -139,7 +143,7 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         "gradients": held * main,
         "optimizer": 2 * held * main,
         "activations": _peak_activations(plan, rank),
-        "slots": slots * _tokens(plan) * plan.model.hidden * compute,
+        "slots": slots * plan.piece_tokens * plan.model.hidden * compute,
     }
     return {**found, "total": sum(found.values())}
 
@@ -147,10 +151,14 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
 def _peak_activations(plan: Plan, rank: int) -> int:
     """Most bytes kept at once, walking the stream: F keeps some, B trades them for what W needs, W frees those."""
     held = peak = 0
+    slices = plan.program.slices
     for part in units_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
         if part.op not in (Op.F, Op.B, Op.W, Op.BW):
             continue
         saved, deferred = _saved(plan, part.stage), _deferred(plan, part.stage)
+        room, gradients = _past(plan, part.stage)
+        first, last = part.microbatch % slices == 0, (part.microbatch + 1) % slices == 0
+        held += room * (first and part.op is Op.F) + gradients * (last and part.op in (Op.B, Op.BW))
         match part.op:
             case Op.F:
                 held += saved
@@ -162,6 +170,7 @@ def _peak_activations(plan: Plan, rank: int) -> int:
                 peak = max(peak, held + deferred - saved)
                 held -= saved
         peak = max(peak, held)
+        held -= (room + gradients) * (first and part.op in (Op.B, Op.BW))
     return peak
 
 
@@ -170,7 +179,7 @@ def _saved(plan: Plan, stage: int) -> int:
     m, wide = plan.model, plan.model.heads * plan.model.head_dim
     narrow = m.kv_heads * m.head_dim
     layer = (4 * m.hidden + 3 * wide + 2 * narrow + 2 * m.ffn) * BYTES[plan.dtype] + 4 * (2 + m.heads)
-    return _tokens(plan) * (_layers(plan, stage) * layer + _ending(plan, stage))
+    return plan.piece_tokens * (_layers(plan, stage) * layer + _ending(plan, stage))
 
 
 def _deferred(plan: Plan, stage: int) -> int:
@@ -178,17 +187,24 @@ def _deferred(plan: Plan, stage: int) -> int:
     m, wide = plan.model, plan.model.heads * plan.model.head_dim
     narrow = m.kv_heads * m.head_dim
     layer = (4 * m.hidden + 2 * wide + 2 * narrow + 3 * m.ffn) * BYTES[plan.dtype]
-    return _tokens(plan) * (_layers(plan, stage) * layer + _ending(plan, stage))
+    return plan.piece_tokens * (_layers(plan, stage) * layer + _ending(plan, stage))
+
+
+def _past(plan: Plan, stage: int) -> tuple[int, int]:
+    """Bytes that the slices of a microbatch share: keys and values of whole sequences from the first F to the last B,
+    their gradients in main precision from the first B on, but for the last slice."""
+    slices = plan.program.slices
+    if slices == 1:
+        return 0, 0
+    pairs = 2 * plan.model.kv_heads * plan.model.head_dim * _layers(plan, stage) * plan.piece_tokens
+    compute = BYTES[plan.dtype]
+    return slices * pairs * compute, (slices - 1) * pairs * max(compute, BYTES["float32"])
 
 
 def _ending(plan: Plan, stage: int) -> int:
     """Bytes a token that the last stage's head keeps: logits (later their gradient) and the normed stream."""
     last = stage == plan.program.stages - 1
     return (plan.model.vocab + plan.model.hidden) * BYTES[plan.dtype] if last else 0
-
-
-def _tokens(plan: Plan) -> int:
-    return plan.batch.rows * plan.batch.length
 
 
 def _layers(plan: Plan, stage: int) -> int:

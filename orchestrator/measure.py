@@ -30,7 +30,7 @@ class History:
         self.plan, self.epoch, self.keep, self.device_name = plan, epoch, keep, device_name
         self.offsets = offsets or (0.0,) * plan.mesh.size
         self.recent: deque[tuple[Span, ...]] = deque(maxlen=max(keep, COST_STEPS))
-        self.costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
+        self.costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices)
         self.measured: Costs | None = None
         self.end: float | None = None
 

@@ -33,11 +33,11 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     model = ModelShape(**config.model.model_dump(exclude={"family"}))
     batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, mesh.dp)
     dtype = _dtype(config, device)
-    options = config.schedule.options
+    options = config.options
     chosen = _chosen(config, model, batch, device, dtype)
     order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
     layers = split_layers(model.layers, order.placement, model.head_in_layers(batch.length))
-    costs = guess_costs(model, layers, batch, device, dtype)
+    costs = guess_costs(model, layers, batch, device, dtype, order.slices)
     program = compile_program(
         order.name,
         order.ranks,
@@ -81,7 +81,7 @@ def _chosen(config: RunConfig, model: ModelShape, batch: BatchShape, device: str
             layers = split_layers(model.layers, placed.placement, model.head_in_layers(batch.length))
         except PentadError:  # more stages than layers
             return None
-        return guess_costs(model, layers, batch, device, dtype)
+        return guess_costs(model, layers, batch, device, dtype, placed.slices)
 
     by: By = "longest" if section.post_validation else "makespan"
     return choose(config.mesh.pp, batch.microbatches, costs_of, section.options, by).best.program

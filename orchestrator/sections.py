@@ -83,6 +83,9 @@ class ScheduleSection(Section):
         default=None, ge=1, description="activations a rank may keep, in microbatches of a whole rank; null: no limit"
     )
 
+    slices: Count | None = Field(
+        default=None, description="parts that sequences are cut into on their way; null: as the schedule likes"
+    )
     post_validation: bool = Field(
         default=False,
         description="a step runs ahead of its global norm, and is done again when that is over clip_norm or not finite",
@@ -90,7 +93,7 @@ class ScheduleSection(Section):
 
     @property
     def options(self) -> Options:
-        return Options(self.chunks, self.group, self.memory_limit)
+        return Options(self.chunks, self.group, self.memory_limit, self.slices)
 
 
 class BatchSection(Section):

@@ -32,7 +32,7 @@ _H200 = 139 * 2**30  # bytes that CUDA offers on an NVIDIA H200
 def show_plan(config: RunConfig, device: str, console: Console, *, as_json: bool) -> None:
     """Prints what would run on 'cpu' or 'cuda', with guessed costs."""
     plan = make_plan(config, device)
-    costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
+    costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices)
     fit = _fit(plan)
     if as_json:
         timeline = simulate(plan.program, costs)

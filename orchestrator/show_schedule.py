@@ -41,6 +41,7 @@ class Request:
     costs: str = "1,1,1"
     comm: float = 0.0
     memory_limit: float | None = None
+    slices: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def show_schedule(request: Request, outputs: Outputs, console: Console) -> None:
         console.print()
     peaks = ", ".join(f"{peak:g}" for peak in facts["peak_activations"])
     bubble = facts["bubble"]
-    sizes = f"{program.ranks} ranks, {program.microbatches} microbatches"
+    sizes = f"{program.ranks} ranks, {program.microbatches} microbatches" + _sliced(program)
     lines = {
         "schedule": f"{program.name}, {sizes}, proven, hash {program.hash[:12]}",
         **({"auto": chosen} if chosen else {}),
@@ -122,10 +123,11 @@ def write(option: str, path: Path, content: str | bytes) -> None:
 def _build(request: Request) -> tuple[Program, Costs, str]:
     """The program, its costs and, where it was chosen, a few words on that."""
     forward, backward, weight = _three(request.costs)
-    name, options = request.name, Options(request.chunks, request.group, request.memory_limit)
+    name, options = request.name, Options(request.chunks, request.group, request.memory_limit, request.slices)
 
     def costs_of(placed: Program) -> Costs:
-        return Costs.uniform(placed.stages, forward, backward, weight, chunks=placed.chunks, transfer=request.comm)
+        parts = {"chunks": placed.chunks, "slices": placed.slices}
+        return Costs.uniform(placed.stages, forward, backward, weight, **parts, transfer=request.comm)
 
     chosen = ""
     if name == AUTO:
@@ -139,6 +141,10 @@ def _build(request: Request) -> tuple[Program, Costs, str]:
     return compile_program(*sizes, costs=costs, options=options), costs, chosen
 
 
+def _sliced(program: Program) -> str:
+    return f" of {program.slices} slices" if program.slices > 1 else ""
+
+
 def _three(text: str) -> tuple[float, float, float]:
     try:
         forward, backward, weight = (float(part) for part in text.split(","))
@@ -148,7 +154,7 @@ def _three(text: str) -> tuple[float, float, float]:
 
 
 def _content(option: str, program: Program, timeline: Timeline) -> str | bytes:
-    title = f"{program.name}, {program.ranks} ranks, {program.microbatches} microbatches"
+    title = f"{program.name}, {program.ranks} ranks, {program.microbatches} microbatches" + _sliced(program)
     match option:
         case "--svg":
             return svg_grid(timeline, title=title)

@@ -72,7 +72,7 @@ def choose(ranks: int, microbatches: int, costs_of: CostsOf, asked: Options = NO
 
 def refuse_chosen(asked: Options) -> None:
     """Raises PentadError on what `choose` chooses itself, and on a limit that no schedule keeps to."""
-    for option, value in (("chunks", asked.chunks), ("group", asked.group)):
+    for option, value in (("chunks", asked.chunks), ("group", asked.group), ("slices", asked.slices)):
         if value is not None:
             raise PentadError(f"{option} is {value}, but schedule {AUTO} chooses it, wanted no {option}")
     if asked.limit is not None and not asked.limit >= 1:
@@ -100,6 +100,8 @@ def lower_bound(program: Program, costs: Costs) -> float:
 
 def _tried(ranks: int, microbatches: int, limit: float | None) -> Iterator[tuple[str, Options]]:
     for name, found in CATALOGUE.items():
+        if "slices" in found.takes:  # what a slice costs is not told by the costs of a microbatch
+            continue
         chunks = range(2, MOST_CHUNKS + 1) if "chunks" in found.takes else [None]
         groups = sorted({ranks, 2 * ranks, microbatches}) if "group" in found.takes else [None]
         bound = limit if "limit" in found.takes else None

@@ -16,13 +16,14 @@ from pentad.schedules.instruction import Unit
 from pentad.schedules.interleaved import interleaved, interleaved_zb, looped_bfs
 from pentad.schedules.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b
 from pentad.schedules.program import Program
+from pentad.schedules.seq_1f1b import seq_1f1b
 from pentad.schedules.shape import Options, Shape
 from pentad.schedules.v_blocks import v_half, v_min
 from pentad.schedules.zb_auto import zb_1p, zb_2p
 from pentad.schedules.zb_v import zb_v
 from pentad.schedules.zero_bubble import zb_h1, zb_h2
 
-LARGEST = 10**6  # ranks x microbatches x chunks
+LARGEST = 10**6  # ranks x microbatches x chunks x slices
 NONE = Options()
 Streams = tuple[tuple[Unit, ...], ...]
 
@@ -73,12 +74,14 @@ class Entry:
     """`generate(shape)` gives the compute units of every rank, `placement(rank, shape)` its stages.
 
     `chunks` is the number of parts that a rank's own layers are cut into (unless the schedule takes that as an option),
-    `takes` names the options it has, and `refusal` says what is wrong with a size, in a few words.
+    `slices` is what sequences are cut into where it is not asked, `takes` names the options it has, and `refusal` says
+    what is wrong with a size, in a few words.
     """
 
     generate: Callable[[Shape], Streams]
     placement: Callable[[int, Shape], tuple[int, ...]] = looped
     chunks: int = 1
+    slices: int = 1
     takes: frozenset[str] = frozenset()
     refusal: Callable[[Shape], str] = _any_size
 
@@ -96,6 +99,7 @@ CATALOGUE = {
     "gpipe": Entry(partial(_of_sizes, gpipe)),
     "1f1b": Entry(partial(_of_sizes, one_f_one_b)),
     "1f1b-eager": Entry(partial(_of_sizes, eager_one_f_one_b)),
+    "seq-1f1b": Entry(partial(_of_shape, seq_1f1b), slices=4, takes=frozenset({"slices"})),
     "interleaved": Entry(partial(_of_shape, interleaved), chunks=2, takes=_TURNS, refusal=_whole_groups),
     "looped-bfs": Entry(partial(_of_shape, looped_bfs), chunks=2, takes=frozenset({"chunks"})),
     "zb-h1": Entry(partial(_of_sizes, zb_h1)),
@@ -130,12 +134,13 @@ def shape_of(name: str, ranks: int, microbatches: int, asked: Options = NONE, co
     for what, size in {"ranks (mesh.pp)": ranks, "microbatches": microbatches}.items():
         if size < 1:
             raise PentadError(f"schedule {name}: {what} is {size}, but at least 1 is needed")
-    chunks = asked.chunks or found.chunks
-    if ranks * microbatches * chunks > LARGEST:
+    chunks, slices = asked.chunks or found.chunks, asked.slices or found.slices
+    if ranks * microbatches * chunks * slices > LARGEST:
         text = f"ranks x microbatches is {ranks} x {microbatches}" + f", with {chunks} chunks each" * (chunks > 1)
+        text += f", in {slices} slices each" * (slices > 1)
         raise PentadError(f"schedule {name}: {text}, but at most {LARGEST} are compiled at once")
     turn = (asked.group or ranks) if "group" in found.takes else microbatches
-    shape = Shape(ranks, microbatches, chunks, min(turn, microbatches), costs, asked.limit)
+    shape = Shape(ranks, microbatches, chunks, min(turn, microbatches), costs, asked.limit, slices)
     if refusal := found.refusal(shape):
         raise PentadError(f"schedule {name}: {refusal}")
     return shape
@@ -154,7 +159,7 @@ def generate(name: str, ranks: int, microbatches: int, asked: Options = NONE, co
         return _from_csv(name, ranks, microbatches)
     found = entry(name)
     placement = tuple(found.placement(rank, shape) for rank in range(ranks))
-    return Program(name, found.generate(shape), placement, microbatches, shape.chunks)
+    return Program(name, found.generate(shape), placement, microbatches, shape.chunks, shape.slices)
 
 
 def _from_csv(name: str, ranks: int, microbatches: int) -> Program:
@@ -167,7 +172,7 @@ def _from_csv(name: str, ranks: int, microbatches: int) -> Program:
 
 def _refuse_options(name: str, found: Entry, asked: Options) -> None:
     for option, value in asked._asdict().items():
-        if value is None or (option == "chunks" and value == found.chunks):
+        if value is None or (option in ("chunks", "slices") and value == getattr(found, option)):
             continue
         if option not in found.takes:
             if option == "chunks":
@@ -179,4 +184,4 @@ def _refuse_options(name: str, found: Entry, asked: Options) -> None:
             raise PentadError(f"schedule {name}: {_NAMES[option]} is {value:g}, but at least 1 is needed")
 
 
-_NAMES = {"chunks": "chunks", "group": "group", "limit": "memory_limit"}
+_NAMES = {"chunks": "chunks", "group": "group", "limit": "memory_limit", "slices": "slices"}

@@ -22,13 +22,13 @@ OF_STAGE = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER})  # not of a microbatch
 def check(program: Program, *, replicas: int = 1) -> None:
     """Raises ScheduleError naming the culprit, with the grid of instructions around it. `replicas` is the mesh's dp.
 
-    Proven, in this order: every stage is held; no instruction twice, each on a rank that holds its stage, with the
-    peer or group that its op has; waits name earlier instructions; every microbatch has F, then B and W or BW, on one
-    rank, weight gradients in microbatch order; every result is there, or received, before it is used, and nothing else
-    is received; slots are refilled only after their last reader; gradients are reduced after their last W and before
-    NORM, NORM before STEP; the k-th send of a communicator meets the k-th receive of the same tensor; collectives of a
-    group meet in the same order on every member; no cycle through lanes, waits, rendezvous and a host that waits at
-    every compute unit.
+    Proven, in this order: every stage is held; no instruction twice, each on a rank that holds its stage, with the peer
+    or group that its op has; waits name earlier instructions; every microbatch has F, then B and W or BW, on one rank,
+    weight gradients in microbatch order, slices of a microbatch on one rank and theirs from the last to the first;
+    every result is there, or received, before it is used, and nothing else is received; slots are refilled only after
+    their last reader; gradients are reduced after their last W and before NORM, NORM before STEP; the k-th send of a
+    communicator meets the k-th receive of the same tensor; collectives of a group meet in the same order on every
+    member; no cycle through lanes, waits, rendezvous and a host that waits at every compute unit.
     """
     with _drawn(program):
         _check_order(program)
@@ -74,9 +74,9 @@ def peak_activations(program: Program) -> list[float]:
     for stream in program.streams:
         held = peak = 0.0
         for part in units_of(stream):
-            held += SHARE.get(part.op, 0.0) / program.chunks
+            held += SHARE.get(part.op, 0.0)
             peak = max(peak, held)
-        peaks.append(peak)
+        peaks.append(peak / (program.chunks * program.slices))
     return peaks
 
 
@@ -86,8 +86,9 @@ def _check_placement(program: Program) -> None:
     if not whole or len(program.placement) != program.ranks:
         text = f"placement {program.placement} does not spread every stage from 0 over {program.ranks} ranks"
         raise ScheduleError(text)
-    if program.microbatches < 1:
-        raise ScheduleError(f"there are {program.microbatches} microbatches, but at least 1 is needed")
+    if program.microbatches < 1 or program.slices < 1:
+        text = f"{program.microbatches} microbatches of {program.slices} slices"
+        raise ScheduleError(f"there are {text}, but at least 1 is needed")
 
 
 def _check_unique(rank: int, stream: Stream) -> None:
@@ -121,8 +122,9 @@ def _fault(program: Program, rank: int, part: Instruction) -> str:
         return "" if part.microbatch >= 0 else "it has no number"
     elif part.op in OF_STAGE and part.microbatch != -1:
         return f"{part.op} has no microbatch"
-    elif part.op not in OF_STAGE and not 0 <= part.microbatch < program.microbatches:
-        return f"there are {program.microbatches} microbatches"
+    elif part.op not in OF_STAGE and not 0 <= part.microbatch < program.pieces:
+        slices = f" of {program.slices} slices" if program.slices > 1 else ""
+        return f"there are {program.microbatches} microbatches{slices}"
     if part.op is Op.NORM and part.group == "":  # of a step that is validated later
         return "" if part.peer == rank - 1 else f"its peer is {part.peer}, wanted {rank - 1}"
     if part.op is Op.VALIDATE and part.peer != program.ranks - 1:
@@ -159,13 +161,24 @@ def _check_complete(program: Program) -> None:
                 ops[part.op] = (rank, index)
                 if part.op in (Op.W, Op.BW):
                     before = latest.get(part.stage, part.key)
-                    if part.microbatch < before.microbatch:
+                    if _turn(program, part.microbatch) < _turn(program, before.microbatch):
                         text = f"{part.key} comes after {before}, but gradients accumulate in microbatch order"
+                        text += ", the slices of one from the last to the first" * (program.slices > 1)
                         raise ScheduleError(f"rank {rank}: {text}", rank, index)
                     latest[part.stage] = part.key
     for stage in range(program.stages):
-        for mb in range(program.microbatches):
+        for mb in range(program.pieces):
             _check_microbatch(program, stage, mb, runs.get((stage, mb), {}))
+            former = mb - 1 if mb % program.slices else mb
+            (rank, index), (other, _) = (min(runs[stage, piece].values()) for piece in (mb, former))
+            if rank != other:
+                text = f"stage {stage}: slices {former} and {mb} of one microbatch run on ranks {other} and {rank}"
+                raise ScheduleError(text, rank, index)
+
+
+def _turn(program: Program, piece: int) -> tuple[int, int]:
+    """Place of a piece in the order in which gradients accumulate."""
+    return piece // program.slices, -(piece % program.slices)
 
 
 def _check_microbatch(program: Program, stage: int, mb: int, runs: dict[Op, tuple[int, int]]) -> None:

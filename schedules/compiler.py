@@ -74,6 +74,7 @@ def summary(program: Program, costs: Costs) -> dict[str, Any]:
         "ranks": program.ranks,
         "microbatches": program.microbatches,
         "chunks": program.chunks,
+        "slices": program.slices,
         "placement": [list(stages) for stages in program.placement],
         "makespan": timeline.makespan,
         "longest": timeline.longest,

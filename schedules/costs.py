@@ -16,8 +16,9 @@ class Costs:
     """Seconds (or any unit) of one microbatch on each stage, and of what moves between ranks.
 
     `forward`, `backward` (input gradient only) and `weight` have an entry a stage; `transfer` is one hop of an
-    activation or gradient; `reduce` one gradient all-reduce of a stage; `norm`, `step` the end of a step; `launch`
-    is added to every compute instruction.
+    activation or gradient (of a slice, where microbatches are cut: all slices count alike, though under a causal mask
+    the later ones attend to more); `reduce` one gradient all-reduce of a stage; `norm`, `step` the end of a step;
+    `launch` is added to every compute instruction.
 
     `slow` is a factor by pipeline rank on every compute instruction, its launch included (empty: 1); `links[source]
     [target]` are the seconds of one hop between two pipeline ranks (empty: `transfer` between all). Where a transfer or
@@ -44,9 +45,13 @@ class Costs:
         weight: float = 1.0,
         *,
         chunks: int = 1,
+        slices: int = 1,
         transfer: float = 0.0,
     ) -> Costs:
-        """The same for every stage; `forward`, `backward`, `weight` are of a whole rank, a chunk costs 1/chunks."""
+        """The same for every stage; `forward`, `backward`, `weight` are of a whole rank, a chunk costs 1/chunks.
+
+        A slice has an even share, 1/slices, of these and of the `transfer`.
+        """
         for name, value in {"F": forward, "B": backward, "W": weight}.items():
             if not 0 < value < inf:
                 raise PentadError(f"--costs: {name} is {value}, but a cost must be finite and greater than 0")
@@ -56,8 +61,8 @@ class Costs:
             )
         if not 0 <= transfer < inf:
             raise PentadError(f"--comm is {transfer}, but a transfer must be finite and cannot take less than 0")
-        each = [(value / chunks,) * stages for value in (forward, backward, weight)]
-        return Costs(each[0], each[1], each[2], transfer)
+        each = [(value / (chunks * slices),) * stages for value in (forward, backward, weight)]
+        return Costs(each[0], each[1], each[2], transfer / slices)
 
     def of(self, instruction: Instruction) -> float:
         """Seconds of one instruction by itself, waiting not included."""

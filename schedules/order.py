@@ -25,13 +25,14 @@ def inputs_of(part: Instruction, program: Program, backward: dict[tuple[int, int
     stage, mb = part.stage, part.microbatch
     match part.op:
         case Op.F:
-            return (Key(Op.F, stage - 1, mb),) if stage > 0 else ()
+            received = (Key(Op.F, stage - 1, mb),) if stage > 0 else ()
+            return (*received, Key(Op.F, stage, mb - 1)) if mb % program.slices else received  # keys and values
         case Op.B | Op.BW:
             own = Key(Op.F, stage, mb)
-            after = stage + 1
-            if after == program.stages:
-                return (own,)
-            return own, Key(backward.get((after, mb), Op.B), after, mb)
+            read = [(stage, mb + 1)] if (mb + 1) % program.slices else []  # gradients of keys and values
+            if stage + 1 < program.stages:
+                read.append((stage + 1, mb))
+            return own, *(Key(backward.get(at, Op.B), *at) for at in read)
         case Op.W:
             return (Key(Op.B, stage, mb),)
         case _:

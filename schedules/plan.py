@@ -118,6 +118,11 @@ class Plan:
         """Stages that a rank of the mesh holds."""
         return self.program.placement[self.mesh.coordinates(rank).pp]
 
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens that go through a stage at once: a microbatch's share of a slice."""
+        return self.batch.rows * self.batch.length // self.program.slices
+
     def owner(self, stage: int) -> int:
         """The rank that saves a stage: its first holder in the first replica."""
         first = self.program.holders(stage)[0]

@@ -35,8 +35,10 @@ class Program:
     """What every pipeline rank does in one step.
 
     `streams[rank]` is a tuple of instructions; `placement[rank]` the stages that rank holds (a DualPipe rank holds a
-    stage and its mirror); `chunks` the number of parts that a rank's own layers are cut into. Replicas along the other
-    axes of the mesh run the same streams, so ranks here are pipeline ranks.
+    stage and its mirror); `chunks` the number of parts that a rank's own layers are cut into; `slices` the number of
+    equal parts that a microbatch's sequences are cut into. What an instruction calls its microbatch is a piece:
+    microbatch x slices + slice. Replicas along the other axes of the mesh run the same streams, so ranks here are
+    pipeline ranks.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Program:
     placement: tuple[tuple[int, ...], ...]
     microbatches: int
     chunks: int = 1
+    slices: int = 1
 
     @property
     def ranks(self) -> int:
@@ -52,6 +55,10 @@ class Program:
     @cached_property
     def stages(self) -> int:
         return 1 + max(stage for stages in self.placement for stage in stages)
+
+    @property
+    def pieces(self) -> int:
+        return self.microbatches * self.slices
 
     def holders(self, stage: int) -> tuple[int, ...]:
         """Pipeline ranks that hold a stage's parameters."""
@@ -75,7 +82,7 @@ class Program:
     @cached_property
     def hash(self) -> str:
         """SHA-256 over placement and streams; equal programs have equal hashes."""
-        digest = hashlib.sha256(repr((VERSION, self.placement, self.microbatches, self.chunks)).encode())
+        digest = hashlib.sha256(repr((VERSION, self.placement, self.microbatches, self.chunks, self.slices)).encode())
         for stream in self.streams:
             digest.update("\n".join(map(str, stream)).encode() + b"\0")
         return digest.hexdigest()
@@ -86,7 +93,7 @@ class Program:
         return self.with_streams(streams)
 
     def with_streams(self, streams: tuple[Stream, ...]) -> Program:
-        return Program(self.name, streams, self.placement, self.microbatches, self.chunks)
+        return Program(self.name, streams, self.placement, self.microbatches, self.chunks, self.slices)
 
     def to_arrow(self) -> pa.Table:
         rows = [
@@ -100,7 +107,7 @@ class Program:
         arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
         placement = ";".join(",".join(map(str, stages)) for stages in self.placement)
         meta = {"version": VERSION, "name": self.name, "placement": placement}
-        meta |= {"microbatches": str(self.microbatches), "chunks": str(self.chunks)}
+        meta |= {"microbatches": str(self.microbatches), "chunks": str(self.chunks), "slices": str(self.slices)}
         return pa.table(arrays, schema=SCHEMA).replace_schema_metadata(meta)
 
     @staticmethod
@@ -160,7 +167,8 @@ def _read(table: pa.Table) -> Program:
         else:
             streams[rank][index].append(part)
     units = tuple(tuple(Overlap(*u) if len(u) == 2 else u[0] for u in stream) for stream in streams)
-    return Program(meta["name"], units, placement, int(meta["microbatches"]), int(meta["chunks"]))
+    sizes = int(meta["microbatches"]), int(meta["chunks"]), int(meta.get("slices", "1"))
+    return Program(meta["name"], units, placement, *sizes)
 
 
 def bare(unit: Unit) -> Unit:

@@ -14,6 +14,7 @@ class Options(NamedTuple):
     chunks: int | None = None
     group: int | None = None
     limit: float | None = None
+    slices: int | None = None
 
 
 class Savings(NamedTuple):
@@ -39,7 +40,7 @@ class Shape:
     `chunks` is the number of parts that a rank's layers are cut into, `group` how many microbatches go through a chunk
     before the next chunk's turn (interleaved schedules). `costs` are those of every stage, for schedules that plan with
     them. `limit` is the most activations that a rank may keep, in microbatches of a whole rank (None: as the schedule
-    likes).
+    likes). `slices` is the number of equal parts that the sequences of a microbatch are cut into.
     """
 
     ranks: int
@@ -48,6 +49,7 @@ class Shape:
     group: int = 0
     costs: Costs | None = None
     limit: float | None = None
+    slices: int = 1
 
     @property
     def stages(self) -> int:

@@ -38,7 +38,7 @@ def simulate(program: Program, costs: Costs, *, step: int = 0, jitter: float = 0
         events = events_of(program)
         times = times_of(program, events, costs, jitter=jitter, seed=seed)
         rows = chain.from_iterable(
-            _rows(stream, rank, step, program.microbatches, events.event[first : first + len(stream)], times)
+            _rows(stream, rank, step, program.pieces, events.event[first : first + len(stream)], times)
             for rank, (first, stream) in enumerate(zip(events.first, program.streams, strict=True))
         )
         # as Span._make does, less a call of Python for each
@@ -95,10 +95,10 @@ def factor(seed: int, rank: int, part: Instruction, jitter: float) -> float:
     return exp(Random(f"{seed} {rank} {part.key}").gauss(-jitter * jitter / 2, jitter))
 
 
-def _rows(stream: Stream, rank: int, step: int, microbatches: int, event: list[int], times: Times) -> Iterator[tuple]:
+def _rows(stream: Stream, rank: int, step: int, pieces: int, event: list[int], times: Times) -> Iterator[tuple]:
     starts, ends, middles = times
     known: dict[tuple, tuple[str, str, str]] = {}
-    digits = [*map(str, range(max(microbatches, len(stream)))), ""]  # by microbatch: -1 has none
+    digits = [*map(str, range(max(pieces, len(stream)))), ""]  # by piece: -1 has none
     for here, unit in zip(event, stream, strict=True):
         start, end = starts[here], ends[here]
         for part in (unit,) if isinstance(unit, Instruction) else unit:

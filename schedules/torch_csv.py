@@ -23,7 +23,11 @@ _Placed = tuple[int, Unit]  # a unit and its column, from 1
 
 
 def torch_csv(program: Program) -> str:
-    """The file's text. torch itself refuses programs in which two ranks hold a stage (DualPipe)."""
+    """The file's text. torch itself refuses programs in which two ranks hold a stage (DualPipe). Raises PentadError on
+    sequences in slices, which torch would take for microbatches of their own."""
+    if program.slices > 1:
+        text = f"program {program.name} cuts sequences into {program.slices} slices"
+        raise PentadError(f"{text}, but torch's form has no slices, wanted 1")
     return "".join(",".join(map(_cell, stream)) + "\n" for stream in program.compute().streams)
 
 

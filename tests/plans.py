@@ -10,6 +10,7 @@ from reference_model import Trained, train
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.shape import Options
 from pentad.workers.corpus import open_corpus
 from pentad.workers.samples import microbatch
 
@@ -24,11 +25,12 @@ def plan_of(
     microbatches: int,
     data: str,
     dtype: str = "float64",
+    slices: int | None = None,
     *,
     clip: float = 0.5,
     validated: bool = False,
 ) -> Plan:
-    program = compile_program(name, pp, microbatches, replicas=dp, validated=validated)
+    program = compile_program(name, pp, microbatches, replicas=dp, validated=validated, options=Options(slices=slices))
     return Plan(
         name="exact",
         mesh=Mesh(dp=dp, pp=pp),

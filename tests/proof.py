@@ -43,8 +43,8 @@ def prove(program: Program, replicas: int) -> None:
     number = {place: k for k, place in enumerate(parts)}
     facts = Facts(program, parts, number, _before(_direct(program, parts), number), home)
     for stage in range(program.stages):
-        for mb in range(program.microbatches):
-            _prove_data(facts, stage, mb)
+        for piece in range(program.pieces):
+            _prove_data(facts, stage, piece)
     for rank in range(program.ranks):
         _prove_end(facts, rank, replicas)
         _prove_slots(facts, rank)
@@ -105,6 +105,11 @@ def _prove_data(facts: Facts, stage: int, mb: int) -> None:
     assert {place[0] for place in places} == {rank}
     assert stage in facts.program.placement[rank]
     assert all(facts.earlier(one, two) for one, two in pairwise(places))
+    if mb % facts.program.slices:  # keys and values of the slice before; their gradients on the way back
+        before = mb - 1
+        assert facts.earlier((rank, Key(Op.F, stage, before)), places[0])
+        gives = next(op for op in (Op.BW, Op.B) if Key(op, stage, before) in facts.home)
+        assert facts.earlier(places[1], (rank, Key(gives, stage, before)))
     for reader, near, send in ((places[0], stage - 1, Op.SEND_F), (places[1], stage + 1, Op.SEND_B)):
         if 0 <= near < facts.program.stages:
             key = Key(Op.F if send is Op.SEND_F else backward[near], near, mb)
@@ -118,13 +123,16 @@ def _prove_data(facts: Facts, stage: int, mb: int) -> None:
 
 
 def _prove_end(facts: Facts, rank: int, replicas: int) -> None:
-    """Gradients of a stage add up in microbatch order and are reduced where shared; then the norm, then the step."""
+    """Gradients of a stage add up in microbatch order, of one from the last slice to the first, and are reduced where
+    shared; then the norm, then the step."""
     mine = [(r, key) for r, key in facts.parts if r == rank]
     assert facts.earlier((rank, NORM), (rank, STEP))
     assert all(facts.earlier(place, (rank, NORM)) for place in mine if place[1].op in COMPUTE)
     assert Counter(key.op for _, key in mine)[Op.STEP] == Counter(key.op for _, key in mine)[Op.NORM] == 1
     for stage in facts.program.placement[rank]:
-        gradients = sorted((p for p in mine if p[1].stage == stage and p[1].op in (Op.W, Op.BW)), key=lambda p: p[1][2])
+        slices = facts.program.slices
+        gradients = [p for p in mine if p[1].stage == stage and p[1].op in (Op.W, Op.BW)]
+        gradients.sort(key=lambda p: (p[1].microbatch // slices, -p[1].microbatch))
         assert all(facts.earlier(one, two) for one, two in pairwise(gradients))
         if replicas > 1 or len(facts.program.holders(stage)) > 1:
             reduce = (rank, Key(Op.ALL_REDUCE, stage, -1))

@@ -103,6 +103,8 @@ def test_later_overrides_win_and_overrides_win_over_the_file(file: Callable[[str
         ("model.layers=eight", "model.layers is 'eight', wanted a whole number"),
         ("model.family=gpt", "model.family is 'gpt', wanted one of llama"),
         ("model.vocab=1", "model.vocab is 1, wanted at least 2"),
+        ("schedule.slices=4", "slices is 4, but schedule zb-h2 does not take it, wanted no slices"),
+        ("schedule.slices=0", "schedule.slices is 0, wanted at least 1"),
         ("model.hidden=100", "model.hidden is 100, wanted a multiple of model.heads = 8"),
         ("model.kv_heads=3", "model.heads is 8, wanted a multiple of model.kv_heads = 3"),
         ("model.hidden=24", "model.hidden / model.heads is 24 / 8 = 3, wanted an even head size"),
@@ -141,6 +143,16 @@ def test_a_bad_override_is_one_sentence_with_key_found_and_wanted(override: str,
 def test_a_schedule_s_own_constraints_are_checked() -> None:
     assert "must be even" in refusal(None, "schedule.name=dualpipe", "mesh.pp=3")
     assert "at least 2 x ranks (mesh.pp) = 8" in refusal(None, "schedule.name=dualpipe", "schedule.microbatches=4")
+
+
+def test_slices_divide_the_sequence() -> None:
+    sliced = "schedule.name=seq-1f1b"
+    wanted = "schedule.slices is 3, wanted a divisor of batch.sequence_length = 128"
+    assert wanted in refusal(None, sliced, "schedule.slices=3")
+    assert load(None, [sliced, "schedule.slices=2"]).options.slices == 2
+    for length, slices in ((128, 4), (126, 3), (122, 2), (127, 1)):  # as many as it likes, or fewer
+        assert load(None, [sliced, f"batch.sequence_length={length}"]).options.slices == slices
+    assert load(None, []).options.slices is None
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
+from fleet import Fleet
 from plans import STEPS, close, plan_of, reference
+
+from pentad.schedules.plan import Plan
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
 
@@ -25,14 +29,30 @@ def cases() -> list[Any]:
     return found
 
 
+def sliced() -> list[Any]:
+    """(dp, pp, microbatches, slices) of sequences of 8 tokens."""
+    always = [(1, 2, 3, 4), (1, 4, 3, 2)]
+    sizes = product([mesh for mesh in MESHES if mesh[1] > 1], (1, 3, 8), (2, 4))
+    found = [(*mesh, m, slices) for mesh, m, slices in sizes]
+    return [pytest.param(*size, marks=[] if size in always else [pytest.mark.slow]) for size in found]
+
+
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), cases())
 def test_any_schedule_on_any_mesh_equals_one_process(fleet, corpus, name, dp, pp, microbatches):
-    plan = plan_of(name, dp, pp, microbatches, corpus)
+    equals_one_process(fleet, plan_of(name, dp, pp, microbatches, corpus))
+
+
+@pytest.mark.parametrize(("dp", "pp", "microbatches", "slices"), sliced())
+def test_sequences_in_slices_equal_one_process(fleet, corpus, dp, pp, microbatches, slices):
+    equals_one_process(fleet, plan_of("seq-1f1b", dp, pp, microbatches, corpus, slices=slices))
+
+
+def equals_one_process(fleet: Fleet, plan: Plan) -> None:
     losses, gradients, norms, weights = reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
     for step in range(STEPS):
         sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
-        assert len(sums) == dp * microbatches
+        assert len(sums) == plan.mesh.dp * plan.batch.microbatches
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         assert {name for outcome in outcomes for name in outcome.gradients[step]} == set(weights)
         for outcome in outcomes:

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(90),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
 ]
-SCHEDULES = [("gpipe", 3), ("1f1b", 5), ("zb-h1", 8), ("zb-h2", 8), ("zb-v", 8), ("dualpipe", 8)]
+SCHEDULES = [("gpipe", 3), ("1f1b", 5), ("seq-1f1b", 3), ("zb-h1", 8), ("zb-h2", 8), ("zb-v", 8), ("dualpipe", 8)]
 OTHERS = [("interleaved", 4), ("interleaved-zb", 4), ("zb-2p", 5), ("v-half", 6), ("v-min", 6), ("dualpipev", 5)]
 CASES = [
     *((name, dp, pp, m) for name, m in SCHEDULES for dp, pp in ((2, 2), (1, 4))),

@@ -29,7 +29,7 @@ def plan_of(*overrides: str, device: str = "cpu", hosts: int = 1) -> Plan:
 
 
 def costs_of(plan: Plan) -> Costs:
-    return guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
+    return guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -132,6 +132,27 @@ def test_activations_with_a_whole_backward_are_whole_microbatches(name: str) -> 
     peak = peak_activations(plan.program)[1]
     found = memory(plan, 1)["activations"]
     assert 2 * tokens * layer * peak <= found < 2 * tokens * layer * (peak + 1)
+
+
+def test_a_slice_costs_an_even_share_of_a_microbatch() -> None:
+    whole, sliced = (costs_of(plan_of("schedule.name=seq-1f1b", f"schedule.slices={k}")) for k in (1, 4))
+    for found, wanted in ((sliced.forward, whole.forward), (sliced.backward, whole.backward)):
+        assert found == pytest.approx([seconds / 4 for seconds in wanted])
+    assert sliced.weight[1] == pytest.approx(whole.weight[1] / 4)
+    assert whole.weight[0] / 4 < sliced.weight[0] < whole.weight[0]  # all rows of the embedding are filled each time
+    assert whole.transfer / 4 < sliced.transfer < whole.transfer  # the latency is paid each time
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_slices_keep_keys_and_values_of_whole_sequences(slices: int) -> None:
+    """One rank keeps, when the second microbatch comes: slices of both, as many as one has, keys and values of both,
+    and their gradients of the first one, but for its last slice."""
+    alone = ("mesh.pp=1", "model.layers=4")
+    plan = plan_of("schedule.name=seq-1f1b", f"schedule.slices={slices}", *alone)
+    whole = memory(plan_of("schedule.name=1f1b", *alone), 0)["activations"]
+    pairs = 4 * 2 * 64 * plan.batch.rows * plan.batch.length * 4  # layers, keys and values, width, tokens, float32
+    shared = pairs * (2 + (slices - 1) / slices) if slices > 1 else 0
+    assert 0.85 * whole + shared < memory(plan, 0)["activations"] <= whole + shared
 
 
 def test_memory_sums_up_and_counts_master_weights_once() -> None:

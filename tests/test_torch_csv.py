@@ -24,8 +24,9 @@ from pentad.schedules.program import Program
 from pentad.schedules.torch_csv import read, torch_csv
 from pentad.schedules.transfers import add_transfers
 
-SIZES = [(name, *size) for name in CATALOGUE for size in ((1, 1), (2, 4), (4, 8), (3, 7)) if allows(name, *size)]
-LOADED = [name for name, entry in CATALOGUE.items() if entry.placement is not mirrored]  # else torch refuses
+WHOLE = {name: entry for name, entry in CATALOGUE.items() if entry.slices == 1}  # torch cuts no sequences
+SIZES = [(name, *size) for name in WHOLE for size in ((1, 1), (2, 4), (4, 8), (3, 7)) if allows(name, *size)]
+LOADED = [name for name, entry in WHOLE.items() if entry.placement is not mirrored]  # else torch refuses
 
 
 def written(folder: Path, text: str | bytes) -> Path:

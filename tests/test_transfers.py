@@ -44,7 +44,7 @@ def test_every_send_meets_its_receive(name: str, ranks: int, microbatches: int, 
     assert sent == received
     hops = Counter(kind for (_, _, kind), keys in sent.items() for _ in keys)
     home = program.home
-    crossed = sum(home[s, mb] != home[s + 1, mb] for s in range(program.stages - 1) for mb in range(microbatches))
+    crossed = sum(home[s, mb] != home[s + 1, mb] for s in range(program.stages - 1) for mb in range(program.pieces))
     assert hops == Counter({kind: crossed for kind in RECEIVES if crossed})
 
 

@@ -45,7 +45,7 @@ class Executor:
         self.step, self.host_seconds = 0, dict[int, float]()
 
     def run(self, step: int, tokens: dict[int, Tokens]) -> None:
-        """`tokens[microbatch]` are inputs and targets [T] of the microbatches that this rank embeds or ends."""
+        """`tokens[piece]` are inputs and targets [T] of the pieces that this rank embeds or ends."""
         self.step, self.tokens = step, tokens
         self.lanes.begin()
         self.transport.begin()

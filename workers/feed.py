@@ -1,4 +1,4 @@
-"""Brings a rank the tokens of the microbatches that it embeds or ends."""
+"""Brings a rank the tokens of the pieces that it embeds or ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pentad.workers.samples import microbatch
 
 
 class Tokens(NamedTuple):
-    """int64, on the device, rows of the microbatch one after the other."""
+    """int64, on the device, rows of the piece one after the other."""
 
     inputs: torch.Tensor  # [T]
     targets: torch.Tensor  # [T]
@@ -26,18 +26,25 @@ class Feed:
         self.plan, self.corpus, self.device = plan, corpus, device
         at = plan.mesh.coordinates(rank)
         ends = {0, plan.program.stages - 1}
-        here = {mb for (stage, mb), home in plan.program.home.items() if stage in ends and home == at.pp}
+        self.slices = plan.program.slices
+        home = plan.program.home.items()
+        here = {piece // self.slices for (stage, piece), runs in home if stage in ends and runs == at.pp}
         self.microbatches = {mb: at.dp * plan.batch.microbatches + mb for mb in sorted(here)}
 
     def __call__(self, step: int) -> dict[int, Tokens]:
-        """Microbatch of this replica -> its tokens."""
+        """Piece of this replica -> its tokens."""
         if not self.microbatches:
             return {}
         batch, found = self.plan.batch, []
         for number in self.microbatches.values():
             rows = range(number * batch.rows, (number + 1) * batch.rows)
             found.append(microbatch(self.corpus, self.plan.seed, step, batch.sequences, rows, batch.length))
-        both = torch.from_numpy(np.array(found)).flatten(2)  # [microbatches, 2, T]
+        whole = torch.from_numpy(np.array(found))  # [microbatches, 2, rows, length]
+        both = whole.unflatten(3, (self.slices, -1)).permute(0, 3, 1, 2, 4).flatten(3)  # [microbatches, slices, 2, T]
         if self.device.type == "cuda":
             both = both.pin_memory().to(self.device, non_blocking=True)
-        return {mb: Tokens(both[k, 0], both[k, 1]) for k, mb in enumerate(self.microbatches)}
+        return {
+            mb * self.slices + number: Tokens(*piece)
+            for mb, slices in zip(self.microbatches, both, strict=True)
+            for number, piece in enumerate(slices)
+        }

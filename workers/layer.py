@@ -1,6 +1,7 @@
 """A Llama decoder layer with its backward written out: F, B and W are three calls, no autograd between them.
 
-B batch rows, S sequence, T = B*S tokens, H hidden, N query heads, M key-value heads, D head dim, I ffn width.
+B batch rows, S positions of a slice of the sequence (all of it, where it is not cut), T = B*S tokens, H hidden, N query
+heads, M key-value heads, D head dim, I ffn width.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.rope import rope_
 from pentad.kernels.swiglu import swiglu, swiglu_backward
 from pentad.schedules.plan import ModelShape
+from pentad.workers.past import Past
 from pentad.workers.weights import Deferred, Product, Sum
 
 
@@ -43,6 +45,9 @@ class Saved(NamedTuple):
 
 
 class Rotation(NamedTuple):
+    """Of the S positions from `start` on."""
+
+    start: int
     cos: torch.Tensor  # [S, D/2]
     sin: torch.Tensor
 
@@ -57,6 +62,7 @@ def forward(
     w: Weights,
     shape: ModelShape,
     rotation: Rotation,
+    past: Past,
     branch: torch.Tensor,
     stream: torch.Tensor | None,
     *,
@@ -69,8 +75,9 @@ def forward(
     tokens = branch.shape[0]
     normed, entry, scale = rms_norm(branch, w.attention_norm, shape.norm_eps, stream)
     qkv = torch.mm(normed, w.qkv.t()).view(tokens, -1, shape.head_dim)  # [T, N + 2M, D]
-    rope_(qkv[:, : shape.heads + shape.kv_heads], *rotation)
+    rope_(qkv[:, : shape.heads + shape.kv_heads], rotation.cos, rotation.sin)
     queries, keys, values = _split(qkv, shape, rotation.cos.shape[0])
+    keys, values = past.extended((keys, values), rotation.start)  # [B, M, start + S, D]
     attended_out, attended = attention(queries, keys, values, deterministic)  # [B, N, S, D]
     heads = attended_out.transpose(1, 2).reshape(tokens, -1)
     mixed = torch.mm(heads, w.out.t())
@@ -82,7 +89,7 @@ def forward(
 
 
 def backward(
-    w: Weights, g: Weights, shape: ModelShape, rotation: Rotation, saved: Saved, dy: torch.Tensor
+    w: Weights, g: Weights, shape: ModelShape, rotation: Rotation, past: Past, saved: Saved, dy: torch.Tensor
 ) -> tuple[torch.Tensor, list[Deferred]]:
     """B: the gradient of the residual stream at the entry from that at the exit, both [T, H]; and what W has to do.
 
@@ -92,7 +99,7 @@ def backward(
     dnormed = torch.mm(dgate_up, w.gate_up)
     dmiddle, dmlp_norm = rms_norm_backward(dnormed, saved.middle, w.mlp_norm, saved.middle_scale, dy)
     dheads = torch.mm(dmiddle, w.out)
-    dqkv = _attention_backward(shape, rotation, saved, dheads)
+    dqkv = _attention_backward(shape, rotation, past, saved, dheads)
     dentry, dattention_norm = rms_norm_backward(
         torch.mm(dqkv, w.qkv), saved.stream, w.attention_norm, saved.scale, dmiddle
     )
@@ -107,12 +114,15 @@ def backward(
     return dentry, work
 
 
-def _attention_backward(shape: ModelShape, rotation: Rotation, saved: Saved, dheads: torch.Tensor) -> torch.Tensor:
+def _attention_backward(
+    shape: ModelShape, rotation: Rotation, past: Past, saved: Saved, dheads: torch.Tensor
+) -> torch.Tensor:
     tokens, length = dheads.shape[0], rotation.cos.shape[0]
     dout = dheads.view(-1, length, shape.heads, shape.head_dim).transpose(1, 2)
-    grads = attention_backward(dout, saved.attended)
+    dqueries, *reached = attention_backward(dout, saved.attended)
+    grads = (dqueries, *past.own((reached[0], reached[1]), rotation.start))
     dqkv = torch.cat([grad.transpose(1, 2) for grad in grads], dim=2).view(tokens, -1, shape.head_dim)
-    rope_(dqkv[:, : shape.heads + shape.kv_heads], *rotation, inverse=True)
+    rope_(dqkv[:, : shape.heads + shape.kv_heads], rotation.cos, rotation.sin, inverse=True)
     return dqkv.view(tokens, -1)
 
 

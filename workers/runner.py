@@ -230,7 +230,7 @@ class Runner:
         return PostValidated(self.plan, self.rank, self.stages, courier)
 
     def _transport(self, store: dist.TCPStore) -> Transport | PeerCopy:
-        shape = (self.plan.batch.rows * self.plan.batch.length, self.plan.model.hidden)
+        shape = (self.plan.piece_tokens, self.plan.model.hidden)
         dtype = DTYPES[self.plan.dtype]
         if self.plan.transport == "peer":
             count = 2 * len(channels(self.plan))

@@ -12,6 +12,7 @@ from pentad.kernels.rope import rope_tables
 from pentad.schedules.plan import Plan
 from pentad.workers import layer
 from pentad.workers.parameters import Parameters
+from pentad.workers.past import Past
 from pentad.workers.weights import Deferred, Lookup, Product, Sum, accumulate
 
 
@@ -27,7 +28,7 @@ class Ending(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a microbatch keeps between F and B."""
+    """What a piece keeps between F and B."""
 
     tokens: torch.Tensor | None  # [T], first stage
     layers: list[layer.Saved]
@@ -35,7 +36,8 @@ class Kept(NamedTuple):
 
 
 class Stage:
-    """Runs F, B and W of its layers; keeps activations from F to B and (x, dY) from B to W, by microbatch.
+    """Runs F, B and W of its layers; keeps activations from F to B and (x, dY) from B to W, by piece: a microbatch or,
+    where sequences are cut, one of its slices. Those run in order forward and in reverse backward, T tokens each.
 
     `loss_sums` [microbatches], float64, are the sums of their tokens' losses, on the last stage; whoever reads them at
     the end of a step sets them to zero.
@@ -47,62 +49,70 @@ class Stage:
         self.deterministic = plan.deterministic
         self.loss_scale = 1.0 / plan.batch.tokens
         device, dtype = parameters.master.device, parameters.master.dtype
-        self.rotation = layer.Rotation(
-            *rope_tables(plan.batch.length, plan.model.head_dim, plan.model.rope_theta, device, dtype)
-        )
+        self.length, self.slices = plan.batch.length, plan.program.slices
+        tables = rope_tables(self.length, plan.model.head_dim, plan.model.rope_theta, device, dtype)
+        cut = self.length // self.slices
+        self.rotations = [layer.Rotation(k * cut, *(t[k * cut :][:cut] for t in tables)) for k in range(self.slices)]
         self.weights, self.gradients = parameters.views(parameters.compute), parameters.views(parameters.gradient)
         span = range(*plan.layers[index])
         self.layers = [(layer.weights_of(self.weights, i), layer.weights_of(self.gradients, i)) for i in span]
         self.kept: dict[int, Kept] = {}
+        self.pasts: dict[int, list[Past]] = {}  # by microbatch, of every layer
         self.deferred: dict[int, list[Deferred]] = {}
         self.loss_sums = torch.zeros(plan.batch.microbatches, dtype=torch.float64, device=device)
 
     def forward(
-        self, microbatch: int, received: torch.Tensor | None, tokens: torch.Tensor | None, targets: torch.Tensor | None
+        self, piece: int, received: torch.Tensor | None, tokens: torch.Tensor | None, targets: torch.Tensor | None
     ) -> torch.Tensor | None:
         """F. `received` [T, H] is the stage before's result, `tokens` and `targets` [T] are for the first and last
         stage. Returns the residual stream [T, H], nothing on the last stage."""
+        microbatch, number = divmod(piece, self.slices)
+        if number == 0:
+            self.pasts[microbatch] = [Past(self.length) for _ in self.layers]
         branch = self.weights["embedding"][tokens] if received is None else received
         stream: torch.Tensor | None = None
         saved = []
-        for weights, _ in self.layers:
+        for (weights, _), past in zip(self.layers, self.pasts[microbatch], strict=True):
             branch, stream, kept = layer.forward(
-                weights, self.model, self.rotation, branch, stream, deterministic=self.deterministic
+                weights, self.model, self.rotations[number], past, branch, stream, deterministic=self.deterministic
             )
             saved.append(kept)
         ending = None
         if targets is not None:
             ending = self._end(microbatch, branch, stream, targets)
-        self.kept[microbatch] = Kept(tokens if received is None else None, saved, ending)
+        self.kept[piece] = Kept(tokens if received is None else None, saved, ending)
         assert stream is not None
         return None if ending else branch + stream
 
-    def backward_input(self, microbatch: int, dy: torch.Tensor | None) -> torch.Tensor | None:
+    def backward_input(self, piece: int, dy: torch.Tensor | None) -> torch.Tensor | None:
         """B. `dy` [T, H] is the gradient of this stage's result, nothing on the last stage. Returns the gradient of
         what F received, nothing on the first stage."""
-        kept = self.kept.pop(microbatch)
+        microbatch, number = divmod(piece, self.slices)
+        pasts = self.pasts[microbatch] if number else self.pasts.pop(microbatch)
+        kept = self.kept.pop(piece)
         work: list[Deferred] = []
         if kept.ending is not None:
             dy, work = self._end_backward(kept.ending)
         assert dy is not None
-        for weights, gradients in reversed(self.layers):
+        for (weights, gradients), past in zip(reversed(self.layers), reversed(pasts), strict=True):
             # popped, so that what W does not need is freed before the next layer needs memory
-            dy, more = layer.backward(weights, gradients, self.model, self.rotation, kept.layers.pop(), dy)
+            rotation = self.rotations[number]
+            dy, more = layer.backward(weights, gradients, self.model, rotation, past, kept.layers.pop(), dy)
             work += more
         if kept.tokens is not None:
             work.append(Lookup(self.gradients["embedding"], dy, kept.tokens))
-        self.deferred[microbatch] = work
+        self.deferred[piece] = work
         return None if kept.tokens is not None else dy
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, piece: int) -> None:
         """W."""
-        accumulate(self.deferred.pop(microbatch))
+        accumulate(self.deferred.pop(piece))
 
     def _end(self, microbatch: int, branch: torch.Tensor, stream: torch.Tensor | None, targets: torch.Tensor) -> Ending:
         normed, entry, scale = rms_norm(branch, self.weights["norm"], self.model.norm_eps, stream)
         logits = torch.mm(normed, self.weights["head"].t())
         losses, lse = cross_entropy(logits, targets)
-        self.loss_sums[microbatch] = losses.sum()
+        self.loss_sums[microbatch].add_(losses.sum())
         return Ending(entry, scale, normed, logits, lse, targets)
 
     def _end_backward(self, ending: Ending) -> tuple[torch.Tensor, list[Deferred]]:
