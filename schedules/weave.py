@@ -1,0 +1,61 @@
+"""Puts instructions into streams: the one way in which passes add to a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from pentad.schedules.columns import CODE, Array, Columns, pack
+from pentad.schedules.instruction import Instruction, Key
+from pentad.schedules.program import Program
+
+Addition = tuple[int, int, Instruction]  # rank, position in its stream before which it comes, and what comes
+
+
+def insert(
+    program: Program, additions: Sequence[Addition], waits: Mapping[tuple[int, Key], Iterable[Key]] | None = None
+) -> Program:
+    """A program with more instructions, and with more waits of those at (rank, key) that it has already.
+
+    Positions are those of units in the streams as they were, the length of a stream for its end; what is added at one
+    position stays in the order in which it is given. Raises KeyError for a wait of an instruction that is not there.
+    """
+    columns = _waiting(program, waits or {})
+    added = pack([tuple(part for _, _, part in additions)])
+    unit_first = columns.unit_first
+    rows = np.append(columns.unit_row, columns.rows)
+    ends = [int(unit_first[rank]) + at for rank, at, _ in additions]
+    places = rows[np.array(ends, int)]
+    ranks = np.array([rank for rank, _, _ in additions], int)
+    order = np.lexsort((places, ranks))
+    added = added.take(added.first, order)
+    return program.with_columns(woven(columns, added, ranks[order], places[order]))
+
+
+def woven(columns: Columns, added: Columns, ranks: Array, places: Array) -> Columns:
+    """The k-th of the added rows stands on `ranks[k]` before what was row `places[k]`; both never fall."""
+    joined = columns + added
+    at = np.zeros(joined.rows, bool)
+    at[places + np.arange(added.rows)] = True
+    rows = np.empty(joined.rows, int)
+    rows[at] = np.arange(columns.rows, joined.rows)
+    rows[~at] = np.arange(columns.rows)
+    grown = np.concatenate(([0], np.cumsum(np.bincount(ranks, minlength=columns.ranks))))
+    return joined.take(columns.first + grown, rows)
+
+
+def _waiting(program: Program, waits: Mapping[tuple[int, Key], Iterable[Key]]) -> Columns:
+    pairs = [(rank, key, more) for (rank, key), keys in waits.items() for more in keys]
+    if not pairs:
+        return program.columns
+    ranks, keys, more = zip(*pairs, strict=True)
+    rows = program.lookup.rows(np.array(ranks), *map(np.array, _columns(keys)))
+    if (rows < 0).any():
+        at = int(np.argmin(rows))
+        raise KeyError(f"rank {ranks[at]} has no {keys[at]}")
+    return program.columns.waiting(rows, *map(np.array, _columns(more)))
+
+
+def _columns(keys: Sequence[Key]) -> tuple[list[int], list[int], list[int]]:
+    return [CODE[key.op] for key in keys], [key.stage for key in keys], [key.microbatch for key in keys]
