@@ -37,12 +37,12 @@ def add_transfers(program: Program, costs: Costs, *, gated: bool) -> Program:
     columns = program.columns
     moves = _moves(program, costs, gated=gated)
     forward = columns.op[moves.made] == _F
-    sends, sent_at = _sends(columns, moves, forward)
+    sends, sent_at = _sends(columns, moves)
     receives = _receives(program, moves, forward, gated=gated)
     arrives = columns.waiting(moves.used, receives.op, receives.stage, receives.microbatch)
     added = sends + receives
     places = np.concatenate((sent_at, np.append(columns.unit_row, columns.rows)[moves.place]))
-    ranks = columns.rank[np.concatenate((moves.made, moves.used))]
+    ranks = columns.rank[np.concatenate((np.sort(moves.made), moves.used))]
     order = np.lexsort((places, ranks))  # of one place, the sends of the unit before it come first
     return program.with_columns(woven(arrives, added.take(added.first, order), ranks[order], places[order]))
 
@@ -69,15 +69,14 @@ def _due(starts: Array, ends: Array, sent: Array, *, after: bool) -> Array:
     return place + (np.append(starts, np.inf)[place] < sent) if after else place
 
 
-def _sends(columns: Columns, moves: _Moves, forward: Array) -> tuple[Columns, Array]:
-    """Sends by the row that makes what they send, and the rows before which they stand."""
-    op = np.where(forward, CODE[Op.SEND_F], CODE[Op.SEND_B])
-    none = np.full(len(op), -1)
-    peer = columns.rank[moves.used]
-    rows = _rows(columns, moves.made, {"op": op, "peer": peer, "slot": none})
-    sends = rows.waiting(np.arange(len(op)), *(getattr(columns, name)[moves.made] for name in OF_ROW[:3]))
-    behind = columns.unit[moves.made] + 1
-    return sends, np.append(columns.unit_row, columns.rows)[behind]
+def _sends(columns: Columns, moves: _Moves) -> tuple[Columns, Array]:
+    """Sends in the order of the rows that make what they send, and the rows before which they stand."""
+    by_made = np.argsort(moves.made)
+    made, used = moves.made[by_made], moves.used[by_made]
+    op = np.where(columns.op[made] == _F, CODE[Op.SEND_F], CODE[Op.SEND_B])
+    rows = _rows(columns, made, {"op": op, "peer": columns.rank[used], "slot": np.full(len(op), -1)})
+    sends = rows.waiting(np.arange(len(op)), *(getattr(columns, name)[made] for name in OF_ROW[:3]))
+    return sends, np.append(columns.unit_row, columns.rows)[columns.unit[made] + 1]
 
 
 def _receives(program: Program, moves: _Moves, forward: Array, *, gated: bool) -> Columns:
