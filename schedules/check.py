@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 
@@ -65,7 +66,7 @@ def peak_activations(program: Program) -> list[float]:
     columns = program.columns
     changes = _SHARE[columns.op] / (program.chunks * program.slices)
     first = columns.first.tolist()
-    return [float(np.max(np.cumsum(changes[a:b]), initial=0.0)) for a, b in zip(first, first[1:], strict=False)]
+    return [float(np.max(np.cumsum(changes[a:b]), initial=0.0)) for a, b in pairwise(first)]
 
 
 def _prove_ending(program: Program, replicas: int) -> None:
@@ -158,11 +159,11 @@ def _prove_collectives(program: Program) -> None:
 def _prove_no_cycle(program: Program) -> None:
     events = events_of(program, issued=True)
     graph, columns = events.graph, program.columns
-    if len(events.order) == graph.count:
+    if len(events.order) == graph.events:
         return
-    stuck = np.ones(graph.count, bool)
+    stuck = np.ones(graph.events, bool)
     stuck[events.order] = False
-    cause = np.zeros(graph.count, int)  # one of those that each waits for
+    cause = np.zeros(graph.events, int)  # one of those that each waits for
     edges = np.flatnonzero(stuck[graph.earlier] & stuck[graph.later])
     cause[graph.later[edges]] = graph.earlier[edges]
     path = [int(np.argmax(stuck))]

@@ -74,7 +74,7 @@ def _prove_receives(program: Program, reader: Array, made: Array) -> None:
     unread = IS_RECEIVE[columns.op]
     unread[wanted] = False
     if unread.any():
-        row = np.argmax(unread)
+        row = int(np.argmax(unread))
         raise _at(program, row, f"nothing reads what {columns.key(row)} receives")
 
 

@@ -18,8 +18,8 @@ _PAIRED = np.array([op in (Op.B, Op.BW) for op in Op])
 
 def prove_order(program: Program) -> None:
     _prove_placement(program)
-    _prove_form(program)
     _prove_unique(program)
+    _prove_form(program)
     _prove_single(program)
     _prove_accumulation(program)
     _prove_complete(program)
@@ -34,6 +34,15 @@ def _prove_placement(program: Program) -> None:
     for name in ("microbatches", "chunks", "slices"):
         if (number := getattr(program, name)) < 1:
             raise ScheduleError(f"there are {number} {name}, but at least 1 is needed")
+
+
+def _prove_unique(program: Program) -> None:
+    columns, rows = program.columns, program.lookup
+    first = rows.table[rows.ids]
+    again = np.flatnonzero((first >= 0) & (first != np.arange(columns.rows)))
+    if len(again):
+        rank, at = columns.place(again[0])
+        raise ScheduleError(f"rank {rank} runs {columns.key(again[0])} twice", rank, at)
 
 
 def _prove_form(program: Program) -> None:
@@ -78,14 +87,6 @@ def _fault(program: Program, rank: int, part: Instruction) -> str:
     if part.group != group:
         return f"its group is {part.group!r}, wanted {group!r}"
     return ""
-
-
-def _prove_unique(program: Program) -> None:
-    columns, rows = program.columns, program.lookup
-    again = np.flatnonzero(rows.table[rows.ids] != np.arange(columns.rows))
-    if len(again):
-        rank, at = columns.place(again[0])
-        raise ScheduleError(f"rank {rank} runs {columns.key(again[0])} twice", rank, at)
 
 
 def _prove_single(program: Program) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Stream = tuple[Unit, ...]
 OPS = tuple(Op)
 CODE = {op: code for code, op in enumerate(OPS)}
-OF_ROW = ("op", "stage", "microbatch", "peer", "group", "slot", "second")
-OF_WAIT = ("wait_op", "wait_stage", "wait_microbatch")
 
 
 def among(ops: Iterable[Op]) -> Array:
@@ -48,6 +46,14 @@ class Columns:
     wait_stage: Array
     wait_microbatch: Array
     groups: tuple[str, ...]
+
+    @property
+    def of_row(self) -> tuple[Array, ...]:
+        return self.op, self.stage, self.microbatch, self.peer, self.group, self.slot, self.second
+
+    @property
+    def of_wait(self) -> tuple[Array, Array, Array]:
+        return self.wait_op, self.wait_stage, self.wait_microbatch
 
     @property
     def rows(self) -> int:
@@ -87,6 +93,10 @@ class Columns:
         rank = int(self.rank[row])
         return rank, int(self.unit[row] - self.unit_first[rank])
 
+    def keys(self, rows: Array) -> tuple[Array, Array, Array]:
+        """Op, stage and microbatch of these rows."""
+        return self.op[rows], self.stage[rows], self.microbatch[rows]
+
     def key(self, row: int) -> Key:
         return Key(OPS[self.op[row]], int(self.stage[row]), int(self.microbatch[row]))
 
@@ -110,53 +120,67 @@ class Columns:
 
     def _instructions(self, start: int, end: int) -> Iterator[Instruction]:
         begin, stop = int(self.wait_first[start]), int(self.wait_first[end])
-        op, *numbers = (getattr(self, name)[begin:stop].tolist() for name in OF_WAIT)
+        op, *numbers = (column[begin:stop].tolist() for column in self.of_wait)
         keys = list(map(Key._make, zip(map(OPS.__getitem__, op), *numbers, strict=True)))
         edges = (self.wait_first[start : end + 1] - begin).tolist()
-        waits = (tuple(keys[a:b]) for a, b in zip(edges, edges[1:], strict=False))
-        op, stage, mb, peer, group, slot = (getattr(self, name)[start:end].tolist() for name in OF_ROW[:-1])
+        waits = (tuple(keys[a:b]) for a, b in pairwise(edges))
+        op, stage, mb, peer, group, slot = (column[start:end].tolist() for column in self.of_row[:-1])
         names = map(self.groups.__getitem__, group)
-        return map(
-            Instruction._make, zip(map(OPS.__getitem__, op), stage, mb, peer, names, slot, waits, strict=True)
-        )
+        return map(Instruction._make, zip(map(OPS.__getitem__, op), stage, mb, peer, names, slot, waits, strict=True))
 
     def take(self, first: Array, rows: Array) -> Columns:
         """These rows in this order; `first` tells the rank of each."""
         counts = np.diff(self.wait_first)[rows]
         ends = np.concatenate(([0], np.cumsum(counts)))
         at = np.arange(ends[-1]) + np.repeat(self.wait_first[rows] - ends[:-1], counts)
-        of_row, of_wait = ([getattr(self, name)[rows] for name in OF_ROW], [getattr(self, name)[at] for name in OF_WAIT])
-        return _sorted(Columns(first, *of_row, ends, *of_wait, self.groups))
+        of_wait = [column[at] for column in self.of_wait]
+        return _sorted(columns(first, [column[rows] for column in self.of_row], ends, of_wait, self.groups))
+
+    def bare(self, first: Array, rows: Array) -> Columns:
+        """`take`, with nothing but the op, stage and microbatch of each."""
+        none = np.full(len(rows), -1, np.int32)
+        of_row = (*self.keys(rows), none, none + 1, none, self.second[rows])
+        empty = [column[:0] for column in self.of_wait]
+        return columns(first, of_row, np.zeros(len(rows) + 1, int), empty, ("",) if len(rows) else ())
 
     def waiting(self, rows: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
         """The same, where these rows also wait for these keys, behind the waits that they have."""
         row = np.concatenate((self.wait_row, rows))
         order = np.argsort(row, kind="stable")
         ends = np.concatenate(([0], np.bincount(row, minlength=self.rows).cumsum()))
-        parts = zip(OF_WAIT, (op.astype(np.int8), stage.astype(np.int32), microbatch.astype(np.int32)), strict=True)
-        waits = {name: np.concatenate((getattr(self, name), part))[order] for name, part in parts}
-        return replace(self, wait_first=ends, **waits)
+        parts = zip(self.of_wait, (op, stage, microbatch), strict=True)
+        of_wait = [np.concatenate((mine, more.astype(mine.dtype)))[order] for mine, more in parts]
+        return columns(self.first, self.of_row, ends, of_wait, self.groups)
 
     def __add__(self, other: Columns) -> Columns:
         """The rows of two, those of `other` behind, as if all were of one rank."""
         known = {name: code for code, name in enumerate(self.groups)}
         new = [name for name in other.groups if name not in known]
         codes = np.array([known.get(name, len(known) + new.index(name) if name in new else 0) for name in other.groups])
-        moved = replace(other, group=codes[other.group].astype(np.int32) if other.rows else other.group)
-        joined = [np.concatenate((getattr(self, name), getattr(moved, name))) for name in OF_ROW]
-        waits = [np.concatenate((getattr(self, name), getattr(other, name))) for name in OF_WAIT]
+        recoded = replace(other, group=codes[other.group].astype(np.int32) if other.rows else other.group)
+        of_row = list(map(np.concatenate, zip(self.of_row, recoded.of_row, strict=True)))
+        of_wait = list(map(np.concatenate, zip(self.of_wait, other.of_wait, strict=True)))
         ends = np.concatenate((self.wait_first, self.wait_first[-1] + other.wait_first[1:]))
-        return Columns(np.array([0, len(joined[0])]), *joined, ends, *waits, (*self.groups, *new))
+        return columns(np.array([0, len(of_row[0])]), of_row, ends, of_wait, (*self.groups, *new))
 
     def arrays(self) -> list[Array]:
         """The columns in a form that is the same on every machine."""
-        rows = [getattr(self, name).astype("<i4") for name in OF_ROW + OF_WAIT]
-        return [self.first.astype("<i8"), self.wait_first.astype("<i8"), *rows]
+        numbers = [column.astype("<i4") for column in self.of_row + self.of_wait]
+        return [self.first.astype("<i8"), self.wait_first.astype("<i8"), *numbers]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Columns):
             return NotImplemented
         return self.groups == other.groups and all(map(np.array_equal, self.arrays(), other.arrays()))
+
+
+def columns(
+    first: Array, of_row: Sequence[Array], wait_first: Array, of_wait: Sequence[Array], groups: tuple[str, ...]
+) -> Columns:
+    op, stage, microbatch, peer, group, slot, second = of_row
+    wait_op, wait_stage, wait_microbatch = of_wait
+    parts = wait_op, wait_stage, wait_microbatch
+    return Columns(first, op, stage, microbatch, peer, group, slot, second, wait_first, *parts, groups)
 
 
 def pack(streams: Sequence[Stream]) -> Columns:
@@ -184,16 +208,10 @@ def from_rows(first: Sequence[int], rows: Sequence[Instruction], second: Sequenc
     codes = {name: code for code, name in enumerate(groups)}
     halves = np.zeros(len(rows), bool)
     halves[np.asarray(second, int)] = True
-    return Columns(
-        np.array(first),
-        *(_codes(op), _numbers(stage), _numbers(mb), _numbers(peer)),
-        np.array([codes[name] for name in group], np.int32),
-        _numbers(slot),
-        halves,
-        np.concatenate(([0], np.cumsum(np.fromiter(map(len, waits), int, len(rows))))),
-        *(_codes(wait_op), _numbers(wait_stage), _numbers(wait_mb)),
-        tuple(groups),
-    )
+    numbers = [*map(_numbers, (stage, mb, peer)), np.array([codes[name] for name in group], np.int32), _numbers(slot)]
+    ends = np.concatenate(([0], np.cumsum(np.fromiter(map(len, waits), int, len(rows)))))
+    of_wait = _codes(wait_op), _numbers(wait_stage), _numbers(wait_mb)
+    return columns(np.array(first), [_codes(op), *numbers, halves], ends, of_wait, tuple(groups))
 
 
 def _codes(ops: Iterable[Op]) -> Array:
@@ -208,11 +226,11 @@ def _numbers(values: Sequence[int]) -> Array:
         raise PentadError(f"an instruction has the number {wrong}, but at most {2**31 - 1} can be told") from None
 
 
-def _sorted(columns: Columns) -> Columns:
+def _sorted(made: Columns) -> Columns:
     """The same with just the groups that are there, in the order of their names."""
-    used = np.flatnonzero(np.bincount(columns.group, minlength=len(columns.groups)))
-    names = sorted(columns.groups[code] for code in used)
-    if names == list(columns.groups):
-        return columns
-    codes = np.array([names.index(name) if name in names else 0 for name in columns.groups], np.int32)
-    return replace(columns, group=codes[columns.group], groups=tuple(names))
+    used = np.flatnonzero(np.bincount(made.group, minlength=len(made.groups)))
+    names = sorted(made.groups[code] for code in used)
+    if names == list(made.groups):
+        return made
+    codes = np.array([names.index(name) if name in names else 0 for name in made.groups], np.int32)
+    return replace(made, group=codes[made.group], groups=tuple(names))

@@ -68,7 +68,7 @@ def events_of(program: Program, *, issued: bool = False) -> Events:
 def proven_events(program: Program) -> Events:
     """`events_of`; raises ScheduleError where events wait for each other."""
     events = events_of(program)
-    if len(events.order) < events.graph.count:
+    if len(events.order) < events.graph.events:
         raise ScheduleError("the program deadlocks: its events wait for each other")
     return events
 

@@ -27,7 +27,7 @@ class Clock:
 
     def __init__(self, program: Program, events: Events, alone: Array, second: Array, overlap: float) -> None:
         self.alone, self.second, self.stretch = alone.tolist(), second.tolist(), 1 + overlap
-        count = events.graph.count
+        count = events.graph.events
         self.order = events.order.tolist()
         self.starts, self.ends, self.middles = np.zeros(count), np.zeros(count), np.full(count, nan)
         self.left = np.bincount(events.graph.later, minlength=count).tolist()

@@ -6,6 +6,7 @@ other is slow, and both give the same.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +19,10 @@ WIDE = 20  # events a level from which on arrays are quicker
 class Graph(NamedTuple):
     """The `k`-th edge: `earlier[k]` has ended, and `extra[k]` seconds have passed, before `later[k]` starts.
 
-    Events are counted from 0 to `count`; `width` is about how many can happen at once.
+    There are so many `events`; `width` is about how many can happen at once.
     """
 
-    count: int
+    events: int
     earlier: Array
     later: Array
     width: int
@@ -39,12 +40,12 @@ class Levels(NamedTuple):
 def levels(graph: Graph) -> Levels:
     by_earlier = np.argsort(graph.earlier, kind="stable")
     after = graph.later[by_earlier]
-    first = np.concatenate(([0], np.bincount(graph.earlier, minlength=graph.count).cumsum()))
-    left = np.bincount(graph.later, minlength=graph.count)
+    first = np.concatenate(([0], np.bincount(graph.earlier, minlength=graph.events).cumsum()))
+    left = np.bincount(graph.later, minlength=graph.events)
     if graph.width < WIDE:
         return Levels(_one_by_one(first.tolist(), after.tolist(), left.tolist()), [])
     found, bounds = [], [0]
-    seen = np.zeros(graph.count, int)
+    seen = np.zeros(graph.events, int)
     degree = np.diff(first)
     ready = np.flatnonzero(left == 0)
     while len(ready):
@@ -73,12 +74,12 @@ def _one_by_one(first: list[int], after: list[int], left: list[int]) -> Array:
 def times(graph: Graph, walked: Levels, first: Array, second: Array) -> tuple[Array, Array]:
     """Start and end of every event that takes `first` and then `second` seconds and starts as soon as it may."""
     by_later = np.argsort(graph.later, kind="stable")
-    edges = np.concatenate(([0], np.bincount(graph.later, minlength=graph.count).cumsum()))
+    edges = np.concatenate(([0], np.bincount(graph.later, minlength=graph.events).cumsum()))
     if not walked.bounds:
         return _times_one_by_one(graph, walked, edges, by_later, (first, second))
     # Events are numbered anew in their order, so that a level and its edges are slices.
     order, count = walked.order, len(walked.order)
-    number = np.full(graph.count, count)
+    number = np.full(graph.events, count)
     number[order] = np.arange(count)
     degree = np.diff(edges)[order]
     last = np.concatenate(([0], degree.cumsum()))
@@ -87,9 +88,8 @@ def times(graph: Graph, walked: Levels, first: Array, second: Array) -> tuple[Ar
     starts, ends, one, two = np.zeros(count), np.zeros(count), first[order], second[order]
     some = int(np.count_nonzero(degree == 0))  # the first level, which waits for nothing
     ends[:some] = one[:some] + two[:some]
-    bounds = walked.bounds
     edge = last.tolist()
-    for a, b in zip(bounds[1:], bounds[2:], strict=False):
+    for a, b in pairwise(walked.bounds[1:]):
         x, y = edge[a], edge[b]
         begun = ends[earlier[x:y]]
         if extra is not None:
@@ -98,7 +98,7 @@ def times(graph: Graph, walked: Levels, first: Array, second: Array) -> tuple[Ar
         starts[a:b] = start
         start = start + one[a:b]
         ends[a:b] = start + two[a:b]
-    found = np.zeros(graph.count), np.zeros(graph.count)
+    found = np.zeros(graph.events), np.zeros(graph.events)
     found[0][order], found[1][order] = starts, ends
     return found
 
@@ -109,7 +109,7 @@ def _times_one_by_one(
     first, earlier = edges.tolist(), graph.earlier[by_later].tolist()
     extra = graph.extra[by_later].tolist() if graph.extra is not None else None
     one, two = (part.tolist() for part in seconds)
-    starts, ends = [0.0] * graph.count, [0.0] * graph.count
+    starts, ends = [0.0] * graph.events, [0.0] * graph.events
     for event in walked.order.tolist():
         a, b = first[event], first[event + 1]
         start = 0.0

@@ -32,7 +32,7 @@ class Lookup:
         wanted = rank * (self.stages + 1) + stage + 1
         found = np.searchsorted(self._holdings, wanted)
         found[found == len(self._holdings)] = 0
-        known = (self._holdings[found] == wanted) & (-1 <= stage) & (stage < self.stages)
+        known = (self._holdings[found] == wanted) & (stage >= -1) & (stage < self.stages)
         return np.where(known, found, -1)
 
     @cached_property
@@ -62,7 +62,7 @@ class Lookup:
 
     def _ids(self, rank: Array, op: Array, stage: Array, microbatch: Array) -> Array:
         holding = self.holding(rank, stage)
-        known = (holding >= 0) & (-1 <= microbatch) & (microbatch < self.pieces)
+        known = (holding >= 0) & (microbatch >= -1) & (microbatch < self.pieces)
         found = (holding * len(OPS) + op) * (self.pieces + 1) + microbatch + 1
         return np.where(known, found, len(self._holdings) * len(OPS) * (self.pieces + 1))
 
@@ -91,7 +91,7 @@ class Lookup:
     def sound(self) -> Array:
         """Whether each row has a stage and a microbatch that there are."""
         stage, mb = self.columns.stage, self.columns.microbatch
-        return (0 <= stage) & (stage < self.stages) & (0 <= mb) & (mb < self.pieces)
+        return (stage >= 0) & (stage < self.stages) & (mb >= 0) & (mb < self.pieces)
 
     def _of_all(self, wanted: Array) -> Array:
         rows = np.flatnonzero(wanted & self.sound)

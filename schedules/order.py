@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from pentad.schedules.columns import CODE, Array
@@ -105,7 +107,7 @@ def compute_times(program: Program, costs: Costs) -> list[list[tuple[float, floa
     """`unit_times` by rank."""
     spans = list(zip(*(part.tolist() for part in unit_times(program, costs)), strict=True))
     first = program.columns.unit_first.tolist()
-    return [spans[a:b] for a, b in zip(first, first[1:], strict=False)]
+    return [spans[a:b] for a, b in pairwise(first)]
 
 
 def _stuck(program: Program, done: Array) -> ScheduleError:

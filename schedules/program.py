@@ -136,20 +136,14 @@ class Program:
         sizes = (VERSION, self.placement, self.microbatches, self.chunks, self.slices, self.columns.groups)
         digest = hashlib.sha256(repr(sizes).encode())
         for column in self.columns.arrays():
-            digest.update(column)
+            digest.update(column.tobytes())
         return digest.hexdigest()
 
     def compute(self) -> Program:
         """The same program with compute instructions only, without what lowering added to them."""
         columns = self.columns
         rows = np.flatnonzero(IS_COMPUTE[columns.op])
-        first = np.searchsorted(rows, columns.first)
-        bare = np.full(columns.rows, -1, np.int32)
-        none = np.zeros(0, np.int32)
-        nameless = {"peer": bare, "slot": bare, "group": bare + 1, "groups": ("",)}
-        waitless = {"wait_first": np.zeros(columns.rows + 1, int), "wait_op": none.astype(np.int8)}
-        stripped = replace(columns, **nameless, **waitless, wait_stage=none, wait_microbatch=none)
-        return self.with_columns(stripped.take(first, rows))
+        return self.with_columns(columns.bare(np.searchsorted(rows, columns.first), rows))
 
     def with_streams(self, streams: Sequence[Stream]) -> Program:
         return replace(self, streams=streams)

@@ -62,7 +62,7 @@ def times_of(program: Program, events: Events, costs: Costs, *, jitter: float = 
     second[columns.unit[pairs]] = each[pairs]
     alone, second = each[columns.unit_row][events.unit], second[events.unit]
     if costs.overlap:
-        return Clock(program, events, alone, second, costs.overlap).run()
+        return Times(*Clock(program, events, alone, second, costs.overlap).run())
     starts, ends = times(events.graph, events.walked, alone, second)
     return Times(starts, ends, starts + alone)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from pentad.schedules.columns import CODE, OF_ROW, OPS, Array, Columns
+from pentad.schedules.columns import CODE, OPS, Array, Columns
 from pentad.schedules.costs import Costs
 from pentad.schedules.instruction import Op
 from pentad.schedules.order import reads, unit_times
@@ -74,8 +75,8 @@ def _sends(columns: Columns, moves: _Moves) -> tuple[Columns, Array]:
     by_made = np.argsort(moves.made)
     made, used = moves.made[by_made], moves.used[by_made]
     op = np.where(columns.op[made] == _F, CODE[Op.SEND_F], CODE[Op.SEND_B])
-    rows = _rows(columns, made, {"op": op, "peer": columns.rank[used], "slot": np.full(len(op), -1)})
-    sends = rows.waiting(np.arange(len(op)), *(getattr(columns, name)[made] for name in OF_ROW[:3]))
+    rows = _rows(columns, made, op, columns.rank[used], np.full(len(op), -1))
+    sends = rows.waiting(np.arange(len(op)), *columns.keys(made))
     return sends, np.append(columns.unit_row, columns.rows)[columns.unit[made] + 1]
 
 
@@ -88,28 +89,24 @@ def _receives(program: Program, moves: _Moves, forward: Array, *, gated: bool) -
     pool = 2 * columns.rank[moves.used] + forward
     slot, before = _slots(pool, moves.place, columns.unit[reader])
     op = np.where(forward, CODE[Op.RECV_F], CODE[Op.RECV_B])
-    found = _rows(columns, moves.used, {"op": op, "peer": columns.rank[moves.made], "slot": slot})
+    found = _rows(columns, moves.used, op, columns.rank[moves.made], slot)
     again = np.flatnonzero(before >= 0)
     left = np.full(len(op), -1)
     left[again] = reader[before[again]]
-    found = found.waiting(again, *(getattr(columns, name)[left[again]] for name in OF_ROW[:3]))
+    found = found.waiting(again, *columns.keys(left[again]))
     if not gated:
         return found
     late = np.flatnonzero(moves.place > columns.unit_first[columns.rank[moves.used]])
     gate = np.append(columns.unit_row, columns.rows)[moves.place[late]] - 1  # the last row of the unit before
     late, gate = late[gate != left[late]], gate[gate != left[late]]
-    return found.waiting(late, *(getattr(columns, name)[gate] for name in OF_ROW[:3]))
+    return found.waiting(late, *columns.keys(gate))
 
 
-def _rows(columns: Columns, like: Array, more: dict[str, Array]) -> Columns:
-    """Rows with the stage and microbatch of others, without waits and without a group."""
-    count = len(like)
-    parts = {"stage": columns.stage[like], "microbatch": columns.microbatch[like], "group": np.zeros(count)} | more
-    kinds = dict.fromkeys(OF_ROW, np.int32) | {"op": np.int8}
-    numbers = [parts[name].astype(kinds[name]) for name in OF_ROW[:-1]]
-    none = np.zeros(0, np.int32)
-    waits = np.zeros(count + 1, int), none.astype(np.int8), none, none
-    return Columns(np.array([0, count]), *numbers, np.zeros(count, bool), *waits, ("",))
+def _rows(like: Columns, rows: Array, op: Array, peer: Array, slot: Array) -> Columns:
+    """Instructions with the stage and microbatch of others, without waits."""
+    bare = like.bare(np.array([0, len(rows)]), rows)
+    peer, slot = peer.astype(np.int32), slot.astype(np.int32)
+    return replace(bare, op=op.astype(np.int8), peer=peer, slot=slot, second=np.zeros(len(rows), bool))
 
 
 def _slots(pools: Array, places: Array, leaves: Array) -> tuple[Array, Array]:
