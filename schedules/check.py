@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from pentad.schedules.buffers import prove_buffers
 from pentad.schedules.check_data import behind, prove_data, prove_slots, prove_waits
 from pentad.schedules.check_order import prove_order
 from pentad.schedules.columns import OPS, Array
@@ -32,7 +33,7 @@ def check(program: Program, *, replicas: int = 1) -> None:
     used, and nothing else is received; slots are refilled only after their last reader; gradients are reduced after
     their last W and before NORM, NORM before STEP; the k-th send of a communicator meets the k-th receive of the same
     tensor; collectives of a group meet in the same order on every member; no cycle through lanes, waits, rendezvous and
-    a host that waits at every compute unit.
+    a host that waits at every compute unit; every buffer is filled, read and given back once, in that order.
     """
     with _drawn(program):
         prove_order(program)
@@ -43,6 +44,7 @@ def check(program: Program, *, replicas: int = 1) -> None:
         _prove_transfers(program)
         _prove_collectives(program)
         _prove_no_cycle(program)
+        prove_buffers(program)
 
 
 def check_order(program: Program) -> None:

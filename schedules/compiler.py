@@ -33,10 +33,15 @@ def compile_program(
     """
     with uncollected():
         order = generate(name, ranks, microbatches, options, costs)
-        check_order(order)
-        moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
-        program = add_step(add_reduce(moved, replicas=replicas))
-        check(program, replicas=replicas)
+        return lower(order, costs or Costs.uniform(order.stages), gated=gated, replicas=replicas)
+
+
+def lower(order: Program, costs: Costs, *, gated: bool = False, replicas: int = 1) -> Program:
+    """The program that runs a compute order (see `compile_program`), proven. Raises ScheduleError when it is none."""
+    check_order(order)
+    moved = add_transfers(order, costs, gated=gated)
+    program = add_step(add_reduce(moved, replicas=replicas))
+    check(program, replicas=replicas)
     return program
 
 

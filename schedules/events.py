@@ -106,15 +106,16 @@ def _lanes(columns: Columns) -> tuple[Array, Array]:
     op = columns.op[columns.unit_row]
     units = np.flatnonzero(~(IS_SEND | IS_RECEIVE)[op])
     lane = columns.rank[columns.unit_row[units]] * 4 + _LANE[op[units]]
-    return _following(units, lane)
+    return following(units, lane)
 
 
 def _channels(columns: Columns, sends: Array) -> tuple[Array, Array]:
     """Sends that follow each other: the lane of a receive is that of its send."""
-    return _following(columns.unit[sends], channels(columns)[0][sends])
+    return following(columns.unit[sends], channels(columns)[0][sends])
 
 
-def _following(units: Array, lane: Array) -> tuple[Array, Array]:
+def following(units: Array, lane: Array) -> tuple[Array, Array]:
+    """Units of one lane each of which is the next behind the other, in the order they are given."""
     by_lane = np.argsort(lane, kind="stable")
     units, same = units[by_lane], np.diff(lane[by_lane]) == 0
     return units[:-1][same], units[1:][same]

@@ -31,7 +31,9 @@ def activations_over_time(program: Program, timeline: Timeline) -> list[list[tup
                     raise PentadError(
                         f"the timeline has no {part.key} of rank {rank}, which program {program.name} has"
                     )
-                changes.append((span.start if part.op is Op.F else span.end, SHARE[part.op] / program.chunks))
+                changes.append(
+                    (span.start if part.op is Op.F else span.end, SHARE[part.op] / (program.chunks * program.slices))
+                )
         found.append(_summed(changes))
     return found
 
