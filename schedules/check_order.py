@@ -126,9 +126,11 @@ def _prove_complete(program: Program) -> None:
     columns, rows, compute = program.columns, program.lookup, _compute(program)
     cells = program.stages * program.pieces
     bits = np.bincount(rows.cell(compute), _BIT[columns.op[compute]], cells).astype(int)
-    apart = columns.rank[rows.backward] != columns.rank[rows.forward]
-    apart |= columns.rank[rows.weight] != columns.rank[rows.forward]
-    wrong = np.flatnonzero((bits != 1 + 8) & (bits != 1 + 2 + 4) | apart)
+    whole = (bits == 1 + 8) | (bits == 1 + 2 + 4)
+    there = np.flatnonzero(whole)
+    f, b, w = (columns.rank[table[there]] for table in (rows.forward, rows.backward, rows.weight))
+    whole[there] &= (f == b) & (f == w)
+    wrong = np.flatnonzero(~whole)
     if len(wrong):
         stage, mb = divmod(int(wrong[0]), program.pieces)
         found = compute[rows.cell(compute) == wrong[0]]

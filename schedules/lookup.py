@@ -96,5 +96,5 @@ class Lookup:
     def _of_all(self, wanted: Array) -> Array:
         rows = np.flatnonzero(wanted & self.sound)
         found = np.full(self.stages * self.pieces, -1)
-        found[self.cell(rows)] = rows
+        found[self.cell(rows)[::-1]] = rows[::-1]
         return found

@@ -21,8 +21,13 @@ from pentad.schedules.program import Program
 
 EACH = 90
 SIZES = [(2, 3), (2, 4), (3, 4), (4, 8)]
-PROGRAMS = [(name, *size, gated) for name in CATALOGUE for size in SIZES for gated in (False, True)]
-PROGRAMS = [(name, *rest) for name, *rest in PROGRAMS if allows(name, rest[0], rest[1])]
+PROGRAMS = [
+    (name, ranks, microbatches, gated)
+    for name in CATALOGUE
+    for ranks, microbatches in SIZES
+    for gated in (False, True)
+    if allows(name, ranks, microbatches)
+]
 SLICED = [("seq", p, m, gated) for p, m in [(2, 1), (2, 2), (2, 3), (3, 2)] for gated in (False, True)]
 # What follows from other waits, from order on lanes or from what other ranks do is still to be said where it is needed.
 ASKED = re.compile(r"which comes after it$|does not wait for \w+$|does not wait first|refills slot \d+")

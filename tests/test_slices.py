@@ -11,7 +11,7 @@ from seq import backwards, seq_order
 from pentad.schedules.check import check, peak_activations
 from pentad.schedules.compiler import lower
 from pentad.schedules.costs import Costs
-from pentad.schedules.instruction import Instruction, Key, Op
+from pentad.schedules.instruction import Instruction, Key, Op, units_of
 from pentad.schedules.memory import activations_over_time
 from pentad.schedules.order import ScheduleError, compute_times, inputs_of
 from pentad.schedules.program import Program
@@ -107,15 +107,17 @@ def test_a_slice_before_the_one_it_reads_is_refused() -> None:
 def test_slices_of_one_sequence_stay_on_one_rank() -> None:
     """Two ranks hold the only stage, and each runs one slice."""
     own = lowered(1, 1, 2).streams[0]
-    streams = tuple(tuple(u for u in own if u.parts[0].microbatch in (-1, piece)) for piece in (0, 1))
-    streams = tuple(tuple(u._replace(waits=_kept(u.waits, piece)) for u in s) for piece, s in enumerate(streams))
+    streams = tuple(
+        tuple(
+            part._replace(waits=tuple(key._replace(microbatch=min(key.microbatch, piece)) for key in part.waits))
+            for part in units_of(own)
+            if part.microbatch in (-1, piece)
+        )
+        for piece in (0, 1)
+    )
     program = Program("apart", streams, ((0,), (0,)), 1, slices=2)
     with pytest.raises(ScheduleError, match=r"0BW0 reads 0BW1 of rank 1, but slices of one sequence stay together"):
         check(program, replicas=2)
-
-
-def _kept(waits: tuple[Key, ...], piece: int) -> tuple[Key, ...]:
-    return tuple(key if key.microbatch < 0 else key._replace(microbatch=piece) for key in waits)
 
 
 @pytest.mark.parametrize("slices", [0, -1])
