@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pentad.schedules.columns import CODE, Array
-from pentad.schedules.events import IS_RECEIVE, IS_SEND, channels, following
+from pentad.schedules.events import following
 from pentad.schedules.instruction import Op
-from pentad.schedules.lookup import IS_BACKWARD
+from pentad.schedules.lookup import IS_BACKWARD, IS_RECEIVE
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.program import Program
 
@@ -118,8 +118,7 @@ def _results(program: Program) -> tuple[Array, Array, Array]:
     here = columns.rank[reader] == columns.rank[made]
     op = np.repeat([CODE[Op.SEND_F], CODE[Op.SEND_B]], [len(f), len(b)])
     send = rows.rows(columns.rank[made], op, columns.stage[made], columns.microbatch[made])
-    sends = np.flatnonzero(IS_SEND[columns.op])
-    after = _next(columns.rows, sends, channels(columns)[0][sends])
+    after = _next(columns.rows, rows.transfers[0], rows.channel[rows.transfers[0]])
     # What is both read here and sent, or neither, has no one end.
     used = np.where(here, np.where(send < 0, reader, -1), send)
     return made, used, np.where(here, used, after[used])

@@ -12,7 +12,7 @@ from pentad.schedules.buffers import prove_buffers
 from pentad.schedules.check_data import behind, prove_data, prove_slots, prove_waits
 from pentad.schedules.check_order import prove_order
 from pentad.schedules.columns import OPS, Array
-from pentad.schedules.events import channels, collectives, events_of, transfers
+from pentad.schedules.events import collectives, events_of
 from pentad.schedules.finish import last_weights
 from pentad.schedules.grid import order_grid
 from pentad.schedules.instruction import SENDS, Key, Op
@@ -116,17 +116,15 @@ def _prove_reduced(
 
 
 def _prove_transfers(program: Program) -> None:
-    columns = program.columns
-    sends, receives = transfers(columns)
-    out, into = channels(columns)
+    columns, channel = program.columns, program.lookup.channel
+    sends, receives = program.lookup.transfers
     shift = np.where(columns.op[sends] == OPS.index(Op.SEND_F), 1, -1)
-    right = len(sends) == len(receives) and np.array_equal(out[sends], into[receives])
-    if right and (columns.stage[sends] + shift == columns.stage[receives]).all():
-        right = np.array_equal(columns.microbatch[sends], columns.microbatch[receives])
-        if right:
+    if len(sends) == len(receives) and np.array_equal(channel[sends], channel[receives]):
+        same = columns.stage[sends] + shift == columns.stage[receives]
+        if (same & (columns.microbatch[sends] == columns.microbatch[receives])).all():
             return
-    for channel in dict.fromkeys(np.maximum(out, into)[np.sort(np.concatenate((sends, receives)))].tolist()):
-        _prove_channel(program, channel, sends[out[sends] == channel], receives[into[receives] == channel])
+    for one in dict.fromkeys(channel[np.sort(np.concatenate((sends, receives)))].tolist()):
+        _prove_channel(program, one, sends[channel[sends] == one], receives[channel[receives] == one])
 
 
 def _prove_channel(program: Program, channel: int, sends: Array, receives: Array) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from pentad.schedules.columns import CODE, Array
-from pentad.schedules.events import IS_RECEIVE, IS_SEND
 from pentad.schedules.instruction import Op
-from pentad.schedules.lookup import IS_BACKWARD, IS_COMPUTE
+from pentad.schedules.lookup import IS_BACKWARD, IS_COMPUTE, IS_RECEIVE, IS_SEND
 from pentad.schedules.order import ScheduleError, reads
 from pentad.schedules.program import Program
 

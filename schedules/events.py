@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from pentad.schedules.columns import Array, Columns, among
-from pentad.schedules.instruction import COLLECTIVES, RECEIVES, SENDS, Instruction, Op
+from pentad.schedules.instruction import COLLECTIVES, Instruction, Op
 from pentad.schedules.levels import Graph, Levels, levels
+from pentad.schedules.lookup import IS_RECEIVE, IS_SEND
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.program import Program
 
 COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
-IS_SEND, IS_RECEIVE, IS_COLLECTIVE = among(SENDS), among(RECEIVES), among(COLLECTIVES)
+IS_COLLECTIVE = among(COLLECTIVES)
 ON_COMPUTE = ~(IS_SEND | IS_RECEIVE | IS_COLLECTIVE | among(COPIES))  # runs on the compute lane
 _LANE = among(COLLECTIVES) * 1 + among({Op.ALL_GATHER}) + among(COPIES) * 3  # of what is no transfer, by op
-_FORWARD = among({Op.SEND_F, Op.RECV_F})
 Collectives = dict[tuple[str, tuple[int, ...]], dict[int, list[int]]]
 
 
@@ -50,14 +50,14 @@ def events_of(program: Program, *, issued: bool = False) -> Events:
     """
     columns = program.columns
     together = np.arange(len(columns.unit_row))
-    sends, receives = transfers(columns)
+    sends, receives = program.lookup.transfers
     together[columns.unit[receives]] = columns.unit[sends]
     for sides in collectives(program).values():
         first, *others = sides.values()
         for rows in others:
             together[columns.unit[rows]] = columns.unit[first]
     unit, event = np.unique(together, return_inverse=True)
-    edges = [_lanes(columns), _channels(columns, sends), _waits(program, issued=issued)]
+    edges = [_lanes(columns), _channels(program), _waits(program, issued=issued)]
     if issued:
         edges.append(_hosts(columns))
     earlier, later = (event[np.concatenate(ends)] for ends in zip(*edges, strict=True))
@@ -71,23 +71,6 @@ def proven_events(program: Program) -> Events:
     if len(events.order) < events.graph.events:
         raise ScheduleError("the program deadlocks: its events wait for each other")
     return events
-
-
-def channels(columns: Columns) -> tuple[Array, Array]:
-    """Communicator of every row that sends or receives, as a number: (kind, source, target); -1 for other rows."""
-    receives = IS_RECEIVE[columns.op]
-    source, target = np.where(receives, (columns.peer, columns.rank), (columns.rank, columns.peer))
-    number = (_FORWARD[columns.op] * columns.ranks + source) * columns.ranks + target
-    return np.where(IS_SEND[columns.op], number, -1), np.where(receives, number, -1)
-
-
-def transfers(columns: Columns) -> tuple[Array, Array]:
-    """Rows of sends and of receives, by channel and then in the order of their streams: the k-th meets the k-th."""
-    found = []
-    for channel in channels(columns):
-        rows = np.flatnonzero(channel >= 0)
-        found.append(rows[np.argsort(channel[rows], kind="stable")])
-    return found[0], found[1]
 
 
 def collectives(program: Program) -> Collectives:
@@ -109,9 +92,10 @@ def _lanes(columns: Columns) -> tuple[Array, Array]:
     return following(units, lane)
 
 
-def _channels(columns: Columns, sends: Array) -> tuple[Array, Array]:
+def _channels(program: Program) -> tuple[Array, Array]:
     """Sends that follow each other: the lane of a receive is that of its send."""
-    return following(columns.unit[sends], channels(columns)[0][sends])
+    sends, _ = program.lookup.transfers
+    return following(program.columns.unit[sends], program.lookup.channel[sends])
 
 
 def following(units: Array, lane: Array) -> tuple[Array, Array]:

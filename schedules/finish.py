@@ -47,9 +47,11 @@ def last_weights(program: Program) -> dict[tuple[int, int], tuple[int, Key]]:
     """(rank, stage) -> position and key of the last weight gradient there."""
     columns = program.columns
     rows = np.flatnonzero(IS_WEIGHT[columns.op])
-    _, last = np.unique((columns.rank[rows] * program.stages + columns.stage[rows])[::-1], return_index=True)
+    holding = program.lookup.holding(columns.rank[rows], columns.stage[rows])
+    last = np.full(holding.max(initial=-1) + 1, -1)
+    last[holding] = rows
     found = {}
-    for row in rows[::-1][last].tolist():
+    for row in last[last >= 0].tolist():
         rank, at = columns.place(row)
         found[rank, int(columns.stage[row])] = at, columns.key(row)
     return found

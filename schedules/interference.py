@@ -9,8 +9,8 @@ from math import isnan, nan
 import numpy as np
 
 from pentad.schedules.columns import Array
-from pentad.schedules.events import IS_COLLECTIVE, IS_RECEIVE, IS_SEND, Events
-from pentad.schedules.lookup import IS_COMPUTE
+from pentad.schedules.events import IS_COLLECTIVE, Events
+from pentad.schedules.lookup import IS_COMPUTE, IS_RECEIVE, IS_SEND
 from pentad.schedules.program import Program
 
 _NONE = -1

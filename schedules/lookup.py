@@ -7,12 +7,14 @@ from functools import cached_property
 import numpy as np
 
 from pentad.schedules.columns import CODE, OPS, Array, Columns, among
-from pentad.schedules.instruction import COMPUTE, Op
+from pentad.schedules.instruction import COMPUTE, RECEIVES, SENDS, Op
 
 _B, _F = CODE[Op.B], CODE[Op.F]
 IS_COMPUTE = among(COMPUTE)
 IS_BACKWARD = among({Op.B, Op.BW})
 IS_WEIGHT = among({Op.W, Op.BW})
+IS_SEND, IS_RECEIVE = among(SENDS), among(RECEIVES)
+_FORWARD = among({Op.SEND_F, Op.RECV_F})
 
 
 class Lookup:
@@ -92,6 +94,22 @@ class Lookup:
         """Whether each row has a stage and a microbatch that there are."""
         stage, mb = self.columns.stage, self.columns.microbatch
         return (stage >= 0) & (stage < self.stages) & (mb >= 0) & (mb < self.pieces)
+
+    @cached_property
+    def channel(self) -> Array:
+        """Communicator of every row that sends or receives, as a number: (whether forward, source, target)."""
+        columns = self.columns
+        source, target = np.where(IS_RECEIVE[columns.op], (columns.peer, columns.rank), (columns.rank, columns.peer))
+        return (_FORWARD[columns.op] * columns.ranks + source) * columns.ranks + target
+
+    @cached_property
+    def transfers(self) -> tuple[Array, Array]:
+        """Rows of sends and of receives, by channel and then in the order of streams: the k-th meets the k-th."""
+        found = []
+        for kind in (IS_SEND, IS_RECEIVE):
+            rows = np.flatnonzero(kind[self.columns.op])
+            found.append(rows[np.argsort(self.channel[rows], kind="stable")])
+        return found[0], found[1]
 
     def _of_all(self, wanted: Array) -> Array:
         rows = np.flatnonzero(wanted & self.sound)

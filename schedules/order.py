@@ -84,10 +84,14 @@ def unit_times(program: Program, costs: Costs) -> tuple[Array, Array]:
     columns = program.columns
     count = len(columns.unit_row)
     reader, made = reads(program)
-    reader = columns.unit[reader]
+    # What a rank has from earlier units of its own is there by its order alone.
+    away = (made < 0) | (columns.rank[made] != columns.rank[reader]) | (columns.unit[made] >= columns.unit[reader])
+    reader, made = columns.unit[reader[away]], made[away]
     known = made >= 0
     source, target = columns.rank[made[known]], columns.rank[columns.unit_row[reader[known]]]
-    followers = np.setdiff1d(np.arange(1, count), columns.unit_first)
+    follows = np.ones(count + 1, bool)
+    follows[columns.unit_first] = False
+    followers = np.flatnonzero(follows)
     # What nothing makes is an event that waits for itself.
     earlier = np.concatenate((followers - 1, columns.unit[made[known]], reader[~known]))
     later = np.concatenate((followers, reader[known], reader[~known]))

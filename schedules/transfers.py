@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -41,11 +42,10 @@ def add_transfers(program: Program, costs: Costs, *, gated: bool) -> Program:
     sends, sent_at = _sends(columns, moves)
     receives = _receives(program, moves, forward, gated=gated)
     arrives = columns.waiting(moves.used, receives.op, receives.stage, receives.microbatch)
-    added = sends + receives
     places = np.concatenate((sent_at, np.append(columns.unit_row, columns.rows)[moves.place]))
     ranks = columns.rank[np.concatenate((np.sort(moves.made), moves.used))]
-    order = np.lexsort((places, ranks))  # of one place, the sends of the unit before it come first
-    return program.with_columns(woven(arrives, added.take(added.first, order), ranks[order], places[order]))
+    # Of one place, the sends of the unit before it come first.
+    return program.with_columns(woven(arrives, sends + receives, ranks, places))
 
 
 def _moves(program: Program, costs: Costs, *, gated: bool) -> _Moves:
@@ -112,15 +112,21 @@ def _rows(like: Columns, rows: Array, op: Array, peer: Array, slot: Array) -> Co
 def _slots(pools: Array, places: Array, leaves: Array) -> tuple[Array, Array]:
     """The lowest slot of its pool that is free at its place for each receive, and the one that had it before (-1: none
     had). A slot is free at the places behind the unit that reads it last."""
-    slots, befores = [], []
-    free: dict[int, list[tuple[int, int]]] = {}  # pool -> (slot, the receive that had it last)
-    held: dict[int, list[tuple[int, int, int]]] = {}  # pool -> (unit that reads it last, slot, receive)
-    for number, (pool, place, leave) in enumerate(zip(pools.tolist(), places.tolist(), leaves.tolist(), strict=True)):
-        idle, busy = free.setdefault(pool, []), held.setdefault(pool, [])
-        while busy and busy[0][0] < place:
-            heapq.heappush(idle, heapq.heappop(busy)[1:])
-        slot, before = heapq.heappop(idle) if idle else (len(busy), -1)
-        heapq.heappush(busy, (leave, slot, number))
-        slots.append(slot)
-        befores.append(before)
+    count = len(pools)
+    # All that happens in a pool, in order: a receive takes a slot, and gives it back when it has been read.
+    moments = np.concatenate((2 * places + 1, 2 * (leaves + 1)))
+    happens = np.lexsort((moments, np.concatenate((pools, pools)))).tolist()
+    slots, befores = [0] * count, [-1] * count
+    for first, end in pairwise(np.concatenate(([0], 2 * np.bincount(pools).cumsum())).tolist()):
+        idle: list[int] = []
+        holders: list[int] = []  # by slot
+        for event in happens[first:end]:
+            if event >= count:
+                heappush(idle, slots[event - count])
+            elif idle:
+                slots[event] = slot = heappop(idle)
+                befores[event], holders[slot] = holders[slot], event
+            else:
+                slots[event] = len(holders)
+                holders.append(event)
     return np.array(slots, int), np.array(befores, int)

@@ -22,24 +22,22 @@ def insert(
     position stays in the order in which it is given. Raises KeyError for a wait of an instruction that is not there.
     """
     columns = _waiting(program, waits or {})
-    added = pack([tuple(part for _, _, part in additions)])
-    unit_first = columns.unit_first
-    rows = np.append(columns.unit_row, columns.rows)
-    ends = [int(unit_first[rank]) + at for rank, at, _ in additions]
-    places = rows[np.array(ends, int)]
     ranks = np.array([rank for rank, _, _ in additions], int)
-    order = np.lexsort((places, ranks))
-    added = added.take(added.first, order)
-    return program.with_columns(woven(columns, added, ranks[order], places[order]))
+    units = columns.unit_first[ranks] + np.array([at for _, at, _ in additions], int)
+    places = np.append(columns.unit_row, columns.rows)[units]
+    added = pack([tuple(part for _, _, part in additions)])
+    return program.with_columns(woven(columns, added, ranks, places))
 
 
 def woven(columns: Columns, added: Columns, ranks: Array, places: Array) -> Columns:
-    """The k-th of the added rows stands on `ranks[k]` before what was row `places[k]`; both never fall."""
+    """The k-th of the added rows stands on `ranks[k]` before what was row `places[k]`, behind others of that place that
+    come before it."""
     joined = columns + added
+    order = np.lexsort((places, ranks))
     at = np.zeros(joined.rows, bool)
-    at[places + np.arange(added.rows)] = True
+    at[places[order] + np.arange(added.rows)] = True
     rows = np.empty(joined.rows, int)
-    rows[at] = np.arange(columns.rows, joined.rows)
+    rows[at] = columns.rows + order
     rows[~at] = np.arange(columns.rows)
     grown = np.concatenate(([0], np.cumsum(np.bincount(ranks, minlength=columns.ranks))))
     return joined.take(columns.first + grown, rows)
