@@ -79,7 +79,7 @@ def test_with_activations_alone_the_peak_is_that_in_microbatches(
     program = compiled(name, ranks, microbatches, gated=gated)
     size, stages = 1000 * program.chunks, program.stages
     sizes = Sizes(0, (size,) * stages, (size // 2,) * stages, (0,) * stages)
-    whole = size * program.chunks
+    whole = size * program.chunks * program.slices
     assert peak_bytes(program, sizes) == [peak * whole for peak in peak_activations(program)]
 
 
