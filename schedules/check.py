@@ -73,46 +73,45 @@ def peak_activations(program: Program) -> list[float]:
 
 def _prove_ending(program: Program, replicas: int) -> None:
     """Lowered programs only: ALL_REDUCE of every shared stage, NORM behind them and behind all compute, then STEP."""
-    columns, weights = program.columns, last_weights(program)
-    ranks = np.arange(program.ranks)
-    norm, step = (program.lookup.rows(ranks, OPS.index(op), -1, ranks * 0 - 1) for op in (Op.NORM, Op.STEP))
+    columns, ranks = program.columns, np.arange(program.ranks)
+    norm, step = (program.lookup.rows(ranks, OPS.index(op), -1, np.full(len(ranks), -1)) for op in (Op.NORM, Op.STEP))
+    compute = np.flatnonzero(IS_COMPUTE[columns.op])
+    last = np.append(compute, -1)[np.searchsorted(compute, columns.first[1:]) - 1]
+    waited = behind(program, norm, last) | (last < columns.first[:-1])
     for rank in range(program.ranks):
         if norm[rank] < 0 or step[rank] < 0:
             missing = "NORM" if norm[rank] < 0 else "STEP"
             raise ScheduleError(f"rank {rank} has no {missing}", rank, len(program.streams[rank]) - 1)
         if columns.key(norm[rank]) not in columns.waits(step[rank]):
             raise ScheduleError(f"rank {rank}: STEP does not wait for NORM", *columns.place(step[rank]))
-        compute = columns.first[rank] + np.flatnonzero(IS_COMPUTE[columns.op[slice(*columns.first[rank : rank + 2])]])
-        if len(compute) and not behind(program, norm[[rank]], compute[-1:])[0]:
-            text = f"rank {rank}: NORM does not wait for {columns.key(compute[-1])}"
+        if not waited[rank]:
+            text = f"rank {rank}: NORM does not wait for {columns.key(last[rank])}"
             raise ScheduleError(text, *columns.place(norm[rank]))
-        for stage in program.placement[rank]:
-            shared = replicas > 1 or len(program.holders(stage)) > 1
-            _prove_reduced(program, rank, stage, int(norm[rank]), weights if shared else None)
+    _prove_reduced(program, replicas, [set(columns.waits(row)) for row in norm])
 
 
-def _prove_reduced(
-    program: Program, rank: int, stage: int, norm: int, weights: dict[tuple[int, int], tuple[int, Key]] | None
-) -> None:
-    """`weights` are the last ones of every (rank, stage), none for a stage that no other rank holds."""
-    columns = program.columns
-    key = Key(Op.ALL_REDUCE, stage, -1)
-    row = int(program.lookup.rows(np.array([rank]), OPS.index(key.op), stage, np.array([-1]))[0])
-    if weights is None:
-        if row >= 0:
+def _prove_reduced(program: Program, replicas: int, normed: list[set[Key]]) -> None:
+    """`normed` are the keys that the NORM of each rank waits for."""
+    columns, weights = program.columns, last_weights(program)
+    held = [(rank, stage) for rank, stages in enumerate(program.placement) for stage in stages]
+    ranks, stages = (np.array(part) for part in zip(*held, strict=True))
+    rows = program.lookup.rows(ranks, OPS.index(Op.ALL_REDUCE), stages, np.full(len(held), -1))
+    final = np.array([weights.get(place, -1) for place in held])
+    waited = behind(program, rows, final) | (final < 0)
+    for k, (rank, stage) in enumerate(held):
+        key, shared = Key(Op.ALL_REDUCE, stage, -1), replicas > 1 or len(program.holders(stage)) > 1
+        if rows[k] >= 0 and not shared:
             text = f"rank {rank} reduces the gradients of stage {stage}, which no other rank holds"
-            raise ScheduleError(text, *columns.place(row))
-        return
-    if row < 0:
-        text = f"rank {rank} never reduces the gradients of stage {stage}"
-        raise ScheduleError(text, rank, len(program.streams[rank]) - 1)
-    if (rank, stage) in weights:
-        _, final = weights[rank, stage]
-        last = program.lookup.weight[[stage * program.pieces + final.microbatch]]
-        if not behind(program, np.array([row]), last)[0]:
-            raise ScheduleError(f"rank {rank}: {key} does not wait for {final}", *columns.place(row))
-    if key not in columns.waits(norm):
-        raise ScheduleError(f"rank {rank}: NORM does not wait for {key}", *columns.place(norm))
+            raise ScheduleError(text, *columns.place(rows[k]))
+        if rows[k] < 0 and shared:
+            text = f"rank {rank} never reduces the gradients of stage {stage}"
+            raise ScheduleError(text, rank, len(program.streams[rank]) - 1)
+        if shared and not waited[k]:
+            text = f"rank {rank}: {key} does not wait for {columns.key(final[k])}"
+            raise ScheduleError(text, *columns.place(rows[k]))
+        if shared and key not in normed[rank]:
+            norm = program.lookup.rows(np.array([rank]), OPS.index(Op.NORM), -1, np.array([-1]))[0]
+            raise ScheduleError(f"rank {rank}: NORM does not wait for {key}", *columns.place(norm))
 
 
 def _prove_transfers(program: Program) -> None:
