@@ -59,8 +59,8 @@ def _moves(program: Program, costs: Costs, *, gated: bool) -> _Moves:
     for rank, (a, b) in enumerate(zip(columns.unit_first, columns.unit_first[1:], strict=False)):
         mine = target == rank
         place[mine] = _due(starts[a:b], ends[a:b], sent[mine], after=gated) + a
-    name = _NAMES[columns.op[made]]
-    order = np.lexsort((columns.microbatch[made], columns.stage[made], name, source, sent, place, target))
+    first = (source * len(OPS) + _NAMES[columns.op[made]]) * program.stages * program.pieces + program.lookup.cell(made)
+    order = np.lexsort((first, sent, place))
     return _Moves(made[order], used[order], place[order])
 
 
@@ -115,7 +115,8 @@ def _slots(pools: Array, places: Array, leaves: Array) -> tuple[Array, Array]:
     count = len(pools)
     # All that happens in a pool, in order: a receive takes a slot, and gives it back when it has been read.
     moments = np.concatenate((2 * places + 1, 2 * (leaves + 1)))
-    happens = np.lexsort((moments, np.concatenate((pools, pools)))).tolist()
+    later = moments.max(initial=0) + 1
+    happens = np.argsort(np.concatenate((pools, pools)) * later + moments, kind="stable").tolist()
     slots, befores = [0] * count, [-1] * count
     for first, end in pairwise(np.concatenate(([0], 2 * np.bincount(pools).cumsum())).tolist()):
         idle: list[int] = []
