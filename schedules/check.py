@@ -75,9 +75,11 @@ def peak_activations(program: Program) -> list[float]:
 def _prove_ending(program: Program, replicas: int) -> None:
     """Lowered programs only: every shared stage is reduced, NORM behind that and behind all compute, then STEP: behind
     NORM, or behind what NORM waits for where the step is validated later."""
-    columns, weights = program.columns, last_weights(program)
-    ranks = np.arange(program.ranks)
-    norm, step = (program.lookup.rows(ranks, OPS.index(op), -1, ranks * 0 - 1) for op in (Op.NORM, Op.STEP))
+    columns, ranks = program.columns, np.arange(program.ranks)
+    norm, step = (program.lookup.rows(ranks, OPS.index(op), -1, np.full(len(ranks), -1)) for op in (Op.NORM, Op.STEP))
+    compute = np.flatnonzero(IS_COMPUTE[columns.op])
+    last = np.append(compute, -1)[np.searchsorted(compute, columns.first[1:]) - 1]
+    waited = behind(program, norm, last) | (last < columns.first[:-1])
     for rank in range(program.ranks):
         if norm[rank] < 0 or step[rank] < 0:
             missing = "NORM" if norm[rank] < 0 else "STEP"
@@ -88,47 +90,44 @@ def _prove_ending(program: Program, replicas: int) -> None:
         if ahead != is_validated(program):
             has = "no " * ahead + "VALIDATE"
             raise ScheduleError(f"rank {rank} has {columns.key(norm[rank])} with {has}", *columns.place(norm[rank]))
-        compute = columns.first[rank] + np.flatnonzero(IS_COMPUTE[columns.op[slice(*columns.first[rank : rank + 2])]])
-        if len(compute) and not behind(program, norm[[rank]], compute[-1:])[0]:
-            text = f"rank {rank}: NORM does not wait for {columns.key(compute[-1])}"
-            raise ScheduleError(text, *columns.place(norm[rank]))
-        if len(compute) and step[rank] < compute[-1]:
-            text = f"rank {rank}: STEP comes before {columns.key(compute[-1])}"
+        if step[rank] < last[rank]:
+            text = f"rank {rank}: STEP comes before {columns.key(last[rank])}"
             raise ScheduleError(text, *columns.place(step[rank]))
-        ends = [int(norm[rank]), int(step[rank])] if ahead else [int(norm[rank])]
-        for stage in program.placement[rank]:
-            shared = replicas > 1 or len(program.holders(stage)) > 1
-            _prove_reduced(program, rank, stage, ends, weights if shared else None)
+        if not waited[rank]:
+            text = f"rank {rank}: NORM does not wait for {columns.key(last[rank])}"
+            raise ScheduleError(text, *columns.place(norm[rank]))
+    _prove_reduced(program, replicas, [(row, set(columns.waits(row))) for row in norm])
+    if is_validated(program):
+        _prove_reduced(program, replicas, [(row, set(columns.waits(row))) for row in step])
 
 
-def _prove_reduced(
-    program: Program, rank: int, stage: int, ends: list[int], weights: dict[tuple[int, int], tuple[int, Key]] | None
-) -> None:
-    """`weights` are the last ones of every (rank, stage), none for a stage that no other rank holds; `ends` are the
-    rows that want whole gradients."""
-    columns = program.columns
-    rows = [
-        int(program.lookup.rows(np.array([rank]), OPS.index(op), stage, np.array([-1]))[0])
+def _prove_reduced(program: Program, replicas: int, ends: list[tuple[int, set[Key]]]) -> None:
+    """`ends[rank]` is the row that wants whole gradients, with the keys that it waits for."""
+    columns, weights = program.columns, last_weights(program)
+    held = [(rank, stage) for rank, stages in enumerate(program.placement) for stage in stages]
+    ranks, stages = (np.array(part) for part in zip(*held, strict=True))
+    whole, scattered = (
+        program.lookup.rows(ranks, OPS.index(op), stages, np.full(len(held), -1))
         for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
-    ]
-    row = max(rows)
-    key = Key(Op.REDUCE_SCATTER if rows[0] < 0 <= rows[1] else Op.ALL_REDUCE, stage, -1)
-    if weights is None:
-        if row >= 0:
+    )
+    rows = np.where(whole < 0, scattered, whole)
+    final = np.array([weights.get(place, -1) for place in held])
+    waited = behind(program, rows, final) | (final < 0)
+    for k, (rank, stage) in enumerate(held):
+        key = columns.key(rows[k]) if rows[k] >= 0 else Key(Op.ALL_REDUCE, stage, -1)
+        shared = replicas > 1 or len(program.holders(stage)) > 1
+        if rows[k] >= 0 and not shared:
             text = f"rank {rank} reduces the gradients of stage {stage}, which no other rank holds"
-            raise ScheduleError(text, *columns.place(row))
-        return
-    if row < 0:
-        text = f"rank {rank} never reduces the gradients of stage {stage}"
-        raise ScheduleError(text, rank, len(program.streams[rank]) - 1)
-    if (rank, stage) in weights:
-        _, final = weights[rank, stage]
-        last = program.lookup.weight[[stage * program.pieces + final.microbatch]]
-        if not behind(program, np.array([row]), last)[0]:
-            raise ScheduleError(f"rank {rank}: {key} does not wait for {final}", *columns.place(row))
-    for end in ends:
-        if key not in columns.waits(end):
-            raise ScheduleError(f"rank {rank}: {columns.key(end)} does not wait for {key}", *columns.place(end))
+            raise ScheduleError(text, *columns.place(rows[k]))
+        if rows[k] < 0 and shared:
+            text = f"rank {rank} never reduces the gradients of stage {stage}"
+            raise ScheduleError(text, rank, len(program.streams[rank]) - 1)
+        if shared and not waited[k]:
+            text = f"rank {rank}: {key} does not wait for {columns.key(final[k])}"
+            raise ScheduleError(text, *columns.place(rows[k]))
+        end, keys = ends[rank]
+        if shared and key not in keys:
+            raise ScheduleError(f"rank {rank}: {columns.key(end).op} does not wait for {key}", *columns.place(end))
 
 
 def _prove_transfers(program: Program) -> None:

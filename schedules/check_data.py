@@ -124,9 +124,9 @@ def behind(program: Program, rows: Array, last: Array) -> Array:
 
 
 def _awaits(program: Program, rows: Array, holds: Callable[[Array, Array], Array]) -> Array:
-    """Whether one wait of each row is such that `holds(waits, positions in rows)`."""
+    """Whether one wait of each row is such that `holds(waits, positions in rows)`; none is of row -1."""
     first = program.columns.wait_first
-    counts = first[rows + 1] - first[rows]
+    counts = np.where(rows < 0, 0, first[rows + 1] - first[rows])
     k = np.repeat(np.arange(len(rows)), counts)
     waits = np.arange(len(k)) + np.repeat(first[rows] - counts.cumsum() + counts, counts)
     return np.bincount(k[holds(waits, k)], minlength=len(rows)) > 0

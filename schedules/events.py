@@ -56,7 +56,8 @@ def events_of(program: Program, *, issued: bool = False) -> Events:
         first, *others = sides.values()
         for rows in others:
             together[columns.unit[rows]] = columns.unit[first]
-    unit, event = np.unique(together, return_inverse=True)
+    own = together == np.arange(len(together))
+    unit, event = np.flatnonzero(own), (np.cumsum(own) - 1)[together]
     edges = [_lanes(columns), _channels(program), _waits(program, issued=issued), _chain(program)]
     if issued:
         edges.append(_hosts(columns))

@@ -22,14 +22,15 @@ def add_reduce(program: Program, *, replicas: int, scatter: bool = False) -> Pro
     Ranks that hold the same stages reduce them in the order of their numbers, whatever finishes first, since a
     collective meets its partner by position.
     """
-    last, op = last_weights(program), Op.REDUCE_SCATTER if scatter else Op.ALL_REDUCE
+    columns, last = program.columns, last_weights(program)
+    op = Op.REDUCE_SCATTER if scatter else Op.ALL_REDUCE
     additions: list[Addition] = []
     for rank, stages in enumerate(program.placement):
         place = 0
         for stage in sorted(stages):
             if replicas > 1 or len(program.holders(stage)) > 1:
-                at, key = last[rank, stage]
-                place = max(place, at + 1)
+                row = last[rank, stage]
+                place, key = max(place, columns.place(row)[1] + 1), columns.key(row)
                 additions.append((rank, place, Instruction(op, stage, group=f"stage{stage}", waits=(key,))))
     return insert(program, additions)
 
@@ -55,15 +56,13 @@ def whole_gradients(program: Program) -> list[tuple[Key, tuple[Key, ...]]]:
     return found
 
 
-def last_weights(program: Program) -> dict[tuple[int, int], tuple[int, Key]]:
-    """(rank, stage) -> position and key of the last weight gradient there."""
+def last_weights(program: Program) -> dict[tuple[int, int], int]:
+    """(rank, stage) -> row of the last weight gradient there."""
     columns = program.columns
     rows = np.flatnonzero(IS_WEIGHT[columns.op])
     holding = program.lookup.holding(columns.rank[rows], columns.stage[rows])
     last = np.full(holding.max(initial=-1) + 1, -1)
     last[holding] = rows
-    found = {}
-    for row in last[last >= 0].tolist():
-        rank, at = columns.place(row)
-        found[rank, int(columns.stage[row])] = at, columns.key(row)
-    return found
+    found = last[last >= 0]
+    places = zip(columns.rank[found].tolist(), columns.stage[found].tolist(), strict=True)
+    return dict(zip(places, found.tolist(), strict=True))

@@ -45,19 +45,20 @@ def levels(graph: Graph) -> Levels:
     if graph.width < WIDE:
         return Levels(_one_by_one(first.tolist(), after.tolist(), left.tolist()), [])
     found, bounds = [], [0]
-    seen = np.zeros(graph.events, int)
+    seen, numbers = np.zeros(graph.events, int), np.arange(len(after) + 1)
     degree = np.diff(first)
     ready = np.flatnonzero(left == 0)
     while len(ready):
         found.append(ready)
         bounds.append(bounds[-1] + len(ready))
-        counts = degree[ready]
+        counts = degree.take(ready)
         ends = counts.cumsum()
-        later = after[np.arange(ends[-1]) + (first[ready] - ends + counts).repeat(counts)]
+        later = after.take(numbers[: ends[-1]] + (first.take(ready) - ends + counts).repeat(counts))
         np.subtract.at(left, later, 1)
-        free = later[left[later] == 0]
-        seen[free] = mine = np.arange(len(free))
-        ready = free[seen[free] == mine]
+        free = later[left.take(later) == 0]
+        mine = numbers[: len(free)]
+        seen[free] = mine
+        ready = free[seen.take(free) == mine]  # each but once
     return Levels(np.concatenate(found) if found else np.zeros(0, int), bounds)
 
 

@@ -65,8 +65,8 @@ def _moves(program: Program, costs: Costs, *, gated: bool, validated: bool) -> _
         opening = _first_backwards(columns)
         late = columns.unit[made] >= opening[source]
         place = np.where(late, np.maximum(place, opening[target]), np.minimum(place, opening[target]))
-    name = _NAMES[columns.op[made]]
-    order = np.lexsort((columns.microbatch[made], columns.stage[made], name, source, sent, late, place, target))
+    first = (source * len(OPS) + _NAMES[columns.op[made]]) * program.stages * program.pieces + program.lookup.cell(made)
+    order = np.lexsort((first, sent, late, place))
     return _Moves(made[order], used[order], place[order])
 
 
@@ -127,7 +127,8 @@ def _slots(pools: Array, places: Array, leaves: Array) -> tuple[Array, Array]:
     count = len(pools)
     # All that happens in a pool, in order: a receive takes a slot, and gives it back when it has been read.
     moments = np.concatenate((2 * places + 1, 2 * (leaves + 1)))
-    happens = np.lexsort((moments, np.concatenate((pools, pools)))).tolist()
+    later = moments.max(initial=0) + 1
+    happens = np.argsort(np.concatenate((pools, pools)) * later + moments, kind="stable").tolist()
     slots, befores = [0] * count, [-1] * count
     for first, end in pairwise(np.concatenate(([0], 2 * np.bincount(pools).cumsum())).tolist()):
         idle: list[int] = []

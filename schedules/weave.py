@@ -33,7 +33,7 @@ def woven(columns: Columns, added: Columns, ranks: Array, places: Array) -> Colu
     """The k-th of the added rows stands on `ranks[k]` before what was row `places[k]`, behind others of that place that
     come before it."""
     joined = columns + added
-    order = np.lexsort((places, ranks))
+    order = np.argsort(places + ranks, kind="stable")  # the end of a rank's rows is where those of the next start
     at = np.zeros(joined.rows, bool)
     at[places[order] + np.arange(added.rows)] = True
     rows = np.empty(joined.rows, int)

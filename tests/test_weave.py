@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pentad.schedules.columns import pack
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Instruction, Key, Op, Unit, units_of
-from pentad.schedules.mesh import Mesh
 from pentad.schedules.program import Program, Streams
 from pentad.schedules.weave import insert
 
@@ -77,8 +77,6 @@ def test_streams_are_what_they_were_packed_from(name: str, ranks: int, microbatc
     assert Program(program.name, streams, program.placement, microbatches, program.chunks) == program
 
 
-def test_ranks_of_a_mesh_that_differ_in_other_axes_only_share_a_stream() -> None:
-    mesh = Mesh(dp=64, pp=16, cp=2, tp=8)
-    program = compile_program("interleaved", 16, 32, replicas=64)
-    assert mesh.size == 16_384
-    assert len({id(program.streams[mesh.coordinates(rank).pp]) for rank in range(mesh.size)}) == 16
+def test_a_number_that_no_program_has_is_refused_in_one_sentence() -> None:
+    with pytest.raises(PentadError, match=r"^an instruction has the number 2147483648, but at most 2147483647 can be "):
+        Program("wide", ((Instruction(Op.F, 0, 2**31),),), ((0,),), 1)
