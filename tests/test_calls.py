@@ -31,6 +31,7 @@ class Ranks:
         self.plan, self.seconds, self.now = plan, seconds, 0.0
         self.asked: list[tuple] = []
         self.open: list[tuple] = []
+        self.kept: list[StepResult] = []  # the account of the newest step, while that is open
         self.actors: list = []
         self.epoch = 1
         self.ahead = 0
@@ -45,8 +46,8 @@ class Ranks:
             self.ahead = max(self.ahead, len(self.open))
         return [call]
 
-    def submit_run(self, first: int, count: int) -> list[tuple]:
-        return self._submit("run", first, count)
+    def submit_run(self, first: int, count: int, *, more: bool = False) -> list[tuple]:
+        return self._submit("run", first, count, more)
 
     def submit_save(self, folder: Path, step: int) -> list[tuple]:
         assert folder.name == f"step-{step:08d}"
@@ -65,9 +66,12 @@ class Ranks:
             assert call == self.open.pop(0)
         if call in self.broken:
             raise self.broken[call]
+        if call[0] == "save":
+            assert not self.kept, "a checkpoint is of steps that are accounted for"
         if call[0] != "run":
             return [[{"of": 0, "bytes": 1}], [{"of": 1, "bytes": 2}]] if call[0] == "save" else [None]
-        steps = [self._step(step) for step in range(call[1], call[1] + call[2])]
+        steps = [*self.kept, *(self._step(step) for step in range(call[1], call[1] + call[2]))]
+        steps, self.kept = (steps[:-1], steps[-1:]) if call[3] else (steps, [])
         return [steps] * self.plan.mesh.size
 
     def _step(self, step: int) -> StepResult:
@@ -100,6 +104,7 @@ def run(tmp_path: Path) -> Run:
             history, wishes = History(plan, 1, keep=2), Wishes()
             calls = Calls(config, ranks, news, history, interrupts, wishes, first, first, lambda: False)  # type: ignore[arg-type]
             calls.run()
+        assert not ranks.kept
         steps = [row["step"] for row in read_lines(folder.path / METRICS)]
         assert steps == list(range(first, calls.done))
         return ranks, calls
@@ -108,7 +113,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def runs(ranks: Ranks) -> list[tuple[int, int]]:
-    return [(call[1], call[2]) for call in ranks.asked if call[0] == "run"]
+    return [(call[1], call[2]) for call in ranks.asked if call[0] == "run" and call[2]]
 
 
 @pytest.mark.parametrize("every", [0, 1, 4, 7])
