@@ -96,7 +96,7 @@ class Calls:
         every, step = self.config.checkpoint.every, self.submitted
         ending, paused = self.ending, self.wishes.paused
         due = step > self.saved and (ending or (every and step % every == 0) or self.wishes.wants_checkpoint)
-        if self.open and (due or ending or paused):
+        if self.open and (due or ending or paused):  # only steps follow upon one that is open
             self.open = False
             return Call(self.group.submit_run(step, 0), step)
         if due:

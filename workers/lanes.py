@@ -104,10 +104,10 @@ class CudaLanes:
         self.issued: Counter[str] = Counter()
 
     def begin(self) -> None:
+        self.ended.clear()
         zero = self._event()
         zero.record(self.clock)
         zero.synchronize()
-        self.ended.clear()
         self.steps.append(Issued(zero, time.monotonic(), []))
         before = self._event()  # slots and send buffers of the step before are free when its compute has ended
         before.record(self.compute)
