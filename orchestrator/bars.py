@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from pentad.schedules.palette import ink, look
+from pentad.schedules.grid import letter
+from pentad.schedules.palette import LOOKS, ink, look
 from pentad.schedules.timeline import Span, Timeline
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_LETTERS = {letter(op): op for op in LOOKS}
 _CELL = re.compile(r"[A-Za-z]+\d+|-+|\.|\s+")
 
 
@@ -68,7 +70,7 @@ def _row(spans: list[Span], first: float, scale: float, width: int, coloured: bo
         if end <= max(start, at):
             continue
         row.append((" " if coloured else ".") * (start - at))
-        label = f"{span.op}{span.microbatch}"
+        label = f"{letter(span.op)}{span.microbatch}"
         label = label.lower() if span.stage != own else label
         size = end - max(start, at)
         shown = label if len(label) <= size else label[:1]
@@ -84,7 +86,7 @@ def _coloured_line(line: str) -> Text:
     for cell in _CELL.findall(line):
         if cell[0].isalpha():
             op = cell.rstrip("0123456789")
-            style = _style(op.upper(), int(cell[len(op) :]))
+            style = _style(_LETTERS[op.upper()], int(cell[len(op) :]))
         text.append(cell, style if cell[0].isalnum() or cell[0] == "-" else "")
     return text
 

@@ -17,6 +17,7 @@ from pentad.orchestrator.sections import (
     ClusterSection,
     DataSection,
     ElasticSection,
+    MemorySection,
     MeshSection,
     MetricsSection,
     ModelSection,
@@ -29,9 +30,11 @@ from pentad.orchestrator.sections import (
 from pentad.orchestrator.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.auto import AUTO, refuse_chosen
 from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.schedules.compiler import add_savings
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import split_layers
-from pentad.schedules.shape import Options
+from pentad.schedules.program import Program
+from pentad.schedules.shape import Options, Savings
 
 
 class RunConfig(Section):
@@ -45,6 +48,7 @@ class RunConfig(Section):
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
     precision: PrecisionSection = PrecisionSection()
+    memory: MemorySection = MemorySection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
     metrics: MetricsSection = MetricsSection()
@@ -82,7 +86,20 @@ class RunConfig(Section):
         if self.batch.sequence_length % program.slices:
             wanted = f"a divisor of batch.sequence_length = {self.batch.sequence_length}"
             raise ValueError(f"schedule.slices is {program.slices}, wanted {wanted}")
+        self._require_savings(program)
         return self
+
+    def _require_savings(self, program: Program) -> None:
+        stages = self.memory.recompute_stages or []
+        if stages and self.schedule.name == AUTO:
+            raise ValueError(f"memory.recompute_stages is {stages}, but schedule.name auto places them, wanted null")
+        if stages and max(stages) >= program.stages:
+            wanted = f"stages 0 to {program.stages - 1} of schedule {program.name}"
+            raise ValueError(f"memory.recompute_stages is {stages}, wanted {wanted}")
+        try:
+            add_savings(program, self.savings(program.stages))
+        except PentadError as error:
+            raise ValueError(f"memory.offload_keep is {self.memory.offload_keep:g}: {error}") from None
 
     @property
     def options(self) -> Options:
@@ -92,6 +109,18 @@ class RunConfig(Section):
         if asked.slices is not None or found is None or found.slices == 1:
             return asked
         return asked._replace(slices=next(k for k in range(found.slices, 0, -1) if not self.batch.sequence_length % k))
+
+    def savings(self, stages: int) -> Savings:
+        """What a program of so many stages does to need less memory."""
+        again = frozenset(stage for stage, mode in enumerate(self.modes(stages)) if mode != "none")
+        return Savings(recompute=again, keep=self.memory.offload_keep)
+
+    def modes(self, stages: int) -> tuple[str, ...]:
+        """What each of so many stages recomputes (see Plan); empty where none does."""
+        mode, chosen = self.memory.recompute, self.memory.recompute_stages
+        if mode == "none":
+            return ()
+        return tuple(mode if chosen is None or stage in chosen else "none" for stage in range(stages))
 
 
 def load(path: Path | None, overrides: list[str]) -> RunConfig:

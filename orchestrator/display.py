@@ -189,6 +189,10 @@ def facts_table(plan: Plan) -> Table:
     table.add_row(" mesh", f"{plan.mesh}: {plan.mesh.size} ranks, {kinds}")
     parts = f"{program.microbatches} microbatches of {b.rows}" + f" in {program.slices} slices" * (program.slices > 1)
     table.add_row(" program", f"{program.name}, {parts}, hash {program.hash[:12]}")
+    if plan.recompute:
+        stages = [stage for stage, mode in enumerate(plan.recompute) if mode != "none"]
+        where = "" if len(stages) == program.stages else f" of stages {', '.join(map(str, stages))}"
+        table.add_row(" recompute", f"{max(plan.recompute, key=('none', 'selective', 'full').index)}{where}")
     return table
 
 
@@ -210,8 +214,9 @@ def memory_line(plan: Plan) -> RenderableType:
     """What the fullest rank's memory is for."""
     fullest = max(range(plan.mesh.size), key=lambda rank: memory(plan, rank)["total"])
     parts = memory(plan, fullest)
-    total = parts.pop("total")
+    total, host = parts.pop("total"), parts.pop("host")
     text = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
+    text += f"; {size(host)} on its host" if host else ""
     return Padding(Text(f"rank {fullest} is the fullest with {size(total)}: {text}", "dim"), (0, 1))
 
 

@@ -135,6 +135,31 @@ class PrecisionSection(Section):
     deterministic: bool = Field(default=True, description="whether two runs must have the same bits, at some speed")
 
 
+class MemorySection(Section):
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="what is computed again instead of kept; selective: norms and the widest product; full: all of F",
+    )
+    recompute_stages: list[NonNegative] | None = Field(
+        default=None, min_length=1, description="pipeline stages that recompute; null: all"
+    )
+    offload_keep: Positive | None = Field(
+        default=None,
+        description="activations that stay on a device, in microbatches of a whole rank; others wait on the host; "
+        "null: all stay",
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> MemorySection:
+        if self.recompute_stages is not None and self.recompute == "none":
+            found = f"memory.recompute_stages is {self.recompute_stages}, but memory.recompute is none"
+            raise ValueError(f"{found}, wanted selective or full")
+        if self.offload_keep is not None and self.recompute == "selective":
+            found = f"memory.offload_keep is {self.offload_keep:g}, but memory.recompute is selective"
+            raise ValueError(f"{found}, wanted none or full")
+        return self
+
+
 class CheckpointSection(Section):
     every: NonNegative = Field(default=0, description="steps between checkpoints; 0: only at the end or at a stop")
     keep: Count = Field(default=2, description="newest checkpoints kept")

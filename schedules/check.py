@@ -10,7 +10,7 @@ from pentad.schedules.check_validation import check_validation
 from pentad.schedules.graph import Node, build, cycle, meetings
 from pentad.schedules.grid import order_grid
 from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, Unit, units_of
-from pentad.schedules.memory import SHARE
+from pentad.schedules.memory import changes_of
 from pentad.schedules.order import ScheduleError, backward_ops, inputs_of
 from pentad.schedules.program import Program, Stream
 from pentad.schedules.validation import VALIDATE
@@ -69,12 +69,15 @@ def _check_order(program: Program) -> None:
 
 
 def peak_activations(program: Program) -> list[float]:
-    """Most activations each rank keeps at once, in microbatches of a whole rank; B frees half of one, W the rest."""
+    """Most activations each rank keeps at once, in microbatches of a whole rank; B frees half of one, W the rest.
+
+    Nothing is kept of what is recomputed, from F to RECOMPUTE, or away on the host.
+    """
     peaks = []
     for stream in program.streams:
         held = peak = 0.0
-        for part in units_of(stream):
-            held += SHARE.get(part.op, 0.0)
+        for _, share in changes_of(stream):
+            held += share
             peak = max(peak, held)
         peaks.append(peak / (program.chunks * program.slices))
     return peaks

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pentad.schedules.costs import Costs
-from pentad.schedules.instruction import COMPUTE, Instruction, Op
+from pentad.schedules.instruction import Instruction, Op
 from pentad.schedules.program import Program
-from pentad.schedules.timeline import Timeline
+from pentad.schedules.timeline import COMPUTE, Timeline
 
 Cell = tuple[float, float, str]
 
 
 def time_grid(program: Program, timeline: Timeline, costs: Costs) -> str:
-    """Compute over time, one cell the shortest instruction, `.` idle; BW is drawn as B then W.
+    """Compute over time, one cell the shortest instruction, `.` idle; BW is drawn as B then W, RECOMPUTE as R.
 
     Letters are capital for a rank's first chunk or for microbatches that enter at rank 0, lower case for the others;
     the numbers count microbatches of that direction.
@@ -48,7 +48,7 @@ def _cells(program: Program, timeline: Timeline, costs: Costs, rank: int) -> lis
             middle = span.start + costs.on(rank, Instruction(Op.B, span.stage, span.microbatch))
             cells += [(span.start, middle, label("B")), (middle, span.end, label("W"))]
         else:
-            cells.append((span.start, span.end, label(span.op)))
+            cells.append((span.start, span.end, label(letter(span.op))))
     return cells
 
 
@@ -58,6 +58,11 @@ def _label(program: Program, rank: int, stage: int, microbatch: int) -> Callable
     second = microbatch >= program.microbatches // 2 if mirrored else own.index(stage) > 0
     number = microbatch - program.microbatches // 2 if mirrored and second else microbatch
     return lambda op: f"{op.lower() if second else op}{number}"
+
+
+def letter(op: str) -> str:
+    """What stands for an op of compute in a drawing."""
+    return "R" if op == Op.RECOMPUTE else op
 
 
 def _sampled(cells: list[Cell], unit: float, columns: int) -> list[str]:

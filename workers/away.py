@@ -19,18 +19,13 @@ class Away:
     """What one rank has on the host, piece by piece. `send` and `bring_back` are called on the lane of copies.
 
     Buffers on the host are used again by size: the lane's order keeps one copy from another. On a CPU both sides are
-    the same memory, and the copies as real.
+    the same memory, and the copies are as real.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self.compute = lanes.compute if isinstance(lanes, CudaLanes) else None
         self.held: dict[Piece, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
         self.spare: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size
-
-    @property
-    def bytes(self) -> int:
-        """On the host at this moment, spare buffers left out."""
-        return sum(there.nbytes for pairs in self.held.values() for _, there in pairs)
 
     def send(self, piece: Piece, storages: list[torch.UntypedStorage]) -> None:
         """OFFLOAD: copies the storages and empties them; the piece's forward has ended on this lane."""
