@@ -10,7 +10,7 @@ from reference_model import Trained, train
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
-from pentad.schedules.shape import Options
+from pentad.schedules.shape import Options, Savings
 from pentad.workers.corpus import open_corpus
 from pentad.workers.samples import microbatch
 
@@ -29,8 +29,14 @@ def plan_of(
     *,
     clip: float = 0.5,
     validated: bool = False,
+    recompute: str = "none",
+    keep: float | None = None,
 ) -> Plan:
-    program = compile_program(name, pp, microbatches, replicas=dp, validated=validated, options=Options(slices=slices))
+    asked = {"replicas": dp, "validated": validated, "options": Options(slices=slices)}
+    program = compile_program(name, pp, microbatches, **asked)
+    again = frozenset(range(program.stages) if recompute != "none" else ())
+    if again or keep is not None:
+        program = compile_program(name, pp, microbatches, **asked, savings=Savings(recompute=again, keep=keep))
     return Plan(
         name="exact",
         mesh=Mesh(dp=dp, pp=pp),
@@ -45,6 +51,7 @@ def plan_of(
         dtype=dtype,
         device="cpu",
         transport="gloo",
+        recompute=(recompute,) * program.stages if again else (),
     )
 
 
