@@ -1,7 +1,7 @@
 """OFFLOAD and RELOAD: activations wait in the host's memory while others need the device's.
 
-What is moved is memory, not tensors: a storage is emptied and later filled again under the tensors that view it, some of
-which only autograd's graph of attention knows.
+What is moved is memory, not tensors: a storage is emptied and later filled again under the tensors that view it, some
+of which only autograd's graph of attention knows.
 """
 
 from __future__ import annotations

@@ -109,9 +109,7 @@ class Stage:
         for (weights, gradients), past in zip(reversed(self.layers), reversed(pasts), strict=True):
             # popped, so that what W does not need is freed before the next layer needs memory
             rotation, roots, leaves = self.rotations[number], kept.roots, kept.leaves
-            dy, more = layer.backward(
-                weights, gradients, self.model, rotation, past, roots.pop(), leaves.pop(), dy
-            )
+            dy, more = layer.backward(weights, gradients, self.model, rotation, past, roots.pop(), leaves.pop(), dy)
             work += more
         tokens = kept.given.tokens
         if tokens is not None:
@@ -155,9 +153,7 @@ class Stage:
             kept = kept if mode == "full" else kept._replace(ending=ending)
         return branch, stream, kept, losses
 
-    def _end(
-        self, branch: torch.Tensor, stream: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[Ending, torch.Tensor]:
+    def _end(self, branch: torch.Tensor, stream: torch.Tensor, targets: torch.Tensor) -> tuple[Ending, torch.Tensor]:
         normed, entry, scale = rms_norm(branch, self.weights["norm"], self.model.norm_eps, stream)
         logits = torch.mm(normed, self.weights["head"].t())
         losses, lse = cross_entropy(logits, targets)
