@@ -46,7 +46,7 @@ def legend(ops: Sequence[str], *, coloured: bool) -> Text:
     """'F forward  B backward, input ...' for the ops that a drawing has."""
     text = Text()
     for op in ops:
-        text.append(f" {op} ", _style(op, 0) if coloured else "bold")
+        text.append(f" {letter(op)} ", _style(op, 0) if coloured else "bold")
         text.append(f" {look(op).label}   ", "dim")
     return text
 

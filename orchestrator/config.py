@@ -30,11 +30,9 @@ from pentad.orchestrator.sections import (
 from pentad.orchestrator.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.auto import AUTO, refuse_chosen
 from pentad.schedules.catalogue import CATALOGUE, generate
-from pentad.schedules.compiler import add_savings
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import split_layers
-from pentad.schedules.program import Program
-from pentad.schedules.shape import Options, Savings
+from pentad.schedules.shape import Options
 
 
 class RunConfig(Section):
@@ -86,20 +84,8 @@ class RunConfig(Section):
         if self.batch.sequence_length % program.slices:
             wanted = f"a divisor of batch.sequence_length = {self.batch.sequence_length}"
             raise ValueError(f"schedule.slices is {program.slices}, wanted {wanted}")
-        self._require_savings(program)
+        self.memory.require(program, placed=schedule.name != AUTO)
         return self
-
-    def _require_savings(self, program: Program) -> None:
-        stages = self.memory.recompute_stages or []
-        if stages and self.schedule.name == AUTO:
-            raise ValueError(f"memory.recompute_stages is {stages}, but schedule.name auto places them, wanted null")
-        if stages and max(stages) >= program.stages:
-            wanted = f"stages 0 to {program.stages - 1} of schedule {program.name}"
-            raise ValueError(f"memory.recompute_stages is {stages}, wanted {wanted}")
-        try:
-            add_savings(program, self.savings(program.stages))
-        except PentadError as error:
-            raise ValueError(f"memory.offload_keep is {self.memory.offload_keep:g}: {error}") from None
 
     @property
     def options(self) -> Options:
@@ -109,18 +95,6 @@ class RunConfig(Section):
         if asked.slices is not None or found is None or found.slices == 1:
             return asked
         return asked._replace(slices=next(k for k in range(found.slices, 0, -1) if not self.batch.sequence_length % k))
-
-    def savings(self, stages: int) -> Savings:
-        """What a program of so many stages does to need less memory."""
-        again = frozenset(stage for stage, mode in enumerate(self.modes(stages)) if mode != "none")
-        return Savings(recompute=again, keep=self.memory.offload_keep)
-
-    def modes(self, stages: int) -> tuple[str, ...]:
-        """What each of so many stages recomputes (see Plan); empty where none does."""
-        mode, chosen = self.memory.recompute, self.memory.recompute_stages
-        if mode == "none":
-            return ()
-        return tuple(mode if chosen is None or stage in chosen else "none" for stage in range(stages))
 
 
 def load(path: Path | None, overrides: list[str]) -> RunConfig:
@@ -179,7 +153,7 @@ def _put(raw: dict[str, Any], override: str) -> None:
         raise PentadError(_unknown(key))
     section, _, name = key.partition(".")
     value = load_yaml(text, f"override {override}")
-    if isinstance(value, (dict, list)):
+    if isinstance(value, dict):
         raise PentadError(f"{key} is {_shown(value)}, wanted a single value (quotes make text of it)")
     if isinstance(raw.setdefault(section, {}), dict):  # anything else is refused with the file's other mistakes
         raw[section][name] = value
@@ -217,6 +191,8 @@ def _wanted(error: ErrorDetails) -> str:
             return "true or false"
         case "model_type":
             return f"a mapping with keys such as {_first_key(str(error['loc'][0]))}"
+        case "list_type":
+            return "a list such as [0, 1]"
         case "string_pattern_mismatch":
             return "letters, digits, '_', '-' and '.', the first no '-' or '.'"
         case "string_too_long":

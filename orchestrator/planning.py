@@ -37,7 +37,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     chosen = _chosen(config, model, batch, device, dtype)
     order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
     layers = split_layers(model.layers, order.placement, model.head_in_layers(batch.length))
-    costs = guess_costs(model, layers, batch, device, dtype, order.slices, config.modes(order.stages))
+    costs = guess_costs(model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages))
     program = compile_program(
         order.name,
         order.ranks,
@@ -47,7 +47,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         replicas=mesh.dp,
         validated=config.schedule.post_validation,
         options=options,
-        savings=config.savings(order.stages),
+        savings=config.memory.savings(order.stages),
         order=chosen,
     )
     optimizer = _optimizer(config)
@@ -67,7 +67,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         transport=transport,
         deterministic=config.precision.deterministic,
         fingerprint=fingerprint,
-        recompute=config.modes(order.stages),
+        recompute=config.memory.modes(order.stages),
     )
 
 

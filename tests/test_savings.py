@@ -8,7 +8,7 @@ import pytest
 from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE
-from pentad.schedules.check import check
+from pentad.schedules.check import check, peak_activations
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
@@ -130,6 +130,7 @@ def test_all_of_it_together_is_proven():
     savings = Savings(zero=3, gathered=2, recompute=frozenset({0, 5}), keep=2.0)
     for validated in (False, True):
         program = with_savings("interleaved", 4, 8, savings, 3, validated=validated)
+        assert max(peak_activations(program)) <= 2
         assert {part.op for stream in program.streams for part in units_of(stream)} >= {
             Op.ALL_GATHER, Op.FREE, Op.REDUCE_SCATTER, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD,
         }  # fmt: skip
