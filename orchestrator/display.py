@@ -212,11 +212,12 @@ def seats_table(plan: Plan, seats: Sequence[Seat]) -> Table:
 
 def memory_line(plan: Plan) -> RenderableType:
     """What the fullest rank's memory is for."""
-    fullest = max(range(plan.mesh.size), key=lambda rank: memory(plan, rank)["total"])
-    parts = memory(plan, fullest)
-    total, host = parts.pop("total"), parts.pop("host")
-    text = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
-    text += f"; {size(host)} on its host" if host else ""
+    each = [memory(plan, rank) for rank in range(plan.mesh.size)]
+    fullest = max(range(plan.mesh.size), key=lambda rank: each[rank]["total"])
+    apart = {"total", "host"}
+    text = ", ".join(f"{name} {size(part)}" for name, part in each[fullest].items() if part and name not in apart)
+    total, host = each[fullest]["total"], max(parts["host"] for parts in each)
+    text += f"; up to {size(host)} of a rank's activations wait on its host" if host else ""
     return Padding(Text(f"rank {fullest} is the fullest with {size(total)}: {text}", "dim"), (0, 1))
 
 

@@ -137,10 +137,10 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
 
 def _fit(plan: Plan) -> dict[str, Any]:
     """CPU ranks share this machine's memory; of a GPU that may not be here an H200 is assumed."""
-    totals = [memory(plan, rank)["total"] for rank in range(plan.mesh.size)]
+    each = [memory(plan, rank) for rank in range(plan.mesh.size)]
     if plan.device == "cpu":
-        needed, where = sum(totals), "of this machine"
+        needed, where = sum(parts["total"] + parts["host"] for parts in each), "of this machine"
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        needed, where, available = max(totals), "of an H200 (assumed)", _H200
+        needed, where, available = max(parts["total"] for parts in each), "of an H200 (assumed)", _H200
     return {"ok": needed <= available, "needed": needed, "available": available, "where": where}
