@@ -8,7 +8,6 @@ from math import inf
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
 
-WORK = COMPUTE | {Op.RECOMPUTE}  # what a slow rank is slow at
 WIDEST = 1e6  # beyond, sums of costs lose the small ones
 
 
@@ -104,7 +103,11 @@ class Costs:
             return self.hop(rank, instruction.peer)
         if op in RECEIVES:
             return self.hop(instruction.peer, rank)
-        return self.of(instruction) * self.slow[rank] if self.slow and op in WORK else self.of(instruction)
+        return (
+            self.of(instruction) * self.slow[rank]
+            if self.slow and (op in COMPUTE or op is Op.RECOMPUTE)
+            else self.of(instruction)
+        )
 
     def hop(self, source: int, target: int) -> float:
         """Seconds of a transfer from one pipeline rank to another; 0 to itself."""

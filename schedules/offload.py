@@ -33,10 +33,10 @@ def add_offload(program: Program, keep: float, ahead: int = 2) -> Program:
     """
     added: list[Addition] = []
     waits: dict[tuple[int, Key], list[Key]] = {}
-    whole = program.chunks * program.slices
     for rank, stream in enumerate(program.streams):
         backward = {(p.stage, p.microbatch): p.key for p in units_of(stream) if p.op in (Op.B, Op.BW)}
-        walk = _Walk(stream, keep * whole, ahead)
+        share = program.chunks * program.slices  # activations of a chunk that a whole rank's are
+        walk = _Walk(stream, keep * share, ahead)
         for trip in walk.trips():
             where = (trip.stage, trip.microbatch)
             go, back = Key(Op.OFFLOAD, *where), Key(Op.RELOAD, *where)
@@ -44,7 +44,7 @@ def add_offload(program: Program, keep: float, ahead: int = 2) -> Program:
             added.append((rank, trip.returns, Instruction(*back, waits=(go,))))
             waits[rank, backward[where]] = [back]
         if walk.short:
-            text = f"offload keeps {keep:g} activations, but rank {rank} needs {walk.short / whole:g} at once"
+            text = f"offload keeps {keep:g} activations, but rank {rank} needs {walk.short / share:g} at once"
             raise PentadError(text)
     return insert(program, sorted(added, key=lambda each: (each[1], each[2].op is Op.RELOAD)), waits)
 
