@@ -84,6 +84,8 @@ class Stage:
         branch, stream, self.kept[piece], losses = self._through(piece, Given(received, tokens, targets), self.mode)
         if losses is None:
             return branch + stream
+        if number == 0:  # of a step that is begun once more, what was counted does not count
+            self.loss_sums[microbatch] = 0.0
         self.loss_sums[microbatch].add_(losses.sum())
         return None
 
