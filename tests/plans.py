@@ -10,6 +10,7 @@ from reference_model import Trained, train
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.program import Program
 from pentad.schedules.shape import Options, Savings
 from pentad.workers.corpus import open_corpus
 from pentad.workers.samples import microbatch
@@ -32,11 +33,16 @@ def plan_of(
     recompute: str = "none",
     keep: float | None = None,
 ) -> Plan:
-    asked = {"replicas": dp, "validated": validated, "options": Options(slices=slices)}
-    program = compile_program(name, pp, microbatches, **asked)
+    def compiled(savings: Savings) -> Program:
+        options = Options(slices=slices)
+        return compile_program(
+            name, pp, microbatches, replicas=dp, validated=validated, options=options, savings=savings
+        )
+
+    program = compiled(Savings())
     again = frozenset(range(program.stages) if recompute != "none" else ())
     if again or keep is not None:
-        program = compile_program(name, pp, microbatches, **asked, savings=Savings(recompute=again, keep=keep))
+        program = compiled(Savings(recompute=again, keep=keep))
     return Plan(
         name="exact",
         mesh=Mesh(dp=dp, pp=pp),

@@ -22,8 +22,10 @@ def test_what_spares_memory_is_in_the_program_and_its_drawings(pentad: Pentad, t
     status, out, _ = pentad(*arguments, "--json")
     facts = json.loads(out)
     savings = Savings(3, 2, 1, frozenset({0, 2}), 2.0)
-    asked = {"options": Options(2), "savings": savings, "validated": True, "replicas": 2}
-    program = compile_program("interleaved", 4, 8, costs=Costs.uniform(8, chunks=2), **asked)
+    costs, options = Costs.uniform(8, chunks=2), Options(2)
+    program = compile_program(
+        "interleaved", 4, 8, costs=costs, options=options, savings=savings, validated=True, replicas=2
+    )
     assert (status, facts["hash"]) == (0, program.hash)
     assert max(facts["peak_activations"]) <= 2
     status, out, _ = pentad(*arguments, "--svg", "a.svg", "--html", "a.html", "--grid")

@@ -31,7 +31,7 @@ SCHEDULES = [("1f1b", 5, None), ("zb-h2", 5, None), ("dualpipe", 8, None), ("seq
 
 def runs() -> list[Any]:
     """(schedule, pp, microbatches, slices, mode, keep); the first ones always, the others where time does not count."""
-    always = [("zb-h2", 2, "full", None), ("dualpipe", 2, "selective", None)]
+    always: list[Any] = [("zb-h2", 2, "full", None), ("dualpipe", 2, "selective", None)]
     always += [("seq-1f1b", 4, "full", None), ("1f1b", 4, "none", 2.0)]
     found = []
     for name, m, slices in SCHEDULES:
