@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from pentad.schedules.grid import chunk_of
-from pentad.schedules.palette import GROUNDS, ink, look, shades
+from pentad.schedules.grid import chunk_of, letter
+from pentad.schedules.palette import GROUNDS, LOOKS, ink, look, shades
 from pentad.schedules.timeline import Span, Timeline
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_LETTERS = {letter(op): op for op in LOOKS}
 _CELL = re.compile(r"[A-Za-z]+'*\d+|-+|\.|\s+")
 
 
@@ -46,7 +47,7 @@ def legend(ops: Sequence[str], *, coloured: bool) -> Text:
     """'F forward  B backward, input ...' for the ops that a drawing has."""
     text = Text()
     for op in ops:
-        text.append(f" {op} ", _style(op, 0) if coloured else "bold")
+        text.append(f" {letter(op)} ", _style(op, 0) if coloured else "bold")
         text.append(f" {look(op).label}   ", "dim")
     return text
 
@@ -70,7 +71,7 @@ def _row(spans: list[Span], first: float, scale: float, width: int, coloured: bo
         if end <= max(start, at):
             continue
         row.append((" " if coloured else ".") * (start - at))
-        label = f"{span.op}{span.microbatch}"
+        label = f"{letter(span.op)}{span.microbatch}"
         chunk = stages.index(span.stage)
         label = label.lower() if chunk else label
         size = end - max(start, at)
@@ -90,7 +91,7 @@ def _coloured_line(line: str, chunks: int) -> Text:
     for cell in _CELL.findall(line):
         if cell[0].isalpha():
             op, microbatch = re.split(r"'*(?=\d)", cell, maxsplit=1)
-            style = _style(op.upper(), int(microbatch), chunk_of(cell), chunks)
+            style = _style(_LETTERS[op.upper()], int(microbatch), chunk_of(cell), chunks)
         text.append(cell, style if cell[0].isalnum() or cell[0] == "-" else "")
     return text
 

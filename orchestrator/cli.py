@@ -123,6 +123,16 @@ def schedule(
     costs: Annotated[str, typer.Option(help="F,B,W of one microbatch on a whole rank.")] = "1,1,1",
     comm: Annotated[float, typer.Option(help="Cost of one transfer of a microbatch.")] = 0.0,
     memory_limit: Annotated[float | None, typer.Option(help="Most activations a rank may keep.")] = None,
+    recompute: Annotated[
+        str | None, typer.Option(metavar="STAGES", help="Stages that compute forwards again: all, or such as 0,2.")
+    ] = None,
+    keep: Annotated[float | None, typer.Option(help="Most activations on a device; others wait on the host.")] = None,
+    zero: Annotated[int | None, typer.Option(help="Stage of ZeRO, for two replicas.")] = None,
+    gathered: Annotated[int | None, typer.Option(help="Most stages of a rank that are whole at once (ZeRO 3).")] = None,
+    prefetch: Annotated[int | None, typer.Option(help="Compute units that a gather begins ahead of its use.")] = None,
+    post_validation: Annotated[
+        bool, typer.Option("--post-validation", help="Let a step run ahead of its global norm.")
+    ] = False,
     grid: Annotated[bool, typer.Option("--grid", help="Print the grid (the default without another output).")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a figure.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
@@ -137,7 +147,8 @@ def schedule(
 
     given = {"--svg": svg, "--html": html, "--arrow": arrow, "--csv": csv}
     files = {option: path for option, path in given.items() if path is not None}
-    request = Request(name, ranks, microbatches, chunks, group, costs, comm, memory_limit, slices)
+    sizes = name, ranks, microbatches, chunks, group, costs, comm, memory_limit, slices
+    request = Request(*sizes, recompute, keep, zero, gathered, prefetch, post_validation)
     show_schedule(request, Outputs(files, grid, what_if, as_json, beside), Console())
 
 

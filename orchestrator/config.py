@@ -17,6 +17,7 @@ from pentad.orchestrator.sections import (
     ClusterSection,
     DataSection,
     ElasticSection,
+    MemorySection,
     MeshSection,
     MetricsSection,
     ModelSection,
@@ -45,6 +46,7 @@ class RunConfig(Section):
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
     precision: PrecisionSection = PrecisionSection()
+    memory: MemorySection = MemorySection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
     metrics: MetricsSection = MetricsSection()
@@ -82,6 +84,7 @@ class RunConfig(Section):
         if self.batch.sequence_length % program.slices:
             wanted = f"a divisor of batch.sequence_length = {self.batch.sequence_length}"
             raise ValueError(f"schedule.slices is {program.slices}, wanted {wanted}")
+        self.memory.require(program, placed=schedule.name != AUTO)
         return self
 
     @property
@@ -150,7 +153,7 @@ def _put(raw: dict[str, Any], override: str) -> None:
         raise PentadError(_unknown(key))
     section, _, name = key.partition(".")
     value = load_yaml(text, f"override {override}")
-    if isinstance(value, (dict, list)):
+    if isinstance(value, dict):
         raise PentadError(f"{key} is {_shown(value)}, wanted a single value (quotes make text of it)")
     if isinstance(raw.setdefault(section, {}), dict):  # anything else is refused with the file's other mistakes
         raw[section][name] = value
@@ -188,6 +191,8 @@ def _wanted(error: ErrorDetails) -> str:
             return "true or false"
         case "model_type":
             return f"a mapping with keys such as {_first_key(str(error['loc'][0]))}"
+        case "list_type":
+            return "a list such as [0, 1]"
         case "string_pattern_mismatch":
             return "letters, digits, '_', '-' and '.', the first no '-' or '.'"
         case "string_too_long":

@@ -189,6 +189,10 @@ def facts_table(plan: Plan) -> Table:
     table.add_row(" mesh", f"{plan.mesh}: {plan.mesh.size} ranks, {kinds}")
     parts = f"{program.microbatches} microbatches of {b.rows}" + f" in {program.slices} slices" * (program.slices > 1)
     table.add_row(" program", f"{program.name}, {parts}, hash {program.hash[:12]}")
+    if plan.recompute:
+        stages = [stage for stage, mode in enumerate(plan.recompute) if mode != "none"]
+        where = "" if len(stages) == program.stages else f" of stages {', '.join(map(str, stages))}"
+        table.add_row(" recompute", f"{max(plan.recompute, key=('none', 'selective', 'full').index)}{where}")
     return table
 
 
@@ -208,10 +212,12 @@ def seats_table(plan: Plan, seats: Sequence[Seat]) -> Table:
 
 def memory_line(plan: Plan) -> RenderableType:
     """What the fullest rank's memory is for."""
-    fullest = max(range(plan.mesh.size), key=lambda rank: memory(plan, rank)["total"])
-    parts = memory(plan, fullest)
-    total = parts.pop("total")
-    text = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
+    each = [memory(plan, rank) for rank in range(plan.mesh.size)]
+    fullest = max(range(plan.mesh.size), key=lambda rank: each[rank]["total"])
+    apart = {"total", "host"}
+    text = ", ".join(f"{name} {size(part)}" for name, part in each[fullest].items() if part and name not in apart)
+    total, host = each[fullest]["total"], max(parts["host"] for parts in each)
+    text += f"; up to {size(host)} of a rank's activations wait on its host" if host else ""
     return Padding(Text(f"rank {fullest} is the fullest with {size(total)}: {text}", "dim"), (0, 1))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from pentad.orchestrator.activations import BYTES, peaks, shares
 from pentad.schedules.costs import Costs
 from pentad.schedules.instruction import RECEIVES, Op, units_of
 from pentad.schedules.plan import BatchShape, ModelShape, Plan
@@ -18,35 +19,42 @@ from pentad.schedules.program import Program
 from pentad.schedules.timeline import Timeline
 from pentad.schedules.validation import is_validated
 
-BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 # Dense bf16 FLOP/s without sparsity, from the makers' data sheets (SXM modules), by what CUDA calls the device.
 PEAKS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Guesses of what a rank attains: FLOP/s, memory and link bytes/s, seconds before a transfer and a launch."""
+    """Guesses of what a rank attains: FLOP/s, bytes/s of memory, of links to other ranks and of that to the host,
+    seconds before a transfer and a launch."""
 
     flops: float
     memory: float
     link: float
+    host: float
     latency: float
     launch: float
 
 
 # Only to start with, until a run has measured: an H200 with NVLink, and one CPU core with transfers through memory.
 GUESSES = {
-    "cuda": Rates(flops=400e12, memory=4e12, link=300e9, latency=10e-6, launch=15e-6),
-    "cpu": Rates(flops=20e9, memory=10e9, link=1e9, latency=100e-6, launch=50e-6),
+    "cuda": Rates(flops=400e12, memory=4e12, link=300e9, host=50e9, latency=10e-6, launch=15e-6),
+    "cpu": Rates(flops=20e9, memory=10e9, link=1e9, host=5e9, latency=100e-6, launch=50e-6),
 }
 
 
 def guess_costs(
-    model: ModelShape, layers: Sequence[tuple[int, int]], batch: BatchShape, device: str, dtype: str, slices: int = 1
+    model: ModelShape,
+    layers: Sequence[tuple[int, int]],
+    batch: BatchShape,
+    device: str,
+    dtype: str,
+    slices: int = 1,
+    modes: Sequence[str] = (),
 ) -> Costs:
     """Seconds from FLOPs and bytes at assumed rates (GUESSES); embedding and head count to the first and last stage.
 
-    Slices of a sequence have even shares, as they have of attention on average.
+    Slices of a sequence have even shares, as they have of attention on average. `modes` are the plan's of recompute.
     """
     rates = GUESSES[device]
     tokens = batch.rows * batch.length // slices
@@ -61,6 +69,11 @@ def guess_costs(
         forward.append(linear + (end - first) * square + last)
         backward.append(linear + (end - first) * 2.5 * square + last)  # five products where F had two
         weight.append(linear + last + (lookup if first == 0 else 0.0))
+    kept = [shares(model, layers, stage, tokens, dtype, slices) for stage in range(len(layers))]
+    again = tuple(
+        seconds if mode == "full" else 4 * tokens * (end - first) * model.hidden * model.ffn / rates.flops
+        for (first, end), seconds, mode in zip(layers, forward, modes, strict=False)  # no modes, no costs
+    )
     held = max(_stage_parameters(model, first, end) for first, end in layers) * BYTES["float32"]
     ring = 2 * held * (batch.replicas - 1) / batch.replicas / rates.link
     return Costs(
@@ -72,7 +85,15 @@ def guess_costs(
         norm=2 * rates.latency + held / rates.memory,
         step=7 * held / rates.memory,  # reads master, m, v, gradient; writes master, m, v
         launch=rates.launch,
+        recompute=again,
+        offload=tuple(rates.latency + (of.roots + of.leaves - of.still) / rates.host for of in kept),
     )
+
+
+def costs_of(plan: Plan) -> Costs:
+    """The guess of a plan's costs."""
+    sizes = plan.model, plan.layers, plan.batch
+    return guess_costs(*sizes, plan.device, plan.dtype, plan.program.slices, plan.recompute)
 
 
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:
@@ -95,6 +116,10 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
     forward, backward, weight = (tuple(of(op, s) for s in range(program.stages)) for op in (Op.F, Op.B, Op.W))
     if not all((*forward, *backward, *weight)):
         return None
+    stages = range(program.stages)
+    recompute, offload = (
+        tuple(of(op, s) if (op, s) in seconds else 0.0 for s in stages) for op in (Op.RECOMPUTE, Op.OFFLOAD)
+    )
     return Costs(
         forward,
         backward,
@@ -103,6 +128,8 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
         reduce=shortest(Op.ALL_REDUCE),
         norm=shortest(Op.NORM),
         step=shortest(Op.STEP),
+        recompute=recompute if any(recompute) else (),
+        offload=offload if any(offload) else (),
     )
 
 
@@ -130,86 +157,24 @@ def utilisation(tokens_per_second: float, plan: Plan, device_name: str) -> float
 def memory(plan: Plan, rank: int) -> dict[str, int]:
     """Bytes of a rank of the mesh at the program's peak; workspaces and results on their way are not counted.
 
-    'parameters' are in the compute dtype, 'master' is 0 where those are the master weights themselves.
+    'parameters' are in the compute dtype, 'master' is 0 where those are the master weights themselves. 'host' is what
+    OFFLOAD takes there, no part of the total.
     """
     stream = plan.program.streams[plan.mesh.coordinates(rank).pp]
     compute = BYTES[plan.dtype]
     main = max(compute, BYTES["float32"])
     held = sum(_stage_parameters(plan.model, *plan.layers[stage]) for stage in plan.stages_of(rank))
+    activations, away = peaks(plan, rank)
     slots = len({(part.op, part.slot) for part in units_of(stream) if part.op in RECEIVES})
     found = {
         "parameters": held * compute,
         "master": held * main if main != compute or is_validated(plan.program) else 0,
         "gradients": held * main,
         "optimizer": 2 * held * main,
-        "activations": _peak_activations(plan, rank),
+        "activations": activations,
         "slots": slots * plan.piece_tokens * plan.model.hidden * compute,
     }
-    return {**found, "total": sum(found.values())}
-
-
-def _peak_activations(plan: Plan, rank: int) -> int:
-    """Most bytes kept at once, walking the stream: F keeps some, B trades them for what W needs, W frees those."""
-    held = peak = 0
-    slices = plan.program.slices
-    for part in units_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
-        if part.op not in (Op.F, Op.B, Op.W, Op.BW):
-            continue
-        saved, deferred = _saved(plan, part.stage), _deferred(plan, part.stage)
-        room, gradients = _past(plan, part.stage)
-        first, last = part.microbatch % slices == 0, (part.microbatch + 1) % slices == 0
-        held += room * (first and part.op is Op.F) + gradients * (last and part.op in (Op.B, Op.BW))
-        match part.op:
-            case Op.F:
-                held += saved
-            case Op.B:
-                held += deferred - saved
-            case Op.W:
-                held -= deferred
-            case Op.BW:
-                peak = max(peak, held + deferred - saved)
-                held -= saved
-        peak = max(peak, held)
-        held -= (room + gradients) * (first and part.op in (Op.B, Op.BW))
-    return peak
-
-
-def _saved(plan: Plan, stage: int) -> int:
-    """Bytes that B needs of F, a layer: two streams, two normed, q, k, v, attention out twice, gate and up, scales."""
-    m, wide = plan.model, plan.model.heads * plan.model.head_dim
-    narrow = m.kv_heads * m.head_dim
-    layer = (4 * m.hidden + 3 * wide + 2 * narrow + 2 * m.ffn) * BYTES[plan.dtype] + 4 * (2 + m.heads)
-    return plan.piece_tokens * (_layers(plan, stage) * layer + _ending(plan, stage))
-
-
-def _deferred(plan: Plan, stage: int) -> int:
-    """Bytes that W needs of B, a layer: (x, dY) of the four products."""
-    m, wide = plan.model, plan.model.heads * plan.model.head_dim
-    narrow = m.kv_heads * m.head_dim
-    layer = (4 * m.hidden + 2 * wide + 2 * narrow + 3 * m.ffn) * BYTES[plan.dtype]
-    return plan.piece_tokens * (_layers(plan, stage) * layer + _ending(plan, stage))
-
-
-def _past(plan: Plan, stage: int) -> tuple[int, int]:
-    """Bytes that the slices of a microbatch share: keys and values of whole sequences from the first F to the last B,
-    their gradients in main precision from the first B on, but for the last slice."""
-    slices = plan.program.slices
-    if slices == 1:
-        return 0, 0
-    pairs = 2 * plan.model.kv_heads * plan.model.head_dim * _layers(plan, stage) * plan.piece_tokens
-    compute = BYTES[plan.dtype]
-    return slices * pairs * compute, (slices - 1) * pairs * max(compute, BYTES["float32"])
-
-
-def _ending(plan: Plan, stage: int) -> int:
-    """Bytes a token that the last stage's head keeps: logits (later their gradient) and the normed stream."""
-    last = stage == plan.program.stages - 1
-    return (plan.model.vocab + plan.model.hidden) * BYTES[plan.dtype] if last else 0
-
-
-def _layers(plan: Plan, stage: int) -> int:
-    first, end = plan.layers[stage]
-    return end - first
+    return {**found, "total": sum(found.values()), "host": away}
 
 
 def _stage_parameters(model: ModelShape, first: int, end: int) -> int:

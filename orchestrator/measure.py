@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from pentad.orchestrator.estimate import guess_costs, read_costs, utilisation
+from pentad.orchestrator.estimate import costs_of, read_costs, utilisation
 from pentad.schedules.costs import Costs
 from pentad.schedules.plan import Plan
 from pentad.schedules.simulate import simulate
@@ -30,7 +30,7 @@ class History:
         self.plan, self.epoch, self.keep, self.device_name = plan, epoch, keep, device_name
         self.offsets = offsets or (0.0,) * plan.mesh.size
         self.recent: deque[tuple[Span, ...]] = deque(maxlen=max(keep, COST_STEPS))
-        self.costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices)
+        self.costs = costs_of(plan)
         self.measured: Costs | None = None
         self.end: float | None = None
 

@@ -37,7 +37,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     chosen = _chosen(config, model, batch, device, dtype)
     order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
     layers = split_layers(model.layers, order.placement, model.head_in_layers(batch.length))
-    costs = guess_costs(model, layers, batch, device, dtype, order.slices)
+    costs = guess_costs(model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages))
     program = compile_program(
         order.name,
         order.ranks,
@@ -47,6 +47,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         replicas=mesh.dp,
         validated=config.schedule.post_validation,
         options=options,
+        savings=config.memory.savings(order.stages),
         order=chosen,
     )
     optimizer = _optimizer(config)
@@ -66,6 +67,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         transport=transport,
         deterministic=config.precision.deterministic,
         fingerprint=fingerprint,
+        recompute=config.memory.modes(order.stages),
     )
 
 
@@ -102,6 +104,8 @@ def smaller(config: RunConfig, ranks: int) -> RunConfig | None:
         changed = config.model_dump()
         changed["mesh"] |= {"dp": dp, "pp": pp}
         changed["schedule"]["microbatches"] = count
+        if pp != config.mesh.pp:  # other stages, with more layers each
+            changed["memory"]["recompute_stages"] = None
         with suppress(ValidationError):  # too few layers or microbatches, or a schedule that wants an even pipeline
             if not rest:
                 return RunConfig.model_validate(changed)

@@ -9,7 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pentad.schedules.shape import Options
+from pentad.schedules.compiler import add_savings
+from pentad.schedules.errors import PentadError
+from pentad.schedules.program import Program
+from pentad.schedules.shape import Options, Savings
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -133,6 +136,58 @@ class PrecisionSection(Section):
         default="auto", description="dtype of compute; auto: bfloat16 on GPUs, float32 on CPUs; masters stay float32"
     )
     deterministic: bool = Field(default=True, description="whether two runs must have the same bits, at some speed")
+
+
+class MemorySection(Section):
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="what is computed again instead of kept; selective: norms and the widest product; full: all of F",
+    )
+    recompute_stages: list[NonNegative] | None = Field(
+        default=None, description="pipeline stages that recompute; null: all"
+    )
+    offload_keep: Positive | None = Field(
+        default=None,
+        description="activations that stay on a device, in microbatches of a whole rank; others wait on the host; "
+        "null: all stay",
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> MemorySection:
+        if self.recompute_stages == []:
+            raise ValueError("memory.recompute_stages is [], wanted at least one stage, or null for all")
+        if self.recompute_stages is not None and self.recompute == "none":
+            found = f"memory.recompute_stages is {self.recompute_stages}, but memory.recompute is none"
+            raise ValueError(f"{found}, wanted selective or full")
+        if self.offload_keep is not None and self.recompute == "selective":
+            found = f"memory.offload_keep is {self.offload_keep:g}, but memory.recompute is selective"
+            raise ValueError(f"{found}, wanted none or full")
+        return self
+
+    def require(self, program: Program, *, placed: bool) -> None:
+        """Raises ValueError where a schedule's program cannot do this; one that is not `placed` has stages unlike the
+        run's."""
+        stages = self.recompute_stages or []
+        if stages and not placed:
+            raise ValueError(f"memory.recompute_stages is {stages}, but schedule.name auto places them, wanted null")
+        if max(stages, default=0) >= program.stages:
+            wanted = f"stages 0 to {program.stages - 1} of schedule {program.name}"
+            raise ValueError(f"memory.recompute_stages is {stages}, wanted {wanted}")
+        try:
+            add_savings(program, self.savings(program.stages))
+        except PentadError as error:
+            why = str(error).partition(", but ")[2]
+            raise ValueError(f"memory.offload_keep is {self.offload_keep:g}, but {why}") from None
+
+    def modes(self, stages: int) -> tuple[str, ...]:
+        """What each of so many stages recomputes (see Plan); empty where none does."""
+        chosen = range(stages) if self.recompute_stages is None else self.recompute_stages
+        return tuple(self.recompute if s in chosen else "none" for s in range(stages) if self.recompute != "none")
+
+    def savings(self, stages: int) -> Savings:
+        """What a program of so many stages does to need less memory."""
+        again = frozenset(stage for stage, mode in enumerate(self.modes(stages)) if mode != "none")
+        return Savings(recompute=again, keep=self.offload_keep)
 
 
 class CheckpointSection(Section):

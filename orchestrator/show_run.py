@@ -14,7 +14,7 @@ from rich.text import Text
 from pentad.orchestrator.bars import bars, is_coloured, legend
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.display import bubble_text, duration, plan_view, size
-from pentad.orchestrator.estimate import guess_costs, memory, read_costs
+from pentad.orchestrator.estimate import costs_of, memory, read_costs
 from pentad.orchestrator.planning import make_plan, spread
 from pentad.orchestrator.runfolder import PROGRAM, TIMELINE, comparison_page, process_names, resolve_run, saved_config
 from pentad.orchestrator.show_schedule import write
@@ -32,7 +32,7 @@ _H200 = 139 * 2**30  # bytes that CUDA offers on an NVIDIA H200
 def show_plan(config: RunConfig, device: str, console: Console, *, as_json: bool) -> None:
     """Prints what would run on 'cpu' or 'cuda', with guessed costs."""
     plan = make_plan(config, device)
-    costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices)
+    costs = costs_of(plan)
     fit = _fit(plan)
     if as_json:
         timeline = simulate(plan.program, costs)
@@ -137,10 +137,10 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
 
 def _fit(plan: Plan) -> dict[str, Any]:
     """CPU ranks share this machine's memory; of a GPU that may not be here an H200 is assumed."""
-    totals = [memory(plan, rank)["total"] for rank in range(plan.mesh.size)]
+    each = [memory(plan, rank) for rank in range(plan.mesh.size)]
     if plan.device == "cpu":
-        needed, where = sum(totals), "of this machine"
+        needed, where = sum(parts["total"] + parts["host"] for parts in each), "of this machine"
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        needed, where, available = max(totals), "of an H200 (assumed)", _H200
+        needed, where, available = max(parts["total"] for parts in each), "of an H200 (assumed)", _H200
     return {"ok": needed <= available, "needed": needed, "available": available, "where": where}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pentad.schedules.order import ScheduleError
 from pentad.schedules.page import schedule_page
 from pentad.schedules.page_program import Drawn
 from pentad.schedules.program import Program
-from pentad.schedules.shape import Options
+from pentad.schedules.shape import Options, Savings
 from pentad.schedules.simulate import simulate
 from pentad.schedules.svg import svg_grid
 from pentad.schedules.timeline import Timeline
@@ -44,6 +45,12 @@ class Request:
     comm: float = 0.0
     memory_limit: float | None = None
     slices: int | None = None
+    recompute: str | None = None
+    keep: float | None = None
+    zero: int | None = None
+    gathered: int | None = None
+    prefetch: int | None = None
+    post_validation: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,11 +144,48 @@ def _build(request: Request) -> tuple[Program, Costs, str]:
     sizes = request.ranks, request.microbatches
     if name == AUTO:
         choice = choose(*sizes, costs_of, options)
-        order = choice.best.program
-        costs = costs_of(order)
-        return compile_program(name, *sizes, costs=costs, order=order), costs, describe(choice)
-    costs = costs_of(generate(name, *sizes, options))
-    return compile_program(name, *sizes, costs=costs, options=options), costs, ""
+        order, options, chosen = choice.best.program, Options(), describe(choice)
+    else:
+        order, chosen = generate(name, *sizes, options), ""
+    costs, savings = costs_of(order), _savings(request, order)
+    program = compile_program(
+        name,
+        *sizes,
+        costs=costs,
+        replicas=2 if savings.zero else 1,  # one holder alone shares nothing
+        validated=request.post_validation,
+        options=options,
+        savings=savings,
+        order=order if chosen else None,
+    )
+    return program, costs, chosen
+
+
+def _savings(request: Request, order: Program) -> Savings:
+    """Raises PentadError on options that have no meaning, or none without another."""
+    zero, prefetch = request.zero or 0, 1 if request.prefetch is None else request.prefetch
+    if not 0 <= zero <= 3:
+        raise PentadError(f"--zero is {zero}, wanted a stage of ZeRO, 0 to 3")
+    if request.gathered is not None and (zero < 3 or request.gathered < 1):
+        raise PentadError(f"--gathered is {request.gathered} with --zero {zero}, wanted at least 1 with --zero 3")
+    if request.prefetch is not None and (zero < 1 or prefetch < 0):
+        raise PentadError(f"--prefetch is {prefetch} with --zero {zero}, wanted at least 0 with --zero 1, 2 or 3")
+    if request.keep is not None and not 0 < request.keep < inf:
+        raise PentadError(f"--keep is {request.keep:g}, wanted a number of activations greater than 0")
+    return Savings(zero, prefetch, request.gathered, _stages(request.recompute, order), request.keep)
+
+
+def _stages(text: str | None, order: Program) -> frozenset[int]:
+    """The stages that `--recompute` names."""
+    if text in (None, "all"):
+        return frozenset(range(order.stages) if text else ())
+    try:
+        found = frozenset(int(part) for part in str(text).split(","))
+    except ValueError:
+        found = frozenset({-1})
+    if not found <= set(range(order.stages)):
+        raise PentadError(f"--recompute is '{text}', wanted all or stages of 0 to {order.stages - 1}, such as 0,1")
+    return found
 
 
 def _sliced(program: Program) -> str:

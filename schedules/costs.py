@@ -18,7 +18,8 @@ class Costs:
     `forward`, `backward` (input gradient only) and `weight` have an entry a stage; `transfer` is one hop of an
     activation or gradient (of a slice, where microbatches are cut: all slices count alike, though under a causal mask
     the later ones attend to more); `reduce` one gradient all-reduce of a stage; `norm`, `step` the end of a step;
-    `launch` is added to every compute instruction.
+    `launch` is added to every compute instruction. `recompute` is by stage (empty: as a forward), and so are the
+    seconds that `offload` takes one way, and RELOAD the other (empty: none).
 
     `slow` is a factor by pipeline rank on every compute instruction, its launch included (empty: 1); `links[source]
     [target]` are the seconds of one hop between two pipeline ranks (empty: `transfer` between all). Where a transfer or
@@ -36,6 +37,8 @@ class Costs:
     slow: tuple[float, ...] = ()
     overlap: float = 0.0
     links: tuple[tuple[float, ...], ...] = ()
+    recompute: tuple[float, ...] = ()
+    offload: tuple[float, ...] = ()
 
     @staticmethod
     def uniform(
@@ -79,7 +82,9 @@ class Costs:
             case Op.SEND_F | Op.RECV_F | Op.SEND_B | Op.RECV_B:
                 return self.transfer
             case Op.RECOMPUTE:
-                return self.forward[stage] + self.launch
+                return (self.recompute or self.forward)[stage] + self.launch
+            case Op.OFFLOAD | Op.RELOAD:
+                return self.offload[stage] if self.offload else 0.0
             case Op.ALL_REDUCE:
                 return self.reduce
             case Op.REDUCE_SCATTER | Op.ALL_GATHER:

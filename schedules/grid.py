@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pentad.schedules.costs import Costs
-from pentad.schedules.instruction import COMPUTE, Instruction, Op
+from pentad.schedules.instruction import Instruction, Op
 from pentad.schedules.program import Program
-from pentad.schedules.timeline import Timeline
+from pentad.schedules.timeline import COMPUTE, Timeline
 
 Cell = tuple[float, float, str]
 MARK = "'"
 
 
 def time_grid(program: Program, timeline: Timeline, costs: Costs) -> str:
-    """Compute over time, one cell the shortest instruction, `.` idle; BW is drawn as B then W.
+    """Compute over time, one cell the shortest instruction, `.` idle; BW is drawn as B then W, RECOMPUTE as R.
 
     Letters are capital for a rank's first chunk or for microbatches that enter at rank 0, small for its second or for
     the others, whose numbers count microbatches of that direction; then the same with a mark: F'0, f'0, F''0.
@@ -49,7 +49,7 @@ def _cells(program: Program, timeline: Timeline, costs: Costs, rank: int) -> lis
             middle = span.start + costs.on(rank, Instruction(Op.B, span.stage, span.microbatch))
             cells += [(span.start, middle, label("B")), (middle, span.end, label("W"))]
         else:
-            cells.append((span.start, span.end, label(span.op)))
+            cells.append((span.start, span.end, label(letter(span.op))))
     return cells
 
 
@@ -65,6 +65,11 @@ def _label(program: Program, rank: int, stage: int, microbatch: int) -> Callable
 def chunk_of(cell: str) -> int:
     """Which of a rank's chunks, or which direction, the cell of a `time_grid` is of."""
     return 2 * cell.count(MARK) + cell[0].islower()
+
+
+def letter(op: str) -> str:
+    """What stands for an op of compute in a drawing."""
+    return "R" if op == Op.RECOMPUTE else op
 
 
 def _sampled(cells: list[Cell], unit: float, columns: int) -> list[str]:

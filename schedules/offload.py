@@ -56,7 +56,8 @@ class _Walk:
     def __init__(self, stream: Stream, keep: float, ahead: int) -> None:
         self.stream, self.keep = stream, keep
         parts = [(index, part) for index, unit in enumerate(stream) for part in unit.parts]
-        self.light = {part.stage for _, part in parts if part.op is Op.RECOMPUTE}
+        self.again = {(p.stage, p.microbatch): index for index, p in parts if p.op is Op.RECOMPUTE}
+        self.light = {stage for stage, _ in self.again}
         self.backward = {(p.stage, p.microbatch): index for index, p in parts if p.op in (Op.B, Op.BW)}
         self.compute = [index for index, unit in enumerate(stream) if unit.parts[0].op in COMPUTE]
         self.early = {index: self.compute[max(0, at - ahead)] for at, index in enumerate(self.compute)}
@@ -84,15 +85,16 @@ class _Walk:
             self.held += 1
         elif part.op in (Op.B, Op.BW):
             if light:
-                self._make_room(1, index)
+                self._make_room(1, index, self.again[where])
                 self.held += 1
             self.here.discard(where)
             self.held += SHARE[part.op]
         elif part.op is Op.W:
             self.held += SHARE[part.op]
 
-    def _make_room(self, more: float, index: int) -> None:
-        """Sends away what is needed last, before a unit, but not what that unit itself needs."""
+    def _make_room(self, more: float, index: int, place: int | None = None) -> None:
+        """Sends away what is needed last, before a unit (or an earlier place where it is needed), but not what that
+        unit itself needs."""
         needed = {(part.stage, part.microbatch) for part in self.stream[index].parts}
         while self.held + more > self.keep + 1e-9:
             if not self.here - needed:
@@ -100,5 +102,5 @@ class _Walk:
                 return
             farthest = max(self.here - needed, key=self.backward.__getitem__)
             self.here.remove(farthest)
-            self.away[farthest] = index
+            self.away[farthest] = index if place is None else place
             self.held -= 1

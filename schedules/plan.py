@@ -95,7 +95,9 @@ class Plan:
     optimizer state are float32 (float64 when compute is). `device` is 'cuda' or 'cpu'; `transport` moves activations:
     'gloo' on CPU, 'peer' (copies between the GPUs of one host) or 'nccl'. `data` is a corpus folder, or 'builtin:NAME'
     which is built in the folder `cache`, and `fingerprint` tells the corpus from others; `seed` is the run's only
-    source of randomness; `deterministic` asks for kernels whose two runs have the same bits.
+    source of randomness; `deterministic` asks for kernels whose two runs have the same bits. `recompute[stage]` is what
+    RECOMPUTE means there: 'full' (F keeps what it got, no more), 'selective' (all but norms and the widest product) or
+    'none'; empty: none anywhere.
     """
 
     name: str
@@ -113,10 +115,15 @@ class Plan:
     transport: str
     deterministic: bool = True
     fingerprint: str = ""
+    recompute: tuple[str, ...] = ()
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""
         return self.program.placement[self.mesh.coordinates(rank).pp]
+
+    def mode(self, stage: int) -> str:
+        """What a stage recomputes."""
+        return self.recompute[stage] if self.recompute else "none"
 
     @property
     def piece_tokens(self) -> int:

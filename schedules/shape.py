@@ -21,9 +21,9 @@ class Savings(NamedTuple):
     """What a program does to need less memory.
 
     `zero` is the stage of ZeRO, 0 to 3; with 3 a rank has at most `gathered` stages' parameters whole at once (None:
-    all it holds) and begins a gather `prefetch` compute units before its reader. The stages in `recompute` keep what
-    their forward received alone. `keep` is the most activations that stay on the device, in microbatches of a whole
-    rank (None: all).
+    all it holds) and begins a gather `prefetch` compute units before its reader. The stages in `recompute` compute
+    again what their forward does not keep. `keep` is the most activations that stay on the device, in microbatches of a
+    whole rank (None: all).
     """
 
     zero: int = 0

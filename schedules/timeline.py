@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from pentad.schedules.errors import PentadError
 
-COMPUTE = frozenset({"F", "B", "W", "BW"})
+COMPUTE = frozenset({"F", "B", "W", "BW", "RECOMPUTE"})
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),

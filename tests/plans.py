@@ -10,7 +10,8 @@ from reference_model import Trained, train
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
-from pentad.schedules.shape import Options
+from pentad.schedules.program import Program
+from pentad.schedules.shape import Options, Savings
 from pentad.workers.corpus import open_corpus
 from pentad.workers.samples import microbatch
 
@@ -29,8 +30,19 @@ def plan_of(
     *,
     clip: float = 0.5,
     validated: bool = False,
+    recompute: str = "none",
+    keep: float | None = None,
 ) -> Plan:
-    program = compile_program(name, pp, microbatches, replicas=dp, validated=validated, options=Options(slices=slices))
+    def compiled(savings: Savings) -> Program:
+        options = Options(slices=slices)
+        return compile_program(
+            name, pp, microbatches, replicas=dp, validated=validated, options=options, savings=savings
+        )
+
+    program = compiled(Savings())
+    again = frozenset(range(program.stages) if recompute != "none" else ())
+    if again or keep is not None:
+        program = compiled(Savings(recompute=again, keep=keep))
     return Plan(
         name="exact",
         mesh=Mesh(dp=dp, pp=pp),
@@ -45,6 +57,7 @@ def plan_of(
         dtype=dtype,
         device="cpu",
         transport="gloo",
+        recompute=(recompute,) * program.stages if again else (),
     )
 
 

@@ -50,7 +50,55 @@ def test_every_field_says_what_it_means() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["run.seed=3", "run.name='1e3'", "run.name=on", "optimizer.eps=1e-12", "data.path='a: b'"]
+    ("recompute", "stages", "modes"),
+    [
+        ("none", "null", ()),
+        ("full", "null", ("full",) * 4),
+        ("selective", "[3, 1]", ("none", "selective", "none", "selective")),
+    ],
+)
+def test_every_stage_has_a_mode_of_recompute(recompute: str, stages: str, modes: tuple[str, ...]) -> None:
+    config = load(None, [f"memory.recompute={recompute}", f"memory.recompute_stages={stages}"])
+    assert config.memory.modes(4) == modes
+    assert config.memory.savings(4).recompute == {s for s, mode in enumerate(modes) if mode != "none"}
+    assert load(None, ["memory.offload_keep=5"]).memory.savings(4).keep == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["recompute=some"], "memory.recompute is 'some', wanted one of none, selective or full"),
+        (["recompute_stages=[0]"], "memory.recompute_stages is [0], but memory.recompute is none, wanted selective"),
+        (["recompute=full", "recompute_stages=[]"], "memory.recompute_stages is [], wanted at least one stage"),
+        (["recompute=full", "recompute_stages=[4]"], "memory.recompute_stages is [4], wanted stages 0 to 3"),
+        (["recompute=full", "recompute_stages=2"], "memory.recompute_stages is 2, wanted a list such as [0, 1]"),
+        (["recompute=full", "recompute_stages=[-1]"], "memory.recompute_stages.0 is -1, wanted at least 0"),
+        (["offload_keep=0"], "memory.offload_keep is 0, wanted more than 0"),
+        (["offload_keep=0.5"], "memory.offload_keep is 0.5, but rank 0 needs 1 at once"),
+        (["offload_keep=9", "recompute=selective"], "memory.offload_keep is 9, but memory.recompute is selective"),
+    ],
+)
+def test_savings_that_cannot_be_are_one_sentence(overrides: list[str], sentence: str) -> None:
+    assert sentence in refusal(None, *(f"memory.{override}" for override in overrides))
+
+
+def test_auto_chooses_the_stages_so_none_can_be_named() -> None:
+    chosen = ["schedule.name=auto", "memory.recompute=full"]
+    assert load(None, chosen).memory.recompute == "full"
+    sentence = refusal(None, *chosen, "memory.recompute_stages=[1]")
+    assert sentence == "memory.recompute_stages is [1], but schedule.name auto places them, wanted null"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=3",
+        "memory.offload_keep=5.5",
+        "run.name='1e3'",
+        "run.name=on",
+        "optimizer.eps=1e-12",
+        "data.path='a: b'",
+    ],
 )
 def test_what_is_dumped_loads_back_equal(file: Callable[[str | bytes], Path], override: str) -> None:
     config = load(None, [override])
@@ -88,7 +136,7 @@ def test_later_overrides_win_and_overrides_win_over_the_file(file: Callable[[str
         ("run.bananas=1", "run.bananas is unknown, wanted one of run.{name, seed, steps, folder}"),
         ("zero.stage=1", "zero.stage is unknown, wanted a key in one of the sections run, model"),
         ("mesh=2", "mesh=2 sets a whole section, wanted a single key such as mesh.dp=VALUE"),
-        ("run.name=[a]", "run.name is ['a'], wanted a single value"),
+        ("run.name={a: 1}", "run.name is {'a': 1}, wanted a single value"),
         ("run.name=[", "override run.name=[ line 1, column 2:"),
         ("run.name=../x", "run.name is '../x', wanted letters, digits"),
         ("run.name=.hidden", "run.name is '.hidden', wanted letters"),

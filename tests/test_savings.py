@@ -132,6 +132,7 @@ def test_all_of_it_together_is_proven():
     savings = Savings(zero=3, gathered=2, recompute=frozenset({0, 5}), keep=2.0)
     for validated in (False, True):
         program = with_savings("interleaved", 4, 8, savings, 3, validated=validated)
+        assert max(peak_activations(program)) <= 2
         assert {part.op for stream in program.streams for part in units_of(stream)} >= {
             Op.ALL_GATHER, Op.FREE, Op.REDUCE_SCATTER, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD,
         }  # fmt: skip

@@ -20,7 +20,7 @@ def test_a_layer_frees_what_only_b_needs_before_the_next_layer_runs(
     stage = Stage(plan, 0, create(plan, 0, torch.device("cpu")))
     tokens = torch.arange(plan.batch.rows * plan.batch.length)
     stage.forward(0, None, tokens, tokens)
-    kept = [weakref.ref(saved.gate_up) for saved in stage.kept[0].layers]
+    kept = [weakref.ref(leaves.gate_up) for leaves in stage.kept[0].leaves]
     alive, backward = [], layer.backward
 
     def watched(*arguments):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from pentad.schedules.instruction import Instruction, Key, Op
 from pentad.schedules.program import Stream
+from pentad.workers.away import Away
 from pentad.workers.board import Board
 from pentad.workers.feed import Tokens
 from pentad.workers.fence import Fenced
@@ -41,6 +42,7 @@ class Executor:
         self.groups, self.transport, self.lanes, self.board = groups, transport, lanes, board
         self.fenced = self.again = False
         self.valid = True
+        self.away = Away(lanes)
         self.results: dict[Key, torch.Tensor | None] = {}
         self.step, self.host_seconds = 0, dict[int, float]()
 
@@ -82,6 +84,12 @@ class Executor:
                     self.stages[stage].backward_weight(mb)
             case Op.W:
                 self.stages[stage].backward_weight(mb)
+            case Op.RECOMPUTE:
+                self.stages[stage].recompute(mb)
+            case Op.OFFLOAD:
+                self.away.send(part.key[1:], self.stages[stage].movable(mb))
+            case Op.RELOAD:
+                self.away.bring_back(part.key[1:])
             case Op.SEND_F | Op.SEND_B:
                 result = self.results.pop(part.waits[0])
                 assert result is not None
@@ -118,6 +126,7 @@ class Executor:
         self.lanes.drop(self.refuse_if_fenced)
         self.transport.begin()
         self.results.clear()
+        self.away.forget()
         for stage in self.stages.values():
             stage.kept.clear()
             stage.loss_sums.zero_()  # those of the step before have been handed in

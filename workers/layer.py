@@ -30,16 +30,21 @@ class Weights(NamedTuple):
     mlp_norm: torch.Tensor  # [H]
 
 
-class Saved(NamedTuple):
-    """What B needs of F."""
+class Roots(NamedTuple):
+    """What B needs of F and what is dear to make: products, attention, and the streams they stand between."""
 
     stream: torch.Tensor  # [T, H] residual stream at the layer's entry
     scale: torch.Tensor  # [T]
-    normed: torch.Tensor  # [T, H]
     attended: SavedAttention
     heads: torch.Tensor  # [T, N D] attention output
     middle: torch.Tensor  # [T, H] residual stream between the two halves
     middle_scale: torch.Tensor  # [T]
+
+
+class Leaves(NamedTuple):
+    """What else B needs, which `leaves` makes of the roots: two norms and the widest product."""
+
+    normed: torch.Tensor  # [T, H]
     middle_normed: torch.Tensor  # [T, H]
     gate_up: torch.Tensor  # [T, 2I]
 
@@ -67,7 +72,7 @@ def forward(
     stream: torch.Tensor | None,
     *,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, Saved]:
+) -> tuple[torch.Tensor, torch.Tensor, Roots, Leaves]:
     """The residual stream is `branch` plus `stream` [T, H]: the sum is taken inside the norm.
 
     Returns the new (branch, stream) and what B needs.
@@ -84,30 +89,44 @@ def forward(
     middle_normed, middle, middle_scale = rms_norm(mixed, w.mlp_norm, shape.norm_eps, entry)
     gate_up = torch.mm(middle_normed, w.gate_up.t())
     down = torch.mm(swiglu(gate_up), w.down.t())
-    saved = Saved(entry, scale, normed, attended, heads, middle, middle_scale, middle_normed, gate_up)
-    return down, middle, saved
+    roots = Roots(entry, scale, attended, heads, middle, middle_scale)
+    return down, middle, roots, Leaves(normed, middle_normed, gate_up)
+
+
+def leaves(w: Weights, shape: ModelShape, roots: Roots) -> Leaves:
+    """RECOMPUTE of what F did not keep, by the kernels that made it."""
+    normed, _, _ = rms_norm(roots.stream, w.attention_norm, shape.norm_eps)
+    middle_normed, _, _ = rms_norm(roots.middle, w.mlp_norm, shape.norm_eps)
+    return Leaves(normed, middle_normed, torch.mm(middle_normed, w.gate_up.t()))
 
 
 def backward(
-    w: Weights, g: Weights, shape: ModelShape, rotation: Rotation, past: Past, saved: Saved, dy: torch.Tensor
+    w: Weights,
+    g: Weights,
+    shape: ModelShape,
+    rotation: Rotation,
+    past: Past,
+    roots: Roots,
+    leaves: Leaves,
+    dy: torch.Tensor,
 ) -> tuple[torch.Tensor, list[Deferred]]:
     """B: the gradient of the residual stream at the entry from that at the exit, both [T, H]; and what W has to do.
 
     `w` are compute weights, `g` their main gradients.
     """
-    dgate_up, gated = swiglu_backward(torch.mm(dy, w.down), saved.gate_up)
+    dgate_up, gated = swiglu_backward(torch.mm(dy, w.down), leaves.gate_up)
     dnormed = torch.mm(dgate_up, w.gate_up)
-    dmiddle, dmlp_norm = rms_norm_backward(dnormed, saved.middle, w.mlp_norm, saved.middle_scale, dy)
+    dmiddle, dmlp_norm = rms_norm_backward(dnormed, roots.middle, w.mlp_norm, roots.middle_scale, dy)
     dheads = torch.mm(dmiddle, w.out)
-    dqkv = _attention_backward(shape, rotation, past, saved, dheads)
+    dqkv = _attention_backward(shape, rotation, past, roots.attended, dheads)
     dentry, dattention_norm = rms_norm_backward(
-        torch.mm(dqkv, w.qkv), saved.stream, w.attention_norm, saved.scale, dmiddle
+        torch.mm(dqkv, w.qkv), roots.stream, w.attention_norm, roots.scale, dmiddle
     )
     work: list[Deferred] = [
         Product(g.down, dy, gated),
-        Product(g.gate_up, dgate_up, saved.middle_normed),
-        Product(g.out, dmiddle, saved.heads),
-        Product(g.qkv, dqkv, saved.normed),
+        Product(g.gate_up, dgate_up, leaves.middle_normed),
+        Product(g.out, dmiddle, roots.heads),
+        Product(g.qkv, dqkv, leaves.normed),
         Sum(g.mlp_norm, dmlp_norm),
         Sum(g.attention_norm, dattention_norm),
     ]
@@ -115,11 +134,11 @@ def backward(
 
 
 def _attention_backward(
-    shape: ModelShape, rotation: Rotation, past: Past, saved: Saved, dheads: torch.Tensor
+    shape: ModelShape, rotation: Rotation, past: Past, saved: SavedAttention, dheads: torch.Tensor
 ) -> torch.Tensor:
     tokens, length = dheads.shape[0], rotation.cos.shape[0]
     dout = dheads.view(-1, length, shape.heads, shape.head_dim).transpose(1, 2)
-    dqueries, *reached = attention_backward(dout, saved.attended)
+    dqueries, *reached = attention_backward(dout, saved)
     grads = (dqueries, *past.own((reached[0], reached[1]), rotation.start))
     dqkv = torch.cat([grad.transpose(1, 2) for grad in grads], dim=2).view(tokens, -1, shape.head_dim)
     rope_(dqkv[:, : shape.heads + shape.kv_heads], rotation.cos, rotation.sin, inverse=True)

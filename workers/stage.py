@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,17 +28,28 @@ class Ending(NamedTuple):
     targets: torch.Tensor  # [T]
 
 
-class Kept(NamedTuple):
-    """What a piece keeps between F and B."""
+class Given(NamedTuple):
+    """What F gets: a result of the stage before, or tokens on the first stage; targets on the last one."""
 
-    tokens: torch.Tensor | None  # [T], first stage
-    layers: list[layer.Saved]
+    received: torch.Tensor | None  # [T, H]
+    tokens: torch.Tensor | None  # [T]
+    targets: torch.Tensor | None  # [T]
+
+
+class Kept(NamedTuple):
+    """What a piece keeps between F and B; where a stage recomputes, RECOMPUTE fills in what F left out."""
+
+    given: Given
+    roots: list[layer.Roots]  # a layer each
+    leaves: list[layer.Leaves]
     ending: Ending | None  # last stage
 
 
 class Stage:
     """Runs F, B and W of its layers; keeps activations from F to B and (x, dY) from B to W, by piece: a microbatch or,
     where sequences are cut, one of its slices. Those run in order forward and in reverse backward, T tokens each.
+
+    `mode` is the plan's for this stage: what F is not to keep is made again, with the same bits, by `recompute`.
 
     `loss_sums` [microbatches], float64, are the sums of their tokens' losses, on the last stage; whoever reads them at
     the end of a step sets them to zero.
@@ -46,7 +58,7 @@ class Stage:
     def __init__(self, plan: Plan, index: int, parameters: Parameters) -> None:
         self.model, self.index, self.parameters = plan.model, index, parameters
         self.first, self.last = index == 0, index == plan.program.stages - 1
-        self.deterministic = plan.deterministic
+        self.deterministic, self.mode = plan.deterministic, plan.mode(index)
         self.loss_scale = 1.0 / plan.batch.tokens
         device, dtype = parameters.master.device, parameters.master.dtype
         self.length, self.slices = plan.batch.length, plan.program.slices
@@ -69,20 +81,22 @@ class Stage:
         microbatch, number = divmod(piece, self.slices)
         if number == 0:
             self.pasts[microbatch] = [Past(self.length) for _ in self.layers]
-        branch = self.weights["embedding"][tokens] if received is None else received
-        stream: torch.Tensor | None = None
-        saved = []
-        for (weights, _), past in zip(self.layers, self.pasts[microbatch], strict=True):
-            branch, stream, kept = layer.forward(
-                weights, self.model, self.rotations[number], past, branch, stream, deterministic=self.deterministic
-            )
-            saved.append(kept)
-        ending = None
-        if targets is not None:
-            ending = self._end(microbatch, branch, stream, targets)
-        self.kept[piece] = Kept(tokens if received is None else None, saved, ending)
-        assert stream is not None
-        return None if ending else branch + stream
+        branch, stream, self.kept[piece], losses = self._through(piece, Given(received, tokens, targets), self.mode)
+        if losses is None:
+            return branch + stream
+        if number == 0:  # of a step that is begun once more, what was counted does not count
+            self.loss_sums[microbatch] = 0.0
+        self.loss_sums[microbatch].add_(losses.sum())
+        return None
+
+    def recompute(self, piece: int) -> None:
+        """RECOMPUTE: makes what F did not keep. The losses have been counted."""
+        kept = self.kept[piece]
+        if self.mode == "full":
+            self.kept[piece] = self._through(piece, kept.given, "none")[2]
+        else:
+            pairs = zip(self.layers, kept.roots, strict=True)
+            kept.leaves.extend(layer.leaves(weights, self.model, roots) for (weights, _), roots in pairs)
 
     def backward_input(self, piece: int, dy: torch.Tensor | None) -> torch.Tensor | None:
         """B. `dy` [T, H] is the gradient of this stage's result, nothing on the last stage. Returns the gradient of
@@ -96,24 +110,56 @@ class Stage:
         assert dy is not None
         for (weights, gradients), past in zip(reversed(self.layers), reversed(pasts), strict=True):
             # popped, so that what W does not need is freed before the next layer needs memory
-            rotation = self.rotations[number]
-            dy, more = layer.backward(weights, gradients, self.model, rotation, past, kept.layers.pop(), dy)
+            rotation, roots, leaves = self.rotations[number], kept.roots, kept.leaves
+            dy, more = layer.backward(weights, gradients, self.model, rotation, past, roots.pop(), leaves.pop(), dy)
             work += more
-        if kept.tokens is not None:
-            work.append(Lookup(self.gradients["embedding"], dy, kept.tokens))
+        tokens = kept.given.tokens
+        if tokens is not None:
+            work.append(Lookup(self.gradients["embedding"], dy, tokens))
         self.deferred[piece] = work
-        return None if kept.tokens is not None else dy
+        return None if tokens is not None else dy
 
     def backward_weight(self, piece: int) -> None:
         """W."""
         accumulate(self.deferred.pop(piece))
 
-    def _end(self, microbatch: int, branch: torch.Tensor, stream: torch.Tensor | None, targets: torch.Tensor) -> Ending:
+    def movable(self, piece: int) -> list[torch.UntypedStorage]:
+        """What OFFLOAD takes: memory that this piece alone keeps. What was received stays, it is the transport's, and
+        so do keys and values that slices share, the tokens, and statistics of a few bytes a token."""
+        kept = self.kept[piece]
+        rooms = [room for past in self.pasts[piece // self.slices] if past.room for room in past.room]
+        stays = {each.untyped_storage().data_ptr() for each in (kept.given.received, *rooms) if each is not None}
+        found = (each for each in _tensors(kept[1:]) if each.is_floating_point() and each.dim() > 1)
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in found}
+        return [storage for address, storage in storages.items() if address not in stays]
+
+    def _through(
+        self, piece: int, given: Given, mode: str
+    ) -> tuple[torch.Tensor, torch.Tensor, Kept, torch.Tensor | None]:
+        """One piece through all layers, and on the last stage through the head: (branch, stream, what `mode` keeps,
+        losses [T])."""
+        microbatch, number = divmod(piece, self.slices)
+        kept, losses = Kept(given, [], [], None), None
+        branch = self.weights["embedding"][given.tokens] if given.received is None else given.received
+        stream: torch.Tensor | None = None
+        for (weights, _), past in zip(self.layers, self.pasts[microbatch], strict=True):
+            branch, stream, roots, leaves = layer.forward(
+                weights, self.model, self.rotations[number], past, branch, stream, deterministic=self.deterministic
+            )
+            kept.roots.extend([roots] if mode != "full" else [])
+            kept.leaves.extend([leaves] if mode == "none" else [])
+            del roots, leaves  # what is not kept is free before the next layer needs memory
+        assert stream is not None
+        if given.targets is not None:
+            ending, losses = self._end(branch, stream, given.targets)
+            kept = kept if mode == "full" else kept._replace(ending=ending)
+        return branch, stream, kept, losses
+
+    def _end(self, branch: torch.Tensor, stream: torch.Tensor, targets: torch.Tensor) -> tuple[Ending, torch.Tensor]:
         normed, entry, scale = rms_norm(branch, self.weights["norm"], self.model.norm_eps, stream)
         logits = torch.mm(normed, self.weights["head"].t())
         losses, lse = cross_entropy(logits, targets)
-        self.loss_sums[microbatch].add_(losses.sum())
-        return Ending(entry, scale, normed, logits, lse, targets)
+        return Ending(entry, scale, normed, logits, lse, targets), losses
 
     def _end_backward(self, ending: Ending) -> tuple[torch.Tensor, list[Deferred]]:
         dlogits = ending.logits
@@ -121,3 +167,11 @@ class Stage:
         dnormed = torch.mm(dlogits, self.weights["head"])
         dstream, dnorm = rms_norm_backward(dnormed, ending.stream, self.weights["norm"], ending.scale, None)
         return dstream, [Product(self.gradients["head"], dlogits, ending.normed), Sum(self.gradients["norm"], dnorm)]
+
+
+def _tensors(nested: object) -> Iterator[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, tuple | list):
+        for each in nested:
+            yield from _tensors(each)

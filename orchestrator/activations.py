@@ -1,0 +1,132 @@
+"""Bytes of activations: what a piece keeps on a stage between F, B and W, and the most that a rank keeps at once.
+
+T tokens of a piece, H hidden, A = heads x head size, K = key-value heads x head size, I ffn, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pentad.schedules.instruction import Instruction, Op, units_of
+from pentad.schedules.plan import ModelShape, Plan
+
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Bytes of one piece on one stage.
+
+    `roots` and `leaves` are what B needs of F, of all layers, as a stage with selective recompute tells them apart (the
+    head's are roots); `still` is the part of the roots that no OFFLOAD takes; `entry` is one residual stream, which is
+    no more of it where it lies in the slot of a transfer; `layer` is what one layer makes, or the head if that is more.
+    `deferred` is what W needs of B. `room` and `gradients` are shared by the slices of a microbatch.
+    """
+
+    roots: int
+    leaves: int
+    still: int
+    entry: int
+    layer: int
+    deferred: int
+    room: int
+    gradients: int
+
+    @property
+    def saved(self) -> int:
+        return self.roots + self.leaves
+
+
+def shares(
+    model: ModelShape, layers: Sequence[tuple[int, int]], stage: int, tokens: int, dtype: str, slices: int = 1
+) -> Shares:
+    """`tokens` go through `stage` at once. A layer keeps two streams, q, k, v and attention out with their statistics;
+    two normed streams, gate and up; and then (x, dY) of the four products."""
+    compute = BYTES[dtype]
+    main = max(compute, BYTES["float32"])
+    count = layers[stage][1] - layers[stage][0]
+    hidden, wide, narrow = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    first, last = stage == 0, stage == len(layers) - 1
+    statistics = tokens * (2 + model.heads) * main
+    roots = tokens * (2 * hidden + 2 * wide + 2 * narrow) * compute + statistics
+    leaves = tokens * (2 * hidden + 2 * model.ffn) * compute
+    deferred = tokens * (4 * hidden + 2 * wide + 2 * narrow + 3 * model.ffn) * compute
+    stream = tokens * hidden * compute
+    logits = tokens * model.vocab * compute
+    ending = (logits + 2 * stream + tokens * 2 * main) if last else 0
+    pairs = 2 * tokens * narrow * count if slices > 1 else 0
+    return Shares(
+        roots=count * roots + ending,
+        leaves=count * leaves,
+        still=count * statistics + (tokens * 2 * main if last else 0),
+        entry=stream,
+        layer=max(roots + leaves, ending),
+        deferred=count * deferred + (logits + stream if last else 0) + (stream if first else 0),
+        room=slices * pairs * compute,
+        gradients=(slices - 1) * pairs * main,
+    )
+
+
+def shares_of(plan: Plan, stage: int) -> Shares:
+    return shares(plan.model, plan.layers, stage, plan.piece_tokens, plan.dtype, plan.program.slices)
+
+
+def peaks(plan: Plan, rank: int) -> tuple[int, int]:
+    """Most bytes that a rank of the mesh keeps at once on its device, and on the host."""
+    walk = _Walk(plan, plan.mesh.coordinates(rank).pp)
+    for part in units_of(plan.program.streams[walk.rank]):
+        walk.run(part)
+    return walk.peak, walk.most_away
+
+
+class _Walk:
+    """Takes a stream part by part: F keeps some, B trades them for what W needs, W frees those.
+
+    RECOMPUTE makes what F did not keep; OFFLOAD takes what it can to the host.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank, self.slices = plan, rank, plan.program.slices
+        self.shares = {stage: shares_of(plan, stage) for stage in plan.program.placement[rank]}
+        self.held = self.peak = self.away = self.most_away = 0
+
+    def run(self, part: Instruction) -> None:
+        if part.op not in (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD):
+            return
+        of, mode = self.shares[part.stage], self.plan.mode(part.stage)
+        here = self._entry(part, of)
+        whole = of.saved - of.entry + here
+        first, last = part.microbatch % self.slices == 0, (part.microbatch + 1) % self.slices == 0
+        backward = part.op in (Op.B, Op.BW)
+        self._keep(of.room * (first and part.op is Op.F) + of.gradients * (last and backward))
+        light = {"none": whole, "selective": whole - of.leaves, "full": here if part.stage else 0}[mode]
+        match part.op:
+            case Op.F:
+                self._keep(light, of.layer if mode == "full" else 0)
+            case Op.RECOMPUTE:
+                self._keep(whole - light)
+            case Op.OFFLOAD | Op.RELOAD:
+                sign = 1 if part.op is Op.OFFLOAD else -1
+                moved = sign * (whole - of.still - here)
+                self._keep(-moved)
+                self.away += moved
+                self.most_away = max(self.most_away, self.away)
+            case Op.B:
+                self._keep(of.deferred - whole)
+            case Op.W:
+                self._keep(-of.deferred)
+            case Op.BW:
+                self._keep(-whole, of.deferred)
+        if first and backward:
+            self._keep(-of.room - of.gradients)
+
+    def _keep(self, more: int, besides: int = 0) -> None:
+        """Keeps more from now on, and something besides for a moment."""
+        self.held += more
+        self.peak = max(self.peak, self.held + besides)
+
+    def _entry(self, part: Instruction, of: Shares) -> int:
+        """What a stage received is its own to keep, unless it came from another rank, into a slot."""
+        before = self.plan.program.home.get((part.stage - 1, part.microbatch), self.rank)
+        return of.entry if before == self.rank else 0
