@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -75,7 +75,7 @@ def once_printed(do: Callable[..., object], *arguments: object) -> threading.Thr
 
     def wait() -> None:
         until = time.monotonic() + 30
-        while "\n" not in sys.stdout.getvalue() and time.monotonic() < until:  # type: ignore[attr-defined]
+        while "\n" not in cast(Any, sys.stdout).getvalue() and time.monotonic() < until:
             time.sleep(0.01)
         do(*arguments)
 
