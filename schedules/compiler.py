@@ -11,6 +11,7 @@ from pentad.schedules.errors import PentadError
 from pentad.schedules.finish import add_reduce, add_step
 from pentad.schedules.gathers import add_gathers
 from pentad.schedules.offload import add_offload
+from pentad.schedules.pools import add_turns
 from pentad.schedules.program import Program
 from pentad.schedules.recompute import add_recompute
 from pentad.schedules.shape import Options, Savings
@@ -49,7 +50,8 @@ def compile_program(
         moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated, validated=validated)
         saving = add_savings(moved, savings)
         reduced = add_reduce(saving, replicas=replicas, scatter=savings.zero > 0)
-        program = add_validated_step(reduced) if validated else add_step(reduced)
+        turned = add_turns(reduced) if savings.zero > 1 else reduced
+        program = add_validated_step(turned) if validated else add_step(turned)
         check(program, replicas=replicas)
     return program
 

@@ -28,7 +28,9 @@ def add_validated_step(program: Program) -> Program:
     added: list[Addition] = []
     for rank, stream in enumerate(program.streams):
         place = _opening(stream, rank, early)
-        added.append((rank, place, Instruction(Op.VALIDATE, peer=program.ranks - 1)))
+        # What a gather sends must not change on its way.
+        gathers = tuple(part.key for part in units_of(stream[:place]) if part.op is Op.ALL_GATHER)
+        added.append((rank, place, Instruction(Op.VALIDATE, peer=program.ranks - 1, waits=gathers)))
         added.append((rank, place, Instruction(Op.ROLLBACK, waits=(VALIDATE,))))
         added += [(rank, len(stream), part) for part in _ending(stream, rank)]
     return insert(program, added)

@@ -146,7 +146,8 @@ def _serve(end: Any) -> None:
                 reply(tag, executor.step if executor else -1)
             elif method == "state":
                 held = runners[0].parameters.values()
-                reply(tag, {name: value.cpu().clone() for each in held for name, value in each.state().items()})
+                whole = [each.named(each.state()) for each in held]
+                reply(tag, {name: value.cpu().clone() for each in whole for name, value in each.items()})
             else:
                 reply(tag, getattr(runners[0], method)(*arguments))
         except Exception as error:

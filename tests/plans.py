@@ -7,10 +7,10 @@ import functools
 import torch
 from reference_model import Trained, train
 
-from pentad.schedules.compiler import compile_program
+from pentad.schedules.compiler import ALL_KEPT, compile_program
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
-from pentad.schedules.shape import Options
+from pentad.schedules.shape import Options, Savings
 from pentad.workers.corpus import open_corpus
 from pentad.workers.samples import microbatch
 
@@ -29,8 +29,13 @@ def plan_of(
     *,
     clip: float = 0.5,
     validated: bool = False,
+    chunks: int | None = None,
+    savings: Savings = ALL_KEPT,
 ) -> Plan:
-    program = compile_program(name, pp, microbatches, replicas=dp, validated=validated, options=Options(slices=slices))
+    options = Options(chunks=chunks, slices=slices)
+    program = compile_program(
+        name, pp, microbatches, replicas=dp, validated=validated, options=options, savings=savings
+    )
     return Plan(
         name="exact",
         mesh=Mesh(dp=dp, pp=pp),
@@ -45,6 +50,7 @@ def plan_of(
         dtype=dtype,
         device="cpu",
         transport="gloo",
+        zero=savings.zero,
     )
 
 

@@ -35,6 +35,13 @@ class Kept(NamedTuple):
     ending: Ending | None  # last stage
 
 
+class Bound(NamedTuple):
+    """Parts of a whole flat buffer: by name, and those of each layer."""
+
+    views: dict[str, torch.Tensor]
+    layers: list[layer.Weights]
+
+
 class Stage:
     """Runs F, B and W of its layers; keeps activations from F to B and (x, dY) from B to W, by piece: a microbatch or,
     where sequences are cut, one of its slices. Those run in order forward and in reverse backward, T tokens each.
@@ -53,13 +60,43 @@ class Stage:
         tables = rope_tables(self.length, plan.model.head_dim, plan.model.rope_theta, device, dtype)
         cut = self.length // self.slices
         self.rotations = [layer.Rotation(k * cut, *(t[k * cut :][:cut] for t in tables)) for k in range(self.slices)]
-        self.weights, self.gradients = parameters.views(parameters.compute), parameters.views(parameters.gradient)
-        span = range(*plan.layers[index])
-        self.layers = [(layer.weights_of(self.weights, i), layer.weights_of(self.gradients, i)) for i in span]
+        self.span = range(*plan.layers[index])
+        self.bound: dict[int, Bound] = {}
+        self.forget()
+        self.main: list[layer.Weights] = []
+        if parameters.gradients is not None:
+            self.accumulate_in(parameters.gradients)
+        if parameters.weights is not None:
+            self.read(parameters.weights)
         self.kept: dict[int, Kept] = {}
         self.pasts: dict[int, list[Past]] = {}  # by microbatch, of every layer
         self.deferred: dict[int, list[Deferred]] = {}
         self.loss_sums = torch.zeros(plan.batch.microbatches, dtype=torch.float64, device=device)
+
+    def accumulate_in(self, flat: torch.Tensor) -> None:
+        """The whole gradients are in this buffer; where others use it too, or parts of it are summed elsewhere, they
+        begin with zeros at the first W of a step."""
+        self.whole, self.stale = flat, self.parameters.cut.parts > 1
+        self.gradients, self.main = self._bound(flat)
+        self.layers = list(zip(self.read_from, self.main, strict=False))
+
+    def read(self, flat: torch.Tensor) -> None:
+        """The whole weights are in this buffer from here on."""
+        self.weights, self.read_from = self._bound(flat)
+        self.layers = list(zip(self.read_from, self.main, strict=False))
+
+    def forget(self) -> None:
+        """There are no weights to read."""
+        self.weights: dict[str, torch.Tensor] = {}
+        self.read_from: list[layer.Weights] = []
+        self.layers: list[tuple[layer.Weights, layer.Weights]] = []
+
+    def _bound(self, flat: torch.Tensor) -> Bound:
+        """Views of the few buffers there are, made once."""
+        if flat.data_ptr() not in self.bound:
+            views = self.parameters.views(flat)
+            self.bound[flat.data_ptr()] = Bound(views, [layer.weights_of(views, i) for i in self.span])
+        return self.bound[flat.data_ptr()]
 
     def forward(
         self, piece: int, received: torch.Tensor | None, tokens: torch.Tensor | None, targets: torch.Tensor | None
@@ -106,6 +143,9 @@ class Stage:
 
     def backward_weight(self, piece: int) -> None:
         """W."""
+        if self.stale:
+            self.whole.zero_()
+            self.stale = False
         accumulate(self.deferred.pop(piece))
 
     def _end(self, microbatch: int, branch: torch.Tensor, stream: torch.Tensor | None, targets: torch.Tensor) -> Ending:
