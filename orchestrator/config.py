@@ -25,11 +25,13 @@ from pentad.orchestrator.sections import (
     RunSection,
     ScheduleSection,
     Section,
+    ZeroSection,
 )
 from pentad.orchestrator.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.auto import AUTO, refuse_chosen
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.errors import PentadError
+from pentad.schedules.gathers import require_room
 from pentad.schedules.plan import split_layers
 from pentad.schedules.shape import Options
 
@@ -45,6 +47,7 @@ class RunConfig(Section):
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
     precision: PrecisionSection = PrecisionSection()
+    zero: ZeroSection = ZeroSection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
     metrics: MetricsSection = MetricsSection()
@@ -77,6 +80,8 @@ class RunConfig(Section):
             else:
                 program = generate(schedule.name, self.mesh.pp, schedule.microbatches, self.options)
             split_layers(self.model.layers, program.placement)
+            if self.zero.gathered is not None:
+                require_room(program, self.zero.gathered)
         except PentadError as error:
             raise ValueError(str(error)) from None
         if self.batch.sequence_length % program.slices:
