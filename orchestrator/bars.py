@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from pentad.schedules.palette import ink, look
+from pentad.schedules.grid import chunk_of
+from pentad.schedules.palette import GROUNDS, ink, look, shades
 from pentad.schedules.timeline import Span, Timeline
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_CELL = re.compile(r"[A-Za-z]+\d+|-+|\.|\s+")
+_CELL = re.compile(r"[A-Za-z]+'*\d+|-+|\.|\s+")
 
 
 def is_coloured(console: Console) -> bool:
@@ -25,7 +26,7 @@ def bars(timeline: Timeline, width: int, *, coloured: bool, seconds: float = 0.0
     """The compute of each rank of `timeline`, in rank order; `seconds` (its makespan if longer) fill `width` columns.
 
     A bar has the letter and microbatch of its instruction as far as there is room, small for stages other than the
-    rank's first; without colours bars are filled with '-' and idle time is '.'.
+    rank's first, and each of its stages a shade; without colours bars are filled with '-' and idle time is '.'.
     """
     first = min(span.start for span in timeline.compute)
     scale = width / max(timeline.makespan, seconds, 1e-12)
@@ -36,8 +37,9 @@ def bars(timeline: Timeline, width: int, *, coloured: bool, seconds: float = 0.0
 
 
 def coloured_grid(grid: str) -> list[Text]:
-    """The lines of a `time_grid`, every cell on the colour of its op."""
-    return [_coloured_line(line) for line in grid.splitlines()]
+    """The lines of a `time_grid`, every cell on the colour of its op and the shade of its chunk."""
+    chunks = 1 + max((chunk_of(cell) for cell in _CELL.findall(grid) if cell[0].isalpha()), default=0)
+    return [_coloured_line(line, chunks) for line in grid.splitlines()]
 
 
 def legend(ops: Sequence[str], *, coloured: bool) -> Text:
@@ -60,7 +62,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _row(spans: list[Span], first: float, scale: float, width: int, coloured: bool) -> Text:
-    own = spans[0].stage
+    stages = list(dict.fromkeys(span.stage for span in spans))  # in the order of their first turns
     row = Text(no_wrap=True)
     at = 0
     for span in spans:
@@ -69,29 +71,33 @@ def _row(spans: list[Span], first: float, scale: float, width: int, coloured: bo
             continue
         row.append((" " if coloured else ".") * (start - at))
         label = f"{span.op}{span.microbatch}"
-        label = label.lower() if span.stage != own else label
+        chunk = stages.index(span.stage)
+        label = label.lower() if chunk else label
         size = end - max(start, at)
         shown = label if len(label) <= size else label[:1]
-        row.append(shown.ljust(size, " " if coloured else "-"), _style(span.op, span.microbatch) if coloured else "")
+        row.append(
+            shown.ljust(size, " " if coloured else "-"),
+            _style(span.op, span.microbatch, chunk, len(stages)) if coloured else "",
+        )
         at = end
     row.append((" " if coloured else ".") * (width - at))
     return row
 
 
-def _coloured_line(line: str) -> Text:
+def _coloured_line(line: str, chunks: int) -> Text:
     text = Text(no_wrap=True)
     style: Style | str = ""
     for cell in _CELL.findall(line):
         if cell[0].isalpha():
-            op = cell.rstrip("0123456789")
-            style = _style(op.upper(), int(cell[len(op) :]))
+            op, microbatch = re.split(r"'*(?=\d)", cell, maxsplit=1)
+            style = _style(op.upper(), int(microbatch), chunk_of(cell), chunks)
         text.append(cell, style if cell[0].isalnum() or cell[0] == "-" else "")
     return text
 
 
-def _style(op: str, microbatch: int) -> Style:
+def _style(op: str, microbatch: int, chunk: int = 0, chunks: int = 1) -> Style:
     """Neighbouring microbatches differ a little, so that their bars do not melt into one."""
-    fill = look(op).dark
+    fill = shades(look(op).dark, GROUNDS[1], chunks)[chunk]
     if microbatch % 2:
         fill = "#" + "".join(f"{round(int(fill[i : i + 2], 16) * 0.82):02x}" for i in (1, 3, 5))
     return Style(color=ink(fill), bgcolor=fill)

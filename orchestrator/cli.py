@@ -126,6 +126,7 @@ def schedule(
     grid: Annotated[bool, typer.Option("--grid", help="Print the grid (the default without another output).")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a figure.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
+    beside: Annotated[str | None, typer.Option(metavar="NAME", help="Another schedule, drawn on the page too.")] = None,
     arrow: Annotated[Path | None, typer.Option(help="Write the program as an Arrow file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the compute order for torch.distributed.pipelining.")] = None,
     what_if: Annotated[bool, typer.Option("--what-if", help="Tell what bounds a step and what would help.")] = False,
@@ -137,7 +138,7 @@ def schedule(
     given = {"--svg": svg, "--html": html, "--arrow": arrow, "--csv": csv}
     files = {option: path for option, path in given.items() if path is not None}
     request = Request(name, ranks, microbatches, chunks, group, costs, comm, memory_limit, slices)
-    show_schedule(request, Outputs(files, grid, what_if, as_json), Console())
+    show_schedule(request, Outputs(files, grid, what_if, as_json, beside), Console())
 
 
 @app.command()

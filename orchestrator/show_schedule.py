@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.bars import bars, coloured_grid, is_coloured
-from pentad.schedules.auto import AUTO, choose
-from pentad.schedules.catalogue import generate
+from pentad.schedules.auto import AUTO, choose, describe
+from pentad.schedules.catalogue import CATALOGUE, OWN, generate
 from pentad.schedules.compiler import compile_program, summary
 from pentad.schedules.costs import Costs
 from pentad.schedules.critical import critical_path, shares
 from pentad.schedules.errors import PentadError
 from pentad.schedules.grid import time_grid
-from pentad.schedules.page import timeline_page
+from pentad.schedules.order import ScheduleError
+from pentad.schedules.page import schedule_page
+from pentad.schedules.page_program import Drawn
 from pentad.schedules.program import Program
 from pentad.schedules.shape import Options
 from pentad.schedules.simulate import simulate
@@ -46,20 +48,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where it goes: files by the name of their option, the terminal as a grid, stdout as JSON."""
+    """Where it goes: files by the name of their option, the terminal as a grid, stdout as JSON. `beside` is another
+    schedule that the page draws too."""
 
     files: dict[str, Path]
     grid: bool
     what_if: bool
     as_json: bool
+    beside: str | None = None
 
 
 def show_schedule(request: Request, outputs: Outputs, console: Console) -> None:
     """Raises PentadError on a mistake in the request or a file that cannot be written."""
     program, costs, chosen = _build(request)
     timeline = simulate(program, costs)
+    shown = [Drawn(program, costs, timeline), *_beside(request, outputs)]
     for option, path in outputs.files.items():
-        write(option, path, _content(option, program, timeline))
+        write(option, path, _content(option, shown, request))
     facts = summary(program, costs)
     if outputs.what_if:
         facts |= bounds(program, costs)
@@ -129,16 +134,14 @@ def _build(request: Request) -> tuple[Program, Costs, str]:
         parts = {"chunks": placed.chunks, "slices": placed.slices}
         return Costs.uniform(placed.stages, forward, backward, weight, **parts, transfer=request.comm)
 
-    chosen = ""
+    sizes = request.ranks, request.microbatches
     if name == AUTO:
-        choice = choose(request.ranks, request.microbatches, costs_of, options)
-        name, options = choice.best.name, choice.best.asked
-        asked = "".join(f"{key} {value:g}, " for key, value in options._asdict().items() if value is not None)
-        above = f"{100 * choice.gap:.2f} % above the bound of its placement"
-        chosen = f"{asked}the quickest of {len(choice.candidates)}, {above}"
-    sizes = name, request.ranks, request.microbatches
-    costs = costs_of(generate(*sizes, options))
-    return compile_program(*sizes, costs=costs, options=options), costs, chosen
+        choice = choose(*sizes, costs_of, options)
+        order = choice.best.program
+        costs = costs_of(order)
+        return compile_program(name, *sizes, costs=costs, order=order), costs, describe(choice)
+    costs = costs_of(generate(name, *sizes, options))
+    return compile_program(name, *sizes, costs=costs, options=options), costs, ""
 
 
 def _sliced(program: Program) -> str:
@@ -153,13 +156,47 @@ def _three(text: str) -> tuple[float, float, float]:
     return forward, backward, weight
 
 
-def _content(option: str, program: Program, timeline: Timeline) -> str | bytes:
-    title = f"{program.name}, {program.ranks} ranks, {program.microbatches} microbatches" + _sliced(program)
+def _beside(request: Request, outputs: Outputs) -> list[Drawn]:
+    """The schedule of --beside, for the same sizes and costs and with those of the options that it takes."""
+    other = outputs.beside
+    if other is None:
+        return []
+    if "--html" not in outputs.files:
+        raise PentadError(f"--beside is '{other}', but it is drawn on a page and no --html is given")
+    try:
+        program, costs, _ = _build(_asked(request, other))
+    except (PentadError, ScheduleError) as error:
+        raise PentadError(f"--beside is '{other}': {str(error).partition(chr(10))[0]}") from None
+    return [Drawn(program, costs, simulate(program, costs))]
+
+
+def _asked(request: Request, other: str) -> Request:
+    """The same of another schedule, less the options that it does not take."""
+    if other == AUTO:
+        return replace(request, name=other)
+    takes = OWN.takes if ":" in other else CATALOGUE[other].takes if other in CATALOGUE else frozenset()
+    return replace(
+        request,
+        name=other,
+        chunks=request.chunks if "chunks" in takes else None,
+        group=request.group if "group" in takes else None,
+        memory_limit=request.memory_limit if "limit" in takes else None,
+        slices=request.slices if "slices" in takes else None,
+    )
+
+
+def _content(option: str, shown: list[Drawn], request: Request) -> str | bytes:
+    program, _, timeline = shown[0]
+    names = " and ".join(one.program.name for one in shown)
+    drawn = names if option == "--html" else program.name
+    title = f"{drawn}, {program.ranks} ranks, {program.microbatches} microbatches" + _sliced(program)
     match option:
         case "--svg":
-            return svg_grid(timeline, title=title)
+            return svg_grid(timeline, title=title, timed=False)
         case "--html":
-            return timeline_page(timeline, None, title=title, facts={"program": program.hash[:12]})
+            facts = {"costs F,B,W": request.costs, "a transfer": f"{request.comm:g}"}
+            facts["program"] = ", ".join(one.program.hash[:12] for one in shown)
+            return schedule_page(shown, title=title, facts=facts, limit=request.memory_limit)
         case "--arrow":
             return program.to_bytes()
         case _:

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from pentad.schedules.instruction import Op, units_of
+import numpy as np
+
+from pentad.schedules.columns import CODE, Array
+from pentad.schedules.instruction import Op
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.program import Program
-from pentad.schedules.validation import REPEATABLE, ROLLBACK, VALIDATE, is_validated, sent_before_backward
+from pentad.schedules.validation import REPEATABLE, ROLLBACK, VALIDATE, is_validated
 
 
-def check_validation(program: Program) -> None:
+def prove_validation(program: Program) -> None:
     """Raises ScheduleError unless VALIDATE and ROLLBACK stand on all ranks or on none, one behind the other, before
-    them nothing but forwards and their transfers, and of every transfer both ends or none."""
-    validated = is_validated(program)
-    early = sent_before_backward(program) if validated else set()
-    for rank, stream in enumerate(program.streams):
-        position = program.positions[rank]
-        for key in (VALIDATE, ROLLBACK):
-            if (key in position) != validated:
-                has = "has no" if validated else "has"
-                raise ScheduleError(f"rank {rank} {has} {key.op}, other than rank 0", rank, position.get(key, -1))
-        if not validated:
-            continue
-        place = position[VALIDATE]
-        if position[ROLLBACK] != place + 1 or VALIDATE not in stream[place + 1].waits:
-            text = f"rank {rank}: ROLLBACK does not follow VALIDATE and wait for it"
-            raise ScheduleError(text, rank, position[ROLLBACK])
-        before = list(units_of(stream[:place]))
-        for index, part in enumerate(before):
-            if part.op not in REPEATABLE | {Op.RECV_F}:
-                raise ScheduleError(f"rank {rank}: {part.key} comes before VALIDATE", rank, index)
-        received = {(rank, part.key) for part in before if part.op is Op.RECV_F}
-        sent = {(peer, key) for peer, key in early if peer == rank}
-        for _, key in sorted(received ^ sent):
-            ends = ("before", "behind") if (rank, key) in received else ("behind", "before")
-            text = f"rank {rank}: {key} comes {ends[0]} VALIDATE, its send {ends[1]} that of its own rank"
-            raise ScheduleError(text, rank, position.get(key, -1))
+    them nothing but forwards and their transfers, and of every transfer both ends or none. The transfers match."""
+    columns, ranks = program.columns, np.arange(program.ranks)
+    if not (is_validated(program) or (columns.op == CODE[Op.ROLLBACK]).any()):
+        return
+    place, back = (program.lookup.rows(ranks, CODE[key.op], -1, ranks * 0 - 1) for key in (VALIDATE, ROLLBACK))
+    for rank in range(program.ranks):
+        if place[rank] < 0 or back[rank] < 0:
+            missing = VALIDATE if place[rank] < 0 else ROLLBACK
+            raise ScheduleError(f"rank {rank} has no {missing.op}", rank, -1)
+        if back[rank] != place[rank] + 1 or VALIDATE not in columns.waits(back[rank]):
+            raise _at(program, back[rank], "ROLLBACK does not follow VALIDATE and wait for it")
+    before = np.arange(columns.rows) < place[columns.rank]
+    wrong = np.flatnonzero(before & ~(REPEATABLE[columns.op] | (columns.op == CODE[Op.RECV_F])))
+    if len(wrong):
+        raise _at(program, wrong[0], f"{columns.key(wrong[0])} comes before VALIDATE")
+    _prove_both_or_none(program, before)
+
+
+def _prove_both_or_none(program: Program, before: Array) -> None:
+    columns = program.columns
+    sends, receives = program.lookup.transfers
+    apart = np.flatnonzero(before[sends] != before[receives])
+    if len(apart):
+        row = receives[apart[0]]
+        ends = ("before", "behind") if before[row] else ("behind", "before")
+        text = f"{columns.key(row)} comes {ends[0]} VALIDATE, its send {ends[1]} that of its own rank"
+        raise _at(program, row, text)
+
+
+def _at(program: Program, row: int, text: str) -> ScheduleError:
+    rank, at = program.columns.place(row)
+    return ScheduleError(f"rank {rank}: {text}", rank, at)

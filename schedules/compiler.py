@@ -46,13 +46,26 @@ def compile_program(
     """
     with uncollected():
         order = order or generate(name, ranks, microbatches, options, costs)
-        check_order(order)
-        moved = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated, validated=validated)
-        saving = add_savings(moved, savings)
-        reduced = add_reduce(saving, replicas=replicas, scatter=savings.zero > 0)
-        turned = add_turns(reduced) if savings.zero > 1 else reduced
-        program = add_validated_step(turned) if validated else add_step(turned)
-        check(program, replicas=replicas)
+        lowering = {"gated": gated, "replicas": replicas, "validated": validated, "savings": savings}
+        return lower(order, costs or Costs.uniform(order.stages), **lowering)
+
+
+def lower(
+    order: Program,
+    costs: Costs,
+    *,
+    gated: bool = False,
+    replicas: int = 1,
+    validated: bool = False,
+    savings: Savings = ALL_KEPT,
+) -> Program:
+    """The program that runs a compute order (see `compile_program`), proven. Raises ScheduleError when it is none."""
+    check_order(order)
+    moved = add_transfers(order, costs, gated=gated, validated=validated)
+    reduced = add_reduce(add_savings(moved, savings), replicas=replicas, scatter=savings.zero > 0)
+    turned = add_turns(reduced) if savings.zero > 1 else reduced
+    program = add_validated_step(turned) if validated else add_step(turned)
+    check(program, replicas=replicas)
     return program
 
 

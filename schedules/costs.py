@@ -98,7 +98,11 @@ class Costs:
             return self.hop(rank, instruction.peer)
         if op in RECEIVES:
             return self.hop(instruction.peer, rank)
-        return self.of(instruction) * self.slow[rank] if self.slow and op in COMPUTE else self.of(instruction)
+        return (
+            self.of(instruction) * self.slow[rank]
+            if self.slow and (op in COMPUTE or op is Op.RECOMPUTE)
+            else self.of(instruction)
+        )
 
     def hop(self, source: int, target: int) -> float:
         """Seconds of a transfer from one pipeline rank to another; 0 to itself."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from pentad.schedules.costs import Costs
-from pentad.schedules.events import Events, events_of
+from pentad.schedules.events import Events, proven_events
 from pentad.schedules.instruction import COLLECTIVES, RECEIVES, SENDS, Unit
 from pentad.schedules.program import Program
 from pentad.schedules.simulate import Times, times_of
@@ -46,17 +47,16 @@ def critical_path(program: Program, costs: Costs) -> tuple[Step, ...]:
     is the timeline's makespan. A transfer stands there by the end that came last, its sender if both came at once.
     Where several chains are as long, it is one of them.
     """
-    events = events_of(program)
+    events = proven_events(program)
     times = times_of(program, events, costs)
-    members: dict[int, list[Place]] = defaultdict(list)
-    for rank, stream in enumerate(program.streams):
-        for index in range(len(stream)):
-            members[events.event[events.first[rank] + index]].append((rank, index))
+    by_event = np.argsort(events.event, kind="stable")
+    edges = np.concatenate(([0], np.bincount(events.event).cumsum()))
     chain: list[Step] = []
-    event: int | None = max(events.order, key=times.ends.__getitem__)
+    event: int | None = int(events.order[np.argmax(times.ends[events.order])])
     while event is not None:
-        own = _place(events, event)
-        places = [own, *(place for place in members[event] if place != own)]
+        own = _place(events, int(events.unit[event]))
+        members = [_place(events, unit) for unit in by_event[edges[event] : edges[event + 1]].tolist()]
+        places = [own, *(place for place in members if place != own)]
         (rank, index), why, earlier = _held(program, events, times, places)
         chain += reversed(_steps(rank, program.streams[rank][index], times, event, why))
         event = earlier
@@ -73,21 +73,21 @@ def shares(path: tuple[Step, ...]) -> Shares:
 
 
 def _place(events: Events, number: int) -> Place:
-    rank = bisect_right(events.first, number) - 1
-    return rank, number - events.first[rank]
+    rank = int(np.searchsorted(events.first, number, side="right")) - 1
+    return rank, number - int(events.first[rank])
 
 
 def _held(program: Program, events: Events, times: Times, places: list[Place]) -> tuple[Place, str, int | None]:
     """Which of the units of an event was held until it started, why, and by which event."""
     for rank, index in places:
-        stream, first = program.streams[rank], events.first[rank]
+        stream, first = program.streams[rank], int(events.first[rank])
         unit = stream[index]
         start = times.starts[events.event[first + index]]
         lane, waits = unit.lane, set(unit.waits)
         for place in range(index - 1, -1, -1):
             if not waits and not lane:
                 break
-            other, event = stream[place], events.event[first + place]
+            other, event = stream[place], int(events.event[first + place])
             met = waits.intersection(part.key for part in other.parts)
             if (met or other.lane == lane) and times.ends[event] == start:
                 return (rank, index), _why(unit, other) if met else "order", event
@@ -103,7 +103,8 @@ def _why(unit: Unit, needed: Unit) -> str:
 
 
 def _steps(rank: int, unit: Unit, times: Times, event: int, why: str) -> list[Step]:
-    moments = [times.starts[event], *([times.middles[event]] if len(unit.parts) == 2 else ()), times.ends[event]]
+    middle = [times.middles] * (len(unit.parts) == 2)
+    moments = [float(column[event]) for column in (times.starts, *middle, times.ends)]
     return [
         Step(rank, str(part.key), part.op.value, start, end, why if part is unit.parts[0] else "order")
         for part, (start, end) in zip(unit.parts, pairwise(moments), strict=True)

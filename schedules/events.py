@@ -1,117 +1,132 @@
-"""A program as numbers: what `graph` says, laid out so that a million instructions are walked in seconds.
+"""A program as a graph: what must have ended before what starts, over all ranks, lanes and communicators.
 
-Units are numbered rank by rank in stream order. What happens together is one event, which goes by the number of one of
-its units: a transfer by its send, a collective by the unit of its lowest rank.
+Transfers and collectives have rendezvous semantics: no buffering is assumed, so a SEND and its RECV (and the members
+of a collective) are one event that starts when the last of them is reached.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
-from pentad.schedules.graph import ranks_of
-from pentad.schedules.instruction import COLLECTIVES, RECEIVES, SENDS, Instruction, Op
+import numpy as np
+
+from pentad.schedules.columns import CODE, Array, Columns, among
+from pentad.schedules.instruction import COLLECTIVES, Instruction, Op
+from pentad.schedules.levels import Graph, Levels, levels
+from pentad.schedules.lookup import IS_RECEIVE, IS_SEND
 from pentad.schedules.order import ScheduleError
-from pentad.schedules.program import Program, Stream
-from pentad.schedules.validation import NORM, is_validated
+from pentad.schedules.program import Program
 
-NONE = -1  # the event before the first of a lane; as an index, the spare last place of a list
-ASIDE = COLLECTIVES | SENDS.keys() | RECEIVES.keys() | {Op.OFFLOAD, Op.RELOAD}  # not on the compute lane
+COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
+IS_COLLECTIVE = among(COLLECTIVES)
+ON_COMPUTE = ~(IS_SEND | IS_RECEIVE | IS_COLLECTIVE | among(COPIES))  # runs on the compute lane
+_LANE = among(COLLECTIVES) * 1 + among({Op.ALL_GATHER}) + among(COPIES) * 3  # of what is no transfer, by op
+Collectives = dict[tuple[str, tuple[int, ...]], dict[int, list[int]]]
 
 
 @dataclass(frozen=True)
 class Events:
-    """`first[rank]` is the number of a rank's first unit, `event[unit]` the event that a unit is part of.
+    """`event[unit]` is the event that a unit is part of; units are counted through all ranks, rank r's from first[r]
+    on. `unit[event]` is one of the units of an event: of a transfer its send, of a collective the one of the lowest
+    rank. `order` has every event behind those that it waits for."""
 
-    `before[event]` are the events that must have ended, NONE among them; `order` has every event behind those.
+    first: Array
+    event: Array
+    unit: Array
+    graph: Graph
+    walked: Levels
+
+    @property
+    def order(self) -> Array:
+        return self.walked.order
+
+
+def events_of(program: Program, *, issued: bool = False) -> Events:
+    """The events of a program whose transfers and collectives meet (see `check`).
+
+    With `issued`, a host that waits at every compute unit, as on CPUs, also keeps what follows in the stream from
+    starting before that unit has ended; without, only lanes and waits order.
     """
-
-    first: tuple[int, ...]
-    event: list[int]
-    before: list[tuple[int, ...]]
-    order: list[int]
-
-
-def events_of(program: Program) -> Events:
-    """The events of a program that has passed `check`. Raises ScheduleError where events wait for each other."""
-    first = tuple(accumulate(map(len, program.streams[:-1]), initial=0))
-    event = _meetings(program, first)
-    before: list[tuple[int, ...]] = [()] * len(event)
-    for start, stream in zip(first, program.streams, strict=True):
-        _wait(stream, event[start : start + len(stream)], before)
-    if is_validated(program):
-        norms = [start + position[NORM] for start, position in zip(first, program.positions, strict=True)]
-        for earlier, later in pairwise(norms):
-            before[later] += (earlier,)
-    return Events(first, event, before, _ordered(event, before))
+    columns = program.columns
+    together = np.arange(len(columns.unit_row))
+    sends, receives = program.lookup.transfers
+    together[columns.unit[receives]] = columns.unit[sends]
+    for sides in collectives(program).values():
+        first, *others = sides.values()
+        for rows in others:
+            together[columns.unit[rows]] = columns.unit[first]
+    own = together == np.arange(len(together))
+    unit, event = np.flatnonzero(own), (np.cumsum(own) - 1)[together]
+    edges = [_lanes(columns), _channels(program), _waits(program, issued=issued), _chain(program)]
+    if issued:
+        edges.append(_hosts(columns))
+    earlier, later = (event[np.concatenate(ends)] for ends in zip(*edges, strict=True))
+    graph = Graph(len(unit), earlier, later, program.ranks)
+    return Events(columns.unit_first, event, unit, graph, levels(graph))
 
 
-def _meetings(program: Program, first: tuple[int, ...]) -> list[int]:
-    """Unit -> event: the k-th send of a channel meets its k-th receive, the k-th collective of its ranks the others."""
-    event = list(range(sum(map(len, program.streams))))
-    sides: dict[tuple, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, stream in enumerate(program.streams):
-        for number, unit in enumerate(stream, first[rank]):
-            op = unit[0]
-            if op not in ASIDE or not isinstance(unit, Instruction):
-                continue
-            if op in SENDS:
-                sides[op, rank, unit.peer][0].append(number)
-            elif op in RECEIVES:
-                sides[RECEIVES[op], unit.peer, rank][1].append(number)
-            elif op in COLLECTIVES and unit.group:
-                sides[unit.lane, ranks_of(program, unit)][rank].append(number)
-    for numbers in sides.values():
-        sender, *others = (numbers[side] for side in sorted(numbers))
-        for other in others:
-            for one, two in zip(sender, other, strict=True):
-                event[two] = one
-    return event
+def proven_events(program: Program) -> Events:
+    """`events_of`; raises ScheduleError where events wait for each other."""
+    events = events_of(program)
+    if len(events.order) < events.graph.events:
+        raise ScheduleError("the program deadlocks: its events wait for each other")
+    return events
 
 
-def _wait(stream: Stream, event: list[int], before: list[tuple[int, ...]]) -> None:
-    """Adds to `before` what the units of a rank wait for: the one before on their lane, and their `waits`."""
-    position: dict[tuple, int] = {}  # key -> event
-    compute, last = NONE, dict[object, int]()
-    for here, unit in zip(event, stream, strict=True):
-        keys = unit.waits
-        waits = (position[keys[0]],) if len(keys) == 1 else tuple([position[key] for key in keys]) if keys else ()
-        op = unit[0]
-        if op not in ASIDE or not isinstance(unit, Instruction):
-            before[here] = (compute, *waits)
-            compute = here
-        elif op in RECEIVES:
-            before[here] += waits  # the lane of a receive is that of its send
-        else:
-            lane = (op, unit[3]) if op in SENDS else unit.lane
-            before[here] += (last.get(lane, NONE), *waits)
-            last[lane] = here
-        if isinstance(unit, Instruction):
-            position[unit[:3]] = here
-        else:
-            position[unit.forward[:3]] = position[unit.backward[:3]] = here
+def collectives(program: Program) -> Collectives:
+    """Communicator of collectives, (lane, ranks) -> rank -> its rows, in order: the k-th of each meet."""
+    columns = program.columns
+    found: Collectives = defaultdict(lambda: defaultdict(list))
+    grouped = np.array([name != "" for name in columns.groups], bool)  # a NORM without a group is a chain's
+    for row in np.flatnonzero(IS_COLLECTIVE[columns.op] & grouped[columns.group]).tolist():
+        key = columns.key(row)
+        ranks = tuple(range(program.ranks)) if key.op is Op.NORM else program.holders(key.stage)
+        found[Instruction(key.op).lane, ranks][int(columns.rank[row])].append(row)
+    return {where: dict(sorted(sides.items())) for where, sides in found.items()}
 
 
-def _ordered(event: list[int], before: list[tuple[int, ...]]) -> list[int]:
-    new, waiting, placed = 0, 1, 2
-    state = bytearray(len(event) + 1)
-    state[NONE] = placed
-    order: list[int] = []
-    for number, wanted in enumerate(event):
-        if wanted != number or state[wanted] == placed:
-            continue
-        path, state[wanted] = [wanted], waiting  # each waits for the next
-        while path:
-            here = path[-1]
-            for earlier in before[here]:
-                if state[earlier] != placed:
-                    if state[earlier] != new:
-                        raise ScheduleError("the program deadlocks: its events wait for each other")
-                    state[earlier] = waiting
-                    path.append(earlier)
-                    break
-            else:
-                state[here] = placed
-                order.append(path.pop())
-    return order
+def _lanes(columns: Columns) -> tuple[Array, Array]:
+    """Units that follow each other on a lane that is of one rank."""
+    op = columns.op[columns.unit_row]
+    units = np.flatnonzero(~(IS_SEND | IS_RECEIVE)[op])
+    lane = columns.rank[columns.unit_row[units]] * 4 + _LANE[op[units]]
+    return following(units, lane)
+
+
+def _channels(program: Program) -> tuple[Array, Array]:
+    """Sends that follow each other: the lane of a receive is that of its send."""
+    sends, _ = program.lookup.transfers
+    return following(program.columns.unit[sends], program.lookup.channel[sends])
+
+
+def _chain(program: Program) -> tuple[Array, Array]:
+    """Where steps are validated later, the NORM of each rank waits for that of the rank before."""
+    columns = program.columns
+    rows = np.flatnonzero((columns.op == CODE[Op.NORM]) & (columns.peer >= 0))
+    before = program.lookup.rows(columns.peer[rows], CODE[Op.NORM], -1, np.full(len(rows), -1))
+    return columns.unit[before], columns.unit[rows]
+
+
+def following(units: Array, lane: Array) -> tuple[Array, Array]:
+    """Units of one lane each of which is the next behind the other, in the order they are given."""
+    by_lane = np.argsort(lane, kind="stable")
+    units, same = units[by_lane], np.diff(lane[by_lane]) == 0
+    return units[:-1][same], units[1:][same]
+
+
+def _waits(program: Program, *, issued: bool) -> tuple[Array, Array]:
+    columns, waited = program.columns, program.lookup.waited
+    if issued:  # the host has waited for compute already
+        rest = ~ON_COMPUTE[columns.op[waited]]
+        return columns.unit[waited[rest]], columns.unit[columns.wait_row[rest]]
+    return columns.unit[waited], columns.unit[columns.wait_row]
+
+
+def _hosts(columns: Columns) -> tuple[Array, Array]:
+    """What is issued behind a compute unit, and that unit."""
+    on_compute = ON_COMPUTE[columns.op[columns.unit_row]]
+    units = np.arange(len(on_compute))
+    last = np.maximum.accumulate(np.where(on_compute, units, -1))
+    aside = units[~on_compute & (last >= columns.unit_first[columns.rank[columns.unit_row]])]
+    return last[aside], aside

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from pentad.schedules.instruction import COMPUTE, Instruction, Key, Op, Unit, units_of
-from pentad.schedules.program import Program, Stream, index_of
+from itertools import pairwise
+
+import numpy as np
+
+from pentad.schedules.columns import among
+from pentad.schedules.instruction import Instruction, Key, Op
+from pentad.schedules.lookup import IS_COMPUTE, IS_WEIGHT
+from pentad.schedules.program import Program
+from pentad.schedules.weave import Addition, insert
+
+IS_REDUCTION = among({Op.ALL_REDUCE, Op.REDUCE_SCATTER})
 
 
 def add_reduce(program: Program, *, replicas: int, scatter: bool = False) -> Program:
@@ -13,34 +22,47 @@ def add_reduce(program: Program, *, replicas: int, scatter: bool = False) -> Pro
     Ranks that hold the same stages reduce them in the order of their numbers, whatever finishes first, since a
     collective meets its partner by position.
     """
-    shared = [s for s in range(program.stages) if replicas > 1 or len(program.holders(s)) > 1]
-    held = [[stage for stage in shared if stage in stages] for stages in program.placement]
+    columns, last = program.columns, last_weights(program)
     op = Op.REDUCE_SCATTER if scatter else Op.ALL_REDUCE
-    return program.with_streams(tuple(_reduced(*each, op) for each in zip(program.streams, held, strict=True)))
+    additions: list[Addition] = []
+    for rank, stages in enumerate(program.placement):
+        place = 0
+        for stage in sorted(stages):
+            if replicas > 1 or len(program.holders(stage)) > 1:
+                row = last[rank, stage]
+                place, key = max(place, columns.place(row)[1] + 1), columns.key(row)
+                additions.append((rank, place, Instruction(op, stage, group=f"stage{stage}", waits=(key,))))
+    return insert(program, additions)
 
 
 def add_step(program: Program) -> Program:
     """NORM and STEP at the end of every stream: the barrier form, where a step waits for the global norm."""
-    return program.with_streams(tuple(stream + _ending(stream) for stream in program.streams))
+    ends = np.diff(program.columns.unit_first).tolist()
+    additions: list[Addition] = []
+    for rank, (last, reduced) in enumerate(whole_gradients(program)):
+        norm = Instruction(Op.NORM, group="pp", waits=(last, *reduced))
+        step = Instruction(Op.STEP, waits=(Key(Op.NORM, -1, -1),))
+        additions += [(rank, ends[rank], norm), (rank, ends[rank], step)]
+    return insert(program, additions)
 
 
-def _reduced(stream: Stream, stages: list[int], op: Op) -> Stream:
-    position = index_of(stream)
-    after: dict[int, list[Instruction]] = {}
-    place = -1
-    for stage in sorted(stages):
-        last = max((k for k in position if k.op in (Op.W, Op.BW) and k.stage == stage), key=lambda k: position[k])
-        place = max(place, position[last])
-        after.setdefault(place, []).append(Instruction(op, stage, group=f"stage{stage}", waits=(last,)))
-    woven: list[Unit] = []
-    for index, unit in enumerate(stream):
-        woven += (unit, *after.get(index, ()))
-    return tuple(woven)
+def whole_gradients(program: Program) -> list[tuple[Key, tuple[Key, ...]]]:
+    """Behind what each rank's gradients are whole: its last compute and its reductions."""
+    columns, found = program.columns, []
+    for first, end in pairwise(columns.first.tolist()):
+        last = first + np.flatnonzero(IS_COMPUTE[columns.op[first:end]])[-1]
+        reduces = first + np.flatnonzero(IS_REDUCTION[columns.op[first:end]])
+        found.append((columns.key(last), tuple(map(columns.key, reduces))))
+    return found
 
 
-def _ending(stream: Stream) -> Stream:
-    parts = list(units_of(stream))
-    last = next(p.key for p in reversed(parts) if p.op in COMPUTE)
-    reduced = tuple(p.key for p in parts if p.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER))
-    norm = Instruction(Op.NORM, group="pp", waits=(last, *reduced))
-    return norm, Instruction(Op.STEP, waits=(Key(Op.NORM, -1, -1),))
+def last_weights(program: Program) -> dict[tuple[int, int], int]:
+    """(rank, stage) -> row of the last weight gradient there."""
+    columns = program.columns
+    rows = np.flatnonzero(IS_WEIGHT[columns.op])
+    holding = program.lookup.holding(columns.rank[rows], columns.stage[rows])
+    last = np.full(holding.max(initial=-1) + 1, -1)
+    last[holding] = rows
+    found = last[last >= 0]
+    places = zip(columns.rank[found].tolist(), columns.stage[found].tolist(), strict=True)
+    return dict(zip(places, found.tolist(), strict=True))

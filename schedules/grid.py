@@ -10,13 +10,14 @@ from pentad.schedules.program import Program
 from pentad.schedules.timeline import Timeline
 
 Cell = tuple[float, float, str]
+MARK = "'"
 
 
 def time_grid(program: Program, timeline: Timeline, costs: Costs) -> str:
     """Compute over time, one cell the shortest instruction, `.` idle; BW is drawn as B then W.
 
-    Letters are capital for a rank's first chunk or for microbatches that enter at rank 0, lower case for the others;
-    the numbers count microbatches of that direction.
+    Letters are capital for a rank's first chunk or for microbatches that enter at rank 0, small for its second or for
+    the others, whose numbers count microbatches of that direction; then the same with a mark: F'0, f'0, F''0.
     """
     rows = [_cells(program, timeline, costs, rank) for rank in range(program.ranks)]
     unit = min(end - start for row in rows for start, end, _ in row)
@@ -53,11 +54,17 @@ def _cells(program: Program, timeline: Timeline, costs: Costs, rank: int) -> lis
 
 
 def _label(program: Program, rank: int, stage: int, microbatch: int) -> Callable[[str], str]:
-    own = program.placement[rank]
-    mirrored = len(program.holders(stage)) > 1
-    second = microbatch >= program.microbatches // 2 if mirrored else own.index(stage) > 0
-    number = microbatch - program.microbatches // 2 if mirrored and second else microbatch
-    return lambda op: f"{op.lower() if second else op}{number}"
+    if len(program.holders(stage)) > 1:  # mirrors
+        half = program.microbatches // 2
+        chunk, microbatch = divmod(microbatch, half) if half else (0, microbatch)
+    else:
+        chunk = program.placement[rank].index(stage)
+    return lambda op: f"{op.lower() if chunk % 2 else op}{MARK * (chunk // 2)}{microbatch}"
+
+
+def chunk_of(cell: str) -> int:
+    """Which of a rank's chunks, or which direction, the cell of a `time_grid` is of."""
+    return 2 * cell.count(MARK) + cell[0].islower()
 
 
 def _sampled(cells: list[Cell], unit: float, columns: int) -> list[str]:

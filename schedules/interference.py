@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from math import isnan, nan
 
-from pentad.schedules.events import NONE, Events
-from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS
+import numpy as np
+
+from pentad.schedules.columns import Array
+from pentad.schedules.events import IS_COLLECTIVE, Events
+from pentad.schedules.lookup import IS_COMPUTE, IS_RECEIVE, IS_SEND
 from pentad.schedules.program import Program
 
-MOVES = COLLECTIVES | SENDS.keys() | RECEIVES.keys()
+_NONE = -1
+_MOVES = IS_SEND | IS_RECEIVE | IS_COLLECTIVE
 
 
 class Clock:
@@ -20,42 +25,41 @@ class Clock:
     `alone` and `second` are the seconds of every event by itself and of the second half of an overlapped pair.
     """
 
-    def __init__(
-        self, program: Program, events: Events, alone: list[float], second: dict[int, float], overlap: float
-    ) -> None:
-        self.alone, self.second, self.stretch = alone, second, 1 + overlap
-        self.starts, self.ends, self.middles = [0.0] * len(alone), [0.0] * len(alone), dict[int, float]()
-        self.left = [len(earlier) - earlier.count(NONE) for earlier in events.before]
+    def __init__(self, program: Program, events: Events, alone: Array, second: Array, overlap: float) -> None:
+        self.alone, self.second, self.stretch = alone.tolist(), second.tolist(), 1 + overlap
+        count = events.graph.events
+        self.order = events.order.tolist()
+        self.starts, self.ends, self.middles = np.zeros(count), np.zeros(count), np.full(count, nan)
+        self.left = np.bincount(events.graph.later, minlength=count).tolist()
         self.after: dict[int, list[int]] = defaultdict(list)
-        for event in events.order:
-            for earlier in events.before[event]:
-                self.after[earlier].append(event)
-        self.home: dict[int, int] = {}  # compute -> its rank
+        for earlier, later in zip(events.graph.earlier.tolist(), events.graph.later.tolist(), strict=True):
+            self.after[earlier].append(later)
+        columns = program.columns
+        rows = columns.unit_row
+        op, rank = columns.op[rows], columns.rank[rows]
+        mine, moves = IS_COMPUTE[op], _MOVES[op]
+        self.home = dict(zip(events.event[mine].tolist(), rank[mine].tolist(), strict=True))  # compute -> its rank
         self.ends_of: dict[int, list[int]] = defaultdict(list)  # transfer or collective -> its ranks
-        for rank, stream in enumerate(program.streams):
-            for number, unit in enumerate(stream, events.first[rank]):
-                if unit.parts[0].op in COMPUTE:
-                    self.home[number] = rank
-                elif unit.parts[0].op in MOVES:
-                    self.ends_of[events.event[number]].append(rank)
+        for event, end in zip(events.event[moves].tolist(), rank[moves].tolist(), strict=True):
+            self.ends_of[event].append(end)
         self.moving = [0] * program.ranks  # transfers that run now
-        self.running = [NONE] * program.ranks  # compute that runs now
+        self.running = [_NONE] * program.ranks  # compute that runs now
         self.work = [0.0] * program.ranks  # seconds that are left of it, alone
         self.since = [0.0] * program.ranks  # when that was so
         self.pace = [1.0] * program.ranks  # seconds it takes for one of those
         self.due: list[tuple[float, int]] = []
         self.planned: dict[int, float] = {}  # when an event ends, as things are
 
-    def run(self, order: list[int]) -> tuple[list[float], list[float], dict[int, float]]:
-        """Starts, ends and middles (where a pair turns from F to B) of every event."""
-        for event in order:
+    def run(self) -> tuple[Array, Array, Array]:
+        """Starts, ends and middles (where a pair turns from F to B, nan elsewhere) of every event."""
+        for event in self.order:
             if not self.left[event]:
                 self._start(event, 0.0)
         while self.due:
             now, event = heapq.heappop(self.due)
             if self.planned.get(event) != now:  # planned anew since
                 continue
-            if event in self.second and event not in self.middles:
+            if self.second[event] and isnan(self.middles[event]):
                 self.middles[event] = now
                 self._compute(self.home[event], self.second[event], now)
             else:
@@ -77,7 +81,7 @@ class Clock:
         self.ends[event] = now
         del self.planned[event]
         if event in self.home:
-            self.running[self.home[event]] = NONE
+            self.running[self.home[event]] = _NONE
         for rank in self.ends_of.get(event, ()):
             self.moving[rank] -= 1
             self._retime(rank, now)
@@ -88,7 +92,7 @@ class Clock:
 
     def _retime(self, rank: int, now: float) -> None:
         """What runs on a rank goes on at another pace, where that has changed."""
-        if self.running[rank] != NONE and self.pace[rank] != (self.stretch if self.moving[rank] else 1.0):
+        if self.running[rank] != _NONE and self.pace[rank] != (self.stretch if self.moving[rank] else 1.0):
             done = (now - self.since[rank]) / self.pace[rank]
             self._compute(rank, max(self.work[rank] - done, 0.0), now)
 

@@ -35,7 +35,8 @@ def add_offload(program: Program, keep: float, ahead: int = 2) -> Program:
     waits: dict[tuple[int, Key], list[Key]] = {}
     for rank, stream in enumerate(program.streams):
         backward = {(p.stage, p.microbatch): p.key for p in units_of(stream) if p.op in (Op.B, Op.BW)}
-        walk = _Walk(stream, keep * program.chunks, ahead)
+        share = program.chunks * program.slices  # activations of a chunk that a whole rank's are
+        walk = _Walk(stream, keep * share, ahead)
         for trip in walk.trips():
             where = (trip.stage, trip.microbatch)
             go, back = Key(Op.OFFLOAD, *where), Key(Op.RELOAD, *where)
@@ -43,7 +44,7 @@ def add_offload(program: Program, keep: float, ahead: int = 2) -> Program:
             added.append((rank, trip.returns, Instruction(*back, waits=(go,))))
             waits[rank, backward[where]] = [back]
         if walk.short:
-            text = f"offload keeps {keep:g} activations, but rank {rank} needs {walk.short / program.chunks:g} at once"
+            text = f"offload keeps {keep:g} activations, but rank {rank} needs {walk.short / share:g} at once"
             raise PentadError(text)
     return insert(program, sorted(added, key=lambda each: (each[1], each[2].op is Op.RELOAD)), waits)
 

@@ -22,8 +22,8 @@ class Savings(NamedTuple):
 
     `zero` is the stage of ZeRO, 0 to 3; with 3 a rank has at most `gathered` stages' parameters whole at once (None:
     all it holds) and begins a gather `prefetch` compute units before its reader. The stages in `recompute` keep what
-    their forward received alone. `keep` is the most activations that stay on the device, in microbatches of a whole rank
-    (None: all).
+    their forward received alone. `keep` is the most activations that stay on the device, in microbatches of a whole
+    rank (None: all).
     """
 
     zero: int = 0

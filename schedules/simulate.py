@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from math import exp, inf
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
+
+from pentad.schedules.columns import OPS, Array
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
-from pentad.schedules.events import Events, events_of
-from pentad.schedules.instruction import COMPUTE, Instruction
+from pentad.schedules.events import Events, proven_events
+from pentad.schedules.instruction import Instruction, Key
 from pentad.schedules.interference import Clock
-from pentad.schedules.program import Program, Stream
+from pentad.schedules.levels import times
+from pentad.schedules.lookup import IS_COMPUTE
+from pentad.schedules.program import Program
+from pentad.schedules.seconds import seconds
 from pentad.schedules.timeline import Span, Timeline
 from pentad.schedules.uncollected import uncollected
 
 
 class Times(NamedTuple):
-    """`starts[event]` and `ends[event]`; `middles[event]` is where an overlapped pair turns from F to B."""
+    """`starts[event]` and `ends[event]`; `middles[event]` is where an overlapped pair turns from F to B, and the end
+    of all others."""
 
-    starts: list[float]
-    ends: list[float]
-    middles: dict[int, float]
+    starts: Array
+    ends: Array
+    middles: Array
 
 
 def simulate(program: Program, costs: Costs, *, step: int = 0, jitter: float = 0.0, seed: int = 0) -> Timeline:
@@ -35,12 +41,8 @@ def simulate(program: Program, costs: Costs, *, step: int = 0, jitter: float = 0
     once their transfers are added. Raises PentadError on costs that are not of the program's ranks.
     """
     with uncollected():
-        events = events_of(program)
-        times = times_of(program, events, costs, jitter=jitter, seed=seed)
-        rows = chain.from_iterable(
-            _rows(stream, rank, step, program.pieces, events.event[first : first + len(stream)], times)
-            for rank, (first, stream) in enumerate(zip(events.first, program.streams, strict=True))
-        )
+        events = proven_events(program)
+        rows = _rows(program, step, events, times_of(program, events, costs, jitter=jitter, seed=seed))
         # as Span._make does, less a call of Python for each
         return Timeline("simulated", tuple(map(partial(tuple.__new__, Span), rows)))
 
@@ -50,63 +52,53 @@ def times_of(program: Program, events: Events, costs: Costs, *, jitter: float = 
     costs.require(program.ranks)
     if not 0 <= jitter < inf:
         raise PentadError(f"jitter is {jitter}, but it must be finite and at least 0")
-    alone, second = _seconds(program, costs, jitter, seed)
+    columns = program.columns
+    each = seconds(program, costs)
+    if jitter:
+        for row in np.flatnonzero(IS_COMPUTE[columns.op]).tolist():
+            each[row] *= factor(seed, int(columns.rank[row]), columns.key(row), jitter)
+    pairs = np.flatnonzero(columns.second)
+    second = np.zeros(len(columns.unit_row))
+    second[columns.unit[pairs]] = each[pairs]
+    alone, second = each[columns.unit_row][events.unit], second[events.unit]
     if costs.overlap:
-        return Times(*Clock(program, events, alone, second, costs.overlap).run(events.order))
-    starts, ends, middles = [0.0] * len(alone), [0.0] * (len(alone) + 1), dict[int, float]()
-    before = events.before
-    for here in events.order:
-        start = 0.0
-        for earlier in before[here]:
-            if ends[earlier] > start:
-                start = ends[earlier]
-        starts[here] = start
-        ends[here] = start + alone[here]
-        if here in second:
-            middles[here] = ends[here]
-            ends[here] += second[here]
-    return Times(starts, ends, middles)
+        return Times(*Clock(program, events, alone, second, costs.overlap).run())
+    starts, ends = times(events.graph, events.walked, alone, second)
+    return Times(starts, ends, starts + alone)
 
 
-def _seconds(program: Program, costs: Costs, jitter: float, seed: int) -> tuple[list[float], dict[int, float]]:
-    """Seconds of every unit by itself: of its first part, and of the second where it is an overlapped pair."""
-    alone: list[float] = []
-    second: dict[int, float] = {}
-    for rank, stream in enumerate(program.streams):
-        known: dict[tuple, float] = {}
-
-        def cost(part: Instruction, rank: int = rank, known: dict[tuple, float] = known) -> float:
-            kind = (part[0], part[1], part[3])  # op, stage, peer
-            if kind not in known:
-                known[kind] = costs.on(rank, part)
-            return known[kind] * factor(seed, rank, part, jitter) if jitter and part.op in COMPUTE else known[kind]
-
-        for unit in stream:
-            if isinstance(unit, Instruction):
-                alone.append(cost(unit))
-            else:
-                second[len(alone)] = cost(unit.backward)
-                alone.append(cost(unit.forward))
-    return alone, second
-
-
-def factor(seed: int, rank: int, part: Instruction, jitter: float) -> float:
+def factor(seed: int, rank: int, key: Key | Instruction, jitter: float) -> float:
     """Log-normal with mean 1; nothing but the arguments decides it."""
-    return exp(Random(f"{seed} {rank} {part.key}").gauss(-jitter * jitter / 2, jitter))
+    name = Key(*key[:3])
+    return exp(Random(f"{seed} {rank} {name}").gauss(-jitter * jitter / 2, jitter))
 
 
-def _rows(stream: Stream, rank: int, step: int, pieces: int, event: list[int], times: Times) -> Iterator[tuple]:
-    starts, ends, middles = times
-    known: dict[tuple, tuple[str, str, str]] = {}
-    digits = [*map(str, range(max(pieces, len(stream)))), ""]  # by piece: -1 has none
-    for here, unit in zip(event, stream, strict=True):
-        start, end = starts[here], ends[here]
-        for part in (unit,) if isinstance(unit, Instruction) else unit:
-            op, stage, mb, peer = part[:4]
-            kind = (op, stage, peer)
-            if kind not in known:
-                known[kind] = part.lane, str(part._replace(microbatch=-1).key), op.value
-            lane, name, value = known[kind]
-            until = end if part is unit or part is unit[1] else middles[here]
-            yield step, rank, lane, name + digits[mb], value, stage, mb, peer, start, until
-            start = until
+def _rows(program: Program, step: int, events: Events, times: Times) -> Iterator[tuple]:
+    """The fields of a span for every row."""
+    columns = program.columns
+    event, pairs = events.event[columns.unit], np.flatnonzero(columns.second)
+    starts, ends = times.starts[event], times.ends[event]
+    starts[pairs] = ends[pairs - 1] = times.middles[event[pairs]]
+    kinds = zip(columns.op.tolist(), columns.stage.tolist(), columns.peer.tolist(), strict=True)
+    said = _Words().of(kinds)
+    digits = [*map(str, range(program.lookup.numbers)), ""]  # by microbatch: -1 has none
+    mb = columns.microbatch.tolist()
+    lanes, names, ops = zip(*said, strict=True)
+    return zip(
+        [step] * columns.rows, columns.rank.tolist(), lanes,
+        [name + digits[number] for name, number in zip(names, mb, strict=True)], ops,
+        columns.stage.tolist(), mb, columns.peer.tolist(), starts.tolist(), ends.tolist(), strict=True,
+    )  # fmt: skip
+
+
+class _Words(dict[tuple[int, int, int], tuple[str, str, str]]):
+    """(op, stage, peer) -> lane, name without its microbatch, op: each made once."""
+
+    def __missing__(self, kind: tuple[int, int, int]) -> tuple[str, str, str]:
+        op, stage, peer = kind
+        part = Instruction(OPS[op], stage, peer=peer)
+        self[kind] = said = part.lane, str(part.key), part.op.value
+        return said
+
+    def of(self, kinds: Iterator[tuple[int, int, int]]) -> list[tuple[str, str, str]]:
+        return [self[kind] for kind in kinds]

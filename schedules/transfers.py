@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import bisect
-from collections import defaultdict
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
+from pentad.schedules.columns import CODE, OPS, Array, Columns
 from pentad.schedules.costs import Costs
-from pentad.schedules.instruction import SENDS, Instruction, Key, Op, Overlap, Unit
-from pentad.schedules.order import backward_ops, compute_times, inputs_of
-from pentad.schedules.program import Program, Stream, index_of
+from pentad.schedules.instruction import Op
+from pentad.schedules.order import reads, unit_times
+from pentad.schedules.program import Program
+from pentad.schedules.weave import woven
+
+_F = CODE[Op.F]
+_NAMES = np.argsort(np.argsort([op.value for op in OPS]))  # place of an op by its name
 
 
-class Transfer(NamedTuple):
-    """One tensor from a rank to another: `sent` is when the sender is due to have it."""
+class _Moves(NamedTuple):
+    """Tensors that go from a rank to another: rows of the compute that makes and uses them, and, in units counted
+    through all ranks, that before which the receive stands. Sorted by that, then by when they are sent."""
 
-    sent: float
-    source: int
-    target: int
-    made: Key
-    used: Key
-    send: Key
-    receive: Key
+    made: Array
+    used: Array
+    place: Array
 
 
 def add_transfers(program: Program, costs: Costs, *, gated: bool, validated: bool = False) -> Program:
@@ -32,102 +37,109 @@ def add_transfers(program: Program, costs: Costs, *, gated: bool, validated: boo
     unit and waits for it: it is launched when the data is there. With `validated` both ends of a transfer stand before
     the first backward of their ranks, or behind it (see validation.py). Raises ScheduleError when the order cannot run.
     """
-    times = compute_times(program, costs)
-    wanted = _transfers(program, times)
-    sends: dict[int, dict[Key, list[Instruction]]] = defaultdict(lambda: defaultdict(list))
-    receives: dict[int, list[tuple[int, bool, Transfer]]] = defaultdict(list)
-    opening = [_first_backward(stream) for stream in program.streams]
-    position = program.positions
-    for transfer in sorted(wanted):
-        send = Instruction(*transfer.send, peer=transfer.target, waits=(transfer.made,))
-        sends[transfer.source][transfer.made].append(send)
-        place = _due(times[transfer.target], transfer.sent, after=gated)
-        early = position[transfer.source][transfer.made] < opening[transfer.source]
-        if validated:
-            place = (min if early else max)(place, opening[transfer.target])
-        receives[transfer.target].append((place, not early, transfer))
-    streams = []
-    for rank, stream in enumerate(program.streams):
-        posted = _receives(stream, receives[rank], gated=gated)
-        streams.append(_woven(stream, sends[rank], posted))
-    return program.with_streams(tuple(streams))
+    columns = program.columns
+    moves = _moves(program, costs, gated=gated, validated=validated)
+    forward = columns.op[moves.made] == _F
+    sends, sent_at = _sends(columns, moves)
+    receives = _receives(program, moves, forward, gated=gated)
+    arrives = columns.waiting(moves.used, receives.op, receives.stage, receives.microbatch)
+    places = np.concatenate((sent_at, np.append(columns.unit_row, columns.rows)[moves.place]))
+    ranks = columns.rank[np.concatenate((np.sort(moves.made), moves.used))]
+    # Of one place, the sends of the unit before it come first.
+    return program.with_columns(woven(arrives, sends + receives, ranks, places))
 
 
-def _transfers(program: Program, times: list[list[tuple[float, float]]]) -> list[Transfer]:
-    backward = backward_ops(program)
-    where = {
-        part.key: (rank, times[rank][index][1])
-        for rank, stream in enumerate(program.streams)
-        for index, unit in enumerate(stream)
-        for part in unit.parts
-    }
-    found = []
-    for used, (target, _) in where.items():
-        for made in inputs_of(Instruction(*used), program, backward):
-            source, end = where[made]
-            if source != target:
-                send = Op.SEND_F if made.op is Op.F else Op.SEND_B
-                keys = Key(send, made.stage, made.microbatch), Key(SENDS[send], used.stage, used.microbatch)
-                found.append(Transfer(end, source, target, made, used, *keys))
-    return found
+def _moves(program: Program, costs: Costs, *, gated: bool, validated: bool) -> _Moves:
+    columns = program.columns
+    starts, ends = unit_times(program, costs)
+    used, made = reads(program)
+    away = columns.rank[used] != columns.rank[made]
+    used, made = used[away], made[away]
+    source, target, sent = columns.rank[made], columns.rank[used], ends[columns.unit[made]]
+    place = np.empty(len(used), int)
+    for rank, (a, b) in enumerate(zip(columns.unit_first, columns.unit_first[1:], strict=False)):
+        mine = target == rank
+        place[mine] = _due(starts[a:b], ends[a:b], sent[mine], after=gated) + a
+    late = np.zeros(len(used), bool)
+    if validated:
+        opening = _first_backwards(columns)
+        late = columns.unit[made] >= opening[source]
+        place = np.where(late, np.maximum(place, opening[target]), np.minimum(place, opening[target]))
+    first = (source * len(OPS) + _NAMES[columns.op[made]]) * program.stages * program.pieces + program.lookup.cell(made)
+    order = np.lexsort((first, sent, late, place))
+    return _Moves(made[order], used[order], place[order])
 
 
-def _first_backward(stream: Stream) -> int:
-    return next(index for index, unit in enumerate(stream) if any(part.op is not Op.F for part in unit.parts))
+def _first_backwards(columns: Columns) -> Array:
+    """Unit of every rank with its first instruction that is no forward."""
+    rows = np.flatnonzero(columns.op != _F)
+    return columns.unit[rows[np.searchsorted(rows, columns.first[:-1])]]
 
 
-def _due(times: list[tuple[float, float]], sent: float, *, after: bool) -> int:
+def _due(starts: Array, ends: Array, sent: Array, *, after: bool) -> Array:
     """Position in the target's stream of the unit during which (after: behind which) the sender is due."""
-    place = bisect.bisect_right(times, sent, key=lambda span: span[1])
-    running = place < len(times) and times[place][0] < sent
-    return place + 1 if after and running else place
+    place = np.searchsorted(ends, sent, side="right")
+    return place + (np.append(starts, np.inf)[place] < sent) if after else place
 
 
-def _receives(
-    stream: Stream, wanted: list[tuple[int, bool, Transfer]], *, gated: bool
-) -> dict[int, list[tuple[Instruction, Key]]]:
-    """Position -> receives to put before it, each with a slot that its last reader has left by then."""
-    reader_of = _last_readers(stream)
-    slots: dict[Op, list[tuple[int, Key]]] = defaultdict(list)  # op -> a slot's (index of last reader, its key)
-    posted: dict[int, list[tuple[Instruction, Key]]] = defaultdict(list)
-    for place, _, transfer in sorted(wanted):
-        key = transfer.receive
-        pool = slots[key.op]
-        free = [slot for slot, (left, _) in enumerate(pool) if left < place]
-        waits: tuple[Key, ...] = (pool[free[0]][1],) if free else ()
-        if gated and place > 0:
-            waits = tuple(dict.fromkeys((*waits, stream[place - 1].parts[-1].key)))
-        reader = reader_of[key]
-        if free:
-            slot, pool[free[0]] = free[0], reader
-        else:
-            slot = len(pool)
-            pool.append(reader)
-        posted[place].append((Instruction(*key, peer=transfer.source, slot=slot, waits=waits), transfer.used))
-    return posted
+def _sends(columns: Columns, moves: _Moves) -> tuple[Columns, Array]:
+    """Sends in the order of the rows that make what they send, and the rows before which they stand."""
+    by_made = np.argsort(moves.made)
+    made, used = moves.made[by_made], moves.used[by_made]
+    op = np.where(columns.op[made] == _F, CODE[Op.SEND_F], CODE[Op.SEND_B])
+    rows = _rows(columns, made, op, columns.rank[used], np.full(len(op), -1))
+    sends = rows.waiting(np.arange(len(op)), *columns.keys(made))
+    return sends, np.append(columns.unit_row, columns.rows)[columns.unit[made] + 1]
 
 
-def _last_readers(stream: Stream) -> dict[Key, tuple[int, Key]]:
-    """Receive -> the last unit that reads its slot: an activation is read until B, a gradient until W."""
-    position = index_of(stream)
-    found = {}
-    for key, index in position.items():
-        if key.op in (Op.B, Op.BW):
-            found[Key(Op.RECV_F, key.stage, key.microbatch)] = (index, key)
-        if key.op in (Op.W, Op.BW):
-            found[Key(Op.RECV_B, key.stage, key.microbatch)] = (index, key)
-    return found
+def _receives(program: Program, moves: _Moves, forward: Array, *, gated: bool) -> Columns:
+    """Receives, each with a slot that its last reader has left by then: an activation is read until B, a gradient until
+    W."""
+    columns, rows = program.columns, program.lookup
+    cell = rows.cell(moves.used)
+    reader = np.where(forward, rows.backward[cell], rows.weight[cell])
+    pool = 2 * columns.rank[moves.used] + forward
+    slot, before = _slots(pool, moves.place, columns.unit[reader])
+    op = np.where(forward, CODE[Op.RECV_F], CODE[Op.RECV_B])
+    found = _rows(columns, moves.used, op, columns.rank[moves.made], slot)
+    again = np.flatnonzero(before >= 0)
+    left = np.full(len(op), -1)
+    left[again] = reader[before[again]]
+    found = found.waiting(again, *columns.keys(left[again]))
+    if not gated:
+        return found
+    late = np.flatnonzero(moves.place > columns.unit_first[columns.rank[moves.used]])
+    gate = np.append(columns.unit_row, columns.rows)[moves.place[late]] - 1  # the last row of the unit before
+    late, gate = late[gate != left[late]], gate[gate != left[late]]
+    return found.waiting(late, *columns.keys(gate))
 
 
-def _woven(
-    stream: Stream, sends: dict[Key, list[Instruction]], posted: dict[int, list[tuple[Instruction, Key]]]
-) -> Stream:
-    arrives = {used: receive.key for group in posted.values() for receive, used in group}
-    woven: list[Unit] = []
-    for index, unit in enumerate(stream):
-        woven += [receive for receive, _ in posted.get(index, ())]
-        parts = [p._replace(waits=(arrives[p.key],)) if p.key in arrives else p for p in unit.parts]
-        woven.append(Overlap(*parts) if len(parts) == 2 else parts[0])
-        for part in unit.parts:
-            woven += sends.get(part.key, ())
-    return tuple(woven)
+def _rows(like: Columns, rows: Array, op: Array, peer: Array, slot: Array) -> Columns:
+    """Instructions with the stage and microbatch of others, without waits."""
+    bare = like.bare(np.array([0, len(rows)]), rows)
+    peer, slot = peer.astype(np.int32), slot.astype(np.int32)
+    return replace(bare, op=op.astype(np.int8), peer=peer, slot=slot, second=np.zeros(len(rows), bool))
+
+
+def _slots(pools: Array, places: Array, leaves: Array) -> tuple[Array, Array]:
+    """The lowest slot of its pool that is free at its place for each receive, and the one that had it before (-1: none
+    had). A slot is free at the places behind the unit that reads it last."""
+    count = len(pools)
+    # All that happens in a pool, in order: a receive takes a slot, and gives it back when it has been read.
+    moments = np.concatenate((2 * places + 1, 2 * (leaves + 1)))
+    later = moments.max(initial=0) + 1
+    happens = np.argsort(np.concatenate((pools, pools)) * later + moments, kind="stable").tolist()
+    slots, befores = [0] * count, [-1] * count
+    for first, end in pairwise(np.concatenate(([0], 2 * np.bincount(pools).cumsum())).tolist()):
+        idle: list[int] = []
+        holders: list[int] = []  # by slot
+        for event in happens[first:end]:
+            if event >= count:
+                heappush(idle, slots[event - count])
+            elif idle:
+                slots[event] = slot = heappop(idle)
+                befores[event], holders[slot] = holders[slot], event
+            else:
+                slots[event] = len(holders)
+                holders.append(event)
+    return np.array(slots, int), np.array(befores, int)

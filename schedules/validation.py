@@ -10,13 +10,22 @@ VALIDATE, and of a transfer both ends do or none.
 
 from __future__ import annotations
 
-from pentad.schedules.instruction import COMPUTE, Instruction, Key, Op, units_of
-from pentad.schedules.program import Program, Stream
+import numpy as np
+
+from pentad.schedules.columns import CODE, Array, among
+from pentad.schedules.finish import whole_gradients
+from pentad.schedules.instruction import COMPUTE, Instruction, Key, Op
+from pentad.schedules.program import Program
 from pentad.schedules.weave import Addition, insert
 
 VALIDATE, ROLLBACK, NORM = (Key(op, -1, -1) for op in (Op.VALIDATE, Op.ROLLBACK, Op.NORM))
+REPEATABLE = among({Op.F, Op.SEND_F, Op.ALL_GATHER, Op.FREE, Op.OFFLOAD})  # what may be done once more, by op code
+_GRADIENT = among(COMPUTE - {Op.F})
 
-REPEATABLE = frozenset({Op.F, Op.SEND_F, Op.ALL_GATHER, Op.FREE, Op.OFFLOAD})
+
+def is_validated(program: Program) -> bool:
+    """Whether the program's steps are taken ahead of their norm."""
+    return bool((program.columns.op == CODE[Op.VALIDATE]).any())
 
 
 def add_validated_step(program: Program) -> Program:
@@ -24,46 +33,30 @@ def add_validated_step(program: Program) -> Program:
 
     The transfers must have been placed for it (`add_transfers(validated=True)`).
     """
-    early = sent_before_backward(program)
     added: list[Addition] = []
-    for rank, stream in enumerate(program.streams):
-        place = _opening(stream, rank, early)
-        # What a gather sends must not change on its way.
-        gathers = tuple(part.key for part in units_of(stream[:place]) if part.op is Op.ALL_GATHER)
-        added.append((rank, place, Instruction(Op.VALIDATE, peer=program.ranks - 1, waits=gathers)))
+    columns = program.columns
+    gathers = [(columns.key(row), columns.place(row)) for row in np.flatnonzero(columns.op == CODE[Op.ALL_GATHER])]
+    ends = np.diff(columns.unit_first).tolist()
+    for rank, (place, (last, reduced)) in enumerate(zip(_openings(program), whole_gradients(program), strict=True)):
+        waits = tuple(key for key, at in gathers if at[0] == rank and at[1] < place)  # what they send must not change
+        added.append((rank, place, Instruction(Op.VALIDATE, peer=program.ranks - 1, waits=waits)))
         added.append((rank, place, Instruction(Op.ROLLBACK, waits=(VALIDATE,))))
-        added += [(rank, len(stream), part) for part in _ending(stream, rank)]
+        added.append((rank, ends[rank], Instruction(Op.NORM, peer=rank - 1, waits=(last, *reduced))))
+        added.append((rank, ends[rank], Instruction(Op.STEP, waits=reduced)))
     return insert(program, added)
 
 
-def is_validated(program: Program) -> bool:
-    """Whether the program's steps are taken ahead of their norm."""
-    return VALIDATE in program.positions[0]
+def _openings(program: Program) -> list[int]:
+    """Position in every stream behind what is done once more when the step before was wrong."""
+    columns = program.columns
+    sends, receives = program.lookup.transfers
+    backward = first_rows(program, np.flatnonzero(_GRADIENT[columns.op]))
+    ready = REPEATABLE[columns.op]
+    ready[receives[sends < backward[columns.rank[sends]]]] = True
+    stops = first_rows(program, np.flatnonzero(~ready))
+    return (columns.unit[stops] - columns.unit_first[:-1]).tolist()
 
 
-def sent_before_backward(program: Program) -> set[tuple[int, Key]]:
-    """(receiving rank, key of the receive) of every transfer whose send stands before its rank's first backward."""
-    found = set()
-    for stream in program.streams:
-        for part in units_of(stream):
-            if part.op is Op.VALIDATE or (part.op in COMPUTE and part.op is not Op.F):
-                break
-            if part.op is Op.SEND_F:
-                found.add((part.peer, Key(Op.RECV_F, part.stage + 1, part.microbatch)))
-    return found
-
-
-def _opening(stream: Stream, rank: int, early: set[tuple[int, Key]]) -> int:
-    for index, unit in enumerate(stream):
-        ops = {part.op for part in unit.parts}
-        if not ops <= REPEATABLE and (rank, unit.key) not in early:
-            return index
-    return len(stream)
-
-
-def _ending(stream: Stream, rank: int) -> tuple[Instruction, Instruction]:
-    parts = list(units_of(stream))
-    last = next(part.key for part in reversed(parts) if part.op in COMPUTE)
-    reduced = tuple(part.key for part in parts if part.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER))
-    norm = Instruction(Op.NORM, peer=rank - 1, waits=(last, *reduced))
-    return norm, Instruction(Op.STEP, waits=reduced)
+def first_rows(program: Program, rows: Array) -> Array:
+    """The first of these ascending rows on every rank, which has one."""
+    return rows[np.searchsorted(rows, program.columns.first[:-1])]

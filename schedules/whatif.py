@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from pentad.schedules.costs import Costs
-from pentad.schedules.events import events_of
-from pentad.schedules.instruction import COMPUTE
-from pentad.schedules.program import Program, Stream
+from pentad.schedules.events import proven_events
+from pentad.schedules.lookup import IS_COMPUTE
+from pentad.schedules.program import Program
 from pentad.schedules.simulate import times_of
 
 SLOWER = 1.2
@@ -28,21 +30,17 @@ class Row(NamedTuple):
 def what_if(program: Program, costs: Costs) -> list[Row]:
     """The program with its costs as they are, then with each scenario's. The order of instructions stays as it is:
     another order may suit other costs better."""
-    events = events_of(program)
-    edges = [_edges(first, stream) for first, stream in zip(events.first, program.streams, strict=True)]
+    events = proven_events(program)
+    compute = np.flatnonzero(IS_COMPUTE[program.columns.op[program.columns.unit_row]])
+    at = np.searchsorted(compute, events.first)
+    first, last = events.event[compute[at[:-1]]], events.event[compute[at[1:] - 1]]  # of each rank
     rows: list[Row] = []
     for name, other in [("as it is", costs), *_scenarios(program.ranks, costs)]:
         starts, ends, _ = times_of(program, events, other)
-        makespan = max(ends[last] for _, last in edges) - min(starts[first] for first, _ in edges)
-        longest = max(ends[last] - starts[first] for first, last in edges)
+        makespan = float(ends[last].max() - starts[first].min())
+        longest = float((ends[last] - starts[first]).max())
         rows.append(Row(name, makespan, longest, 100 * (makespan / rows[0].makespan - 1) if rows else 0.0))
     return rows
-
-
-def _edges(number: int, stream: Stream) -> tuple[int, int]:
-    """First and last compute unit of a rank whose first unit has this number."""
-    compute = [number + index for index, unit in enumerate(stream) if unit.parts[0].op in COMPUTE]
-    return compute[0], compute[-1]
 
 
 def _scenarios(ranks: int, costs: Costs) -> Iterator[tuple[str, Costs]]:

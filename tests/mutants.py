@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from plain_graph import ranks_of
 from proof import Place, partner
 
-from pentad.schedules.graph import ranks_of
 from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Overlap, Unit
 from pentad.schedules.order import backward_ops, inputs_of
 from pentad.schedules.program import Program, Stream

@@ -1,4 +1,4 @@
-"""The proof of a program once more, from keys and reachability alone: it shares no code with `check` or `graph`."""
+"""The proof of a program once more, from keys and reachability alone: it shares no code with `check` or `events`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def prove(program: Program, replicas: int) -> None:
     number = {place: k for k, place in enumerate(parts)}
     facts = Facts(program, parts, number, _before(_direct(program, parts), number), home)
     for stage in range(program.stages):
-        for piece in range(program.pieces):
-            _prove_data(facts, stage, piece)
+        for mb in range(program.microbatches * program.slices):
+            _prove_data(facts, stage, mb)
     for rank in range(program.ranks):
         _prove_end(facts, rank, replicas)
         _prove_slots(facts, rank)
@@ -105,11 +105,7 @@ def _prove_data(facts: Facts, stage: int, mb: int) -> None:
     assert {place[0] for place in places} == {rank}
     assert stage in facts.program.placement[rank]
     assert all(facts.earlier(one, two) for one, two in pairwise(places))
-    if mb % facts.program.slices:  # keys and values of the slice before; their gradients on the way back
-        before = mb - 1
-        assert facts.earlier((rank, Key(Op.F, stage, before)), places[0])
-        gives = next(op for op in (Op.BW, Op.B) if Key(op, stage, before) in facts.home)
-        assert facts.earlier(places[1], (rank, Key(gives, stage, before)))
+    _prove_slices(facts, stage, mb)
     for reader, near, send in ((places[0], stage - 1, Op.SEND_F), (places[1], stage + 1, Op.SEND_B)):
         if 0 <= near < facts.program.stages:
             key = Key(Op.F if send is Op.SEND_F else backward[near], near, mb)
@@ -122,6 +118,18 @@ def _prove_data(facts: Facts, stage: int, mb: int) -> None:
                 assert facts.earlier(received, reader)
 
 
+def _prove_slices(facts: Facts, stage: int, piece: int) -> None:
+    """On one rank, slices of a sequence run forward in their order and backward against it."""
+    slices = facts.program.slices
+    if piece % slices:
+        one, two = (Key(Op.F, stage, k) for k in (piece - 1, piece))
+        assert facts.earlier((facts.home[one], one), (facts.home[two], two))
+        ops = [Op.BW if Key(Op.BW, stage, k) in facts.home else Op.B for k in (piece, piece - 1)]
+        one, two = Key(ops[0], stage, piece), Key(ops[1], stage, piece - 1)
+        assert facts.earlier((facts.home[one], one), (facts.home[two], two))
+        assert facts.home[one] == facts.home[two]
+
+
 def _prove_end(facts: Facts, rank: int, replicas: int) -> None:
     """Gradients of a stage add up in microbatch order, of one from the last slice to the first, and are reduced where
     shared; then the norm, then the step."""
@@ -130,15 +138,19 @@ def _prove_end(facts: Facts, rank: int, replicas: int) -> None:
     assert all(facts.earlier(place, (rank, NORM)) for place in mine if place[1].op in COMPUTE)
     assert Counter(key.op for _, key in mine)[Op.STEP] == Counter(key.op for _, key in mine)[Op.NORM] == 1
     for stage in facts.program.placement[rank]:
-        slices = facts.program.slices
         gradients = [p for p in mine if p[1].stage == stage and p[1].op in (Op.W, Op.BW)]
-        gradients.sort(key=lambda p: (p[1].microbatch // slices, -p[1].microbatch))
+        gradients.sort(key=lambda place: _sum_order(place[1].microbatch, facts.program.slices))
         assert all(facts.earlier(one, two) for one, two in pairwise(gradients))
         if replicas > 1 or len(facts.program.holders(stage)) > 1:
             reduce = (rank, Key(Op.ALL_REDUCE, stage, -1))
             assert all(facts.earlier(place, reduce) for place in gradients)
             assert facts.earlier(reduce, (rank, NORM))
             assert all((holder, reduce[1]) in facts.parts for holder in facts.program.holders(stage))
+
+
+def _sum_order(piece: int, slices: int) -> tuple[int, int]:
+    microbatch, part = divmod(piece, slices)
+    return microbatch, -part
 
 
 def _prove_slots(facts: Facts, rank: int) -> None:

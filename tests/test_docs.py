@@ -15,7 +15,7 @@ BLOCK = re.compile(r"^```(python|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MARK = "-- end of block --"
 
 
-@pytest.mark.parametrize("page", ["programs.md"])
+@pytest.mark.parametrize("page", ["programs.md", "auto.md"])
 def test_every_block_prints_what_the_page_shows(page: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((DOCS / page).read_text())
     code = [block for kind, block in blocks if kind == "python"]

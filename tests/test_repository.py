@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("schedules", "kernels", "workers", "orchestrator")
 MAY_IMPORT = {
-    "schedules": {"pyarrow", "pentad.schedules"},
+    "schedules": {"pyarrow", "numpy", "pentad.schedules"},
     "kernels": {"torch", "triton", "pentad.kernels"},
     "workers": {
         *("cuda", "numpy", "psutil", "pyarrow", "pynvml", "safetensors", "tokenizers", "torch"),

@@ -9,13 +9,13 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_graph import build, ordered
 from proof import partner
 from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
-from pentad.schedules.graph import build, ordered
 from pentad.schedules.instruction import COLLECTIVES, SENDS, Unit
 from pentad.schedules.order import ScheduleError, compute_times
 from pentad.schedules.program import Program

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pentad.schedules.columns import among
 from pentad.schedules.gathers import READERS
 from pentad.schedules.instruction import COMPUTE, Instruction, Key, Op, Unit
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.program import Program, Stream
 
 MOVES = (Op.OFFLOAD, Op.RELOAD, Op.RECOMPUTE)
+_MOVES, _GATHERS = among(MOVES), among({Op.ALL_GATHER, Op.FREE})
 
 
-def check_memory(program: Program) -> None:
+def prove_savings(program: Program) -> None:
     """Raises ScheduleError unless: where anything is gathered, every stage that a unit reads is, and waited for; a
     gather waits for the FREE before it, a stage is freed while it is there, and in the end if any ever is; an
     activation is offloaded once, behind its F, and is back before its backward, which waits for it; what is recomputed
     is so once, between F and backward."""
-    for rank, stream in enumerate(program.streams):
-        _check_gathers(rank, stream, program)
-        _check_moves(rank, stream, program.positions[rank])
+    op = program.columns.op
+    gathers, moves = bool(_GATHERS[op].any()), bool(_MOVES[op].any())
+    for rank, stream in enumerate(program.streams if gathers or moves else ()):
+        if gathers:
+            _check_gathers(rank, stream, program)
+        if moves:
+            _check_moves(rank, stream, program.positions[rank])
 
 
 def _check_gathers(rank: int, stream: Stream, program: Program) -> None:
-    parts = list(_parts(stream))
-    if not any(part.op in (Op.ALL_GATHER, Op.FREE) for _, _, part in parts):
-        return
     here: dict[int, Key] = {}
     unread: set[int] = set()  # gathered, and waited for by nobody yet
     freed: Key | None = None
-    for index, unit, part in parts:
+    for index, unit, part in _parts(stream):
         if part.op is Op.ALL_GATHER:
             if part.stage in here:
                 raise ScheduleError(f"rank {rank} gathers {part.key}, but {here[part.stage]} is there", rank, index)
