@@ -162,13 +162,13 @@ class Runner:
         written, failed = [], list[PentadError]()
         for stage, held in sorted(self.parameters.items()):
             owner = self.plan.owner(stage) == self.rank if stages is None else stage in stages
-            state: dict[str, torch.Tensor] | None = held.named(held.state()) if owner else None
             if held.cut.parts > 1:
                 with self._unless_fenced():
-                    group = self.groups.holders[stage]
-                    state = collect(held, self.plan.owner(stage), self.rank, group)
+                    state = collect(held, self.plan.owner(stage), self.rank, self.groups.holders[stage])
+            else:
+                state = held.named(held.state())
             try:
-                if state is not None:
+                if owner:
                     file = f"stage-{stage:03d}.safetensors"
                     written.append(checkpoint.write_shard(Path(folder), file, state).plain())
             except PentadError as error:  # raised when the other holders have all they wait for

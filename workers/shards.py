@@ -59,8 +59,10 @@ class Shards:
         return _scatter(stage.parameters.gradient, stage.whole, group=group, async_op=True)
 
 
-def collect(parameters: Parameters, owner: int, rank: int, group: dist.ProcessGroup) -> dict[str, torch.Tensor] | None:
-    """The state of a stage by global name, whole and on the host of its `owner` (a rank of the mesh), None elsewhere.
+def collect(
+    parameters: Parameters, owner: int, rank: int, group: dist.ProcessGroup | None
+) -> dict[str, torch.Tensor]:
+    """The state of a stage by global name, whole and on the host of its `owner` (a rank of the mesh), empty elsewhere.
     All holders take part; it travels in small parts, so that no device needs room for more."""
     cut, found = parameters.cut, dict[str, torch.Tensor]()
     for kind, shard in parameters.state().items():
@@ -72,7 +74,7 @@ def collect(parameters: Parameters, owner: int, rank: int, group: dist.ProcessGr
             for number, part in enumerate(parts or ()):
                 whole[number, start : start + part.numel()] = part
         found[kind] = whole.flatten()
-    return parameters.named(found) if rank == owner else None
+    return parameters.named(found) if rank == owner else {}
 
 
 def _buffers(slots: Slots, stages: dict[int, Stage], like: str) -> dict[int, torch.Tensor]:
