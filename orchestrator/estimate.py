@@ -244,5 +244,3 @@ def _ending(plan: Plan, stage: int) -> int:
 def _layers(plan: Plan, stage: int) -> int:
     first, end = plan.layers[stage]
     return end - first
-
-

@@ -1,7 +1,8 @@
 """After a fault: frees the living ranks, replaces the lost or makes do without them, and hands the newest state on.
 
 A rank that is lost takes its part of the step under way along, and nothing else, as long as another rank holds the same
-stages; its shard of them, where there are such, is in the newest checkpoint only (`zero.stage`). The epoch's number grows with every attempt; what comes late from an earlier one is refused by the workers.
+stages; a shard of them (zero.stage) is in the newest checkpoint only. The epoch's number grows with every attempt; what
+comes late from an earlier one is refused by the workers.
 """
 
 from __future__ import annotations

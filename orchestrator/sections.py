@@ -137,10 +137,12 @@ class PrecisionSection(Section):
 
 class ZeroSection(Section):
     stage: int = Field(
-        default=0, ge=0, le=3, description="what the holders of a pipeline stage, replicas and mirrors, keep a shard of "
-        "each: 1 master weights and optimizer state, 2 gradients too, 3 compute weights too; without others to share "
-        "with a rank keeps all"
-    )  # fmt: skip
+        default=0,
+        ge=0,
+        le=3,
+        description="what replicas and mirrors keep a shard of each: 1 master weights and optimizer state, "
+        "2 gradients too, 3 compute weights too; a rank whose stages no other holds keeps all",
+    )
     gathered: Count | None = Field(
         default=None, description="pipeline stages whose weights a rank has whole at once, with stage 3; null: all"
     )

@@ -35,7 +35,8 @@ def add_validated_step(program: Program) -> Program:
     """
     added: list[Addition] = []
     columns = program.columns
-    gathers = [(columns.key(row), columns.place(row)) for row in np.flatnonzero(columns.op == CODE[Op.ALL_GATHER])]
+    rows = np.flatnonzero(columns.op == CODE[Op.ALL_GATHER]).tolist()
+    gathers = [(columns.key(row), columns.place(row)) for row in rows]
     ends = np.diff(columns.unit_first).tolist()
     for rank, (place, (last, reduced)) in enumerate(zip(_openings(program), whole_gradients(program), strict=True)):
         waits = tuple(key for key, at in gathers if at[0] == rank and at[1] < place)  # what they send must not change

@@ -45,7 +45,9 @@ def assembled(parts: list[dict[str, torch.Tensor]], like: dict[str, torch.Tensor
         for key, value in part.items():
             name, _, first = key.partition("@")
             assert torch.equal(found.setdefault(name, {}).setdefault(int(first or 0), value), value), key
-    return {name: torch.cat([v.flatten() for _, v in sorted(p.items())]).view(like[name].shape) for name, p in found.items()}
+    return {
+        name: torch.cat([v.flatten() for _, v in sorted(p.items())]).view(like[name].shape) for name, p in found.items()
+    }
 
 
 class Poison(NamedTuple):
@@ -164,23 +166,23 @@ def _run(
             for held in runner.parameters.values():
                 for kind, flat in held.state().items():
                     state |= named(held, flat, f"{kind}.")
-            held_bytes = buffers(runner)
+            held_bytes = buffers(runner.parameters, runner.shards)
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
             runner.close()
     return Outcome(results, gradients, state, shards, held_bytes)
 
 
-def buffers(runner) -> dict[str, int]:
+def buffers(parameters, shards) -> dict[str, int]:
     """Bytes of a rank's weights, gradients and optimizer state, every storage counted once."""
     kinds: dict[str, list[torch.Tensor]] = {"parameters": [], "gradients": [], "optimizer": [], "master": []}
-    for held in runner.parameters.values():
+    for held in parameters.values():
         kinds["parameters"] += [held.compute] if held.weights is None else [held.weights]
         kinds["gradients"] += [held.gradient] if held.gradients is None else [held.gradients]
         kinds["optimizer"] += [held.m, held.v]
         kinds["master"].append(held.master)
-    kinds["parameters"] += runner.shards.weights.values()
-    kinds["gradients"] += runner.shards.gradients.values()
+    kinds["parameters"] += shards.weights.values()
+    kinds["gradients"] += shards.gradients.values()
     seen: set[int] = set()
     found = {}
     for kind, tensors in kinds.items():

@@ -10,8 +10,8 @@ from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
 
 slow = pytest.mark.slow
-MESHES = [("1f1b", 2, 2, 3), ("zb-h2", 2, 2, 4), ("zb-v", 2, 2, 5), ("dualpipe", 1, 2, 4), ("dualpipe", 1, 4, 8),
-          ("dualpipe", 2, 2, 4), ("dualpipev", 2, 2, 5), ("1f1b", 4, 1, 3), ("1f1b", 2, 1, 2), ("zb-v", 2, 1, 3)]  # fmt: skip
+MESHES = [("1f1b", 2, 2, 3), ("zb-h2", 2, 2, 4), ("zb-v", 2, 2, 5), ("dualpipe", 1, 2, 4), ("dualpipe", 1, 4, 8)]
+MESHES += [("dualpipe", 2, 2, 4), ("dualpipev", 2, 2, 5), ("1f1b", 4, 1, 3), ("1f1b", 2, 1, 2), ("zb-v", 2, 1, 3)]
 OFTEN = [("zb-h2", 2, 2, 4, 1), ("1f1b", 4, 1, 3, 2), ("dualpipe", 1, 4, 8, 3)]
 CHUNKED = [("interleaved", 2, 2, 4, 4, 1), ("looped-bfs", 2, 2, 3, 4, 1), ("looped-bfs", 2, 1, 3, 4, 2),
            ("interleaved", 2, 2, 4, 2, 1), ("interleaved-zb", 2, 2, 4, 2, 2)]  # fmt: skip

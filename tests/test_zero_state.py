@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fleet import assembled
+from fleet import assembled, buffers
 from plans import plan_of
 from test_validation import agree
 
@@ -20,6 +20,9 @@ from pentad.schedules.instruction import Op, units_of
 from pentad.schedules.shape import Savings
 from pentad.workers import checkpoint
 from pentad.workers.manifest import Shard
+from pentad.workers.parameters import create
+from pentad.workers.shards import Shards
+from pentad.workers.stage import Stage
 
 slow = pytest.mark.slow
 
@@ -54,7 +57,13 @@ def test_two_runs_and_a_resumed_one_are_bit_identical(fleet, corpus, tmp_path, n
         assert [(r.losses, r.grad_norm) for r in a.results[2:]] == [(r.losses, r.grad_norm) for r in c.results]
 
 
-AHEAD = [("zb-h2", 2, 2, 4, 1), ("zb-h2", 2, 2, 4, 3), ("zb-v", 2, 2, 5, 2), ("dualpipe", 1, 4, 8, 3), ("1f1b", 4, 1, 2, 1)]
+AHEAD = [
+    ("zb-h2", 2, 2, 4, 1),
+    ("zb-h2", 2, 2, 4, 3),
+    ("zb-v", 2, 2, 5, 2),
+    ("dualpipe", 1, 4, 8, 3),
+    ("1f1b", 4, 1, 2, 1),
+]
 
 
 @pytest.mark.parametrize("clip", [pytest.param(1e6, marks=slow), 0.5], ids=["never clipped", "at times"])
@@ -100,30 +109,24 @@ SIZES = [("1f1b", 1, 2, 4, None), ("1f1b", 2, 2, 4, None), ("zb-v", 2, 2, 4, Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("validated", [False, True])
 def test_what_is_allocated_is_what_is_planned(corpus, name, dp, pp, m, chunks, zero, dtype, validated):
-    from fleet import buffers
-
-    from pentad.workers.parameters import create
-    from pentad.workers.shards import Shards
-    from pentad.workers.stage import Stage
-
     gathered = 1 if chunks and zero == 3 else None
     savings = Savings(zero=zero if dp > 1 or name == "dualpipe" else 0, gathered=gathered)
     plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, savings=savings, validated=validated)
     for rank in range(plan.mesh.size):
 
-        class Runner:
-            parameters = {s: create(plan, s, torch.device("cpu"), rank=rank, blank=True) for s in plan.stages_of(rank)}
-            shards = Shards(plan, rank, {s: Stage(plan, s, held) for s, held in parameters.items()})
-
+        held = {s: create(plan, s, torch.device("cpu"), rank=rank, blank=True) for s in plan.stages_of(rank)}
+        shards = Shards(plan, rank, {s: Stage(plan, s, parameters) for s, parameters in held.items()})
         planned = memory(plan, rank)
-        assert buffers(Runner) == {kind: planned[kind] for kind in ("parameters", "gradients", "optimizer", "master")}
+        assert buffers(held, shards) == {kind: planned[kind] for kind in ("parameters", "gradients", "optimizer", "master")}
 
 
 @pytest.mark.parametrize("holders", [1, 2, 4])
 @pytest.mark.parametrize("zero", range(4))
 def test_bytes_are_those_of_the_paper(corpus, zero, holders):
     """Section 5 of the paper for mixed precision, with gradients in four bytes: 2N + 4N + 12N, and what is cut."""
-    plan = plan_of("1f1b", holders, 1, 8 // holders, corpus, "bfloat16", savings=Savings(zero=zero if holders > 1 else 0))
+    plan = plan_of(
+        "1f1b", holders, 1, 8 // holders, corpus, "bfloat16", savings=Savings(zero=zero if holders > 1 else 0)
+    )
     size = plan.model.parameters
     assert size % holders == 0, "shards are filled up, and this model's need not be"
     cut = [holders if zero >= stage else 1 for stage in (1, 2, 3)]

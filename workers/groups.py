@@ -24,7 +24,8 @@ class Groups:
 
     `channels[kind, source, target]` carries the transfers of one direction between two ranks (with gloo all share one
     group and are told apart by tag; peer copies need none). `holders[stage]` are this rank's partners in the gradients
-    of a stage (None when it has none), `gatherers[stage]` the same ranks where they gather its weights (ZeRO), `everyone` all ranks of the mesh (None when this is the only one).
+    of a stage (None when it has none), `gatherers[stage]` the same ranks where they gather its weights (ZeRO), and
+    `everyone` all ranks of the mesh (None when this is the only one).
     """
 
     rank: int

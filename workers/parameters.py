@@ -49,12 +49,12 @@ def specs(model: ModelShape, first: int, end: int) -> list[Spec]:
 
 
 class Cut(NamedTuple):
-    """A stage's parameters end to end, `size` of them, in `parts` equal shards, of which this is number `index`; the
+    """A stage's parameters end to end, `size` of them, in `parts` equal shards, of which this is `number`; the
     last one is filled up with zeros."""
 
     size: int
     parts: int = 1
-    index: int = 0
+    number: int = 0
 
     @property
     def length(self) -> int:
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
     @property
     def span(self) -> slice:
         """Of the shard in a whole buffer."""
-        return slice(self.index * self.length, (self.index + 1) * self.length)
+        return slice(self.number * self.length, (self.number + 1) * self.length)
 
 
 class Piece(NamedTuple):

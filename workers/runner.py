@@ -70,8 +70,8 @@ class Runner:
             for s in plan.stages_of(rank)
         }
         self.stages = {s: Stage(plan, s, parameters) for s, parameters in self.parameters.items()}
-        if before is not None:
-            before.shards = None  # its buffers make room
+        if before is not None:  # its other buffers make room
+            before.stages, before.executor, before.shards = {}, None, None
         self.shards: Shards | None = Shards(plan, rank, self.stages)
         length, fingerprint = plan.batch.length, plan.fingerprint
         corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint)

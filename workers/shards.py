@@ -51,17 +51,17 @@ class Shards:
         if stage.parameters.weights is None:
             stage.forget()
 
-    def scatter(self, part: Instruction, groups: Groups) -> dist.Work | None:
+    def scatter(self, part: Instruction, groups: Groups) -> dist.Work:
         """REDUCE_SCATTER: this rank's shard of the sum of the whole gradients."""
         stage = self.stages[part.stage]
         stage.stale = True
         group = groups.holders[part.stage]
-        return _scatter(stage.parameters.gradient, stage.whole, group=group, async_op=True)
+        work = _scatter(stage.parameters.gradient, stage.whole, group=group, async_op=True)
+        assert work is not None
+        return work
 
 
-def collect(
-    parameters: Parameters, owner: int, rank: int, group: dist.ProcessGroup | None
-) -> dict[str, torch.Tensor]:
+def collect(parameters: Parameters, owner: int, rank: int, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
     """The state of a stage by global name, whole and on the host of its `owner` (a rank of the mesh), empty elsewhere.
     All holders take part; it travels in small parts, so that no device needs room for more."""
     cut, found = parameters.cut, dict[str, torch.Tensor]()

@@ -62,7 +62,8 @@ class Stage:
         self.rotations = [layer.Rotation(k * cut, *(t[k * cut :][:cut] for t in tables)) for k in range(self.slices)]
         self.span = range(*plan.layers[index])
         self.bound: dict[int, Bound] = {}
-        self.forget()
+        self.weights: dict[str, torch.Tensor] = {}
+        self.reading: list[layer.Weights] = []
         self.main: list[layer.Weights] = []
         if parameters.gradients is not None:
             self.accumulate_in(parameters.gradients)
@@ -78,18 +79,16 @@ class Stage:
         begin with zeros at the first W of a step."""
         self.whole, self.stale = flat, self.parameters.cut.parts > 1
         self.gradients, self.main = self._bound(flat)
-        self.layers = list(zip(self.read_from, self.main, strict=False))
+        self.layers = list(zip(self.reading, self.main, strict=False))
 
     def read(self, flat: torch.Tensor) -> None:
         """The whole weights are in this buffer from here on."""
-        self.weights, self.read_from = self._bound(flat)
-        self.layers = list(zip(self.read_from, self.main, strict=False))
+        self.weights, self.reading = self._bound(flat)
+        self.layers = list(zip(self.reading, self.main, strict=False))
 
     def forget(self) -> None:
         """There are no weights to read."""
-        self.weights: dict[str, torch.Tensor] = {}
-        self.read_from: list[layer.Weights] = []
-        self.layers: list[tuple[layer.Weights, layer.Weights]] = []
+        self.weights, self.reading, self.layers = {}, [], []
 
     def _bound(self, flat: torch.Tensor) -> Bound:
         """Views of the few buffers there are, made once."""

@@ -59,7 +59,7 @@ class Sums:
             cut = stage.parameters.cut
             owns = cut.parts > 1 or self.plan.owner(index) == self.rank
             if owns or (every_replica and self.plan.program.holders(index)[0] == at.pp):
-                self.values[self.first[index] + cut.index] = optimizer.square_sum(stage.parameters)
+                self.values[self.first[index] + cut.number] = optimizer.square_sum(stage.parameters)
             if stage.last:
                 self.values[first : first + count] += stage.loss_sums
                 stage.loss_sums.zero_()
