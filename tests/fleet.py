@@ -162,7 +162,7 @@ def _run(
             runner.restore(restore)
             results = [result for first, count in calls for result in runner.run(first, count)]
             shards = runner.save(save, sum(calls[-1])) if save else []
-            state = {}
+            state: dict[str, torch.Tensor] = {}
             for held in runner.parameters.values():
                 for kind, flat in held.state().items():
                     state |= named(held, flat, f"{kind}.")

@@ -113,11 +113,12 @@ def test_what_is_allocated_is_what_is_planned(corpus, name, dp, pp, m, chunks, z
     savings = Savings(zero=zero if dp > 1 or name == "dualpipe" else 0, gathered=gathered)
     plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, savings=savings, validated=validated)
     for rank in range(plan.mesh.size):
-
         held = {s: create(plan, s, torch.device("cpu"), rank=rank, blank=True) for s in plan.stages_of(rank)}
         shards = Shards(plan, rank, {s: Stage(plan, s, parameters) for s, parameters in held.items()})
         planned = memory(plan, rank)
-        assert buffers(held, shards) == {kind: planned[kind] for kind in ("parameters", "gradients", "optimizer", "master")}
+        assert buffers(held, shards) == {
+            kind: planned[kind] for kind in ("parameters", "gradients", "optimizer", "master")
+        }
 
 
 @pytest.mark.parametrize("holders", [1, 2, 4])

@@ -71,8 +71,9 @@ class Runner:
         }
         self.stages = {s: Stage(plan, s, parameters) for s, parameters in self.parameters.items()}
         if before is not None:  # its other buffers make room
-            before.stages, before.executor, before.shards = {}, None, None
-        self.shards: Shards | None = Shards(plan, rank, self.stages)
+            before.stages.clear()
+            before.shards.clear()
+        self.shards = Shards(plan, rank, self.stages)
         length, fingerprint = plan.batch.length, plan.fingerprint
         corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint)
         self.feed = Feed(plan, rank, corpus, self.device)
@@ -108,7 +109,6 @@ class Runner:
         lanes = {part.lane for part in units_of(stream)}
         self.lanes = CudaLanes(self.device, lanes) if self.device.type == "cuda" else HostLanes()
         self.transport = self._transport(store)
-        assert self.shards is not None
         self.executor = Executor(
             stream, self.stages, self.groups, self.transport, self.lanes, self.board, end, self.shards
         )

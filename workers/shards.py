@@ -60,6 +60,11 @@ class Shards:
         assert work is not None
         return work
 
+    def clear(self) -> None:
+        """Gives the buffers back."""
+        self.weights.clear()
+        self.gradients.clear()
+
 
 def collect(parameters: Parameters, owner: int, rank: int, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
     """The state of a stage by global name, whole and on the host of its `owner` (a rank of the mesh), empty elsewhere.
