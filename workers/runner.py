@@ -73,7 +73,7 @@ class Runner:
         if before is not None:  # its other buffers make room
             before.stages.clear()
             before.shards.clear()
-        self.shards = Shards(plan, rank, self.stages)
+        self.shards: Shards = Shards(plan, rank, self.stages)
         length, fingerprint = plan.batch.length, plan.fingerprint
         corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint)
         self.feed = Feed(plan, rank, corpus, self.device)
