@@ -155,6 +155,9 @@ class ZeroSection(Section):
         if self.gathered is not None and self.stage < 3:
             wanted = "wanted null, since only with zero.stage = 3 are weights ever not whole"
             raise ValueError(f"zero.gathered is {self.gathered} with zero.stage = {self.stage}, {wanted}")
+        if self.prefetch != 1 and self.stage < 3:
+            wanted = "wanted 1, since only with zero.stage = 3 do gathers wait for their turn"
+            raise ValueError(f"zero.prefetch is {self.prefetch} with zero.stage = {self.stage}, {wanted}")
         return self
 
 

@@ -6,6 +6,7 @@ import pytest
 from fleet import assembled
 from plans import STEPS, close, plan_of, reference
 
+from pentad.orchestrator.estimate import memory
 from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
 
@@ -30,6 +31,9 @@ def few_at_once() -> list:
 def equals_one_process(fleet, plan: Plan) -> None:
     losses, gradients, norms, weights = reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
+    for rank, outcome in enumerate(outcomes):
+        planned = memory(plan, rank)
+        assert outcome.bytes == {kind: planned[kind] for kind in outcome.bytes}
     for step in range(STEPS):
         sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)

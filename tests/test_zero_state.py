@@ -15,9 +15,11 @@ from pentad.orchestrator.config import load
 from pentad.orchestrator.estimate import memory, traffic
 from pentad.orchestrator.planning import make_plan, smaller
 from pentad.orchestrator.regroup import Stock, complete
+from pentad.schedules.compiler import compile_program
 from pentad.schedules.errors import PentadError
-from pentad.schedules.instruction import Op, units_of
-from pentad.schedules.shape import Savings
+from pentad.schedules.instruction import Key, Op, units_of
+from pentad.schedules.pools import gradient_slots, weight_slots
+from pentad.schedules.shape import Options, Savings
 from pentad.workers import checkpoint
 from pentad.workers.manifest import Shard
 from pentad.workers.parameters import create
@@ -155,6 +157,43 @@ def test_volumes_are_those_of_the_paper(corpus):
     assert elements[3] == pytest.approx((3 * held - last) / 2)
 
 
+TURNS = [("looped-bfs", 2, 6, 3), ("looped-bfs", 4, 8, 2), ("interleaved", 2, 4, 4), ("interleaved-zb", 4, 8, 3),
+         ("zb-v", 4, 8, None), ("dualpipe", 4, 8, None), ("gpipe", 1, 3, None)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "p", "m", "chunks"), TURNS)
+@pytest.mark.parametrize("gathered", [None, 1, 2])
+@pytest.mark.parametrize("validated", [False, True])
+def test_no_buffer_has_two_stages_at_once(name, p, m, chunks, gathered, validated):
+    """Who takes a buffer over waits for who leaves it, and there are no more of them than are ever needed at once."""
+    gathered = None if name == "dualpipe" else gathered
+    program = compile_program(
+        name, p, m, replicas=2, savings=Savings(zero=3, gathered=gathered), options=Options(chunks), validated=validated
+    )
+    for rank, stream in enumerate(program.streams):
+        weights, (gradients, _) = weight_slots(program, rank), gradient_slots(program, rank)
+        whole: dict[int, tuple[int, int]] = {}
+        summed: dict[int, tuple[int, Key | None]] = {}
+        most = [0, 0]
+        for part in units_of(stream):
+            if part.op is Op.ALL_GATHER:
+                slot = weights[part.stage, part.microbatch]
+                assert slot not in whole
+                whole[slot] = part.stage, part.microbatch
+            elif part.op is Op.FREE:
+                assert whole.pop(weights[part.stage, part.microbatch]) == (part.stage, part.microbatch)
+            elif part.op in (Op.W, Op.BW):
+                slot = gradients[part.stage, 0]
+                stage, left = summed.get(slot, (part.stage, None))
+                assert stage == part.stage or (left is not None and left in part.waits)
+                summed[slot] = part.stage, None
+            elif part.op is Op.REDUCE_SCATTER:
+                summed[gradients[part.stage, 0]] = part.stage, part.key
+            most = [max(most[0], len(whole)), max(most[1], sum(left is None for _, left in summed.values()))]
+        assert len(set(weights.values())) == most[0]
+        assert len(set(gradients.values())) == (2 if name == "dualpipe" else most[1])
+
+
 def test_a_lost_rank_takes_its_shard_along(corpus):
     plan = plan_of("1f1b", 2, 2, 4, corpus)
     cut = replace(plan, zero=1)
@@ -171,6 +210,7 @@ BAD = [
     (["zero.gathered=1"], "zero.gathered is 1 with zero.stage = 0, wanted null"),
     (["zero.stage=3", "zero.gathered=1", "schedule.name=dualpipe"], "gathered is 1, but rank 0 reads 2 stages in one"),
     (["zero.stage=3", "zero.prefetch=-1"], "zero.prefetch"),
+    (["zero.stage=1", "zero.prefetch=2"], "zero.prefetch is 2 with zero.stage = 1, wanted 1"),
 ]
 
 
