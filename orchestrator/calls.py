@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.faults import WorkerError
@@ -26,11 +26,12 @@ PAUSE_SECONDS = 0.5
 
 
 class Call(NamedTuple):
-    """Pending on all ranks: `steps` steps from `step` on, or (0 of them) the checkpoint after `step` steps."""
+    """Pending on all ranks: steps, which bring the accounts of those that are complete, or, with `saves`, the
+    checkpoint after `step` steps. `step` are handed in with it and before it."""
 
     refs: Refs
     step: int
-    steps: int = 0
+    saves: bool = False
     since: float = 0.0
 
 
@@ -58,6 +59,7 @@ class Calls:
         self.pace = 1  # steps a call
         self.pending: deque[Call] = deque()
         self.committing: Call | None = None
+        self.open = False  # the newest step handed in: a call must follow
         self.announced = self.changing = self.told = False
         self.health = Health(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
 
@@ -68,10 +70,10 @@ class Calls:
                 self.pending.append(call)
             if self.pending:
                 call = self.pending.popleft()
-                if call.steps:
-                    self._account(call)
-                else:
+                if call.saves:
                     self._commit(call)
+                else:
+                    self._account(call)
             elif self.wishes.paused and not self.ending:
                 self._pause()
             else:
@@ -87,37 +89,42 @@ class Calls:
         """Takes the accounts of steps that are done, [step][result], from whichever ranks have them."""
         if not steps:
             return
-        rows = [row for step in steps for row in self.history.add([[result] for result in step])]
-        self.done = rows[-1]["step"] + 1
-        recent = list(self.history.recent)[-len(rows) :]
-        self.news.steps(rows, recent)
+        self._tell([row for step in steps for row in self.history.add([[result] for result in step])])
 
     def _next(self) -> Call | None:
         """Hands in what comes after the calls handed in so far."""
         every, step = self.config.checkpoint.every, self.submitted
-        due = self.ending or (every and step % every == 0) or self.wishes.wants_checkpoint
-        if step > self.saved and due:
+        ending, paused = self.ending, self.wishes.paused
+        due = step > self.saved and (ending or (every and step % every == 0) or self.wishes.wants_checkpoint)
+        if self.open and (due or ending or paused):  # only steps follow upon one that is open
+            self.open = False
+            return Call(self.group.submit_run(step, 0), step)
+        if due:
             self.saved = step
-            return Call(self.group.submit_save(self._checkpoint(step), step), step, since=time.monotonic())
+            return Call(self.group.submit_save(self._checkpoint(step), step), step, True, time.monotonic())
         if self.wishes.wants_checkpoint and step == self.saved and self.committing is None and not self.pending:
             self.wishes.saved(step)
-        if self.ending or self.wishes.paused:
+        if ending or paused:
             return None
         limit = min(self.config.run.steps, (step // every + 1) * every if every else self.config.run.steps)
         count = min(self.pace, limit - step)
         self.submitted += count
-        return Call(self.group.submit_run(step, count), step, count)
+        self.open = self.submitted < limit  # there comes another step, unless somebody asks for something else
+        return Call(self.group.submit_run(step, count, more=self.open), self.submitted)
 
     def _account(self, call: Call) -> None:
         """Waits for steps, writes and shows them, and makes the next call about as long as it should be."""
         results = self.group.collect(call.refs, tick=self._stepping)
-        rows = self.history.add(results)
-        self.done = call.step + call.steps
         self._committed(wait=False)
-        recent = list(self.history.recent)[-len(rows) :]
-        self.news.steps(rows, recent)
-        seconds = sum(row["step_seconds"] for row in rows) / len(rows)
-        self.pace = max(1, min(4 * self.pace, int(CALL_SECONDS / seconds)))
+        if results[0]:
+            rows = self.history.add(results)
+            self._tell(rows)
+            seconds = sum(row["step_seconds"] for row in rows) / len(rows)
+            self.pace = max(1, min(4 * self.pace, int(CALL_SECONDS / seconds)))
+
+    def _tell(self, rows: list[dict[str, Any]]) -> None:
+        self.done = rows[-1]["step"] + 1
+        self.news.steps(rows, list(self.history.recent)[-len(rows) :])
 
     def _commit(self, call: Call) -> None:
         """Waits for shards and has them committed while training goes on; a full disk ends only a run's last save."""

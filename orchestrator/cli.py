@@ -107,8 +107,8 @@ def plan(
 
 _SCHEDULES = (
     "gpipe, 1f1b, 1f1b-eager, seq-1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-1p, zb-2p, interleaved-zb, zb-v, "
-    "v-half, v-min, dualpipe, dualpipev; auto, the quickest of them; FILE.py:FUNCTION, one of your own; or FILE.csv, "
-    "as --csv writes it."
+    "v-half, v-min, dualpipe, dualpipev; auto, the quickest of them and beyond; FILE.py:FUNCTION, one of your own; or "
+    "FILE.csv or FILE.arrow, as --csv and --arrow write them."
 )
 
 

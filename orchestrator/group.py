@@ -106,9 +106,13 @@ class WorkerGroup:
         """Has all shards of a checkpoint written; `step` steps are done."""
         return [shard for shards in self.collect(self.submit_save(folder, step)) for shard in shards]
 
-    def submit_run(self, first_step: int, count: int) -> Refs:
-        """Queues a `run` behind what the ranks are doing; they go from call to call with no pause."""
-        return self._do("run", first_step, count)
+    def submit_run(self, first_step: int, count: int, *, more: bool = False) -> Refs:
+        """Queues a `run` behind what the ranks are doing; they go from call to call with no pause.
+
+        With `more` the newest step stays open, so that no rank waits at its end: another `run` must follow, maybe of
+        no step, and has its results.
+        """
+        return self._do("run", first_step, count, more)
 
     def submit_save(self, folder: Path, step: int) -> Refs:
         return self._do("save", str(folder), step)

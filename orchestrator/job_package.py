@@ -13,7 +13,7 @@ from typing import Any
 
 from pentad.orchestrator.cluster import PASSED_ON
 from pentad.orchestrator.config import RunConfig, dump
-from pentad.schedules.catalogue import CSV
+from pentad.schedules.catalogue import FILES
 from pentad.schedules.mesh import Mesh
 
 FOLDERS = ("orchestrator", "workers", "schedules", "kernels")
@@ -50,7 +50,7 @@ def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
 def _with_schedule(config: RunConfig, work: Path) -> RunConfig:
     """The configuration with a schedule of the user's own found where the job stands: its file goes along."""
     name = config.schedule.name
-    if ":" not in name and not name.endswith(CSV):
+    if ":" not in name and not name.endswith(FILES):
         return config
     file, colon, function = name.rpartition(":") if ":" in name else (name, "", "")
     shutil.copy(file, work)

@@ -81,15 +81,16 @@ def choose(
     asked: Options = NONE,
     by: By = "makespan",
     effort: int = EFFORT,
-    twice: bool = True,
+    twice: bool | None = None,
 ) -> Choice:
     """Tries every schedule, number of chunks and group, then searches; the least time wins, then the least memory.
 
     Never worse than the catalogue. `effort` 0 leaves out the search. What a schedule needs to hold its parameters twice
-    (dualpipe) is not counted; `twice` False leaves it out. Raises PentadError when nothing fits, and on options that it
-    chooses itself.
+    (dualpipe) is not counted; it is left out unless `twice` (None: where no limit is asked for). Raises PentadError
+    when nothing fits, and on options that it chooses itself.
     """
     refuse_chosen(asked)
+    twice = asked.limit is None if twice is None else twice
     found: list[Candidate] = []
     places: dict[tuple[tuple[int, ...], ...], Placed] = {}
     for name, options in _tried(ranks, microbatches, asked.limit):

@@ -47,7 +47,7 @@ class _Way:
 
     `come[s]` until stage s has its input, `there[s]` until stages 0 to s are through, `turn[s]` from the end of F on
     stage s to the gradient that its B reads, `back[s]` from the start of B on stage s to the end of the last B, `last`
-    the W after it.
+    the W after it, which costs no launch where both are one BW.
     """
 
     def __init__(self, placement: tuple[tuple[int, ...], ...], costs: Costs) -> None:
@@ -71,7 +71,8 @@ class _Way:
             self.back[s] = b[s] + (up[s - 1] + self.back[s - 1] if s else 0.0)
         for s in reversed(range(stages - 1)):
             self.turn[s] = down[s + 1] + f[s + 1] + self.turn[s + 1] + b[s + 1] + up[s]
-        self.last = least(Op.W, 0)
+        first = [[costs.on(rank, Instruction(op, 0)) for op in (Op.B, Op.W, Op.BW)] for rank in holders[0]]
+        self.last = min(min(w, whole - b) for b, w, whole in first)
 
 
 @dataclass(frozen=True)

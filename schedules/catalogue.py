@@ -113,7 +113,7 @@ CATALOGUE = {
     "dualpipe": Entry(partial(_of_sizes, dualpipe), mirrored, refusal=_bidirectional),
     "dualpipev": Entry(partial(_of_sizes, dualpipe_v), v_shaped, chunks=2, refusal=_two_a_rank),
 }
-CSV = ".csv"
+FILES = (".csv", ".arrow")
 FILED = Entry(lambda shape: ())
 OWN = Entry(lambda shape: (), takes=frozenset({"chunks"}))
 
@@ -129,7 +129,7 @@ def entry(name: str) -> Entry:
 
 def shape_of(name: str, ranks: int, microbatches: int, asked: Options = NONE, costs: Costs | None = None) -> Shape:
     """What a schedule is to be made for. Raises PentadError on sizes it does not allow and options it does not take."""
-    found = OWN if ":" in name else FILED if name.endswith(CSV) else entry(name)
+    found = OWN if ":" in name else FILED if name.endswith(FILES) else entry(name)
     _refuse_options(name, found, asked)
     for what, size in {"ranks (mesh.pp)": ranks, "microbatches": microbatches}.items():
         if size < 1:
@@ -148,22 +148,22 @@ def shape_of(name: str, ranks: int, microbatches: int, asked: Options = NONE, co
 
 def generate(name: str, ranks: int, microbatches: int, asked: Options = NONE, costs: Costs | None = None) -> Program:
     """The compute order of a schedule on `ranks` pipeline ranks; FILE.py:FUNCTION names one of the user's own, FILE.csv
-    one in the form of torch.distributed.pipelining.
+    one in the form of torch.distributed.pipelining, FILE.arrow the one of a saved program.
 
     Raises PentadError as `shape_of` does, and when the user's function or file is no schedule of these sizes.
     """
     shape = shape_of(name, ranks, microbatches, asked, costs)
     if ":" in name:
         return own.program(name, shape)
-    if name.endswith(CSV):
-        return _from_csv(name, ranks, microbatches)
+    if name.endswith(FILES):
+        return _from_file(name, ranks, microbatches)
     found = entry(name)
     placement = tuple(found.placement(rank, shape) for rank in range(ranks))
     return Program(name, found.generate(shape), placement, microbatches, shape.chunks, shape.slices)
 
 
-def _from_csv(name: str, ranks: int, microbatches: int) -> Program:
-    read = torch_csv.read(Path(name))
+def _from_file(name: str, ranks: int, microbatches: int) -> Program:
+    read = torch_csv.read(Path(name)) if name.endswith(".csv") else Program.load(Path(name)).compute()
     for what, found, wanted in (("ranks", read.ranks, ranks), ("microbatches", read.microbatches, microbatches)):
         if found != wanted:
             raise PentadError(f"schedule {name}: the file has {found} {what}, wanted {wanted}")

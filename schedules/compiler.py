@@ -46,8 +46,8 @@ def compile_program(
     """
     with uncollected():
         order = order or generate(name, ranks, microbatches, options, costs)
-        lowering = {"gated": gated, "replicas": replicas, "validated": validated, "savings": savings}
-        return lower(order, costs or Costs.uniform(order.stages), **lowering)
+        known = costs or Costs.uniform(order.stages)
+        return lower(order, known, gated=gated, replicas=replicas, validated=validated, savings=savings)
 
 
 def lower(

@@ -106,7 +106,7 @@ def _grid(problem: Problem) -> list[tuple[float, Rule]]:
     return grid
 
 
-def fused(streams: tuple[tuple[Unit, ...], ...], stages: range) -> tuple[tuple[Unit, ...], ...]:
+def fused(streams: Sequence[tuple[Unit, ...]], stages: range) -> tuple[tuple[Unit, ...], ...]:
     """Each B of those stages and the W that follows it at once as one BW."""
     return tuple(tuple(_fused(stream, stages)) for stream in streams)
 

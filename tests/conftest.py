@@ -12,7 +12,8 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # No deadlines: a busy machine is no failure. No randomness: a run says the same as the one before.
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+slow = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=slow)
 hypothesis.settings.load_profile("repeatable")
 
 

@@ -1,6 +1,7 @@
 """A live control service without a run, and views of made-up runs."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -67,3 +68,17 @@ def later(do: Callable[..., object], *arguments: object) -> threading.Timer:
     timer = threading.Timer(0.1, do, arguments)
     timer.start()
     return timer
+
+
+def once_printed(do: Callable[..., object], *arguments: object) -> threading.Thread:
+    """Does something in another thread when this one has printed its first line, under `capsys`."""
+
+    def wait() -> None:
+        until = time.monotonic() + 30
+        while "\n" not in sys.stdout.getvalue() and time.monotonic() < until:  # type: ignore[attr-defined]
+            time.sleep(0.01)
+        do(*arguments)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread

@@ -75,12 +75,12 @@ class Fleet:
     def run(
         self,
         plan: Plan,
-        calls: list[tuple[int, int]],
+        calls: list[tuple[int, int] | tuple[int, int, bool]],
         restore: str | None = None,
         save: str | None = None,
         poison: Poison | None = None,
     ) -> list[Outcome]:
-        """`calls` are (first step, count); raises with a rank's traceback when one fails."""
+        """`calls` are (first step, count, whether more follow); raises with a rank's traceback when one fails."""
         ends = self.ends[: plan.mesh.size]
         for rank, end in enumerate(ends):
             end.send((plan, rank, calls, restore, save, poison if poison and poison.rank == rank else None))
@@ -126,7 +126,7 @@ def _run(
     end: Connection,
     plan: Plan,
     rank: int,
-    calls: list[tuple[int, int]],
+    calls: list[tuple[int, int] | tuple[int, int, bool]],
     restore: str | None,
     save: str | None,
     poison: Poison | None,
@@ -160,8 +160,8 @@ def _run(
                 end.send(runner.serve("127.0.0.1", 30))
             runner.connect(end.recv(), 30)
             runner.restore(restore)
-            results = [result for first, count in calls for result in runner.run(first, count)]
-            shards = runner.save(save, sum(calls[-1])) if save else []
+            results = [result for call in calls for result in runner.run(*call)]
+            shards = runner.save(save, sum(calls[-1][:2])) if save else []
             state: dict[str, torch.Tensor] = {}
             for held in runner.parameters.values():
                 for kind, flat in held.state().items():

@@ -46,6 +46,7 @@ TAKES_LONG = (
     "looped-bfs",
     "interleaved-zb",
     "dualpipev",
+    "seq-1f1b",
 )  # at (4, 8)
 
 

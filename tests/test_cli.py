@@ -129,6 +129,30 @@ def test_every_file_that_is_asked_for_is_written(pentad: Pentad) -> None:
     assert with_grid.startswith("F0 F1")
 
 
+@pytest.mark.parametrize("name", ["zb-h2", "dualpipe", "seq-1f1b", "zb-v"])
+def test_a_saved_program_is_a_schedule(pentad: Pentad, name: str) -> None:
+    assert pentad("schedule", name, *SIZES, "--arrow", "a.arrow")[0] == 0
+    told = json.loads(pentad("schedule", "a.arrow", *SIZES, "--json")[1])
+    assert (told["hash"], told["slices"]) == (Program.load(Path("a.arrow")).hash, Program.load(Path("a.arrow")).slices)
+
+
+@pytest.mark.parametrize(
+    ("content", "ranks", "said"),
+    [
+        (None, "4", "a.arrow is not a readable program: [Errno 2] No such file or directory: 'a.arrow'"),
+        (b"", "4", "a.arrow is not a readable program: 0 bytes are not a program (Arrow file)"),
+        (compile_program("zb-h1", 4, 8).to_bytes()[:-9], "4", "are not a program (Arrow file)"),
+        (compile_program("zb-h1", 4, 8).to_bytes(), "2", "schedule a.arrow: the file has 4 ranks, wanted 2"),
+    ],
+)
+def test_a_foreign_arrow_file_is_one_sentence(pentad: Pentad, content: bytes | None, ranks: str, said: str) -> None:
+    if content is not None:
+        Path("a.arrow").write_bytes(content)
+    status, _, err = pentad("schedule", "a.arrow", "--ranks", ranks, "--microbatches", "8")
+    assert status == 1
+    assert said in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", [name for name, entry in CATALOGUE.items() if entry.slices == 1])
 def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
     from torch.distributed.pipelining import schedules as torch_schedules

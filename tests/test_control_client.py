@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controls import Served, later, rank, seen, serving
+from controls import Served, later, once_printed, rank, seen, serving
 from rich.console import Console
 
 from pentad.orchestrator.cli import main
@@ -99,7 +99,7 @@ def test_where_not_all_ranks_fit_those_in_trouble_are_shown() -> None:
 
 
 def test_watch_shows_each_change_until_the_run_is_over(pentad: Pentad, served: Served) -> None:
-    later(served.control.view, seen("finished", step=60))
+    once_printed(served.control.view, seen("finished", step=60))
     status, out, _ = pentad("status", "trial", "--watch", "--json")
     assert status == 0
     assert [json.loads(line)["state"] for line in out.splitlines()] == ["running", "finished"]
@@ -107,7 +107,7 @@ def test_watch_shows_each_change_until_the_run_is_over(pentad: Pentad, served: S
 
 def test_a_run_that_goes_while_it_is_watched_is_told_from_its_folder(pentad: Pentad, served: Served) -> None:
     journal(served.folder, "stop")
-    timer = later(served.control.close)
+    timer = once_printed(served.control.close)
     status, out, _ = pentad("status", "trial", "--watch", "--json")
     timer.join()
     assert status == 0

@@ -100,3 +100,22 @@ def test_an_overlapped_pair_is_written_as_torch_writes_it() -> None:
     action = _Action.from_str(cell)
     assert str(action) == cell
     assert [sub.computation_type.name for sub in action.sub_actions] == ["FORWARD", "FULL_BACKWARD"]
+
+
+# What auto_schedule(p, m) of zbpp_light 0.0.1, the authors' own ZB-H1, gives: each op's microbatches count up.
+ZBPP_LIGHT = {
+    (2, 3): "FFBWFBWBW FBFBWFBWW",
+    (3, 4): "FFFBWFBWBWBW FFBFBWFBWBWW FBFBFBWFBWWW",
+    (4, 8): "FFFFBWFBWFBWFBWFBWBWBWBW FFFBFBWFBWFBWFBWFBWBWBWW FFBFBFBWFBWFBWFBWFBWBWWW FBFBFBFBWFBWFBWFBWFBWWWW",
+    (6, 7): (
+        "FFFFFFBWFBWBWBWBWBWBW FFFFFBFBWFBWBWBWBWBWW FFFFBFBFBWFBWBWBWBWWW "
+        "FFFBFBFBFBWFBWBWBWWWW FFBFBFBFBFBWFBWBWWWWW FBFBFBFBFBFBWFBWWWWWW"
+    ),
+}
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), ZBPP_LIGHT)
+def test_zb_h1_is_that_of_its_authors(ranks: int, microbatches: int) -> None:
+    found = ["".join(kind for _, kind, _ in stream) for stream in ours("zb-h1", ranks, microbatches)]
+    torch_s = str.maketrans("FIW", "FBW")
+    assert [stream.translate(torch_s) for stream in found] == ZBPP_LIGHT[ranks, microbatches].split()

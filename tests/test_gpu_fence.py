@@ -43,7 +43,8 @@ def test_a_run_with_a_killed_rank_ends_with_the_bits_of_one_without(cells, corpu
     join(cells, plan, 1)
     together(cells, "restore", None, 0)
     for cell in cells:
-        cell.call("run", 0, STEPS)
+        for step in range(0, STEPS, 20):
+            cell.call("run", step, 20, True)
     cells[1].wait_for(3)
     cells[1].signal(signal.SIGKILL)
     time.sleep(0.3)

@@ -99,3 +99,20 @@ def test_a_step_ahead_of_its_norm_gives_the_bits_of_one_that_waits(
         assert [r.losses for r in ahead.results] == [r.losses for r in barrier.results]
         assert [r.grad_norm for r in ahead.results] == pytest.approx([r.grad_norm for r in barrier.results], rel=1e-12)
         assert all(torch.equal(ahead.state[name], barrier.state[name]) for name in barrier.state)
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "microbatches", "validated"),
+    [("zb-h2", 1, 2, 6, True), ("zb-h2", 1, 2, 6, False), ("zb-h2", 2, 2, 4, True), ("dualpipe", 1, 4, 8, True)],
+)
+def test_calls_however_split_give_the_accounts_and_bits_of_one(
+    gpus, corpus, name, dp, pp, microbatches, validated, transport
+):
+    plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus, validated=validated), transport, "bfloat16")
+    whole = gpus.run(plan, [(0, 6)])
+    for calls in ([*((step, 1, True) for step in range(6)), (6, 0)], [(0, 2, True), (2, 0), (2, 3, True), (5, 1)]):
+        for a, b in zip(gpus.run(plan, calls), whole, strict=True):
+            assert [r.step for r in a.results] == list(range(6))
+            assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
+            assert all(torch.equal(a.state[name], b.state[name]) for name in b.state)

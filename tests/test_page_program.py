@@ -11,13 +11,13 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
+from plain_graph import build
 from test_page import Page, payload, spans_of, spelled_out
 
 from pentad.orchestrator.cli import main
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
 from pentad.schedules.critical import critical_path
-from pentad.schedules.graph import build
 from pentad.schedules.memory import activations_over_time
 from pentad.schedules.page import schedule_page
 from pentad.schedules.page_program import Drawn

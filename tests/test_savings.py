@@ -24,8 +24,10 @@ SIZES = [(n, p, m) for n in CATALOGUE for p, m in ((1, 3), (2, 5), (4, 8), (4, 1
 CHUNKED = [("interleaved", 2, 4, 4), ("interleaved", 1, 3, 4), ("looped-bfs", 2, 6, 3), ("interleaved-zb", 4, 8, 3)]
 
 
-def with_savings(name: str, p: int, m: int, savings: Savings, chunks: int | None = None, **asked: bool) -> Program:
-    return compile_program(name, p, m, replicas=2, savings=savings, options=Options(chunks), **asked)
+def with_savings(
+    name: str, p: int, m: int, savings: Savings, chunks: int | None = None, validated: bool = False
+) -> Program:
+    return compile_program(name, p, m, replicas=2, savings=savings, options=Options(chunks), validated=validated)
 
 
 def most_gathered(program: Program) -> int:

@@ -143,7 +143,7 @@ def test_a_submitted_run_is_seen_paused_resumed_stopped_and_resubmitted_and_lose
         (f"parts dp0 pp{pp}", f"pentad/parts/dp0-pp{pp}", "ALIVE") for pp in (0, 1)
     }
     tasks = user.dashboard("v0/tasks?detail=1&limit=10000")["data"]["result"]["result"]
-    assert any(re.fullmatch(r"run\(\d+, \d+\) in epoch 1", task["name"]) for task in tasks)
+    assert any(re.fullmatch(r"run\(\d+, \d+, (True|False)\) in epoch 1", task["name"]) for task in tasks)
     metrics = urllib.request.urlopen(f"http://{status['endpoints']['metrics']}/metrics", timeout=5).read().decode()
     assert re.search(r'^pentad_run_state\{.*"paused".*\} 1.0$', metrics, re.MULTILINE)
 

@@ -130,7 +130,7 @@ class Executor:
         self.results.clear()
         for stage in self.stages.values():
             stage.kept.clear()
-            stage.loss_sums.zero_()
+            stage.loss_sums.zero_()  # those of the step before have been handed in
         self.again = False
 
     def refuse_if_fenced(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,15 @@ POLL_SECONDS = 5e-5
 
 class Times(list[tuple[Instruction, float, float]]):
     """(instruction, start, end) of one step in seconds on the host's monotonic clock."""
+
+
+class Issued(NamedTuple):
+    """A step on a GPU: an event that ended when the host's monotonic clock was at `zero_at`, and instructions, each
+    with an event before and one after it."""
+
+    zero: torch.cuda.Event
+    zero_at: float
+    spans: list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]]
 
 
 class HostLanes:
@@ -55,8 +65,10 @@ class HostLanes:
             self._await(key)
         self.steps[-1].clear()
 
-    def collect(self) -> list[Times]:
-        steps, self.steps = self.steps, []
+    def collect(self, left_open: int = 0, check: Callable[[], None] = lambda: None) -> list[Times]:
+        """Of all steps but the newest `left_open` ones, which a later call has."""
+        count = len(self.steps) - left_open
+        steps, self.steps = self.steps[:count], self.steps[count:]
         return steps
 
     def _await(self, key: Key) -> None:
@@ -78,11 +90,12 @@ class CudaLanes:
         self.device, self.driver = device, driver
         self.compute = torch.cuda.current_stream(device)
         self.streams = {lane: torch.cuda.Stream(device) for lane in sorted(lanes)} | {"compute": self.compute}
-        self.steps: list[list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]]] = []
+        self.steps: list[Issued] = []
         self.ended: dict[Key, tuple[str, torch.cuda.Event]] = {}
         self.spare: list[torch.cuda.Event] = []
-        self.zero = torch.cuda.Event(enable_timing=True)
-        self.zero_at = 0.0
+        # Where nothing else runs, so that an event ends at once. Streams come out of a pool for each priority and may
+        # come twice: that of the high ones has no lane.
+        self.clock = torch.cuda.Stream(device, priority=-1)
         # How many instructions each lane has ended, written by the GPU itself: its driver, asked for an event, may be
         # held up behind a stream that waits.
         self.ends = torch.zeros(len(self.streams), dtype=torch.int32).pin_memory()
@@ -91,13 +104,11 @@ class CudaLanes:
         self.issued: Counter[str] = Counter()
 
     def begin(self) -> None:
-        if not self.steps:
-            torch.cuda.synchronize(self.device)
-            self.zero.record(self.compute)
-            self.zero.synchronize()
-            self.zero_at = time.monotonic()
         self.ended.clear()
-        self.steps.append([])
+        zero = self._event()
+        zero.record(self.clock)
+        zero.synchronize()
+        self.steps.append(Issued(zero, time.monotonic(), []))
         before = self._event()  # slots and send buffers of the step before are free when its compute has ended
         before.record(self.compute)
         for lane, stream in self.streams.items():
@@ -120,7 +131,7 @@ class CudaLanes:
         self.issued[lane] += 1
         checked(self.driver.cuStreamWriteValue32(stream.cuda_stream, self.word[lane], self.issued[lane], 0))
         self.ended[part.key] = (lane, end)
-        self.steps[-1].append((part, start, end))
+        self.steps[-1].spans.append((part, start, end))
 
     def finish_with(self, part: Instruction, work: dist.Work) -> None:
         work.wait()  # the lane's stream waits for NCCL's own, not the host
@@ -140,18 +151,25 @@ class CudaLanes:
         while self.issued.total() > self.done():
             check()
             time.sleep(POLL_SECONDS)
-        self.spare += [event for _, *events in self.steps[-1] for event in events]
-        self.steps[-1].clear()
+        self.spare += [event for _, *events in self.steps[-1].spans for event in events]
+        self.steps[-1].spans.clear()
         self.ended.clear()
 
-    def collect(self) -> list[Times]:
-        torch.cuda.synchronize(self.device)
+    def collect(self, left_open: int = 0, check: Callable[[], None] = lambda: None) -> list[Times]:
+        """Of all steps but the newest `left_open` ones, which may go on: waits until the others have ended, calling
+        `check` meanwhile. With none left open, waits for all that the GPU was given."""
+        count = len(self.steps) - left_open
+        closed, later = self.steps[:count], self.steps[count:]
+        if later:
+            self._await(closed, later, check)
+        else:
+            torch.cuda.synchronize(self.device)
         steps = []
-        for spans in self.steps:
-            at = [(part, self.zero.elapsed_time(a), self.zero.elapsed_time(b)) for part, a, b in spans]
-            steps.append(Times((part, self.zero_at + a / 1e3, self.zero_at + b / 1e3) for part, a, b in at))
-            self.spare += [event for _, *events in spans for event in events]
-        self.steps = []
+        for zero, zero_at, spans in closed:
+            at = [(part, zero.elapsed_time(a), zero.elapsed_time(b)) for part, a, b in spans]
+            steps.append(Times((part, zero_at + a / 1e3, zero_at + b / 1e3) for part, a, b in at))
+            self.spare += [zero, *(event for _, *events in spans for event in events)]
+        self.steps = later
         return steps
 
     def done(self) -> int:
@@ -162,12 +180,23 @@ class CudaLanes:
         """(steps behind the newest one, instruction) that the compute lane is at; None when it has done all it was
         given. From any thread."""
         left = self.issued["compute"] - int(self.seen[self.mine])
-        for behind, spans in enumerate(reversed(list(self.steps))):
+        for behind, (_, _, spans) in enumerate(reversed(list(self.steps))):
             mine = [part for part, _, _ in list(spans) if part.lane == "compute"]
             if 0 < left <= len(mine):
                 return behind, mine[-left]
             left -= len(mine)
         return None
+
+    def _await(self, closed: list[Issued], later: list[Issued], check: Callable[[], None]) -> None:
+        """Until every lane has ended what was issued before the later steps."""
+        newer = Counter(part.lane for _, _, spans in later for part, _, _ in spans)
+        until = [self.issued[lane] - newer[lane] for lane in self.streams]
+        while any(int(seen) < wanted for seen, wanted in zip(self.seen, until, strict=True)):
+            check()
+            time.sleep(POLL_SECONDS)
+        last = {part.lane: end for _, _, spans in closed for part, _, end in spans}
+        for end in last.values():
+            end.synchronize()  # each stands before the word that was seen: now the GPU's driver knows it as well
 
     def _event(self) -> torch.cuda.Event:
         return self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)

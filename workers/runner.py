@@ -78,6 +78,7 @@ class Runner:
         corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint)
         self.feed = Feed(plan, rank, corpus, self.device)
         self.kept: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
+        self.accounts: list[StepResult] = []  # of steps that are complete, for the next `run` to return
         # Steps in the weights; -1: they are nobody's yet.
         self.version: int = before.version if before is not None and set(held) >= set(self.parameters) else -1
         self.fenced = False
@@ -143,22 +144,32 @@ class Runner:
                     held.refresh()
         self._begin(step)
 
-    def run(self, first_step: int, count: int) -> list[StepResult]:
-        """Runs steps `first_step` to `first_step + count - 1`; raises Fenced when the epoch ends meanwhile."""
+    def run(self, first_step: int, count: int, more: bool = False) -> list[StepResult]:
+        """Runs steps `first_step` to `first_step + count - 1`, and accounts for those that are complete.
+
+        `more`: another run follows, maybe of no step. The newest step then stays open: nothing waits for its end or
+        its norm, and a later run accounts for it. Raises Fenced when the epoch ends meanwhile.
+        """
         assert self.executor is not None
         with self._unless_fenced():
             for step in range(first_step, first_step + count):
                 self.executor.run(step, self.feed(step))
-            self.executor.end.finish(self.executor.refuse_if_fenced)
-            assert self.lanes is not None
-            self.lanes.near(self.executor.refuse_if_fenced, ahead=0)
-            return self._settle()
+            if more:
+                self._settle(left_open=1)
+            else:
+                self._finish()
+            results, self.accounts = self.accounts, []
+            self.kept.append(results)
+            return results
 
     def save(self, folder: str, step: int, stages: tuple[int, ...] | None = None) -> list[dict]:
         """Writes stages (those that this rank owns, if none are named); the driver commits the manifest.
 
-        `step` steps are done.
+        `step` steps are done, once that which is open is.
         """
+        if self.lanes is not None and self.lanes.steps:
+            with self._unless_fenced():
+                self._finish()
         written, failed = [], list[PentadError]()
         for stage, held in sorted(self.parameters.items()):
             owner = self.plan.owner(stage) == self.rank if stages is None else stage in stages
@@ -216,7 +227,8 @@ class Runner:
             self.version, norm, ready = int(end.version), float(end.norm), end.ready
             self._settle()
         self.close()
-        results = tuple(result for call in self.kept for result in call if result.step < self.version)
+        known = (result for call in (*self.kept, self.accounts) for result in call)
+        results = tuple(result for result in known if result.step < self.version)
         return Stand(self.version, ready, norm, results)
 
     def advance(self, norm: float) -> None:
@@ -271,15 +283,19 @@ class Runner:
         if self.executor is not None:
             self.executor.end.version.fill_(step)
 
-    def _settle(self) -> list[StepResult]:
-        """Waits for the steps that are pending and accounts for them."""
+    def _finish(self) -> None:
+        """Completes the open step: its norm is heard, and nothing is under way any more."""
         assert self.lanes is not None and self.executor is not None
-        times, taken = self.lanes.collect(), self.executor.end.taken
-        results = [self._result(step, spans) for step, spans in zip(taken, times, strict=False)]
-        taken.clear()
-        self.executor.host_seconds.clear()
-        self.kept.append(results)
-        return results
+        self.executor.end.finish(self.executor.refuse_if_fenced)
+        self.lanes.near(self.executor.refuse_if_fenced, ahead=0)
+        self._settle()
+
+    def _settle(self, left_open: int = 0) -> None:
+        """Waits for all steps but the newest `left_open` ones and accounts for them."""
+        assert self.lanes is not None and self.executor is not None
+        times, taken = self.lanes.collect(left_open, self.executor.refuse_if_fenced), self.executor.end.taken
+        self.accounts += [self._result(step, spans) for step, spans in zip(taken, times, strict=False)]
+        del taken[: len(times)]
 
     def _result(self, taken: Taken, spans: Times) -> StepResult:
         assert self.executor is not None
@@ -291,7 +307,7 @@ class Runner:
             learning_rate=self.plan.optimizer.rate(taken.step),
             skipped=not math.isfinite(norm),
             spans=self._spans(taken.step, spans),
-            host_seconds=self.executor.host_seconds.get(taken.step, 0.0),
+            host_seconds=self.executor.host_seconds.pop(taken.step, 0.0),
             instructions=len(spans),
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )

@@ -26,12 +26,19 @@ class Taken(NamedTuple):
     """A step that is in the weights; on a GPU, once it has come so far and `version` counts it.
 
     `losses` [replicas x microbatches] are the loss sums of the whole mesh, `norm` is the global gradient norm before
-    clipping, a float64 scalar.
+    clipping, a float64 scalar. Both lie on the host and are whole once the step has ended: who reads them waits for
+    nothing that was issued later.
     """
 
     step: int
     losses: torch.Tensor
     norm: torch.Tensor
+
+
+def on_host(value: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, whole once the current stream has come so far."""
+    here = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return here.copy_(value, non_blocking=True)
 
 
 class Sums:
@@ -107,7 +114,7 @@ class Barrier:
             factor = optimizer.clip(self.norm, self.sums.limit, held.parameters.master.dtype)
             optimizer.step(held.parameters, self.plan.optimizer, step, factor)
         self.version = torch.where(self.open, step + 1, self.version)
-        self.taken.append(Taken(step, self.losses, self.norm))
+        self.taken.append(Taken(step, on_host(self.losses), on_host(self.norm)))
         self.ready = False
 
     def advance(self, step: int, norm: float) -> None:
@@ -153,8 +160,7 @@ class PostValidated:
         if values.device.type == "cpu":
             self.courier.bring(Parcel(step, values.clone(), lambda: True))
             return
-        here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        here.copy_(values, non_blocking=True)
+        here = on_host(values)
         arrived = torch.cuda.Event()
         arrived.record()
         self.courier.bring(Parcel(step, here, arrived.query))
@@ -175,7 +181,7 @@ class PostValidated:
         return self._commit(self.sums.norm(whole if self.plan.zero else parts[0]))
 
     def finish(self, check: Check) -> None:
-        """After the last step of a call: nothing was computed with its weights yet."""
+        """When no step follows for now: nothing was computed with the last one's weights yet."""
         self.validate(check)
 
     def advance(self, step: int, norm: float) -> None:
