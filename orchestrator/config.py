@@ -26,11 +26,13 @@ from pentad.orchestrator.sections import (
     RunSection,
     ScheduleSection,
     Section,
+    ZeroSection,
 )
 from pentad.orchestrator.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.auto import AUTO, refuse_chosen
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.errors import PentadError
+from pentad.schedules.gathers import require_room
 from pentad.schedules.plan import split_layers
 from pentad.schedules.shape import Options
 
@@ -47,6 +49,7 @@ class RunConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     precision: PrecisionSection = PrecisionSection()
     memory: MemorySection = MemorySection()
+    zero: ZeroSection = ZeroSection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
     metrics: MetricsSection = MetricsSection()
@@ -79,6 +82,8 @@ class RunConfig(Section):
             else:
                 program = generate(schedule.name, self.mesh.pp, schedule.microbatches, self.options)
             split_layers(self.model.layers, program.placement)
+            if self.zero.gathered is not None:
+                require_room(program, self.zero.gathered)
         except PentadError as error:
             raise ValueError(str(error)) from None
         if self.batch.sequence_length % program.slices:

@@ -188,6 +188,9 @@ def facts_table(plan: Plan) -> Table:
     table.add_row(" batch", f"{b.sequences} sequences of {b.length} = {b.tokens:,} tokens a step")
     table.add_row(" mesh", f"{plan.mesh}: {plan.mesh.size} ranks, {kinds}")
     parts = f"{program.microbatches} microbatches of {b.rows}" + f" in {program.slices} slices" * (program.slices > 1)
+    if plan.zero:
+        shards = max(map(plan.shards, range(program.stages)))
+        table.add_row(" zero", f"stage {plan.zero}, {shards} shards of a pipeline stage")
     table.add_row(" program", f"{program.name}, {parts}, hash {program.hash[:12]}")
     if plan.recompute:
         stages = [stage for stage, mode in enumerate(plan.recompute) if mode != "none"]

@@ -7,6 +7,7 @@ the half of its square that is not masked.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,6 +16,7 @@ from pentad.orchestrator.activations import BYTES, peaks, shares
 from pentad.schedules.costs import Costs
 from pentad.schedules.instruction import RECEIVES, Op, units_of
 from pentad.schedules.plan import BatchShape, ModelShape, Plan
+from pentad.schedules.pools import Slots, gradient_slots, weight_slots
 from pentad.schedules.program import Program
 from pentad.schedules.timeline import Timeline
 from pentad.schedules.validation import is_validated
@@ -74,7 +76,7 @@ def guess_costs(
         seconds if mode == "full" else 4 * tokens * (end - first) * model.hidden * model.ffn / rates.flops
         for (first, end), seconds, mode in zip(layers, forward, modes, strict=False)  # no modes, no costs
     )
-    held = max(_stage_parameters(model, first, end) for first, end in layers) * BYTES["float32"]
+    held = max(model.stage_parameters(first, end) for first, end in layers) * BYTES["float32"]
     ring = 2 * held * (batch.replicas - 1) / batch.replicas / rates.link
     return Costs(
         tuple(forward),
@@ -125,7 +127,7 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
         backward,
         weight,
         transfer=shortest(*RECEIVES),
-        reduce=shortest(Op.ALL_REDUCE),
+        reduce=shortest(Op.ALL_REDUCE) or 2 * shortest(Op.REDUCE_SCATTER, Op.ALL_GATHER),
         norm=shortest(Op.NORM),
         step=shortest(Op.STEP),
         recompute=recompute if any(recompute) else (),
@@ -157,27 +159,53 @@ def utilisation(tokens_per_second: float, plan: Plan, device_name: str) -> float
 def memory(plan: Plan, rank: int) -> dict[str, int]:
     """Bytes of a rank of the mesh at the program's peak; workspaces and results on their way are not counted.
 
-    'parameters' are in the compute dtype, 'master' is 0 where those are the master weights themselves. 'host' is what
+    'parameters' are in the compute dtype, 'master' is 0 where those are the master weights themselves. With ZeRO these
+    and 'gradients' are shards and whatever is whole at some time (see schedules/pools.py). 'host' is what
     OFFLOAD takes there, no part of the total.
     """
-    stream = plan.program.streams[plan.mesh.coordinates(rank).pp]
+    pp = plan.mesh.coordinates(rank).pp
+    stream = plan.program.streams[pp]
     compute = BYTES[plan.dtype]
     main = max(compute, BYTES["float32"])
-    held = sum(_stage_parameters(plan.model, *plan.layers[stage]) for stage in plan.stages_of(rank))
+    shards = sum(map(plan.shard_size, plan.stages_of(rank)))
+    weights = shards + _turns(plan, weight_slots(plan.program, pp)) if plan.zero == 3 else _whole(plan, rank)
+    gradients = shards + _turns(plan, gradient_slots(plan.program, pp)[0]) if plan.zero > 1 else _whole(plan, rank)
     activations, away = peaks(plan, rank)
     slots = len({(part.op, part.slot) for part in units_of(stream) if part.op in RECEIVES})
     found = {
-        "parameters": held * compute,
-        "master": held * main if main != compute or is_validated(plan.program) else 0,
-        "gradients": held * main,
-        "optimizer": 2 * held * main,
+        "parameters": weights * compute,
+        "master": shards * main if main != compute or is_validated(plan.program) else 0,
+        "gradients": gradients * main,
+        "optimizer": 2 * shards * main,
         "activations": activations,
         "slots": slots * plan.piece_tokens * plan.model.hidden * compute,
     }
     return {**found, "total": sum(found.values()), "host": away}
 
 
-def _stage_parameters(model: ModelShape, first: int, end: int) -> int:
-    embedding = model.vocab * model.hidden
-    ends = (embedding if first == 0 else 0) + (embedding + model.hidden if end == model.layers else 0)
-    return (end - first) * model.layer_parameters + ends
+def traffic(plan: Plan, rank: int) -> dict[str, int]:
+    """Bytes that a rank sends in a step's collectives of a stage, by op, as rings do: of N in all and n holders (n-1)/n
+    of N to gather weights or to scatter gradients, and both for an all-reduce."""
+    wide = max(BYTES[plan.dtype], BYTES["float32"])
+    found: Counter[str] = Counter()
+    for part in units_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
+        if part.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE):
+            holders = len(plan.holders(part.stage))
+            whole = plan.shards(part.stage) * plan.shard_size(part.stage)
+            times = 2 if part.op is Op.ALL_REDUCE else 1
+            size = BYTES[plan.dtype] if part.op is Op.ALL_GATHER else wide
+            found[part.op.value] += times * whole * (holders - 1) // holders * size
+    return dict(found)
+
+
+def _whole(plan: Plan, rank: int) -> int:
+    """Elements of all stages of a rank, filled up to equal shards."""
+    return sum(plan.shards(stage) * plan.shard_size(stage) for stage in plan.stages_of(rank))
+
+
+def _turns(plan: Plan, slots: Slots) -> int:
+    """Elements of buffers that stages take turns on: each is as long as its longest stage."""
+    longest: Counter[int] = Counter()
+    for (stage, _), slot in slots.items():
+        longest[slot] = max(longest[slot], plan.shards(stage) * plan.shard_size(stage))
+    return longest.total()

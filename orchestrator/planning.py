@@ -19,6 +19,7 @@ from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
 from pentad.schedules.program import Program
 from pentad.schedules.search_problem import By
+from pentad.schedules.shape import Savings
 from pentad.schedules.timeline import Timeline
 
 
@@ -38,6 +39,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
     layers = split_layers(model.layers, order.placement, model.head_in_layers(batch.length))
     costs = guess_costs(model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages))
+    savings = _savings(config, order)
     program = compile_program(
         order.name,
         order.ranks,
@@ -47,7 +49,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         replicas=mesh.dp,
         validated=config.schedule.post_validation,
         options=options,
-        savings=config.memory.savings(order.stages),
+        savings=savings,
         order=chosen,
     )
     optimizer = _optimizer(config)
@@ -67,8 +69,18 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         transport=transport,
         deterministic=config.precision.deterministic,
         fingerprint=fingerprint,
+        zero=savings.zero,
         recompute=config.memory.modes(order.stages),
     )
+
+
+def _savings(config: RunConfig, order: Program) -> Savings:
+    """As configured; no ZeRO where no stage has a second holder."""
+    alone = config.mesh.dp == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages))
+    section, found = config.zero, config.memory.savings(order.stages)
+    if alone:
+        return found
+    return found._replace(zero=section.stage, prefetch=section.prefetch, gathered=section.gathered)
 
 
 def _chosen(config: RunConfig, model: ModelShape, batch: BatchShape, device: str, dtype: str) -> Program | None:

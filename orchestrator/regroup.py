@@ -1,7 +1,8 @@
 """After a fault: frees the living ranks, replaces the lost or makes do without them, and hands the newest state on.
 
 A rank that is lost takes its part of the step under way along, and nothing else, as long as another rank holds the same
-stages. The epoch's number grows with every attempt; what comes late from an earlier one is refused by the workers.
+stages; a shard of them (zero.stage) is in the newest checkpoint only. The epoch's number grows with every attempt; what
+comes late from an earlier one is refused by the workers.
 """
 
 from __future__ import annotations
@@ -73,11 +74,14 @@ def fence(group: WorkerGroup, lost: dict[int, str], stock: Stock, tell: Tell) ->
 
 
 def complete(plan: Plan, stock: Stock) -> bool:
-    """Whether the ranks that are current hold every stage."""
+    """Whether the ranks that are current hold every stage: one holder of each will do, but all where they hold a shard
+    each."""
     if stock.version < 0:  # a recovery was cut short before any rank had a state again
         return False
-    held = {stage for rank in stock.current for stage in plan.stages_of(rank)}
-    return held == set(range(plan.program.stages))
+    current = set(stock.current)
+    return all(
+        len(current.intersection(plan.holders(stage))) >= plan.shards(stage) for stage in range(plan.program.stages)
+    )
 
 
 def sources(plan: Plan, current: Iterable[int]) -> dict[int, int]:

@@ -190,6 +190,32 @@ class MemorySection(Section):
         return Savings(recompute=again, keep=self.offload_keep)
 
 
+class ZeroSection(Section):
+    stage: int = Field(
+        default=0,
+        ge=0,
+        le=3,
+        description="what replicas and mirrors keep a shard of each: 1 master weights and optimizer state, "
+        "2 gradients too, 3 compute weights too; a rank whose stages no other holds keeps all",
+    )
+    gathered: Count | None = Field(
+        default=None, description="pipeline stages whose weights a rank has whole at once, with stage 3; null: all"
+    )
+    prefetch: NonNegative = Field(
+        default=1, description="forwards and backwards that a gather of weights begins before its stage's turn"
+    )
+
+    @model_validator(mode="after")
+    def _gathers(self) -> ZeroSection:
+        if self.gathered is not None and self.stage < 3:
+            wanted = "wanted null, since only with zero.stage = 3 are weights ever not whole"
+            raise ValueError(f"zero.gathered is {self.gathered} with zero.stage = {self.stage}, {wanted}")
+        if self.prefetch != 1 and self.stage < 3:
+            wanted = "wanted 1, since only with zero.stage = 3 do gathers wait for their turn"
+            raise ValueError(f"zero.prefetch is {self.prefetch} with zero.stage = {self.stage}, {wanted}")
+        return self
+
+
 class CheckpointSection(Section):
     every: NonNegative = Field(default=0, description="steps between checkpoints; 0: only at the end or at a stop")
     keep: Count = Field(default=2, description="newest checkpoints kept")

@@ -14,7 +14,7 @@ from rich.text import Text
 from pentad.orchestrator.bars import bars, is_coloured, legend
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.display import bubble_text, duration, plan_view, size
-from pentad.orchestrator.estimate import costs_of, memory, read_costs
+from pentad.orchestrator.estimate import costs_of, memory, read_costs, traffic
 from pentad.orchestrator.planning import make_plan, spread
 from pentad.orchestrator.runfolder import PROGRAM, TIMELINE, comparison_page, process_names, resolve_run, saved_config
 from pentad.orchestrator.show_schedule import write
@@ -113,6 +113,7 @@ def _plan_facts(plan: Plan) -> dict[str, Any]:
             "stages": list(plan.stages_of(rank)),
             "layers": [list(plan.layers[stage]) for stage in plan.stages_of(rank)],
             "memory": memory(plan, rank),
+            "traffic": traffic(plan, rank),
         }
         for rank in range(plan.mesh.size)
     ]

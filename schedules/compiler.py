@@ -11,6 +11,7 @@ from pentad.schedules.errors import PentadError
 from pentad.schedules.finish import add_reduce, add_step
 from pentad.schedules.gathers import add_gathers
 from pentad.schedules.offload import add_offload
+from pentad.schedules.pools import add_turns
 from pentad.schedules.program import Program
 from pentad.schedules.recompute import add_recompute
 from pentad.schedules.shape import Options, Savings
@@ -62,7 +63,8 @@ def lower(
     check_order(order)
     moved = add_transfers(order, costs, gated=gated, validated=validated)
     reduced = add_reduce(add_savings(moved, savings), replicas=replicas, scatter=savings.zero > 0)
-    program = add_validated_step(reduced) if validated else add_step(reduced)
+    turned = add_turns(reduced) if savings.zero > 1 else reduced
+    program = add_validated_step(turned) if validated else add_step(turned)
     check(program, replicas=replicas)
     return program
 

@@ -40,9 +40,10 @@ def add_gathers(program: Program, *, zero: int, prefetch: int = 1, gathered: int
     """
     added: list[Addition] = []
     waits: dict[tuple[int, Key], list[Key]] = {}
+    if zero == 3 and gathered is not None:
+        require_room(program, gathered)
     for rank, stream in enumerate(program.streams):
         room = len(program.placement[rank]) if gathered is None or zero < 3 else gathered
-        _require(program, rank, room)
         found = sorted(_gathers(stream, room), key=lambda each: each.stage)
         frees = sorted((gather.last + 1, Key(Op.FREE, gather.stage, gather.turn)) for gather in found)
         for gather in found:
@@ -101,6 +102,12 @@ def _begins(stream: Stream, gather: Gather, prefetch: int) -> int:
 
 def _read(unit: Unit) -> set[int]:
     return {part.stage for part in unit.parts if part.op in READERS}
+
+
+def require_room(program: Program, gathered: int) -> None:
+    """Raises PentadError where so few stages' parameters at once are too few for a rank."""
+    for rank in range(program.ranks):
+        _require(program, rank, gathered)
 
 
 def _require(program: Program, rank: int, room: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from pentad.schedules.errors import PentadError
 from pentad.schedules.mesh import Mesh
@@ -40,7 +41,13 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden + self.hidden
+        return self.stage_parameters(0, self.layers)
+
+    def stage_parameters(self, first: int, end: int) -> int:
+        """Of layers `first` to `end`, with the embedding, and with the head and last norm, where these are."""
+        embedding = self.vocab * self.hidden
+        ends = (embedding if first == 0 else 0) + (embedding + self.hidden if end == self.layers else 0)
+        return (end - first) * self.layer_parameters + ends
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,9 @@ class Plan:
     which is built in the folder `cache`, and `fingerprint` tells the corpus from others; `seed` is the run's only
     source of randomness; `deterministic` asks for kernels whose two runs have the same bits. `recompute[stage]` is what
     RECOMPUTE means there: 'full' (F keeps what it got, no more), 'selective' (all but norms and the widest product) or
-    'none'; empty: none anywhere.
+    'none'; empty: none anywhere. `zero` is the stage
+    of ZeRO (arXiv 1910.02054): from 1 on the holders of a stage keep a shard each of its master weights and optimizer
+    state, from 2 on of its gradients, with 3 of its compute weights too.
     """
 
     name: str
@@ -116,6 +125,7 @@ class Plan:
     deterministic: bool = True
     fingerprint: str = ""
     recompute: tuple[str, ...] = ()
+    zero: int = 0
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""
@@ -124,6 +134,19 @@ class Plan:
     def mode(self, stage: int) -> str:
         """What a stage recomputes."""
         return self.recompute[stage] if self.recompute else "none"
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """Ranks of the mesh that hold a stage, mirrors and replicas, lowest first."""
+        held = product(range(self.mesh.dp), self.program.holders(stage))
+        return tuple(sorted(self.mesh.move(0, dp=dp, pp=pp) for dp, pp in held))
+
+    def shards(self, stage: int) -> int:
+        """Equal parts that the state of a stage is cut into, in the order of its holders."""
+        return len(self.holders(stage)) if self.zero else 1
+
+    def shard_size(self, stage: int) -> int:
+        """Elements of a shard; the last one is filled up."""
+        return -(-self.model.stage_parameters(*self.layers[stage]) // self.shards(stage))
 
     @property
     def piece_tokens(self) -> int:

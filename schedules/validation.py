@@ -34,9 +34,13 @@ def add_validated_step(program: Program) -> Program:
     The transfers must have been placed for it (`add_transfers(validated=True)`).
     """
     added: list[Addition] = []
-    ends = np.diff(program.columns.unit_first).tolist()
+    columns = program.columns
+    rows = np.flatnonzero(columns.op == CODE[Op.ALL_GATHER]).tolist()
+    gathers = [(columns.key(row), columns.place(row)) for row in rows]
+    ends = np.diff(columns.unit_first).tolist()
     for rank, (place, (last, reduced)) in enumerate(zip(_openings(program), whole_gradients(program), strict=True)):
-        added.append((rank, place, Instruction(Op.VALIDATE, peer=program.ranks - 1)))
+        waits = tuple(key for key, at in gathers if at[0] == rank and at[1] < place)  # what they send must not change
+        added.append((rank, place, Instruction(Op.VALIDATE, peer=program.ranks - 1, waits=waits)))
         added.append((rank, place, Instruction(Op.ROLLBACK, waits=(VALIDATE,))))
         added.append((rank, ends[rank], Instruction(Op.NORM, peer=rank - 1, waits=(last, *reduced))))
         added.append((rank, ends[rank], Instruction(Op.STEP, waits=reduced)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fleet import named
 
 from pentad.schedules.plan import Plan
 
@@ -146,7 +147,8 @@ def _serve(end: Any) -> None:
                 reply(tag, executor.step if executor else -1)
             elif method == "state":
                 held = runners[0].parameters.values()
-                reply(tag, {name: value.cpu().clone() for each in held for name, value in each.state().items()})
+                kinds = [(each, kind, flat) for each in held for kind, flat in each.state().items()]
+                reply(tag, {key: v for each, kind, flat in kinds for key, v in named(each, flat, f"{kind}.").items()})
             else:
                 reply(tag, getattr(runners[0], method)(*arguments))
         except Exception as error:

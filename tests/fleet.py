@@ -18,12 +18,36 @@ from pentad.schedules.plan import Plan
 
 @dataclass
 class Outcome:
-    """One rank's results, and its gradients before clipping and last state, by global parameter name."""
+    """One rank's results, and its gradients before clipping and last state, by global parameter name, of which a shard
+    may hold a part (see `assembled`). `bytes` is what its buffers take."""
 
     results: list
     gradients: list[dict[str, torch.Tensor]]
     state: dict[str, torch.Tensor]
     shards: list[dict]
+    bytes: dict[str, int]
+
+
+def named(parameters, flat: torch.Tensor, kind: str = "") -> dict[str, torch.Tensor]:
+    """Tensors of a flat buffer by name; parts of tensors as 'NAME@FIRST'."""
+    found = {}
+    for spec, span, values in parameters.pieces(flat):
+        whole = values.numel() == torch.Size(spec.shape).numel()
+        value = values.cpu().clone()
+        found[kind + spec.name + ("" if whole else f"@{span.start}")] = value.view(spec.shape) if whole else value
+    return found
+
+
+def assembled(parts: list[dict[str, torch.Tensor]], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors, shaped `like` others, from what ranks hold of them; what several hold must have the same bits."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for part in parts:
+        for key, value in part.items():
+            name, _, first = key.partition("@")
+            assert torch.equal(found.setdefault(name, {}).setdefault(int(first or 0), value), value), key
+    return {
+        name: torch.cat([v.flatten() for _, v in sorted(p.items())]).view(like[name].shape) for name, p in found.items()
+    }
 
 
 class Poison(NamedTuple):
@@ -113,14 +137,12 @@ def _run(
     gradients: list[dict[str, torch.Tensor]] = []
     real_step, real_sum = optimizer.step, optimizer.square_sum
     sums = 0  # of a stage's squares
-    owned = sum(plan.owner(stage) == rank for stage in plan.stages_of(rank))
+    owned = sum(plan.shards(stage) > 1 or plan.owner(stage) == rank for stage in plan.stages_of(rank))
 
     def seen(parameters, shape, number, scale):
         while len(gradients) <= number - calls[0][0]:
             gradients.append({})
-        gradients[number - calls[0][0]] |= {
-            k: g.cpu().clone() for k, g in parameters.views(parameters.gradient).items()
-        }
+        gradients[number - calls[0][0]] |= named(parameters, parameters.gradient)
         real_step(parameters, shape, number, scale)
 
     def poisoned(parameters):
@@ -140,8 +162,31 @@ def _run(
             runner.restore(restore)
             results = [result for call in calls for result in runner.run(*call)]
             shards = runner.save(save, sum(calls[-1][:2])) if save else []
-            state = {k: v.cpu().clone() for held in runner.parameters.values() for k, v in held.state().items()}
+            state: dict[str, torch.Tensor] = {}
+            for held in runner.parameters.values():
+                for kind, flat in held.state().items():
+                    state |= named(held, flat, f"{kind}.")
+            held_bytes = buffers(runner.parameters, runner.shards)
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
             runner.close()
-    return Outcome(results, gradients, state, shards)
+    return Outcome(results, gradients, state, shards, held_bytes)
+
+
+def buffers(parameters, shards) -> dict[str, int]:
+    """Bytes of a rank's weights, gradients and optimizer state, every storage counted once."""
+    kinds: dict[str, list[torch.Tensor]] = {"parameters": [], "gradients": [], "optimizer": [], "master": []}
+    for held in parameters.values():
+        kinds["parameters"] += [held.compute] if held.weights is None else [held.weights]
+        kinds["gradients"] += [held.gradient] if held.gradients is None else [held.gradients]
+        kinds["optimizer"] += [held.m, held.v]
+        kinds["master"].append(held.master)
+    kinds["parameters"] += shards.weights.values()
+    kinds["gradients"] += shards.gradients.values()
+    seen: set[int] = set()
+    found = {}
+    for kind, tensors in kinds.items():
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        found[kind] = sum(size for at, size in storages.items() if at not in seen)
+        seen |= storages.keys()
+    return found

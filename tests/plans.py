@@ -7,7 +7,7 @@ import functools
 import torch
 from reference_model import Trained, train
 
-from pentad.schedules.compiler import compile_program
+from pentad.schedules.compiler import ALL_KEPT, compile_program
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
 from pentad.schedules.program import Program
@@ -32,17 +32,19 @@ def plan_of(
     validated: bool = False,
     recompute: str = "none",
     keep: float | None = None,
+    chunks: int | None = None,
+    savings: Savings = ALL_KEPT,
 ) -> Plan:
     def compiled(savings: Savings) -> Program:
-        options = Options(slices=slices)
+        options = Options(chunks=chunks, slices=slices)
         return compile_program(
             name, pp, microbatches, replicas=dp, validated=validated, options=options, savings=savings
         )
 
-    program = compiled(Savings())
+    program = compiled(savings)
     again = frozenset(range(program.stages) if recompute != "none" else ())
     if again or keep is not None:
-        program = compiled(Savings(recompute=again, keep=keep))
+        program = compiled(savings._replace(recompute=again, keep=keep))
     return Plan(
         name="exact",
         mesh=Mesh(dp=dp, pp=pp),
@@ -58,6 +60,7 @@ def plan_of(
         device="cpu",
         transport="gloo",
         recompute=(recompute,) * program.stages if again else (),
+        zero=savings.zero,
     )
 
 

@@ -134,7 +134,7 @@ def test_later_overrides_win_and_overrides_win_over_the_file(file: Callable[[str
         ("optimizer.learning_rat=1", "did you mean optimizer.learning_rate?"),
         ("model.learning_rate=1", "did you mean optimizer.learning_rate?"),
         ("run.bananas=1", "run.bananas is unknown, wanted one of run.{name, seed, steps, folder}"),
-        ("zero.stage=1", "zero.stage is unknown, wanted a key in one of the sections run, model"),
+        ("experts.count=1", "experts.count is unknown, wanted a key in one of the sections run, model"),
         ("mesh=2", "mesh=2 sets a whole section, wanted a single key such as mesh.dp=VALUE"),
         ("run.name={a: 1}", "run.name is {'a': 1}, wanted a single value"),
         ("run.name=[", "override run.name=[ line 1, column 2:"),

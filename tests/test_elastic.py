@@ -41,6 +41,7 @@ SMALL = (
 )
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas are copies of each other
 LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # only dualpipe's mirrors are
+CUT = (*SQUARE, "zero.stage=3")  # replicas hold shards, and nothing is held twice
 SCHEDULES = {"1f1b": SQUARE, "zb-h2": SQUARE, "dualpipe": LINE}
 FAKED = """
 import sys
@@ -184,6 +185,7 @@ def test_two_ranks_at_once_that_leave_a_copy_of_everything(nodes, start, referen
         pytest.param("1f1b", LINE, (1,), marks=slow),
         ("dualpipe", LINE, (0, 3)),
         pytest.param("zb-h2", SQUARE, (0, 1), marks=slow),
+        pytest.param("1f1b", CUT, (3,), marks=slow),
     ],
 )
 def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start, reference, schedule, mesh, ranks):
@@ -290,6 +292,7 @@ def test_a_fault_in_the_first_step(nodes, start, reference):
         ("1f1b", SQUARE, (2, 2), "pp2"),
         pytest.param("dualpipe", LINE, (2, 2), "pp2", marks=slow),
         pytest.param("1f1b", LINE, (3, 1), "pp3", marks=slow),
+        pytest.param("1f1b", CUT, (2, 2), "pp2", marks=slow),
     ],
 )
 def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, sizes, small):
@@ -307,7 +310,7 @@ def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference
         run.wait_for(lambda: len(run.events("recovered")) == 2)
         client.resume()
     assert_recovered(run, "shrink", "grow")
-    assert [row["mesh"] for row in run.events("recovered")] == [small, "dp2 x pp2" if mesh is SQUARE else "pp4"]
+    assert [row["mesh"] for row in run.events("recovered")] == [small, "pp4" if mesh is LINE else "dp2 x pp2"]
     got, state = outcome(run)
     assert got == [pytest.approx(pair, rel=1e-4) for pair in wanted[0]], run.account()
     assert state.keys() == wanted[1].keys()

@@ -10,7 +10,10 @@ import torch
 from cells import Cell, join, outcome, repair, together
 from plans import plan_of
 
+from pentad.schedules.shape import Savings
+from pentad.workers import checkpoint
 from pentad.workers.fence import Fenced
+from pentad.workers.manifest import Shard
 
 pytestmark = pytest.mark.timeout(150)
 STEPS = 80
@@ -22,6 +25,40 @@ def cells():
     yield made
     for cell in made:
         cell.stop()
+
+
+def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
+    """Ranks that live through it keep their processes, and the part that they hold of every stage is not enough."""
+    plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", savings=Savings(zero=3))
+    join(cells, plan, 1)
+    together(cells, "restore", None, 0)
+    together(cells, "run", 0, 6)
+    wanted = together(cells, "state")
+    together(cells, "close")
+
+    folder = checkpoint.folder_of(tmp_path, 2)
+    join(cells, plan, 1)
+    together(cells, "restore", None, 0)
+    together(cells, "run", 0, 2)
+    plain = [shard for shards in together(cells, "save", str(folder), 2) for shard in shards]
+    checkpoint.commit(folder, step=2, shards=[Shard.from_plain(shard) for shard in plain], meta={})
+    asked = [cell.call("run", 2, STEPS) for cell in cells]
+    cells[1].wait_for(4)
+    cells[1].signal(signal.SIGKILL)
+    for rank in (0, 2, 3):
+        cells[rank].answer(cells[rank].now("fence"))
+        with pytest.raises((Fenced, RuntimeError)):
+            cells[rank].answer(asked[rank])
+        cells[rank].answer(cells[rank].call("leave"))
+    cells[1].stop()
+    cells[1] = Cell()
+    join(cells, plan, 2)
+    together(cells, "restore", str(folder), 2)
+    together(cells, "run", 2, 4)
+    for found, state in zip(together(cells, "state"), wanted, strict=True):
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], state[name]) for name in state)
+    together(cells, "close")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "dualpipe"])

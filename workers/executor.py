@@ -16,6 +16,7 @@ from pentad.workers.fence import Fenced
 from pentad.workers.groups import Groups
 from pentad.workers.lanes import Lanes
 from pentad.workers.peer_copy import PeerCopy
+from pentad.workers.shards import Shards
 from pentad.workers.stage import Stage
 from pentad.workers.step_end import Barrier, PostValidated
 from pentad.workers.transport import Transport
@@ -37,8 +38,9 @@ class Executor:
         lanes: Lanes,
         board: Board,
         end: Barrier | PostValidated,
+        shards: Shards,
     ) -> None:
-        self.stream, self.stages, self.end = stream, stages, end
+        self.stream, self.stages, self.end, self.shards = stream, stages, end, shards
         self.groups, self.transport, self.lanes, self.board = groups, transport, lanes, board
         self.fenced = self.again = False
         self.valid = True
@@ -51,6 +53,8 @@ class Executor:
         self.step, self.tokens = step, tokens
         self.lanes.begin()
         self.transport.begin()
+        for stage in self.stages.values():
+            stage.begin(step)
         started = time.monotonic()
         counter = 0
         while counter < len(self.stream):
@@ -103,6 +107,14 @@ class Executor:
                     self.stages[stage].parameters.gradient, group=self.groups.holders[stage], async_op=True
                 )
                 self.lanes.finish_with(part, work)
+            case Op.ALL_GATHER:
+                work = self.shards.gather(part, self.groups)
+                if work is not None:
+                    self.lanes.finish_with(part, work)
+            case Op.FREE:
+                self.shards.free(part)
+            case Op.REDUCE_SCATTER:
+                self.lanes.finish_with(part, self.shards.scatter(part, self.groups))
             case Op.NORM:
                 self.end.reduce(self.step, self.refuse_if_fenced)
             case Op.STEP:
@@ -129,7 +141,7 @@ class Executor:
         self.away.forget()
         for stage in self.stages.values():
             stage.kept.clear()
-            stage.loss_sums.zero_()  # those of the step before have been handed in
+            stage.begin(self.step)
         self.again = False
 
     def refuse_if_fenced(self) -> None:

@@ -24,12 +24,14 @@ class Groups:
 
     `channels[kind, source, target]` carries the transfers of one direction between two ranks (with gloo all share one
     group and are told apart by tag; peer copies need none). `holders[stage]` are this rank's partners in the gradients
-    of a stage (None when it has none), `everyone` all ranks of the mesh (None when this is the only one).
+    of a stage (None when it has none), `gatherers[stage]` the same ranks where they gather its weights (ZeRO), and
+    `everyone` all ranks of the mesh (None when this is the only one).
     """
 
     rank: int
     channels: dict[Channel, dist.ProcessGroup | None]
     holders: dict[int, dist.ProcessGroup | None]
+    gatherers: dict[int, dist.ProcessGroup | None]
     everyone: dist.ProcessGroup | None
 
 
@@ -57,15 +59,9 @@ def connect(
             channels[kind, *ends] = group
             if plan.transport == "nccl":
                 _join_ends(rank, *ends, group, device)
-    shared = [
-        tuple(
-            sorted(plan.mesh.move(0, dp=dp, pp=pp) for dp in range(plan.mesh.dp) for pp in plan.program.holders(stage))
-        )
-        for stage in range(plan.program.stages)
-    ]
-    made = {ranks: _group(ranks) for ranks in dict.fromkeys(shared) if len(ranks) > 1}
-    holders = {stage: made.get(ranks) for stage, ranks in enumerate(shared) if rank in ranks}
-    return Groups(rank, channels, holders, everyone)
+    holders = _sharing(plan, rank)
+    # Gathers run beside reductions, on a lane of their own.
+    return Groups(rank, channels, holders, _sharing(plan, rank) if plan.zero else {}, everyone)
 
 
 def serve(host: str, size: int, timeout_seconds: float) -> dist.TCPStore:
@@ -84,6 +80,13 @@ def meet(address: str, size: int, timeout_seconds: float) -> dist.TCPStore:
     """The store that rank 0 serves at 'HOST:PORT'."""
     host, _, port = address.rpartition(":")
     return dist.TCPStore(host, int(port), size, False, timedelta(seconds=timeout_seconds))
+
+
+def _sharing(plan: Plan, rank: int) -> dict[int, dist.ProcessGroup | None]:
+    """A new group of the holders of each stage, for the stages of a rank; None where that is the only one."""
+    shared = [plan.holders(stage) for stage in range(plan.program.stages)]
+    made = {ranks: _group(ranks) for ranks in dict.fromkeys(shared) if len(ranks) > 1}
+    return {stage: made.get(ranks) for stage, ranks in enumerate(shared) if rank in ranks}
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ from pentad.workers.parameters import Parameters
 
 
 def square_sum(parameters: Parameters) -> torch.Tensor:
-    """Sum of squares of a stage's gradient, a float64 scalar."""
+    """Sum of squares of a shard of a stage's gradient, a float64 scalar."""
     return torch.linalg.vector_norm(parameters.gradient, dtype=torch.float64) ** 2
 
 
@@ -55,9 +55,10 @@ def step_ahead(parameters: Parameters, shape: OptimizerShape, number: int) -> No
 
 
 def _parts(parameters: Parameters, shape: OptimizerShape) -> tuple[tuple[slice, float], ...]:
-    """Matrices and norms, with their weight decay."""
-    matrices, norms = slice(0, parameters.decayed), slice(parameters.decayed, None)
-    return (matrices, shape.weight_decay), (norms, 0.0)
+    """What there is of matrices and norms, with their weight decay."""
+    matrices, norms = slice(0, parameters.decayed), slice(parameters.decayed, parameters.cut.length)
+    parts = (matrices, shape.weight_decay), (norms, 0.0)
+    return tuple((part, decay) for part, decay in parts if part.start < part.stop)
 
 
 def _rates(shape: OptimizerShape, number: int, decay: float) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import units_of
 from pentad.schedules.plan import Plan
 from pentad.schedules.timeline import Span
@@ -25,9 +26,10 @@ from pentad.workers.feed import Feed
 from pentad.workers.fence import Fenced, Wires, run_out
 from pentad.workers.groups import abort_all, connect, meet, serve
 from pentad.workers.lanes import CudaLanes, HostLanes, Lanes, Times
-from pentad.workers.parameters import DTYPES, Parameters, create
+from pentad.workers.parameters import DTYPES, Parameters, create, cut_of
 from pentad.workers.peer_copy import PeerCopy, channels
 from pentad.workers.results import Stand, StepResult
+from pentad.workers.shards import Shards, collect
 from pentad.workers.signals import Signals
 from pentad.workers.source import open_data
 from pentad.workers.stage import Stage
@@ -62,10 +64,16 @@ class Runner:
         self.epoch = epoch
         self.board: Board = Board(board, epoch) if before is None else before.board.renew(epoch)
         held = before.parameters if before is not None and before.plan.layers == plan.layers else {}
+        held = {s: parameters for s, parameters in held.items() if _fits(plan, rank, s, parameters)}
         self.parameters: dict[int, Parameters] = {
-            s: held[s] if s in held else create(plan, s, self.device, blank=blank) for s in plan.stages_of(rank)
+            s: held[s] if s in held else create(plan, s, self.device, rank=rank, blank=blank)
+            for s in plan.stages_of(rank)
         }
         self.stages = {s: Stage(plan, s, parameters) for s, parameters in self.parameters.items()}
+        if before is not None:  # its other buffers make room
+            before.stages.clear()
+            before.shards.clear()
+        self.shards: Shards = Shards(plan, rank, self.stages)
         length, fingerprint = plan.batch.length, plan.fingerprint
         corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint)
         self.feed = Feed(plan, rank, corpus, self.device)
@@ -102,7 +110,9 @@ class Runner:
         lanes = {part.lane for part in units_of(stream)}
         self.lanes = CudaLanes(self.device, lanes) if self.device.type == "cuda" else HostLanes()
         self.transport = self._transport(store)
-        self.executor = Executor(stream, self.stages, self.groups, self.transport, self.lanes, self.board, end)
+        self.executor = Executor(
+            stream, self.stages, self.groups, self.transport, self.lanes, self.board, end, self.shards
+        )
         end.version.fill_(self.version)
 
     def restore(self, folder: str | None, step: int = 0) -> None:
@@ -110,9 +120,12 @@ class Runner:
         if folder is not None:
             found = checkpoint.open_checkpoint(Path(folder))
             for held in self.parameters.values():
-                state = held.state()
-                for name, value in checkpoint.read(found, state).items():
-                    state[name].copy_(value)
+                for kind, flat in held.state().items():
+                    for spec, span, values in held.pieces(flat):
+                        name = f"{kind}.{spec.name}"  # one at a time: a shard's rank need not have room for more
+                        whole = checkpoint.read(found, [name])[name]
+                        assert whole.shape == spec.shape, name
+                        values.copy_(whole.flatten()[span])
                 held.refresh()
         self._begin(step)
 
@@ -157,12 +170,23 @@ class Runner:
         if self.lanes is not None and self.lanes.steps:
             with self._unless_fenced():
                 self._finish()
-        mine = [s for s in self.parameters if self.plan.owner(s) == self.rank] if stages is None else stages
-        shards = []
-        for stage in mine:
-            file = f"stage-{stage:03d}.safetensors"
-            shards.append(checkpoint.write_shard(Path(folder), file, self.parameters[stage].state()).plain())
-        return shards
+        written, failed = [], list[PentadError]()
+        for stage, held in sorted(self.parameters.items()):
+            owner = self.plan.owner(stage) == self.rank if stages is None else stage in stages
+            if held.cut.parts > 1:
+                with self._unless_fenced():
+                    state = collect(held, self.plan.owner(stage), self.rank, self.groups.holders[stage])
+            else:
+                state = held.named(held.state())
+            try:
+                if owner:
+                    file = f"stage-{stage:03d}.safetensors"
+                    written.append(checkpoint.write_shard(Path(folder), file, state).plain())
+            except PentadError as error:  # raised when the other holders have all they wait for
+                failed.append(error)
+        if failed:
+            raise failed[0]
+        return written
 
     def fence(self) -> None:
         """Ends the epoch: lets no step count that has not been taken, and frees the train thread. From any thread.
@@ -311,3 +335,8 @@ class Runner:
     def _refuse_if_fenced(self) -> None:
         if self.fenced:
             raise Fenced
+
+
+def _fits(plan: Plan, rank: int, stage: int, held: Parameters) -> bool:
+    """Whether a rank can go on with the parameters of an earlier plan's stage."""
+    return stage in plan.stages_of(rank) and held.cut == cut_of(plan, stage, rank)

@@ -45,14 +45,21 @@ class Kept(NamedTuple):
     ending: Ending | None  # last stage
 
 
+class Bound(NamedTuple):
+    """Parts of a whole flat buffer: by name, and those of each layer."""
+
+    views: dict[str, torch.Tensor]
+    layers: list[layer.Weights]
+
+
 class Stage:
     """Runs F, B and W of its layers; keeps activations from F to B and (x, dY) from B to W, by piece: a microbatch or,
     where sequences are cut, one of its slices. Those run in order forward and in reverse backward, T tokens each.
 
     `mode` is the plan's for this stage: what F is not to keep is made again, with the same bits, by `recompute`.
 
-    `loss_sums` [microbatches], float64, are the sums of their tokens' losses, on the last stage; whoever reads them at
-    the end of a step sets them to zero.
+    `loss_sums` [microbatches], float64, are the sums of their tokens' losses, on the last stage and of the
+    step that was begun last.
     """
 
     def __init__(self, plan: Plan, index: int, parameters: Parameters) -> None:
@@ -65,13 +72,48 @@ class Stage:
         tables = rope_tables(self.length, plan.model.head_dim, plan.model.rope_theta, device, dtype)
         cut = self.length // self.slices
         self.rotations = [layer.Rotation(k * cut, *(t[k * cut :][:cut] for t in tables)) for k in range(self.slices)]
-        self.weights, self.gradients = parameters.views(parameters.compute), parameters.views(parameters.gradient)
-        span = range(*plan.layers[index])
-        self.layers = [(layer.weights_of(self.weights, i), layer.weights_of(self.gradients, i)) for i in span]
+        self.span = range(*plan.layers[index])
+        self.bound: dict[int, Bound] = {}
+        self.weights: dict[str, torch.Tensor] = {}
+        self.reading: list[layer.Weights] = []
+        self.main: list[layer.Weights] = []
+        if parameters.gradients is not None:
+            self.accumulate_in(parameters.gradients)
+        if parameters.weights is not None:
+            self.read(parameters.weights)
         self.kept: dict[int, Kept] = {}
         self.pasts: dict[int, list[Past]] = {}  # by microbatch, of every layer
         self.deferred: dict[int, list[Deferred]] = {}
-        self.loss_sums = torch.zeros(plan.batch.microbatches, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=device)
+        self.loss_sums = self.sums[0]
+
+    def accumulate_in(self, flat: torch.Tensor) -> None:
+        """The whole gradients are in this buffer; where others use it too, or parts of it are summed elsewhere, they
+        begin with zeros at the first W of a step."""
+        self.whole, self.stale = flat, self.parameters.cut.parts > 1
+        self.gradients, self.main = self._bound(flat)
+        self.layers = list(zip(self.reading, self.main, strict=False))
+
+    def read(self, flat: torch.Tensor) -> None:
+        """The whole weights are in this buffer from here on."""
+        self.weights, self.reading = self._bound(flat)
+        self.layers = list(zip(self.reading, self.main, strict=False))
+
+    def forget(self) -> None:
+        """There are no weights to read."""
+        self.weights, self.reading, self.layers = {}, [], []
+
+    def _bound(self, flat: torch.Tensor) -> Bound:
+        """Views of the few buffers there are, made once."""
+        if flat.data_ptr() not in self.bound:
+            views = self.parameters.views(flat)
+            self.bound[flat.data_ptr()] = Bound(views, [layer.weights_of(views, i) for i in self.span])
+        return self.bound[flat.data_ptr()]
+
+    def begin(self, step: int) -> None:
+        """Before the first F of a step. Sums of the step before may still be on their way to the other ranks."""
+        self.loss_sums = self.sums[step % 2]
+        self.loss_sums.zero_()
 
     def forward(
         self, piece: int, received: torch.Tensor | None, tokens: torch.Tensor | None, targets: torch.Tensor | None
@@ -84,8 +126,6 @@ class Stage:
         branch, stream, self.kept[piece], losses = self._through(piece, Given(received, tokens, targets), self.mode)
         if losses is None:
             return branch + stream
-        if number == 0:  # of a step that is begun once more, what was counted does not count
-            self.loss_sums[microbatch] = 0.0
         self.loss_sums[microbatch].add_(losses.sum())
         return None
 
@@ -121,6 +161,9 @@ class Stage:
 
     def backward_weight(self, piece: int) -> None:
         """W."""
+        if self.stale:
+            self.whole.zero_()
+            self.stale = False
         accumulate(self.deferred.pop(piece))
 
     def movable(self, piece: int) -> list[torch.UntypedStorage]:

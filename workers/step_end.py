@@ -7,6 +7,7 @@ schedules/validation.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ def on_host(value: torch.Tensor) -> torch.Tensor:
 
 
 class Sums:
-    """What the ranks add up at the end of a step, in float64: squares by stage, then losses by microbatch of the mesh.
+    """What the ranks add up at the end of a step, in float64: squares by shard, then losses by microbatch of the mesh.
 
     Every entry is given by one rank only, so that the sums are exact in any order. The losses travel along, so that a
     committed step's loss outlives the rank that computed it.
@@ -51,29 +52,30 @@ class Sums:
         self.plan, self.rank, self.stages = plan, rank, stages
         self.limit = plan.optimizer.clip_norm
         device = next(iter(stages.values())).parameters.master.device
-        self.values = torch.zeros(
-            plan.program.stages + plan.mesh.dp * plan.batch.microbatches, dtype=torch.float64, device=device
-        )
+        *self.first, self.squares = accumulate(map(plan.shards, range(plan.program.stages)), initial=0)
+        count = self.squares + plan.mesh.dp * plan.batch.microbatches
+        self.values = torch.zeros(count, dtype=torch.float64, device=device)
 
     def fill(self, *, every_replica: bool) -> torch.Tensor:
-        """This rank's part: of a stage's square, that of its owner, or of its first holder in `every_replica`."""
+        """This rank's part: of a stage's square that of its shard; of one that is not cut that of its owner, or of its
+        first holder in `every_replica`."""
         self.values.zero_()
         at, count = self.plan.mesh.coordinates(self.rank), self.plan.batch.microbatches
-        first = self.plan.program.stages + count * at.dp
+        first = self.squares + count * at.dp
         for index, stage in self.stages.items():
-            owns = self.plan.owner(index) == self.rank
+            cut = stage.parameters.cut
+            owns = cut.parts > 1 or self.plan.owner(index) == self.rank
             if owns or (every_replica and self.plan.program.holders(index)[0] == at.pp):
-                self.values[index] = optimizer.square_sum(stage.parameters)
+                self.values[self.first[index] + cut.number] = optimizer.square_sum(stage.parameters)
             if stage.last:
                 self.values[first : first + count] += stage.loss_sums
-                stage.loss_sums.zero_()
         return self.values
 
     def norm(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[: self.plan.program.stages].sum().sqrt()
+        return whole[: self.squares].sum().sqrt()
 
     def losses(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[self.plan.program.stages :].clone()
+        return whole[self.squares :].clone()
 
 
 class Barrier:
@@ -172,9 +174,10 @@ class PostValidated:
         ahead; what was computed with those counts for nothing."""
         if self.ahead < 0:
             return True
-        whole = self.courier.hear(self.ahead, check)
-        self.losses = self.sums.losses(whole.sum(0))  # of each replica, zero in the others
-        return self._commit(self.sums.norm(whole[0]))
+        parts = self.courier.hear(self.ahead, check)
+        whole = parts.sum(0)  # of each replica, zero in the others; but squares, if all replicas hold all
+        self.losses = self.sums.losses(whole)
+        return self._commit(self.sums.norm(whole if self.plan.zero else parts[0]))
 
     def finish(self, check: Check) -> None:
         """When no step follows for now: nothing was computed with the last one's weights yet."""

@@ -1,0 +1,102 @@
+"""ZeRO on GPUs: the result of one process, the same bits twice, and the bytes that are planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fleet import Fleet
+from plans import plan_of
+from test_zero import equals_one_process
+
+from pentad.orchestrator.estimate import memory
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.plan import Plan
+from pentad.schedules.shape import Options, Savings
+from pentad.workers.parameters import create
+from pentad.workers.shards import Shards
+from pentad.workers.stage import Stage
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+CASES = [("1f1b", 2, 1, 3, None), ("looped-bfs", 2, 1, 3, 4), ("dualpipe", 1, 2, 4, None), ("zb-h2", 2, 2, 4, None)]
+BUFFERS = ("parameters", "master", "gradients", "optimizer")
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    made = Fleet(min(4, torch.cuda.device_count()))
+    yield made
+    made.stop()
+
+
+def on_gpu(name, dp, pp, m, chunks, zero, corpus, dtype, *, validated=False, transport="nccl") -> Plan:
+    if dp * pp > torch.cuda.device_count():
+        pytest.skip(f"{dp * pp} GPUs are needed")
+    savings = Savings(zero=zero, gathered=2 if chunks and zero == 3 else None)
+    plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, validated=validated, savings=savings)
+    program = compile_program(
+        name, pp, m, gated=True, replicas=dp, validated=validated, options=Options(chunks), savings=savings
+    )
+    return replace(plan, device="cuda", transport=transport, program=program)
+
+
+@two
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks"), CASES)
+def test_shards_on_gpus_equal_one_process(gpus, corpus, name, dp, pp, m, chunks, zero):
+    equals_one_process(gpus, on_gpu(name, dp, pp, m, chunks, zero, corpus, "float64"))
+
+
+@two
+@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks"), CASES)
+def test_two_runs_on_gpus_are_bit_identical(gpus, corpus, name, dp, pp, m, chunks, zero, validated):
+    plan = on_gpu(name, dp, pp, m, chunks, zero, corpus, "bfloat16", validated=validated)
+    once, again = gpus.run(plan, [(0, 4)]), gpus.run(plan, [(0, 1), (1, 3)])
+    for a, b in zip(once, again, strict=True):
+        assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
+        assert all(torch.equal(a.state[k], b.state[k]) for k in a.state)
+
+
+@two
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_step_ahead_of_its_norm_gives_the_bits_of_one_that_waits(gpus, corpus, zero):
+    ends = [
+        gpus.run(on_gpu("1f1b", 2, 1, 3, None, zero, corpus, "bfloat16", validated=validated), [(0, 4), (4, 1)])
+        for validated in (True, False)
+    ]
+    for ahead, barrier in zip(*ends, strict=True):
+        assert [r.losses for r in ahead.results] == [r.losses for r in barrier.results]
+        assert all(torch.equal(ahead.state[name], barrier.state[name]) for name in barrier.state)
+
+
+@two
+def test_a_checkpoint_of_shards_is_whole(gpus, corpus, tmp_path):
+    plan = on_gpu("1f1b", 2, 1, 3, None, 3, corpus, "bfloat16")
+    outcomes = gpus.run(plan, [(0, 1)], save=str(tmp_path / "step-00000001"))
+    names = {name for outcome in outcomes for shard in outcome.shards for name in shard["tensors"]}
+    assert names == {key.partition("@")[0] for outcome in outcomes for key in outcome.state}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("zero", range(4))
+def test_what_a_gpu_allocates_is_what_is_planned(corpus, zero, dtype):
+    """The allocator rounds every tensor up to 512 bytes."""
+    chunks, device = 4, torch.device("cuda", 0)
+    savings = Savings(zero=zero, gathered=1 if zero == 3 else None)
+    plan = plan_of("looped-bfs", 2, 1, 3, corpus, dtype, chunks=chunks, savings=savings)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(device)
+    held = {s: create(plan, s, device, rank=1, blank=True) for s in plan.stages_of(1)}
+    state = torch.cuda.memory_allocated(device) - before
+    stages = {s: Stage(plan, s, parameters) for s, parameters in held.items()}
+    tables = torch.cuda.memory_allocated(device) - before - state  # rotations and loss sums
+    shards = Shards(plan, 1, stages)
+    found = torch.cuda.memory_allocated(device) - before - tables
+    planned = memory(plan, 1)
+    tensors = 6 * len(held) + len(shards.weights) + len(shards.gradients)
+    wanted = sum(planned[kind] for kind in BUFFERS)
+    assert wanted <= found <= wanted + 512 * tensors
