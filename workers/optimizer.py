@@ -10,10 +10,18 @@ from pentad.kernels.adamw import adamw_, adamw_ahead_
 from pentad.schedules.plan import OptimizerShape
 from pentad.workers.parameters import Parameters
 
+ROW = 4096
+
 
 def square_sum(parameters: Parameters) -> torch.Tensor:
-    """Sum of squares of a shard of a stage's gradient, a float64 scalar."""
-    return torch.linalg.vector_norm(parameters.gradient, dtype=torch.float64) ** 2
+    """Sum of squares of a shard of a stage's gradient, a float64 scalar.
+
+    Rows are summed in the gradient's own precision: torch would make a float64 copy of all of it first.
+    """
+    flat = parameters.gradient
+    whole = flat.numel() // ROW * ROW
+    norms = [torch.linalg.vector_norm(part, dim=1) for part in (flat[:whole].view(-1, ROW), flat[whole:].view(1, -1))]
+    return torch.cat(norms).double().square().sum()
 
 
 def clip(norm: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
