@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pentad.schedules.costs import Costs
 from pentad.schedules.critical import critical_path
-from pentad.schedules.instruction import COLLECTIVES, RECEIVES, SENDS, Instruction, Overlap
+from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Overlap
 from pentad.schedules.memory import activations_over_time
 from pentad.schedules.page_spans import drawn, zero_of
 from pentad.schedules.program import Program
@@ -82,11 +82,11 @@ def _channel(rank: int, part: Instruction) -> tuple | None:
         return part.op, rank, part.peer
     if part.op in RECEIVES:
         return RECEIVES[part.op], part.peer, rank
-    return (part.lane, part.group) if part.op in COLLECTIVES else None
+    return (part.lane, part.group) if part.group else None
 
 
 def _memory(program: Program, timeline: Timeline, limit: float | None) -> dict[str, Any]:
-    unit, zero = 0.5 / program.chunks, zero_of(timeline)
+    unit, zero = 0.5 / (program.chunks * program.slices), zero_of(timeline)
     ranks = []
     for changes in activations_over_time(program, timeline):
         times = [round((time - zero) * 1e9) for time, _ in changes]
