@@ -66,6 +66,10 @@ class User:
         ours = [e for e in events if e["ph"] == "X" and e["args"].get("func_or_class_name") == "pentad.step"]
         return {(rows[e["pid"], e["tid"]], e["name"]) for e in ours}
 
+    def tasks(self) -> list[str]:
+        """Names of the calls that the cluster has heard of; it hears once a second."""
+        return [task["name"] for task in self.dashboard("v0/tasks?detail=1&limit=10000")["data"]["result"]["result"]]
+
     def dashboard(self, path: str) -> Any:
         request = urllib.request.Request(f"{self.cluster.dashboard}/api/{path}", headers=self.headers)
         return json.loads(urllib.request.urlopen(request, timeout=20).read())
@@ -142,8 +146,7 @@ def test_a_submitted_run_is_seen_paused_resumed_stopped_and_resubmitted_and_lose
     assert {(a["repr_name"], a["name"], a["state"]) for a in actors if "pp" in a["repr_name"]} == {
         (f"parts dp0 pp{pp}", f"pentad/parts/dp0-pp{pp}", "ALIVE") for pp in (0, 1)
     }
-    tasks = user.dashboard("v0/tasks?detail=1&limit=10000")["data"]["result"]["result"]
-    assert any(re.fullmatch(r"run\(\d+, \d+, (True|False)\) in epoch 1", task["name"]) for task in tasks)
+    eventually(user.tasks, lambda names: any(re.fullmatch(r"run\(\d+, \d+, True\) in epoch 1", n) for n in names))
     metrics = urllib.request.urlopen(f"http://{status['endpoints']['metrics']}/metrics", timeout=5).read().decode()
     assert re.search(r'^pentad_run_state\{.*"paused".*\} 1.0$', metrics, re.MULTILINE)
 
