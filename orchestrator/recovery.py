@@ -24,7 +24,7 @@ class Hopeless(WorkerError):
 
 
 ATTEMPTS = 5  # faults during one recovery
-STANDSTILL = 3  # faults in a row without a step between them: it will not get better
+STANDSTILL = 3  # faults in a row without a step further: it will not get better
 LOOK_SECONDS = 2.0  # between two looks at what the cluster offers
 NOTICE_SECONDS = 15.0  # before its end a node that drains is left; until then its ranks go on
 
@@ -37,15 +37,15 @@ class Recovery:
         self.config, self.group, self.news, self.restless = config, group, news, restless
         self.full = group.plan
         self.faults = self.standing = 0
-        self.last_step, self.looked = -1, time.monotonic()
+        self.furthest, self.looked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()
         self.notice = 0.0  # seconds until the node being left is gone: no earlier does Ray move its places
 
     def fault(self, fault: WorkerError, done: int) -> Stock:
         """After a fault with `done` steps accounted for. Raises the fault when the run cannot or should not go on."""
         self.faults += 1
-        self.standing = self.standing + 1 if done == self.last_step else 1
-        self.last_step = done
+        self.standing = self.standing + 1 if done <= self.furthest else 1  # accounts come with the call behind
+        self.furthest = max(self.furthest, done)
         spent = self.faults > self.config.elastic.max_failures or self.standing > STANDSTILL
         if spent or isinstance(fault, Hopeless):
             raise fault
