@@ -61,7 +61,7 @@ def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     together(cells, "close")
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "dualpipe"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-h2", "dualpipe"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, how):
     dp, pp = (1, 4) if name == "dualpipe" else (2, 2)
