@@ -1,15 +1,17 @@
 """Bytes of activations: what a piece keeps on a stage between F, B and W, and the most that a rank keeps at once.
 
-T tokens of a piece, H hidden, A = heads x head size, K = key-value heads x head size, I ffn, V vocab.
+T tokens of a piece, H hidden, A = heads x head size, K = key-value heads x head size, I ffn, V vocab, of a rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pentad.schedules.instruction import Instruction, Op, units_of
-from pentad.schedules.plan import ModelShape, Plan
+from pentad.schedules.model import ModelShape
+from pentad.schedules.plan import Plan
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -38,38 +40,67 @@ class Shares:
         return self.roots + self.leaves
 
 
+class Layer(NamedTuple):
+    """Bytes of one piece in one layer; see `Shares`."""
+
+    roots: int
+    leaves: int
+    statistics: int
+    deferred: int
+    pairs: int  # keys and values, in elements
+
+
 def shares(
-    model: ModelShape, layers: Sequence[tuple[int, int]], stage: int, tokens: int, dtype: str, slices: int = 1
+    model: ModelShape,
+    layers: Sequence[tuple[int, int]],
+    stage: int,
+    tokens: int,
+    dtype: str,
+    slices: int = 1,
+    tp: int = 1,
 ) -> Shares:
-    """`tokens` go through `stage` at once. A layer keeps two streams, q, k, v and attention out with their statistics;
-    two normed streams, gate and up; and then (x, dY) of the four products."""
+    """`tokens` go through `stage` at once, on each of `tp` tensor ranks, which have a part each of the residual stream,
+    the heads, the ffn and the vocabulary, but gather all of what products read."""
     compute = BYTES[dtype]
     main = max(compute, BYTES["float32"])
-    count = layers[stage][1] - layers[stage][0]
-    hidden, wide, narrow = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    each = [layer_shares(model, number, tokens, compute, main, tp) for number in range(*layers[stage])]
     first, last = stage == 0, stage == len(layers) - 1
-    statistics = tokens * (2 + model.heads) * main
-    roots = tokens * (2 * hidden + 2 * wide + 2 * narrow) * compute + statistics
-    leaves = tokens * (2 * hidden + 2 * model.ffn) * compute
-    deferred = tokens * (4 * hidden + 2 * wide + 2 * narrow + 3 * model.ffn) * compute
-    stream = tokens * hidden * compute
-    logits = tokens * model.vocab * compute
-    ending = (logits + 2 * stream + tokens * 2 * main) if last else 0
-    pairs = 2 * tokens * narrow * count if slices > 1 else 0
+    stream, whole = tokens // tp * model.hidden * compute, tokens * model.hidden * compute
+    logits = tokens * model.vocab // tp * compute
+    statistics = (tokens + tokens // tp) * main
+    ending = (logits + 2 * stream + statistics) if last else 0
+    pairs = sum(of.pairs for of in each) if slices > 1 else 0
     return Shares(
-        roots=count * roots + ending,
-        leaves=count * leaves,
-        still=count * statistics + (tokens * 2 * main if last else 0),
+        roots=sum(of.roots for of in each) + ending,
+        leaves=sum(of.leaves for of in each),
+        still=sum(of.statistics for of in each) + (statistics if last else 0),
         entry=stream,
-        layer=max(roots + leaves, ending),
-        deferred=count * deferred + (logits + stream if last else 0) + (stream if first else 0),
+        layer=max(*(of.roots + of.leaves for of in each), ending),
+        deferred=sum(of.deferred for of in each) + (logits + whole if last else 0) + (whole if first else 0),
         room=slices * pairs * compute,
         gradients=(slices - 1) * pairs * main,
     )
 
 
+def layer_shares(model: ModelShape, number: int, tokens: int, compute: int, main: int, tp: int) -> Layer:
+    """A layer keeps two streams, q, k, v and attention out with their statistics; two normed streams, gate and up; and
+    then (x, dY) of the four products."""
+    hidden, heads, ffn = model.hidden, model.heads // tp, model.ffn // tp
+    wide, narrow = heads * model.head_dim, max(1, model.kv_heads // tp) * model.head_dim
+    part = tokens // tp
+    statistics = (2 * part + tokens * heads) * main
+    return Layer(
+        roots=(part * 2 * hidden + tokens * (2 * wide + 2 * narrow)) * compute + statistics,
+        leaves=(part * 2 * hidden + tokens * 2 * ffn) * compute,
+        statistics=statistics,
+        deferred=tokens * (4 * hidden + 2 * wide + 2 * narrow + 3 * ffn) * compute,
+        pairs=2 * tokens * narrow,
+    )
+
+
 def shares_of(plan: Plan, stage: int) -> Shares:
-    return shares(plan.model, plan.layers, stage, plan.piece_tokens, plan.dtype, plan.program.slices)
+    sizes = plan.piece_tokens, plan.dtype, plan.program.slices, plan.mesh.tp
+    return shares(plan.model, plan.layers, stage, *sizes)
 
 
 def peaks(plan: Plan, rank: int) -> tuple[int, int]:

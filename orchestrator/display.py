@@ -21,6 +21,7 @@ from pentad.schedules.mesh import Coordinates
 from pentad.schedules.palette import LOOKS
 from pentad.schedules.plan import Plan
 from pentad.schedules.simulate import simulate
+from pentad.schedules.tensors import parameters
 from pentad.schedules.timeline import Bubble
 
 _LINES = 8  # steps in the live table
@@ -183,13 +184,13 @@ def facts_table(plan: Plan) -> Table:
     kinds = f"{plan.dtype} on {'GPUs' if plan.device == 'cuda' else 'CPUs'}, {plan.transport} transfers"
     table.add_row(Text(" run"), Text(plan.name, "bold"))
     table.add_row(
-        " model", f"{count(m.parameters)} parameters: {m.layers} layers of {m.hidden}, vocabulary of {m.vocab:,}"
+        " model", f"{count(parameters(m))} parameters: {m.layers} layers of {m.hidden}, vocabulary of {m.vocab:,}"
     )
     table.add_row(" batch", f"{b.sequences} sequences of {b.length} = {b.tokens:,} tokens a step")
     table.add_row(" mesh", f"{plan.mesh}: {plan.mesh.size} ranks, {kinds}")
     parts = f"{program.microbatches} microbatches of {b.rows}" + f" in {program.slices} slices" * (program.slices > 1)
     if plan.zero:
-        shards = max(map(plan.shards, range(program.stages)))
+        shards = max(map(plan.shards, plan.shares))
         table.add_row(" zero", f"stage {plan.zero}, {shards} shards of a pipeline stage")
     table.add_row(" program", f"{program.name}, {parts}, hash {program.hash[:12]}")
     if plan.recompute:

@@ -15,14 +15,20 @@ from statistics import median
 from pentad.orchestrator.activations import BYTES, peaks, shares
 from pentad.schedules.costs import Costs
 from pentad.schedules.instruction import RECEIVES, Op, units_of
-from pentad.schedules.plan import BatchShape, ModelShape, Plan
+from pentad.schedules.mesh import Mesh
+from pentad.schedules.model import ModelShape
+from pentad.schedules.plan import BatchShape, Plan, Share
 from pentad.schedules.pools import Slots, gradient_slots, weight_slots
 from pentad.schedules.program import Program
+from pentad.schedules.tensors import active, parameters
 from pentad.schedules.timeline import Timeline
 from pentad.schedules.validation import is_validated
 
 # Dense bf16 FLOP/s without sparsity, from the makers' data sheets (SXM modules), by what CUDA calls the device.
 PEAKS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
+
+
+ALONE = Mesh()
 
 
 @dataclass(frozen=True)
@@ -53,36 +59,44 @@ def guess_costs(
     dtype: str,
     slices: int = 1,
     modes: Sequence[str] = (),
+    mesh: Mesh = ALONE,
 ) -> Costs:
     """Seconds from FLOPs and bytes at assumed rates (GUESSES); embedding and head count to the first and last stage.
 
     Slices of a sequence have even shares, as they have of attention on average. `modes` are the plan's of recompute.
+    Of a `mesh` its axes tp and cp count, which share out a stage's work, and those that hold copies of it.
     """
     rates = GUESSES[device]
-    tokens = batch.rows * batch.length // slices
+    tokens = batch.rows * batch.length // slices // mesh.cp
+    width = rates.flops * mesh.tp  # of all that share a product
     attention = model.heads * model.head_dim
-    square = 2 * tokens * batch.length * attention / rates.flops  # one layer's scores and mixture, half of them masked
-    head = 2 * tokens * model.vocab * model.hidden / rates.flops
-    lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / rates.memory  # W of the embedding fills, reads, adds
+    square = 2 * tokens * batch.length * attention / width  # one layer's scores and mixture, half of them masked
+    head = 2 * tokens * model.vocab * model.hidden / width
+    # W of the embedding fills, reads, adds
+    lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / mesh.tp / rates.memory
+    stream = tokens * model.hidden * BYTES[dtype] / mesh.tp
+    gather = rates.latency + stream * (mesh.tp - 1) / rates.link if mesh.tp > 1 else 0.0
     forward, backward, weight = [], [], []
     for first, end in layers:
-        linear = 2 * tokens * (end - first) * model.layer_parameters / rates.flops
+        count = end - first
+        linear = 2 * tokens * sum(active(model, layer) for layer in range(first, end)) / width
         last = head if end == model.layers else 0.0
-        forward.append(linear + (end - first) * square + last)
-        backward.append(linear + (end - first) * 2.5 * square + last)  # five products where F had two
+        forward.append(linear + count * (square + 4 * gather) + last)  # two gathers, two scatters
+        backward.append(linear + count * (2.5 * square + 6 * gather) + last)  # five products where F had two
         weight.append(linear + last + (lookup if first == 0 else 0.0))
-    kept = [shares(model, layers, stage, tokens, dtype, slices) for stage in range(len(layers))]
+    kept = [shares(model, layers, stage, tokens, dtype, slices, mesh.tp) for stage in range(len(layers))]
     again = tuple(
-        seconds if mode == "full" else 4 * tokens * (end - first) * model.hidden * model.ffn / rates.flops
+        seconds if mode == "full" else 4 * tokens * (end - first) * model.hidden * model.ffn / width
         for (first, end), seconds, mode in zip(layers, forward, modes, strict=False)  # no modes, no costs
     )
-    held = max(model.stage_parameters(first, end) for first, end in layers) * BYTES["float32"]
-    ring = 2 * held * (batch.replicas - 1) / batch.replicas / rates.link
+    held = max(parameters(model, first, end) for first, end in layers) / mesh.tp * BYTES["float32"]
+    copies = batch.replicas * mesh.cp
+    ring = 2 * held * (copies - 1) / copies / rates.link
     return Costs(
         tuple(forward),
         tuple(backward),
         tuple(weight),
-        transfer=rates.latency + tokens * model.hidden * BYTES[dtype] / rates.link,
+        transfer=rates.latency + stream / rates.link,
         reduce=rates.latency + ring,
         norm=2 * rates.latency + held / rates.memory,
         step=7 * held / rates.memory,  # reads master, m, v, gradient; writes master, m, v
@@ -95,7 +109,7 @@ def guess_costs(
 def costs_of(plan: Plan) -> Costs:
     """The guess of a plan's costs."""
     sizes = plan.model, plan.layers, plan.batch
-    return guess_costs(*sizes, plan.device, plan.dtype, plan.program.slices, plan.recompute)
+    return guess_costs(*sizes, plan.device, plan.dtype, plan.program.slices, plan.recompute, plan.mesh)
 
 
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:
@@ -136,12 +150,14 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
 
 
 def flops_per_token(model: ModelShape, length: int, *, causal: bool = True) -> float:
-    """Useful FLOPs of forward and backward: 6 a parameter without the input embedding, and 6 L A S of attention.
+    """Useful FLOPs of forward and backward: 6 a parameter that a token meets, without the input embedding, and
+    6 L A S of attention.
 
     Recomputed work is not counted. With `causal` false the masked half counts too, 12 L A S, as many others report it.
     """
     attention = model.layers * model.heads * model.head_dim * length
-    return 6.0 * (model.parameters - model.vocab * model.hidden) + (6.0 if causal else 12.0) * attention
+    met = sum(active(model, layer) for layer in range(model.layers)) + model.vocab * model.hidden + model.hidden
+    return 6.0 * met + (6.0 if causal else 12.0) * attention
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -167,9 +183,12 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     stream = plan.program.streams[pp]
     compute = BYTES[plan.dtype]
     main = max(compute, BYTES["float32"])
-    shards = sum(map(plan.shard_size, plan.stages_of(rank)))
-    weights = shards + _turns(plan, weight_slots(plan.program, pp)) if plan.zero == 3 else _whole(plan, rank)
-    gradients = shards + _turns(plan, gradient_slots(plan.program, pp)[0]) if plan.zero > 1 else _whole(plan, rank)
+    shards = sum(map(plan.shard_size, plan.shares_of(rank)))
+    weights = gradients = _whole(plan, rank)
+    if plan.zero == 3:
+        weights = shards + _turns(plan, rank, weight_slots(plan.program, pp))
+    if plan.zero > 1:
+        gradients = shards + _turns(plan, rank, gradient_slots(plan.program, pp)[0])
     activations, away = peaks(plan, rank)
     slots = len({(part.op, part.slot) for part in units_of(stream) if part.op in RECEIVES})
     found = {
@@ -178,7 +197,7 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         "gradients": gradients * main,
         "optimizer": 2 * shards * main,
         "activations": activations,
-        "slots": slots * plan.piece_tokens * plan.model.hidden * compute,
+        "slots": slots * plan.stream_tokens * plan.model.hidden * compute,
     }
     return {**found, "total": sum(found.values()), "host": away}
 
@@ -190,22 +209,29 @@ def traffic(plan: Plan, rank: int) -> dict[str, int]:
     found: Counter[str] = Counter()
     for part in units_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
         if part.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE):
-            holders = len(plan.holders(part.stage))
-            whole = plan.shards(part.stage) * plan.shard_size(part.stage)
             times = 2 if part.op is Op.ALL_REDUCE else 1
             size = BYTES[plan.dtype] if part.op is Op.ALL_GATHER else wide
-            found[part.op.value] += times * whole * (holders - 1) // holders * size
+            for share in shares_at(plan, rank, part.stage):
+                holders, whole = len(plan.holders(share)), plan.shards(share) * plan.shard_size(share)
+                found[part.op.value] += times * whole * (holders - 1) // holders * size
     return dict(found)
 
 
 def _whole(plan: Plan, rank: int) -> int:
     """Elements of all stages of a rank, filled up to equal shards."""
-    return sum(plan.shards(stage) * plan.shard_size(stage) for stage in plan.stages_of(rank))
+    return sum(plan.shards(share) * plan.shard_size(share) for share in plan.shares_of(rank))
 
 
-def _turns(plan: Plan, slots: Slots) -> int:
+def shares_at(plan: Plan, rank: int, stage: int) -> list[Share]:
+    """What a rank holds of a stage."""
+    return [share for share in plan.shares_of(rank) if share.stage == stage]
+
+
+def _turns(plan: Plan, rank: int, slots: Slots) -> int:
     """Elements of buffers that stages take turns on: each is as long as its longest stage."""
-    longest: Counter[int] = Counter()
+    longest: Counter[tuple[int, bool]] = Counter()
     for (stage, _), slot in slots.items():
-        longest[slot] = max(longest[slot], plan.shards(stage) * plan.shard_size(stage))
+        for share in shares_at(plan, rank, stage):
+            at = slot, share.experts
+            longest[at] = max(longest[at], plan.shards(share) * plan.shard_size(share))
     return longest.total()

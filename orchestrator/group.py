@@ -19,7 +19,7 @@ from pentad.orchestrator.faults import Failure, WorkerError, patience
 from pentad.orchestrator.placement import Place, bundle_places, order_places, release
 from pentad.orchestrator.worker import RUNNER, Actor, Status, Where, read_status
 from pentad.schedules.errors import PentadError
-from pentad.schedules.plan import Plan
+from pentad.schedules.plan import Plan, Share
 from pentad.workers.results import StepResult
 
 Refs = Sequence[Any]  # one pending answer a rank
@@ -90,8 +90,8 @@ class WorkerGroup:
         """Fills every rank's state from a checkpoint of `step` steps; None leaves the first values."""
         self._collect(self._do("restore", str(folder) if folder else None, step), tick=tick)
 
-    def receive(self, sources: dict[int, int], step: int, tick: Tick | None = None) -> None:
-        """Has the ranks `sources[stage]` give their state of `step` steps to all holders of a stage."""
+    def receive(self, sources: dict[Share, int], step: int, tick: Tick | None = None) -> None:
+        """Has the ranks `sources[share]` give their state of `step` steps to all holders of a share."""
         self._collect(self._do("receive", sources, step), tick=tick)
 
     def ping(self, tick: Tick | None = None) -> None:
@@ -117,8 +117,8 @@ class WorkerGroup:
     def submit_save(self, folder: Path, step: int) -> Refs:
         return self._do("save", str(folder), step)
 
-    def save_shares(self, folder: Path, step: int, shares: dict[int, tuple[int, ...]]) -> list[dict[str, Any]]:
-        """Has each rank of `shares` write these stages; for an epoch that some ranks have not survived."""
+    def save_shares(self, folder: Path, step: int, shares: dict[int, tuple[Share, ...]]) -> list[dict[str, Any]]:
+        """Has each rank of `shares` write these; for an epoch that some ranks have not survived."""
         refs = {r: self.actors[r].do.remote(self.epoch, "save", str(folder), step, its) for r, its in shares.items()}
         return [shard for rank, ref in refs.items() for shard in self.answer(rank, ref)]
 

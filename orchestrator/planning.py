@@ -16,10 +16,12 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
 from pentad.schedules.mesh import Mesh
-from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.model import ModelShape
+from pentad.schedules.plan import BatchShape, OptimizerShape, Plan, split_layers
 from pentad.schedules.program import Program
 from pentad.schedules.search_problem import By
 from pentad.schedules.shape import Savings
+from pentad.schedules.tensors import head_in_layers
 from pentad.schedules.timeline import Timeline
 
 
@@ -32,13 +34,14 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     transport = _transport(config, device, hosts)
     mesh = Mesh(**config.mesh.model_dump())
     model = ModelShape(**config.model.model_dump(exclude={"family"}))
-    batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, mesh.dp)
+    replicas = mesh.dp * mesh.ep
+    batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, replicas)
     dtype = _dtype(config, device)
     options = config.options
     chosen = _chosen(config, model, batch, device, dtype)
     order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
-    layers = split_layers(model.layers, order.placement, model.head_in_layers(batch.length))
-    costs = guess_costs(model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages))
+    layers = split_layers(model.layers, order.placement, head_in_layers(model, batch.length))
+    costs = guess_costs(model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages), mesh)
     savings = _savings(config, order)
     program = compile_program(
         order.name,
@@ -46,7 +49,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         order.microbatches,
         costs=costs,
         gated=transport == "nccl",
-        replicas=mesh.dp,
+        replicas=replicas * mesh.cp,
         validated=config.schedule.post_validation,
         options=options,
         savings=savings,
@@ -76,7 +79,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
 
 def _savings(config: RunConfig, order: Program) -> Savings:
     """As configured; no ZeRO where no stage has a second holder."""
-    alone = config.mesh.dp == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages))
+    alone = config.mesh.copies == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages))
     section, found = config.zero, config.memory.savings(order.stages)
     if alone:
         return found
@@ -92,10 +95,10 @@ def _chosen(config: RunConfig, model: ModelShape, batch: BatchShape, device: str
 
     def costs_of(placed: Program) -> Costs | None:
         try:
-            layers = split_layers(model.layers, placed.placement, model.head_in_layers(batch.length))
+            layers = split_layers(model.layers, placed.placement, head_in_layers(model, batch.length))
         except PentadError:  # more stages than layers
             return None
-        return guess_costs(model, layers, batch, device, dtype, placed.slices)
+        return guess_costs(model, layers, batch, device, dtype, placed.slices, mesh=Mesh(**config.mesh.model_dump()))
 
     by: By = "longest" if section.post_validation else "makespan"
     return choose(config.mesh.pp, batch.microbatches, costs_of, section.options, by).best.program

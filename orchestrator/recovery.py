@@ -212,8 +212,8 @@ class Recovery:
         began, group, path = time.monotonic(), self.group, self.news.folder.checkpoint(stock.version)
         if self._newest() == stock.version:
             return
-        stages, holds = range(group.plan.program.stages), group.plan.stages_of
-        owners = {stage: min(rank for rank in stock.current if stage in holds(rank)) for stage in stages}
+        plan, current = group.plan, set(stock.current)
+        owners = {share: min(current.intersection(plan.holders(share))) for share in plan.shares}
         shares = {rank: tuple(s for s, owner in owners.items() if owner == rank) for rank in set(owners.values())}
         shards = group.save_shares(path, stock.version, shares)
         refs = group.submit_commit(path, stock.version, shards, self.config.checkpoint.keep, min(shares))

@@ -22,7 +22,7 @@ from pentad.orchestrator.faults import WorkerError
 from pentad.orchestrator.group import WorkerGroup
 from pentad.orchestrator.placement import living_bundles
 from pentad.schedules.errors import PentadError
-from pentad.schedules.plan import Plan
+from pentad.schedules.plan import Plan, Share
 from pentad.workers.results import Stand, StepResult
 
 FENCE_SECONDS, LEAVE_SECONDS, HIRE_SECONDS = 5.0, 10.0, 30.0
@@ -74,21 +74,19 @@ def fence(group: WorkerGroup, lost: dict[int, str], stock: Stock, tell: Tell) ->
 
 
 def complete(plan: Plan, stock: Stock) -> bool:
-    """Whether the ranks that are current hold every stage: one holder of each will do, but all where they hold a shard
+    """Whether the ranks that are current hold every share: one holder of each will do, but all where they hold a shard
     each."""
     if stock.version < 0:  # a recovery was cut short before any rank had a state again
         return False
     current = set(stock.current)
-    return all(
-        len(current.intersection(plan.holders(stage))) >= plan.shards(stage) for stage in range(plan.program.stages)
-    )
+    return all(len(current.intersection(plan.holders(share))) >= plan.shards(share) for share in plan.shares)
 
 
-def sources(plan: Plan, current: Iterable[int]) -> dict[int, int]:
-    """Stage -> the current rank that gives its state, for the stages that a rank which is not current holds."""
+def sources(plan: Plan, current: Iterable[int]) -> dict[Share, int]:
+    """Share -> the current rank that gives its state, for the shares that a rank which is not current holds."""
     newest = set(current)
-    behind = {stage for rank in range(plan.mesh.size) if rank not in newest for stage in plan.stages_of(rank)}
-    return {stage: min(r for r in newest if stage in plan.stages_of(r)) for stage in sorted(behind)}
+    behind = {share for rank in range(plan.mesh.size) if rank not in newest for share in plan.shares_of(rank)}
+    return {share: min(newest.intersection(plan.holders(share))) for share in sorted(behind)}
 
 
 def refill(group: WorkerGroup, lost: dict[int, str], seconds: float, pause: Callable[[float], None]) -> bool:

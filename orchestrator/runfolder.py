@@ -18,6 +18,7 @@ from pentad.orchestrator.planning import spread
 from pentad.schedules.errors import PentadError
 from pentad.schedules.page import timeline_page
 from pentad.schedules.plan import Plan
+from pentad.schedules.tensors import parameters
 from pentad.schedules.timeline import Timeline
 from pentad.schedules.trace import write_trace
 
@@ -171,7 +172,7 @@ def comparison_page(plan: Plan, measured: Timeline, simulated: Timeline) -> str:
     facts = {
         "schedule": f"{program.name}, {program.microbatches} microbatches",
         "mesh": str(plan.mesh),
-        "model": f"{plan.model.parameters:,} parameters, {plan.model.layers} layers",
+        "model": f"{parameters(plan.model):,} parameters, {plan.model.layers} layers",
         "batch": f"{plan.batch.sequences} x {plan.batch.length} tokens",
         "program": program.hash[:12],
     }

@@ -62,12 +62,17 @@ class MeshSection(Section):
     dp: Count = Field(default=1, description="replicas that hold different samples")
     pp: Count = Field(default=1, description="pipeline ranks of a replica")
     cp: Count = Field(default=1, description="ranks that split a sequence; only 1 is supported")
-    tp: Count = Field(default=1, description="ranks that split weights; only 1 is supported")
+    tp: Count = Field(default=1, description="ranks that split a layer's heads, ffn and vocabulary, and tokens between")
     ep: Count = Field(default=1, description="ranks that split experts; only 1 is supported")
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same dense parameters, mirrors aside."""
+        return self.dp * self.cp * self.ep
 
     @model_validator(mode="after")
     def _supported(self) -> MeshSection:
-        for axis in ("cp", "tp", "ep"):
+        for axis in ("cp", "ep"):
             if getattr(self, axis) != 1:
                 raise ValueError(f"mesh.{axis} is {getattr(self, axis)}, but only 1 is supported")
         return self

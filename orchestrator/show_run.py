@@ -23,6 +23,7 @@ from pentad.schedules.palette import LOOKS
 from pentad.schedules.plan import Plan
 from pentad.schedules.program import Program
 from pentad.schedules.simulate import simulate
+from pentad.schedules.tensors import parameters
 from pentad.schedules.timeline import Timeline
 from pentad.schedules.trace import write_trace
 
@@ -123,7 +124,7 @@ def _plan_facts(plan: Plan) -> dict[str, Any]:
         "dtype": plan.dtype,
         "transport": plan.transport,
         "mesh": asdict(plan.mesh),
-        "parameters": plan.model.parameters,
+        "parameters": parameters(plan.model),
         "tokens": plan.batch.tokens,
         "schedule": plan.program.name,
         "microbatches": plan.program.microbatches,

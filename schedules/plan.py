@@ -6,53 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from pentad.schedules.errors import PentadError
-from pentad.schedules.mesh import Mesh
+from pentad.schedules.mesh import Coordinates, Mesh
+from pentad.schedules.model import ModelShape
 from pentad.schedules.program import Program
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a Llama-family decoder: `heads` query heads share `kv_heads` key-value heads."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of one decoder layer: q, k, v, o, gate, up, down and two norms."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
-
-    def head_in_layers(self, length: int) -> float:
-        """Multiplications of the output head over those of a decoder layer, at a sequence length (causal attention)."""
-        return self.vocab * self.hidden / (self.layer_parameters + length * self.heads * self.head_dim)
-
-    @property
-    def parameters(self) -> int:
-        return self.stage_parameters(0, self.layers)
-
-    def stage_parameters(self, first: int, end: int) -> int:
-        """Of layers `first` to `end`, with the embedding, and with the head and last norm, where these are."""
-        embedding = self.vocab * self.hidden
-        ends = (embedding if first == 0 else 0) + (embedding + self.hidden if end == self.layers else 0)
-        return (end - first) * self.layer_parameters + ends
+from pentad.schedules.tensors import local_size
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """`sequences` of `length` tokens a step over the whole mesh, cut into `microbatches` a replica."""
+    """`sequences` of `length` tokens a step over the whole mesh, cut into `microbatches` a replica; there are
+    dp x ep `replicas`, which hold different samples."""
 
     sequences: int
     length: int
@@ -91,6 +57,16 @@ class OptimizerShape:
         left = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         low = self.min_learning_rate
         return low + 0.5 * (self.learning_rate - low) * (1 + math.cos(math.pi * left))
+
+
+class Share(NamedTuple):
+    """A part of a stage's parameters that all of its holders have alike: that of a tensor rank and, where it is that of
+    the `experts`, of an expert rank (else `ep` is 0)."""
+
+    stage: int
+    tp: int = 0
+    experts: bool = False
+    ep: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,35 +111,65 @@ class Plan:
         """What a stage recomputes."""
         return self.recompute[stage] if self.recompute else "none"
 
-    def holders(self, stage: int) -> tuple[int, ...]:
-        """Ranks of the mesh that hold a stage, mirrors and replicas, lowest first."""
-        held = product(range(self.mesh.dp), self.program.holders(stage))
-        return tuple(sorted(self.mesh.move(0, dp=dp, pp=pp) for dp, pp in held))
+    def has_experts(self, stage: int) -> bool:
+        experts = self.model.experts
+        return experts is not None and self.layers[stage][1] > experts.dense
 
-    def shards(self, stage: int) -> int:
-        """Equal parts that the state of a stage is cut into, in the order of its holders."""
-        return len(self.holders(stage)) if self.zero else 1
+    def shares_of(self, rank: int) -> tuple[Share, ...]:
+        """What a rank of the mesh holds, by stage."""
+        at = self.mesh.coordinates(rank)
+        return tuple(share for stage in self.stages_of(rank) for share in self._shares(stage, at.tp, at.ep))
 
-    def shard_size(self, stage: int) -> int:
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """All that the mesh holds, once."""
+        places = product(range(self.program.stages), range(self.mesh.tp), range(self.mesh.ep))
+        return tuple(dict.fromkeys(share for place in places for share in self._shares(*place)))
+
+    def holders(self, share: Share) -> tuple[int, ...]:
+        """Ranks of the mesh that hold a share, lowest first: mirrors, replicas, and those that have other parts of a
+        sequence."""
+        eps = (share.ep,) if share.experts else range(self.mesh.ep)
+        pps = self.program.holders(share.stage)
+        held = product(range(self.mesh.dp), pps, range(self.mesh.cp), (share.tp,), eps)
+        return tuple(sorted(self.mesh.rank(Coordinates(*at)) for at in held))
+
+    def owner(self, share: Share) -> int:
+        """The rank that saves a share: its first holder in the first replica."""
+        return self.mesh.rank(Coordinates(0, self.program.holders(share.stage)[0], 0, share.tp, share.ep))
+
+    def size(self, share: Share) -> int:
+        """Elements of a share."""
+        return local_size(self.model, *self.layers[share.stage], self.mesh, experts=share.experts)
+
+    def shards(self, share: Share) -> int:
+        """Equal parts that the state of a share is cut into, in the order of its holders."""
+        return len(self.holders(share)) if self.zero else 1
+
+    def shard_size(self, share: Share) -> int:
         """Elements of a shard; the last one is filled up."""
-        return -(-self.model.stage_parameters(*self.layers[stage]) // self.shards(stage))
+        return -(-self.size(share) // self.shards(share))
+
+    def _shares(self, stage: int, tp: int, ep: int) -> tuple[Share, ...]:
+        experts = (Share(stage, tp, True, ep),) if self.has_experts(stage) else ()
+        return (Share(stage, tp), *experts)
 
     @property
     def piece_tokens(self) -> int:
-        """Tokens that go through a stage at once: a microbatch's share of a slice."""
-        return self.batch.rows * self.batch.length // self.program.slices
+        """Tokens that go through a rank's stage at once: of a microbatch's slice, those of a context rank."""
+        return self.batch.rows * self.batch.length // self.program.slices // self.mesh.cp
 
-    def owner(self, stage: int) -> int:
-        """The rank that saves a stage: its first holder in the first replica."""
-        first = self.program.holders(stage)[0]
-        return next(r for r in range(self.mesh.size) if self.mesh.coordinates(r) == (0, first, 0, 0, 0))
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of a piece in a rank's part of the residual stream, which tensor ranks share out."""
+        return self.piece_tokens // self.mesh.tp
 
 
 def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 0.0) -> tuple[tuple[int, int], ...]:
     """(first, end) of each stage's consecutive layers, the busiest rank's stages as cheap as can be.
 
     `placement[rank]` are the stages of a rank; `head` is what the last stage does besides, in layers
-    (`ModelShape.head_in_layers`). Of equal ranks the later one, which keeps fewer activations, gets a layer more.
+    (`head_in_layers`). Of equal ranks the later one, which keeps fewer activations, gets a layer more.
     Raises PentadError for fewer layers than stages.
     """
     stages = 1 + max(stage for held in placement for stage in held)

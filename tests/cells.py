@@ -114,7 +114,7 @@ def repair(cells: list[Cell], lost: list[int], plan: Plan, epoch: int) -> tuple[
         cells[rank].stop()
         cells[rank] = Cell()
     join(cells, plan, epoch)
-    holders = {s: [r for r in range(4) if s in plan.stages_of(r)] for s in range(plan.program.stages)}
+    holders = {share: plan.holders(share) for share in plan.shares}
     sources = {s: next(r for r in held if r in current) for s, held in holders.items() if set(held) - set(current)}
     together(cells, "receive", sources, version)
     return version, stands

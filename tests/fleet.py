@@ -29,25 +29,39 @@ class Outcome:
 
 
 def named(parameters, flat: torch.Tensor, kind: str = "") -> dict[str, torch.Tensor]:
-    """Tensors of a flat buffer by name; parts of tensors as 'NAME@FIRST'."""
+    """Tensors of a flat buffer by name; parts of tensors as 'NAME@RANGES@FIRST', flat."""
+    from pentad.workers.parts import stored
+
     found = {}
-    for spec, span, values in parameters.pieces(flat):
-        whole = values.numel() == torch.Size(spec.shape).numel()
+    for local, span, values in parameters.pieces(flat):
         value = values.cpu().clone()
-        found[kind + spec.name + ("" if whole else f"@{span.start}")] = value.view(spec.shape) if whole else value
+        if local.is_whole and values.numel() == torch.Size(local.shape).numel():
+            found[kind + local.name] = value.view(local.shape)
+        else:
+            ranges = stored(local).partition("@")[2]
+            found[f"{kind}{local.name}@{ranges}@{span.start}"] = value
     return found
 
 
 def assembled(parts: list[dict[str, torch.Tensor]], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole tensors, shaped `like` others, from what ranks hold of them; what several hold must have the same bits."""
-    found: dict[str, dict[int, torch.Tensor]] = {}
+    from pentad.workers.parts import Assembly
+
+    found: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
     for part in parts:
         for key, value in part.items():
-            name, _, first = key.partition("@")
-            assert torch.equal(found.setdefault(name, {}).setdefault(int(first or 0), value), value), key
-    return {
-        name: torch.cat([v.flatten() for _, v in sorted(p.items())]).view(like[name].shape) for name, p in found.items()
-    }
+            name, ranges, first = (key + "@@0" if "@" not in key else key).split("@")
+            shards = found.setdefault(name, {}).setdefault(ranges, {})
+            assert torch.equal(shards.setdefault(int(first), value), value), key
+    whole = {}
+    for name, by_ranges in found.items():
+        made = Assembly(tuple(like[name].shape))
+        for ranges, shards in by_ranges.items():
+            flat = torch.cat([value.flatten() for _, value in sorted(shards.items())])
+            made.put(flat, f"{name}@{ranges}" if ranges else name)
+        assert not made.missing, name
+        whole[name] = made.whole
+    return whole
 
 
 class Poison(NamedTuple):
@@ -137,7 +151,7 @@ def _run(
     gradients: list[dict[str, torch.Tensor]] = []
     real_step, real_sum = optimizer.step, optimizer.square_sum
     sums = 0  # of a stage's squares
-    owned = sum(plan.shards(stage) > 1 or plan.owner(stage) == rank for stage in plan.stages_of(rank))
+    owned = sum(plan.shards(share) > 1 or plan.owner(share) == rank for share in plan.shares_of(rank))
 
     def seen(parameters, shape, number, scale):
         while len(gradients) <= number - calls[0][0]:
@@ -145,12 +159,12 @@ def _run(
         gradients[number - calls[0][0]] |= named(parameters, parameters.gradient)
         real_step(parameters, shape, number, scale)
 
-    def poisoned(parameters):
+    def poisoned(parameters, counted):
         nonlocal sums
         if poison is not None and sums == poison.step * owned:
             parameters.gradient[0] = poison.value
         sums += 1
-        return real_sum(parameters)
+        return real_sum(parameters, counted)
 
     optimizer.step, optimizer.square_sum = seen, poisoned
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,8 @@ from reference_model import Trained, train
 
 from pentad.schedules.compiler import ALL_KEPT, compile_program
 from pentad.schedules.mesh import Mesh
-from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.model import ModelShape
+from pentad.schedules.plan import BatchShape, OptimizerShape, Plan, split_layers
 from pentad.schedules.program import Program
 from pentad.schedules.shape import Options, Savings
 from pentad.workers.corpus import open_corpus
@@ -34,11 +35,16 @@ def plan_of(
     keep: float | None = None,
     chunks: int | None = None,
     savings: Savings = ALL_KEPT,
+    tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    model: ModelShape = MODEL,
 ) -> Plan:
+    mesh = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)
     def compiled(savings: Savings) -> Program:
         options = Options(chunks=chunks, slices=slices)
         return compile_program(
-            name, pp, microbatches, replicas=dp, validated=validated, options=options, savings=savings
+            name, pp, microbatches, replicas=dp * cp * ep, validated=validated, options=options, savings=savings
         )
 
     program = compiled(savings)
@@ -47,11 +53,11 @@ def plan_of(
         program = compiled(savings._replace(recompute=again, keep=keep))
     return Plan(
         name="exact",
-        mesh=Mesh(dp=dp, pp=pp),
+        mesh=mesh,
         program=program,
-        layers=split_layers(MODEL.layers, program.placement, head=1.0),
-        model=MODEL,
-        batch=BatchShape(sequences=2 * dp * microbatches, length=8, microbatches=microbatches, replicas=dp),
+        layers=split_layers(model.layers, program.placement, head=1.0),
+        model=model,
+        batch=BatchShape(2 * dp * ep * microbatches, 8, microbatches, dp * ep),
         optimizer=OptimizerShape(1e-2, 1e-3, 2, STEPS, 0.9, 0.95, 1e-8, 0.1, clip_norm=clip),
         data=data,
         cache="",
@@ -66,12 +72,12 @@ def plan_of(
 
 def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in one process; they do not depend on how a mesh cuts the batch."""
-    return _reference(plan.data, plan.batch.sequences)
+    return _reference(plan.data, plan.batch.sequences, plan.model)
 
 
 @functools.cache
-def _reference(data: str, sequences: int) -> Trained:
-    plan = plan_of("gpipe", 1, 1, sequences // 2, data)
+def _reference(data: str, sequences: int, model: ModelShape) -> Trained:
+    plan = plan_of("gpipe", 1, 1, sequences // 2, data, model=model)
     corpus, batches = open_corpus(data, False), []
     for step in range(STEPS):
         inputs, targets = microbatch(corpus, plan.seed, step, sequences, range(sequences), plan.batch.length)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pentad.schedules.plan import ModelShape, Plan
-from pentad.workers.parameters import first_value, specs
+from pentad.schedules.model import ModelShape
+from pentad.schedules.plan import Plan
+from pentad.schedules.tensors import tensors
+from pentad.workers.parameters import first_value
 
 State = dict[str, torch.Tensor]
 Trained = tuple[list[float], list[State], list[float], State]  # losses, gradients, norms; last weights
@@ -14,7 +16,7 @@ Trained = tuple[list[float], list[State], list[float], State]  # losses, gradien
 
 def initial(plan: Plan) -> dict[str, torch.Tensor]:
     """Parameters by global name, float64, requiring gradients."""
-    found = specs(plan.model, 0, plan.model.layers)
+    found = tensors(plan.model, 0, plan.model.layers)
     return {s.name: first_value(s, plan.seed).double().requires_grad_() for s in found}
 
 

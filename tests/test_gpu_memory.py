@@ -12,7 +12,8 @@ from test_determinism import same
 from test_gpu_training import gpus
 
 from pentad.orchestrator.activations import peaks
-from pentad.schedules.plan import BatchShape, ModelShape, Plan
+from pentad.schedules.model import ModelShape
+from pentad.schedules.plan import BatchShape, Plan
 
 __all__ = ["gpus"]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

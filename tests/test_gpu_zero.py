@@ -14,6 +14,7 @@ from pentad.orchestrator.estimate import memory
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Options, Savings
+from pentad.workers.bank import banks_of
 from pentad.workers.parameters import create
 from pentad.workers.shards import Shards
 from pentad.workers.stage import Stage
@@ -90,9 +91,9 @@ def test_what_a_gpu_allocates_is_what_is_planned(corpus, zero, dtype):
     plan = plan_of("looped-bfs", 2, 1, 3, corpus, dtype, chunks=chunks, savings=savings)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)
-    held = {s: create(plan, s, device, rank=1, blank=True) for s in plan.stages_of(1)}
+    held = {at: create(plan, at, device, rank=1, blank=True) for at in plan.shares_of(1)}
     state = torch.cuda.memory_allocated(device) - before
-    stages = {s: Stage(plan, s, parameters) for s, parameters in held.items()}
+    stages = {s: Stage(plan, s, banks_of(plan, 1, s, held)) for s in plan.stages_of(1)}
     tables = torch.cuda.memory_allocated(device) - before - state  # rotations and loss sums
     shards = Shards(plan, 1, stages)
     found = torch.cuda.memory_allocated(device) - before - tables

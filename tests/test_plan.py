@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.errors import PentadError
 from pentad.schedules.mesh import Mesh
-from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.model import ModelShape
+from pentad.schedules.plan import BatchShape, OptimizerShape, Plan, Share, split_layers
+from pentad.schedules.tensors import active, head_in_layers, parameters
 
 MODEL = ModelShape(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096)
 OPTIMIZER = OptimizerShape(
@@ -101,14 +103,14 @@ def test_a_model_has_the_weights_of_its_matrices() -> None:
     matrices = [(128, 8 * head_dim), (128, 4 * head_dim), (128, 4 * head_dim), (8 * head_dim, 128)]
     matrices += [(128, 384), (128, 384), (384, 128), (2, 128)]  # gate, up, down, and two norms
     assert MODEL.head_dim == head_dim
-    assert MODEL.layer_parameters == sum(rows * columns for rows, columns in matrices)
-    assert MODEL.parameters == 8 * MODEL.layer_parameters + 2 * 4096 * 128 + 128  # embedding, head, last norm
+    assert active(MODEL, 0) == sum(rows * columns for rows, columns in matrices)
+    assert parameters(MODEL) == 8 * active(MODEL, 0) + 2 * 4096 * 128 + 128  # embedding, head, last norm
 
 
 def test_the_head_weighs_as_many_layers_as_it_multiplies() -> None:
     """A token costs a layer its weights, and with causal attention to half of `length` tokens two products of them."""
-    assert MODEL.head_in_layers(0) == 4096 * 128 / MODEL.layer_parameters
-    assert MODEL.head_in_layers(1024) == 4096 * 128 / (MODEL.layer_parameters + 2 * 1024 // 2 * 128)
+    assert head_in_layers(MODEL, 0) == 4096 * 128 / active(MODEL, 0)
+    assert head_in_layers(MODEL, 1024) == 4096 * 128 / (active(MODEL, 0) + 2 * 1024 // 2 * 128)
 
 
 def test_a_batch_is_cut_into_rows_of_microbatches_and_replicas() -> None:
@@ -127,7 +129,7 @@ def plan(name: str, mesh: Mesh) -> Plan:
 def test_every_stage_has_one_owner_and_it_holds_the_stage(name: str) -> None:
     made = plan(name, Mesh(dp=2, pp=4))
     for stage in range(made.program.stages):
-        owner = made.owner(stage)
+        owner = made.owner(Share(stage))
         assert stage in made.stages_of(owner)
         assert made.mesh.coordinates(owner).dp == 0
         assert owner == min(rank for rank in range(made.mesh.size) if stage in made.stages_of(rank))

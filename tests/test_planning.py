@@ -18,8 +18,10 @@ from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Op, units_of
 from pentad.schedules.mesh import Mesh
-from pentad.schedules.plan import ModelShape, Plan
+from pentad.schedules.model import ModelShape
+from pentad.schedules.plan import Plan
 from pentad.schedules.simulate import simulate
+from pentad.schedules.tensors import parameters
 
 LLAMA_8B = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 
@@ -162,7 +164,7 @@ def test_memory_sums_up_and_counts_master_weights_once() -> None:
         parts = memory(plan, rank)
         assert parts["total"] == sum(value for name, value in parts.items() if name not in ("total", "host"))
     whole = sum(memory(plan, rank)["parameters"] for rank in range(4))
-    assert whole == 4 * plan.model.parameters
+    assert whole == 4 * parameters(plan.model)
     assert memory(plan, 0)["master"] == 0
     parts = memory(on_gpu, 0)
     assert (parts["master"], parts["gradients"], parts["optimizer"]) == tuple(
@@ -172,7 +174,7 @@ def test_memory_sums_up_and_counts_master_weights_once() -> None:
 
 def test_dualpipe_holds_its_parameters_twice() -> None:
     plan = plan_of("schedule.name=dualpipe")
-    assert sum(memory(plan, rank)["parameters"] for rank in range(4)) == 2 * 4 * plan.model.parameters
+    assert sum(memory(plan, rank)["parameters"] for rank in range(4)) == 2 * 4 * parameters(plan.model)
 
 
 def test_a_rank_pays_for_each_of_its_receive_slots() -> None:

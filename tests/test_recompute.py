@@ -15,8 +15,9 @@ from test_exactness import equals_one_process
 
 from pentad.orchestrator.activations import peaks, shares_of
 from pentad.schedules.instruction import Op, units_of
-from pentad.schedules.plan import Plan
+from pentad.schedules.plan import Plan, Share
 from pentad.workers.away import Away
+from pentad.workers.bank import banks_of
 from pentad.workers.lanes import HostLanes
 from pentad.workers.parameters import Parameters, create
 from pentad.workers.stage import Stage
@@ -76,8 +77,8 @@ def test_a_step_that_is_begun_once_more_forgets_what_is_on_the_host(fleet: Fleet
 
 
 def made(plan: Plan, index: int = 0) -> tuple[Stage, Parameters]:
-    parameters = create(plan, index, CPU)
-    return Stage(plan, index, parameters), parameters
+    parameters = create(plan, Share(index), CPU)
+    return Stage(plan, index, banks_of(plan, 0, index, {Share(index): parameters})), parameters
 
 
 def storages(nested: object) -> Iterator[torch.UntypedStorage]:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from plans import MODEL, plan_of
 
+from pentad.schedules.plan import Share
 from pentad.workers import layer
+from pentad.workers.bank import banks_of
 from pentad.workers.parameters import create
 from pentad.workers.stage import Stage
 
@@ -17,10 +19,10 @@ def test_a_layer_frees_what_only_b_needs_before_the_next_layer_runs(
     corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of("gpipe", 1, 1, 1, corpus)
-    stage = Stage(plan, 0, create(plan, 0, torch.device("cpu")))
+    stage = Stage(plan, 0, banks_of(plan, 0, 0, {Share(0): create(plan, Share(0), torch.device("cpu"))}))
     tokens = torch.arange(plan.batch.rows * plan.batch.length)
     stage.forward(0, None, tokens, tokens)
-    kept = [weakref.ref(leaves.gate_up) for leaves in stage.kept[0].leaves]
+    kept = [weakref.ref(leaves.mlp) for leaves in stage.kept[0].leaves]
     alive, backward = [], layer.backward
 
     def watched(*arguments):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from plans import MODEL, close, plan_of
 
+from pentad.schedules.plan import Share
+from pentad.workers.bank import banks_of
 from pentad.workers.corpus import open_corpus
 from pentad.workers.feed import Feed
 from pentad.workers.parameters import Parameters, create
@@ -20,8 +22,11 @@ def made(
 ) -> list[tuple[Stage, Parameters]]:
     plan = plan_of("seq-1f1b", 1, ranks, 2, corpus, dtype, slices)
     assert (plan.batch.rows, plan.batch.length, plan.piece_tokens) == (ROWS, LENGTH, ROWS * LENGTH // slices)
-    parameters = [create(plan, index, device) for index in range(ranks)]
-    return [(Stage(plan, index, held), held) for index, held in enumerate(parameters)]
+    parameters = [create(plan, Share(index), device) for index in range(ranks)]
+    return [
+        (Stage(plan, index, banks_of(plan, 0, index, {Share(index): held})), held)
+        for index, held in enumerate(parameters)
+    ]
 
 
 def sliced(whole: torch.Tensor, slices: int) -> list[torch.Tensor]:

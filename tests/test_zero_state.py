@@ -20,7 +20,9 @@ from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Key, Op, units_of
 from pentad.schedules.pools import gradient_slots, weight_slots
 from pentad.schedules.shape import Options, Savings
+from pentad.schedules.tensors import parameters
 from pentad.workers import checkpoint
+from pentad.workers.bank import banks_of
 from pentad.workers.manifest import Shard
 from pentad.workers.parameters import create
 from pentad.workers.shards import Shards
@@ -115,8 +117,9 @@ def test_what_is_allocated_is_what_is_planned(corpus, name, dp, pp, m, chunks, z
     savings = Savings(zero=zero if dp > 1 or name == "dualpipe" else 0, gathered=gathered)
     plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, savings=savings, validated=validated)
     for rank in range(plan.mesh.size):
-        held = {s: create(plan, s, torch.device("cpu"), rank=rank, blank=True) for s in plan.stages_of(rank)}
-        shards = Shards(plan, rank, {s: Stage(plan, s, parameters) for s, parameters in held.items()})
+        held = {at: create(plan, at, torch.device("cpu"), rank=rank, blank=True) for at in plan.shares_of(rank)}
+        stages = {s: Stage(plan, s, banks_of(plan, rank, s, held)) for s in plan.stages_of(rank)}
+        shards = Shards(plan, rank, stages)
         planned = memory(plan, rank)
         assert buffers(held, shards) == {
             kind: planned[kind] for kind in ("parameters", "gradients", "optimizer", "master")
@@ -130,7 +133,7 @@ def test_bytes_are_those_of_the_paper(corpus, zero, holders):
     plan = plan_of(
         "1f1b", holders, 1, 8 // holders, corpus, "bfloat16", savings=Savings(zero=zero if holders > 1 else 0)
     )
-    size = plan.model.parameters
+    size = parameters(plan.model)
     assert size % holders == 0, "shards are filled up, and this model's need not be"
     cut = [holders if zero >= stage else 1 for stage in (1, 2, 3)]
     found = memory(plan, 0)
@@ -151,8 +154,8 @@ def test_volumes_are_those_of_the_paper(corpus):
         assert counts.count(Op.ALL_GATHER) == (0, 4, 4, 7)[zero]
         assert counts.count(Op.REDUCE_SCATTER) == (0, 4, 4, 4)[zero]
         elements[zero] = sum(sent.values()) / 8
-    held = sum(plan.model.stage_parameters(*plan.layers[stage]) for stage in plan.stages_of(0))
-    last = plan.model.stage_parameters(*plan.layers[plan.stages_of(0)[-1]])
+    held = sum(parameters(plan.model, *plan.layers[stage]) for stage in plan.stages_of(0))
+    last = parameters(plan.model, *plan.layers[plan.stages_of(0)[-1]])
     assert elements[0] == elements[1] == elements[2] == held  # (n - 1) / n of 2N
     assert elements[3] == pytest.approx((3 * held - last) / 2)
 

@@ -101,16 +101,11 @@ class Executor:
             case Op.RECV_F | Op.RECV_B:
                 self.results[part.key], work = self.transport.receive(part)
                 if work is not None:
-                    self.lanes.finish_with(part, work)
+                    self.lanes.finish_with(part, [work])
             case Op.ALL_REDUCE:
-                work = dist.all_reduce(
-                    self.stages[stage].parameters.gradient, group=self.groups.holders[stage], async_op=True
-                )
-                self.lanes.finish_with(part, work)
+                self.lanes.finish_with(part, self._reduce(stage))
             case Op.ALL_GATHER:
-                work = self.shards.gather(part, self.groups)
-                if work is not None:
-                    self.lanes.finish_with(part, work)
+                self.lanes.finish_with(part, self.shards.gather(part, self.groups))
             case Op.FREE:
                 self.shards.free(part)
             case Op.REDUCE_SCATTER:
@@ -125,6 +120,11 @@ class Executor:
                 self.again = not self.valid
             case _:
                 raise AssertionError(f"no worker runs {part.op}")
+
+    def _reduce(self, stage: int) -> list[dist.Work]:
+        pairs = zip(self.stages[stage].banks, self.groups.holders[stage], strict=True)
+        running = [(bank.parameters.gradient, group) for bank, group in pairs if group is not None]
+        return [dist.all_reduce(gradient, group=group, async_op=True) for gradient, group in running]
 
     def _input(self, part: Instruction, receive: Op, ops: tuple[Op, ...], stage: int) -> torch.Tensor | None:
         """What F or B reads: from a slot, or this rank's own result of the neighbouring stage; none at the ends."""

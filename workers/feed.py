@@ -29,7 +29,8 @@ class Feed:
         self.slices = plan.program.slices
         home = plan.program.home.items()
         here = {piece // self.slices for (stage, piece), runs in home if stage in ends and runs == at.pp}
-        self.microbatches = {mb: at.dp * plan.batch.microbatches + mb for mb in sorted(here)}
+        replica = at.dp * plan.mesh.ep + at.ep
+        self.microbatches = {mb: replica * plan.batch.microbatches + mb for mb in sorted(here)}
 
     def __call__(self, step: int) -> dict[int, Tokens]:
         """Piece of this replica -> its tokens."""

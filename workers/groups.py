@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Op, units_of
+from pentad.schedules.mesh import Axis, Mesh
 from pentad.schedules.plan import Plan
+from pentad.workers.tensor_ranks import TensorRanks
 
 PATIENCE = timedelta(hours=1)
 Channel = tuple[Op, int, int]  # kind of send, source and target rank of the mesh
@@ -24,15 +26,17 @@ class Groups:
 
     `channels[kind, source, target]` carries the transfers of one direction between two ranks (with gloo all share one
     group and are told apart by tag; peer copies need none). `holders[stage]` are this rank's partners in the gradients
-    of a stage (None when it has none), `gatherers[stage]` the same ranks where they gather its weights (ZeRO), and
-    `everyone` all ranks of the mesh (None when this is the only one).
+    of a stage and in those of its experts, if it has any (None where it is the only one), `gatherers[stage]` the same
+    ranks where they gather its weights (ZeRO), and `everyone` all ranks of the mesh (None when this is the only one).
+    `tensor` are those that share its layers' matrices.
     """
 
     rank: int
     channels: dict[Channel, dist.ProcessGroup | None]
-    holders: dict[int, dist.ProcessGroup | None]
-    gatherers: dict[int, dist.ProcessGroup | None]
+    holders: dict[int, list[dist.ProcessGroup | None]]
+    gatherers: dict[int, list[dist.ProcessGroup | None]]
     everyone: dist.ProcessGroup | None
+    tensor: TensorRanks
 
 
 def connect(
@@ -52,8 +56,8 @@ def connect(
     )
     channels = {}
     everyone = _group(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
-    for dp, (kind, source, target) in product(range(plan.mesh.dp), edges(plan)):
-        ends = plan.mesh.move(0, dp=dp, pp=source), plan.mesh.move(0, dp=dp, pp=target)
+    for column, (kind, source, target) in product(columns(plan.mesh), edges(plan)):
+        ends = plan.mesh.move(column, pp=source), plan.mesh.move(column, pp=target)
         group = everyone if plan.transport == "gloo" else _group(ends) if plan.transport == "nccl" else None
         if rank in ends:
             channels[kind, *ends] = group
@@ -61,7 +65,10 @@ def connect(
                 _join_ends(rank, *ends, group, device)
     holders = _sharing(plan, rank)
     # Gathers run beside reductions, on a lane of their own.
-    return Groups(rank, channels, holders, _sharing(plan, rank) if plan.zero else {}, everyone)
+    gatherers = _sharing(plan, rank) if plan.zero else {}
+    at = plan.mesh.coordinates(rank)
+    tensor = TensorRanks(_along(plan.mesh, "tp", rank), plan.mesh.tp, at.tp)
+    return Groups(rank, channels, holders, gatherers, everyone, tensor)
 
 
 def serve(host: str, size: int, timeout_seconds: float) -> dist.TCPStore:
@@ -82,11 +89,26 @@ def meet(address: str, size: int, timeout_seconds: float) -> dist.TCPStore:
     return dist.TCPStore(host, int(port), size, False, timedelta(seconds=timeout_seconds))
 
 
-def _sharing(plan: Plan, rank: int) -> dict[int, dist.ProcessGroup | None]:
-    """A new group of the holders of each stage, for the stages of a rank; None where that is the only one."""
-    shared = [plan.holders(stage) for stage in range(plan.program.stages)]
-    made = {ranks: _group(ranks) for ranks in dict.fromkeys(shared) if len(ranks) > 1}
-    return {stage: made.get(ranks) for stage, ranks in enumerate(shared) if rank in ranks}
+def _sharing(plan: Plan, rank: int) -> dict[int, list[dist.ProcessGroup | None]]:
+    """New groups of the holders of each stage, and of its experts, for the stages of a rank; None where that is alone.
+    Every rank makes all of them, in one order."""
+    made = {ranks: _group(ranks) for ranks in dict.fromkeys(map(plan.holders, plan.shares)) if len(ranks) > 1}
+    found: dict[int, list[dist.ProcessGroup | None]] = {stage: [] for stage in plan.stages_of(rank)}
+    for share in plan.shares_of(rank):
+        found[share.stage].append(made.get(plan.holders(share)))
+    return found
+
+
+def _along(mesh: Mesh, axis: Axis, rank: int) -> dist.ProcessGroup | None:
+    """A new group of the ranks that differ from this one along an axis only; every rank makes all of them."""
+    all_ranks = dict.fromkeys(mesh.group((axis,), other) for other in range(mesh.size))
+    made = {ranks: _group(ranks) for ranks in all_ranks if len(ranks) > 1}
+    return made.get(mesh.group((axis,), rank))
+
+
+def columns(mesh: Mesh) -> list[int]:
+    """A rank of each pipeline of the mesh."""
+    return [rank for rank in range(mesh.size) if mesh.coordinates(rank).pp == 0]
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -39,7 +39,7 @@ class HostLanes:
 
     def __init__(self) -> None:
         self.steps: list[Times] = []
-        self.running: dict[Key, tuple[dist.Work, int]] = {}
+        self.running: dict[Key, tuple[list[dist.Work], int]] = {}
 
     def begin(self) -> None:
         self.steps.append(Times())
@@ -56,7 +56,7 @@ class HostLanes:
     def near(self, check: Callable[[], None], ahead: int = 0) -> None:
         """Nothing to do: compute is synchronous."""
 
-    def finish_with(self, part: Instruction, work: dist.Work) -> None:
+    def finish_with(self, part: Instruction, work: list[dist.Work]) -> None:
         self.running[part.key] = (work, len(self.steps[-1]))
 
     def drop(self, check: Callable[[], None]) -> None:
@@ -75,7 +75,8 @@ class HostLanes:
         if key not in self.running:
             return
         work, index = self.running.pop(key)
-        work.wait()
+        for each in work:
+            each.wait()
         spans = self.steps[-1]
         part, start, _ = spans[index]
         spans[index] = (part, start, time.monotonic())
@@ -133,8 +134,9 @@ class CudaLanes:
         self.ended[part.key] = (lane, end)
         self.steps[-1].spans.append((part, start, end))
 
-    def finish_with(self, part: Instruction, work: dist.Work) -> None:
-        work.wait()  # the lane's stream waits for NCCL's own, not the host
+    def finish_with(self, part: Instruction, work: list[dist.Work]) -> None:
+        for each in work:
+            each.wait()  # the lane's stream waits for NCCL's own, not the host
 
     def near(self, check: Callable[[], None], ahead: int = AHEAD) -> None:
         """Waits until the compute lane has at most `ahead` instructions before it, calling `check` meanwhile.

@@ -1,33 +1,29 @@
-"""A Llama decoder layer with its backward written out: F, B and W are three calls, no autograd between them.
+"""A decoder layer with its backward written out: F, B and W are three calls, no autograd between them.
 
-B batch rows, S positions of a slice of the sequence (all of it, where it is not cut), T = B*S tokens, H hidden, N query
-heads, M key-value heads, D head dim, I ffn width.
+Two halves, attention and feed-forward, each behind a norm and added to the residual stream. T tokens of this rank's
+part of the stream, H hidden.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from pentad.kernels.attention import SavedAttention, attention, attention_backward
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
-from pentad.kernels.rope import rope_
-from pentad.kernels.swiglu import swiglu, swiglu_backward
-from pentad.schedules.plan import ModelShape
-from pentad.workers.past import Past
-from pentad.workers.weights import Deferred, Product, Sum
+from pentad.schedules.model import ModelShape
+from pentad.workers import attention, gated
+from pentad.workers.around import Around, Half, Place, Views
+from pentad.workers.weights import Deferred, Sum
 
 
 class Weights(NamedTuple):
-    """A layer's tensors: compute weights, or their main gradients. Matrices are [out, in]."""
+    """A layer's tensors: compute weights, or their main gradients."""
 
-    qkv: torch.Tensor  # [(N + 2M) D, H]
-    out: torch.Tensor  # [H, N D]
-    gate_up: torch.Tensor  # [2I, H]
-    down: torch.Tensor  # [H, I]
     attention_norm: torch.Tensor  # [H]
+    attention: Any
     mlp_norm: torch.Tensor  # [H]
+    mlp: Any
 
 
 class Roots(NamedTuple):
@@ -35,77 +31,69 @@ class Roots(NamedTuple):
 
     stream: torch.Tensor  # [T, H] residual stream at the layer's entry
     scale: torch.Tensor  # [T]
-    attended: SavedAttention
-    heads: torch.Tensor  # [T, N D] attention output
+    attention: Any
     middle: torch.Tensor  # [T, H] residual stream between the two halves
     middle_scale: torch.Tensor  # [T]
+    mlp: Any
 
 
 class Leaves(NamedTuple):
-    """What else B needs, which `leaves` makes of the roots: two norms and the widest product."""
+    """What else B needs, which `leaves` makes of the roots: two norms, and the halves' own."""
 
     normed: torch.Tensor  # [T, H]
+    attention: Any
     middle_normed: torch.Tensor  # [T, H]
-    gate_up: torch.Tensor  # [T, 2I]
+    mlp: Any
 
 
-class Rotation(NamedTuple):
-    """Of the S positions from `start` on."""
-
-    start: int
-    cos: torch.Tensor  # [S, D/2]
-    sin: torch.Tensor
+class Halves(NamedTuple):
+    attention: Half
+    mlp: Half
 
 
-def weights_of(views: dict[str, torch.Tensor], layer: int) -> Weights:
+def halves_of(model: ModelShape, layer: int) -> Halves:
+    """What a layer is made of."""
+    return Halves(attention, gated)
+
+
+def weights_of(views: Views, layer: int, halves: Halves) -> Weights:
     at = f"layers.{layer}"
-    names = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down", "attention_norm", "mlp_norm")
-    return Weights(*(views[f"{at}.{name}"] for name in names))
+    first, second = (half.weights_of(views, at) for half in halves)
+    return Weights(views[f"{at}.attention_norm"], first, views[f"{at}.mlp_norm"], second)
 
 
 def forward(
-    w: Weights,
-    shape: ModelShape,
-    rotation: Rotation,
-    past: Past,
-    branch: torch.Tensor,
-    stream: torch.Tensor | None,
-    *,
-    deterministic: bool,
+    w: Weights, halves: Halves, around: Around, place: Place, branch: torch.Tensor, stream: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Roots, Leaves]:
     """The residual stream is `branch` plus `stream` [T, H]: the sum is taken inside the norm.
 
     Returns the new (branch, stream) and what B needs.
     """
-    tokens = branch.shape[0]
-    normed, entry, scale = rms_norm(branch, w.attention_norm, shape.norm_eps, stream)
-    qkv = torch.mm(normed, w.qkv.t()).view(tokens, -1, shape.head_dim)  # [T, N + 2M, D]
-    rope_(qkv[:, : shape.heads + shape.kv_heads], rotation.cos, rotation.sin)
-    queries, keys, values = _split(qkv, shape, rotation.cos.shape[0])
-    keys, values = past.extended((keys, values), rotation.start)  # [B, M, start + S, D]
-    attended_out, attended = attention(queries, keys, values, deterministic)  # [B, N, S, D]
-    heads = attended_out.transpose(1, 2).reshape(tokens, -1)
-    mixed = torch.mm(heads, w.out.t())
-    middle_normed, middle, middle_scale = rms_norm(mixed, w.mlp_norm, shape.norm_eps, entry)
-    gate_up = torch.mm(middle_normed, w.gate_up.t())
-    down = torch.mm(swiglu(gate_up), w.down.t())
-    roots = Roots(entry, scale, attended, heads, middle, middle_scale)
-    return down, middle, roots, Leaves(normed, middle_normed, gate_up)
+    eps = around.model.norm_eps
+    normed, entry, scale = rms_norm(branch, w.attention_norm, eps, stream)
+    mixed, *first = halves.attention.forward(w.attention, around, place, normed)
+    middle_normed, middle, middle_scale = rms_norm(mixed, w.mlp_norm, eps, entry)
+    branch, *second = halves.mlp.forward(w.mlp, around, place, middle_normed)
+    roots = Roots(entry, scale, first[0], middle, middle_scale, second[0])
+    return branch, middle, roots, Leaves(normed, first[1], middle_normed, second[1])
 
 
-def leaves(w: Weights, shape: ModelShape, roots: Roots) -> Leaves:
+def leaves(w: Weights, halves: Halves, around: Around, roots: Roots) -> Leaves:
     """RECOMPUTE of what F did not keep, by the kernels that made it."""
-    normed, _, _ = rms_norm(roots.stream, w.attention_norm, shape.norm_eps)
-    middle_normed, _, _ = rms_norm(roots.middle, w.mlp_norm, shape.norm_eps)
-    return Leaves(normed, middle_normed, torch.mm(middle_normed, w.gate_up.t()))
+    eps = around.model.norm_eps
+    normed, _, _ = rms_norm(roots.stream, w.attention_norm, eps)
+    first = halves.attention.leaves(w.attention, around, normed, roots.attention)
+    middle_normed, _, _ = rms_norm(roots.middle, w.mlp_norm, eps)
+    second = halves.mlp.leaves(w.mlp, around, middle_normed, roots.mlp)
+    return Leaves(normed, first, middle_normed, second)
 
 
 def backward(
     w: Weights,
     g: Weights,
-    shape: ModelShape,
-    rotation: Rotation,
-    past: Past,
+    halves: Halves,
+    around: Around,
+    place: Place,
     roots: Roots,
     leaves: Leaves,
     dy: torch.Tensor,
@@ -114,39 +102,11 @@ def backward(
 
     `w` are compute weights, `g` their main gradients.
     """
-    dgate_up, gated = swiglu_backward(torch.mm(dy, w.down), leaves.gate_up)
-    dnormed = torch.mm(dgate_up, w.gate_up)
-    dmiddle, dmlp_norm = rms_norm_backward(dnormed, roots.middle, w.mlp_norm, roots.middle_scale, dy)
-    dheads = torch.mm(dmiddle, w.out)
-    dqkv = _attention_backward(shape, rotation, past, roots.attended, dheads)
-    dentry, dattention_norm = rms_norm_backward(
-        torch.mm(dqkv, w.qkv), roots.stream, w.attention_norm, roots.scale, dmiddle
-    )
-    work: list[Deferred] = [
-        Product(g.down, dy, gated),
-        Product(g.gate_up, dgate_up, leaves.middle_normed),
-        Product(g.out, dmiddle, roots.heads),
-        Product(g.qkv, dqkv, leaves.normed),
-        Sum(g.mlp_norm, dmlp_norm),
-        Sum(g.attention_norm, dattention_norm),
-    ]
-    return dentry, work
-
-
-def _attention_backward(
-    shape: ModelShape, rotation: Rotation, past: Past, saved: SavedAttention, dheads: torch.Tensor
-) -> torch.Tensor:
-    tokens, length = dheads.shape[0], rotation.cos.shape[0]
-    dout = dheads.view(-1, length, shape.heads, shape.head_dim).transpose(1, 2)
-    dqueries, *reached = attention_backward(dout, saved)
-    grads = (dqueries, *past.own((reached[0], reached[1]), rotation.start))
-    dqkv = torch.cat([grad.transpose(1, 2) for grad in grads], dim=2).view(tokens, -1, shape.head_dim)
-    rope_(dqkv[:, : shape.heads + shape.kv_heads], rotation.cos, rotation.sin, inverse=True)
-    return dqkv.view(tokens, -1)
-
-
-def _split(qkv: torch.Tensor, shape: ModelShape, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[T, N + 2M, D] as queries, keys and values [B, heads, S, D] without a copy."""
-    rows = qkv.view(-1, length, *qkv.shape[1:]).transpose(1, 2)
-    queries, keys, values = rows.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-    return queries, keys, values
+    saved = roots.mlp, leaves.mlp
+    dnormed, work = halves.mlp.backward(w.mlp, g.mlp, around, place, leaves.middle_normed, *saved, dy)
+    dmiddle, dnorm = rms_norm_backward(dnormed, roots.middle, w.mlp_norm, roots.middle_scale, dy)
+    work = [*work, Sum(g.mlp_norm, dnorm)]
+    saved = roots.attention, leaves.attention
+    dnormed, more = halves.attention.backward(w.attention, g.attention, around, place, leaves.normed, *saved, dmiddle)
+    dentry, dnorm = rms_norm_backward(dnormed, roots.stream, w.attention_norm, roots.scale, dmiddle)
+    return dentry, [*work, *more, Sum(g.attention_norm, dnorm)]

@@ -13,14 +13,16 @@ from pentad.workers.parameters import Parameters
 ROW = 4096
 
 
-def square_sum(parameters: Parameters) -> torch.Tensor:
-    """Sum of squares of a shard of a stage's gradient, a float64 scalar.
+def square_sum(parameters: Parameters, counted: list[slice]) -> torch.Tensor:
+    """Sum of squares of parts of a shard of a stage's gradient, a float64 scalar.
 
     Rows are summed in the gradient's own precision: torch would make a float64 copy of all of it first.
     """
-    flat = parameters.gradient
-    whole = flat.numel() // ROW * ROW
-    norms = [torch.linalg.vector_norm(part, dim=1) for part in (flat[:whole].view(-1, ROW), flat[whole:].view(1, -1))]
+    norms = [torch.zeros(1, dtype=parameters.gradient.dtype, device=parameters.gradient.device)]
+    for flat in (parameters.gradient[part] for part in counted):
+        whole = flat.numel() // ROW * ROW
+        rows = flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)
+        norms += [torch.linalg.vector_norm(part, dim=1) for part in rows]
     return torch.cat(norms).double().square().sum()
 
 

@@ -9,43 +9,37 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.schedules.plan import ModelShape, Plan
+from pentad.schedules.plan import Plan, Share
+from pentad.schedules.tensors import Range, Tensor, tensors
 from pentad.schedules.validation import is_validated
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
-class Spec(NamedTuple):
-    """A parameter by its global name; `scale` is the standard deviation of its first value, 0 means ones."""
+class Local(NamedTuple):
+    """What a rank holds of a tensor: `ranges` of every dimension, side by side in `shape`."""
 
-    name: str
-    shape: tuple[int, ...]
-    scale: float
+    tensor: Tensor
+    ranges: list[list[Range]]
 
+    @property
+    def name(self) -> str:
+        return self.tensor.name
 
-def specs(model: ModelShape, first: int, end: int) -> list[Spec]:
-    """Parameters of decoder layers `first` to `end`, with the embedding and the head where the range touches the ends.
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sum(end - start for start, end in ranges) for ranges in self.ranges)
 
-    Matrices [out, in] come first, norms last: weight decay is for matrices only.
-    """
-    h, d, std = model.hidden, model.head_dim, 0.02
-    deep = std / math.sqrt(2 * model.layers)
-    matrices, norms = [], []
-    if first == 0:
-        matrices.append(Spec("embedding", (model.vocab, h), std))
-    for layer in range(first, end):
-        at = f"layers.{layer}"
-        matrices += [
-            Spec(f"{at}.attention.qkv", ((model.heads + 2 * model.kv_heads) * d, h), std),
-            Spec(f"{at}.attention.out", (h, model.heads * d), deep),
-            Spec(f"{at}.mlp.gate_up", (2 * model.ffn, h), std),
-            Spec(f"{at}.mlp.down", (h, model.ffn), deep),
-        ]
-        norms += [Spec(f"{at}.attention_norm", (h,), 0.0), Spec(f"{at}.mlp_norm", (h,), 0.0)]
-    if end == model.layers:
-        matrices.append(Spec("head", (model.vocab, h), std))
-        norms.append(Spec("norm", (h,), 0.0))
-    return matrices + norms
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.tensor.shape
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of a whole tensor."""
+        for dim, ranges in enumerate(self.ranges):
+            if ranges != [(0, whole.shape[dim])]:
+                whole = torch.cat([whole.narrow(dim, start, end - start) for start, end in ranges], dim)
+        return whole
 
 
 class Cut(NamedTuple):
@@ -67,16 +61,17 @@ class Cut(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a shard has of a tensor: its elements `span`, in C order."""
+    """What a shard has of a rank's part of a tensor: its elements `span`, in C order."""
 
-    spec: Spec
+    local: Local
     span: slice
     values: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Flat buffers of one stage, all of the same order, and of the length of a shard (the stage, where it is not cut).
+    """Flat buffers of one share of a stage, all of the same order, and of the length of a shard (the share, where it is
+    not cut).
 
     `master`, `gradient`, `m`, `v` are float32 (float64 when compute is); `compute` is what STEP makes of `master`:
     itself or its copy in the compute dtype. `weights` and `gradients` are whole, what layers read and add to: where
@@ -84,7 +79,8 @@ class Parameters:
     other stages use them too (see shards.py).
     """
 
-    specs: tuple[Spec, ...]
+    locals: tuple[Local, ...]
+    experts: bool
     cut: Cut
     master: torch.Tensor
     compute: torch.Tensor
@@ -97,27 +93,27 @@ class Parameters:
     @property
     def decayed(self) -> int:
         """How many leading elements belong to matrices."""
-        matrices = sum(math.prod(spec.shape) for spec in self.specs if len(spec.shape) > 1)
+        matrices = sum(math.prod(local.shape) for local in self.locals if len(local.shape) > 1)
         return min(max(0, matrices - self.cut.span.start), self.cut.length)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Name -> its part of a whole flat buffer, in its own shape."""
         found, start = {}, 0
-        for spec in self.specs:
-            size = math.prod(spec.shape)
-            found[spec.name] = flat[start : start + size].view(spec.shape)
+        for local in self.locals:
+            size = math.prod(local.shape)
+            found[local.name] = flat[start : start + size].view(local.shape)
             start += size
         return found
 
     def pieces(self, flat: torch.Tensor) -> list[Piece]:
         """What a shard has of the stage's tensors."""
         found, start = [], 0
-        for spec in self.specs:
-            size, span = math.prod(spec.shape), self.cut.span
+        for local in self.locals:
+            size, span = math.prod(local.shape), self.cut.span
             first, end = max(start, span.start), min(start + size, span.stop)
             if first < end:
                 values = flat[first - span.start : end - span.start]
-                found.append(Piece(spec, slice(first - start, end - start), values))
+                found.append(Piece(local, slice(first - start, end - start), values))
             start += size
         return found
 
@@ -125,23 +121,18 @@ class Parameters:
         """What a checkpoint keeps, by kind: master weights and both moments."""
         return {"model": self.master, "optimizer.m": self.m, "optimizer.v": self.v}
 
-    def named(self, flats: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors by kind and global name, of whole flat buffers by kind."""
-        return {f"{kind}.{name}": view for kind, flat in flats.items() for name, view in self.views(flat).items()}
-
     def refresh(self) -> None:
         """Writes the compute copy from the master weights."""
         if self.compute is not self.master:
             self.compute.copy_(self.master)
 
 
-def create(plan: Plan, stage: int, device: torch.device, *, rank: int = 0, blank: bool = False) -> Parameters:
-    """A stage's buffers on a rank with their first values, which depend on the seed and the parameter's name alone.
+def create(plan: Plan, share: Share, device: torch.device, *, rank: int = 0, blank: bool = False) -> Parameters:
+    """The buffers of a share on a rank with first values, which depend on the seed and the parameter's name alone.
 
     `blank` ones hold zeros, for state that comes from elsewhere: making values takes seconds a billion.
     """
-    found = tuple(specs(plan.model, *plan.layers[stage]))
-    cut = cut_of(plan, stage, rank)
+    found, cut = locals_of(plan, share), cut_of(plan, share, rank)
     narrow = DTYPES[plan.dtype]
     wide = torch.float64 if narrow is torch.float64 else torch.float32
 
@@ -156,24 +147,31 @@ def create(plan: Plan, stage: int, device: torch.device, *, rank: int = 0, blank
     compute = zeros(1, narrow) if weights is None else weights[cut.span]
     gradient = zeros() if gradients is None else gradients[cut.span]
     master = compute if shared else zeros()
-    parameters = Parameters(found, cut, master, compute, gradient, zeros(), zeros(), weights, gradients)
+    parameters = Parameters(found, share.experts, cut, master, compute, gradient, zeros(), zeros(), weights, gradients)
     for piece in () if blank else parameters.pieces(master):
-        piece.values.copy_(first_value(piece.spec, plan.seed).flatten()[piece.span])
+        whole = first_value(piece.local.tensor, plan.seed)
+        piece.values.copy_(piece.local.of(whole).flatten()[piece.span])
     parameters.refresh()
     return parameters
 
 
-def cut_of(plan: Plan, stage: int, rank: int) -> Cut:
-    """The shard of a rank: that of its place among the stage's holders."""
-    size = plan.model.stage_parameters(*plan.layers[stage])
-    parts = plan.shards(stage)
-    return Cut(size, parts, plan.holders(stage).index(rank)) if parts > 1 else Cut(size)
+def locals_of(plan: Plan, share: Share) -> tuple[Local, ...]:
+    """The parts of tensors that a share is made of."""
+    rank = plan.owner(share)
+    found = tensors(plan.model, *plan.layers[share.stage])
+    return tuple(Local(each, each.ranges(plan.mesh, rank)) for each in found if each.experts is share.experts)
 
 
-def first_value(spec: Spec, seed: int) -> torch.Tensor:
+def cut_of(plan: Plan, share: Share, rank: int) -> Cut:
+    """The shard of a rank: that of its place among the holders."""
+    size, parts = plan.size(share), plan.shards(share)
+    return Cut(size, parts, plan.holders(share).index(rank)) if parts > 1 else Cut(size)
+
+
+def first_value(tensor: Tensor, seed: int) -> torch.Tensor:
     """float32 on the CPU, the same on every machine and mesh."""
-    if spec.scale == 0.0:
-        return torch.ones(spec.shape)
-    digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
+    if tensor.scale == 0.0:
+        return torch.ones(tensor.shape)
+    digest = hashlib.blake2b(f"{seed}:{tensor.like or tensor.name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return torch.empty(spec.shape).normal_(0.0, spec.scale, generator=generator)
+    return torch.empty(tensor.shape).normal_(0.0, tensor.scale, generator=generator)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pentad.schedules.instruction import RECEIVES, Instruction, Op, units_of
 from pentad.schedules.plan import Plan
-from pentad.workers.groups import Channel, channel, edges
+from pentad.workers.groups import Channel, channel, columns, edges
 from pentad.workers.ipc import Opened, offer
 from pentad.workers.signals import LINE, Signals
 
@@ -32,8 +32,8 @@ def channels(plan: Plan) -> dict[Channel, int]:
     """A number for every channel of the mesh, the same on all ranks."""
     mesh = plan.mesh
     ends = [
-        (kind, mesh.move(0, dp=dp, pp=source), mesh.move(0, dp=dp, pp=target))
-        for dp in range(mesh.dp)
+        (kind, mesh.move(column, pp=source), mesh.move(column, pp=target))
+        for column in columns(mesh)
         for kind, source, target in edges(plan)
     ]
     return {name: number for number, name in enumerate(ends)}

@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import units_of
-from pentad.schedules.plan import Plan
+from pentad.schedules.plan import Plan, Share
 from pentad.schedules.timeline import Span
 from pentad.schedules.validation import is_validated
 from pentad.workers import checkpoint
+from pentad.workers.bank import banks_of
 from pentad.workers.board import Board, State
 from pentad.workers.courier import Courier
 from pentad.workers.executor import Executor
@@ -27,6 +28,7 @@ from pentad.workers.fence import Fenced, Wires, run_out
 from pentad.workers.groups import abort_all, connect, meet, serve
 from pentad.workers.lanes import CudaLanes, HostLanes, Lanes, Times
 from pentad.workers.parameters import DTYPES, Parameters, create, cut_of
+from pentad.workers.parts import file_of, named, read_whole
 from pentad.workers.peer_copy import PeerCopy, channels
 from pentad.workers.results import Stand, StepResult
 from pentad.workers.shards import Shards, collect
@@ -64,12 +66,12 @@ class Runner:
         self.epoch = epoch
         self.board: Board = Board(board, epoch) if before is None else before.board.renew(epoch)
         held = before.parameters if before is not None and before.plan.layers == plan.layers else {}
-        held = {s: parameters for s, parameters in held.items() if _fits(plan, rank, s, parameters)}
-        self.parameters: dict[int, Parameters] = {
-            s: held[s] if s in held else create(plan, s, self.device, rank=rank, blank=blank)
-            for s in plan.stages_of(rank)
+        held = {at: parameters for at, parameters in held.items() if _fits(plan, rank, at, parameters)}
+        self.parameters: dict[Share, Parameters] = {
+            at: held[at] if at in held else create(plan, at, self.device, rank=rank, blank=blank)
+            for at in plan.shares_of(rank)
         }
-        self.stages = {s: Stage(plan, s, parameters) for s, parameters in self.parameters.items()}
+        self.stages = {s: Stage(plan, s, banks_of(plan, rank, s, self.parameters)) for s in plan.stages_of(rank)}
         if before is not None:  # its other buffers make room
             before.stages.clear()
             before.shards.clear()
@@ -103,6 +105,8 @@ class Runner:
         with self._unless_fenced():
             store, self.store = self.store or meet(address, size, timeout_seconds), None
             self.groups = connect(self.plan, self.rank, store, timeout_seconds, self.device, self.epoch)
+            for stage in self.stages.values():
+                stage.join(self.groups.tensor)
             end = self._end(address, timeout_seconds)
             if self.wires is not None:
                 self.wires.exchange(store, self.rank, size)
@@ -121,26 +125,25 @@ class Runner:
             found = checkpoint.open_checkpoint(Path(folder))
             for held in self.parameters.values():
                 for kind, flat in held.state().items():
-                    for spec, span, values in held.pieces(flat):
-                        name = f"{kind}.{spec.name}"  # one at a time: a shard's rank need not have room for more
-                        whole = checkpoint.read(found, [name])[name]
-                        assert whole.shape == spec.shape, name
-                        values.copy_(whole.flatten()[span])
+                    for local, span, values in held.pieces(flat):
+                        # one at a time: a shard's rank need not have room for more
+                        whole = read_whole(found, f"{kind}.{local.tensor.like or local.name}", local.tensor.shape)
+                        values.copy_(local.of(whole).flatten()[span])
                 held.refresh()
         self._begin(step)
 
-    def receive(self, sources: Mapping[int, int], step: int) -> None:
-        """Takes the state of `step` steps from living copies: `sources[stage]` is the rank of the mesh that gives it.
+    def receive(self, sources: Mapping[Share, int], step: int) -> None:
+        """Takes the state of `step` steps from living copies: `sources[share]` is the rank of the mesh that gives it.
 
-        All holders of a stage take part, those that have it already included.
+        All holders of a share take part, those that have it already included.
         """
         if self.version != step:
             self.version = -1  # until all of it is here
         with self._unless_fenced():
-            for stage, held in sorted(self.parameters.items()):  # mirrors hold the same stages in another order
-                if stage in sources:
+            for at, held in sorted(self.parameters.items()):  # mirrors hold the same stages in another order
+                if at in sources:
                     for flat in (held.master, held.m, held.v):
-                        dist.broadcast(flat, sources[stage], group=self.groups.holders[stage])
+                        dist.broadcast(flat, sources[at], group=self.groups.holders[at.stage][at.experts])
                     held.refresh()
         self._begin(step)
 
@@ -162,8 +165,8 @@ class Runner:
             self.kept.append(results)
             return results
 
-    def save(self, folder: str, step: int, stages: tuple[int, ...] | None = None) -> list[dict]:
-        """Writes stages (those that this rank owns, if none are named); the driver commits the manifest.
+    def save(self, folder: str, step: int, shares: tuple[Share, ...] | None = None) -> list[dict]:
+        """Writes shares (those that this rank owns, if none are named); the driver commits the manifest.
 
         `step` steps are done, once that which is open is.
         """
@@ -171,17 +174,16 @@ class Runner:
             with self._unless_fenced():
                 self._finish()
         written, failed = [], list[PentadError]()
-        for stage, held in sorted(self.parameters.items()):
-            owner = self.plan.owner(stage) == self.rank if stages is None else stage in stages
-            if held.cut.parts > 1:
-                with self._unless_fenced():
-                    state = collect(held, self.plan.owner(stage), self.rank, self.groups.holders[stage])
-            else:
-                state = held.named(held.state())
+        for at, held in sorted(self.parameters.items()):
+            owner = self.plan.owner(at)
+            if shares is not None and held.cut.parts == 1:
+                owner = self.rank if at in shares else -1
+            with self._unless_fenced():
+                state = collect(held, owner, self.rank, self.groups.holders[at.stage][at.experts])
             try:
-                if owner:
-                    file = f"stage-{stage:03d}.safetensors"
-                    written.append(checkpoint.write_shard(Path(folder), file, state).plain())
+                if state is not None:
+                    file = file_of(self.plan, at)
+                    written.append(checkpoint.write_shard(Path(folder), file, named(held, state, at)).plain())
             except PentadError as error:  # raised when the other holders have all they wait for
                 failed.append(error)
         if failed:
@@ -266,7 +268,7 @@ class Runner:
         return PostValidated(self.plan, self.rank, self.stages, courier)
 
     def _transport(self, store: dist.TCPStore) -> Transport | PeerCopy:
-        shape = (self.plan.piece_tokens, self.plan.model.hidden)
+        shape = (self.plan.stream_tokens, self.plan.model.hidden)
         dtype = DTYPES[self.plan.dtype]
         if self.plan.transport == "peer":
             count = 2 * len(channels(self.plan))
@@ -337,6 +339,6 @@ class Runner:
             raise Fenced
 
 
-def _fits(plan: Plan, rank: int, stage: int, held: Parameters) -> bool:
-    """Whether a rank can go on with the parameters of an earlier plan's stage."""
-    return stage in plan.stages_of(rank) and held.cut == cut_of(plan, stage, rank)
+def _fits(plan: Plan, rank: int, at: Share, held: Parameters) -> bool:
+    """Whether a rank can go on with the parameters of an earlier plan's share."""
+    return at in plan.shares_of(rank) and held.cut == cut_of(plan, at, rank)

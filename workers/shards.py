@@ -12,14 +12,14 @@ import torch.distributed as dist
 from pentad.schedules.instruction import Instruction
 from pentad.schedules.plan import Plan
 from pentad.schedules.pools import Slots, gradient_slots, weight_slots
+from pentad.workers.bank import Bank
 from pentad.workers.groups import Groups
 from pentad.workers.parameters import Parameters
 from pentad.workers.stage import Stage
+from pentad.workers.tensor_ranks import gather_all, scatter_sum
 
 CHUNK = 2**24  # elements of a shard that travel at once to who saves it
-# torch 2.13 gives them new names
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Slot = tuple[int, int]  # number of the buffer and of the bank
 
 
 class Shards:
@@ -32,33 +32,42 @@ class Shards:
         turns = gradient_slots(program, pp)[0] if plan.zero > 1 else {}
         self.gradients = _buffers(turns, stages, like="gradient")
         for (stage, _), slot in turns.items():
-            stages[stage].accumulate_in(_whole(self.gradients[slot], stages[stage]))
+            for number, bank in enumerate(stages[stage].banks):
+                if bank.parameters.gradients is None:
+                    bank.accumulate_in(_whole(self.gradients[slot, number], bank))
+            stages[stage].bind()
 
-    def gather(self, part: Instruction, groups: Groups) -> dist.Work | None:
+    def gather(self, part: Instruction, groups: Groups) -> list[dist.Work]:
         """ALL_GATHER: what the layers read is in the buffer of this turn from here on."""
-        stage, group = self.stages[part.stage], groups.gatherers[part.stage]
-        if group is None:
-            return None
-        whole = stage.parameters.weights
-        if whole is None:
-            whole = _whole(self.weights[self.slots[part.stage, part.microbatch]], stage)
-            stage.read(whole)
-        return _gather(whole, stage.parameters.compute, group=group, async_op=True)
+        stage, running = self.stages[part.stage], []
+        for number, (bank, group) in enumerate(zip(stage.banks, groups.gatherers[part.stage], strict=True)):
+            if group is None:
+                continue
+            whole = bank.parameters.weights
+            if whole is None:
+                whole = _whole(self.weights[self.slots[part.stage, part.microbatch], number], bank)
+                bank.read(whole)
+            running.append(gather_all(whole, bank.parameters.compute, group=group, async_op=True))
+        stage.bind()
+        return running
 
     def free(self, part: Instruction) -> None:
         """FREE: nothing may read the buffer any more."""
         stage = self.stages[part.stage]
-        if stage.parameters.weights is None:
-            stage.forget()
+        for bank in stage.banks:
+            if bank.parameters.weights is None:
+                bank.forget()
+        stage.bind()
 
-    def scatter(self, part: Instruction, groups: Groups) -> dist.Work:
+    def scatter(self, part: Instruction, groups: Groups) -> list[dist.Work]:
         """REDUCE_SCATTER: this rank's shard of the sum of the whole gradients."""
-        stage = self.stages[part.stage]
-        stage.stale = True
-        group = groups.holders[part.stage]
-        work = _scatter(stage.parameters.gradient, stage.whole, group=group, async_op=True)
-        assert work is not None
-        return work
+        running = []
+        for bank, group in zip(self.stages[part.stage].banks, groups.holders[part.stage], strict=True):
+            if group is None:
+                continue
+            bank.stale = True
+            running.append(scatter_sum(bank.parameters.gradient, bank.whole, group=group, async_op=True))
+        return running
 
     def clear(self) -> None:
         """Gives the buffers back."""
@@ -66,10 +75,14 @@ class Shards:
         self.gradients.clear()
 
 
-def collect(parameters: Parameters, owner: int, rank: int, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-    """The state of a stage by global name, whole and on the host of its `owner` (a rank of the mesh), empty elsewhere.
-    All holders take part; it travels in small parts, so that no device needs room for more."""
+def collect(
+    parameters: Parameters, owner: int, rank: int, group: dist.ProcessGroup | None
+) -> dict[str, torch.Tensor] | None:
+    """A rank's part of a stage, by kind of state, flat, whole and on the host of its `owner` (a rank of the mesh); None
+    elsewhere. All holders take part; it travels in small parts, so that no device needs room for more."""
     cut, found = parameters.cut, dict[str, torch.Tensor]()
+    if cut.parts == 1:
+        return parameters.state() if rank == owner else None
     for kind, shard in parameters.state().items():
         whole = torch.empty(cut.parts, cut.length if rank == owner else 0, dtype=shard.dtype)
         for start in range(0, cut.length, CHUNK):
@@ -79,19 +92,22 @@ def collect(parameters: Parameters, owner: int, rank: int, group: dist.ProcessGr
             for number, part in enumerate(parts or ()):
                 whole[number, start : start + part.numel()] = part
         found[kind] = whole.flatten()
-    return parameters.named(found) if rank == owner else {}
+    return found if rank == owner else None
 
 
-def _buffers(slots: Slots, stages: dict[int, Stage], like: str) -> dict[int, torch.Tensor]:
-    """By slot, as long as the longest stage that uses it."""
-    found: dict[int, torch.Tensor] = {}
-    for slot in sorted(set(slots.values())):
-        using = [stages[stage].parameters for (stage, _), number in slots.items() if number == slot]
-        length = max(each.cut.parts * each.cut.length for each in using)
-        found[slot] = getattr(using[0], like).new_zeros(length)
+def _buffers(slots: Slots, stages: dict[int, Stage], like: str) -> dict[Slot, torch.Tensor]:
+    """By slot and number of the bank, as long as the longest stage that uses it."""
+    found: dict[Slot, torch.Tensor] = {}
+    using: dict[Slot, list[Parameters]] = {}
+    for (stage, _), slot in sorted(slots.items(), key=lambda item: item[1]):
+        for number, bank in enumerate(stages[stage].banks):
+            using.setdefault((slot, number), []).append(bank.parameters)
+    for at, parameters in using.items():
+        length = max(each.cut.parts * each.cut.length for each in parameters)
+        found[at] = getattr(parameters[0], like).new_zeros(length)
     return found
 
 
-def _whole(buffer: torch.Tensor, stage: Stage) -> torch.Tensor:
-    cut = stage.parameters.cut
+def _whole(buffer: torch.Tensor, bank: Bank) -> torch.Tensor:
+    cut = bank.parameters.cut
     return buffer[: cut.parts * cut.length]

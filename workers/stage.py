@@ -7,31 +7,30 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.rope import rope_tables
 from pentad.schedules.plan import Plan
-from pentad.workers import layer
-from pentad.workers.parameters import Parameters
+from pentad.workers import head, layer
+from pentad.workers.around import Around, Place, Rotation
+from pentad.workers.bank import Bank
 from pentad.workers.past import Past
-from pentad.workers.weights import Deferred, Lookup, Product, Sum, accumulate
+from pentad.workers.tensor_ranks import TensorRanks
+from pentad.workers.weights import Deferred, Sum, accumulate
 
 
 class Ending(NamedTuple):
-    """What B needs of the head and the loss."""
+    """What B needs of the last norm, the head and the loss."""
 
     stream: torch.Tensor  # [T, H]
     scale: torch.Tensor  # [T]
-    normed: torch.Tensor  # [T, H]
-    logits: torch.Tensor  # [T, V]
-    lse: torch.Tensor  # [T]
-    targets: torch.Tensor  # [T]
+    scores: head.Scores
 
 
 class Given(NamedTuple):
-    """What F gets: a result of the stage before, or tokens on the first stage; targets on the last one."""
+    """What F gets: a result of the stage before, or tokens on the first stage; targets on the last one. Tensor ranks
+    have parts of the results, but all tokens and targets."""
 
-    received: torch.Tensor | None  # [T, H]
+    received: torch.Tensor | None  # [T / tp, H]
     tokens: torch.Tensor | None  # [T]
     targets: torch.Tensor | None  # [T]
 
@@ -46,10 +45,11 @@ class Kept(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """Parts of a whole flat buffer: by name, and those of each layer."""
+    """Weights and gradients by name, and those of each layer."""
 
-    views: dict[str, torch.Tensor]
-    layers: list[layer.Weights]
+    weights: layer.Views
+    gradients: layer.Views
+    layers: list[tuple[layer.Weights, layer.Weights]]
 
 
 class Stage:
@@ -57,58 +57,48 @@ class Stage:
     where sequences are cut, one of its slices. Those run in order forward and in reverse backward, T tokens each.
 
     `mode` is the plan's for this stage: what F is not to keep is made again, with the same bits, by `recompute`.
+    `banks` hold its parameters, those of experts in one of their own. Until `join` it is alone with its layers.
 
     `loss_sums` [microbatches], float64, are the sums of their tokens' losses, on the last stage and of the
-    step that was begun last.
+    step that was begun last; tensor ranks have the same ones.
     """
 
-    def __init__(self, plan: Plan, index: int, parameters: Parameters) -> None:
-        self.model, self.index, self.parameters = plan.model, index, parameters
+    def __init__(self, plan: Plan, index: int, banks: list[Bank]) -> None:
+        self.model, self.index, self.banks = plan.model, index, banks
         self.first, self.last = index == 0, index == plan.program.stages - 1
-        self.deterministic, self.mode = plan.deterministic, plan.mode(index)
+        self.mode = plan.mode(index)
         self.loss_scale = 1.0 / plan.batch.tokens
-        device, dtype = parameters.master.device, parameters.master.dtype
+        self.around = Around(plan.model, TensorRanks(), plan.deterministic)
+        master = banks[0].parameters.master
+        device, dtype = master.device, master.dtype
         self.length, self.slices = plan.batch.length, plan.program.slices
         tables = rope_tables(self.length, plan.model.head_dim, plan.model.rope_theta, device, dtype)
         cut = self.length // self.slices
-        self.rotations = [layer.Rotation(k * cut, *(t[k * cut :][:cut] for t in tables)) for k in range(self.slices)]
+        self.rotations = [Rotation(k * cut, *(t[k * cut :][:cut] for t in tables)) for k in range(self.slices)]
         self.span = range(*plan.layers[index])
-        self.bound: dict[int, Bound] = {}
-        self.weights: dict[str, torch.Tensor] = {}
-        self.reading: list[layer.Weights] = []
-        self.main: list[layer.Weights] = []
-        if parameters.gradients is not None:
-            self.accumulate_in(parameters.gradients)
-        if parameters.weights is not None:
-            self.read(parameters.weights)
+        self.halves = [layer.halves_of(plan.model, number) for number in self.span]
+        self.bound: dict[tuple[int, ...], Bound] = {(): Bound({}, {}, [])}
+        self.bind()
         self.kept: dict[int, Kept] = {}
         self.pasts: dict[int, list[Past]] = {}  # by microbatch, of every layer
         self.deferred: dict[int, list[Deferred]] = {}
         self.sums = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=device)
         self.loss_sums = self.sums[0]
 
-    def accumulate_in(self, flat: torch.Tensor) -> None:
-        """The whole gradients are in this buffer; where others use it too, or parts of it are summed elsewhere, they
-        begin with zeros at the first W of a step."""
-        self.whole, self.stale = flat, self.parameters.cut.parts > 1
-        self.gradients, self.main = self._bound(flat)
-        self.layers = list(zip(self.reading, self.main, strict=False))
+    def join(self, tensor: TensorRanks) -> None:
+        """From here on its layers are shared with these ranks."""
+        self.around = self.around._replace(tensor=tensor)
 
-    def read(self, flat: torch.Tensor) -> None:
-        """The whole weights are in this buffer from here on."""
-        self.weights, self.reading = self._bound(flat)
-        self.layers = list(zip(self.reading, self.main, strict=False))
-
-    def forget(self) -> None:
-        """There are no weights to read."""
-        self.weights, self.reading, self.layers = {}, [], []
-
-    def _bound(self, flat: torch.Tensor) -> Bound:
-        """Views of the few buffers there are, made once."""
-        if flat.data_ptr() not in self.bound:
-            views = self.parameters.views(flat)
-            self.bound[flat.data_ptr()] = Bound(views, [layer.weights_of(views, i) for i in self.span])
-        return self.bound[flat.data_ptr()]
+    def bind(self) -> None:
+        """After a bank has changed its buffers: what the layers read and add to. With neither, there are no layers."""
+        whole = all(bank.weights and bank.gradients for bank in self.banks)
+        at = tuple(id(views) for bank in self.banks for views in (bank.weights, bank.gradients)) if whole else ()
+        if at not in self.bound:
+            weights, gradients = ({k: v for bank in self.banks for k, v in of(bank).items()} for of in (_read, _added))
+            each = zip(self.span, self.halves, strict=True)
+            layers = [(layer.weights_of(weights, *of), layer.weights_of(gradients, *of)) for of in each]
+            self.bound[at] = Bound(weights, gradients, layers)
+        self.now = self.bound[at]
 
     def begin(self, step: int) -> None:
         """Before the first F of a step. Sums of the step before may still be on their way to the other ranks."""
@@ -122,7 +112,7 @@ class Stage:
         stage. Returns the residual stream [T, H], nothing on the last stage."""
         microbatch, number = divmod(piece, self.slices)
         if number == 0:
-            self.pasts[microbatch] = [Past(self.length) for _ in self.layers]
+            self.pasts[microbatch] = [Past(self.length) for _ in self.now.layers]
         branch, stream, self.kept[piece], losses = self._through(piece, Given(received, tokens, targets), self.mode)
         if losses is None:
             return branch + stream
@@ -135,8 +125,8 @@ class Stage:
         if self.mode == "full":
             self.kept[piece] = self._through(piece, kept.given, "none")[2]
         else:
-            pairs = zip(self.layers, kept.roots, strict=True)
-            kept.leaves.extend(layer.leaves(weights, self.model, roots) for (weights, _), roots in pairs)
+            each = zip(self.now.layers, self.halves, kept.roots, strict=True)
+            kept.leaves.extend(layer.leaves(w, halves, self.around, roots) for (w, _), halves, roots in each)
 
     def backward_input(self, piece: int, dy: torch.Tensor | None) -> torch.Tensor | None:
         """B. `dy` [T, H] is the gradient of this stage's result, nothing on the last stage. Returns the gradient of
@@ -148,22 +138,22 @@ class Stage:
         if kept.ending is not None:
             dy, work = self._end_backward(kept.ending)
         assert dy is not None
-        for (weights, gradients), past in zip(reversed(self.layers), reversed(pasts), strict=True):
+        for (weights, gradients), halves, past in reversed(list(zip(self.now.layers, self.halves, pasts, strict=True))):
             # popped, so that what W does not need is freed before the next layer needs memory
-            rotation, roots, leaves = self.rotations[number], kept.roots, kept.leaves
-            dy, more = layer.backward(weights, gradients, self.model, rotation, past, roots.pop(), leaves.pop(), dy)
+            place, saved = Place(self.rotations[number], past), (kept.roots.pop(), kept.leaves.pop())
+            dy, more = layer.backward(weights, gradients, halves, self.around, place, *saved, dy)
+            del saved
             work += more
         tokens = kept.given.tokens
         if tokens is not None:
-            work.append(Lookup(self.gradients["embedding"], dy, tokens))
+            work += head.embed_backward(self.now.gradients["embedding"], dy, tokens, self.around.tensor)
         self.deferred[piece] = work
         return None if tokens is not None else dy
 
     def backward_weight(self, piece: int) -> None:
         """W."""
-        if self.stale:
-            self.whole.zero_()
-            self.stale = False
+        for bank in self.banks:
+            bank.freshen()
         accumulate(self.deferred.pop(piece))
 
     def movable(self, piece: int) -> list[torch.UntypedStorage]:
@@ -183,12 +173,15 @@ class Stage:
         losses [T])."""
         microbatch, number = divmod(piece, self.slices)
         kept, losses = Kept(given, [], [], None), None
-        branch = self.weights["embedding"][given.tokens] if given.received is None else given.received
+        if given.tokens is not None:
+            branch = head.embed(self.now.weights["embedding"], given.tokens, self.around.tensor)
+        else:
+            assert given.received is not None
+            branch = given.received
         stream: torch.Tensor | None = None
-        for (weights, _), past in zip(self.layers, self.pasts[microbatch], strict=True):
-            branch, stream, roots, leaves = layer.forward(
-                weights, self.model, self.rotations[number], past, branch, stream, deterministic=self.deterministic
-            )
+        for (weights, _), halves, past in zip(self.now.layers, self.halves, self.pasts[microbatch], strict=True):
+            place = Place(self.rotations[number], past)
+            branch, stream, roots, leaves = layer.forward(weights, halves, self.around, place, branch, stream)
             kept.roots.extend([roots] if mode != "full" else [])
             kept.leaves.extend([leaves] if mode == "none" else [])
             del roots, leaves  # what is not kept is free before the next layer needs memory
@@ -199,17 +192,25 @@ class Stage:
         return branch, stream, kept, losses
 
     def _end(self, branch: torch.Tensor, stream: torch.Tensor, targets: torch.Tensor) -> tuple[Ending, torch.Tensor]:
-        normed, entry, scale = rms_norm(branch, self.weights["norm"], self.model.norm_eps, stream)
-        logits = torch.mm(normed, self.weights["head"].t())
-        losses, lse = cross_entropy(logits, targets)
-        return Ending(entry, scale, normed, logits, lse, targets), losses
+        weights = self.now.weights
+        normed, entry, scale = rms_norm(branch, weights["norm"], self.model.norm_eps, stream)
+        scores, losses = head.score(weights["head"], normed, targets, self.around.tensor)
+        return Ending(entry, scale, scores), losses
 
     def _end_backward(self, ending: Ending) -> tuple[torch.Tensor, list[Deferred]]:
-        dlogits = ending.logits
-        cross_entropy_backward_(dlogits, ending.targets, ending.lse, self.loss_scale)
-        dnormed = torch.mm(dlogits, self.weights["head"])
-        dstream, dnorm = rms_norm_backward(dnormed, ending.stream, self.weights["norm"], ending.scale, None)
-        return dstream, [Product(self.gradients["head"], dlogits, ending.normed), Sum(self.gradients["norm"], dnorm)]
+        weights, gradients, _ = self.now
+        tensor, scale = self.around.tensor, self.loss_scale
+        dnormed, work = head.score_backward(weights["head"], gradients["head"], ending.scores, scale, tensor)
+        dstream, dnorm = rms_norm_backward(dnormed, ending.stream, weights["norm"], ending.scale, None)
+        return dstream, [*work, Sum(gradients["norm"], dnorm)]
+
+
+def _read(bank: Bank) -> layer.Views:
+    return bank.weights
+
+
+def _added(bank: Bank) -> layer.Views:
+    return bank.gradients
 
 
 def _tensors(nested: object) -> Iterator[torch.Tensor]:

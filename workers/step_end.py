@@ -6,6 +6,7 @@ schedules/validation.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from pentad.schedules.plan import Plan
 from pentad.workers import optimizer
 from pentad.workers.courier import Courier, Parcel
 from pentad.workers.groups import Groups
+from pentad.workers.parameters import Parameters
 from pentad.workers.stage import Stage
 
 Check = Callable[[], None]
@@ -41,41 +43,52 @@ def on_host(value: torch.Tensor) -> torch.Tensor:
     return here.copy_(value, non_blocking=True)
 
 
+def held(stages: dict[int, Stage]) -> list[Parameters]:
+    return [bank.parameters for stage in stages.values() for bank in stage.banks]
+
+
 class Sums:
-    """What the ranks add up at the end of a step, in float64: squares by shard, then losses by microbatch of the mesh.
+    """What the ranks add up at the end of a step, in float64: squares by shard, then losses by microbatch and context
+    rank of the mesh.
 
     Every entry is given by one rank only, so that the sums are exact in any order. The losses travel along, so that a
     committed step's loss outlives the rank that computed it.
     """
 
     def __init__(self, plan: Plan, rank: int, stages: dict[int, Stage]) -> None:
-        self.plan, self.rank, self.stages = plan, rank, stages
-        self.limit = plan.optimizer.clip_norm
-        device = next(iter(stages.values())).parameters.master.device
-        *self.first, self.squares = accumulate(map(plan.shards, range(plan.program.stages)), initial=0)
-        count = self.squares + plan.mesh.dp * plan.batch.microbatches
-        self.values = torch.zeros(count, dtype=torch.float64, device=device)
+        self.plan, self.stages, self.at = plan, stages, plan.mesh.coordinates(rank)
+        self.rank, self.limit = rank, plan.optimizer.clip_norm
+        *first, self.squares = accumulate(map(plan.shards, plan.shares), initial=0)
+        self.first = dict(zip(plan.shares, first, strict=True))
+        self.shape = (plan.batch.replicas, plan.batch.microbatches, plan.mesh.cp)
+        device = next(iter(stages.values())).sums.device
+        self.values = torch.zeros(self.squares + math.prod(self.shape), dtype=torch.float64, device=device)
 
     def fill(self, *, every_replica: bool) -> torch.Tensor:
-        """This rank's part: of a stage's square that of its shard; of one that is not cut that of its owner, or of its
+        """This rank's part: of a share's square that of its shard; of one that is not cut that of its owner, or of its
         first holder in `every_replica`."""
         self.values.zero_()
-        at, count = self.plan.mesh.coordinates(self.rank), self.plan.batch.microbatches
-        first = self.squares + count * at.dp
-        for index, stage in self.stages.items():
-            cut = stage.parameters.cut
-            owns = cut.parts > 1 or self.plan.owner(index) == self.rank
-            if owns or (every_replica and self.plan.program.holders(index)[0] == at.pp):
-                self.values[self.first[index] + cut.number] = optimizer.square_sum(stage.parameters)
-            if stage.last:
-                self.values[first : first + count] += stage.loss_sums
+        at, program = self.at, self.plan.program
+        for share in self.plan.shares_of(self.rank):
+            stage = self.stages[share.stage]
+            bank = stage.banks[share.experts]
+            bank.copies.reduce(stage.around.tensor.group)
+            cut = bank.parameters.cut
+            owns = cut.parts > 1 or self.plan.owner(share) == self.rank
+            if owns or (every_replica and program.holders(share.stage)[0] == at.pp):
+                square = optimizer.square_sum(bank.parameters, bank.copies.counted())
+                self.values[self.first[share] + cut.number] = square
+        ends = [stage for stage in self.stages.values() if stage.last and at.tp == 0]
+        for stage in ends:
+            self.losses(self.values)[at.dp * self.plan.mesh.ep + at.ep, :, at.cp] += stage.loss_sums
         return self.values
 
     def norm(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[: self.squares].sum().sqrt()
 
     def losses(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[self.squares :].clone()
+        """Of every replica, microbatch and context rank."""
+        return whole[self.squares :].view(self.shape)
 
 
 class Barrier:
@@ -105,13 +118,13 @@ class Barrier:
         check()
         self.open = self.fence.to(values.device, non_blocking=True) == 0
         self.norm = torch.where(self.open, self.sums.norm(values), torch.nan)
-        self.losses = self.sums.losses(values)
+        self.losses = self.sums.losses(values).sum(2).flatten()
 
     def take(self, step: int) -> None:
         """STEP, scaled as NORM says; a step after the fence counts for nothing."""
-        for held in self.stages.values():
-            factor = optimizer.clip(self.norm, self.sums.limit, held.parameters.master.dtype)
-            optimizer.step(held.parameters, self.plan.optimizer, step, factor)
+        for parameters in held(self.stages):
+            factor = optimizer.clip(self.norm, self.sums.limit, parameters.master.dtype)
+            optimizer.step(parameters, self.plan.optimizer, step, factor)
         self.version = torch.where(self.open, step + 1, self.version)
         self.taken.append(Taken(step, on_host(self.losses), on_host(self.norm)))
         self.ready = False
@@ -166,8 +179,8 @@ class PostValidated:
 
     def take(self, step: int) -> None:
         """STEP, ahead of the norm."""
-        for held in self.stages.values():
-            optimizer.step_ahead(held.parameters, self.plan.optimizer, step)
+        for parameters in held(self.stages):
+            optimizer.step_ahead(parameters, self.plan.optimizer, step)
 
     def validate(self, check: Check) -> bool:
         """VALIDATE: hears the norm and takes the step for good. False when the weights are others than were taken
@@ -176,7 +189,7 @@ class PostValidated:
             return True
         parts = self.courier.hear(self.ahead, check)
         whole = parts.sum(0)  # of each replica, zero in the others; but squares, if all replicas hold all
-        self.losses = self.sums.losses(whole)
+        self.losses = self.sums.losses(whole).sum(2).flatten()
         return self._commit(self.sums.norm(whole if self.plan.zero else parts[0]))
 
     def finish(self, check: Check) -> None:
@@ -191,14 +204,14 @@ class PostValidated:
         self.courier.close()
 
     def _commit(self, norm: torch.Tensor) -> bool:
-        dtype = next(iter(self.stages.values())).parameters.master.dtype
+        dtype = held(self.stages)[0].master.dtype
         factor, step = optimizer.clip(norm, self.sums.limit, dtype), self.ahead
         finite, unscaled = bool(factor.isfinite()), bool(factor == 1)
         scale = factor.to(self.version.device, non_blocking=True)
-        for held in self.stages.values():
+        for parameters in held(self.stages):
             if not finite:
-                held.parameters.refresh()
-            optimizer.step(held.parameters, self.plan.optimizer, step, scale)
+                parameters.refresh()
+            optimizer.step(parameters, self.plan.optimizer, step, scale)
         self.version.fill_(step + 1)
         self.norm, self.ahead = norm, -1
         self.taken.append(Taken(step, self.losses, norm))

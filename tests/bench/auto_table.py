@@ -22,10 +22,12 @@ from pentad.orchestrator.estimate import guess_costs
 from pentad.schedules.auto import EFFORT, choose
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
-from pentad.schedules.plan import BatchShape, ModelShape, split_layers
+from pentad.schedules.model import ModelShape
+from pentad.schedules.plan import BatchShape, split_layers
 from pentad.schedules.program import Program
 from pentad.schedules.search_problem import By
 from pentad.schedules.shape import Options
+from pentad.schedules.tensors import head_in_layers
 
 BETWEEN_HOSTS = 25e9  # bytes/s
 EXCHANGE = 50e9  # bytes/s of a rank in an all-to-all of experts
@@ -81,7 +83,7 @@ class Case:
         model, shape = MODELS[self.model], MODELS[self.model].shape
         batch = BatchShape(self.microbatches, self.length, self.microbatches, 1)
         try:
-            layers = split_layers(shape.layers, placed.placement, shape.head_in_layers(self.length))
+            layers = split_layers(shape.layers, placed.placement, head_in_layers(shape, self.length))
         except PentadError:
             return None
         found = guess_costs(shape, layers, batch, "cuda", "bfloat16")

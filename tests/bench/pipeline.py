@@ -20,8 +20,10 @@ from pentad.orchestrator.estimate import read_costs
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.instruction import Instruction
 from pentad.schedules.mesh import Mesh
-from pentad.schedules.plan import BatchShape, ModelShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.model import ModelShape
+from pentad.schedules.plan import BatchShape, OptimizerShape, Plan, split_layers
 from pentad.schedules.simulate import simulate
+from pentad.schedules.tensors import head_in_layers
 from pentad.schedules.timeline import Timeline
 from pentad.workers.executor import Executor
 
@@ -38,7 +40,7 @@ def plan_of(args: argparse.Namespace, name: str) -> Plan:
         name=name,
         mesh=Mesh(pp=args.ranks),
         program=program,
-        layers=split_layers(model.layers, program.placement, model.head_in_layers(args.length)),
+        layers=split_layers(model.layers, program.placement, head_in_layers(model, args.length)),
         model=model,
         batch=BatchShape(args.microbatches * args.rows, args.length, args.microbatches, 1),
         optimizer=OptimizerShape(3e-4, 3e-5, 4, args.steps, 0.9, 0.95, 1e-8, 0.1, 1.0),

@@ -1,0 +1,60 @@
+"""Law 1 on meshes of more than two axes: the loss, the gradients and the weights of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fleet import Fleet, assembled
+from plans import STEPS, close, plan_of, reference
+
+from pentad.schedules.plan import Plan
+from pentad.schedules.shape import Savings
+
+TENSOR = [
+    ("1f1b", {"tp": 2}),
+    ("1f1b", {"tp": 4}),
+    ("zb-h2", {"tp": 2, "pp": 2}),
+    ("dualpipe", {"tp": 2, "pp": 2}),
+    ("gpipe", {"tp": 2, "dp": 2}),
+]
+SHARDED = [(zero, {"tp": 2, "dp": 2}) for zero in (1, 2, 3)]
+
+
+def made(data: str, name: str, sizes: dict[str, int], **more: Any) -> Plan:
+    rest = {axis: size for axis, size in sizes.items() if axis not in ("dp", "pp")}
+    return plan_of(name, sizes.get("dp", 1), sizes.get("pp", 1), 4, data, **rest, **more)
+
+
+@pytest.mark.parametrize(("name", "sizes"), TENSOR)
+def test_tensor_ranks_equal_one_process(fleet, corpus, name, sizes):
+    equals_one_process(fleet, made(corpus, name, sizes))
+
+
+@pytest.mark.parametrize(("zero", "sizes"), SHARDED)
+def test_shards_of_tensor_ranks_equal_one_process(fleet, corpus, zero, sizes):
+    equals_one_process(fleet, made(corpus, "1f1b", sizes, savings=Savings(zero=zero)))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_tensor_ranks_recompute_as_one_process(fleet, corpus, recompute):
+    equals_one_process(fleet, made(corpus, "zb-h2", {"tp": 2, "pp": 2}, recompute=recompute))
+
+
+def equals_one_process(fleet: Fleet, plan: Plan) -> None:
+    losses, gradients, norms, weights = reference(plan)
+    outcomes = fleet.run(plan, [(0, 2), (2, 1)])
+    for step in range(STEPS):
+        sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
+        assert len(sums) == plan.batch.replicas * plan.batch.microbatches
+        assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
+        for outcome in outcomes:
+            assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
+        found = assembled([outcome.gradients[step] for outcome in outcomes], weights)
+        assert found.keys() == weights.keys()
+        for name, gradient in found.items():
+            assert close(gradient, gradients[step][name]), f"step {step}: gradient of {name}"
+    kept = {f"model.{name}": weight for name, weight in weights.items()}
+    states = [{k: v for k, v in outcome.state.items() if k.startswith("model.")} for outcome in outcomes]
+    for name, weight in assembled(states, kept).items():
+        assert close(weight, kept[name]), f"weights of {name}"

@@ -1,0 +1,58 @@
+"""What the halves of a layer are told besides their weights and their input."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from pentad.schedules.model import ModelShape
+from pentad.workers.past import Past
+from pentad.workers.tensor_ranks import TensorRanks
+from pentad.workers.weights import Deferred
+
+Views = dict[str, torch.Tensor]
+
+
+class Around(NamedTuple):
+    """The same for all pieces: sizes, and the ranks that a layer is shared with."""
+
+    model: ModelShape
+    tensor: TensorRanks
+    deterministic: bool
+
+
+class Rotation(NamedTuple):
+    """Of the S positions from `start` on."""
+
+    start: int
+    cos: torch.Tensor  # [S, D/2]
+    sin: torch.Tensor
+
+
+class Place(NamedTuple):
+    """Of one piece in one layer: its positions, and what it shares with the other slices of its sequences."""
+
+    rotation: Rotation
+    past: Past
+
+
+class Half(Protocol):
+    """Half a layer, between a norm and the sum with the residual stream: a module with these functions.
+
+    What B needs of F comes in two: roots, which are dear to make, and leaves, which `leaves` makes of them again, with
+    the same bits. `w` are its compute weights, `g` their main gradients.
+    """
+
+    def weights_of(self, views: Views, at: str) -> Any: ...
+
+    def forward(self, w: Any, around: Around, place: Place, x: torch.Tensor) -> tuple[torch.Tensor, Any, Any]:
+        """(result, roots, leaves) of the normed stream x; both [T / tp, H]."""
+
+    def leaves(self, w: Any, around: Around, x: torch.Tensor, roots: Any) -> Any:
+        """RECOMPUTE."""
+
+    def backward(
+        self, w: Any, g: Any, around: Around, place: Place, x: torch.Tensor, roots: Any, leaves: Any, dy: torch.Tensor
+    ) -> tuple[torch.Tensor, list[Deferred]]:
+        """(gradient of x, what W has to do) from that of the result."""

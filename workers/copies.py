@@ -1,0 +1,88 @@
+"""Parameters that several tensor ranks hold: norms, routers, and key-value heads of which there are fewer than ranks.
+
+Each rank's gradient of them is of its own tokens or query heads only. The sum over the tensor ranks is taken where all
+else is summed already, just before the step's norm, in which every element counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from pentad.schedules.plan import Plan
+from pentad.workers.parameters import Local, Parameters
+
+
+class Copy(NamedTuple):
+    """Elements `mine` of a rank's shard, which stand at `place` among all that are shared; the rank with `counts` has
+    them in the norm."""
+
+    mine: slice
+    place: slice
+    counts: bool
+
+
+class Copies:
+    """Of one flat buffer of a rank's parameters."""
+
+    def __init__(self, plan: Plan, rank: int, parameters: Parameters) -> None:
+        self.parameters = parameters
+        tp, parts = plan.mesh.coordinates(rank).tp, plan.mesh.tp
+        self.found: list[Copy] = []
+        self.size = start = 0
+        for local in parameters.locals if parts > 1 else ():
+            for first, size, place, whole, counts in _shared(local, parts, tp):
+                self._add(start + first, size, self.size + place, counts)
+                self.size += whole
+            start += math.prod(local.shape)
+
+    def _add(self, first: int, size: int, place: int, counts: bool) -> None:
+        """What of it is in the shard."""
+        span = self.parameters.cut.span
+        start, end = max(first, span.start), min(first + size, span.stop)
+        if start < end:
+            mine = slice(start - span.start, end - span.start)
+            self.found.append(Copy(mine, slice(place + start - first, place + end - first), counts))
+
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
+        """Adds up the gradients of what is shared, over the tensor ranks."""
+        if not self.size:
+            return
+        flat = self.parameters.gradient
+        joint = flat.new_zeros(self.size)
+        for copy in self.found:
+            joint[copy.place] = flat[copy.mine]
+        dist.all_reduce(joint, group=group)
+        for copy in self.found:
+            flat[copy.mine] = joint[copy.place]
+
+    def counted(self) -> list[slice]:
+        """Parts of the shard that this rank counts in the norm."""
+        found, start = [], 0
+        for copy in self.found:
+            if not copy.counts:
+                found.append(slice(start, copy.mine.start))
+                start = copy.mine.stop
+        found.append(slice(start, self.parameters.cut.length))
+        return [part for part in found if part.start < part.stop]
+
+
+def _shared(local: Local, parts: int, number: int) -> Iterator[tuple[int, int, int, int, bool]]:
+    """(first, size) of elements that other tensor ranks hold as well, where they stand among `whole` such elements, and
+    whether this rank counts them."""
+    cuts = [cut for cut in local.tensor.cuts if cut.axis == "tp"]
+    if not cuts:
+        size = math.prod(local.shape)
+        yield 0, size, 0, size, number == 0
+    for cut in cuts:
+        row, first = math.prod(local.shape[1:]), 0
+        for run, (start, end) in zip(cut.runs, cut.ranges(parts, number), strict=True):
+            size = (end - start) * row
+            if run.units < parts:
+                assert cut.dim == 0, "columns are not shared"
+                copies = parts // run.units
+                yield first, size, number // copies * size, run.size * row, number % copies == 0
+            first += size

@@ -1,0 +1,67 @@
+"""The ranks that share out a layer's matrices, and between them the tokens of its residual stream.
+
+Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3) with sequence parallelism (arXiv 2205.05198, section 4.2):
+norms and sums see a rank's own tokens; before a product with a rank's rows of a matrix all tokens are gathered, after
+one with its columns partial results are added up and scattered.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+TILES = 4  # of a product, each of which is reduced while the next one is computed
+
+# torch 2.13 gives them new names
+scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class TensorRanks:
+    """`size` ranks with a communicator, of which this is `number`; alone it has none and does nothing but products."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, size: int = 1, number: int = 0) -> None:
+        self.group, self.size, self.number = group, size, number
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """All tokens' rows [T, ...] from those of this rank [T / size, ...]."""
+        if self.size == 1:
+            return part
+        whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        gather_all(whole, part.contiguous(), group=self.group)
+        return whole
+
+    def scatter(self, partial: torch.Tensor) -> torch.Tensor:
+        """This rank's rows [T / size, ...] of the sum of all ranks' partial results [T, ...]."""
+        if self.size == 1:
+            return partial
+        own = partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:])
+        scatter_sum(own, partial.contiguous(), group=self.group)
+        return own
+
+    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        """This rank's rows [T / size, N] of the sum of all ranks' x [T, K] @ matrix [K, N].
+
+        Tile by tile: what the ranks' own rows of a tile are is added up while the next tile is computed.
+        """
+        if self.size == 1:
+            return torch.mm(x, matrix)
+        rows = x.view(self.size, -1, x.shape[1])
+        count = rows.shape[1]
+        own = x.new_empty(count, matrix.shape[1])
+        bounds = [count * tile // TILES for tile in range(TILES + 1)]
+        running = []
+        for start, end in pairwise(bounds):
+            if start < end:
+                partial = torch.mm(rows[:, start:end].reshape(-1, x.shape[1]), matrix)
+                running.append((scatter_sum(own[start:end], partial, group=self.group, async_op=True), partial))
+        for work, _ in running:  # which keeps the partial results until then
+            assert work is not None
+            work.wait()
+        return own
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Each rank's values [...], side by side [size, ...]."""
+        return self.gather(values[None])
