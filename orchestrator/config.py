@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from pentad.orchestrator.model_section import ModelSection
 from pentad.orchestrator.sections import (
     BatchSection,
     CheckpointSection,
@@ -20,7 +21,6 @@ from pentad.orchestrator.sections import (
     MemorySection,
     MeshSection,
     MetricsSection,
-    ModelSection,
     OptimizerSection,
     PrecisionSection,
     RunSection,
@@ -32,6 +32,7 @@ from pentad.orchestrator.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.auto import AUTO, refuse_chosen
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.errors import PentadError
+from pentad.schedules.fits import require_fit
 from pentad.schedules.gathers import require_room
 from pentad.schedules.plan import split_layers
 from pentad.schedules.shape import Options
@@ -57,10 +58,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> RunConfig:
-        share = self.mesh.dp * self.schedule.microbatches
+        share = self.mesh.dp * self.mesh.ep * self.schedule.microbatches
         if self.batch.sequences % share:
-            parts = f"{self.mesh.dp} x {self.schedule.microbatches} = {share}"
-            wanted = f"a multiple of mesh.dp x schedule.microbatches = {parts}"
+            axes, sizes = "mesh.dp", f"{self.mesh.dp}"
+            if self.mesh.ep > 1:
+                axes, sizes = "mesh.dp x mesh.ep", f"{self.mesh.dp} x {self.mesh.ep}"
+            parts = f"{sizes} x {self.schedule.microbatches} = {share}"
+            wanted = f"a multiple of {axes} x schedule.microbatches = {parts}"
             raise ValueError(f"batch.sequences is {self.batch.sequences}, wanted {wanted}")
         return self
 
@@ -90,6 +94,12 @@ class RunConfig(Section):
             wanted = f"a divisor of batch.sequence_length = {self.batch.sequence_length}"
             raise ValueError(f"schedule.slices is {program.slices}, wanted {wanted}")
         self.memory.require(program, placed=schedule.name != AUTO)
+        try:
+            rows = self.batch.sequences // (self.mesh.dp * self.mesh.ep * schedule.microbatches)
+            sizes = self.batch.sequence_length, rows, program.slices
+            require_fit(self.model.shape, self.mesh.mesh, *sizes, self.mesh.context)
+        except PentadError as error:
+            raise ValueError(str(error)) from None
         return self
 
     @property
@@ -130,13 +140,20 @@ def dump(config: RunConfig) -> str:
 def keys() -> Iterator[tuple[str, str]]:
     """(dotted key, what it means) of every field."""
     for section, model in SECTIONS.items():
-        for name, field in model.model_fields.items():
-            yield f"{section}.{name}", field.description or ""
+        yield from _keys_of(section, model)
 
 
 SECTIONS: dict[str, type[Section]] = {
     name: field.annotation for name, field in RunConfig.model_fields.items() if isinstance(field.annotation, type)
 }
+
+
+def _keys_of(at: str, section: type[Section]) -> Iterator[tuple[str, str]]:
+    for name, field in section.model_fields.items():
+        yield f"{at}.{name}", field.description or ""
+        for inner in get_args(field.annotation):
+            if isinstance(inner, type) and issubclass(inner, Section):
+                yield from _keys_of(f"{at}.{name}", inner)
 
 
 def _text(path: Path | None) -> str:
@@ -156,12 +173,17 @@ def _put(raw: dict[str, Any], override: str) -> None:
         raise PentadError(f"{override} sets a whole section, wanted a single key such as {_first_key(key)}=VALUE")
     if key not in dict(keys()):
         raise PentadError(_unknown(key))
-    section, _, name = key.partition(".")
+    *sections, name = key.split(".")
     value = load_yaml(text, f"override {override}")
     if isinstance(value, dict):
         raise PentadError(f"{key} is {_shown(value)}, wanted a single value (quotes make text of it)")
-    if isinstance(raw.setdefault(section, {}), dict):  # anything else is refused with the file's other mistakes
-        raw[section][name] = value
+    for section in sections:
+        if raw.get(section) is None:
+            raw[section] = {}
+        raw = raw[section]
+        if not isinstance(raw, dict):  # refused with the file's other mistakes
+            return
+    raw[name] = value
 
 
 def _sentence(error: ErrorDetails) -> str:

@@ -13,7 +13,6 @@ import grpc
 from pentad.orchestrator.control_messages import ENDPOINT, MESSAGES, METHODS, MOST_BYTES, plain
 from pentad.orchestrator.runfolder import JOURNAL, METRICS, PROGRAM, read_lines, resolve_run, saved_config
 from pentad.schedules.errors import PentadError
-from pentad.schedules.mesh import Mesh
 from pentad.schedules.program import Program
 
 _ENDINGS = {"end": "finished", "stop": "stopped", "failure": "failed"}
@@ -148,7 +147,7 @@ def ended(folder: Path) -> dict[str, Any]:
         "step": row["step"] + 1,
         "steps": config.run.steps,
         "epoch": max([row["epoch"], *(event.get("epoch", 0) for event in events)]),
-        "mesh": str(Mesh(**config.mesh.model_dump())),
+        "mesh": str(config.mesh.mesh),
         "schedule": config.schedule.name,
         "program": Program.load(folder / PROGRAM).hash if (folder / PROGRAM).is_file() else "",
         "loss": row.get("loss"),

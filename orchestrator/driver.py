@@ -28,7 +28,6 @@ from pentad.orchestrator.runfolder import JOURNAL, METRICS, RunFolder, read_line
 from pentad.orchestrator.watch import Wishes
 from pentad.orchestrator.watchers import refuse_taken_ports, watched
 from pentad.orchestrator.worker import RUNNER
-from pentad.schedules.mesh import Mesh
 from pentad.workers.source import check_same
 
 FILES = {
@@ -52,7 +51,7 @@ def train(
     raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError when a rank fails. However it
     ends, the files are whole and no process is left. `as_json` keeps the console silent; `fingerprint` is the corpus's.
     """
-    mesh = Mesh(**config.mesh.model_dump())
+    mesh = config.mesh.mesh
     patience = config.cluster.start_timeout_seconds
     runfolder.refuse_live(config)
     refuse_taken_ports(config.metrics)

@@ -176,13 +176,14 @@ class WorkerGroup:
 
     def _create(self, deadline: float) -> None:
         """Creates actors in the order of their nodes, then, if their GPUs ask for another order, once more in that."""
-        order = order_places(bundle_places(self.placement), self.plan.mesh)
+        mesh, across = self.plan.mesh, self.plan.tensor_across_nodes
+        order = order_places(bundle_places(self.placement), mesh, tensor_across_nodes=across)
         for _ in range(2):
             self.bundles = list(order)
             self.actors = [self.hire(rank) for rank in range(len(order))]
             self.places = tuple(self._collect(self._call("where"), deadline))
             places = [Place(bundle, at.node, at.gpu) for bundle, at in zip(order, self.places, strict=True)]
-            better = order_places(places, self.plan.mesh)
+            better = order_places(places, mesh, tensor_across_nodes=across)
             if better == order:
                 return
             self._kill()

@@ -14,7 +14,6 @@ from typing import Any
 from pentad.orchestrator.cluster import PASSED_ON
 from pentad.orchestrator.config import RunConfig, dump
 from pentad.schedules.catalogue import FILES
-from pentad.schedules.mesh import Mesh
 
 FOLDERS = ("orchestrator", "workers", "schedules", "kernels")
 CONFIG = "job.yaml"
@@ -80,7 +79,7 @@ def metadata(config: RunConfig) -> dict[str, str]:
     facts = {
         "version": _version(),
         "run": config.run.name,
-        "mesh": str(Mesh(**config.mesh.model_dump())),
+        "mesh": str(config.mesh.mesh),
         "schedule": config.schedule.name,
         "folder": str(Path(config.run.folder) / config.run.name),
         "config": json.dumps(config.model_dump(), separators=(",", ":")),

@@ -22,18 +22,19 @@ class Place(NamedTuple):
     gpu: int = -1
 
 
-def order_places(places: Sequence[Place], mesh: Mesh) -> tuple[int, ...]:
+def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bool = False) -> tuple[int, ...]:
     """The bundle of each rank of the mesh.
 
     Places are lined up by node and GPU, and the mesh is laid along that line with tp innermost, then cp, ep, pp and dp:
     the pipeline stages of a replica follow each other, and on nodes whose size is a multiple of a replica's no replica
-    is cut. Raises PentadError when a tp group would leave its node.
+    is cut. Raises PentadError when a tp group would leave its node, unless it may.
     """
     assert len(places) == mesh.size
     size = Counter(place.node for place in places)
-    if any(count % mesh.tp for count in size.values()):
+    if not tensor_across_nodes and any(count % mesh.tp for count in size.values()):
         offers = ", ".join(map(str, sorted(size.values(), reverse=True)))
-        raise PentadError(f"mesh.tp is {mesh.tp}, but nodes have room for {offers} ranks, wanted multiples of mesh.tp")
+        wanted = "wanted multiples of mesh.tp, or mesh.tensor_across_nodes = true"
+        raise PentadError(f"mesh.tp is {mesh.tp}, but nodes have room for {offers} ranks, {wanted}")
     replica = mesh.size // mesh.dp
     line = sorted(places, key=lambda p: (size[p.node] % replica > 0, -size[p.node], p.node, p.gpu, p.bundle))
     rows = product(*(range(axis) for axis in (mesh.dp, mesh.pp, mesh.ep, mesh.cp, mesh.tp)))

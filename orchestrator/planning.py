@@ -32,8 +32,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     """
     assert device in ("cpu", "cuda"), device
     transport = _transport(config, device, hosts)
-    mesh = Mesh(**config.mesh.model_dump())
-    model = ModelShape(**config.model.model_dump(exclude={"family"}))
+    mesh, model = config.mesh.mesh, config.model.shape
     replicas = mesh.dp * mesh.ep
     batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, replicas)
     dtype = _dtype(config, device)
@@ -73,6 +72,8 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         deterministic=config.precision.deterministic,
         fingerprint=fingerprint,
         zero=savings.zero,
+        context=config.mesh.context,
+        tensor_across_nodes=config.mesh.tensor_across_nodes,
         recompute=config.memory.modes(order.stages),
     )
 
@@ -98,7 +99,7 @@ def _chosen(config: RunConfig, model: ModelShape, batch: BatchShape, device: str
             layers = split_layers(model.layers, placed.placement, head_in_layers(model, batch.length))
         except PentadError:  # more stages than layers
             return None
-        return guess_costs(model, layers, batch, device, dtype, placed.slices, mesh=Mesh(**config.mesh.model_dump()))
+        return guess_costs(model, layers, batch, device, dtype, placed.slices, mesh=config.mesh.mesh)
 
     by: By = "longest" if section.post_validation else "makespan"
     return choose(config.mesh.pp, batch.microbatches, costs_of, section.options, by).best.program
@@ -111,9 +112,10 @@ def smaller(config: RunConfig, ranks: int) -> RunConfig | None:
     shorter pipeline cuts the layers anew. Of meshes of one size, the one whose pipeline is longest: its stages move
     least.
     """
-    least = config.elastic.min_ranks or config.mesh.dp * config.mesh.pp
+    inner = config.mesh.cp * config.mesh.tp * config.mesh.ep  # what these cut stays cut as it is
+    least = config.elastic.min_ranks or config.mesh.dp * config.mesh.pp * inner
     sizes = product(range(1, config.mesh.dp + 1), range(1, config.mesh.pp + 1))
-    fitting = [(dp, pp) for dp, pp in sizes if least <= dp * pp <= ranks]
+    fitting = [(dp, pp) for dp, pp in sizes if least <= dp * pp * inner <= ranks]
     for dp, pp in sorted(fitting, key=lambda size: (-size[0] * size[1], -size[1])):
         count, rest = divmod(config.mesh.dp * config.schedule.microbatches, dp)
         changed = config.model_dump()

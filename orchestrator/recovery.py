@@ -173,8 +173,10 @@ class Recovery:
         nodes = living_bundles(group.placement)
         if len(nodes) < plan.mesh.size:  # gone again
             return self._refit({}, stock)
-        order = order_places([Place(bundle, node, here[bundle][1].gpu if bundle in here else -1)
-                              for bundle, node in sorted(nodes.items())], plan.mesh)  # fmt: skip
+        places = [
+            Place(bundle, node, here[bundle][1].gpu if bundle in here else -1) for bundle, node in sorted(nodes.items())
+        ]
+        order = order_places(places, plan.mesh, tensor_across_nodes=plan.tensor_across_nodes)
         group.plan, group.bundles = plan, list(order)
         blank = next(iter(here.values()))
         group.actors = [here.get(bundle, blank)[0] for bundle in order]

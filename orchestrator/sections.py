@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pentad.schedules.compiler import add_savings
 from pentad.schedules.errors import PentadError
+from pentad.schedules.mesh import Mesh
 from pentad.schedules.program import Program
 from pentad.schedules.shape import Options, Savings
 
@@ -35,47 +36,27 @@ class RunSection(Section):
     folder: str = Field(default="runs", min_length=1, description="folder of all runs")
 
 
-class ModelSection(Section):
-    family: Literal["llama"] = Field(default="llama", description="architecture: RMSNorm, RoPE, grouped heads, SwiGLU")
-    layers: int = Field(ge=1, le=10_000, description="decoder layers, at least one a pipeline stage")
-    hidden: Count = Field(description="width of the residual stream, a multiple of model.heads")
-    heads: Count = Field(description="query heads, a multiple of model.kv_heads")
-    kv_heads: Count = Field(description="key-value heads, each shared by heads / kv_heads query heads")
-    ffn: Count = Field(description="width of the gated feed-forward layer")
-    vocab: int = Field(ge=2, description="tokens the model knows, at least those of the tokenizer")
-    rope_theta: Positive = Field(default=10_000.0, description="base of the rotary embedding's wavelengths")
-    norm_eps: Positive = Field(default=1e-5, description="added to the mean square in RMSNorm")
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> ModelSection:
-        if self.hidden % self.heads:
-            raise ValueError(f"model.hidden is {self.hidden}, wanted a multiple of model.heads = {self.heads}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"model.heads is {self.heads}, wanted a multiple of model.kv_heads = {self.kv_heads}")
-        if self.hidden // self.heads % 2:
-            size = f"{self.hidden} / {self.heads} = {self.hidden // self.heads}"
-            raise ValueError(f"model.hidden / model.heads is {size}, wanted an even head size (rotary pairs)")
-        return self
-
-
 class MeshSection(Section):
     dp: Count = Field(default=1, description="replicas that hold different samples")
     pp: Count = Field(default=1, description="pipeline ranks of a replica")
-    cp: Count = Field(default=1, description="ranks that split a sequence; only 1 is supported")
+    cp: Count = Field(default=1, description="ranks that split a sequence")
     tp: Count = Field(default=1, description="ranks that split a layer's heads, ffn and vocabulary, and tokens between")
-    ep: Count = Field(default=1, description="ranks that split experts; only 1 is supported")
+    ep: Count = Field(default=1, description="ranks that split experts and hold different samples")
+    context: Literal["ring", "gather", "exchange"] = Field(
+        default="ring",
+        description="how cp ranks attend to each other's tokens: keys and values go round, are gathered, or heads for "
+        "tokens are exchanged",
+    )
+    tensor_across_nodes: bool = Field(default=False, description="whether tp ranks may be on several nodes")
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.dp, self.pp, self.cp, self.tp, self.ep)
 
     @property
     def copies(self) -> int:
         """Ranks that hold the same dense parameters, mirrors aside."""
         return self.dp * self.cp * self.ep
-
-    @model_validator(mode="after")
-    def _supported(self) -> MeshSection:
-        for axis in ("cp", "ep"):
-            if getattr(self, axis) != 1:
-                raise ValueError(f"mesh.{axis} is {getattr(self, axis)}, but only 1 is supported")
-        return self
 
 
 class ScheduleSection(Section):

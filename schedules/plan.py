@@ -82,7 +82,8 @@ class Plan:
     RECOMPUTE means there: 'full' (F keeps what it got, no more), 'selective' (all but norms and the widest product) or
     'none'; empty: none anywhere. `zero` is the stage
     of ZeRO (arXiv 1910.02054): from 1 on the holders of a stage keep a shard each of its master weights and optimizer
-    state, from 2 on of its gradients, with 3 of its compute weights too.
+    state, from 2 on of its gradients, with 3 of its compute weights too. `context` is how context ranks attend to each
+    other's tokens: 'ring', 'gather' or 'exchange'; tensor ranks are on one node, unless `tensor_across_nodes`.
     """
 
     name: str
@@ -102,6 +103,8 @@ class Plan:
     fingerprint: str = ""
     recompute: tuple[str, ...] = ()
     zero: int = 0
+    context: str = "ring"
+    tensor_across_nodes: bool = False
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""

@@ -2,18 +2,21 @@
 
 A rank tells where it is before each unit. A SEND, a RECV and an ALL_REDUCE only start what goes on by itself; a unit
 that waits for one stays until the other end has started it too, and NORM until every rank of the mesh is there; or,
-where steps run ahead of their norm, VALIDATE until every rank has reached NORM in the step before.
+where steps run ahead of their norm, VALIDATE until every rank has reached NORM in the step before. Ranks that share
+a layer (tp, cp, ep) wait for each other inside compute units.
 So a rank is blocked when another has yet to start something, and a rank that is blocked by none and stays is a cause.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import product
 from typing import NamedTuple
 
-from pentad.schedules.instruction import COLLECTIVES, RECEIVES, Key, Op, Unit
+from pentad.schedules.instruction import COLLECTIVES, COMPUTE, RECEIVES, Key, Op, Unit
 from pentad.schedules.mesh import Coordinates, Mesh
 from pentad.schedules.program import Program
 from pentad.schedules.validation import NORM, VALIDATE, is_validated
@@ -103,7 +106,7 @@ class _Scene:
             return (source,) if self.owes(source, sent, step) else ()
         if key.op not in COLLECTIVES:
             return ()  # an own earlier unit: done
-        plane = self.at[rank]._replace(dp=0, pp=0)
+        plane = self.at[rank]._replace(dp=0, pp=0, cp=0, ep=0)
         if (plane, key, step) not in self.late:
             members = (self.rank_of[at] for at in self._members(plane, key))
             self.late[plane, key, step] = tuple(sorted(other for other in members if self.owes(other, key, step)))
@@ -112,14 +115,30 @@ class _Scene:
     def _members(self, plane: Coordinates, key: Key) -> list[Coordinates]:
         if key == NORM:
             return list(self.at)
-        holders = self.program.holders(key.stage)
-        return [plane._replace(dp=dp, pp=pp) for dp in range(self.mesh.dp) for pp in holders]
+        mesh, holders = self.mesh, self.program.holders(key.stage)
+        places = product(range(mesh.dp), holders, range(mesh.cp), range(mesh.ep))
+        return [plane._replace(dp=dp, pp=pp, cp=cp, ep=ep) for dp, pp, cp, ep in places]
+
+    def partners(self, rank: int) -> tuple[int, ...]:
+        """Who takes part in the operations inside a rank's layers, itself included."""
+        return self.mesh.group(("tp", "cp", "ep"), rank)
+
+    def behind(self, rank: int) -> tuple[int, ...]:
+        """Those of them who have yet to begin what a rank is at."""
+        mine = self.positions[rank]
+        late = (other for other in self.partners(rank) if self.positions[other].step <= mine.step)
+        return tuple(other for other in late if _progress(self.positions[other]) < _progress(mine))
 
     def _source(self, rank: int, receive: Key) -> int:
         """Pipeline rank from which a receive, which stands before the rank's own unit, gets its data."""
         stream = self.program.streams[self.at[rank].pp]
         units = (stream[index] for index in range(self.positions[rank].counter, -1, -1))
         return next(unit.parts[0].peer for unit in units if unit[:3] == receive)
+
+
+def _progress(at: Position) -> tuple[int, float]:
+    """How far a rank has come; -1 is the end of a step."""
+    return at.step, at.counter if at.counter >= 0 else math.inf
 
 
 def _lacks(scene: _Scene) -> dict[int, tuple[Key, tuple[int, ...]]]:
@@ -138,6 +157,8 @@ def _lacks(scene: _Scene) -> dict[int, tuple[Key, tuple[int, ...]]]:
             found[rank] = (NORM, late)
         elif unit.key == NORM and not is_validated(scene.program):
             joined.append(rank)
+        elif (unit.parts[0].op in COMPUTE or unit.key.op is Op.RECOMPUTE) and (late := scene.behind(rank)):
+            found[rank] = (unit.key, late)
     there = set(joined)
     for rank in joined:  # a rank that is at NORM, but waits for gradients, has not joined it
         absent = tuple(peer for peer in scene.debtors(rank, NORM) if peer not in there)
@@ -171,7 +192,8 @@ def _sentence(scene: _Scene, roots: Sequence[int], waits: Sequence[Wait], cycle:
 def _blame(scene: _Scene, roots: Sequence[int]) -> str:
     if len(roots) == 1:
         return f"{_ranks(roots)} is the cause"
-    together = any(scene.unit(rank) == str(NORM) for rank in roots)
+    shared = all(set(roots) <= set(scene.partners(rank)) for rank in roots)  # each may wait for the others
+    together = shared or any(scene.unit(rank) == str(NORM) for rank in roots)
     return f"the cause is among {_ranks(roots)}" if together else f"{_ranks(roots)} are the causes"
 
 

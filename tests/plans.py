@@ -41,6 +41,7 @@ def plan_of(
     model: ModelShape = MODEL,
 ) -> Plan:
     mesh = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)
+
     def compiled(savings: Savings) -> Program:
         options = Options(chunks=chunks, slices=slices)
         return compile_program(

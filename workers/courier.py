@@ -28,12 +28,12 @@ class Parcel(NamedTuple):
 class Courier:
     """One rank's courier: it adds this rank's part to what comes from the rank before and passes the sum on.
 
-    The last rank's sum of every replica is what `hear` returns on all ranks. Few bytes a step, so they go by the store
+    The last rank's sum of every pipeline is what `hear` returns on all ranks. Few bytes a step, so they go by the store
     that the ranks met at, over a connection of the courier's own, and occupy neither the GPU nor a communicator.
     """
 
-    def __init__(self, store: dist.TCPStore, dp: int, pp: int, replicas: int, ranks: int) -> None:
-        self.store, self.dp, self.pp, self.replicas, self.ranks = store, dp, pp, replicas, ranks
+    def __init__(self, store: dist.TCPStore, pipeline: int, pp: int, pipelines: int, ranks: int) -> None:
+        self.store, self.pipeline, self.pp, self.pipelines, self.ranks = store, pipeline, pp, pipelines, ranks
         self.parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self.whole: dict[int, torch.Tensor] = {}
         self.given = -1  # the last step whose part was whole
@@ -46,7 +46,7 @@ class Courier:
         self.parcels.put(parcel)
 
     def hear(self, step: int, check: Callable[[], None]) -> torch.Tensor:
-        """The sums of a step over all ranks [replicas, entries]; calls `check` while it waits, which may raise."""
+        """The sums of a step over all ranks [pipelines, entries]; calls `check` while it waits, which may raise."""
         while True:
             check()
             with self.news:
@@ -76,16 +76,18 @@ class Courier:
         self.given = parcel.step
         sums = parcel.sums.numpy().copy()
         if self.pp > 0:
-            sums += self._take(parcel.step, self.dp, self.pp - 1)
-        self.store.set(_name(parcel.step, self.dp, self.pp), sums.tobytes().hex())
-        whole = np.stack([self._take(parcel.step, dp, self.ranks - 1) for dp in range(self.replicas)])
-        self.store.delete_key(_name(parcel.step - 1, self.dp, self.pp))  # all have heard that one: they gave this one
+            sums += self._take(parcel.step, self.pipeline, self.pp - 1)
+        self.store.set(_name(parcel.step, self.pipeline, self.pp), sums.tobytes().hex())
+        whole = np.stack([self._take(parcel.step, number, self.ranks - 1) for number in range(self.pipelines)])
+        self.store.delete_key(
+            _name(parcel.step - 1, self.pipeline, self.pp)
+        )  # all have heard that one: they gave this one
         with self.news:
             self.whole[parcel.step] = torch.from_numpy(whole)
             self.news.notify_all()
 
-    def _take(self, step: int, dp: int, pp: int) -> np.ndarray:
-        name = _name(step, dp, pp)
+    def _take(self, step: int, pipeline: int, pp: int) -> np.ndarray:
+        name = _name(step, pipeline, pp)
         while True:
             try:
                 self.store.wait([name], PATIENCE)
@@ -95,5 +97,5 @@ class Courier:
                     raise
 
 
-def _name(step: int, dp: int, pp: int) -> str:
-    return f"norm/{step}/{dp}/{pp}"
+def _name(step: int, pipeline: int, pp: int) -> str:
+    return f"norm/{step}/{pipeline}/{pp}"

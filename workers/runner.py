@@ -25,7 +25,7 @@ from pentad.workers.courier import Courier
 from pentad.workers.executor import Executor
 from pentad.workers.feed import Feed
 from pentad.workers.fence import Fenced, Wires, run_out
-from pentad.workers.groups import abort_all, connect, meet, serve
+from pentad.workers.groups import abort_all, columns, connect, meet, serve
 from pentad.workers.lanes import CudaLanes, HostLanes, Lanes, Times
 from pentad.workers.parameters import DTYPES, Parameters, create, cut_of
 from pentad.workers.parts import file_of, named, read_whole
@@ -263,8 +263,9 @@ class Runner:
     def _end(self, address: str, timeout_seconds: float) -> Barrier | PostValidated:
         if not is_validated(self.plan.program):
             return Barrier(self.plan, self.groups, self.stages)
-        mesh = self.plan.mesh
-        courier = Courier(meet(address, mesh.size, timeout_seconds), self.at.dp, self.at.pp, mesh.dp, mesh.pp)
+        mesh, firsts = self.plan.mesh, columns(self.plan.mesh)
+        pipeline = firsts.index(mesh.move(self.rank, pp=0))
+        courier = Courier(meet(address, mesh.size, timeout_seconds), pipeline, self.at.pp, len(firsts), mesh.pp)
         return PostValidated(self.plan, self.rank, self.stages, courier)
 
     def _transport(self, store: dist.TCPStore) -> Transport | PeerCopy:

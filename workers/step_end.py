@@ -64,18 +64,16 @@ class Sums:
         device = next(iter(stages.values())).sums.device
         self.values = torch.zeros(self.squares + math.prod(self.shape), dtype=torch.float64, device=device)
 
-    def fill(self, *, every_replica: bool) -> torch.Tensor:
-        """This rank's part: of a share's square that of its shard; of one that is not cut that of its owner, or of its
-        first holder in `every_replica`."""
+    def fill(self) -> torch.Tensor:
+        """This rank's part: of a share's square that of its shard, and that of one that is not cut if it owns it."""
         self.values.zero_()
-        at, program = self.at, self.plan.program
+        at = self.at
         for share in self.plan.shares_of(self.rank):
             stage = self.stages[share.stage]
             bank = stage.banks[share.experts]
             bank.copies.reduce(stage.around.tensor.group)
             cut = bank.parameters.cut
-            owns = cut.parts > 1 or self.plan.owner(share) == self.rank
-            if owns or (every_replica and program.holders(share.stage)[0] == at.pp):
+            if cut.parts > 1 or self.plan.owner(share) == self.rank:
                 square = optimizer.square_sum(bank.parameters, bank.copies.counted())
                 self.values[self.first[share] + cut.number] = square
         ends = [stage for stage in self.stages.values() if stage.last and at.tp == 0]
@@ -111,7 +109,7 @@ class Barrier:
 
     def reduce(self, step: int, check: Check) -> None:
         """NORM."""
-        values = self.sums.fill(every_replica=False)
+        values = self.sums.fill()
         self.ready = values.device.type == "cpu"  # on a GPU later instructions may already run on the gradients
         if self.groups.everyone is not None:
             dist.all_reduce(values, group=self.groups.everyone)
@@ -167,7 +165,7 @@ class PostValidated:
 
     def reduce(self, step: int, check: Check) -> None:
         """NORM: hands this rank's part to the courier."""
-        values = self.sums.fill(every_replica=True)
+        values = self.sums.fill()
         self.ahead = step
         if values.device.type == "cpu":
             self.courier.bring(Parcel(step, values.clone(), lambda: True))
@@ -188,9 +186,9 @@ class PostValidated:
         if self.ahead < 0:
             return True
         parts = self.courier.hear(self.ahead, check)
-        whole = parts.sum(0)  # of each replica, zero in the others; but squares, if all replicas hold all
+        whole = parts.sum(0)  # every entry is one pipeline's, and zero in the others
         self.losses = self.sums.losses(whole).sum(2).flatten()
-        return self._commit(self.sums.norm(whole if self.plan.zero else parts[0]))
+        return self._commit(self.sums.norm(whole))
 
     def finish(self, check: Check) -> None:
         """When no step follows for now: nothing was computed with the last one's weights yet."""
