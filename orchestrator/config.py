@@ -93,6 +93,9 @@ class RunConfig(Section):
         if self.batch.sequence_length % program.slices:
             wanted = f"a divisor of batch.sequence_length = {self.batch.sequence_length}"
             raise ValueError(f"schedule.slices is {program.slices}, wanted {wanted}")
+        if self.model.tied and schedule.post_validation and program.stages > 1:
+            wanted = "false for model.tied = true, whose two copies are summed before the norm"
+            raise ValueError(f"schedule.post_validation is true, wanted {wanted}")
         self.memory.require(program, placed=schedule.name != AUTO)
         try:
             rows = self.batch.sequences // (self.mesh.dp * self.mesh.ep * schedule.microbatches)

@@ -114,6 +114,11 @@ class Plan:
         """What a stage recomputes."""
         return self.recompute[stage] if self.recompute else "none"
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether two stages have copies of the embedding, which is the head too."""
+        return self.model.tied and self.program.stages > 1
+
     def has_experts(self, stage: int) -> bool:
         experts = self.model.experts
         return experts is not None and self.layers[stage][1] > experts.dense

@@ -52,7 +52,7 @@ def loss(p: dict[str, torch.Tensor], m: ModelShape, inputs: torch.Tensor, target
         x = x + _attention(_norm(x, p[f"layers.{i}.attention_norm"], m.norm_eps), p, f"layers.{i}.attention", m)
         gate, up = (_norm(x, p[f"layers.{i}.mlp_norm"], m.norm_eps) @ p[f"layers.{i}.mlp.gate_up"].T).chunk(2, -1)
         x = x + (F.silu(gate) * up) @ p[f"layers.{i}.mlp.down"].T
-    logits = _norm(x, p["norm"], m.norm_eps) @ p["head"].T
+    logits = _norm(x, p["norm"], m.norm_eps) @ p.get("head", p["embedding"]).T
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

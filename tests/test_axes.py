@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from fleet import Fleet, assembled
-from plans import STEPS, close, plan_of, reference
+from plans import MODEL, STEPS, close, plan_of, reference
 
 from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
@@ -18,12 +20,21 @@ TENSOR = [
     ("dualpipe", {"tp": 2, "pp": 2}),
     ("gpipe", {"tp": 2, "dp": 2}),
 ]
+TIED = [
+    ("gpipe", {"tp": 2}, 0),
+    ("zb-h2", {"pp": 4}, 0),
+    ("1f1b", {"pp": 2, "dp": 2}, 3),
+    ("dualpipe", {"tp": 2, "pp": 2}, 0),
+    ("dualpipe", {"pp": 4}, 1),
+    ("zb-v", {"pp": 2, "tp": 2}, 0),
+]
 SHARDED = [(zero, {"tp": 2, "dp": 2}) for zero in (1, 2, 3)]
 
 
 def made(data: str, name: str, sizes: dict[str, int], **more: Any) -> Plan:
     rest = {axis: size for axis, size in sizes.items() if axis not in ("dp", "pp")}
-    return plan_of(name, sizes.get("dp", 1), sizes.get("pp", 1), 4, data, **rest, **more)
+    count = 2 * sizes["pp"] if name == "dualpipe" else 4
+    return plan_of(name, sizes.get("dp", 1), sizes.get("pp", 1), count, data, **rest, **more)
 
 
 @pytest.mark.parametrize(("name", "sizes"), TENSOR)
@@ -41,6 +52,12 @@ def test_tensor_ranks_recompute_as_one_process(fleet, corpus, recompute):
     equals_one_process(fleet, made(corpus, "zb-h2", {"tp": 2, "pp": 2}, recompute=recompute))
 
 
+@pytest.mark.parametrize(("name", "sizes", "zero"), TIED)
+def test_tied_embeddings_equal_one_process(fleet, corpus, name, sizes, zero):
+    tied = replace(MODEL, tied=True)
+    equals_one_process(fleet, made(corpus, name, sizes, model=tied, savings=Savings(zero=zero)))
+
+
 def equals_one_process(fleet: Fleet, plan: Plan) -> None:
     losses, gradients, norms, weights = reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
@@ -50,11 +67,22 @@ def equals_one_process(fleet: Fleet, plan: Plan) -> None:
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         for outcome in outcomes:
             assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
-        found = assembled([outcome.gradients[step] for outcome in outcomes], weights)
+        found = assembled([outcome.gradients[step] for outcome in outcomes], like(weights))
+        if plan.is_tied:
+            assert torch.equal(found.pop("head"), found["embedding"])
         assert found.keys() == weights.keys()
         for name, gradient in found.items():
             assert close(gradient, gradients[step][name]), f"step {step}: gradient of {name}"
     kept = {f"model.{name}": weight for name, weight in weights.items()}
     states = [{k: v for k, v in outcome.state.items() if k.startswith("model.")} for outcome in outcomes]
-    for name, weight in assembled(states, kept).items():
+    found = assembled(states, like(kept))
+    if plan.is_tied:
+        assert torch.equal(found.pop("model.head"), found["model.embedding"])
+    for name, weight in found.items():
         assert close(weight, kept[name]), f"weights of {name}"
+
+
+def like(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Also of a tied head, which has the embedding's shape."""
+    heads = {name.replace("embedding", "head"): value for name, value in weights.items() if "embedding" in name}
+    return heads | weights

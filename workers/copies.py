@@ -32,12 +32,17 @@ class Copies:
         self.parameters = parameters
         tp, parts = plan.mesh.coordinates(rank).tp, plan.mesh.tp
         self.found: list[Copy] = []
+        self.elsewhere: list[slice] = []  # copies of other stages' tensors
         self.size = start = 0
-        for local in parameters.locals if parts > 1 else ():
-            for first, size, place, whole, counts in _shared(local, parts, tp):
+        for local in parameters.locals:
+            for first, size, place, whole, counts in _shared(local, parts, tp) if parts > 1 else ():
                 self._add(start + first, size, self.size + place, counts)
                 self.size += whole
-            start += math.prod(local.shape)
+            end = start + math.prod(local.shape)
+            if local.tensor.like:
+                span = parameters.cut.span
+                self.elsewhere.append(slice(max(start, span.start) - span.start, min(end, span.stop) - span.start))
+            start = end
 
     def _add(self, first: int, size: int, place: int, counts: bool) -> None:
         """What of it is in the shard."""
@@ -62,10 +67,11 @@ class Copies:
     def counted(self) -> list[slice]:
         """Parts of the shard that this rank counts in the norm."""
         found, start = [], 0
-        for copy in self.found:
-            if not copy.counts:
-                found.append(slice(start, copy.mine.start))
-                start = copy.mine.stop
+        left_out = [copy.mine for copy in self.found if not copy.counts] + self.elsewhere
+        for out in sorted(left_out, key=lambda part: part.start):
+            if out.start < out.stop:
+                found.append(slice(start, out.start))
+                start = out.stop
         found.append(slice(start, self.parameters.cut.length))
         return [part for part in found if part.start < part.stop]
 

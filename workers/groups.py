@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Op, units_of
 from pentad.schedules.mesh import Axis, Mesh
-from pentad.schedules.plan import Plan
+from pentad.schedules.plan import Plan, Share
 from pentad.workers.tensor_ranks import TensorRanks
 
 PATIENCE = timedelta(hours=1)
@@ -28,7 +28,7 @@ class Groups:
     group and are told apart by tag; peer copies need none). `holders[stage]` are this rank's partners in the gradients
     of a stage and in those of its experts, if it has any (None where it is the only one), `gatherers[stage]` the same
     ranks where they gather its weights (ZeRO), and `everyone` all ranks of the mesh (None when this is the only one).
-    `tensor` are those that share its layers' matrices.
+    `tensor` are those that share its layers' matrices, `tied` those that have the embedding where it is the head too.
     """
 
     rank: int
@@ -37,6 +37,7 @@ class Groups:
     gatherers: dict[int, list[dist.ProcessGroup | None]]
     everyone: dist.ProcessGroup | None
     tensor: TensorRanks
+    tied: dist.ProcessGroup | None
 
 
 def connect(
@@ -68,7 +69,8 @@ def connect(
     gatherers = _sharing(plan, rank) if plan.zero else {}
     at = plan.mesh.coordinates(rank)
     tensor = TensorRanks(_along(plan.mesh, "tp", rank), plan.mesh.tp, at.tp)
-    return Groups(rank, channels, holders, gatherers, everyone, tensor)
+    tied = [_group(ranks) for ranks in _ends(plan)]
+    return Groups(rank, channels, holders, gatherers, everyone, tensor, tied[at.tp] if tied else None)
 
 
 def serve(host: str, size: int, timeout_seconds: float) -> dist.TCPStore:
@@ -97,6 +99,16 @@ def _sharing(plan: Plan, rank: int) -> dict[int, list[dist.ProcessGroup | None]]
     for share in plan.shares_of(rank):
         found[share.stage].append(made.get(plan.holders(share)))
     return found
+
+
+def _ends(plan: Plan) -> list[tuple[int, ...]]:
+    """By tensor coordinate the ranks of a model's two ends, where these have copies of one tensor: one rank alone also
+    has a group, as several stages may be its own."""
+    if not plan.is_tied:
+        return []
+    last = plan.program.stages - 1
+    both = [[plan.holders(Share(stage, tp)) for stage in (0, last)] for tp in range(plan.mesh.tp)]
+    return [tuple(sorted({*first, *end})) for first, end in both]
 
 
 def _along(mesh: Mesh, axis: Axis, rank: int) -> dist.ProcessGroup | None:

@@ -23,12 +23,12 @@ class Past:
 
     def extended(self, own: Pair, start: int) -> Pair:
         """Keys and values up to the end of the slice that begins at position `start`, whose own ones are given."""
-        batch, heads, count, width = own[0].shape
+        count = own[0].shape[2]
         if count == self.length:
             return own  # the only slice stays where it is
         if self.room is None:
-            size = (batch, heads, self.length, width)
-            self.room = own[0].new_empty(size), own[1].new_empty(size)
+            keys, values = (each.new_empty(*each.shape[:2], self.length, each.shape[3]) for each in own)
+            self.room = keys, values
         end = start + count
         for room, new in zip(self.room, own, strict=True):
             # `data`: graphs of earlier slices watch for changes of what they have read, and these are none

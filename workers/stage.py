@@ -76,6 +76,7 @@ class Stage:
         cut = self.length // self.slices
         self.rotations = [Rotation(k * cut, *(t[k * cut :][:cut] for t in tables)) for k in range(self.slices)]
         self.span = range(*plan.layers[index])
+        self.words = "embedding" if plan.model.tied and self.first else "head"  # what the head multiplies with
         self.halves = [layer.halves_of(plan.model, number) for number in self.span]
         self.bound: dict[tuple[int, ...], Bound] = {(): Bound({}, {}, [])}
         self.bind()
@@ -194,13 +195,13 @@ class Stage:
     def _end(self, branch: torch.Tensor, stream: torch.Tensor, targets: torch.Tensor) -> tuple[Ending, torch.Tensor]:
         weights = self.now.weights
         normed, entry, scale = rms_norm(branch, weights["norm"], self.model.norm_eps, stream)
-        scores, losses = head.score(weights["head"], normed, targets, self.around.tensor)
+        scores, losses = head.score(weights[self.words], normed, targets, self.around.tensor)
         return Ending(entry, scale, scores), losses
 
     def _end_backward(self, ending: Ending) -> tuple[torch.Tensor, list[Deferred]]:
         weights, gradients, _ = self.now
         tensor, scale = self.around.tensor, self.loss_scale
-        dnormed, work = head.score_backward(weights["head"], gradients["head"], ending.scores, scale, tensor)
+        dnormed, work = head.score_backward(weights[self.words], gradients[self.words], ending.scores, scale, tensor)
         dstream, dnorm = rms_norm_backward(dnormed, ending.stream, weights["norm"], ending.scale, None)
         return dstream, [*work, Sum(gradients["norm"], dnorm)]
 

@@ -20,6 +20,7 @@ from pentad.workers.courier import Courier, Parcel
 from pentad.workers.groups import Groups
 from pentad.workers.parameters import Parameters
 from pentad.workers.stage import Stage
+from pentad.workers.tied import Tied
 
 Check = Callable[[], None]
 
@@ -100,6 +101,7 @@ class Barrier:
     def __init__(self, plan: Plan, groups: Groups, stages: dict[int, Stage]) -> None:
         self.plan, self.groups, self.stages = plan, groups, stages
         self.sums = Sums(plan, groups.rank, stages)
+        self.tied = Tied(plan, groups.rank, stages, groups.tied)
         device = self.sums.values.device
         self.fence = torch.zeros((), dtype=torch.float64, pin_memory=device.type == "cuda")
         self.version = torch.zeros((), dtype=torch.int64, device=device)
@@ -109,6 +111,7 @@ class Barrier:
 
     def reduce(self, step: int, check: Check) -> None:
         """NORM."""
+        self.tied.reduce()
         values = self.sums.fill()
         self.ready = values.device.type == "cpu"  # on a GPU later instructions may already run on the gradients
         if self.groups.everyone is not None:

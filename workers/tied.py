@@ -1,0 +1,62 @@
+"""An output head that is the embedding, on another stage: each has a copy, and both step on the sum of their gradients.
+
+The sum is taken where all else is summed already, just before the step's norm, in which it counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pentad.schedules.plan import Plan
+from pentad.workers.bank import Bank
+from pentad.workers.stage import Stage
+
+
+class Copy(NamedTuple):
+    """What a rank's shard has of one of the two tensors: `mine` of its gradients are `place` of the tensor's. It
+    `gives` them where no other rank does."""
+
+    gradient: torch.Tensor
+    mine: slice
+    place: slice
+    gives: bool
+
+
+class Tied:
+    """The copies of a rank; `group` are the ranks of its tensor coordinate that have one of either."""
+
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, Stage], group: dist.ProcessGroup | None) -> None:
+        self.group, self.found, self.size = group, list[Copy](), 0
+        for share in plan.shares_of(rank) if plan.is_tied else ():
+            if not share.experts and share.stage in (0, plan.program.stages - 1):
+                bank = stages[share.stage].banks[0]
+                gives = bank.parameters.cut.parts > 1 or plan.owner(share) == rank
+                self._add(bank, "head" if share.stage else "embedding", gives)
+
+    def _add(self, bank: Bank, name: str, gives: bool) -> None:
+        start, span = 0, bank.parameters.cut.span
+        for local in bank.parameters.locals:
+            size = math.prod(local.shape)
+            first, end = max(start, span.start), min(start + size, span.stop)
+            if local.name == name:
+                self.size, self.gradient = size, bank.parameters.gradient
+                if first < end:
+                    mine, place = slice(first - span.start, end - span.start), slice(first - start, end - start)
+                    self.found.append(Copy(self.gradient, mine, place, gives))
+            start += size
+
+    def reduce(self) -> None:
+        """Makes both gradients their sum."""
+        if not self.size:
+            return
+        joint = self.gradient.new_zeros(self.size)
+        for copy in self.found:
+            if copy.gives:
+                joint[copy.place] += copy.gradient[copy.mine]
+        dist.all_reduce(joint, group=self.group)
+        for copy in self.found:
+            copy.gradient[copy.mine] = joint[copy.place]
