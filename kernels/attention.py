@@ -37,19 +37,34 @@ class SavedAttention(NamedTuple):
     deterministic: bool
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D) under the causal mask) v, written out; memory grows with S K."""
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, documents: Tensor | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(D) under the causal mask) v, written out; memory grows with S K.
+
+    `scale` stands for 1 / sqrt(D); positions with different numbers in `documents` [B, K] do not see each other.
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
-    future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
-    return scores.masked_fill(future, -math.inf).softmax(-1) @ v
+    scores = q @ k.transpose(2, 3) * softmax_scale(q, scale)
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
+    if documents is not None:
+        hidden = hidden | (documents[:, None, -q.shape[2] :, None] != documents[:, None, None, :])
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> tuple[Tensor, SavedAttention]:
+def softmax_scale(q: Tensor, scale: float | None) -> float:
+    """What scores are multiplied by: 1 / sqrt(D), where nothing else is asked for."""
+    return 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False, scale: float | None = None
+) -> tuple[Tensor, SavedAttention]:
     """(out [B, N, S, D], what the backward pass needs) of q [B, N, S, D], k and v [B, M, K, D], where M divides N.
 
-    The queries are of the last S of the K positions, and see those up to their own.
+    The queries are of the last S of the K positions, and see those up to their own. Values, and with them `out`, may be
+    narrower than keys; `scale` is what scores are multiplied by, 1 / sqrt(D) unless given.
     The inputs may be strided views with a contiguous last dimension and must stay unchanged until the backward pass.
     """
     backends = REPRODUCIBLE if deterministic else FASTEST
@@ -58,12 +73,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> t
     with torch.enable_grad(), sdpa_kernel(backends, set_priority=True) if q.is_cuda else nullcontext():
         # torch's own flag counts from the first key, its flash kernel from the last one, as `causal_lower_right` says
         mask = None if whole else causal_lower_right(q.shape[2], k.shape[2])
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
+        # the flash backend wants one width; what stands in columns of zeros is zero, and so is its gradient
+        narrow = q.shape[3] - v.shape[3] if deterministic and fusable(q) else 0
+        wide = F.pad(v, (0, narrow)) if narrow else v
+        out = F.scaled_dot_product_attention(q, k, wide, mask, is_causal=whole, scale=scale, enable_gqa=grouped)
+        out = out[..., : v.shape[3]] if narrow else out
     return out.detach(), SavedAttention(out, (q, k, v), deterministic)
 
 
+def fusable(q: Tensor) -> bool:
+    """True where fused kernels take the dtype; they need a GPU."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
 @contextmanager
-def _reproducible() -> Iterator[None]:
+def reproducible() -> Iterator[None]:
     """Asks torch for reproducible algorithms, without its habit of filling fresh memory."""
     mode = torch.get_deterministic_debug_mode()
     fill = getattr(determinism, FILL)
@@ -79,7 +103,6 @@ def _reproducible() -> Iterator[None]:
 def attention_backward(dout: Tensor, saved: SavedAttention) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from dout [B, N, S, D]; frees what the graph held, so a second call with `saved` is an error."""
     # Plain GEMMs need no asking, and torch would refuse them without a setting of the process's environment.
-    fused = saved.deterministic and dout.is_cuda and dout.dtype in (torch.bfloat16, torch.float16)
-    with _reproducible() if fused else nullcontext():
+    with reproducible() if saved.deterministic and fusable(dout) else nullcontext():
         dq, dk, dv = torch.autograd.grad(saved.out, saved.inputs, dout)
     return dq, dk, dv

@@ -1,0 +1,123 @@
+"""Attention of some queries to some keys, as one part of an attention whose softmax runs over more keys than these.
+
+A part gives its output and the logarithm of its softmax's denominator (lse); `merge_` joins parts that share queries
+(blockwise attention, arXiv 2310.01889). The backward pass of a part takes output and lse of the whole: p = exp(s - lse)
+is then the whole's probability, and no part needs another.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+from pentad.kernels.attention import fusable, reproducible
+from pentad.kernels.attention_formula import Rule, formula, formula_backward
+
+WIDEST = 256  # head of the flash kernels
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
+
+
+def block(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider) of q [B, N, S, D], k [B, M, K, D] and v [B, M, K, Dv].
+
+    Every query has to see a key. On a GPU 16-bit inputs take cuDNN or, where its backward pass would not be repeatable
+    or does not know the shape, flash attention; all else is written out, and its memory grows with S K.
+    """
+    if not _fused(q, v):
+        return formula(q, k, v, rule)
+    return _cudnn(q, k, v, rule) if _cudnn_takes(q, k, v, rule) else _flash(q, k, v, rule)
+
+
+def block_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this part alone, where `dout`, `out` and `lse` are those of the whole for its queries."""
+    if not _fused(q, v):
+        return formula_backward(dout, q, k, v, out, lse, rule)
+    if _cudnn_takes(q, k, v, rule):
+        return _cudnn_backward(dout, q, k, v, out, lse, rule)
+    with reproducible() if rule.deterministic else nullcontext():
+        return _flash_backward(dout, q, k, v, out, lse, rule)
+
+
+def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Adds a part to the sum of others in place: out [B, N, S, D] and lse [B, N, S] are float32 or wider."""
+    share = torch.sigmoid(more_lse - lse)  # of the part in the new denominator
+    out.lerp_(more.to(out.dtype), share.unsqueeze(-1))
+    torch.logaddexp(lse, more_lse, out=lse)
+
+
+def _fused(q: Tensor, v: Tensor) -> bool:
+    return fusable(q) and max(q.shape[3], v.shape[3]) <= WIDEST
+
+
+def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
+    """Its causal mask counts from the first key, and it adds up dq in an order that changes from run to run."""
+    aligned = not rule.causal or q.shape[2] == k.shape[2]
+    if rule.deterministic or rule.lengths is not None or not aligned:
+        return False
+    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, rule.causal, q.shape[1] != k.shape[1]))
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    call = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    out, lse, *_ = call(q, k, v, None, True, 0.0, rule.causal, False, scale=rule.scale)
+    return out, lse.view(q.shape[:3])
+
+
+def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule) -> Gradients:
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a dropout that is not there
+    call = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    column = lse.contiguous().unsqueeze(3)
+    sizes = None, None, q.shape[2], k.shape[2]
+    dq, dk, dv = call(dout, q, k, v, out, column, seed, seed, None, *sizes, 0.0, rule.causal, scale=rule.scale)
+    return dq, dk, dv
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    width, packed = _width(q, v), rule.lengths is not None
+    tokens = (_tokens(x, width, packed) for x in (q, k, v))
+    call = torch.ops.aten._flash_attention_forward.default
+    out, lse, *_ = call(*tokens, *_sizes(q, k, rule), 0.0, rule.causal, False, scale=rule.scale)
+    if packed:  # lse [N, T]
+        lse = lse.view(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
+    return _heads(out, q, v), lse
+
+
+def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule) -> Gradients:
+    width, packed = _width(q, v), rule.lengths is not None
+    dout, queries, keys, values, out = (_tokens(x, width, packed) for x in (dout, q, k, v, out))
+    sums = (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous()
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a dropout that is not there
+    unused = torch.empty(0, device=q.device)
+    call = torch.ops.aten._flash_attention_backward.default
+    dq, dk, dv = call(
+        dout, queries, keys, values, out, sums, *_sizes(q, k, rule), 0.0, rule.causal, seed, unused, scale=rule.scale
+    )
+    return _heads(dq, q, q), _heads(dk, k, k), _heads(dv, v, v)
+
+
+def _width(q: Tensor, v: Tensor) -> int:
+    """The flash kernels want one width for all, in steps of eight; columns of zeros change nothing."""
+    return -(-max(q.shape[3], v.shape[3]) // 8) * 8
+
+
+def _tokens(x: Tensor, width: int, packed: bool) -> Tensor:
+    """[B, S, heads, width], or [B S, heads, width]."""
+    x = x.transpose(1, 2)
+    x = F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x
+    return x.flatten(0, 1) if packed else x
+
+
+def _heads(x: Tensor, like: Tensor, width: Tensor) -> Tensor:
+    """What `_tokens` made of [B, heads, S, D]."""
+    return x.view(like.shape[0], like.shape[2], like.shape[1], -1).transpose(1, 2)[..., : width.shape[3]]
+
+
+def _sizes(q: Tensor, k: Tensor, rule: Rule) -> tuple[Tensor | None, Tensor | None, int, int]:
+    if rule.lengths is None:
+        return None, None, q.shape[2], k.shape[2]
+    return rule.lengths.queries, rule.lengths.keys, *rule.lengths.longest

@@ -1,0 +1,163 @@
+"""Rank processes that compute attention together, each its part of the positions."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentad.kernels.attention import attention_reference
+from pentad.schedules.sequence import PLACEMENTS, Variant, positions
+from pentad.workers.context import Context
+from pentad.workers.context_ring import KEYS
+
+Rows = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention of rows of `length` positions by `cp` ranks; `documents` begin at these positions of each row."""
+
+    cp: int
+    variant: Variant
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    length: int = 32
+    width: int = 8
+    value: int = 8
+    documents: tuple[tuple[int, ...], ...] | None = None
+    scale: float | None = None
+    dtype: torch.dtype = torch.float64
+    deterministic: bool = True
+    times: int = 1
+    seed: int = 0
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v and dout of the whole sequences, as views of [B, S, heads, D]."""
+        made = torch.Generator().manual_seed(self.seed)
+        sizes = zip(
+            (self.heads, self.kv_heads, self.kv_heads, self.heads),
+            (self.width, self.width, self.value, self.value),
+            strict=True,
+        )
+        whole = [torch.randn(self.batch, self.length, n, d, generator=made, dtype=torch.float64) for n, d in sizes]
+        return [x.to(self.dtype).transpose(1, 2) for x in whole]
+
+    def held(self, rank: int) -> Tensor:
+        return torch.from_numpy(positions(self.length, self.cp, rank, PLACEMENTS[self.variant]))
+
+    def wanted(self) -> list[Tensor]:
+        """out, dq, dk and dv by the definition, in float64."""
+        q, k, v, dout = (x.double() for x in self.inputs())
+        q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        numbers = None if self.documents is None else numbered(self.documents, self.length)
+        out = attention_reference(q, k, v, self.scale, numbers)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    def joined(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Whole tensors from those of the ranks."""
+        found = []
+        for kind in range(4):
+            whole = torch.empty(*parts[0][kind].shape[:2], self.length, parts[0][kind].shape[3], dtype=self.dtype)
+            for rank in range(self.cp):
+                whole[:, :, self.held(rank)] = parts[rank][kind]
+            found.append(whole)
+        return found
+
+
+def numbered(documents: Rows, length: int) -> Tensor:
+    """[B, S] the number of the document that a position is in."""
+    every = torch.arange(length)
+    return torch.stack([torch.searchsorted(torch.tensor(starts), every, right=True) for starts in documents])
+
+
+def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
+    """One rank's out and gradients, the rooms that it received keys in, and whether all runs had the same bits."""
+    mine = case.held(rank).to(device)
+    context = Context(group, case.cp, rank, case.variant, case.scale)
+    rows = case.documents
+    documents = None if rows is None else context.documents(rows, case.length, device)
+    rooms: set[int] = set()
+    real = dist.batch_isend_irecv
+
+    def seen(transfers: list[dist.P2POp]) -> list[dist.Work]:
+        rooms.update(t.tensor.data_ptr() for t in transfers if t.op is dist.irecv and t.tag == KEYS)
+        return real(transfers)
+
+    runs = []
+    with patch.object(dist, "batch_isend_irecv", seen):
+        for _ in range(case.times):
+            q, k, v, dout = (x.to(device)[:, :, mine] for x in case.inputs())
+            out, kept = context.attend(q, k, v, documents, case.deterministic)
+            forward_rooms = len(rooms)
+            rooms.clear()
+            runs.append([out, *context.attend_backward(dout, kept)])
+    same = all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
+    return {"parts": [x.cpu() for x in runs[0]], "same": same, "rooms": max(forward_rooms, len(rooms))}
+
+
+class Ranks:
+    """`size` spawned processes, one GPU each or gloo on the host."""
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        context = mp.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.ends: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            args = (there, rank, size, str(Path(self.folder.name, "store")), device)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            self.ends.append(here)
+            self.processes.append(process)
+
+    def run(self, case: Case) -> list[dict[str, Any]]:
+        """What each rank of a case gives; raises with a rank's traceback when one fails."""
+        for end in self.ends[: case.cp]:
+            end.send(case)
+        answers: list[Any] = [end.recv() if end.poll(45) else "no answer in 45 s" for end in self.ends[: case.cp]]
+        for rank, answer in enumerate(answers):
+            assert isinstance(answer, dict), f"rank {rank}: {answer}"
+        return answers
+
+    def stop(self) -> None:
+        for end in self.ends:
+            end.close()
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+        self.folder.cleanup()
+
+
+def _serve(end: Connection, rank: int, size: int, store: str, kind: str) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    files = dist.FileStore(store, size)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", store=files, rank=rank, world_size=size, timeout=timedelta(seconds=40)
+    )
+    groups = {cp: dist.new_group(list(range(cp))) for cp in range(2, size + 1, 2)}
+    while True:
+        try:
+            case = end.recv()
+        except EOFError:
+            return
+        try:
+            end.send(run_rank(case, rank, groups[case.cp], device))
+        except BaseException:
+            end.send(traceback.format_exc())

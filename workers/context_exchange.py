@@ -1,0 +1,46 @@
+"""Context parallelism by exchange (DeepSpeed-Ulysses, arXiv 2309.14509): parts of the sequence for parts of the heads.
+
+Between two exchanges a rank has whole sequences and 1 / cp of the heads. With fewer key-value heads than ranks each of
+them goes to several ranks, whose gradients are summed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pentad.kernels.dispatch import accumulator
+
+
+def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[B, heads, S / cp, D] each, as [B, heads / cp, S, D]: the same for fewer heads than ranks, 1 head."""
+    size = group.size()
+    sent = [_cut(x.repeat_interleave(max(1, size // x.shape[1]), dim=1), 1, size) for x in tensors]
+    return [x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in _exchange(group, sent)]
+
+
+def to_positions(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The way back: [B, heads, S, D] each, as [B, cp heads, S / cp, D]."""
+    sent = [_cut(x, 2, group.size()) for x in tensors]
+    return [x.permute(1, 0, 2, 3, 4).flatten(1, 2) for x in _exchange(group, sent)]
+
+
+def summed(gradient: torch.Tensor, heads: int) -> torch.Tensor:
+    """The gradient of `heads` that went to several ranks, from the one of what came there."""
+    if gradient.shape[1] == heads:
+        return gradient
+    return gradient.to(accumulator(gradient.dtype)).unflatten(1, (heads, -1)).sum(2).to(gradient.dtype)
+
+
+def _cut(x: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
+    """[parts, ...], a part for each rank."""
+    return torch.stack(x.chunk(parts, dim))
+
+
+def _exchange(group: dist.ProcessGroup, sent: list[torch.Tensor]) -> list[torch.Tensor]:
+    """[cp, ...] each, of which every rank gets one, in one message a pair of ranks."""
+    flat = torch.cat([x.flatten(1) for x in sent], dim=1)
+    got = torch.empty_like(flat)
+    dist.all_to_all_single(got.view(-1), flat.view(-1), group=group)
+    parts = got.split([x[0].numel() for x in sent], dim=1)
+    return [part.unflatten(1, x.shape[1:]) for part, x in zip(parts, sent, strict=True)]

@@ -1,0 +1,55 @@
+"""Context parallelism by gathering: every rank gets all keys and values at once (arXiv 2407.21783, 3.3.2).
+
+One message in place of a ring's many, and room for the keys and values of whole sequences while a layer is computed;
+they are gathered again for the backward pass, so that none are kept in between.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pentad.kernels.attention_block import Gradients
+from pentad.kernels.dispatch import accumulator
+from pentad.workers.context_parts import Given, Saved, disjoint, disjoint_backward, packed, unpacked
+
+# torch 2.13 gives them new names
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def forward(group: dist.ProcessGroup, given: Given) -> Saved:
+    """Attention of a rank's queries to the keys of all."""
+    return given.saved(*disjoint(given, *_everything(group, given.k, given.v)))
+
+
+def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Gradients:
+    """(dq, dk, dv) of what this rank gave to the forward pass."""
+    k, v = saved.k, saved.v
+    dq, *reached = disjoint_backward(saved, dout, *_everything(group, k, v))
+    by_rank = torch.cat([_by_rank(x, group.size()).flatten(1) for x in reached], dim=1).to(accumulator(k.dtype))
+    own = by_rank.new_empty(by_rank.shape[1])
+    _scatter(own, by_rank.view(-1), group=group)
+    dk, dv = unpacked(own, k, v)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _everything(group: dist.ProcessGroup, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values of whole sequences."""
+    own = packed(k, v)
+    by_rank = own.new_empty(group.size(), own.numel())
+    _gather(by_rank.view(-1), own, group=group)
+    return [_in_order(x) for x in unpacked(by_rank, k, v)]
+
+
+def _in_order(x: torch.Tensor) -> torch.Tensor:
+    """[ranks, B, M, S / ranks, D], zigzag, as [B, M, S, D]."""
+    first, second = x.unflatten(3, (2, -1)).unbind(3)
+    chunks = torch.cat([first, second.flip(0)])
+    return chunks.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The inverse of `_in_order`."""
+    chunks = x.unflatten(2, (2 * ranks, -1)).permute(2, 0, 1, 3, 4)
+    return torch.stack([chunks[:ranks], chunks[ranks:].flip(0)], dim=3).flatten(3, 4)

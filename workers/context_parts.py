@@ -1,0 +1,91 @@
+"""The blocks of an attention whose keys are at hand, and how they add up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pentad.kernels.attention import softmax_scale
+from pentad.kernels.attention_block import Gradients, block, block_backward
+from pentad.kernels.attention_formula import Rule
+from pentad.kernels.dispatch import accumulator
+from pentad.workers.context_blocks import Block, Step
+
+
+class Saved(NamedTuple):
+    """What B needs: the rank's own inputs and results, and what was computed of them."""
+
+    q: torch.Tensor  # [B, N, S, D]
+    k: torch.Tensor  # [B, M, S, D]
+    v: torch.Tensor  # [B, M, S, Dv]
+    out: torch.Tensor  # [B, N, S, Dv]
+    lse: torch.Tensor  # [B, N, S] of the whole softmax, float32 or wider
+    steps: tuple[Step, ...]
+    scale: float
+    deterministic: bool
+
+
+class Given(NamedTuple):
+    """What F gets."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    steps: tuple[Step, ...]
+    scale: float | None
+    deterministic: bool
+
+    def saved(self, out: torch.Tensor, lse: torch.Tensor) -> Saved:
+        scale = softmax_scale(self.q, self.scale)
+        return Saved(self.q, self.k, self.v, out, lse, self.steps, scale, self.deterministic)
+
+
+def part(given: Given, at: Block, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of one block with the keys and values at hand."""
+    rule = Rule(at.causal, softmax_scale(given.q, given.scale), given.deterministic, at.lengths)
+    return block(given.q[at.rows, :, at.queries], k[at.rows, :, at.keys], v[at.rows, :, at.keys], rule)
+
+
+def part_backward(saved: Saved, dout: torch.Tensor, at: Block, k: torch.Tensor, v: torch.Tensor) -> Gradients:
+    """(dq, dk, dv) of one block."""
+    rule = Rule(at.causal, saved.scale, saved.deterministic, at.lengths)
+    dout, q, out, lse = (x[at.rows, :, at.queries] for x in (dout, saved.q, saved.out, saved.lse))
+    return block_backward(dout, q, k[at.rows, :, at.keys], v[at.rows, :, at.keys], out, lse, rule)
+
+
+def disjoint(given: Given, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the blocks of one step, no two of which share a query."""
+    blocks, q = given.steps[0], given.q
+    if len(blocks) == 1:
+        return part(given, blocks[0], k, v)
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+    for at in blocks:
+        out[at.rows, :, at.queries], lse[at.rows, :, at.queries] = part(given, at, k, v)
+    return out, lse
+
+
+def disjoint_backward(saved: Saved, dout: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Gradients:
+    """(dq, dk, dv) of these; of all keys at hand, in float32 or wider unless there is one block only."""
+    blocks = saved.steps[0]
+    if len(blocks) == 1:
+        return part_backward(saved, dout, blocks[0], k, v)
+    dq = torch.empty_like(saved.q, memory_format=torch.contiguous_format)
+    dk, dv = (torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in (k, v))
+    for at in blocks:
+        dq[at.rows, :, at.queries], more_dk, more_dv = part_backward(saved, dout, at, k, v)
+        dk[at.rows, :, at.keys] += more_dk
+        dv[at.rows, :, at.keys] += more_dv
+    return dq, dk, dv
+
+
+def packed(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Keys and values, or their gradients, as one message."""
+    return torch.cat([k.reshape(-1), v.reshape(-1)]).to(dtype or k.dtype)
+
+
+def unpacked(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a message [..., elements] in the shapes of `k` and `v`."""
+    first, second = flat.split([k.numel(), v.numel()], dim=-1)
+    return first.unflatten(-1, k.shape), second.unflatten(-1, v.shape)
