@@ -6,6 +6,7 @@ is then the whole's probability, and no part needs another.
 """
 
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from pentad.kernels.attention import fusable, reproducible
 from pentad.kernels.attention_formula import Rule, formula, formula_backward
+from pentad.kernels.dispatch import runs_in_triton
 
 WIDEST = 256  # head of the flash kernels
 
@@ -43,11 +45,22 @@ def block_backward(
         return _flash_backward(dout, q, k, v, out, lse, rule)
 
 
-def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Adds a part to the sum of others in place: out [B, N, S, D] and lse [B, N, S] are float32 or wider."""
+def merge_reference_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """The formula of `merge_` in torch operations, for any dtype and device."""
     share = torch.sigmoid(more_lse - lse)  # of the part in the new denominator
     out.lerp_(more.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, more_lse, out=lse)
+
+
+def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Adds a part, `more` and `more_lse`, to the sum of others in place: out [B, N, S, D], whose last dimension is
+    contiguous, and lse [B, N, S] are float32 or wider."""
+    if runs_in_triton(out):
+        from pentad.kernels import attention_triton
+
+        attention_triton.merge_(out, lse, more, more_lse)
+    else:
+        merge_reference_(out, lse, more, more_lse)
 
 
 def _fused(q: Tensor, v: Tensor) -> bool:
@@ -57,7 +70,7 @@ def _fused(q: Tensor, v: Tensor) -> bool:
 def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
     """Its causal mask counts from the first key, and it adds up dq in an order that changes from run to run."""
     aligned = not rule.causal or q.shape[2] == k.shape[2]
-    if rule.deterministic or rule.lengths is not None or not aligned:
+    if rule.deterministic or rule.lengths is not None or not rule.steady or not aligned:
         return False
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, rule.causal, q.shape[1] != k.shape[1]))
 
@@ -71,10 +84,18 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]
 def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule) -> Gradients:
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a dropout that is not there
     call = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-    column = lse.contiguous().unsqueeze(3)
+    stats = lse.contiguous().unsqueeze(3) if _stats_are_columns() else lse.contiguous()
     sizes = None, None, q.shape[2], k.shape[2]
-    dq, dk, dv = call(dout, q, k, v, out, column, seed, seed, None, *sizes, 0.0, rule.causal, scale=rule.scale)
+    dq, dk, dv = call(dout, q, k, v, out, stats, seed, seed, None, *sizes, 0.0, rule.causal, scale=rule.scale)
     return dq, dk, dv
+
+
+@cache
+def _stats_are_columns() -> bool:
+    """Whether this torch has cuDNN's lse as [B, N, S, 1], not as [B, N, S]."""
+    q = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="meta")
+    lse = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, q, q, None, True)[1]
+    return bool(lse.dim() == 4)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:

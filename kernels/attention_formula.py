@@ -21,12 +21,16 @@ class Lengths(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`causal`: the queries (of each piece) are of its last keys' positions, and see those up to their own."""
+    """`causal`: the queries (of each piece) are of its last keys' positions, and see those up to their own.
+
+    `steady`: the shapes are the same in every call. Without it cuDNN is not asked, which plans anew for every shape.
+    """
 
     causal: bool
     scale: float
     deterministic: bool
     lengths: Lengths | None = None
+    steady: bool = True
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:

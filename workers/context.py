@@ -57,6 +57,7 @@ class Context:
         first one 0; nothing, where each row is one document. Costs one copy to the device and no wait for it."""
         if all(len(starts) == 1 for starts in rows):
             return None
+        assert all(starts[0] == 0 and starts[-1] < length for starts in rows)
         slices = [(slice(b, b + 1), tuple(starts)) for b, starts in enumerate(rows)]
         return Documents(plan(self.variant, self.size, self.rank, length, slices, device))
 
@@ -71,7 +72,7 @@ class Context:
         """(out [B, N, S / cp, Dv], what B needs) of the rank's q [B, N, S / cp, D], k [B, M, S / cp, D] and
         v [B, M, S / cp, Dv], in the order of its positions. The inputs must stay unchanged until B."""
         group, steps = self.group, documents.steps if documents else None
-        if group is None:
+        if group is None or self.size == 1:
             return self._whole(q, k, v, steps, deterministic)
         if self.variant == "exchange":
             heads = to_heads(group, q, k, v)

@@ -29,6 +29,7 @@ class Block(NamedTuple):
     keys: slice
     causal: bool
     lengths: Lengths | None = None  # of the documents inside a causal one, if there are several
+    steady: bool = True  # of this size whatever the documents
 
 
 Step = tuple[Block, ...]  # all that is computed with the same keys at hand
@@ -84,7 +85,8 @@ def _from(rank: int, source: int, held: Sequence[Sequence[range]], rows: Rows) -
         together = [row for row, _ in equal]
         if reached:
             among = slice(together[0].start, together[-1].stop)
-            found.append(Block(among, slice(first, first + reached), slice(last - seen, last), False))
+            steady = reached == sum(map(len, queries)) and seen == last
+            found.append(Block(among, slice(first, first + reached), slice(last - seen, last), False, steady=steady))
     return tuple(found)
 
 

@@ -43,13 +43,13 @@ class Given(NamedTuple):
 
 def part(given: Given, at: Block, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of one block with the keys and values at hand."""
-    rule = Rule(at.causal, softmax_scale(given.q, given.scale), given.deterministic, at.lengths)
+    rule = Rule(at.causal, softmax_scale(given.q, given.scale), given.deterministic, at.lengths, at.steady)
     return block(given.q[at.rows, :, at.queries], k[at.rows, :, at.keys], v[at.rows, :, at.keys], rule)
 
 
 def part_backward(saved: Saved, dout: torch.Tensor, at: Block, k: torch.Tensor, v: torch.Tensor) -> Gradients:
     """(dq, dk, dv) of one block."""
-    rule = Rule(at.causal, saved.scale, saved.deterministic, at.lengths)
+    rule = Rule(at.causal, saved.scale, saved.deterministic, at.lengths, at.steady)
     dout, q, out, lse = (x[at.rows, :, at.queries] for x in (dout, saved.q, saved.out, saved.lse))
     return block_backward(dout, q, k[at.rows, :, at.keys], v[at.rows, :, at.keys], out, lse, rule)
 
