@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from pentad.kernels.attention import attention_reference
 from pentad.schedules.sequence import PLACEMENTS, Variant, positions
+from pentad.workers import context_ring
 from pentad.workers.context import Context
-from pentad.workers.context_ring import KEYS
+from pentad.workers.context_ring import GRADIENTS, KEYS
 
 Rows = Sequence[Sequence[int]]
 
@@ -83,29 +84,66 @@ def numbered(documents: Rows, length: int) -> Tensor:
     return torch.stack([torch.searchsorted(torch.tensor(starts), every, right=True) for starts in documents])
 
 
-def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
-    """One rank's out and gradients, the rooms that it received keys in, and whether all runs had the same bits."""
+@dataclass
+class Answer:
+    """One rank's out and gradients (of its first run); whether all runs had the same bits; in how many rooms it got
+    keys of others in one pass; what a ring did, in order; and the elements that were kept from F to B."""
+
+    parts: list[Tensor]
+    same: bool
+    rooms: int
+    log: list[str]
+    kept: int
+
+
+def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> Answer:
+    """Forward and backward of one rank, `case.times` over."""
     mine = case.held(rank).to(device)
     context = Context(group, case.cp, rank, case.variant, case.scale)
-    rows = case.documents
-    documents = None if rows is None else context.documents(rows, case.length, device)
+    documents = None if case.documents is None else context.documents(case.documents, case.length, device)
+    log: list[str] = []
     rooms: set[int] = set()
     real = dist.batch_isend_irecv
 
     def seen(transfers: list[dist.P2POp]) -> list[dist.Work]:
+        log.append("gradients" if transfers[0].tag == GRADIENTS else "keys")
         rooms.update(t.tensor.data_ptr() for t in transfers if t.op is dist.irecv and t.tag == KEYS)
         return real(transfers)
 
-    runs = []
-    with patch.object(dist, "batch_isend_irecv", seen):
+    def told(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def both(*args: Any) -> Any:
+            log.append(name)
+            return call(*args)
+
+        return both
+
+    runs, most = [], 0
+    with (
+        patch.object(dist, "batch_isend_irecv", seen),
+        patch.object(context_ring, "part", told("block", context_ring.part)),
+        patch.object(context_ring, "part_backward", told("block", context_ring.part_backward)),
+        patch.object(context_ring.Transfer, "wait", told("wait", context_ring.Transfer.wait)),
+    ):
         for _ in range(case.times):
+            log.clear()
             q, k, v, dout = (x.to(device)[:, :, mine] for x in case.inputs())
             out, kept = context.attend(q, k, v, documents, case.deterministic)
-            forward_rooms = len(rooms)
+            size = elements(kept)
+            most = max(most, len(rooms))
             rooms.clear()
+            log.append("backward")
             runs.append([out, *context.attend_backward(dout, kept)])
+            most = max(most, len(rooms))
+            rooms.clear()
     same = all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
-    return {"parts": [x.cpu() for x in runs[0]], "same": same, "rooms": max(forward_rooms, len(rooms))}
+    return Answer([x.cpu() for x in runs[0]], same, most, log, size)
+
+
+def elements(kept: object) -> int:
+    """Of all tensors of floats in nested tuples."""
+    if isinstance(kept, Tensor):
+        return kept.numel() if kept.is_floating_point() else 0
+    return sum(map(elements, kept)) if isinstance(kept, tuple) else 0
 
 
 class Ranks:
@@ -124,13 +162,13 @@ class Ranks:
             self.ends.append(here)
             self.processes.append(process)
 
-    def run(self, case: Case) -> list[dict[str, Any]]:
+    def run(self, case: Case) -> list[Answer]:
         """What each rank of a case gives; raises with a rank's traceback when one fails."""
         for end in self.ends[: case.cp]:
             end.send(case)
         answers: list[Any] = [end.recv() if end.poll(45) else "no answer in 45 s" for end in self.ends[: case.cp]]
         for rank, answer in enumerate(answers):
-            assert isinstance(answer, dict), f"rank {rank}: {answer}"
+            assert isinstance(answer, Answer), f"rank {rank}: {answer}"
         return answers
 
     def stop(self) -> None:

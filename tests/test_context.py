@@ -39,9 +39,9 @@ def ranks():
 
 def agrees(ranks: Ranks, case: Case, bound: float) -> None:
     answers = ranks.run(case)
-    for found, wanted in zip(case.joined([a["parts"] for a in answers]), case.wanted(), strict=True):
+    for found, wanted in zip(case.joined([a.parts for a in answers]), case.wanted(), strict=True):
         assert relative_error(found, wanted) < bound
-    assert all(answer["rooms"] <= 2 for answer in answers)
+    assert all(answer.rooms <= 2 for answer in answers)  # keys of two ranks at most are held besides one's own
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -56,7 +56,7 @@ def test_ranks_give_what_the_whole_sequence_gives(ranks, cp, variant, shape, dty
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_rank_gives_what_the_definition_says(variant, shape, dtype):
     case = replace(SHAPES[shape], cp=1, variant=variant, dtype=dtype)
-    parts = run_rank(case, 0, None, torch.device("cpu"))["parts"]
+    parts = run_rank(case, 0, None, torch.device("cpu")).parts
     for found, wanted in zip(parts, case.wanted(), strict=True):
         assert relative_error(found, wanted) < BOUNDS[dtype]
 
@@ -66,14 +66,14 @@ def test_one_rank_is_plain_attention_to_the_bit():
     q, k, v, dout = (x.contiguous() for x in case.inputs())
     out, saved = attention(q, k, v, deterministic=True)
     wanted = [out, *attention_backward(dout, saved)]
-    found = run_rank(case, 0, None, torch.device("cpu"))["parts"]
+    found = run_rank(case, 0, None, torch.device("cpu")).parts
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_runs_repeat_bit_by_bit(ranks, variant):
     case = Case(4, variant, batch=3, documents=PACKED, dtype=torch.float32, times=3)
-    assert all(answer["same"] for answer in ranks.run(case))
+    assert all(answer.same for answer in ranks.run(case))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -83,3 +83,26 @@ def test_any_packing_is_exact(ranks, variant, seed):
     starts = [torch.randperm(39, generator=made)[: 4 * (seed + row) % 13] + 1 for row in range(2)]
     documents = tuple((0, *sorted(each.tolist())) for each in starts)
     agrees(ranks, Case(4, variant, batch=2, length=40, documents=documents, seed=seed), 1e-10)
+
+
+def test_keys_and_gradients_travel_while_blocks_are_computed(ranks):
+    step = ["keys", "block", "wait"]
+    forward = [*3 * step, "block"]
+    back = [
+        *step,
+        "gradients",
+        *2 * ["keys", "block", "wait", "wait", "gradients"],
+        "block",
+        "wait",
+        "gradients",
+        "wait",
+    ]
+    for answer in ranks.run(Case(4, "ring")):
+        assert answer.log == [*forward, "backward", *back]
+
+
+@pytest.mark.parametrize("variant", ["ring", "gather"])
+def test_what_is_kept_for_the_way_back_is_a_rank_s_share(ranks, variant):
+    case = Case(4, variant, batch=3, heads=8, kv_heads=2, length=64, width=12, value=8)
+    whole = 3 * 64 * (8 * (12 + 8 + 1) + 2 * (12 + 8))
+    assert [answer.kept for answer in ranks.run(case)] == 4 * [whole // 4]
