@@ -28,8 +28,8 @@ def chunks(length: int, cp: int, rank: int, placement: Placement) -> tuple[range
         return (range(length),)
     parts = 2 * cp if placement == "zigzag" else cp
     if length % parts:
-        text = f"batch.sequence_length is {length}, but mesh.cp {cp} cuts a sequence into {parts} equal chunks"
-        raise PentadError(f"{text}: it has to be a multiple of {parts}")
+        name = "2 x mesh.cp" if placement == "zigzag" else "mesh.cp"
+        raise PentadError(f"batch.sequence_length is {length}, wanted a multiple of {name} = {parts}")
     size = length // parts
     numbers = (rank, parts - 1 - rank) if placement == "zigzag" else (rank,)
     return tuple(range(number * size, (number + 1) * size) for number in numbers)
@@ -40,19 +40,18 @@ def positions(length: int, cp: int, rank: int, placement: Placement) -> NDArray[
     return np.concatenate([np.arange(c.start, c.stop, dtype=np.int64) for c in chunks(length, cp, rank, placement)])
 
 
-def check_context(length: int, heads: int, kv_heads: int, cp: int, variant: Variant) -> None:
-    """Raises PentadError unless cp ranks can share sequences of `length` tokens and, for 'exchange', the heads.
-
-    `heads` and `kv_heads` are those that a rank has before the exchange: already divided by tp.
-    """
+def check_context(length: int, heads: int, kv_heads: int, cp: int, variant: Variant, tp: int = 1) -> None:
+    """Raises PentadError unless cp ranks can share sequences of `length` tokens and, for 'exchange', the heads that tp
+    ranks have cut already. Key-value heads that are fewer than ranks are exchanged to several of these."""
     chunks(length, cp, 0, PLACEMENTS[variant])
-    if variant != "exchange":
+    if variant != "exchange" or cp == 1:
         return
-    rest = f"heads to a rank, but exchanging them over mesh.cp {cp} needs a multiple"
-    if heads % cp:
-        raise PentadError(f"model.heads leaves {heads} {rest} of {cp}")
-    if kv_heads % cp and cp % kv_heads:
-        raise PentadError(f"model.kv_heads leaves {kv_heads} {rest} or a divisor of {cp}")
+    ranks = cp * tp
+    why = f"mesh.cp x mesh.tp = {ranks} where context ranks exchange heads"
+    if heads % ranks:
+        raise PentadError(f"model.heads is {heads}, wanted a multiple of {why}")
+    if kv_heads % ranks and ranks % kv_heads:
+        raise PentadError(f"model.kv_heads is {kv_heads}, wanted a multiple or a divisor of {why}")
 
 
 def document_starts(tokens: Sequence[int] | NDArray[np.integer], end: int) -> tuple[int, ...]:

@@ -125,19 +125,20 @@ def test_no_block_is_left_where_no_document_reaches_over():
 
 
 @pytest.mark.parametrize(
-    ("length", "heads", "kv_heads", "cp", "variant", "said"),
+    ("length", "heads", "kv_heads", "cp", "variant", "tp", "said"),
     [
-        (36, 4, 4, 4, "ring", "batch.sequence_length is 36, but mesh.cp 4 cuts a sequence into 8 equal chunks"),
-        (36, 4, 4, 8, "exchange", "batch.sequence_length is 36, but mesh.cp 8 cuts a sequence into 8 equal chunks"),
-        (32, 6, 2, 4, "exchange", "model.heads leaves 6 heads to a rank"),
-        (32, 12, 3, 4, "exchange", "model.kv_heads leaves 3 heads to a rank"),
+        (36, 4, 4, 4, "ring", 1, "batch.sequence_length is 36, wanted a multiple of 2 x mesh.cp = 8"),
+        (36, 8, 8, 8, "exchange", 1, "batch.sequence_length is 36, wanted a multiple of mesh.cp = 8"),
+        (32, 6, 2, 4, "exchange", 1, "model.heads is 6, wanted a multiple of mesh.cp x mesh.tp = 4"),
+        (32, 4, 4, 4, "exchange", 2, "model.heads is 4, wanted a multiple of mesh.cp x mesh.tp = 8"),
+        (32, 12, 3, 4, "exchange", 1, "model.kv_heads is 3, wanted a multiple or a divisor of mesh.cp x mesh.tp = 4"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(length, heads, kv_heads, cp, variant: Variant, said):
+def test_what_cannot_be_shared_is_refused(length, heads, kv_heads, cp, variant: Variant, tp, said):
     with pytest.raises(PentadError, match=said):
-        check_context(length, heads, kv_heads, cp, variant)
+        check_context(length, heads, kv_heads, cp, variant, tp)
 
 
 @pytest.mark.parametrize(("kv_heads", "variant"), [(1, "exchange"), (4, "exchange"), (8, "exchange"), (3, "ring")])
 def test_what_can_be_shared_is_not_refused(kv_heads, variant: Variant):
-    check_context(32, 8 * kv_heads, kv_heads, 4, variant)
+    check_context(32, 8 * kv_heads, kv_heads, 4, variant, 2)
