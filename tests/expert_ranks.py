@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from closeness import relative_error
 
 from pentad.schedules.model import Experts
 from pentad.workers import experts
@@ -126,6 +127,19 @@ def _network(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torc
     return (F.silu(gate) * up) @ down.T
 
 
+def check(case: Case, found: list[Answer]) -> None:
+    """Everything to 1e-10; what ranks hold together is the sum, what they hold apart the whole."""
+    wanted = reference(case)
+    for mine, there in zip(found, wanted, strict=True):
+        assert relative_error(mine.mixed, there.mixed) < 1e-10
+        assert relative_error(mine.dnormed, there.dnormed) < 1e-10
+        assert torch.equal(mine.load, there.load)
+    for name, gradient in wanted[0].gradients.items():
+        parts = [answer.gradients[name] for answer in found]
+        whole = torch.cat(parts) if name in ("gate_up", "down") else torch.stack(parts).sum(0)
+        assert relative_error(whole, gradient) < 1e-10, name
+
+
 def bound(parts: State) -> tuple[experts.Weights, experts.Weights]:
     """Weights by name, detached, and zeros as wide as gradients are."""
     wide = torch.float64 if parts["router"].dtype == torch.float64 else torch.float32
@@ -135,16 +149,16 @@ def bound(parts: State) -> tuple[experts.Weights, experts.Weights]:
 
 
 class Ranks:
-    """Four spawned processes, of which the first so many run a case."""
+    """Spawned processes, of which the first so many run a case, each with a GPU where `device` is cuda."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
         context = mp.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self.ends: list[Connection] = []
         self.processes = []
-        for rank in range(4):
+        for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.folder.name), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, size, device, self.folder.name), daemon=True)
             process.start()
             self.ends.append(here)
             self.processes.append(process)
@@ -167,14 +181,19 @@ class Ranks:
         self.folder.cleanup()
 
 
-def _serve(end: Connection, rank: int, folder: str) -> None:
+def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> None:
     torch.set_num_threads(1)
     faulthandler.enable()
-    # memory that nobody has written must not matter
-    torch.use_deterministic_algorithms(True)
+    backend = "gloo"
+    if device == "cuda":
+        backend, device = "nccl", f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    else:
+        # fills memory that nobody has written with NaN, which must not matter
+        torch.use_deterministic_algorithms(True)
     meeting, patience = f"file://{Path(folder, 'meeting')}", timedelta(seconds=40)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=4, timeout=patience)
-    groups = {1: None} | {size: dist.new_group(list(range(size)), timeout=patience) for size in (2, 4)}
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=patience)
+    groups = {1: None} | {n: dist.new_group(list(range(n)), timeout=patience) for n in (2, 4) if n <= size}
     while True:
         try:
             case = end.recv()
@@ -183,6 +202,17 @@ def _serve(end: Connection, rank: int, folder: str) -> None:
             return
         try:
             ranks = len(case.tokens)
-            end.send(run_rank(case, rank, ranks, groups[ranks]))
+            end.send(_moved(run_rank(_moved(case, device), rank, ranks, groups[ranks]), "cpu"))
         except BaseException:
             end.send(traceback.format_exc())
+
+
+def _moved(nested: Any, device: str) -> Any:
+    """A named tuple with all its tensors, those in dicts too, on a device."""
+
+    def there(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: each.to(device) for name, each in value.items()}
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return type(nested)(*map(there, nested))
