@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from pentad.kernels.grad_gemm import accumulate_gradient_
+from pentad.kernels.grouped_gemm import accumulate_grouped_gradient_
 
 
 class Product(NamedTuple):
@@ -32,7 +33,19 @@ class Lookup(NamedTuple):
     tokens: torch.Tensor
 
 
-Deferred = Product | Sum | Lookup
+class Grouped(NamedTuple):
+    """gradient[e] [N, K] += dy_e^T @ x_e over the rows of expert e, up to `offsets[e]` of them all; `dy_rows` and
+    `x_rows` [R] say which row of dy [.., N] and of x [.., K] each is, where it is not that of its number."""
+
+    gradient: torch.Tensor
+    dy: torch.Tensor
+    x: torch.Tensor
+    offsets: torch.Tensor
+    dy_rows: torch.Tensor | None
+    x_rows: torch.Tensor | None
+
+
+Deferred = Product | Sum | Lookup | Grouped
 
 
 def accumulate(work: list[Deferred]) -> None:
@@ -49,3 +62,5 @@ def accumulate(work: list[Deferred]) -> None:
                     dy.to(gradient.dtype), tokens, gradient.shape[0], -1, False
                 )
                 gradient += rows
+            case Grouped(gradient, dy, x, offsets, dy_rows, x_rows):
+                accumulate_grouped_gradient_(gradient, dy, x, offsets, dy_rows, x_rows)

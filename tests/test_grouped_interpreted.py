@@ -1,0 +1,102 @@
+"""The Triton kernels of experts on a machine without a GPU, through Triton's interpreter, at sizes it can bear.
+
+As in test_kernels_interpreted.py: conftest.py asks for the interpreter, and a GPU runs the kernels themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from closeness import relative_error
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs the kernels themselves", allow_module_level=True)
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+from pentad.kernels import grouped_gemm_triton, routing_triton
+from pentad.kernels.grouped_gemm import accumulate_grouped_gradient_reference_, grouped_gemm_reference
+from pentad.kernels.routing import (
+    arrange,
+    gate_rows_backward_reference,
+    gate_rows_reference,
+    gather_rows,
+    sum_rows_reference,
+)
+
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+# the interpreter multiplies the bits of a bf16, so products are tried with the other 16-bit numbers
+PRODUCTS = [(torch.float32, 1e-5), (torch.float16, 1e-2)]
+COUNTS = [(3, 0, 5), (0, 0, 0), (1, 130, 0, 2, 65), (4,)]
+
+
+@pytest.fixture(autouse=True)
+def _index_by_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 takes int() of an array of one element, which NumPy 2.4 no longer gives."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_holds_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), PRODUCTS)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_grouped_products(counts: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+    total, experts = sum(counts), len(counts)
+    x, dy = torch.randn(total + 3, 33, dtype=dtype), torch.randn(total + 3, 70, dtype=dtype)
+    x[total:], dy[total:] = torch.nan, torch.nan
+    weights, offsets = torch.randn(experts, 70, 33, dtype=dtype), torch.tensor(counts).cumsum(0).to(torch.int32)
+    for rows, matrices in ((x, weights), (dy, weights.transpose(1, 2))):
+        found = grouped_gemm_triton.grouped_gemm(rows, matrices, offsets)[:total]
+        assert relative_error(found, grouped_gemm_reference(rows.double(), matrices.double(), offsets)[:total]) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("indexed", [None, "dy", "x"])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_grouped_gradients(counts: tuple[int, ...], indexed: str | None, dtype: torch.dtype) -> None:
+    total = sum(counts)
+    numbers = torch.randint(0, 3, (total + 3,)) if indexed else None
+    dy, x = torch.randn(total + 3, 70, dtype=dtype), torch.randn(total + 3, 33, dtype=dtype)
+    dy[3 if indexed == "dy" else total :] = torch.nan
+    x[3 if indexed == "x" else total :] = torch.nan
+    main, offsets = torch.randn(len(counts), 70, 33), torch.tensor(counts).cumsum(0).to(torch.int32)
+    rows = (numbers if indexed == "dy" else None, numbers if indexed == "x" else None)
+    wanted = main.double()
+    accumulate_grouped_gradient_reference_(wanted, dy.double(), x.double(), offsets, *rows)
+    grouped_gemm_triton.accumulate_grouped_gradient_(main, dy, x, offsets, *rows)
+    assert relative_error(main, wanted) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("width", [5, 2100])
+def test_rows(width: int, dtype: torch.dtype, bound: float) -> None:
+    experts = torch.tensor([[5, 2], [2, 3], [7, 0], [3, 5]])
+    rows = arrange(experts, torch.rand(4, 2), first=2, held=3)
+    x, total = torch.randn(4, width, dtype=dtype), 4
+    gathered = routing_triton.gather_rows(x, rows.tokens, rows.offsets)
+    assert torch.equal(gathered[:total], gather_rows(x, rows)[:total])
+    summed = routing_triton.sum_rows(gathered, rows.positions)
+    assert relative_error(summed, sum_rows_reference(gathered, rows.positions)) < bound
+    gate_up, dy = torch.randn(8, 2 * width, dtype=dtype), torch.randn(8, width, dtype=dtype)
+    wanted = gate_rows_reference(gate_up.double(), rows.weights.double())
+    found = routing_triton.gate_rows(gate_up, rows.weights, rows.offsets)
+    assert relative_error(found[:total], wanted[:total]) < bound
+    back = routing_triton.gate_rows_backward(dy, gate_up, rows.weights, rows.offsets)
+    there = gate_rows_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
+    for mine, other in zip(back, there, strict=True):
+        assert relative_error(mine[:total], other[:total]) < bound

@@ -1,0 +1,192 @@
+"""The feed-forward half of an expert layer, with its backward written out and its communication apart from the rest.
+
+T tokens of this rank, H hidden, E experts of which `held` are here, I width of an expert here, K experts a token; T'
+tokens that came from all ranks of the expert-parallel group and R rows, one for each expert here of each of these.
+
+F is route, dispatch, compute, combine; B is its mirror image. Where experts and the shared network are cut over tp,
+what `forward` and `backward` return are parts of sums over tp, and so is the router's gradient; `scale` is then to be
+1 / tp of what it would be.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pentad.kernels.grouped_gemm import grouped_gemm
+from pentad.kernels.routing import Rows, arrange, gate_rows, gate_rows_backward, gather_rows, sum_rows
+from pentad.kernels.swiglu import swiglu, swiglu_backward
+from pentad.schedules.model import Experts
+from pentad.workers import router
+from pentad.workers.dispatch import Route, Stay, Way, open_route, pack, unpack
+from pentad.workers.router import Routed
+from pentad.workers.weights import Deferred, Grouped, Product
+
+
+class Weights(NamedTuple):
+    """Compute weights, or their main gradients. Matrices are [out, in]; `shared_...` may be None."""
+
+    router: torch.Tensor  # [E, H]
+    gate_up: torch.Tensor  # [held, 2I, H]
+    down: torch.Tensor  # [held, H, I]
+    shared_gate_up: torch.Tensor | None  # [2Is, H]
+    shared_down: torch.Tensor | None  # [H, Is]
+
+
+class Site(NamedTuple):
+    """This rank's place among those that share the experts; `group` is None where it has them all."""
+
+    group: dist.ProcessGroup | None = None
+    number: int = 0
+    way: Way = "exchange"
+
+
+class Kept(NamedTuple):
+    """What B needs of F and what is dear to make or comes from other ranks."""
+
+    routed: Routed
+    route: Route
+    rows: Rows
+    tokens: torch.Tensor | None  # [T', H] that came, None where they are this rank's own
+
+
+class Remade(NamedTuple):
+    """What else B needs, which `remade` makes again without communication."""
+
+    gate_up: torch.Tensor  # [R, 2I]
+    shared: torch.Tensor | None  # [T, 2Is]
+
+
+class Given(NamedTuple):
+    """What B gives to each of the T' tokens."""
+
+    tokens: torch.Tensor  # [T', H]
+    weights: torch.Tensor  # [T', K]
+
+
+def forward(
+    w: Weights, shape: Experts, normed: torch.Tensor, bias: torch.Tensor | None, site: Site
+) -> tuple[torch.Tensor, Kept, Remade]:
+    """What the experts and the shared network make of tokens `normed` [T, H], and what B needs. `kept.routed.load`
+    counts the visits of these tokens."""
+    routed = router.route(normed, w.router, bias, shape)
+    kept = dispatch(w, normed, routed, site)
+    partial, gate_up = compute(w, normed, kept)
+    shared, wide = compute_shared(w, normed)
+    return combine(kept, partial, shared), kept, Remade(gate_up, wide)
+
+
+def dispatch(w: Weights, normed: torch.Tensor, routed: Routed, site: Site) -> Kept:
+    """F's communication on the way out: tokens, choices and weights to the ranks of the experts."""
+    held = w.gate_up.shape[0]
+    route = open_route(routed.experts, held, site.group, site.way)
+    if isinstance(route, Stay):
+        return Kept(routed, route, arrange(routed.experts, routed.weights, 0, held), None)
+    experts, weights = unpack(route.out(pack(routed.experts, routed.weights)))
+    return Kept(routed, route, arrange(experts, weights, site.number * held, held), route.out(normed))
+
+
+def compute(w: Weights, normed: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts here: (their part of the result of each of the T' tokens [T', H], gate_up [R, 2I])."""
+    gate_up = _gate_up(w, normed, kept)
+    # An expert's weight counts before its last product: what is kept for B is narrower there.
+    out = grouped_gemm(gate_rows(gate_up, kept.rows), w.down, kept.rows.offsets)
+    return sum_rows(out, kept.rows.positions), gate_up
+
+
+def compute_shared(w: Weights, normed: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The network that every token visits: (its result [T, H], gate_up [T, 2Is]), nothing where there is none."""
+    wide = _shared(w, normed)
+    return (None, None) if wide is None or w.shared_down is None else (torch.mm(swiglu(wide), w.shared_down.t()), wide)
+
+
+def combine(kept: Kept, partial: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    """F's communication on the way home: [T, H]."""
+    mixed = kept.route.home(partial)
+    return mixed if shared is None else mixed + shared
+
+
+def remade(w: Weights, normed: torch.Tensor, kept: Kept) -> Remade:
+    """RECOMPUTE of what F did not keep, by the kernels that made it."""
+    return Remade(_gate_up(w, normed, kept), _shared(w, normed))
+
+
+def backward(
+    w: Weights,
+    g: Weights,
+    shape: Experts,
+    normed: torch.Tensor,
+    kept: Kept,
+    remade: Remade,
+    dmixed: torch.Tensor,
+    *,
+    scale: float = 0.0,
+    load: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, list[Deferred]]:
+    """B: the gradient of `normed` from that of the result, both [T, H], and what W has to do.
+
+    `scale` is the balance loss's factor for each token: 1 / (tokens of a step); `load` [E] as in `router.balance_loss`.
+    """
+    given, work = compute_backward(w, g, normed, kept, remade.gate_up, kept.route.out(dmixed))
+    came = collect(kept, given)
+    dnormed, more = finish(w, g, shape, normed, kept, remade.shared, dmixed, came, scale=scale, load=load)
+    return dnormed, work + more
+
+
+def compute_backward(
+    w: Weights, g: Weights, normed: torch.Tensor, kept: Kept, gate_up: torch.Tensor, dout: torch.Tensor
+) -> tuple[Given, list[Deferred]]:
+    """The experts here, from the gradient of the results of all T' tokens [T', H], `kept.route.out(dmixed)`."""
+    rows, tokens = kept.rows, normed if kept.tokens is None else kept.tokens
+    dgated = grouped_gemm(gather_rows(dout, rows), w.down.transpose(1, 2), rows.offsets)
+    dgate_up, gated, dweight = gate_rows_backward(dgated, gate_up, rows)
+    drows = grouped_gemm(dgate_up, w.gate_up.transpose(1, 2), rows.offsets)
+    dweights = torch.where(rows.positions >= 0, dweight[rows.positions.clamp(min=0)], 0)
+    work: list[Deferred] = [
+        Grouped(g.down, dout, gated, rows.offsets, rows.tokens, None),
+        Grouped(g.gate_up, dgate_up, tokens, rows.offsets, None, rows.tokens),
+    ]
+    return Given(sum_rows(drows, rows.positions), dweights), work
+
+
+def collect(kept: Kept, given: Given) -> Given:
+    """B's communication on the way home: of this rank's T tokens."""
+    return Given(kept.route.home(given.tokens), kept.route.home(given.weights))
+
+
+def finish(
+    w: Weights,
+    g: Weights,
+    shape: Experts,
+    normed: torch.Tensor,
+    kept: Kept,
+    shared: torch.Tensor | None,
+    dmixed: torch.Tensor,
+    came: Given,
+    *,
+    scale: float,
+    load: torch.Tensor | None,
+) -> tuple[torch.Tensor, list[Deferred]]:
+    """The router and the shared network, whose gate_up is `shared` [T, 2Is]; returns what `backward` does."""
+    pull = router.pull_of(kept.routed, shape, scale, load) if shape.auxiliary and scale else None
+    dlogits, dnormed = router.backward(kept.routed, w.router, shape, came.weights, pull)
+    dnormed += came.tokens
+    work: list[Deferred] = [Product(g.router, dlogits, normed)]
+    if shared is not None:
+        assert w.shared_gate_up is not None and w.shared_down is not None
+        assert g.shared_gate_up is not None and g.shared_down is not None
+        dgate_up, gated = swiglu_backward(torch.mm(dmixed, w.shared_down), shared)
+        dnormed.addmm_(dgate_up, w.shared_gate_up)
+        work += [Product(g.shared_down, dmixed, gated), Product(g.shared_gate_up, dgate_up, normed)]
+    return dnormed, work
+
+
+def _gate_up(w: Weights, normed: torch.Tensor, kept: Kept) -> torch.Tensor:
+    tokens = normed if kept.tokens is None else kept.tokens
+    return grouped_gemm(gather_rows(tokens, kept.rows), w.gate_up, kept.rows.offsets)
+
+
+def _shared(w: Weights, normed: torch.Tensor) -> torch.Tensor | None:
+    return None if w.shared_gate_up is None else torch.mm(normed, w.shared_gate_up.t())
