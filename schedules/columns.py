@@ -81,12 +81,16 @@ class Columns:
     @cached_property
     def unit_first(self) -> Array:
         """Number of the first unit of every rank, and how many units there are."""
-        return np.concatenate(([0], np.cumsum(~self.second)))[self.first]
+        return np.searchsorted(self.unit_row, self.first)
 
     @cached_property
     def wait_row(self) -> Array:
         """Row of every wait."""
         return np.repeat(np.arange(self.rows), np.diff(self.wait_first))
+
+    def rows_of(self, table: Array) -> Array:
+        """Rows whose op a table has (see `among`)."""
+        return np.flatnonzero(table.take(self.op))
 
     def place(self, row: int) -> tuple[int, int]:
         """Rank of a row and the position of its unit in that rank's stream."""
