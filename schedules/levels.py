@@ -105,19 +105,16 @@ def _times_one_by_one(
     graph: Graph, walked: Levels, edges: Array, by_later: Array, seconds: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     first, earlier = edges.tolist(), graph.earlier[by_later].tolist()
-    extra = graph.extra[by_later].tolist() if graph.extra is not None else None
+    extra = graph.extra[by_later].tolist() if graph.extra is not None else [0.0] * len(earlier)
     one, two = (part.tolist() for part in seconds)
     starts, ends = [0.0] * graph.events, [0.0] * graph.events
     for event in walked.order.tolist():
         a, b = first[event], first[event + 1]
         start = 0.0
-        if extra is None:
-            for before in earlier[a:b]:
-                if ends[before] > start:
-                    start = ends[before]
-        else:
-            for k in range(a, b):
-                start = max(start, ends[earlier[k]] + extra[k])
+        for k in range(a, b):
+            begun = ends[earlier[k]] + extra[k]
+            if begun > start:
+                start = begun
         starts[event] = start
         ends[event] = start + one[event] + two[event]
     return np.array(starts), np.array(ends)
