@@ -132,7 +132,7 @@ def _results(program: Program) -> tuple[Array, Array, Array]:
     here = columns.rank[reader] == columns.rank[made]
     op = np.repeat([CODE[Op.SEND_F], CODE[Op.SEND_B]], [len(f), len(b)])
     send = rows.rows(columns.rank[made], op, columns.stage[made], columns.microbatch[made])
-    after = _next(columns.rows, rows.transfers[0], rows.channel(rows.transfers[0]))
+    after = _next(columns.rows, rows.transfers[0], rows.channels[0])
     # What is both read here and sent, or neither, has no one end.
     used = np.where(here, np.where(send < 0, reader, -1), send)
     return made, used, np.where(here, used, after[used])

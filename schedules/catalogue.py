@@ -107,7 +107,7 @@ CATALOGUE = {
     "zb-1p": Entry(zb_1p, takes=frozenset({"costs", "limit"})),
     "zb-2p": Entry(zb_2p, takes=frozenset({"costs", "limit"})),
     "interleaved-zb": Entry(interleaved_zb, chunks=2, takes=_TURNS, refusal=_whole_groups),
-    "zb-v": Entry(partial(_of_sizes, zb_v), v_shaped, chunks=2),
+    "zb-v": Entry(zb_v, v_shaped, chunks=2),
     "v-half": Entry(v_half, v_shaped, chunks=2, takes=frozenset({"costs"})),
     "v-min": Entry(v_min, v_shaped, chunks=2, takes=frozenset({"costs"})),
     "dualpipe": Entry(partial(_of_sizes, dualpipe), mirrored, refusal=_bidirectional),

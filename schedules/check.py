@@ -133,7 +133,7 @@ def _prove_reduced(program: Program, replicas: int, ends: list[tuple[int, set[Ke
 def _prove_transfers(program: Program) -> None:
     columns = program.columns
     sends, receives = program.lookup.transfers
-    sent, received = map(program.lookup.channel, (sends, receives))
+    sent, received = program.lookup.channels
     shift = np.where(columns.op[sends] == OPS.index(Op.SEND_F), 1, -1)
     if len(sends) == len(receives) and np.array_equal(sent, received):
         same = columns.stage[sends] + shift == columns.stage[receives]

@@ -116,6 +116,12 @@ class Lookup:
             found.append(rows[np.argsort(self.channel(rows), kind="stable")])
         return found[0], found[1]
 
+    @cached_property
+    def channels(self) -> tuple[Array, Array]:
+        """Communicators of `transfers`."""
+        sends, receives = self.transfers
+        return self.channel(sends), self.channel(receives)
+
     def _of_all(self, ops: Array) -> Array:
         rows = self.sound(ops)
         found = np.full(self.stages * self.pieces, -1)
