@@ -50,7 +50,7 @@ def buffers(program: Program) -> Buffers:
     columns, rows = program.columns, program.lookup
     f, b = np.flatnonzero(columns.op == CODE[Op.F]), np.flatnonzero(columns.op == CODE[Op.B])
     made, used, freed = _results(program)
-    receives = np.flatnonzero(IS_RECEIVE[columns.op])
+    receives = columns.rows_of(IS_RECEIVE)
     forward = columns.op[receives] == CODE[Op.RECV_F]
     reader = np.where(forward, rows.backward[rows.cell(receives)], rows.weight[rows.cell(receives)])
     pool = (2 * columns.rank[receives] + forward) * 2**32 + columns.slot[receives]
@@ -132,7 +132,7 @@ def _results(program: Program) -> tuple[Array, Array, Array]:
     here = columns.rank[reader] == columns.rank[made]
     op = np.repeat([CODE[Op.SEND_F], CODE[Op.SEND_B]], [len(f), len(b)])
     send = rows.rows(columns.rank[made], op, columns.stage[made], columns.microbatch[made])
-    after = _next(columns.rows, rows.transfers[0], rows.channel[rows.transfers[0]])
+    after = _next(columns.rows, rows.transfers[0], rows.channels[0])
     # What is both read here and sent, or neither, has no one end.
     used = np.where(here, np.where(send < 0, reader, -1), send)
     return made, used, np.where(here, used, after[used])
@@ -149,7 +149,7 @@ def _next(count: int, rows: Array, group: Array) -> Array:
 def _slots(program: Program) -> Array:
     """Receive slots of each rank."""
     columns = program.columns
-    rows = np.flatnonzero(IS_RECEIVE[columns.op])
+    rows = columns.rows_of(IS_RECEIVE)
     forward = columns.op[rows] == CODE[Op.RECV_F]
     pools = np.unique((2 * columns.rank[rows] + forward) * 2**32 + columns.slot[rows])
     return np.bincount(pools // 2**33, minlength=program.ranks)

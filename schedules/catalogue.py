@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Unit
 from pentad.schedules.interleaved import interleaved, interleaved_zb, looped_bfs
 from pentad.schedules.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b
-from pentad.schedules.program import Program
+from pentad.schedules.program import Program, Stream
 from pentad.schedules.seq_1f1b import seq_1f1b
 from pentad.schedules.shape import Options, Shape
 from pentad.schedules.v_blocks import v_half, v_min
@@ -25,7 +25,7 @@ from pentad.schedules.zero_bubble import zb_h1, zb_h2
 
 LARGEST = 10**6  # ranks x microbatches x chunks x slices
 NONE = Options()
-Streams = tuple[tuple[Unit, ...], ...]
+Streams = Sequence[Stream]
 
 
 def looped(rank: int, shape: Shape) -> tuple[int, ...]:
@@ -100,14 +100,14 @@ CATALOGUE = {
     "1f1b": Entry(partial(_of_sizes, one_f_one_b)),
     "1f1b-eager": Entry(partial(_of_sizes, eager_one_f_one_b)),
     "seq-1f1b": Entry(partial(_of_shape, seq_1f1b), slices=4, takes=frozenset({"slices"})),
-    "interleaved": Entry(partial(_of_shape, interleaved), chunks=2, takes=_TURNS, refusal=_whole_groups),
-    "looped-bfs": Entry(partial(_of_shape, looped_bfs), chunks=2, takes=frozenset({"chunks"})),
+    "interleaved": Entry(interleaved, chunks=2, takes=_TURNS, refusal=_whole_groups),
+    "looped-bfs": Entry(looped_bfs, chunks=2, takes=frozenset({"chunks"})),
     "zb-h1": Entry(partial(_of_sizes, zb_h1)),
     "zb-h2": Entry(partial(_of_sizes, zb_h2)),
     "zb-1p": Entry(zb_1p, takes=frozenset({"costs", "limit"})),
     "zb-2p": Entry(zb_2p, takes=frozenset({"costs", "limit"})),
-    "interleaved-zb": Entry(partial(_of_shape, interleaved_zb), chunks=2, takes=_TURNS, refusal=_whole_groups),
-    "zb-v": Entry(partial(_of_sizes, zb_v), v_shaped, chunks=2),
+    "interleaved-zb": Entry(interleaved_zb, chunks=2, takes=_TURNS, refusal=_whole_groups),
+    "zb-v": Entry(zb_v, v_shaped, chunks=2),
     "v-half": Entry(v_half, v_shaped, chunks=2, takes=frozenset({"costs"})),
     "v-min": Entry(v_min, v_shaped, chunks=2, takes=frozenset({"costs"})),
     "dualpipe": Entry(partial(_of_sizes, dualpipe), mirrored, refusal=_bidirectional),

@@ -77,9 +77,9 @@ def _prove_ending(program: Program, replicas: int) -> None:
     NORM, or behind what NORM waits for where the step is validated later."""
     columns, ranks = program.columns, np.arange(program.ranks)
     norm, step = (program.lookup.rows(ranks, OPS.index(op), -1, np.full(len(ranks), -1)) for op in (Op.NORM, Op.STEP))
-    compute = np.flatnonzero(IS_COMPUTE[columns.op])
+    compute = columns.rows_of(IS_COMPUTE)
     last = np.append(compute, -1)[np.searchsorted(compute, columns.first[1:]) - 1]
-    waited = behind(program, norm, last) | (last < columns.first[:-1])
+    waited, validated = behind(program, norm, last) | (last < columns.first[:-1]), is_validated(program)
     for rank in range(program.ranks):
         if norm[rank] < 0 or step[rank] < 0:
             missing = "NORM" if norm[rank] < 0 else "STEP"
@@ -87,7 +87,7 @@ def _prove_ending(program: Program, replicas: int) -> None:
         ahead = columns.groups[columns.group[norm[rank]]] == ""
         if not ahead and columns.key(norm[rank]) not in columns.waits(step[rank]):
             raise ScheduleError(f"rank {rank}: STEP does not wait for NORM", *columns.place(step[rank]))
-        if ahead != is_validated(program):
+        if ahead != validated:
             has = "no " * ahead + "VALIDATE"
             raise ScheduleError(f"rank {rank} has {columns.key(norm[rank])} with {has}", *columns.place(norm[rank]))
         if step[rank] < last[rank]:
@@ -97,7 +97,7 @@ def _prove_ending(program: Program, replicas: int) -> None:
             text = f"rank {rank}: NORM does not wait for {columns.key(last[rank])}"
             raise ScheduleError(text, *columns.place(norm[rank]))
     _prove_reduced(program, replicas, [(row, set(columns.waits(row))) for row in norm])
-    if is_validated(program):
+    if validated:
         _prove_reduced(program, replicas, [(row, set(columns.waits(row))) for row in step])
 
 
@@ -131,15 +131,16 @@ def _prove_reduced(program: Program, replicas: int, ends: list[tuple[int, set[Ke
 
 
 def _prove_transfers(program: Program) -> None:
-    columns, channel = program.columns, program.lookup.channel
+    columns = program.columns
     sends, receives = program.lookup.transfers
+    sent, received = program.lookup.channels
     shift = np.where(columns.op[sends] == OPS.index(Op.SEND_F), 1, -1)
-    if len(sends) == len(receives) and np.array_equal(channel[sends], channel[receives]):
+    if len(sends) == len(receives) and np.array_equal(sent, received):
         same = columns.stage[sends] + shift == columns.stage[receives]
         if (same & (columns.microbatch[sends] == columns.microbatch[receives])).all():
             return
-    for one in dict.fromkeys(channel[np.sort(np.concatenate((sends, receives)))].tolist()):
-        _prove_channel(program, one, sends[channel[sends] == one], receives[channel[receives] == one])
+    for one in dict.fromkeys(program.lookup.channel(np.sort(np.concatenate((sends, receives)))).tolist()):
+        _prove_channel(program, one, sends[sent == one], receives[received == one])
 
 
 def _prove_channel(program: Program, channel: int, sends: Array, receives: Array) -> None:

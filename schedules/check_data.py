@@ -43,7 +43,7 @@ def prove_data(program: Program) -> None:
 
 def _prove_sends(program: Program) -> None:
     columns = program.columns
-    rows = np.flatnonzero(IS_SEND[columns.op])
+    rows = columns.rows_of(IS_SEND)
     first = columns.wait_first[rows]
     right = first < columns.wait_first[rows + 1]
     first = np.where(right, first, 0)
@@ -93,7 +93,7 @@ def _unreceived(program: Program, reader: int, made: int, receive: int) -> Sched
 def prove_slots(program: Program) -> None:
     """A slot is granted again only behind the last reader of what it held: B of an activation, W of a gradient."""
     columns, rows = program.columns, program.lookup
-    receives = np.flatnonzero(IS_RECEIVE[columns.op])
+    receives = columns.rows_of(IS_RECEIVE)
     if (columns.slot[receives] < 0).any():
         row = receives[np.argmax(columns.slot[receives] < 0)]
         raise _at(program, row, f"{columns.key(row)} has no slot")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pentad.schedules.columns import CODE, Array
+from pentad.schedules.columns import CODE, OPS, Array
 from pentad.schedules.instruction import COLLECTIVES, RECEIVES, SENDS, Instruction, Key, Op
 from pentad.schedules.lookup import IS_COMPUTE, IS_WEIGHT
 from pentad.schedules.order import ScheduleError
@@ -61,12 +61,14 @@ def _prove_form(program: Program) -> None:
     first[kind] = np.arange(columns.rows)
     alike = first[kind]
     same = (ids < unknown) & (columns.peer == columns.peer[alike]) & (columns.group == columns.group[alike])
-    for row in np.flatnonzero(~same | (alike == np.arange(columns.rows))).tolist():
-        rank, at = columns.place(row)
-        part = Instruction(*columns.key(row), int(columns.peer[row]), columns.groups[columns.group[row]])
+    rows = np.flatnonzero(~same | (alike == np.arange(columns.rows)))
+    fields = (columns.rank, columns.op, columns.stage, columns.microbatch, columns.peer, columns.group)
+    told = zip(*(field[rows].tolist() for field in fields), strict=True)
+    for row, (rank, op, stage, mb, peer, group) in zip(rows, told, strict=True):
+        part = Instruction(OPS[op], stage, mb, peer, columns.groups[group])
         fault = _fault(program, rank, part)
         if fault:
-            raise ScheduleError(f"rank {rank} runs {part.key}, but {fault}", rank, at)
+            raise ScheduleError(f"rank {rank} runs {part.key}, but {fault}", *columns.place(row))
 
 
 def _fault(program: Program, rank: int, part: Instruction) -> str:
@@ -116,7 +118,7 @@ def accumulation(microbatch: Array, slices: int) -> Array:
 
 def _prove_accumulation(program: Program) -> None:
     columns = program.columns
-    rows = np.flatnonzero(IS_WEIGHT[columns.op])
+    rows = columns.rows_of(IS_WEIGHT)
     holding = columns.rank[rows] * program.stages + columns.stage[rows]
     by_holding = np.argsort(holding, kind="stable")
     rows, holding = rows[by_holding], holding[by_holding]
@@ -158,4 +160,4 @@ def _incomplete(program: Program, stage: int, mb: int, runs: dict[Op, tuple[int,
 
 
 def _compute(program: Program) -> Array:
-    return np.flatnonzero(IS_COMPUTE[program.columns.op])
+    return program.columns.rows_of(IS_COMPUTE)

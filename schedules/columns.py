@@ -81,12 +81,16 @@ class Columns:
     @cached_property
     def unit_first(self) -> Array:
         """Number of the first unit of every rank, and how many units there are."""
-        return np.concatenate(([0], np.cumsum(~self.second)))[self.first]
+        return np.searchsorted(self.unit_row, self.first)
 
     @cached_property
     def wait_row(self) -> Array:
         """Row of every wait."""
         return np.repeat(np.arange(self.rows), np.diff(self.wait_first))
+
+    def rows_of(self, table: Array) -> Array:
+        """Rows whose op a table has (see `among`)."""
+        return np.flatnonzero(table.take(self.op))
 
     def place(self, row: int) -> tuple[int, int]:
         """Rank of a row and the position of its unit in that rank's stream."""
@@ -138,10 +142,7 @@ class Columns:
 
     def bare(self, first: Array, rows: Array) -> Columns:
         """`take`, with nothing but the op, stage and microbatch of each."""
-        none = np.full(len(rows), -1, np.int32)
-        of_row = (*self.keys(rows), none, none + 1, none, self.second[rows])
-        empty = [column[:0] for column in self.of_wait]
-        return columns(first, of_row, np.zeros(len(rows) + 1, int), empty, ("",) if len(rows) else ())
+        return replace(plain(first, *self.keys(rows)), second=self.second[rows])
 
     def waiting(self, rows: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
         """The same, where these rows also wait for these keys, behind the waits that they have."""
@@ -181,6 +182,13 @@ def columns(
     wait_op, wait_stage, wait_microbatch = of_wait
     parts = wait_op, wait_stage, wait_microbatch
     return Columns(first, op, stage, microbatch, peer, group, slot, second, wait_first, *parts, groups)
+
+
+def plain(first: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
+    """Instructions with nothing but an op, a stage and a microbatch each, none of a pair."""
+    none, empty = np.full(len(op), -1, np.int32), np.zeros(0, np.int32)
+    of_row = (op, stage, microbatch, none, none + 1, none, np.zeros(len(op), bool))
+    return columns(first, of_row, np.zeros(len(op) + 1, int), (op[:0], empty, empty), ("",) if len(op) else ())
 
 
 def pack(streams: Sequence[Stream]) -> Columns:

@@ -97,7 +97,7 @@ def _lanes(columns: Columns) -> tuple[Array, Array]:
 def _channels(program: Program) -> tuple[Array, Array]:
     """Sends that follow each other: the lane of a receive is that of its send."""
     sends, _ = program.lookup.transfers
-    return following(program.columns.unit[sends], program.lookup.channel[sends])
+    return following(program.columns.unit[sends], program.lookup.channels[0])
 
 
 def _chain(program: Program) -> tuple[Array, Array]:

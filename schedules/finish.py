@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from pentad.schedules.columns import among
@@ -48,18 +46,17 @@ def add_step(program: Program) -> Program:
 
 def whole_gradients(program: Program) -> list[tuple[Key, tuple[Key, ...]]]:
     """Behind what each rank's gradients are whole: its last compute and its reductions."""
-    columns, found = program.columns, []
-    for first, end in pairwise(columns.first.tolist()):
-        last = first + np.flatnonzero(IS_COMPUTE[columns.op[first:end]])[-1]
-        reduces = first + np.flatnonzero(IS_REDUCTION[columns.op[first:end]])
-        found.append((columns.key(last), tuple(map(columns.key, reduces))))
-    return found
+    columns = program.columns
+    compute, reduces = columns.rows_of(IS_COMPUTE), columns.rows_of(IS_REDUCTION)
+    last = compute[np.searchsorted(compute, columns.first[1:]) - 1]
+    by_rank = np.split(reduces, np.searchsorted(reduces, columns.first[1:-1]))
+    return [(columns.key(row), tuple(map(columns.key, rows))) for row, rows in zip(last, by_rank, strict=True)]
 
 
 def last_weights(program: Program) -> dict[tuple[int, int], int]:
     """(rank, stage) -> row of the last weight gradient there."""
     columns = program.columns
-    rows = np.flatnonzero(IS_WEIGHT[columns.op])
+    rows = columns.rows_of(IS_WEIGHT)
     holding = program.lookup.holding(columns.rank[rows], columns.stage[rows])
     last = np.full(holding.max(initial=-1) + 1, -1)
     last[holding] = rows

@@ -2,58 +2,36 @@
 
 Narayanan et al. 2021, arXiv 2104.04473, section 2.2; groups of any size: Llama Team 2024, arXiv 2407.21783, section
 3.3. A group of `ranks` is depth-first, one of all microbatches breadth-first (Lamy-Poirier 2022, arXiv 2211.05953).
+
+An order is told by how many turns each op lags behind a rank's first forward: of one moment the op told first goes
+first. The warm-up is the lag of the backwards; what lags is left for the cool-down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import numpy as np
 
-from pentad.schedules.instruction import Instruction, Op, Unit
+from pentad.schedules.columns import CODE, Array, plain
+from pentad.schedules.instruction import Op
+from pentad.schedules.program import Streams
 from pentad.schedules.shape import Shape
 
 
-def interleaved(rank: int, shape: Shape) -> Iterator[Unit]:
+def interleaved(shape: Shape) -> Streams:
     """1F1B over turns: a chunk's share of the bubble, for (chunks - 1) x group more activations of a chunk."""
-    forwards, backwards = _turns(rank, shape, down=False), _turns(rank, shape, down=True)
-    warm_up = min(2 * (shape.ranks - 1 - rank) + (shape.chunks - 1) * group_sizes(shape)[0], len(forwards))
-    # Warm-up: forwards until the first group has been through all chunks of the last rank.
-    for stage, mb in forwards[:warm_up]:
-        yield Instruction(Op.F, stage, mb)
-    # Steady state: one forward, one backward.
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        yield Instruction(Op.F, *forward)
-        yield Instruction(Op.BW, *backward)
-    # Cool-down: the backwards that are left.
-    for stage, mb in backwards[len(forwards) - warm_up :]:
-        yield Instruction(Op.BW, stage, mb)
+    return _lagging(shape, {Op.F: _ranks(shape) * 0, Op.BW: _warm_up(shape, 2, shape.chunks * shape.microbatches)})
 
 
-def interleaved_zb(rank: int, shape: Shape) -> Iterator[Unit]:
+def interleaved_zb(shape: Shape) -> Streams:
     """ZB-H1 over turns (Qi et al. 2023, arXiv 2401.10241): half the slope of warm-up, and W lags by `rank` turns."""
-    forwards, backwards = _turns(rank, shape, down=False), _turns(rank, shape, down=True)
-    warm_up = min(shape.ranks - 1 - rank + (shape.chunks - 1) * group_sizes(shape)[0], len(forwards) - 1)
-    # Warm-up: forwards until the first group has been through all chunks of the last rank.
-    for stage, mb in forwards[:warm_up]:
-        yield Instruction(Op.F, stage, mb)
-    # Steady state: F, B, and W once it lags far enough behind B; then without the forwards.
-    for turn, backward in enumerate(backwards):
-        if warm_up + turn < len(forwards):
-            yield Instruction(Op.F, *forwards[warm_up + turn])
-        yield Instruction(Op.B, *backward)
-        if turn >= rank:
-            yield Instruction(Op.W, *backwards[turn - rank])
-    # Cool-down: the deferred weight gradients.
-    for stage, mb in backwards[max(0, len(backwards) - rank) :]:
-        yield Instruction(Op.W, stage, mb)
+    warm_up, ranks = _warm_up(shape, 1, shape.chunks * shape.microbatches - 1), _ranks(shape)
+    return _lagging(shape, {Op.F: ranks * 0, Op.B: warm_up, Op.W: warm_up + ranks})
 
 
-def looped_bfs(rank: int, shape: Shape) -> Iterator[Unit]:
+def looped_bfs(shape: Shape) -> Streams:
     """All microbatches forward through chunk after chunk, then all backward: each chunk's weights are needed twice a
     step, once each way (Lamy-Poirier 2022, arXiv 2211.05953)."""
-    for stage, mb in _turns(rank, shape, down=False):
-        yield Instruction(Op.F, stage, mb)
-    for stage, mb in _turns(rank, shape, down=True):
-        yield Instruction(Op.BW, stage, mb)
+    return _lagging(shape, {Op.F: _ranks(shape) * 0, Op.BW: _ranks(shape) * 0 + shape.chunks * shape.microbatches})
 
 
 def group_sizes(shape: Shape) -> list[int]:
@@ -64,11 +42,32 @@ def group_sizes(shape: Shape) -> list[int]:
     return [share + (number < rest) for number in range(groups)]
 
 
-def _turns(rank: int, shape: Shape, *, down: bool) -> list[tuple[int, int]]:
-    """(stage, microbatch) in order: a group through one chunk, then through the next."""
+def _ranks(shape: Shape) -> Array:
+    return np.arange(shape.ranks)
+
+
+def _warm_up(shape: Shape, slope: int, most: int) -> Array:
+    """Forwards of every rank until the first group has been through all chunks of the last rank."""
+    return np.minimum(slope * _ranks(shape)[::-1] + (shape.chunks - 1) * group_sizes(shape)[0], most)
+
+
+def _lagging(shape: Shape, lags: dict[Op, Array]) -> Streams:
+    """Every op takes all turns in order, `lags` turns of its rank late."""
+    turns = np.arange(shape.chunks * shape.microbatches)
+    moments = [(turns + lag[:, None]) * len(lags) + at for at, lag in enumerate(lags.values())]
+    order = np.argsort(np.concatenate(moments, axis=1), kind="stable")
+    op = np.repeat([CODE[op] for op in lags], len(turns)).astype(np.int8)
+    chunk, mb = np.concatenate([_turns(shape, down=op is not Op.F) for op in lags], axis=1, dtype=np.int32)
+    stage = chunk[order] * np.int32(shape.ranks) + _ranks(shape).astype(np.int32)[:, None]
+    first = np.arange(shape.ranks + 1) * len(op)
+    return Streams(plain(first, op[order].ravel(), stage.ravel(), mb[order].ravel()))
+
+
+def _turns(shape: Shape, *, down: bool) -> Array:
+    """(chunk, microbatch) in order: a group through one chunk, then through the next."""
     chunks = range(shape.chunks - 1, -1, -1) if down else range(shape.chunks)
     turns, start = [], 0
     for size in group_sizes(shape):
-        turns += [(chunk * shape.ranks + rank, mb) for chunk in chunks for mb in range(start, start + size)]
+        turns += [(chunk, mb) for chunk in chunks for mb in range(start, start + size)]
         start += size
-    return turns
+    return np.array(turns).T

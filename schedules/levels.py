@@ -46,14 +46,14 @@ def levels(graph: Graph) -> Levels:
         return Levels(_one_by_one(first.tolist(), after.tolist(), left.tolist()), [])
     found, bounds = [], [0]
     seen, numbers = np.zeros(graph.events, int), np.arange(len(after) + 1)
-    degree = np.diff(first)
+    degree, end = np.diff(first), first[1:]
     ready = np.flatnonzero(left == 0)
     while len(ready):
         found.append(ready)
         bounds.append(bounds[-1] + len(ready))
         counts = degree.take(ready)
         ends = counts.cumsum()
-        later = after.take(numbers[: ends[-1]] + (first.take(ready) - ends + counts).repeat(counts))
+        later = after.take(numbers[: ends[-1]] + (end.take(ready) - ends).repeat(counts))
         np.subtract.at(left, later, 1)
         free = later[left.take(later) == 0]
         mine = numbers[: len(free)]
@@ -89,16 +89,13 @@ def times(graph: Graph, walked: Levels, first: Array, second: Array) -> tuple[Ar
     starts, ends, one, two = np.zeros(count), np.zeros(count), first[order], second[order]
     some = int(np.count_nonzero(degree == 0))  # the first level, which waits for nothing
     ends[:some] = one[:some] + two[:some]
-    edge = last.tolist()
-    for a, b in pairwise(walked.bounds[1:]):
-        x, y = edge[a], edge[b]
+    bounds = walked.bounds[1:]
+    for (a, b), (x, y) in zip(pairwise(bounds), pairwise(last[bounds].tolist()), strict=True):
         begun = ends[earlier[x:y]]
         if extra is not None:
             begun += extra[x:y]
-        start = np.maximum.reduceat(begun, last[a:b] - x)
-        starts[a:b] = start
-        start = start + one[a:b]
-        ends[a:b] = start + two[a:b]
+        start = np.maximum.reduceat(begun, last[a:b] - x, out=starts[a:b])
+        np.add(start + one[a:b], two[a:b], out=ends[a:b])
     found = np.zeros(graph.events), np.zeros(graph.events)
     found[0][order], found[1][order] = starts, ends
     return found
@@ -108,19 +105,16 @@ def _times_one_by_one(
     graph: Graph, walked: Levels, edges: Array, by_later: Array, seconds: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     first, earlier = edges.tolist(), graph.earlier[by_later].tolist()
-    extra = graph.extra[by_later].tolist() if graph.extra is not None else None
+    extra = graph.extra[by_later].tolist() if graph.extra is not None else [0.0] * len(earlier)
     one, two = (part.tolist() for part in seconds)
     starts, ends = [0.0] * graph.events, [0.0] * graph.events
     for event in walked.order.tolist():
         a, b = first[event], first[event + 1]
         start = 0.0
-        if extra is None:
-            for before in earlier[a:b]:
-                if ends[before] > start:
-                    start = ends[before]
-        else:
-            for k in range(a, b):
-                start = max(start, ends[earlier[k]] + extra[k])
+        for k in range(a, b):
+            begun = ends[earlier[k]] + extra[k]
+            if begun > start:
+                start = begun
         starts[event] = start
         ends[event] = start + one[event] + two[event]
     return np.array(starts), np.array(ends)

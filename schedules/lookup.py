@@ -6,11 +6,11 @@ from functools import cached_property
 
 import numpy as np
 
-from pentad.schedules.columns import CODE, OPS, Array, Columns, among
+from pentad.schedules.columns import OPS, Array, Columns, among
 from pentad.schedules.instruction import COMPUTE, RECEIVES, SENDS, Op
 
-_B, _F = CODE[Op.B], CODE[Op.F]
 IS_COMPUTE = among(COMPUTE)
+IS_FORWARD = among({Op.F})
 IS_BACKWARD = among({Op.B, Op.BW})
 IS_WEIGHT = among({Op.W, Op.BW})
 _TURNED = among({Op.ALL_GATHER, Op.FREE})
@@ -27,7 +27,7 @@ class Lookup:
 
     def __init__(self, columns: Columns, placement: tuple[tuple[int, ...], ...], stages: int, pieces: int) -> None:
         self.columns, self.stages, self.pieces = columns, stages, pieces
-        turns = columns.microbatch[_TURNED[columns.op]]
+        turns = columns.microbatch[columns.rows_of(_TURNED)]
         # What is gathered has a number of its turn for a microbatch; a program has fewer turns than rows.
         self.numbers = max(pieces, int(turns[turns < columns.rows].max(initial=-1)) + 1)
         held = [rank * (stages + 1) + stage + 1 for rank, own in enumerate(placement) for stage in (-1, *own)]
@@ -77,46 +77,53 @@ class Lookup:
     @cached_property
     def forward(self) -> Array:
         """Row of F by stage * pieces + microbatch."""
-        return self._of_all(self.columns.op == _F)
+        return self._of_all(IS_FORWARD)
 
     @cached_property
     def backward(self) -> Array:
         """Row of B or BW by stage * pieces + microbatch."""
-        return self._of_all(IS_BACKWARD[self.columns.op])
+        return self._of_all(IS_BACKWARD)
 
     @cached_property
     def weight(self) -> Array:
         """Row of W or BW by stage * pieces + microbatch."""
-        return self._of_all(IS_WEIGHT[self.columns.op])
+        return self._of_all(IS_WEIGHT)
 
     def cell(self, rows: Array) -> Array:
         """stage * pieces + microbatch of these rows."""
         return self.columns.stage[rows] * self.pieces + self.columns.microbatch[rows]
 
-    @cached_property
-    def sound(self) -> Array:
-        """Whether each row has a stage and a microbatch that there are."""
-        stage, mb = self.columns.stage, self.columns.microbatch
-        return (stage >= 0) & (stage < self.stages) & (mb >= 0) & (mb < self.pieces)
+    def sound(self, ops: Array) -> Array:
+        """Rows of these ops (see `among`) with a stage and a microbatch that there are."""
+        rows = self.columns.rows_of(ops)
+        _, stage, mb = self.columns.keys(rows)
+        return rows[(stage >= 0) & (stage < self.stages) & (mb >= 0) & (mb < self.pieces)]
 
-    @cached_property
-    def channel(self) -> Array:
-        """Communicator of every row that sends or receives, as a number: (whether forward, source, target)."""
+    def channel(self, rows: Array) -> Array:
+        """Communicator of rows that send or receive, as a number: (whether forward, source, target)."""
         columns = self.columns
-        source, target = np.where(IS_RECEIVE[columns.op], (columns.peer, columns.rank), (columns.rank, columns.peer))
-        return (_FORWARD[columns.op] * columns.ranks + source) * columns.ranks + target
+        op, rank, peer = columns.op[rows], columns.rank[rows], columns.peer[rows]
+        to_here = IS_RECEIVE[op]
+        source, target = np.where(to_here, peer, rank), np.where(to_here, rank, peer)
+        return (_FORWARD[op] * columns.ranks + source) * columns.ranks + target
 
     @cached_property
     def transfers(self) -> tuple[Array, Array]:
         """Rows of sends and of receives, by channel and then in the order of streams: the k-th meets the k-th."""
         found = []
         for kind in (IS_SEND, IS_RECEIVE):
-            rows = np.flatnonzero(kind[self.columns.op])
-            found.append(rows[np.argsort(self.channel[rows], kind="stable")])
+            rows = self.columns.rows_of(kind)
+            found.append(rows[np.argsort(self.channel(rows), kind="stable")])
         return found[0], found[1]
 
-    def _of_all(self, wanted: Array) -> Array:
-        rows = np.flatnonzero(wanted & self.sound)
+    @cached_property
+    def channels(self) -> tuple[Array, Array]:
+        """Communicators of `transfers`."""
+        sends, receives = self.transfers
+        return self.channel(sends), self.channel(receives)
+
+    def _of_all(self, ops: Array) -> Array:
+        rows = self.sound(ops)
         found = np.full(self.stages * self.pieces, -1)
         found[self.cell(rows)[::-1]] = rows[::-1]
         return found

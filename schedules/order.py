@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from pentad.schedules.columns import CODE, Array
+from pentad.schedules.columns import CODE, Array, among
 from pentad.schedules.costs import Costs
 from pentad.schedules.instruction import Instruction, Key, Op
 from pentad.schedules.levels import Graph, levels, times
-from pentad.schedules.lookup import IS_BACKWARD
+from pentad.schedules.lookup import IS_BACKWARD, IS_FORWARD
 from pentad.schedules.program import Program
 from pentad.schedules.seconds import hops, seconds
 
@@ -57,10 +57,7 @@ def backward_ops(program: Program) -> dict[tuple[int, int], Op]:
 def reads(program: Program) -> tuple[Array, Array]:
     """`inputs_of` every row: rows that read, and for each the row that makes what it reads (-1: nothing does)."""
     columns, rows, pieces = program.columns, program.lookup, program.pieces
-    f, b, w = (
-        np.flatnonzero(rows.sound & wanted)
-        for wanted in (columns.op == CODE[Op.F], IS_BACKWARD[columns.op], columns.op == CODE[Op.W])
-    )
+    f, b, w = map(rows.sound, (IS_FORWARD, IS_BACKWARD, among({Op.W})))
     within, behind = f[columns.microbatch[f] % program.slices > 0], b[(columns.microbatch[b] + 1) % program.slices > 0]
     down, up = f[columns.stage[f] > 0], b[columns.stage[b] + 1 < program.stages]
     whole = rows.backward.copy()  # of W, which needs a backward by itself

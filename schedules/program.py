@@ -142,7 +142,7 @@ class Program:
     def compute(self) -> Program:
         """The same program with compute instructions only, without what lowering added to them."""
         columns = self.columns
-        rows = np.flatnonzero(IS_COMPUTE[columns.op])
+        rows = columns.rows_of(IS_COMPUTE)
         return self.with_columns(columns.bare(np.searchsorted(rows, columns.first), rows))
 
     def with_streams(self, streams: Sequence[Stream]) -> Program:

@@ -22,7 +22,7 @@ def seconds(program: Program, costs: Costs) -> Array:
         compute = IS_COMPUTE[columns.op] | (columns.op == CODE[Op.RECOMPUTE])
         found[compute] *= np.array(costs.slow)[columns.rank[compute]]
     for kind, ends in ((IS_SEND, (columns.rank, columns.peer)), (IS_RECEIVE, (columns.peer, columns.rank))):
-        moves = np.flatnonzero(kind[columns.op])
+        moves = columns.rows_of(kind)
         source, target = (end[moves] for end in ends)
         found[moves] = hops(costs, source, target)
     return found

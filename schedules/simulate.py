@@ -55,7 +55,7 @@ def times_of(program: Program, events: Events, costs: Costs, *, jitter: float = 
     columns = program.columns
     each = seconds(program, costs)
     if jitter:
-        for row in np.flatnonzero(IS_COMPUTE[columns.op]).tolist():
+        for row in columns.rows_of(IS_COMPUTE).tolist():
             each[row] *= factor(seed, int(columns.rank[row]), columns.key(row), jitter)
     pairs = np.flatnonzero(columns.second)
     second = np.zeros(len(columns.unit_row))

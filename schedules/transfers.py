@@ -57,8 +57,8 @@ def _moves(program: Program, costs: Costs, *, gated: bool, validated: bool) -> _
     used, made = used[away], made[away]
     source, target, sent = columns.rank[made], columns.rank[used], ends[columns.unit[made]]
     place = np.empty(len(used), int)
-    for rank, (a, b) in enumerate(zip(columns.unit_first, columns.unit_first[1:], strict=False)):
-        mine = target == rank
+    by_target = np.split(np.argsort(target, kind="stable"), np.bincount(target, minlength=columns.ranks).cumsum())
+    for (a, b), mine in zip(pairwise(columns.unit_first), by_target, strict=False):
         place[mine] = _due(starts[a:b], ends[a:b], sent[mine], after=gated) + a
     late = np.zeros(len(used), bool)
     if validated:

@@ -8,6 +8,7 @@ the true costs: W fill gaps, and what is there may overtake what is late, where 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import accumulate, count, product
 from math import inf
@@ -41,7 +42,7 @@ class Rule(NamedTuple):
 
 IN_PLACE = Rule(False, inf)  # no gap is filled, W runs where the block has it: the paper's squeezed order
 # None is best at all costs: all are tried, and the shortest step is taken.
-RULES = (IN_PLACE, Rule(False, 0.5), Rule(True, 0.0), Rule(True, 0.5), Rule(True, 1.0))
+FILLING = (Rule(False, 0.5), Rule(True, 0.0), Rule(True, 0.5), Rule(True, 1.0))
 
 
 def v_half(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
@@ -64,29 +65,31 @@ def _shortest(shape: Shape, blocks: list[Block], keep: int) -> tuple[tuple[Unit,
     """The shortest step, by its busiest rank and then from end to end, that keeps at most `keep` microbatches."""
     costs = shape.costs or Costs.uniform(2 * shape.ranks, chunks=2)
     tried = (
-        (rule, [_order(block, rank, shape, rule) for rank in range(shape.ranks)])
-        for block, rule in product(blocks, RULES)
+        (rules, [_order(block, rank, shape, in_place=rules == (IN_PLACE,)) for rank in range(shape.ranks)])
+        for block, rules in product(blocks, ((IN_PLACE,), FILLING))
     )
-    fitting = ((rule, orders) for rule, orders in tried if max(map(_peak, orders)) <= 2 * keep)
-    done = (_run(orders, rule, shape, costs, 2 * keep) for rule, orders in fitting)
+    fitting = ((rules, orders) for rules, orders in tried if max(map(_peak, orders)) <= 2 * keep)
+    done = (_run(orders, rule, shape, costs, 2 * keep) for rules, orders in fitting for rule in rules)
     best = min(done, key=_length)
-    return tuple(tuple(Instruction(*key) for key in rank.stream) for rank in best)
+    return tuple(tuple(rank.units()) for rank in best)
 
 
-def _order(block: Block, rank: int, shape: Shape, rule: Rule) -> list[int]:
+def _order(block: Block, rank: int, shape: Shape, *, in_place: bool) -> list[int]:
     """Legs in the order in which a rank runs them, the blocks of all microbatches repeated; each W in the first free
-    slot after its B if they run in place, else left out."""
+    slot after its B if they run `in_place`, else left out."""
     begin = 0
     places: list[tuple[int, int]] = []
     for leg, turn in enumerate((*block.turns, 0)):
         hop, hops = (block.up, shape.ranks - 1 - rank) if leg % 2 else (block.down, rank)
         places += [(begin + hop * hops + PERIOD * mb, leg) for mb in range(shape.microbatches)]
         begin += hop * (shape.ranks - 1) + 1 + turn
-    if rule is IN_PLACE:
+    if in_place:
         free = 0
         taken = {slot for slot, _ in places}
         for slot in sorted(slot for slot, leg in places if leg > 1):
-            free = next(k for k in count(max(free, slot) + 1) if k not in taken)
+            free = max(free, slot) + 1
+            while free in taken:
+                free += 1
             places.append((free, WEIGHT))
     return [leg for _, leg in sorted(places)]
 
@@ -102,16 +105,17 @@ class _Rank:
 
     def __init__(self, rank: int, ranks: int, order: list[int], costs: Costs) -> None:
         low, high = rank, 2 * ranks - 1 - rank
-        self.order = order  # legs still to run
-        self.there: tuple[deque[float], ...] = (deque(), deque(), deque(), deque())  # when each leg's inputs arrive
+        self.order = order.copy()  # legs still to run
+        self.there = [[inf] * (order.count(0) + 1) for _ in LEGS]  # when each leg's inputs arrive, by microbatch
         self.stages = (low, high, high, low)
         self.seconds = [costs.on(rank, Instruction(op, stage)) for op, stage in zip(LEGS, self.stages, strict=True)]
-        self.weight = {stage: costs.on(rank, Instruction(Op.W, stage)) for stage in (low, high)}
+        self.weight = [costs.on(rank, Instruction(Op.W, stage)) for stage in self.stages]
+        self.next = [_next(rank, leg, ranks, costs) for leg in range(len(LEGS))]
         self.given = [0, 0, 0, 0]
-        self.due: deque[tuple[int, int]] = deque()  # (stage, microbatch) of which only W is left
+        self.due: deque[int] = deque()  # legs of which only W is left
         self.kept = 0  # chunks between F and the end of W
-        self.begin, self.free = inf, 0.0
-        self.stream: list[tuple[Op, int, int]] = []
+        self.begin = self.free = 0.0
+        self.done: list[int] = []  # legs, and WEIGHT
 
     def choose(self, now: float, rule: Rule, keep: int) -> int:
         """A position in `order`, or WEIGHT or WAIT."""
@@ -121,7 +125,7 @@ class _Rank:
             if leg == WEIGHT:
                 return WEIGHT
             fits = leg > 1 or self.kept < keep
-            arrival = self.there[leg][0] if self.there[leg] else inf
+            arrival = self.there[leg][self.given[leg]]
             if arrival <= now:
                 return 0 if fits else WEIGHT
         if rule is IN_PLACE:
@@ -130,7 +134,7 @@ class _Rank:
         if filler != WAIT:
             seconds = self.seconds[self.order[filler]]
         elif self.due:
-            filler, seconds = WEIGHT, self.weight[self.due[0][0]]
+            filler, seconds = WEIGHT, self.weight[self.due[0]]
         else:
             return WAIT
         return WAIT if fits and arrival - now < rule.patience * seconds else filler
@@ -138,15 +142,14 @@ class _Rank:
     def _overtaking(self, now: float, keep: int) -> int:
         """The first leg that is there and, if it is an F, leaves room for all that it overtakes, once every W that is
         due has run: so a rank never blocks itself, and the order of the block always remains a way to the end."""
-        least = peak = self.kept - len(self.due)
-        seen: set[int] = set()
-        for at, leg in enumerate(self.order):
-            if leg not in seen:
-                seen.add(leg)
-                arrived = self.there[leg] and self.there[leg][0] <= now
-                if arrived and (leg > 1 or max(self.kept, peak) < keep):
+        arrived = [times[mb] <= now for times, mb in zip(self.there, self.given, strict=True)]
+        least, peak = self.kept - len(self.due), self.kept
+        for at, leg in enumerate(self.order if True in arrived else ()):
+            if arrived[leg]:
+                if leg > 1 or peak < keep:
                     return at
-                if len(seen) == len(LEGS):
+                arrived[leg] = False
+                if True not in arrived:
                     break
             least += 1 if leg < 2 else -1
             peak = max(peak, least)
@@ -154,53 +157,72 @@ class _Rank:
 
     def take(self, choice: int, now: float) -> int:
         """Runs the choice and returns its leg, or WEIGHT."""
-        self.begin, start = min(self.begin, now), max(now, self.free)
+        start = now if now > self.free else self.free
+        self.begin = self.begin if self.done else now
         if choice == WEIGHT:
             if self.order and self.order[0] == WEIGHT:
                 self.order.pop(0)
-            stage, mb = self.due.popleft()
             self.kept -= 1
-            self.free = start + self.weight[stage]
-            self.stream.append((Op.W, stage, mb))
+            self.free = start + self.weight[self.due.popleft()]
+            self.done.append(WEIGHT)
             return WEIGHT
         leg = self.order.pop(choice)
-        self.there[leg].popleft()
-        stage, mb = self.stages[leg], self.given[leg]
         self.given[leg] += 1
         self.free = start + self.seconds[leg]
-        self.stream.append((LEGS[leg], stage, mb))
+        self.done.append(leg)
         if leg > 1:
-            self.due.append((stage, mb))
+            self.due.append(leg)
         else:
             self.kept += 1
         return leg
+
+    def units(self) -> Iterator[Unit]:
+        """What it has done: of each leg one microbatch after the other, and W in the order of B."""
+        given = [count() for _ in LEGS]
+        due: deque[tuple[int, int]] = deque()
+        for leg in self.done:
+            if leg == WEIGHT:
+                yield Instruction(Op.W, *due.popleft())
+                continue
+            stage, mb = self.stages[leg], next(given[leg])
+            yield Instruction(LEGS[leg], stage, mb)
+            if leg > 1:
+                due.append((stage, mb))
 
 
 def _run(orders: list[list[int]], rule: Rule, shape: Shape, costs: Costs, keep: int) -> list[_Rank]:
     """All ranks after their step, `keep` chunks kept at most."""
     ranks = [_Rank(rank, shape.ranks, order, costs) for rank, order in enumerate(orders)]
-    ranks[0].there[0].extend([0.0] * shape.microbatches)
+    ranks[0].there[0][:-1] = [0.0] * shape.microbatches
     events = [(0.0, 0)]  # when a rank may have something to start
     slack = 1e-9 * max(*costs.forward, *costs.backward, *costs.weight)  # sums of the same costs differ by rounding
     while events:
         now, at = heappop(events)
         rank = ranks[at]
-        if now + slack < rank.free:
+        late = now + slack
+        if late < rank.free:
             continue
-        choice = rank.choose(now + slack, rule, keep)
+        choice = rank.choose(late, rule, keep)
         if choice == WAIT:
             continue
         leg = rank.take(choice, now)
         heappush(events, (rank.free, at))
         if leg == WEIGHT or (leg == 3 and at == 0):
             continue
-        # To the next rank of the leg or, at its end, to the same rank's next leg
-        target = at + (-1 if leg % 2 else 1)
-        target, leg = (target, leg) if 0 <= target < shape.ranks else (at, leg + 1)
-        transfer = costs.hop(at, target)
-        ranks[target].there[leg].append(rank.free + transfer)
-        heappush(events, (rank.free + transfer, target))
+        mb = rank.given[leg] - 1
+        target, leg, transfer = rank.next[leg]
+        arrival = rank.free + transfer
+        ranks[target].there[leg][mb] = arrival
+        if arrival + slack >= ranks[target].free:  # else it looks when it is free
+            heappush(events, (arrival, target))
     return ranks
+
+
+def _next(rank: int, leg: int, ranks: int, costs: Costs) -> tuple[int, int, float]:
+    """Where a microbatch goes behind a leg on a rank: the next rank or, at the end of the leg, the same rank's next
+    leg; and how long that takes."""
+    target = rank + (-1 if leg % 2 else 1)
+    return (target, leg, costs.hop(rank, target)) if 0 <= target < ranks else (rank, leg + 1, 0.0)
 
 
 def _length(ranks: list[_Rank]) -> tuple[float, float]:

@@ -51,7 +51,7 @@ def _openings(program: Program) -> list[int]:
     """Position in every stream behind what is done once more when the step before was wrong."""
     columns = program.columns
     sends, receives = program.lookup.transfers
-    backward = first_rows(program, np.flatnonzero(_GRADIENT[columns.op]))
+    backward = first_rows(program, columns.rows_of(_GRADIENT))
     ready = REPEATABLE[columns.op]
     ready[receives[sends < backward[columns.rank[sends]]]] = True
     stops = first_rows(program, np.flatnonzero(~ready))

@@ -22,6 +22,8 @@ def insert(
     position stays in the order in which it is given. Raises KeyError for a wait of an instruction that is not there.
     """
     columns = _waiting(program, waits or {})
+    if not additions:
+        return program.with_columns(columns)
     ranks = np.array([rank for rank, _, _ in additions], int)
     units = columns.unit_first[ranks] + np.array([at for _, at, _ in additions], int)
     places = np.append(columns.unit_row, columns.rows)[units]

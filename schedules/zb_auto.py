@@ -12,7 +12,7 @@ from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Instruction, Op, Unit
 from pentad.schedules.shape import Shape
-from pentad.schedules.zb_greedy import NEVER, Knobs, Line, greedy
+from pentad.schedules.zb_greedy import NEVER, Knobs, Line, greedy, ticks
 from pentad.schedules.zero_bubble import zb_h1, zb_h2
 
 
@@ -38,29 +38,30 @@ def zb_auto(shape: Shape, name: str = "zb-auto", usual: float = inf) -> tuple[tu
         raise PentadError(f"schedule {name}: memory limit is {limit:g}, but at least 1 microbatch a rank is needed")
     costs = shape.costs or Costs.uniform(shape.ranks)
     lines = _lines(costs, shape.ranks, shape.microbatches, min(limit, shape.microbatches))
-    best = min(lines, key=lambda line: (*line.spans(), max(map(_peak, line.streams))))
+    best = min(lines, key=lambda line: (*line.spans(), line.peak))
     return tuple(tuple(_numbered(rank, ops)) for rank, ops in enumerate(best.streams))
 
 
 def _lines(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Line]:
+    each = ticks(costs, ranks)
     for knobs in product((False, True), repeat=3):
-        yield greedy(Line(costs, ranks, microbatches), limit, Knobs(*knobs))
+        yield greedy(Line(each, microbatches, limit), Knobs(*knobs))
     for backward, eager in product((False, True), repeat=2):
-        yield _as_they_come(Line(costs, ranks, microbatches), limit, backward, eager)
+        yield _as_they_come(Line(each, microbatches, limit), backward, eager)
     for known in (zb_h1, zb_h2):
         streams = [[unit.parts[0].op for unit in known(rank, ranks, microbatches)] for rank in range(ranks)]
         if max(map(_peak, streams)) <= limit:
-            yield _replay(Line(costs, ranks, microbatches), streams)
+            yield _replay(Line(each, microbatches, limit), streams)
 
 
-def _as_they_come(line: Line, limit: float, backward: bool, eager: bool) -> Line:
+def _as_they_come(line: Line, backward: bool, eager: bool) -> Line:
     """List scheduling: a free rank runs what has come. Better than rounds where stages differ or the limit is low."""
     turns = [(0, rank) for rank in range(line.ranks)]
     while turns:
         now, rank = heappop(turns)
         if now < line.clock[rank]:
             continue  # busy; its next turn is set
-        op, then = _choice(line, rank, now, limit, backward, eager)
+        op, then = _choice(line, rank, now, backward, eager)
         if op:
             line.run(rank, op)
             then = line.clock[rank]
@@ -73,16 +74,16 @@ def _as_they_come(line: Line, limit: float, backward: bool, eager: bool) -> Line
     return line
 
 
-def _choice(line: Line, rank: int, now: int, limit: float, backward: bool, eager: bool) -> tuple[Op | None, int]:
+def _choice(line: Line, rank: int, now: int, backward: bool, eager: bool) -> tuple[Op | None, int]:
     """What a free rank runs now; if nothing, until when it waits. `backward`: B goes before F. `eager`: W may delay
     them."""
-    excess, pending = line.excess(rank, limit), line.pending(rank)
-    forwards = line.arrival(rank, Op.F) if excess <= pending else NEVER
-    backwards = line.arrival(rank, Op.B)
-    if backwards <= now and (backward or forwards > now or excess):
+    excess, pending = line.excess(rank), line.pending[rank]
+    forwards = line.activation(rank) if excess <= pending else NEVER
+    backwards = line.gradient(rank)
+    if backwards <= now and (backward or forwards > now or excess > 0):
         return Op.B, now
     if forwards <= now:
-        return Op.W if excess else Op.F, now
+        return Op.W if excess > 0 else Op.F, now
     if pending and (eager or now + line.weight[rank] <= min(forwards, backwards)):
         return Op.W, now
     return None, min(forwards, backwards)
@@ -93,10 +94,14 @@ def _replay(line: Line, streams: list[list[Op]]) -> Line:
     done = [0] * line.ranks
     while sum(done) < sum(map(len, streams)):
         for rank, ops in enumerate(streams):
-            while done[rank] < len(ops) and (ops[done[rank]] is Op.W or line.arrival(rank, ops[done[rank]]) < NEVER):
+            while done[rank] < len(ops) and _ready(line, rank, ops[done[rank]]):
                 line.run(rank, ops[done[rank]])
                 done[rank] += 1
     return line
+
+
+def _ready(line: Line, rank: int, op: Op) -> bool:
+    return op is Op.W or (line.activation(rank) if op is Op.F else line.gradient(rank)) < NEVER
 
 
 def _peak(ops: list[Op]) -> float:

@@ -6,7 +6,7 @@ forward and one backward a rank, with weight gradients in the gaps or where memo
 
 from __future__ import annotations
 
-from math import ceil, floor, log10
+from math import floor, log10
 from typing import NamedTuple
 
 from pentad.schedules.costs import Costs
@@ -26,65 +26,89 @@ class Knobs(NamedTuple):
     eager: bool
 
 
+class Ticks(NamedTuple):
+    """Costs of every rank, and of the hops by the rank that receives, in whole ticks: sums that are equal compare
+    equal."""
+
+    forward: list[int]
+    backward: list[int]
+    weight: list[int]
+    hops_f: list[int]
+    hops_b: list[int]
+
+
+def ticks(costs: Costs, ranks: int) -> Ticks:
+    tick = 10.0 ** (floor(log10(max(costs.forward + costs.backward + costs.weight))) - DIGITS)
+
+    def told(op: Op, on: range, step: int = 0) -> list[int]:
+        return [round(costs.on(rank, Instruction(op, rank, peer=rank + step)) / tick) for rank in on]
+
+    hops_f, hops_b = told(Op.SEND_F, range(ranks - 1), 1), told(Op.SEND_B, range(1, ranks), -1)
+    return Ticks(*(told(op, range(ranks)) for op in (Op.F, Op.B, Op.W)), [0, *hops_f], [*hops_b, 0])
+
+
 class Line:
     """The ranks of a pipeline, one stage each, as they run one operation after the other, as early as inputs allow.
 
-    Times are whole ticks, so that sums that are equal compare equal.
+    What a rank keeps is counted in halves of a microbatch's activations: B frees one, W the other.
     """
 
-    def __init__(self, costs: Costs, ranks: int, microbatches: int) -> None:
-        self.ranks, self.microbatches = ranks, microbatches
-        tick = 10.0 ** (floor(log10(max(costs.forward + costs.backward + costs.weight))) - DIGITS)
-
-        def ticks(op: Op, on: range, step: int = 0) -> list[int]:
-            return [round(costs.on(rank, Instruction(op, rank, peer=rank + step)) / tick) for rank in on]
-
-        self.forward, self.backward, self.weight = (ticks(op, range(ranks)) for op in (Op.F, Op.B, Op.W))
-        self.hops_f = [0, *ticks(Op.SEND_F, range(ranks - 1), 1)]  # by the rank that receives
-        self.hops_b = [*ticks(Op.SEND_B, range(1, ranks), -1), 0]
-        self.streams: list[list[Op]] = [[] for _ in range(ranks)]
-        self.clock = [0] * ranks
-        self.idle = [0] * ranks  # since the rank's first forward
+    def __init__(self, each: Ticks, microbatches: int, limit: float) -> None:
+        self.ranks, self.microbatches = len(each.forward), microbatches
+        self.room = floor(2 * limit)
+        self.forward, self.backward, self.weight, self.hops_f, self.hops_b = each
+        self.streams: list[list[Op]] = [[] for _ in each.forward]
+        self.clock = [0] * self.ranks
+        self.idle = [0] * self.ranks  # since the rank's first forward
+        self.kept = [0] * self.ranks
+        self.peak = 0  # the most that a rank has kept
+        self.pending = [0] * self.ranks  # weight gradients that could run now
         # Ends by rank and microbatch, and whose ends the inputs are; at either end of the line they are there at once
-        self.forwards: list[list[int]] = [[] for _ in range(ranks)]
-        self.backwards: list[list[int]] = [[] for _ in range(ranks)]
-        self.weights: list[list[int]] = [[] for _ in range(ranks)]
+        self.forwards: list[list[int]] = [[] for _ in each.forward]
+        self.backwards: list[list[int]] = [[] for _ in each.forward]
         given = [0] * microbatches
         self.activations = [given, *self.forwards[:-1]]
         self.gradients = [*self.backwards[1:], given]
 
-    def arrival(self, rank: int, op: Op) -> int:
-        """When the input of a rank's next F or B is there; NEVER while nothing has made it."""
-        if op is Op.F:
-            made, mb, hop = self.activations[rank], len(self.forwards[rank]), self.hops_f[rank]
-        else:
-            made, mb, hop = self.gradients[rank], len(self.backwards[rank]), self.hops_b[rank]
-            if mb == len(self.forwards[rank]):
-                return NEVER
-        return made[mb] + hop if mb < len(made) else NEVER
+    def activation(self, rank: int) -> int:
+        """When the input of a rank's next F is there; NEVER while nothing has made it."""
+        made, mb = self.activations[rank], len(self.forwards[rank])
+        return made[mb] + self.hops_f[rank] if mb < len(made) else NEVER
+
+    def gradient(self, rank: int) -> int:
+        """When the input of a rank's next B is there; NEVER while nothing has made it."""
+        made, mb = self.gradients[rank], len(self.backwards[rank])
+        return made[mb] + self.hops_b[rank] if mb < len(made) and mb < len(self.forwards[rank]) else NEVER
 
     def run(self, rank: int, op: Op) -> None:
-        if op is Op.W:
-            arrival, cost, ends = 0, self.weight[rank], self.weights[rank]
-        elif op is Op.F:
-            arrival, cost, ends = self.arrival(rank, op), self.forward[rank], self.forwards[rank]
+        if op is Op.F:
+            end = self._start(rank, self.activation(rank)) + self.forward[rank]
+            self.forwards[rank].append(end)
+            self.kept[rank] = kept = self.kept[rank] + 2
+            self.peak = max(self.peak, kept)
         else:
-            arrival, cost, ends = self.arrival(rank, op), self.backward[rank], self.backwards[rank]
-        wait = max(arrival - self.clock[rank], 0)
-        if self.streams[rank]:
-            self.idle[rank] += wait
-        self.clock[rank] += wait + cost
+            self.kept[rank] -= 1
+            if op is Op.B:
+                end = self._start(rank, self.gradient(rank)) + self.backward[rank]
+                self.backwards[rank].append(end)
+                self.pending[rank] += 1
+            else:
+                end = self.clock[rank] + self.weight[rank]
+                self.pending[rank] -= 1
+        self.clock[rank] = end
         self.streams[rank].append(op)
-        ends.append(self.clock[rank])
 
-    def pending(self, rank: int) -> int:
-        """Weight gradients that could run now."""
-        return len(self.backwards[rank]) - len(self.weights[rank])
+    def _start(self, rank: int, arrival: int) -> int:
+        clock = self.clock[rank]
+        if arrival <= clock:
+            return clock
+        if self.streams[rank]:
+            self.idle[rank] += arrival - clock
+        return arrival
 
-    def excess(self, rank: int, limit: float) -> int:
-        """Weight gradients that must run before one more forward keeps to the limit; each frees half a microbatch."""
-        ahead = len(self.forwards[rank]) - len(self.backwards[rank])
-        return max(ceil(2 * (ahead + 1 - limit)) + self.pending(rank), 0)
+    def excess(self, rank: int) -> int:
+        """Weight gradients that must run before one more forward keeps to the limit; none or less: it does so."""
+        return self.kept[rank] + 2 - self.room
 
     def slack(self, rank: int) -> int:
         """How much more a rank may idle before it idles most of all."""
@@ -96,19 +120,19 @@ class Line:
         return max(end - start for end, start in zip(self.clock, starts, strict=True)), max(self.clock)
 
 
-def greedy(line: Line, limit: float, knobs: Knobs) -> Line:
-    """Runs a whole step. `limit` is in microbatches of activations, from 1 to `microbatches`."""
-    _warm_up(line, limit, knobs.late)
+def greedy(line: Line, knobs: Knobs) -> Line:
+    """Runs a whole step."""
+    _warm_up(line, knobs.late)
     for _ in range(1, line.microbatches):
-        _forwards(line, limit, knobs)
+        _forwards(line, knobs)
         _backwards(line, knobs.eager)
     for rank in range(line.ranks):
-        for _ in range(line.pending(rank)):
+        for _ in range(line.pending[rank]):
             line.run(rank, Op.W)
     return line
 
 
-def _warm_up(line: Line, limit: float, late: bool) -> None:
+def _warm_up(line: Line, late: bool) -> None:
     """Up to the first backward of every rank: forwards in the time that its gradient takes to come."""
     for rank in range(line.ranks):
         line.run(rank, Op.F)
@@ -116,7 +140,7 @@ def _warm_up(line: Line, limit: float, late: bool) -> None:
     gradient = 0  # when the next rank has made it
     for rank in reversed(range(line.ranks)):
         clock, gradient = line.clock[rank], gradient + line.hops_b[rank]
-        while rank + 1 < line.ranks and 1 + extra[rank] < line.microbatches and 2 + extra[rank] <= limit:
+        while rank + 1 < line.ranks and 1 + extra[rank] < line.microbatches and 2 * (2 + extra[rank]) <= line.room:
             if gradient <= clock if late else gradient < clock + line.forward[rank]:
                 break
             clock += line.forward[rank]
@@ -132,42 +156,42 @@ def _warm_up(line: Line, limit: float, late: bool) -> None:
         line.run(rank, Op.B)
 
 
-def _forwards(line: Line, limit: float, knobs: Knobs) -> None:
+def _forwards(line: Line, knobs: Knobs) -> None:
     """At most one forward a rank; where a rank has none, those before it have none."""
-    wanted = [_wants_forward(line, rank, limit, knobs.backward) for rank in range(line.ranks)]
+    wanted = [_wants_forward(line, rank, knobs.backward) for rank in range(line.ranks)]
     for rank in reversed(range(line.ranks - 1)):
         wanted[rank] = wanted[rank] and wanted[rank + 1]
     for rank in range(line.ranks):
         if wanted[rank]:
-            for _ in range(line.excess(rank, limit)):
+            for _ in range(line.excess(rank)):
                 line.run(rank, Op.W)
-            _fill(line, rank, line.arrival(rank, Op.F), knobs.eager)
+            _fill(line, rank, line.activation(rank), knobs.eager)
             line.run(rank, Op.F)
 
 
 def _backwards(line: Line, eager: bool) -> None:
     """One backward a rank, from the last rank to the first."""
     for rank in reversed(range(line.ranks)):
-        _fill(line, rank, line.arrival(rank, Op.B), eager)
+        _fill(line, rank, line.gradient(rank), eager)
         if rank == 0 and len(line.forwards[rank]) == line.microbatches:  # nothing waits for its backwards
-            for _ in range(line.pending(rank)):
+            for _ in range(line.pending[rank]):
                 line.run(rank, Op.W)
         line.run(rank, Op.B)
 
 
 def _fill(line: Line, rank: int, until: int, eager: bool) -> None:
     """Weight gradients into the gap before `until`; the last one may delay what comes then."""
-    while line.pending(rank) and line.clock[rank] + line.weight[rank] <= until:
+    while line.pending[rank] and line.clock[rank] + line.weight[rank] <= until:
         line.run(rank, Op.W)
     gap = until - line.clock[rank]
-    if line.pending(rank) and gap > 0 and (eager or gap > line.slack(rank)):
+    if line.pending[rank] and gap > 0 and (eager or gap > line.slack(rank)):
         line.run(rank, Op.W)
 
 
-def _wants_forward(line: Line, rank: int, limit: float, backward: bool) -> bool:
+def _wants_forward(line: Line, rank: int, backward: bool) -> bool:
     done = len(line.forwards[rank])
-    excess = line.excess(rank, limit)
-    if done == line.microbatches or excess > line.pending(rank):
+    excess = line.excess(rank)
+    if done == line.microbatches or excess > line.pending[rank]:
         return False
     if not backward or rank + 1 == line.ranks or done < len(line.forwards[rank + 1]) + 2:
         return True
@@ -177,4 +201,4 @@ def _wants_forward(line: Line, rank: int, limit: float, backward: bool) -> bool:
     gap = gradient - line.clock[rank]
     if gap <= 0:
         return False
-    return line.forward[rank] + excess * line.weight[rank] <= gap or gap > line.slack(rank)
+    return line.forward[rank] + max(excess, 0) * line.weight[rank] <= gap or gap > line.slack(rank)

@@ -5,53 +5,43 @@ Qi et al. 2023, arXiv 2401.10241, section 6; the order is the one of its publish
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import numpy as np
 
-from pentad.schedules.instruction import Instruction, Op, Unit
+from pentad.schedules.columns import CODE, plain
+from pentad.schedules.instruction import Op
+from pentad.schedules.program import Streams
+from pentad.schedules.shape import Shape
+
+_KINDS = F0, F1, B0, B1, W0, W1 = range(6)  # op and chunk
+_OPS = np.array([CODE[op] for op in (Op.F, Op.B, Op.W)], np.int8)
 
 
-def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
+def zb_v(shape: Shape) -> Streams:
     """No bubble without a barrier at equal costs of F, B and W from `2 * ranks - 1` microbatches on, with the
     activations of 1F1B on every rank. Chunk 0 of a rank is stage `rank`, chunk 1 stage `2 * ranks - 1 - rank`."""
-    for chunk, op, mb in _padded(rank, ranks, max(2 * ranks - 1, microbatches)):
-        if mb < microbatches:
-            yield Instruction(op, rank if chunk == 0 else 2 * ranks - 1 - rank, mb)
+    ranks, most = shape.ranks, max(2 * shape.ranks - 1, shape.microbatches)
+    kind = np.array([_padded(rank, ranks, most) for rank in range(ranks)])
+    mb = np.empty(kind.shape, np.int32)
+    by_kind = np.argsort(kind, kind="stable")
+    np.put_along_axis(mb, by_kind, np.tile(np.arange(most), len(_KINDS))[None], axis=1)  # all kinds take all of them
+    rank = np.arange(ranks)[:, None]
+    stage = np.where(kind % 2, 2 * ranks - 1 - rank, rank).astype(np.int32)
+    kept = mb < shape.microbatches
+    first = np.arange(ranks + 1) * len(_KINDS) * shape.microbatches
+    return Streams(plain(first, _OPS[kind[kept] // 2], stage[kept], mb[kept]))
 
 
-def _padded(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[int, Op, int]]:
-    """(chunk, op, microbatch) of a step that is long enough for all phases."""
-    given: Counter[tuple[int, Op]] = Counter()
-
-    def take(chunk: int, *ops: Op) -> Iterator[tuple[int, Op, int]]:
-        for op in ops:
-            yield chunk, op, given[chunk, op]
-            given[chunk, op] += 1
-
-    # Warm-up 1: nF0
-    for _ in range(2 * (ranks - rank) - 1):
-        yield from take(0, Op.F)
-    # Warm-up 2: nF1F0
-    for _ in range(rank):
-        yield from take(1, Op.F)
-        yield from take(0, Op.F)
-    # Warm-up 3: nF1B1W1
-    for _ in range(ranks - rank):
-        yield from take(1, Op.F, Op.B, Op.W)
-    # Steady state: nF0B0W0F1B1W1, at the end without the F0 that are through
-    while given[1, Op.F] < microbatches:
-        if given[0, Op.F] < microbatches:
-            yield from take(0, Op.F)
-        yield from take(0, Op.B, Op.W)
-        yield from take(1, Op.F, Op.B, Op.W)
-    # Cool-down 1: nB0B1
-    for _ in range(rank):
-        yield from take(0, Op.B)
-        yield from take(1, Op.B)
-    # Cool-down 2: nB0W0
-    for _ in range(ranks - rank):
-        yield from take(0, Op.B, Op.W)
-    # Cool-down 3: the weight gradients that are left
-    for chunk in (1, 0):
-        while given[chunk, Op.W] < given[chunk, Op.B]:
-            yield from take(chunk, Op.W)
+def _padded(rank: int, ranks: int, microbatches: int) -> list[int]:
+    """The kinds of a step that is long enough for all phases."""
+    left = ranks - rank
+    return [
+        *[F0] * (2 * left - 1),  # warm-up 1
+        *[F1, F0] * rank,  # warm-up 2
+        *[F1, B1, W1] * left,  # warm-up 3
+        *[F0, B0, W0, F1, B1, W1] * (microbatches + rank + 1 - 2 * ranks),  # steady state
+        *[B0, W0, F1, B1, W1] * (left - 1),  # ... when all F0 are through
+        *[B0, B1] * rank,  # cool-down 1
+        *[B0, W0] * left,  # cool-down 2
+        *[W1] * rank,  # cool-down 3: the weight gradients that are left
+        *[W0] * rank,
+    ]
