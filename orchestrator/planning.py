@@ -73,6 +73,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         fingerprint=fingerprint,
         zero=savings.zero,
         context=config.mesh.context,
+        packed=config.data.packed,
         tensor_across_nodes=config.mesh.tensor_across_nodes,
         recompute=config.memory.modes(order.stages),
     )

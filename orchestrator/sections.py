@@ -92,6 +92,7 @@ class BatchSection(Section):
 
 class DataSection(Section):
     path: str = Field(min_length=1, description="folder that `pentad data build` wrote, or builtin:pydoc")
+    packed: bool = Field(default=False, description="whether attention stops at the ends of documents")
     cache: str = Field(default="~/.cache/pentad", min_length=1, description="folder where builtin data is built once")
 
 

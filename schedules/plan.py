@@ -12,6 +12,7 @@ from pentad.schedules.errors import PentadError
 from pentad.schedules.mesh import Coordinates, Mesh
 from pentad.schedules.model import ModelShape
 from pentad.schedules.program import Program
+from pentad.schedules.sequence import Variant
 from pentad.schedules.tensors import local_size
 
 
@@ -83,7 +84,8 @@ class Plan:
     'none'; empty: none anywhere. `zero` is the stage
     of ZeRO (arXiv 1910.02054): from 1 on the holders of a stage keep a shard each of its master weights and optimizer
     state, from 2 on of its gradients, with 3 of its compute weights too. `context` is how context ranks attend to each
-    other's tokens: 'ring', 'gather' or 'exchange'; tensor ranks are on one node, unless `tensor_across_nodes`.
+    other's tokens: 'ring', 'gather' or 'exchange'; tensor ranks are on one node, unless `tensor_across_nodes`. Of
+    `packed` sequences no document attends to another.
     """
 
     name: str
@@ -103,8 +105,9 @@ class Plan:
     fingerprint: str = ""
     recompute: tuple[str, ...] = ()
     zero: int = 0
-    context: str = "ring"
+    context: Variant = "ring"
     tensor_across_nodes: bool = False
+    packed: bool = False
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""
@@ -122,6 +125,10 @@ class Plan:
     def has_experts(self, stage: int) -> bool:
         experts = self.model.experts
         return experts is not None and self.layers[stage][1] > experts.dense
+
+    def is_balanced(self, stage: int) -> bool:
+        """Whether biases even out the visits of a stage's experts."""
+        return self.has_experts(stage) and self.model.experts is not None and self.model.experts.bias_rate > 0
 
     def shares_of(self, rank: int) -> tuple[Share, ...]:
         """What a rank of the mesh holds, by stage."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pentad.schedules.model import ModelShape
+from pentad.workers.context import Context, Documents
+from pentad.workers.experts import Site
 from pentad.workers.past import Past
 from pentad.workers.tensor_ranks import TensorRanks
 from pentad.workers.weights import Deferred
@@ -15,15 +17,20 @@ Views = dict[str, torch.Tensor]
 
 
 class Around(NamedTuple):
-    """The same for all pieces: sizes, and the ranks that a layer is shared with."""
+    """The same for all pieces: sizes, and the ranks that a layer is shared with. A token's loss counts `loss_scale`;
+    while a stage makes again what it did not keep, its tokens are not `counted` anew."""
 
     model: ModelShape
-    tensor: TensorRanks
     deterministic: bool
+    loss_scale: float
+    tensor: TensorRanks = TensorRanks()
+    context: Context = Context()
+    experts: Site = Site()
+    counted: bool = True
 
 
 class Rotation(NamedTuple):
-    """Of the S positions from `start` on."""
+    """Of the S positions of a rank's part of a sequence, the first of which is `start` where these are slices."""
 
     start: int
     cos: torch.Tensor  # [S, D/2]
@@ -31,10 +38,12 @@ class Rotation(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of one piece in one layer: its positions, and what it shares with the other slices of its sequences."""
+    """Of one piece in one layer: its positions, what it shares with the other slices of its sequences, and where these
+    are packed documents, what of them a rank attends to."""
 
     rotation: Rotation
     past: Past
+    documents: Documents | None = None
 
 
 class Half(Protocol):

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.kernels.attention import SavedAttention, attention, attention_backward
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.rope import rope_
 from pentad.workers.around import Around, Place, Views
+from pentad.workers.context import Kept
 from pentad.workers.weights import Deferred, Product, Sum
 
 
@@ -32,7 +32,7 @@ class Normed(NamedTuple):
 
 
 class Roots(NamedTuple):
-    attended: SavedAttention
+    attended: Kept
     heads: torch.Tensor  # [T, N D] attention output
     queries: Normed | None
     keys: Normed | None
@@ -44,7 +44,7 @@ def weights_of(views: Views, at: str) -> Weights:
 
 
 def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> tuple[torch.Tensor, Roots, None]:
-    rotation, past = place
+    rotation, past, _ = place
     heads, pairs = _counts(w, around)
     x = around.tensor.gather(x)
     tokens = x.shape[0]
@@ -55,7 +55,7 @@ def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> tuple[
     rows = qkv.view(-1, rotation.cos.shape[0], *qkv.shape[1:]).transpose(1, 2)  # [B, N + 2M, S, D]
     q, k, v = rows.split((heads, pairs, pairs), dim=1)
     k, v = past.extended((k, v), rotation.start)  # [B, M, start + S, D]
-    out, attended = attention(q, k, v, around.deterministic)  # [B, N, S, D]
+    out, attended = around.context.attend(q, k, v, place.documents, around.deterministic)  # [B, N, S, D]
     mixed = out.transpose(1, 2).reshape(tokens, -1)
     return around.tensor.product(mixed, w.out.t()), Roots(attended, mixed, queries, keys), None
 
@@ -69,7 +69,7 @@ def backward(
 ) -> tuple[torch.Tensor, list[Deferred]]:
     dy = around.tensor.gather(dy)
     heads, pairs = _counts(w, around)
-    dqkv = _attention_backward(place, roots.attended, torch.mm(dy, w.out), heads, pairs)
+    dqkv = _attention_backward(around, place, roots.attended, torch.mm(dy, w.out), heads, pairs)
     norms: list[Deferred] = []
     for each, weight, gradient, part in (
         (roots.queries, w.query_norm, g.query_norm, dqkv[:, :heads]),
@@ -102,12 +102,12 @@ def _norm_(heads: torch.Tensor, weight: torch.Tensor | None, around: Around) -> 
 
 
 def _attention_backward(
-    place: Place, saved: SavedAttention, dheads: torch.Tensor, heads: int, pairs: int
+    around: Around, place: Place, attended: Kept, dheads: torch.Tensor, heads: int, pairs: int
 ) -> torch.Tensor:
     """Gradients [T, N + 2M, D] of the heads before their rotation."""
-    rotation, past = place
-    dout = dheads.view(-1, rotation.cos.shape[0], heads, saved.out.shape[3]).transpose(1, 2)
-    dqueries, *reached = attention_backward(dout, saved)
+    rotation, past, _ = place
+    dout = dheads.view(-1, rotation.cos.shape[0], heads, around.model.head_dim).transpose(1, 2)
+    dqueries, *reached = around.context.attend_backward(dout, attended)
     grads = (dqueries, *past.own((reached[0], reached[1]), rotation.start))
     dqkv = torch.cat([grad.transpose(1, 2) for grad in grads], dim=2).flatten(0, 1)
     rope_(dqkv[:, : heads + pairs], rotation.cos, rotation.sin, inverse=True)

@@ -80,7 +80,8 @@ class Executor:
                 found = self.tokens.get(mb)
                 inputs = found.inputs if found and stage == 0 else None
                 targets = found.targets if found and self.stages[stage].last else None
-                self.results[part.key] = self.stages[stage].forward(mb, received, inputs, targets)
+                documents = found.documents if found else ()
+                self.results[part.key] = self.stages[stage].forward(mb, received, inputs, targets, documents)
             case Op.B | Op.BW:
                 dy = self._input(part, Op.RECV_B, (Op.B, Op.BW), stage + 1)
                 self.results[part.key] = self.stages[stage].backward_input(mb, dy)

@@ -9,14 +9,17 @@ import torch
 
 from pentad.schedules.plan import Plan
 from pentad.workers.corpus import Corpus
-from pentad.workers.samples import microbatch
+from pentad.workers.positions import held
+from pentad.workers.samples import document_starts, microbatch
 
 
 class Tokens(NamedTuple):
-    """int64, on the device, rows of the piece one after the other."""
+    """Of one piece, rows one after the other, int64 on the device; of sequences that are cut over context ranks those
+    of this rank's positions. `documents` are, by row, where documents begin in a whole sequence, the first one at 0."""
 
     inputs: torch.Tensor  # [T]
     targets: torch.Tensor  # [T]
+    documents: tuple[tuple[int, ...], ...]
 
 
 class Feed:
@@ -25,10 +28,10 @@ class Feed:
     def __init__(self, plan: Plan, rank: int, corpus: Corpus, device: torch.device) -> None:
         self.plan, self.corpus, self.device = plan, corpus, device
         at = plan.mesh.coordinates(rank)
-        ends = {0, plan.program.stages - 1}
-        self.slices = plan.program.slices
+        self.slices, self.positions = plan.program.slices, held(plan, rank)
+        reading = range(plan.program.stages) if plan.packed else (0, plan.program.stages - 1)
         home = plan.program.home.items()
-        here = {piece // self.slices for (stage, piece), runs in home if stage in ends and runs == at.pp}
+        here = {piece // self.slices for (stage, piece), runs in home if stage in reading and runs == at.pp}
         replica = at.dp * plan.mesh.ep + at.ep
         self.microbatches = {mb: replica * plan.batch.microbatches + mb for mb in sorted(here)}
 
@@ -36,16 +39,22 @@ class Feed:
         """Piece of this replica -> its tokens."""
         if not self.microbatches:
             return {}
-        batch, found = self.plan.batch, []
+        batch, found, documents = self.plan.batch, [], []
         for number in self.microbatches.values():
             rows = range(number * batch.rows, (number + 1) * batch.rows)
             found.append(microbatch(self.corpus, self.plan.seed, step, batch.sequences, rows, batch.length))
-        whole = torch.from_numpy(np.array(found))  # [microbatches, 2, rows, length]
+            documents.append(self._documents(step, rows) if self.plan.packed else ())
+        whole = torch.from_numpy(np.array(found))[..., self.positions]  # [microbatches, 2, rows, length]
         both = whole.unflatten(3, (self.slices, -1)).permute(0, 3, 1, 2, 4).flatten(3)  # [microbatches, slices, 2, T]
         if self.device.type == "cuda":
             both = both.pin_memory().to(self.device, non_blocking=True)
         return {
-            mb * self.slices + number: Tokens(*piece)
-            for mb, slices in zip(self.microbatches, both, strict=True)
+            mb * self.slices + number: Tokens(piece[0], piece[1], of)
+            for mb, slices, of in zip(self.microbatches, both, documents, strict=True)
             for number, piece in enumerate(slices)
         }
+
+    def _documents(self, step: int, rows: range) -> tuple[tuple[int, ...], ...]:
+        batch, seed = self.plan.batch, self.plan.seed
+        numbers = (step * batch.sequences + row for row in rows)
+        return tuple(document_starts(self.corpus, seed, number, batch.length) for number in numbers)

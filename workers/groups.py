@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from dataclasses import dataclass
@@ -14,8 +15,12 @@ import torch.distributed as dist
 from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Op, units_of
 from pentad.schedules.mesh import Axis, Mesh
 from pentad.schedules.plan import Plan, Share
+from pentad.workers.context import Context
+from pentad.workers.experts import Site
+from pentad.workers.inner import Inner
 from pentad.workers.tensor_ranks import TensorRanks
 
+INNER: tuple[Axis, ...] = ("tp", "cp", "ep")  # whose operations run inside layers
 PATIENCE = timedelta(hours=1)
 Channel = tuple[Op, int, int]  # kind of send, source and target rank of the mesh
 
@@ -28,7 +33,7 @@ class Groups:
     group and are told apart by tag; peer copies need none). `holders[stage]` are this rank's partners in the gradients
     of a stage and in those of its experts, if it has any (None where it is the only one), `gatherers[stage]` the same
     ranks where they gather its weights (ZeRO), and `everyone` all ranks of the mesh (None when this is the only one).
-    `tensor` are those that share its layers' matrices, `tied` those that have the embedding where it is the head too.
+    `inner` are those that share its layers, `tied` those that have the embedding where it is the head too.
     """
 
     rank: int
@@ -36,7 +41,7 @@ class Groups:
     holders: dict[int, list[dist.ProcessGroup | None]]
     gatherers: dict[int, list[dist.ProcessGroup | None]]
     everyone: dist.ProcessGroup | None
-    tensor: TensorRanks
+    inner: Inner
     tied: dist.ProcessGroup | None
 
 
@@ -68,9 +73,8 @@ def connect(
     # Gathers run beside reductions, on a lane of their own.
     gatherers = _sharing(plan, rank) if plan.zero else {}
     at = plan.mesh.coordinates(rank)
-    tensor = TensorRanks(_along(plan.mesh, "tp", rank), plan.mesh.tp, at.tp)
     tied = [_group(ranks) for ranks in _ends(plan)]
-    return Groups(rank, channels, holders, gatherers, everyone, tensor, tied[at.tp] if tied else None)
+    return Groups(rank, channels, holders, gatherers, everyone, _inner(plan, rank), tied[at.tp] if tied else None)
 
 
 def serve(host: str, size: int, timeout_seconds: float) -> dist.TCPStore:
@@ -109,6 +113,18 @@ def _ends(plan: Plan) -> list[tuple[int, ...]]:
     last = plan.program.stages - 1
     both = [[plan.holders(Share(stage, tp)) for stage in (0, last)] for tp in range(plan.mesh.tp)]
     return [tuple(sorted({*first, *end})) for first, end in both]
+
+
+def _inner(plan: Plan, rank: int) -> Inner:
+    mesh, at, model = plan.mesh, plan.mesh.coordinates(rank), plan.model
+    tensor, context, experts = (_along(mesh, axis, rank) for axis in INNER)
+    sharper = model.scaling.softmax if model.scaling is not None else 1.0
+    return Inner(
+        TensorRanks(tensor, mesh.tp, at.tp),
+        Context(context, mesh.cp, at.cp, plan.context, sharper / math.sqrt(model.head_dim) if sharper != 1 else None),
+        # a GPU's host is not to wait for what tokens have chosen
+        Site(experts, at.ep, "gather" if plan.device == "cuda" else "exchange"),
+    )
 
 
 def _along(mesh: Mesh, axis: Axis, rank: int) -> dist.ProcessGroup | None:

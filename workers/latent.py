@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.kernels.attention import SavedAttention, attention, attention_backward
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.rope import rope_
 from pentad.schedules.model import Latent
 from pentad.workers.around import Around, Place, Views
+from pentad.workers.context import Kept
 from pentad.workers.weights import Deferred, Product, Sum
 
 
@@ -39,7 +39,7 @@ class Narrow(NamedTuple):
 
 
 class Roots(NamedTuple):
-    attended: SavedAttention
+    attended: Kept
     heads: torch.Tensor  # [T, N E] attention output
     queries: Narrow | None
     pairs: Narrow
@@ -70,7 +70,7 @@ def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> tuple[
     k = torch.cat((kv[:, :, : latent.plain], shared.expand(-1, q.shape[1], -1)), dim=2)
     q, k, v = (_rows(each, place) for each in (q, k, kv[:, :, latent.plain :]))
     k, v = place.past.extended((k, v), place.rotation.start)
-    out, attended = attention(q, k, v, around.deterministic)  # [B, N, S, E]
+    out, attended = around.context.attend(q, k, v, place.documents, around.deterministic)  # [B, N, S, E]
     heads = out.transpose(1, 2).flatten(2).flatten(0, 1)
     return tensor.product(heads, w.out.t()), Roots(attended, heads, queries, pairs), None
 
@@ -84,7 +84,7 @@ def backward(
 ) -> tuple[torch.Tensor, list[Deferred]]:
     latent, tensor = _latent(around), around.tensor
     dy = tensor.gather(dy)
-    dq, dk, dv = _attention_backward(place, roots.attended, torch.mm(dy, w.out), latent)  # [T, N, ...]
+    dq, dk, dv = _attention_backward(around, place, roots.attended, torch.mm(dy, w.out))  # [T, N, ...]
     shared = dk[:, :, latent.plain :].sum(1)  # of the key that all heads have
     dkv = torch.cat((dk[:, :, : latent.plain], dv), dim=2).flatten(1)
     pairs = tensor.gather(roots.pairs.normed)
@@ -123,12 +123,12 @@ def _queries_backward(
 
 
 def _attention_backward(
-    place: Place, saved: SavedAttention, dheads: torch.Tensor, latent: Latent
+    around: Around, place: Place, attended: Kept, dheads: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients [T, N, ...] of queries, keys and values before their rotation."""
-    rotation, past = place
+    latent, (rotation, past, _) = _latent(around), place
     dout = dheads.view(-1, rotation.cos.shape[0], dheads.shape[1] // latent.value, latent.value).transpose(1, 2)
-    dqueries, *reached = attention_backward(dout, saved)
+    dqueries, *reached = around.context.attend_backward(dout, attended)
     grads = (dqueries, *past.own((reached[0], reached[1]), rotation.start))
     dq, dk, dv = (grad.transpose(1, 2).flatten(0, 1) for grad in grads)
     for each in (dq, dk):

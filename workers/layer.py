@@ -12,7 +12,7 @@ import torch
 
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.model import ModelShape
-from pentad.workers import attention, gated, latent
+from pentad.workers import attention, gated, latent, mixture
 from pentad.workers.around import Around, Half, Place, Views
 from pentad.workers.weights import Deferred, Sum
 
@@ -53,7 +53,8 @@ class Halves(NamedTuple):
 
 def halves_of(model: ModelShape, layer: int) -> Halves:
     """What a layer is made of."""
-    return Halves(attention if model.latent is None else latent, gated)
+    has_experts = model.experts is not None and layer >= model.experts.dense
+    return Halves(attention if model.latent is None else latent, mixture if has_experts else gated)
 
 
 def weights_of(views: Views, layer: int, halves: Halves) -> Weights:

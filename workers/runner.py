@@ -71,7 +71,7 @@ class Runner:
             at: held[at] if at in held else create(plan, at, self.device, rank=rank, blank=blank)
             for at in plan.shares_of(rank)
         }
-        self.stages = {s: Stage(plan, s, banks_of(plan, rank, s, self.parameters)) for s in plan.stages_of(rank)}
+        self.stages = {s: Stage(plan, s, banks_of(plan, rank, s, self.parameters), rank) for s in plan.stages_of(rank)}
         if before is not None:  # its other buffers make room
             before.stages.clear()
             before.shards.clear()
@@ -106,7 +106,7 @@ class Runner:
             store, self.store = self.store or meet(address, size, timeout_seconds), None
             self.groups = connect(self.plan, self.rank, store, timeout_seconds, self.device, self.epoch)
             for stage in self.stages.values():
-                stage.join(self.groups.tensor)
+                stage.join(self.groups.inner)
             end = self._end(address, timeout_seconds)
             if self.wires is not None:
                 self.wires.exchange(store, self.rank, size)
@@ -130,6 +130,8 @@ class Runner:
                         whole = read_whole(found, f"{kind}.{local.tensor.like or local.name}", local.tensor.shape)
                         values.copy_(local.of(whole).flatten()[span])
                 held.refresh()
+            for name, bias in self._biases().items():
+                bias.copy_(read_whole(found, f"model.{name}", tuple(bias.shape)))
         self._begin(step)
 
     def receive(self, sources: Mapping[Share, int], step: int) -> None:
@@ -145,6 +147,9 @@ class Runner:
                     for flat in (held.master, held.m, held.v):
                         dist.broadcast(flat, sources[at], group=self.groups.holders[at.stage][at.experts])
                     held.refresh()
+                    balance = self.stages[at.stage].balance
+                    if balance is not None and not at.experts:
+                        dist.broadcast(balance.bias, sources[at], group=self.groups.holders[at.stage][0])
         self._begin(step)
 
     def run(self, first_step: int, count: int, more: bool = False) -> list[StepResult]:
@@ -182,8 +187,10 @@ class Runner:
                 state = collect(held, owner, self.rank, self.groups.holders[at.stage][at.experts])
             try:
                 if state is not None:
-                    file = file_of(self.plan, at)
-                    written.append(checkpoint.write_shard(Path(folder), file, named(held, state, at)).plain())
+                    tensors = named(held, state, at)
+                    if at.tp == 0 and not at.experts:
+                        tensors |= {f"model.{name}": bias for name, bias in self._biases(at.stage).items()}
+                    written.append(checkpoint.write_shard(Path(folder), file_of(self.plan, at), tensors).plain())
             except PentadError as error:  # raised when the other holders have all they wait for
                 failed.append(error)
         if failed:
@@ -276,6 +283,12 @@ class Runner:
             self.signals = Signals(store, self.rank, self.plan.mesh.size, count, self.epoch)
             return PeerCopy(self.plan, self.rank, shape, dtype, self.device, store, self.signals)
         return Transport(self.groups, self.plan.mesh, shape, dtype, self.device)
+
+    def _biases(self, *among: int) -> dict[str, torch.Tensor]:
+        """Those of experts, by name, of some stages or all."""
+        stages = [stage for index, stage in self.stages.items() if not among or index in among]
+        balances = [stage.balance for stage in stages if stage.balance is not None]
+        return {name: bias for balance in balances for name, bias in balance.biases().items()}
 
     def _begin(self, step: int) -> None:
         """`step` steps are in the weights from here on."""

@@ -24,9 +24,13 @@ def sequence(corpus: Corpus, seed: int, number: int, length: int) -> np.ndarray:
 
     Neighbouring windows share one token: the last target of one is the first input of the next.
     """
-    windows = window_count(corpus, length)
-    epoch, place = divmod(number, windows)
-    return corpus.read(shuffled(place, windows, f"{seed}/{epoch}") * length, length + 1)
+    return corpus.read(_first(corpus, seed, number, length), length + 1)
+
+
+def document_starts(corpus: Corpus, seed: int, number: int, length: int) -> tuple[int, ...]:
+    """Where documents begin among the inputs of the run's sequence `number`; its first one begins, or goes on, at 0."""
+    inside = corpus.boundaries(_first(corpus, seed, number, length), length).tolist()
+    return (0, *(start for start in inside if start))
 
 
 def microbatch(
@@ -37,6 +41,13 @@ def microbatch(
     numbers = (step * sequences + row for row in rows)
     tokens = np.stack([sequence(corpus, seed, number, length) for number in numbers])
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def _first(corpus: Corpus, seed: int, number: int, length: int) -> int:
+    """Where in the corpus a sequence of the run begins."""
+    windows = window_count(corpus, length)
+    epoch, place = divmod(number, windows)
+    return shuffled(place, windows, f"{seed}/{epoch}") * length
 
 
 def window_count(corpus: Corpus, length: int) -> int:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
-from pentad.kernels.rope import rope_tables
 from pentad.schedules.plan import Plan
 from pentad.workers import head, layer
-from pentad.workers.around import Around, Place, Rotation
+from pentad.workers.around import Around, Place
+from pentad.workers.balance import Balance
 from pentad.workers.bank import Bank
+from pentad.workers.context import Documents
+from pentad.workers.inner import Inner
 from pentad.workers.past import Past
-from pentad.workers.tensor_ranks import TensorRanks
+from pentad.workers.positions import rotations
 from pentad.workers.weights import Deferred, Sum, accumulate
 
 
@@ -33,6 +35,7 @@ class Given(NamedTuple):
     received: torch.Tensor | None  # [T / tp, H]
     tokens: torch.Tensor | None  # [T]
     targets: torch.Tensor | None  # [T]
+    documents: Documents | None
 
 
 class Kept(NamedTuple):
@@ -63,18 +66,16 @@ class Stage:
     step that was begun last; tensor ranks have the same ones.
     """
 
-    def __init__(self, plan: Plan, index: int, banks: list[Bank]) -> None:
+    def __init__(self, plan: Plan, index: int, banks: list[Bank], rank: int = 0) -> None:
         self.model, self.index, self.banks = plan.model, index, banks
         self.first, self.last = index == 0, index == plan.program.stages - 1
         self.mode = plan.mode(index)
-        self.loss_scale = 1.0 / plan.batch.tokens
-        self.around = Around(plan.model, TensorRanks(), plan.deterministic)
+        self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens)
         master = banks[0].parameters.master
-        device, dtype = master.device, master.dtype
-        self.length, self.slices = plan.batch.length, plan.program.slices
-        tables = rope_tables(self.length, plan.model.head_dim, plan.model.rope_theta, device, dtype)
-        cut = self.length // self.slices
-        self.rotations = [Rotation(k * cut, *(t[k * cut :][:cut] for t in tables)) for k in range(self.slices)]
+        device = master.device
+        self.length, self.slices = plan.batch.length // plan.mesh.cp, plan.program.slices
+        self.rotations = rotations(plan, rank, device, master.dtype)
+        self.balance = Balance(plan, index, device) if plan.is_balanced(index) else None
         self.span = range(*plan.layers[index])
         self.words = "embedding" if plan.model.tied and self.first else "head"  # what the head multiplies with
         self.halves = [layer.halves_of(plan.model, number) for number in self.span]
@@ -86,9 +87,9 @@ class Stage:
         self.sums = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=device)
         self.loss_sums = self.sums[0]
 
-    def join(self, tensor: TensorRanks) -> None:
+    def join(self, inner: Inner) -> None:
         """From here on its layers are shared with these ranks."""
-        self.around = self.around._replace(tensor=tensor)
+        self.around = self.around._replace(**inner._asdict())
 
     def bind(self) -> None:
         """After a bank has changed its buffers: what the layers read and add to. With neither, there are no layers."""
@@ -96,6 +97,7 @@ class Stage:
         at = tuple(id(views) for bank in self.banks for views in (bank.weights, bank.gradients)) if whole else ()
         if at not in self.bound:
             weights, gradients = ({k: v for bank in self.banks for k, v in of(bank).items()} for of in (_read, _added))
+            weights |= self.balance.views() if self.balance else {}
             each = zip(self.span, self.halves, strict=True)
             layers = [(layer.weights_of(weights, *of), layer.weights_of(gradients, *of)) for of in each]
             self.bound[at] = Bound(weights, gradients, layers)
@@ -107,14 +109,23 @@ class Stage:
         self.loss_sums.zero_()
 
     def forward(
-        self, piece: int, received: torch.Tensor | None, tokens: torch.Tensor | None, targets: torch.Tensor | None
+        self,
+        piece: int,
+        received: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        starts: Sequence[Sequence[int]] = (),
     ) -> torch.Tensor | None:
         """F. `received` [T, H] is the stage before's result, `tokens` and `targets` [T] are for the first and last
-        stage. Returns the residual stream [T, H], nothing on the last stage."""
+        stage, `starts` of packed sequences are, by row, where documents begin. Returns the residual stream [T, H],
+        nothing on the last stage."""
         microbatch, number = divmod(piece, self.slices)
+        context, whole = self.around.context, self.length * self.around.context.size
+        documents = context.documents(starts, whole, self.sums.device) if starts else None
+        given = Given(received, tokens, targets, documents)
         if number == 0:
             self.pasts[microbatch] = [Past(self.length) for _ in self.now.layers]
-        branch, stream, self.kept[piece], losses = self._through(piece, Given(received, tokens, targets), self.mode)
+        branch, stream, self.kept[piece], losses = self._through(piece, given, self.mode)
         if losses is None:
             return branch + stream
         self.loss_sums[microbatch].add_(losses.sum())
@@ -124,7 +135,9 @@ class Stage:
         """RECOMPUTE: makes what F did not keep. The losses have been counted."""
         kept = self.kept[piece]
         if self.mode == "full":
+            counting, self.around = self.around, self.around._replace(counted=False)
             self.kept[piece] = self._through(piece, kept.given, "none")[2]
+            self.around = counting
         else:
             each = zip(self.now.layers, self.halves, kept.roots, strict=True)
             kept.leaves.extend(layer.leaves(w, halves, self.around, roots) for (w, _), halves, roots in each)
@@ -141,7 +154,8 @@ class Stage:
         assert dy is not None
         for (weights, gradients), halves, past in reversed(list(zip(self.now.layers, self.halves, pasts, strict=True))):
             # popped, so that what W does not need is freed before the next layer needs memory
-            place, saved = Place(self.rotations[number], past), (kept.roots.pop(), kept.leaves.pop())
+            place = Place(self.rotations[number], past, kept.given.documents)
+            saved = (kept.roots.pop(), kept.leaves.pop())
             dy, more = layer.backward(weights, gradients, halves, self.around, place, *saved, dy)
             del saved
             work += more
@@ -181,7 +195,7 @@ class Stage:
             branch = given.received
         stream: torch.Tensor | None = None
         for (weights, _), halves, past in zip(self.now.layers, self.halves, self.pasts[microbatch], strict=True):
-            place = Place(self.rotations[number], past)
+            place = Place(self.rotations[number], past, given.documents)
             branch, stream, roots, leaves = layer.forward(weights, halves, self.around, place, branch, stream)
             kept.roots.extend([roots] if mode != "full" else [])
             kept.leaves.extend([leaves] if mode == "none" else [])
@@ -200,7 +214,7 @@ class Stage:
 
     def _end_backward(self, ending: Ending) -> tuple[torch.Tensor, list[Deferred]]:
         weights, gradients, _ = self.now
-        tensor, scale = self.around.tensor, self.loss_scale
+        tensor, scale = self.around.tensor, self.around.loss_scale
         dnormed, work = head.score_backward(weights[self.words], gradients[self.words], ending.scores, scale, tensor)
         dstream, dnorm = rms_norm_backward(dnormed, ending.stream, weights["norm"], ending.scale, None)
         return dstream, [*work, Sum(gradients["norm"], dnorm)]

@@ -102,6 +102,7 @@ class Barrier:
         self.plan, self.groups, self.stages = plan, groups, stages
         self.sums = Sums(plan, groups.rank, stages)
         self.tied = Tied(plan, groups.rank, stages, groups.tied)
+        self.balances = [(s.balance, groups.holders[i][0]) for i, s in stages.items() if s.balance is not None]
         device = self.sums.values.device
         self.fence = torch.zeros((), dtype=torch.float64, pin_memory=device.type == "cuda")
         self.version = torch.zeros((), dtype=torch.int64, device=device)
@@ -112,6 +113,8 @@ class Barrier:
     def reduce(self, step: int, check: Check) -> None:
         """NORM."""
         self.tied.reduce()
+        for balance, group in self.balances:
+            balance.reduce(group)
         values = self.sums.fill()
         self.ready = values.device.type == "cpu"  # on a GPU later instructions may already run on the gradients
         if self.groups.everyone is not None:
@@ -126,6 +129,8 @@ class Barrier:
         for parameters in held(self.stages):
             factor = optimizer.clip(self.norm, self.sums.limit, parameters.master.dtype)
             optimizer.step(parameters, self.plan.optimizer, step, factor)
+        for balance, _ in self.balances:
+            balance.take(self.open & self.norm.isfinite())
         self.version = torch.where(self.open, step + 1, self.version)
         self.taken.append(Taken(step, on_host(self.losses), on_host(self.norm)))
         self.ready = False

@@ -1,0 +1,84 @@
+"""The feed-forward half of a layer with experts, whose widths are cut over the tensor ranks.
+
+Tensor ranks gather all tokens, route them alike and compute parts of every result; see experts.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pentad.schedules.model import Experts
+from pentad.workers import experts
+from pentad.workers.around import Around, Place, Views
+from pentad.workers.weights import Deferred
+
+
+class Weights(NamedTuple):
+    """`bias` [E] counts for the choice of experts; `load` [E] is where a step's visits are counted. Gradients have
+    neither."""
+
+    experts: experts.Weights
+    bias: torch.Tensor | None
+    load: torch.Tensor | None
+
+
+class Roots(NamedTuple):
+    kept: experts.Kept
+    load: torch.Tensor | None  # [E] of the whole microbatch, where a loss balances it
+
+
+def weights_of(views: Views, at: str) -> Weights:
+    names = ("experts.router", "experts.gate_up", "experts.down", "shared.gate_up", "shared.down")
+    router, gate_up, down, *shared = (views.get(f"{at}.{name}") for name in names)
+    assert router is not None
+    assert gate_up is not None
+    assert down is not None
+    own = experts.Weights(router, gate_up, down, *shared)
+    return Weights(own, views.get(f"{at}.experts.bias"), views.get(f"{at}.experts.load"))
+
+
+def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> tuple[torch.Tensor, Roots, experts.Remade]:
+    whole = around.tensor.gather(x)
+    mixed, kept, remade = experts.forward(w.experts, _shape(around), whole, w.bias, around.experts)
+    if around.counted and w.load is not None:
+        w.load.add_(kept.routed.load)
+    return around.tensor.scatter(mixed), Roots(kept, _load(around, kept)), remade
+
+
+def leaves(w: Weights, around: Around, x: torch.Tensor, roots: Roots) -> experts.Remade:
+    return experts.remade(w.experts, around.tensor.gather(x), roots.kept)
+
+
+def backward(
+    w: Weights,
+    g: Weights,
+    around: Around,
+    place: Place,
+    x: torch.Tensor,
+    roots: Roots,
+    leaves: experts.Remade,
+    dy: torch.Tensor,
+) -> tuple[torch.Tensor, list[Deferred]]:
+    whole, dmixed = around.tensor.gather(x), around.tensor.gather(dy)
+    saved, scale = (roots.kept, leaves), around.loss_scale / around.tensor.size
+    dnormed, work = experts.backward(
+        w.experts, g.experts, _shape(around), whole, *saved, dmixed, scale=scale, load=roots.load
+    )
+    return around.tensor.scatter(dnormed), work
+
+
+def _load(around: Around, kept: experts.Kept) -> torch.Tensor | None:
+    """Visits of a microbatch's tokens, of which context ranks have parts."""
+    if not _shape(around).auxiliary or around.context.size == 1:
+        return None
+    load = kept.routed.load.clone()
+    dist.all_reduce(load, group=around.context.group)
+    return load
+
+
+def _shape(around: Around) -> Experts:
+    assert around.model.experts is not None
+    return around.model.experts
