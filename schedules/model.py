@@ -1,0 +1,96 @@
+"""Sizes of a model: everything that its layers, its planner and its files have to agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Latent(NamedTuple):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from a vector of
+    `rank` a token; a head's query and key are `plain` + `rotary` wide, its value `value`.
+
+    `query_rank` is the width that queries come from; 0: straight from the residual stream.
+    """
+
+    rank: int
+    query_rank: int
+    plain: int
+    rotary: int
+    value: int
+
+
+class Experts(NamedTuple):
+    """A mixture of `count` gated feed-forward networks of width `ffn`, of which each token visits `active`.
+
+    `shared` is the width of one that every token visits besides (0: none). `score` makes probabilities of the router's
+    products; the chosen ones are divided by their sum with `normalized` and then times `scale`. With `groups` > 1 the
+    experts stand in so many equal groups and a token visits `active_groups` of them (node-limited routing,
+    DeepSeek-V3, arXiv 2412.19437, 2.1.2). `auxiliary` is the weight of the balance loss (Switch Transformers,
+    arXiv 2101.03961, 2.2); `bias_rate` what an expert's bias moves a step towards an even load (arXiv 2408.15664), 0:
+    there is no bias. The first `dense` layers of the model have no experts.
+    """
+
+    count: int
+    active: int
+    ffn: int
+    shared: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
+    auxiliary: float = 0.0
+    bias_rate: float = 0.0
+    dense: int = 0
+
+
+class Scaling(NamedTuple):
+    """Longer wavelengths for the rotary embedding, as Llama 3.1 ('llama3') and YaRN (arXiv 2309.00071, 'yarn') do.
+
+    `original` is the length that the model was first trained with; `low` and `high` are Llama's frequency factors, or
+    YaRN's beta_slow and beta_fast; `attention` is what YaRN multiplies cos and sin by, and `softmax` the scores.
+    """
+
+    kind: Literal["llama3", "yarn"]
+    factor: float
+    original: int
+    low: float
+    high: float
+    attention: float = 1.0
+    softmax: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder with pre-norms, rotary positions and gated feed-forward layers: `heads` query heads share
+    `kv_heads` key-value heads of width `head_dim`.
+
+    `head_size` 0 means hidden / heads. `qk_norm`: queries and keys are normed head by head (Qwen3). `tied`: the output
+    head is the embedding. `predicted` tokens beyond the next one have a layer each (multi-token prediction,
+    arXiv 2412.19437, 2.2), whose loss counts `predicted_weight` over their number.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    head_size: int = 0
+    qk_norm: bool = False
+    tied: bool = False
+    scaling: Scaling | None = None
+    latent: Latent | None = None
+    experts: Experts | None = None
+    predicted: int = 0
+    predicted_weight: float = 0.3
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query and of a key."""
+        if self.latent is not None:
+            return self.latent.plain + self.latent.rotary
+        return self.head_size or self.hidden // self.heads
