@@ -1,0 +1,71 @@
+"""Rotary tables whose wavelengths were made longer, as Llama 3.1 and YaRN do it, so that a model reads longer texts
+than it was first trained with. Beside `rope.rope_tables`, which has no scaling."""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Stretch(Protocol):
+    """What a scaling says; `schedules.model.Scaling` explains its fields."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def factor(self) -> float: ...
+    @property
+    def original(self) -> int: ...
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+    @property
+    def attention(self) -> float: ...
+
+
+def scaled_rope_tables(
+    length: int,
+    width: int,
+    theta: float,
+    scaling: Stretch | None,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [length, width / 2]; with no `scaling` those of `rope_tables`.
+
+    `width` is that of what is rotated: a head, or its rotary part.
+    """
+    frequency = inverse_frequencies(width, theta, scaling, device)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequency)
+    by = 1.0 if scaling is None else scaling.attention
+    return (by * angle.cos()).to(dtype), (by * angle.sin()).to(dtype)
+
+
+def inverse_frequencies(width: int, theta: float, scaling: Stretch | None, device: torch.device | str) -> Tensor:
+    """Radians a position turns each pair by, [width / 2], float64."""
+    pair = torch.arange(width // 2, dtype=torch.float64, device=device)
+    plain = theta ** (-2.0 * pair / width)
+    if scaling is None:
+        return plain
+    kept = _kept_by_llama3(plain, scaling) if scaling.kind == "llama3" else _kept_by_yarn(width, theta, scaling, pair)
+    return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def _kept_by_llama3(plain: Tensor, scaling: Stretch) -> Tensor:
+    """How much of each frequency stays: all of those with more than `high` turns in the original length, none of those
+    with fewer than `low`, and a share that is linear in the turns between."""
+    turns = scaling.original * plain / (2 * math.pi)
+    return ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+
+
+def _kept_by_yarn(width: int, theta: float, scaling: Stretch, pair: Tensor) -> Tensor:
+    """The same with a share that is linear in the pair's number, whose ends are whole (arXiv 2309.00071, 3.2)."""
+
+    def pair_with(turns: float) -> float:
+        return width * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_with(scaling.high)), 0)
+    last = min(math.ceil(pair_with(scaling.low)), width - 1)
+    return 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
