@@ -68,7 +68,7 @@ class _Known(NamedTuple):
     section: dict[str, Any]
     positions: int
     tokens: dict[str, Any]
-    tokenizer: tuple[Path, ...]
+    tokenizer: dict[str, bytes]
 
 
 def _known(found: Checkpoint) -> _Known:
@@ -84,15 +84,19 @@ def _known(found: Checkpoint) -> _Known:
         raise PentadError(f"CHECKPOINT is '{found.folder}', whose model is not known, wanted one with {home / CONFIG}")
     positions = kept.pop("max_position_embeddings", None)
     positions = positions or config.get("batch", {}).get("sequence_length", _USUAL_POSITIONS)
-    tokenizer = tuple(home / name for name in TOKENIZER_FILES if (home / name).is_file())
+    tokenizer = {name: (home / name).read_bytes() for name in TOKENIZER_FILES if (home / name).is_file()}
     if not tokenizer and isinstance(config.get("data"), dict):
-        tokenizer = _of_corpus(config["data"], section)
-        if tokenizer:
-            kept = {"eos_token_id": end_token(load_tokenizer(tokenizer[0])), **kept}
+        path = _of_corpus(config["data"], section)
+        if path is not None:
+            loaded = load_tokenizer(path)
+            end = end_token(loaded)
+            words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": loaded.id_to_token(end)}
+            tokenizer = {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": json.dumps(words).encode()}
+            kept = {"eos_token_id": end, **kept}
     return _Known(section, positions, kept, tokenizer)
 
 
-def _of_corpus(data: dict[str, Any], section: dict[str, Any]) -> tuple[Path, ...]:
+def _of_corpus(data: dict[str, Any], section: dict[str, Any]) -> Path | None:
     """The tokenizer of the corpus that a run reads, if it is still there."""
     path = Path(str(data.get("path", ""))).expanduser()
     if str(path).startswith("builtin:"):
@@ -102,9 +106,9 @@ def _of_corpus(data: dict[str, Any], section: dict[str, Any]) -> tuple[Path, ...
         cache = Path(str(data.get("cache", "~/.cache/pentad"))).expanduser()
         path = builtin_corpus(str(path).partition(":")[2], min(int(section["vocab"]), BUILTIN_VOCAB), cache)
     if not (path / INDEX_FILE).is_file():
-        return ()
+        return None
     index = parse_index((path / INDEX_FILE).read_text(encoding="utf-8"), path / INDEX_FILE)
-    return (path / index.tokenizer_file,)
+    return path / index.tokenizer_file
 
 
 def _checkpoint(path: str) -> Checkpoint:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pentad.schedules.errors import PentadError
 from pentad.schedules.model import Experts, Latent, ModelShape, Scaling
+from pentad.workers.hf_experts import experts_keys, experts_of, wanted_of_experts
 from pentad.workers.hf_keys import Keys
 from pentad.workers.hf_rope import rope_keys, rope_of
 
@@ -21,8 +22,6 @@ FAMILIES = {
     "qwen3-moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "deepseek-v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
 }
-# How far a step moves an expert's bias towards an even load in DeepSeek-V3 (arXiv 2412.19437, 4.2); files do not say.
-BIAS_RATE = 0.001
 LATENT_EPS = 1e-6  # of the norms inside DeepSeek-V3's attention, whatever rms_norm_eps is
 _QK_NORMED = ("qwen3", "qwen3-moe")
 
@@ -66,7 +65,7 @@ def shape_of(config: dict[str, Any]) -> tuple[str, ModelShape]:
         tied=keys.flag("tie_word_embeddings", default=False),
         scaling=scaling,
         latent=latent,
-        experts=_experts(keys, family, layers),
+        experts=experts_of(keys, family, layers),
         predicted=_predicted(keys) if latent else 0,
     )
     require_fit(family, shape, "config.json")
@@ -102,7 +101,7 @@ def config_of(family: str, shape: ModelShape, *, positions: int, dtype: str = "f
         config["head_dim"] = shape.head_dim
     if family in _QK_NORMED:
         config |= {"use_sliding_window": False, "sliding_window": None}
-    return config | _latent_keys(shape) | _experts_keys(family, shape)
+    return config | _latent_keys(shape) | experts_keys(family, shape)
 
 
 def section_of(family: str, shape: ModelShape) -> dict[str, Any]:
@@ -140,21 +139,10 @@ def require_fit(family: str, shape: ModelShape, where: str) -> None:
     if shape.scaling is not None and shape.scaling.kind == "llama3":
         wanted.append(("scaling.attention", shape.scaling.attention, 1.0))
     if expert is not None:
-        wanted += _wanted_of_experts(family, shape, expert)
+        wanted += wanted_of_experts(family, shape, expert)
     for key, found, right in wanted:
         if found != right:
             raise PentadError(f"{where} has {key} {_shown(found)}, but files of {family} want {_shown(right)}")
-
-
-def _wanted_of_experts(family: str, shape: ModelShape, experts: Experts) -> list[tuple[str, Any, Any]]:
-    if family == "deepseek-v3":
-        whole = max(1, experts.shared // experts.ffn) * experts.ffn
-        return [("experts.score", experts.score, "sigmoid"), ("experts.shared", experts.shared, whole)]
-    plain = Experts(experts.count, experts.active, experts.ffn, auxiliary=experts.auxiliary)
-    free = {"dense": experts.dense, "normalized": experts.normalized} if family == "qwen3-moe" else {}
-    right = plain._replace(**free)  # type: ignore[arg-type]
-    ffn = [] if family == "qwen3-moe" else [("ffn", shape.ffn, experts.ffn)]
-    return [*ffn, *((f"experts.{key}", getattr(experts, key), getattr(right, key)) for key in Experts._fields)]
 
 
 def _refuse_foreign(keys: Keys, family: str) -> None:
@@ -171,7 +159,8 @@ def _refuse_foreign(keys: Keys, family: str) -> None:
         if kind != "full_attention":
             raise PentadError(f"config.json has {kind} in layer_types, wanted full_attention only")
     if family == "deepseek-v3":
-        for key, right in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        fixed = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rms_norm_eps": LATENT_EPS}
+        for key, right in fixed.items():
             keys.require(key, right)
 
 
@@ -203,70 +192,6 @@ def _latent_keys(shape: ModelShape) -> dict[str, Any]:
 
 def _predicted(keys: Keys) -> int:
     return keys.count("num_nextn_predict_layers", "num_mtp_layers", default=0)
-
-
-def _experts(keys: Keys, family: str, layers: int) -> Experts | None:
-    if family in ("llama", "qwen3"):
-        return None
-    count = keys.count("n_routed_experts", "num_local_experts", "num_experts")
-    active = keys.count("num_experts_per_tok", default=8 if family == "qwen3-moe" else 2)
-    auxiliary = keys.number("router_aux_loss_coef", default=0.001)
-    if family == "mixtral":
-        return Experts(count, active, keys.count("intermediate_size"), auxiliary=auxiliary)
-    ffn = keys.count("moe_intermediate_size")
-    if family == "qwen3-moe":
-        normalized, dense = keys.flag("norm_topk_prob", default=False), _dense_first(keys, layers)
-        return Experts(count, active, ffn, normalized=normalized, auxiliary=auxiliary, dense=dense)
-    return Experts(
-        count,
-        active,
-        ffn,
-        shared=keys.count("n_shared_experts", default=1) * ffn,
-        score="sigmoid",
-        normalized=keys.flag("norm_topk_prob", default=True),
-        scale=keys.number("routed_scaling_factor", default=2.5),
-        groups=keys.count("n_group", default=1),
-        active_groups=keys.count("topk_group", default=1),
-        bias_rate=BIAS_RATE,
-        dense=keys.count("first_k_dense_replace", default=0),
-    )
-
-
-def _dense_first(keys: Keys, layers: int) -> int:
-    """How many layers without experts a Qwen3-MoE begins with; any elsewhere are refused."""
-    step, named = keys.count("decoder_sparse_step", default=1), keys.get("mlp_only_layers") or []
-    dense = [layer for layer in range(layers) if layer in named or (layer + 1) % step]
-    if dense != list(range(len(dense))) or len(dense) == layers:
-        key, found = ("mlp_only_layers", named) if named else ("decoder_sparse_step", step)
-        wanted = "wanted layers without experts at the beginning only, and some with"
-        raise PentadError(f"config.json has {key} {found}, {wanted}")
-    return len(dense)
-
-
-def _experts_keys(family: str, shape: ModelShape) -> dict[str, Any]:
-    experts = shape.experts
-    if experts is None:
-        return {}
-    common = {"num_experts_per_tok": experts.active, "output_router_logits": False}
-    if family == "mixtral":
-        alone = {"num_local_experts": experts.count, "sliding_window": None}
-        return {**common, **alone, "router_aux_loss_coef": experts.auxiliary}
-    common |= {"moe_intermediate_size": experts.ffn, "norm_topk_prob": experts.normalized}
-    if family == "qwen3-moe":
-        dense = {"decoder_sparse_step": 1, "mlp_only_layers": list(range(experts.dense))}
-        return {**common, **dense, "num_experts": experts.count, "router_aux_loss_coef": experts.auxiliary}
-    return {
-        **common,
-        "n_routed_experts": experts.count,
-        "n_shared_experts": experts.shared // experts.ffn,
-        "routed_scaling_factor": experts.scale,
-        "n_group": experts.groups,
-        "topk_group": experts.active_groups,
-        "first_k_dense_replace": experts.dense,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-    }
 
 
 def _shown(value: Any) -> str:

@@ -10,6 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pentad.schedules.errors import PentadError
+from pentad.workers import hf_fp8
+from pentad.workers.hf_fp8 import Blocks
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # Copied as they are, both ways.
@@ -28,11 +30,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 class Files:
-    """The tensors of a folder by name, in one file or in those of an index. PentadError names the file that is missing
-    or cannot be read."""
+    """The tensors of a folder by name, in one file or in those of an index; eight-bit ones in `blocks`. PentadError
+    names the file that is missing or cannot be read."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, blocks: Blocks | None = None) -> None:
+        self.folder, self.blocks = folder, blocks
         self._opened: dict[str, Any] = {}
         if (folder / INDEX).exists():
             places = _json(folder / INDEX).get("weight_map")
@@ -51,7 +53,7 @@ class Files:
         try:
             found = self._open(file).get_slice(name)
         except SafetensorError:
-            raise PentadError(f"{self.folder / file} has no tensor {name}, which {INDEX} puts there") from None
+            raise PentadError(f"{self.folder / file} has no tensor {name}, wanted it there by {INDEX}") from None
         return found.get_dtype(), tuple(found.get_shape())
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -61,11 +63,20 @@ class Files:
         dtype, found = self.spec(name)
         if found != shape:
             raise PentadError(f"tensor {name} in {self.folder} has shape {list(found)}, wanted {list(shape)}")
-        if dtype not in _READABLE:
+        if dtype == hf_fp8.DTYPE and self.blocks is not None and len(shape) == 2:
+            self.check(name + hf_fp8.SUFFIX, hf_fp8.factors_shape(shape, self.blocks))
+        elif dtype not in _READABLE:
             raise PentadError(f"tensor {name} in {self.folder} has dtype {dtype}, wanted one of {', '.join(_READABLE)}")
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as it is; what it stands in is the file's until it is copied."""
+        """A tensor in float32."""
+        stored = self._read(name)
+        if self.blocks is not None and stored.dtype == torch.float8_e4m3fn:
+            return hf_fp8.scaled(stored, self._read(name + hf_fp8.SUFFIX), self.blocks)
+        return stored.to(torch.float32)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A tensor as it is, in the file's memory perhaps."""
         file = self.where[name]
         try:
             return self._open(file).get_tensor(name)

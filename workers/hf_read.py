@@ -17,6 +17,7 @@ from pentad.workers import checkpoint
 from pentad.workers.durable import make_folder
 from pentad.workers.hf_config import section_of, shape_of
 from pentad.workers.hf_folder import TOKENIZER_FILES, Files, read_config
+from pentad.workers.hf_fp8 import SUFFIX, blocks_of
 from pentad.workers.hf_layout import to_halves
 from pentad.workers.hf_names import Entry, Layout, Table, table
 from pentad.workers.hf_place import fresh_folder
@@ -53,9 +54,7 @@ def import_folder(
     """
     config = read_config(source)
     family, shape = shape_of(config)
-    if config.get("quantization_config"):
-        raise PentadError(f"{source} has a quantization_config in config.json, wanted weights that are not quantized")
-    with Files(source) as files:
+    with Files(source, blocks_of(config)) as files:
         shape = _as_stored(files, shape)
         fused = any(name.endswith(".experts.gate_up_proj") for name in files.where)
         names = table(family, shape, Layout(fused, config.get("rope_interleave") is not False))
@@ -87,7 +86,7 @@ def _write(files: Files, names: Table, folder: Path, meta: dict[str, Any], limit
         nonlocal done
         for entry in held:
             for part in entry.parts:
-                yield to_halves(files.read(part.name).to(torch.float32), part.rotary)
+                yield to_halves(files.read(part.name), part.rotary)
                 done += 4 * torch.Size(part.shape).numel()
                 progress(done, total)
 
@@ -116,5 +115,6 @@ def _check(files: Files, names: Table) -> None:
             if not torch.equal(files.read(name), files.read(original)):
                 raise PentadError(f"tensor {name} in {files.folder} differs from {original}, wanted a copy of it")
     for name in files.where:
-        if name not in wanted and name not in names.copies and not _UNUSED.fullmatch(name):
+        known = name.removesuffix(SUFFIX) if files.blocks is not None else name
+        if known not in wanted and known not in names.copies and not _UNUSED.fullmatch(name):
             raise PentadError(f"tensor {name} is in {files.folder}, wanted none such by its config.json")

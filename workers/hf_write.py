@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,13 +31,13 @@ Progress = Callable[[int, int], None]  # bytes done, and of how many
 
 class Request(NamedTuple):
     """What files are asked for: of which model, in what dtype, each of at most `limit` bytes. `positions` are the
-    tokens of a sequence, `tokens` the special tokens' ids by key of config.json, `tokenizer` files that are copied."""
+    tokens of a sequence, `tokens` the special tokens' ids by key of config.json, `tokenizer` other files by name."""
 
     family: str
     shape: ModelShape
     positions: int
     tokens: dict[str, Any]
-    tokenizer: tuple[Path, ...] = ()
+    tokenizer: Mapping[str, bytes] = MappingProxyType({})
     dtype: Dtype = "float32"
     limit: int = FILE_BYTES
 
@@ -67,8 +67,8 @@ def export_checkpoint(found: Checkpoint, out: Path, request: Request, progress: 
     names = table(request.family, request.shape)
     with fresh_folder(out):
         done = _write(found, names, out, request, progress)
-        for path in request.tokenizer:
-            shutil.copyfile(path, out / path.name)
+        for name, content in request.tokenizer.items():
+            (out / name).write_bytes(content)
         (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return done
 
