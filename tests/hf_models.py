@@ -55,6 +55,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**DEEP, "q_lora_rank": None, "rope_parameters": {**YARN, **LONG, "mscale": 0.7, "mscale_all_dim": 0.9}},
     ),
     "deepseek-v3-halves": ("DeepseekV3", {**DEEP, "rope_interleave": False, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3-raw": (
+        "DeepseekV3",
+        {
+            **DEEP,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "deepseek-v3-predicted": ("DeepseekV3", {**DEEP, "num_mtp_layers": 2}),
 }
 

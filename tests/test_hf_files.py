@@ -117,6 +117,12 @@ def test_a_file_that_is_missing_or_broken_is_named(
     refused(files, tmp_path, *words)
 
 
+def test_a_file_that_is_cut_short_is_named(files: Path, tmp_path: Path) -> None:
+    content = (files / SINGLE).read_bytes()
+    (files / SINGLE).write_bytes(content[: len(content) // 2])
+    refused(files, tmp_path, SINGLE, "cannot be read")
+
+
 def test_files_that_are_not_what_the_index_says_are_named(files: Path, tmp_path: Path) -> None:
     split(files, 2)
     state = load_file(files / "model-1.safetensors")

@@ -159,6 +159,42 @@ def test_the_table_names_every_tensor_of_the_files_once(case: Callable[[str], Ca
         assert count == torch.Size(entry.shape).numel()
 
 
+def test_a_checkpoint_holds_the_names_and_shapes_that_all_parts_agreed_on(case: Callable[[str], Case]) -> None:
+    h, ffn, narrow, count, heads = 32, 48, 16, 8, 4
+    wanted: dict[str, tuple[int, ...]] = {"embedding": (64, h), "head": (64, h), "norm": (h,)}
+    for layer in range(5):
+        wanted |= {
+            f"layers.{layer}.{name}": sizes
+            for name, sizes in {
+                "attention_norm": (h,),
+                "mlp_norm": (h,),
+                "attention.query_down": (24, h),
+                "attention.query_norm": (24,),
+                "attention.query": (heads * 16, 24),
+                "attention.latent": (16 + 8, h),
+                "attention.latent_norm": (16,),
+                "attention.keys_values": (heads * (8 + 12), 16),
+                "attention.out": (h, heads * 12),
+            }.items()
+        }
+    wanted |= {"layers.0.mlp.gate_up": (2 * ffn, h), "layers.0.mlp.down": (h, ffn)}
+    for layer in range(1, 5):
+        wanted |= {
+            f"layers.{layer}.experts.router": (count, h),
+            f"layers.{layer}.experts.bias": (count,),
+            f"layers.{layer}.experts.gate_up": (count, 2 * narrow, h),
+            f"layers.{layer}.experts.down": (count, h, narrow),
+            f"layers.{layer}.shared.gate_up": (2 * narrow, h),
+            f"layers.{layer}.shared.down": (h, narrow),
+        }
+    for number in range(2):
+        norms = {f"predicted.{number}.{kind}": (h,) for kind in ("hidden_norm", "embedding_norm", "norm")}
+        wanted |= {**norms, f"predicted.{number}.join": (h, 2 * h)}
+    found = case("deepseek-v3-predicted").tensors
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == wanted
+    assert all(tensor.dtype == torch.float32 for tensor in found.values())
+
+
 @pytest.mark.parametrize("name", [name for name in MODELS if "predicted" not in name])
 def test_the_fused_table_names_what_transformers_holds_in_memory(case: Callable[[str], Case], name: str) -> None:
     it = case(name)
