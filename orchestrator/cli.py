@@ -248,6 +248,32 @@ def stop(job: JobId, address: Address = None, as_json: Json = False) -> int:
     return show_stop(job, address, as_json=as_json)
 
 
+@app.command(name="import-hf")
+def import_hf(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="config.json and safetensors files.")],
+    out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    as_json: Json = False,
+) -> None:
+    """Turns a Hugging Face model into a checkpoint of step 0 and a model section."""
+    from pentad.orchestrator.show_hf import show_import
+
+    show_import(source, out, as_json=as_json)
+
+
+@app.command(name="export-hf")
+def export_hf(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint's folder, or a run: its newest one.")],
+    out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "float32",
+    max_shard_size: Annotated[float, typer.Option(min=0.000001, help="Largest file, in GB.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Turns a checkpoint into a Hugging Face model, whatever mesh saved it."""
+    from pentad.orchestrator.show_hf import show_export
+
+    show_export(checkpoint, out, dtype, max_shard_size, as_json=as_json)
+
+
 @data.command()
 def build(
     source: Annotated[Path, typer.Argument(help="A text, JSONL or Parquet file, or a folder of them.")],

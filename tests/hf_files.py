@@ -1,0 +1,46 @@
+"""What tests of Hugging Face files do with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pentad.schedules.errors import PentadError
+from pentad.workers.checkpoint import open_checkpoint, read
+from pentad.workers.hf_read import Imported, import_folder
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def take(source: Path, out: Path, **how: Any) -> Imported:
+    return import_folder(source, out, render=json.dumps, progress=lambda done, total: None, **how)
+
+
+def tensors_of(done: Imported) -> dict[str, torch.Tensor]:
+    found = open_checkpoint(done.folder)
+    return read(found, found.where)
+
+
+def change(files: Path, **tensors: torch.Tensor | None) -> None:
+    """Puts tensors into the file, by names with '__' for '.', or takes them out."""
+    state = load_file(files / SINGLE)
+    for key, tensor in tensors.items():
+        name = key.replace("__", ".")
+        state.pop(name, None)
+        if tensor is not None:
+            state[name] = tensor
+    save_file(state, files / SINGLE, metadata={"format": "pt"})
+
+
+def refused(source: Path, out: Path, *words: str) -> None:
+    with pytest.raises(PentadError) as caught:
+        take(source, out / "deep" / "out")
+    text = str(caught.value)
+    assert all(word in text for word in words), text
+    assert "\n" not in text and ", wanted " in text
+    assert not (out / "deep").exists()

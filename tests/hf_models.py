@@ -1,0 +1,166 @@
+"""Tiny models of every family by transformers, with random weights, and what they give."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "beta_fast": 8, "beta_slow": 1}
+LONG = {"original_max_position_embeddings": 32}
+DEEP = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+DENSE = {**SIZES, "num_hidden_layers": 2, "intermediate_size": 48, "num_key_value_heads": 2}
+QWEN_MOE = {**DENSE, "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2}
+
+# Name of a model -> (transformers' name of its family, what its config has).
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", DENSE),
+    "llama-tied": ("Llama", {**DENSE, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama-3.1": ("Llama", {**DENSE, "rope_parameters": {**LLAMA3, **LONG}, "head_dim": 16}),
+    "llama-yarn": ("Llama", {**DENSE, "rope_parameters": {**YARN, **LONG}}),
+    "qwen3": ("Qwen3", {**DENSE, "head_dim": 12, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {**DENSE, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-dense": ("Qwen3Moe", {**QWEN_MOE, "mlp_only_layers": [0], "norm_topk_prob": False}),
+    "deepseek-v3": ("DeepseekV3", DEEP),
+    "deepseek-v3-yarn": (
+        "DeepseekV3",
+        {**DEEP, "q_lora_rank": None, "rope_parameters": {**YARN, **LONG, "mscale": 0.7, "mscale_all_dim": 0.9}},
+    ),
+    "deepseek-v3-halves": ("DeepseekV3", {**DEEP, "rope_interleave": False, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3-raw": (
+        "DeepseekV3",
+        {
+            **DEEP,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek-v3-predicted": ("DeepseekV3", {**DEEP, "num_mtp_layers": 2}),
+}
+
+
+def make(name: str, **other: Any) -> Any:
+    """A model with random weights, norms and biases included, with which its logits are of the order of 1."""
+    family, values = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**values, **other})
+    model = getattr(transformers, f"{family}ForCausalLM")._from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    return randomized(model)
+
+
+def randomized(model: Any) -> Any:
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            bias = key.endswith("e_score_correction_bias")
+            tensor.copy_(
+                0.1 * torch.randn_like(tensor) if bias or tensor.dim() > 1 else 1 + 0.2 * torch.randn_like(tensor)
+            )
+    return model.eval()
+
+
+def save(model: Any, folder: Path, **how: Any) -> Path:
+    """The files of a model, with those of its predicted layers, which transformers itself leaves out."""
+    model.save_pretrained(folder, **how)
+    extra = predicted_tensors(model)
+    if extra:
+        path = folder / "model.safetensors"
+        save_file({**load_file(path), **extra}, path, metadata={"format": "pt"})
+    return folder
+
+
+def predicted_model(model: Any) -> Any:
+    """Its predicted layers with random weights, always the same; None where it has none."""
+    count = getattr(model.config, "num_mtp_layers", 0)
+    if not count:
+        return None
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        main = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        made = randomized(MtpModel(model, count))
+        model.load_state_dict(main)  # they share the ends of the model
+    return made
+
+
+def predicted_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """By the names that DeepSeek-V3's files have."""
+    made, found = predicted_model(model), {}
+    if made is None:
+        return {}
+    for key, tensor in made.state_dict().items():
+        if not key.startswith("layers."):
+            continue
+        _, number, rest = key.split(".", 2)
+        at = f"model.layers.{model.config.num_hidden_layers + int(number)}"
+        rest = rest.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        if rest.endswith("experts.gate_up_proj"):
+            for expert, pair in enumerate(tensor):
+                for kind, half in zip(("gate", "up"), pair.chunk(2), strict=True):
+                    found[f"{at}.mlp.experts.{expert}.{kind}_proj.weight"] = half.clone()
+        elif rest.endswith("experts.down_proj"):
+            found |= {f"{at}.mlp.experts.{e}.down_proj.weight": one.clone() for e, one in enumerate(tensor)}
+        else:
+            found[f"{at}.{rest}"] = tensor.clone()
+        found[f"{at}.embed_tokens.weight"] = model.model.embed_tokens.weight.detach().clone()
+        found[f"{at}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
+    return found
+
+
+def rewrite(folder: Path, **values: Any) -> None:
+    """Changes keys of config.json; None takes them out."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@contextmanager
+def widened(name: str, monkeypatch: Any) -> Iterator[None]:
+    """In the block a family computes in float64 what it says to be float32: norms, softmax, the router, angles."""
+    module = MODELS[name][0].lower().replace("qwen3moe", "qwen3_moe").replace("deepseekv3", "deepseek_v3")
+    places = [importlib.import_module(f"transformers.models.{module}.modeling_{module}")]
+    places.append(importlib.import_module("transformers.modeling_rope_utils"))
+    with monkeypatch.context() as patch:
+        for place in places:
+            patch.setattr(place, "torch", _Wide())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+class _Wide:
+    """torch with another idea of float32."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
