@@ -174,9 +174,9 @@ class Ranks:
     def stop(self) -> None:
         for end in self.ends:
             end.close()
-        for process in self.processes:
-            process.join(5)
+        for process in self.processes:  # which have nothing to save
             process.kill()
+            process.join()
         self.folder.cleanup()
 
 

@@ -61,6 +61,11 @@ def test_one_rank_gives_what_the_definition_says(variant, shape, dtype):
         assert relative_error(found, wanted) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize(("shape", "variant"), list(product(("grouped, odd batch, other scale", "packed"), VARIANTS)))
+def test_sixteen_bits_suffice(ranks, shape, variant):
+    agrees(ranks, replace(SHAPES[shape], cp=4, variant=variant, dtype=torch.bfloat16), 1e-2)
+
+
 def test_one_rank_is_plain_attention_to_the_bit():
     case = Case(1, "ring", batch=2, dtype=torch.float32)
     q, k, v, dout = (x.contiguous() for x in case.inputs())

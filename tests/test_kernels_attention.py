@@ -38,8 +38,8 @@ def agrees(given: list[Tensor], deterministic: bool, bound: float) -> None:
 
 
 def gradients_by_autograd(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out = attention_reference(*leaves)
+    q, k, v = leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = attention_reference(q, k, v)
     return out.detach(), torch.autograd.grad(out, leaves, dout)
 
 

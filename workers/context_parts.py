@@ -80,9 +80,9 @@ def disjoint_backward(saved: Saved, dout: torch.Tensor, k: torch.Tensor, v: torc
     return dq, dk, dv
 
 
-def packed(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Keys and values, or their gradients, as one message."""
-    return torch.cat([k.reshape(-1), v.reshape(-1)]).to(dtype or k.dtype)
+def packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Keys and values as one message."""
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
 def unpacked(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
