@@ -21,6 +21,7 @@ from pentad.schedules.plan import Plan
 from pentad.schedules.tensors import parameters
 from pentad.schedules.timeline import Timeline
 from pentad.schedules.trace import write_trace
+from pentad.workers.hf_files import MODEL_FILE, TOKENIZER_FILES
 
 CONFIG, PROGRAM, METRICS, JOURNAL = "config.yaml", "program.arrow", "metrics.jsonl", "journal.jsonl"
 TIMELINE, TRACE, PAGE, CHECKPOINTS = "timeline.arrow", "trace.json.gz", "timeline.html", "checkpoints"
@@ -182,7 +183,7 @@ def comparison_page(plan: Plan, measured: Timeline, simulated: Timeline) -> str:
 def _refuse_strangers(path: Path, config: RunConfig) -> None:
     advice = f"choose another run.name than {config.run.name}"
     if not (path / CONFIG).exists():
-        ours = {".lock", CHECKPOINTS}
+        ours = {".lock", CHECKPOINTS, MODEL_FILE, *TOKENIZER_FILES}  # of an import as well
         if path.exists() and (not path.is_dir() or {inside.name for inside in path.iterdir()} - ours):
             raise PentadError(f"{path} exists and is no run's folder, wanted a new one: {advice}")
         return

@@ -17,8 +17,8 @@ from pentad.schedules.errors import PentadError
 from pentad.workers.checkpoint import MANIFEST, Checkpoint, newest, open_checkpoint
 from pentad.workers.corpus_index import INDEX_FILE, parse_index
 from pentad.workers.hf_config import of_section
-from pentad.workers.hf_folder import TOKENIZER_FILES
-from pentad.workers.hf_read import MODEL_FILE, import_folder
+from pentad.workers.hf_files import MODEL_FILE, TOKENIZER_FILES
+from pentad.workers.hf_read import import_folder
 from pentad.workers.hf_write import Dtype, Request, export_checkpoint
 from pentad.workers.tokenizer import end_token, load_tokenizer
 

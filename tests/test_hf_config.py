@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import hf_models
@@ -228,7 +229,7 @@ def test_any_deepseek_shape_survives_its_config(
     assert shape.scaling is not None and again.scaling is not None
     assert again.scaling.attention == pytest.approx(shape.scaling.attention, rel=1e-11)
     assert again.scaling.softmax == pytest.approx(shape.scaling.softmax, rel=1e-11)
-    replaced = section_of(family, again) | {"scaling": shape.scaling._asdict()}
+    replaced = section_of(family, again) | {"scaling": asdict(shape.scaling)}
     assert replaced == section_of(family, shape)
 
 

@@ -95,7 +95,7 @@ def test_the_loss_of_predicted_layers_is_a_share_of_all_tokens(tmp_path: Path) -
 def test_every_weight_has_a_gradient_and_a_bias_none(name: str, tmp_path: Path) -> None:
     _, shape, tensors = taken(name, tmp_path)
     if shape.experts is not None:
-        shape = replace(shape, experts=shape.experts._replace(auxiliary=0.01))
+        shape = replace(shape, experts=replace(shape.experts, auxiliary=0.01))
     for tensor in tensors.values():
         tensor.requires_grad_()
     reference.loss(shape, tensors, TOKENS, TARGETS).backward()
@@ -110,7 +110,7 @@ def test_every_weight_has_a_gradient_and_a_bias_none(name: str, tmp_path: Path) 
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow, shape, tensors = taken(name, tmp_path)
     if shape.experts is not None:
-        shape = replace(shape, experts=shape.experts._replace(auxiliary=0.0))
+        shape = replace(shape, experts=replace(shape.experts, auxiliary=0.0))
     for tensor in tensors.values():
         tensor.requires_grad_()
     reference.loss(shape, tensors, TOKENS, TARGETS).backward()

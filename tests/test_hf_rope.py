@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,5 +109,5 @@ def test_a_scaling_returns_from_its_keys() -> None:
         theta, scaling = rope_of(Keys(keys), 1e4, softmax=True)
         again = rope_of(Keys(rope_keys(theta, scaling)), 5.0, softmax=True)
         assert scaling is not None and again[1] is not None
-        assert again == (theta, scaling._replace(softmax=again[1].softmax))
+        assert again == (theta, replace(scaling, softmax=again[1].softmax))
         assert again[1].softmax == pytest.approx(scaling.softmax, rel=1e-12)

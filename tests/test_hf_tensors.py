@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pentad.schedules.errors import PentadError
 from pentad.schedules.model import ModelShape
-from pentad.workers import hf_start
 from pentad.workers.checkpoint import commit, folder_of, open_checkpoint, read, write_shard
 from pentad.workers.hf_write import Request, export_checkpoint
+from pentad.workers.parts import read_whole
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_a_model_that_never_had_a_bias_is_written_with_zeros(saved, tmp_path: Pa
     done = take(saved("deepseek-v3"), tmp_path / "in")
     shape = done.shape
     assert shape.experts is not None
-    even = ModelShape(**{**shape.__dict__, "experts": shape.experts._replace(bias_rate=0.0)})
+    even = ModelShape(**{**shape.__dict__, "experts": replace(shape.experts, bias_rate=0.0)})
     tensors = {name: tensor for name, tensor in tensors_of(done).items() if not name.endswith("bias")}
     folder = folder_of(tmp_path / "run", 3)
     commit(folder, step=3, shards=[write_shard(folder, "a.safetensors", tensors)], meta={})
@@ -137,14 +138,12 @@ def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path: Path) -> None
 
 def test_a_run_that_begins_with_weights_begins_with_moments_of_zero(saved, tmp_path: Path) -> None:
     found = open_checkpoint(take(saved("llama"), tmp_path / "in").folder)
-    assert torch.equal(hf_start.state(found, "optimizer.m.norm", (32,)), torch.zeros(32))
-    assert torch.equal(
-        hf_start.state(found, "model.norm", (32,)), load_file(saved("llama") / SINGLE)["model.norm.weight"]
-    )
+    assert torch.equal(read_whole(found, "optimizer.m.norm", (32,)), torch.zeros(32))
+    assert torch.equal(read_whole(found, "model.norm", (32,)), load_file(saved("llama") / SINGLE)["model.norm.weight"])
     with pytest.raises(PentadError, match=r"model\.nothing"):
-        hf_start.state(found, "model.nothing", (32,))
+        read_whole(found, "model.nothing", (32,))
     folder = folder_of(tmp_path / "run", 1)
     moments = {"model.norm": torch.ones(32), "optimizer.m.head": torch.ones(3)}
     commit(folder, step=1, shards=[write_shard(folder, "a.safetensors", moments)], meta={})
     with pytest.raises(PentadError, match=r"optimizer\.m\.norm"):
-        hf_start.state(open_checkpoint(folder), "optimizer.m.norm", (32,))
+        read_whole(open_checkpoint(folder), "optimizer.m.norm", (32,))

@@ -106,14 +106,14 @@ def config_of(family: str, shape: ModelShape, *, positions: int, dtype: str = "f
 
 def section_of(family: str, shape: ModelShape) -> dict[str, Any]:
     """The model section of a run's configuration: plain values, with nested ones as mappings or None."""
-    nested = {"scaling": shape.scaling, "latent": shape.latent, "experts": shape.experts}
-    return {"family": family, **asdict(shape), **{key: value and value._asdict() for key, value in nested.items()}}
+    return {"family": family, **{key: value for key, value in asdict(shape).items() if key != "qk_norm"}}
 
 
 def of_section(section: dict[str, Any]) -> tuple[str, ModelShape]:
     """The inverse of `section_of`; keys may be missing that have a default."""
     made: dict[str, Any] = dict(section)
     family = str(made.pop("family", "llama"))
+    made["qk_norm"] = family in _QK_NORMED
     try:
         for key, kind in (("scaling", Scaling), ("latent", Latent), ("experts", Experts)):
             if made.get(key) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 from pentad.schedules.errors import PentadError
@@ -10,6 +11,7 @@ from pentad.workers.hf_keys import Keys
 
 # How far a step moves an expert's bias towards an even load in DeepSeek-V3 (arXiv 2412.19437, 4.2); files do not say.
 BIAS_RATE = 0.001
+KEYS = tuple(field.name for field in fields(Experts))
 
 
 def experts_of(keys: Keys, family: str, layers: int) -> Experts | None:
@@ -73,10 +75,10 @@ def wanted_of_experts(family: str, shape: ModelShape, experts: Experts) -> list[
         whole = max(1, experts.shared // experts.ffn) * experts.ffn
         return [("experts.score", experts.score, "sigmoid"), ("experts.shared", experts.shared, whole)]
     plain = Experts(experts.count, experts.active, experts.ffn, auxiliary=experts.auxiliary)
-    free = {"dense": experts.dense, "normalized": experts.normalized} if family == "qwen3-moe" else {}
-    right = plain._replace(**free)  # type: ignore[arg-type]
+    free: dict[str, Any] = {"dense": experts.dense, "normalized": experts.normalized} if family == "qwen3-moe" else {}
+    right = replace(plain, **free)
     ffn = [] if family == "qwen3-moe" else [("ffn", shape.ffn, experts.ffn)]
-    return [*ffn, *((f"experts.{key}", getattr(experts, key), getattr(right, key)) for key in Experts._fields)]
+    return [*ffn, *((f"experts.{key}", getattr(experts, key), getattr(right, key)) for key in KEYS)]
 
 
 def _dense_first(keys: Keys, layers: int) -> int:

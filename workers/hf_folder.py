@@ -14,11 +14,6 @@ from pentad.workers import hf_fp8
 from pentad.workers.hf_fp8 import Blocks
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-# Copied as they are, both ways.
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
-)
 _READABLE = ("F32", "F16", "BF16")
 
 

@@ -16,7 +16,8 @@ from pentad.schedules.model import ModelShape
 from pentad.workers import checkpoint
 from pentad.workers.durable import make_folder
 from pentad.workers.hf_config import section_of, shape_of
-from pentad.workers.hf_folder import TOKENIZER_FILES, Files, read_config
+from pentad.workers.hf_files import MODEL_FILE, TOKENIZER_FILES
+from pentad.workers.hf_folder import Files, read_config
 from pentad.workers.hf_fp8 import SUFFIX, blocks_of
 from pentad.workers.hf_layout import to_halves
 from pentad.workers.hf_names import Entry, Layout, Table, table
@@ -24,7 +25,6 @@ from pentad.workers.hf_place import fresh_folder
 from pentad.workers.hf_stream import cut, write
 from pentad.workers.manifest import Spec
 
-MODEL_FILE = "model.yaml"
 KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, for the way back
 FILE_BYTES = 4 << 30
 

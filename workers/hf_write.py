@@ -10,9 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from pentad.schedules.errors import PentadError
 from pentad.schedules.model import ModelShape
-from pentad.workers import checkpoint
 from pentad.workers.checkpoint import Checkpoint
 from pentad.workers.hf_config import config_of
 from pentad.workers.hf_folder import CONFIG, INDEX, SINGLE
@@ -21,6 +19,7 @@ from pentad.workers.hf_names import Entry, Table, table
 from pentad.workers.hf_place import fresh_folder
 from pentad.workers.hf_stream import cut, write
 from pentad.workers.manifest import Spec
+from pentad.workers.parts import read_whole
 
 Dtype = Literal["bfloat16", "float32"]
 DTYPES = {"bfloat16": ("BF16", torch.bfloat16), "float32": ("F32", torch.float32)}
@@ -48,12 +47,6 @@ class Exported(NamedTuple):
     files: tuple[str, ...]
     tensors: int
     bytes: int
-
-
-def read_tensor(found: Checkpoint, name: str) -> torch.Tensor:
-    """A weight by its global name, whole, on the CPU."""
-    key = f"model.{name}"
-    return checkpoint.read(found, [key])[key]
 
 
 def export_checkpoint(found: Checkpoint, out: Path, request: Request, progress: Progress) -> Exported:
@@ -122,11 +115,7 @@ class _Held:
         """One of the tensors that `entry` is made of."""
         if entry.name != self.name:
             self.whole = torch.empty(0)  # what was held makes room
-            whole = read_tensor(self.found, entry.name)
-            if whole.shape != entry.shape:
-                where = f"checkpoint {self.found.folder}"
-                text = f"tensor {entry.name} in {where} has shape {list(whole.shape)}, wanted {list(entry.shape)}"
-                raise PentadError(f"{text}, as the model's sizes say")
+            whole = read_whole(self.found, f"model.{entry.name}", entry.shape)
             self.name, self.whole = entry.name, whole
         start = 0
         for part in entry.parts:

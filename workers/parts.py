@@ -37,12 +37,15 @@ def named(parameters: Parameters, state: dict[str, torch.Tensor], share: Share) 
 
 
 def read_whole(found: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor, whatever parts it was saved in. Raises PentadError where one is missing or of another size."""
+    """A tensor, whatever parts it was saved in; zeros for a moment of the optimizer where a checkpoint has none at all,
+    as an imported one. Raises PentadError where a part is missing or of another size."""
+    if name.startswith("optimizer.") and not any(held.startswith("optimizer.") for held in found.where):
+        return torch.zeros(shape)
     if name in found.where:
         whole = checkpoint.read(found, [name])[name]
         if whole.shape != shape:
             text = f"tensor {name} of checkpoint {found.folder} has the shape {list(whole.shape)}"
-            raise PentadError(f"{text}, wanted {list(shape)}")
+            raise PentadError(f"{text}, wanted {list(shape)}, as the model's sizes say")
         return whole
     made = Assembly(shape)
     for key in sorted(key for key in found.where if key.startswith(f"{name}@")):
