@@ -50,8 +50,7 @@ def accumulate_grouped_gradient_reference_(main: Tensor, dy: Tensor, x: Tensor, 
 def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
     """main[e] [N, K] += dy_e^T @ x_e over the rows of each expert, of dy [R, N] and x [R, K].
 
-    main [E, N, K] is float32, or float64 for float64 inputs. No 16-bit product is formed, and an expert's rows are added
-    in their order.
+    main [E, N, K] is float32, or float64 for float64 inputs. No 16-bit product is formed, and rows are added in order.
     """
     if not runs_in_triton(dy):
         accumulate_grouped_gradient_reference_(main, dy, x, offsets)
