@@ -41,30 +41,23 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     return grouped_gemm_triton.grouped_gemm(x, weights, offsets)
 
 
-def accumulate_grouped_gradient_reference_(
-    main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, dy_rows: Tensor | None = None, x_rows: Tensor | None = None
-) -> None:
+def accumulate_grouped_gradient_reference_(main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
     """The formula of `accumulate_grouped_gradient_`, a product an expert, for any dtype and device."""
     for expert, (start, end) in enumerate(_spans(offsets)):
-        left = dy[start:end] if dy_rows is None else dy[dy_rows[start:end]]
-        right = x[start:end] if x_rows is None else x[x_rows[start:end]]
-        accumulate_gradient_(main[expert], left, right)
+        accumulate_gradient_(main[expert], dy[start:end], x[start:end])
 
 
-def accumulate_grouped_gradient_(
-    main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, dy_rows: Tensor | None = None, x_rows: Tensor | None = None
-) -> None:
-    """main[e] [N, K] += dy_e^T @ x_e over the rows of each expert; main [E, N, K] is float32, or float64 for float64.
+def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
+    """main[e] [N, K] += dy_e^T @ x_e over the rows of each expert, of dy [R, N] and x [R, K].
 
-    With `dy_rows` (or `x_rows`) [R] row r is dy[dy_rows[r]], so that no copy is made of a token that visits several
-    experts. No 16-bit product is formed, and an expert's rows are added in their order.
+    main [E, N, K] is float32, or float64 for float64 inputs. No 16-bit product is formed, and rows are added in order.
     """
     if not runs_in_triton(dy):
-        accumulate_grouped_gradient_reference_(main, dy, x, offsets, dy_rows, x_rows)
+        accumulate_grouped_gradient_reference_(main, dy, x, offsets)
         return
     from pentad.kernels import grouped_gemm_triton
 
-    grouped_gemm_triton.accumulate_grouped_gradient_(main, dy, x, offsets, dy_rows, x_rows)
+    grouped_gemm_triton.accumulate_grouped_gradient_(main, dy, x, offsets)
 
 
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:

@@ -41,8 +41,7 @@ def _grouped(
 
 @triton.jit
 def _accumulate(
-    main, dy, x, offsets, dy_rows, x_rows, N, K,
-    INDEXED_DY: tl.constexpr, INDEXED_X: tl.constexpr,
+    main, dy, x, offsets, N, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(K, COLUMNS)
@@ -58,11 +57,9 @@ def _accumulate(
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for at in range(start, end, DEPTH):
         row = at + tl.arange(0, DEPTH)
-        own = row < end
-        left = tl.load(dy_rows + row, mask=own, other=0) if INDEXED_DY else row
-        right = tl.load(x_rows + row, mask=own, other=0) if INDEXED_X else row
-        a = tl.load(dy + left.to(tl.int64)[:, None] * N + n[None, :], mask=own[:, None] & (n < N)[None, :], other=0.0)
-        b = tl.load(x + right.to(tl.int64)[:, None] * K + k[None, :], mask=own[:, None] & (k < K)[None, :], other=0.0)
+        own, place = (row < end)[:, None], row.to(tl.int64)[:, None]
+        a = tl.load(dy + place * N + n[None, :], mask=own & (n < N)[None, :], other=0.0)
+        b = tl.load(x + place * K + k[None, :], mask=own & (k < K)[None, :], other=0.0)
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
     there = main + expert.to(tl.int64) * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
     mask = (n < N)[:, None] & (k < K)[None, :]
@@ -90,14 +87,12 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
-def accumulate_grouped_gradient_(
-    main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, dy_rows: Tensor | None, x_rows: Tensor | None
-) -> None:
+def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
     """Launches the kernel; see `pentad.kernels.grouped_gemm.accumulate_grouped_gradient_`."""
     experts, n, k = main.shape
     assert main.is_contiguous() and dy.is_contiguous() and x.is_contiguous()
     assert dy.shape[1] == n and x.shape[1] == k and offsets.shape == (experts,)
-    shape = _shape(dy.dtype)
+    # few warps a program, so that an SM has two and one multiplies while the other one adds to what is there
+    shape = _shape(dy.dtype) | {"num_warps": 4}
     grid = (experts * triton.cdiv(n, shape["ROWS"]) * triton.cdiv(k, shape["COLUMNS"]),)
-    indexed = {"INDEXED_DY": dy_rows is not None, "INDEXED_X": x_rows is not None}
-    _accumulate[grid](main, dy, x, offsets, dy_rows, x_rows, n, k, **indexed, **shape)
+    _accumulate[grid](main, dy, x, offsets, n, k, **shape)

@@ -39,13 +39,13 @@ def arrange(experts: Tensor, weights: Tensor, first: int, held: int) -> Rows:
     return Rows(chosen // choices, weights.flatten()[chosen], positions, offsets)
 
 
-def gather_rows(x: Tensor, rows: Rows) -> Tensor:
-    """[R, H]: the tokens x [T, H] of the rows."""
+def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
+    """[R, H]: the rows of x [T, H] with the numbers `tokens` [R], up to the last of the offsets."""
     if runs_in_triton(x):
         from pentad.kernels import routing_triton
 
-        return routing_triton.gather_rows(x, rows.tokens, rows.offsets)
-    return x[rows.tokens]
+        return routing_triton.gather_rows(x, tokens, offsets)
+    return x[tokens]
 
 
 def sum_rows_reference(y: Tensor, positions: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from closeness import relative_error
-from expert_ranks import Ranks, case_of, check, reference
+from expert_ranks import Ranks, case_of, check, reference, run_rank
 
 from pentad.schedules.model import Experts
 from pentad.workers.router import moved_bias
@@ -99,3 +99,25 @@ def test_the_bias_after_a_step_does_not_depend_on_how_the_step_is_cut(ranks: Ran
     wanted = torch.stack([answer.load for answer in reference(whole)]).sum(0)
     assert torch.equal(load, wanted)
     assert torch.equal(moved_bias(whole.state["bias"], load, 1e-3), moved_bias(whole.state["bias"], wanted, 1e-3))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_parts_of_the_width_make_the_whole_together(score) -> None:
+    """What tensor parallelism cuts: results, gradients of tokens and of the router are sums over the parts."""
+    whole = case_of(SHAPE._replace(ffn=6, shared=4, score=score), 1, 7)
+    found = []
+    for part in range(2):
+
+        def half(gate_up: torch.Tensor, part: int = part) -> torch.Tensor:
+            return torch.cat([each.chunk(2, -2)[part] for each in gate_up.chunk(2, -2)], -2).contiguous()
+
+        state = {name: half(each) if "gate_up" in name else each for name, each in whole.state.items()}
+        state |= {name: state[name].chunk(2, -1)[part].contiguous() for name in ("down", "shared_down")}
+        found.append(run_rank(whole._replace(state=state, scale=whole.scale / 2), 0, 1, None))
+    (wanted,) = reference(whole)
+    assert relative_error(found[0].mixed + found[1].mixed, wanted.mixed) < 1e-10
+    assert relative_error(found[0].dnormed + found[1].dnormed, wanted.dnormed) < 1e-10
+    router = sum((answer.gradients["router"] for answer in found), torch.zeros(()))
+    assert relative_error(router, wanted.gradients["router"]) < 1e-10
+    down = torch.cat([answer.gradients["down"] for answer in found], -1)
+    assert relative_error(down, wanted.gradients["down"]) < 1e-10

@@ -13,6 +13,7 @@ from pentad.kernels.grouped_gemm import (
     grouped_gemm_reference,
 )
 from pentad.kernels.routing import arrange, gate_rows, gate_rows_backward, gather_rows, sum_rows
+from pentad.workers.weights import Grouped, accumulate
 
 COUNTS = [(3, 0, 5), (0, 0, 0), (0, 9, 0), (1, 70, 2), (4,)]
 
@@ -47,14 +48,12 @@ def test_the_gradient_is_added_to_what_is_there(counts: tuple[int, ...]) -> None
     assert torch.allclose(main, wanted, rtol=1e-12)
 
 
-def test_rows_may_be_named_by_number() -> None:
+def test_rows_of_w_may_be_named_by_number() -> None:
     x, dy, main, offsets = rows_of((3, 0, 5), 3, 4, 6)
     rows, wanted = torch.tensor([2, 1, 0, 2, 2, 1, 0, 0, 9, 9, 9]), main.clone()
     accumulate_grouped_gradient_(wanted, dy[rows], x, offsets)
-    accumulate_grouped_gradient_(main, dy, x, offsets, dy_rows=rows)
-    assert torch.equal(main, wanted)
     accumulate_grouped_gradient_(wanted, dy, x[rows], offsets)
-    accumulate_grouped_gradient_(main, dy, x, offsets, x_rows=rows)
+    accumulate([Grouped(main, dy, x, offsets, rows, None), Grouped(main, dy, x, offsets, None, rows)])
     assert torch.equal(main, wanted)
 
 
@@ -66,7 +65,7 @@ def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
     assert rows.positions.tolist() == [[-1, 0], [1, 2], [-1, -1], [3, -1]]
     assert rows.tokens.shape == (8,)  # two experts of three are all that a token can visit
     x = torch.randn(4, 3)
-    y = gather_rows(x, rows)
+    y = gather_rows(x, rows.tokens, rows.offsets)
     y[4:] = torch.nan
     assert torch.equal(sum_rows(y, rows.positions), x * torch.tensor([1.0, 2, 0, 1])[:, None])
 

@@ -140,7 +140,7 @@ def compute_backward(
 ) -> tuple[Given, list[Deferred]]:
     """The experts here, from the gradient of the results of all T' tokens [T', H], `kept.route.out(dmixed)`."""
     rows, tokens = kept.rows, normed if kept.tokens is None else kept.tokens
-    dgated = grouped_gemm(gather_rows(dout, rows), w.down.transpose(1, 2), rows.offsets)
+    dgated = grouped_gemm(gather_rows(dout, rows.tokens, rows.offsets), w.down.transpose(1, 2), rows.offsets)
     dgate_up, gated, dweight = gate_rows_backward(dgated, gate_up, rows)
     drows = grouped_gemm(dgate_up, w.gate_up.transpose(1, 2), rows.offsets)
     dweights = torch.where(rows.positions >= 0, dweight[rows.positions.clamp(min=0)], 0)
@@ -184,8 +184,8 @@ def finish(
 
 
 def _gate_up(w: Weights, normed: torch.Tensor, kept: Kept) -> torch.Tensor:
-    tokens = normed if kept.tokens is None else kept.tokens
-    return grouped_gemm(gather_rows(tokens, kept.rows), w.gate_up, kept.rows.offsets)
+    tokens, rows = normed if kept.tokens is None else kept.tokens, kept.rows
+    return grouped_gemm(gather_rows(tokens, rows.tokens, rows.offsets), w.gate_up, rows.offsets)
 
 
 def _shared(w: Weights, normed: torch.Tensor) -> torch.Tensor | None:

@@ -120,4 +120,4 @@ def moved_bias(bias: torch.Tensor, load: torch.Tensor, rate: float) -> torch.Ten
     """The bias [E] after a step whose microbatches and ranks have sent `load` [E] int64 tokens to each expert: up by
     `rate` for less than the mean, down for more (arXiv 2408.15664, algorithm 1). The comparison is one of integers, so
     it is the same however a step is cut."""
-    return bias + rate * torch.sign(load.sum() - load.numel() * load)
+    return bias + rate * torch.sign(load.sum() - load.numel() * load).to(bias.dtype)

@@ -8,6 +8,7 @@ import torch
 
 from pentad.kernels.grad_gemm import accumulate_gradient_
 from pentad.kernels.grouped_gemm import accumulate_grouped_gradient_
+from pentad.kernels.routing import gather_rows
 
 
 class Product(NamedTuple):
@@ -63,4 +64,6 @@ def accumulate(work: list[Deferred]) -> None:
                 )
                 gradient += rows
             case Grouped(gradient, dy, x, offsets, dy_rows, x_rows):
-                accumulate_grouped_gradient_(gradient, dy, x, offsets, dy_rows, x_rows)
+                left = dy if dy_rows is None else gather_rows(dy, dy_rows, offsets)
+                right = x if x_rows is None else gather_rows(x, x_rows, offsets)
+                accumulate_grouped_gradient_(gradient, left, right, offsets)
