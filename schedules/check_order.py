@@ -64,7 +64,7 @@ def _prove_form(program: Program) -> None:
     rows = np.flatnonzero(~same | (alike == np.arange(columns.rows)))
     fields = (columns.rank, columns.op, columns.stage, columns.microbatch, columns.peer, columns.group)
     told = zip(*(field[rows].tolist() for field in fields), strict=True)
-    for row, (rank, op, stage, mb, peer, group) in zip(rows, told, strict=True):
+    for row, (rank, op, stage, mb, peer, group) in zip(rows.tolist(), told, strict=True):
         part = Instruction(OPS[op], stage, mb, peer, columns.groups[group])
         fault = _fault(program, rank, part)
         if fault:

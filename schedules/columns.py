@@ -133,15 +133,15 @@ class Columns:
         return map(Instruction._make, zip(map(OPS.__getitem__, op), stage, mb, peer, names, slot, waits, strict=True))
 
     def take(self, first: Array, rows: Array) -> Columns:
-        """These rows in this order; `first` tells the rank of each."""
+        """All rows in this order; `first` tells the rank of each."""
         counts = np.diff(self.wait_first)[rows]
         ends = np.concatenate(([0], np.cumsum(counts)))
         at = np.arange(ends[-1]) + np.repeat(self.wait_first[rows] - ends[:-1], counts)
         of_wait = [column[at] for column in self.of_wait]
-        return _sorted(columns(first, [column[rows] for column in self.of_row], ends, of_wait, self.groups))
+        return columns(first, [column[rows] for column in self.of_row], ends, of_wait, self.groups)
 
     def bare(self, first: Array, rows: Array) -> Columns:
-        """`take`, with nothing but the op, stage and microbatch of each."""
+        """Some rows in this order, as `take` does, with nothing but the op, stage and microbatch of each."""
         return replace(plain(first, *self.keys(rows)), second=self.second[rows])
 
     def waiting(self, rows: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
@@ -155,14 +155,19 @@ class Columns:
 
     def __add__(self, other: Columns) -> Columns:
         """The rows of two, those of `other` behind, as if all were of one rank."""
-        known = {name: code for code, name in enumerate(self.groups)}
-        new = [name for name in other.groups if name not in known]
-        codes = np.array([known.get(name, len(known) + new.index(name) if name in new else 0) for name in other.groups])
-        recoded = replace(other, group=codes[other.group].astype(np.int32) if other.rows else other.group)
-        of_row = list(map(np.concatenate, zip(self.of_row, recoded.of_row, strict=True)))
+        groups = tuple(sorted({*self.groups, *other.groups}))
+        recoded = (one._grouped(groups).of_row for one in (self, other))
+        of_row = list(map(np.concatenate, zip(*recoded, strict=True)))
         of_wait = list(map(np.concatenate, zip(self.of_wait, other.of_wait, strict=True)))
         ends = np.concatenate((self.wait_first, self.wait_first[-1] + other.wait_first[1:]))
-        return columns(np.array([0, len(of_row[0])]), of_row, ends, of_wait, (*self.groups, *new))
+        return columns(np.array([0, len(of_row[0])]), of_row, ends, of_wait, groups)
+
+    def _grouped(self, groups: tuple[str, ...]) -> Columns:
+        """The same, where these are the groups: its own and others."""
+        if groups == self.groups:
+            return self
+        codes = np.array([groups.index(name) for name in self.groups], np.int32)
+        return replace(self, group=codes[self.group], groups=groups)
 
     def arrays(self) -> list[Array]:
         """The columns in a form that is the same on every machine."""
@@ -240,13 +245,3 @@ def _numbers(values: Sequence[int]) -> Array:
     except OverflowError:
         wrong = max(values, key=abs)
         raise PentadError(f"an instruction has the number {wrong}, but at most {2**31 - 1} can be told") from None
-
-
-def _sorted(made: Columns) -> Columns:
-    """The same with just the groups that are there, in the order of their names."""
-    used = np.flatnonzero(np.bincount(made.group, minlength=len(made.groups)))
-    names = sorted(made.groups[code] for code in used)
-    if names == list(made.groups):
-        return made
-    codes = np.array([names.index(name) if name in names else 0 for name in made.groups], np.int32)
-    return replace(made, group=codes[made.group], groups=tuple(names))

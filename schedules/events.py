@@ -118,14 +118,14 @@ def following(units: Array, lane: Array) -> tuple[Array, Array]:
 def _waits(program: Program, *, issued: bool) -> tuple[Array, Array]:
     columns, waited = program.columns, program.lookup.waited
     if issued:  # the host has waited for compute already
-        rest = ~ON_COMPUTE[columns.op[waited]]
+        rest = ~ON_COMPUTE.take(columns.op[waited])
         return columns.unit[waited[rest]], columns.unit[columns.wait_row[rest]]
     return columns.unit[waited], columns.unit[columns.wait_row]
 
 
 def _hosts(columns: Columns) -> tuple[Array, Array]:
     """What is issued behind a compute unit, and that unit."""
-    on_compute = ON_COMPUTE[columns.op[columns.unit_row]]
+    on_compute = ON_COMPUTE.take(columns.op[columns.unit_row])
     units = np.arange(len(on_compute))
     last = np.maximum.accumulate(np.where(on_compute, units, -1))
     aside = units[~on_compute & (last >= columns.unit_first[columns.rank[columns.unit_row]])]

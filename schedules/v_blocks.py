@@ -81,7 +81,8 @@ def _order(block: Block, rank: int, shape: Shape, *, in_place: bool) -> list[int
     places: list[tuple[int, int]] = []
     for leg, turn in enumerate((*block.turns, 0)):
         hop, hops = (block.up, shape.ranks - 1 - rank) if leg % 2 else (block.down, rank)
-        places += [(begin + hop * hops + PERIOD * mb, leg) for mb in range(shape.microbatches)]
+        first = begin + hop * hops
+        places += [(slot, leg) for slot in range(first, first + PERIOD * shape.microbatches, PERIOD)]
         begin += hop * (shape.ranks - 1) + 1 + turn
     if in_place:
         free = 0

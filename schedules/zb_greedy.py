@@ -44,13 +44,15 @@ def ticks(costs: Costs, ranks: int) -> Ticks:
         return [round(costs.on(rank, Instruction(op, rank, peer=rank + step)) / tick) for rank in on]
 
     hops_f, hops_b = told(Op.SEND_F, range(ranks - 1), 1), told(Op.SEND_B, range(1, ranks), -1)
-    return Ticks(*(told(op, range(ranks)) for op in (Op.F, Op.B, Op.W)), [0, *hops_f], [*hops_b, 0])
+    forward, backward, weight = (told(op, range(ranks)) for op in (Op.F, Op.B, Op.W))
+    return Ticks(forward, backward, weight, [0, *hops_f], [*hops_b, 0])
 
 
 class Line:
     """The ranks of a pipeline, one stage each, as they run one operation after the other, as early as inputs allow.
 
-    What a rank keeps is counted in halves of a microbatch's activations: B frees one, W the other.
+    What a rank keeps is counted in halves of a microbatch's activations (B frees one, W the other), `limit` in whole
+    ones, from 1 to `microbatches`.
     """
 
     def __init__(self, each: Ticks, microbatches: int, limit: float) -> None:
