@@ -113,7 +113,7 @@ def reference(case: Case) -> list[Answer]:
         if shape.shared:
             mixed = mixed + _network(x, p["shared_gate_up"], p["shared_down"])
         shares = scores if shape.score == "softmax" else scores / scores.sum(-1, keepdim=True)
-        balance = shape.auxiliary * shape.count * (chosen.mean(0) * shares.mean(0)).sum()
+        balance = shape.auxiliary * shape.count / shape.active * (chosen.mean(0) * shares.mean(0)).sum()
         total = total + (mixed * dmixed).sum() + case.scale * len(x) * balance
         answers.append((mixed.detach(), chosen.sum(0).long()))
     total.backward()

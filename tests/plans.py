@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 
 import torch
-from reference_model import Trained, train
+from reference_model import Trained, is_balanced, train
 
 from pentad.schedules.compiler import ALL_KEPT, compile_program
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.model import ModelShape
 from pentad.schedules.plan import BatchShape, OptimizerShape, Plan, split_layers
 from pentad.schedules.program import Program
+from pentad.schedules.sequence import Variant
 from pentad.schedules.shape import Options, Savings
-from pentad.workers.corpus import open_corpus
-from pentad.workers.samples import microbatch
+from pentad.workers.corpus import Corpus, open_corpus
+from pentad.workers.samples import document_starts, microbatch
 
 STEPS = 3
 MODEL = ModelShape(layers=8, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
@@ -39,6 +40,8 @@ def plan_of(
     cp: int = 1,
     ep: int = 1,
     model: ModelShape = MODEL,
+    context: Variant = "ring",
+    packed: bool = False,
 ) -> Plan:
     mesh = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)
 
@@ -68,22 +71,34 @@ def plan_of(
         transport="gloo",
         recompute=(recompute,) * program.stages if again else (),
         zero=savings.zero,
+        context=context,
+        packed=packed,
     )
 
 
 def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in one process; they do not depend on how a mesh cuts the batch."""
-    return _reference(plan.data, plan.batch.sequences, plan.model)
+    rows = plan.batch.rows if is_balanced(plan) else 2
+    return _reference(plan.data, plan.batch.sequences, plan.model, plan.packed, rows)
 
 
 @functools.cache
-def _reference(data: str, sequences: int, model: ModelShape) -> Trained:
+def _reference(data: str, sequences: int, model: ModelShape, packed: bool, rows: int) -> Trained:
     plan = plan_of("gpipe", 1, 1, sequences // 2, data, model=model)
-    corpus, batches = open_corpus(data, False), []
+    assert plan.batch.rows == rows
+    corpus, batches, documents = open_corpus(data, False), [], []
     for step in range(STEPS):
         inputs, targets = microbatch(corpus, plan.seed, step, sequences, range(sequences), plan.batch.length)
         batches.append((torch.from_numpy(inputs), torch.from_numpy(targets)))
-    return train(plan, batches)
+        documents.append(torch.stack([numbered(corpus, plan, step * sequences + row) for row in range(sequences)]))
+    return train(plan, batches, documents if packed else None)
+
+
+def numbered(corpus: Corpus, plan: Plan, number: int) -> torch.Tensor:
+    """[S]: a number for the document of every position of a sequence."""
+    begins = torch.zeros(plan.batch.length, dtype=torch.int64)
+    begins[list(document_starts(corpus, plan.seed, number, plan.batch.length))] = 1
+    return begins.cumsum(0)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-10) -> bool:

@@ -69,6 +69,12 @@ def losses(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor)
     return Losses(main, weight * even, shape.predicted_weight / max(1, shape.predicted) * ahead)
 
 
+def routes(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor) -> list[Routes]:
+    """Of every layer with experts, predicted ones last."""
+    hidden, found = _hidden(shape, tensors, tokens)
+    return found + [each for _, more in _predicted(shape, tensors, hidden, targets) for each in more]
+
+
 def balance(experts: Experts, routes: Routes) -> Tensor:
     """E times the sum over experts of (share of choices that fell on it) x (its mean probability); 1 where even
     (arXiv 2101.03961, 2.2, with a token's choices counted as a part of it each)."""

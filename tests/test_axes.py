@@ -10,9 +10,12 @@ import torch
 from fleet import Fleet, assembled
 from plans import MODEL, STEPS, close, plan_of, reference
 
+from pentad.schedules.model import Experts
 from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
 
+HEADS = replace(MODEL, kv_heads=4)  # for ranks that exchange heads
+MIXED = replace(MODEL, experts=Experts(count=4, active=2, ffn=12, shared=8, auxiliary=0.1, bias_rate=0.01, dense=1))
 TENSOR = [
     ("1f1b", {"tp": 2}),
     ("1f1b", {"tp": 4}),
@@ -28,11 +31,30 @@ TIED = [
     ("dualpipe", {"pp": 4}, 1),
     ("zb-v", {"pp": 2, "tp": 2}, 0),
 ]
+CONTEXT = [
+    ("1f1b", {"cp": 2}, "ring"),
+    ("zb-h2", {"cp": 2, "pp": 2}, "gather"),
+    ("gpipe", {"cp": 2, "tp": 2}, "exchange"),
+    ("1f1b", {"cp": 4}, "ring"),
+    ("1f1b", {"cp": 4}, "gather"),
+    ("dualpipe", {"cp": 2, "pp": 2}, "ring"),
+    ("1f1b", {"cp": 2, "dp": 2}, "exchange"),
+]
+EXPERTS = [
+    ("gpipe", {}, 0),
+    ("1f1b", {"ep": 2}, 0),
+    ("1f1b", {"ep": 4}, 0),
+    ("zb-h2", {"ep": 2, "pp": 2}, 0),
+    ("dualpipe", {"ep": 2, "pp": 2}, 0),
+    ("1f1b", {"ep": 2, "tp": 2}, 0),
+    ("1f1b", {"ep": 2, "dp": 2}, 3),
+    ("gpipe", {"ep": 2, "cp": 2}, 0),
+]
 SHARDED = [(zero, {"tp": 2, "dp": 2}) for zero in (1, 2, 3)]
 
 
 def made(data: str, name: str, sizes: dict[str, int], **more: Any) -> Plan:
-    rest = {axis: size for axis, size in sizes.items() if axis not in ("dp", "pp")}
+    rest: dict[str, Any] = {axis: size for axis, size in sizes.items() if axis not in ("dp", "pp")}
     count = 2 * sizes["pp"] if name == "dualpipe" else 4
     return plan_of(name, sizes.get("dp", 1), sizes.get("pp", 1), count, data, **rest, **more)
 
@@ -58,6 +80,17 @@ def test_tied_embeddings_equal_one_process(fleet, corpus, name, sizes, zero):
     equals_one_process(fleet, made(corpus, name, sizes, model=tied, savings=Savings(zero=zero)))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("name", "sizes", "variant"), CONTEXT)
+def test_context_ranks_equal_one_process(fleet, corpus, name, sizes, variant, packed):
+    equals_one_process(fleet, made(corpus, name, sizes, model=HEADS, context=variant, packed=packed))
+
+
+@pytest.mark.parametrize(("name", "sizes", "zero"), EXPERTS)
+def test_experts_equal_one_process(fleet, corpus, name, sizes, zero):
+    equals_one_process(fleet, made(corpus, name, sizes, model=MIXED, savings=Savings(zero=zero)))
+
+
 def equals_one_process(fleet: Fleet, plan: Plan) -> None:
     losses, gradients, norms, weights = reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
@@ -70,7 +103,7 @@ def equals_one_process(fleet: Fleet, plan: Plan) -> None:
         found = assembled([outcome.gradients[step] for outcome in outcomes], like(weights))
         if plan.is_tied:
             assert torch.equal(found.pop("head"), found["embedding"])
-        assert found.keys() == weights.keys()
+        assert found.keys() == {name for name in weights if not name.endswith(".bias")}
         for name, gradient in found.items():
             assert close(gradient, gradients[step][name]), f"step {step}: gradient of {name}"
     kept = {f"model.{name}": weight for name, weight in weights.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -27,7 +28,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("active", [1, 2, 3])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_experts_give_what_one_process_gives(ranks: Ranks, ways, active: int, score) -> None:
-    shape = SHAPE._replace(active=active, score=score, scale=1.5, normalized=active != 2)
+    shape = replace(SHAPE, active=active, score=score, scale=1.5, normalized=active != 2)
     case = case_of(shape, ways[0], 7, way=ways[1], remake=active == 3)
     check(case, ranks.run(case))
 
@@ -47,7 +48,7 @@ def test_a_rank_whose_experts_get_nothing(ranks: Ranks, way, tokens: int) -> Non
 def test_all_tokens_to_one_expert(ranks: Ranks, way) -> None:
     bias = torch.zeros(8)
     bias[5] = 9
-    case = case_of(SHAPE._replace(active=1), 4, 5, bias, way=way)
+    case = case_of(replace(SHAPE, active=1), 4, 5, bias, way=way)
     found = ranks.run(case)
     check(case, found)
     assert torch.stack([answer.load for answer in found]).sum(0).tolist() == [0, 0, 0, 0, 0, 20, 0, 0]
@@ -56,15 +57,15 @@ def test_all_tokens_to_one_expert(ranks: Ranks, way) -> None:
 @pytest.mark.parametrize("way", ["exchange", "gather"])
 @pytest.mark.parametrize("groups", [2, 4, 8])
 def test_groups_without_a_shared_network(ranks: Ranks, way, groups: int) -> None:
-    shape = SHAPE._replace(active=3, groups=groups, active_groups=max(2, groups // 2), score="sigmoid", shared=0)
+    shape = replace(SHAPE, active=3, groups=groups, active_groups=max(2, groups // 2), score="sigmoid", shared=0)
     case = case_of(shape, 4, 7, torch.randn(8) / 8, way=way)
     check(case, ranks.run(case))
 
 
 def test_a_token_travels_once_to_a_rank(ranks: Ranks) -> None:
-    shape = SHAPE._replace(active=8)  # all four experts of each of two ranks
+    shape = replace(SHAPE, active=8)  # all four experts of each of two ranks
     assert [answer.came for answer in ranks.run(case_of(shape, 2, 7))] == [14, 14]
-    one = SHAPE._replace(active=2, groups=4, active_groups=1)  # both experts of one rank
+    one = replace(SHAPE, active=2, groups=4, active_groups=1)  # both experts of one rank
     assert sum(answer.came for answer in ranks.run(case_of(one, 4, 7))) == 28
 
 
@@ -104,7 +105,7 @@ def test_the_bias_after_a_step_does_not_depend_on_how_the_step_is_cut(ranks: Ran
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_parts_of_the_width_make_the_whole_together(score) -> None:
     """What tensor parallelism cuts: results, gradients of tokens and of the router are sums over the parts."""
-    whole = case_of(SHAPE._replace(ffn=6, shared=4, score=score), 1, 7)
+    whole = case_of(replace(SHAPE, ffn=6, shared=4, score=score), 1, 7)
     found = []
     for part in range(2):
 

@@ -17,7 +17,8 @@ from hf_files import take, tensors_of
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from pentad.schedules.model import Experts, ModelShape
-from pentad.workers.parameters import first_value, specs
+from pentad.schedules.tensors import tensors as tensors_of_model
+from pentad.workers.parameters import first_value
 
 ROWS = torch.randint(64, (3, 21), generator=torch.Generator().manual_seed(2))
 TOKENS, TARGETS = ROWS[:, :-1], ROWS[:, 1:]
@@ -34,16 +35,16 @@ def taken(name: str, folder: Path, **other: Any) -> tuple[Any, ModelShape, dict[
 
 def test_names_and_shapes_of_a_llama_are_those_that_ranks_hold(tmp_path: Path) -> None:
     _, shape, tensors = taken("llama", tmp_path)
-    held = {spec.name: spec.shape for spec in specs(shape, 0, shape.layers)}  # type: ignore[arg-type]
+    held = {spec.name: spec.shape for spec in tensors_of_model(shape, 0, shape.layers)}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == held
 
 
 def test_a_llamas_loss_and_gradients_are_those_of_the_older_reference() -> None:
     shape = ModelShape(2, 24, 4, 2, 40, 64, rope_theta=100.0)
-    found = specs(shape, 0, 2)  # type: ignore[arg-type]
+    found = tensors_of_model(shape, 0, 2)
     mine, theirs = ({s.name: first_value(s, 0).double().requires_grad_() for s in found} for _ in range(2))
     ours = reference.loss(shape, mine, TOKENS, TARGETS)
-    wanted = reference_model.loss(theirs, shape, TOKENS, TARGETS)  # type: ignore[arg-type]
+    wanted = reference_model.loss(theirs, shape, TOKENS, TARGETS)
     assert torch.allclose(ours, wanted, rtol=1e-13)
     for each in (ours, wanted):
         each.backward()

@@ -114,8 +114,9 @@ def test_the_balance_loss_is_that_of_transformers() -> None:
     shape = Experts(count=8, active=2, ffn=1, auxiliary=0.5)
     x, weights = torch.randn(TOKENS, HIDDEN), torch.randn(8, HIDDEN)
     products = (x @ weights.T).requires_grad_()
-    wanted = 0.5 * load_balancing_loss_func((products,), 8, 2)
-    assert isinstance(wanted, torch.Tensor)
+    theirs = load_balancing_loss_func((products,), 8, 2)
+    assert isinstance(theirs, torch.Tensor)
+    wanted = 0.5 * theirs / 2  # theirs adds up the choices of a token
     routed = router.route(x, weights, None, shape)
     assert torch.allclose(router.balance_loss(routed, shape), wanted.detach())
     (dproducts,) = torch.autograd.grad(wanted, products)

@@ -97,8 +97,8 @@ def _of_shares(scores: torch.Tensor, shape: Experts, pull: torch.Tensor) -> torc
 
 
 def balance_loss(routed: Routed, shape: Experts, load: torch.Tensor | None = None) -> torch.Tensor:
-    """auxiliary x E x the sum over the experts of (visits a token) x (mean share of the scores), a scalar
-    (arXiv 2101.03961, 2.2): of K experts a token, K x auxiliary where the load is even.
+    """auxiliary x E x the sum over the experts of (share of the visits) x (mean share of the scores), a scalar
+    (arXiv 2101.03961, 2.2): `auxiliary` where the load is even, whatever K is.
 
     `load` [E] counts a whole microbatch where these tokens are a part of it; the mean over equal parts is its loss.
     """
@@ -112,7 +112,7 @@ def pull_of(routed: Routed, shape: Experts, scale: float, load: torch.Tensor | N
     of a step) as `scale` a step's balance loss is the mean of those of its tokens' microbatches. `load` as in
     `balance_loss`. Counts have no gradient."""
     counts = (routed.load if load is None else load).to(routed.scores.dtype)
-    visits = counts * (shape.active / counts.sum())
+    visits = counts / counts.sum()
     return visits * (shape.auxiliary * shape.count * scale)
 
 
