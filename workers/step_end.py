@@ -102,7 +102,9 @@ class Barrier:
         self.plan, self.groups, self.stages = plan, groups, stages
         self.sums = Sums(plan, groups.rank, stages)
         self.tied = Tied(plan, groups.rank, stages, groups.tied)
-        self.balances = [(s.balance, groups.holders[i][0]) for i, s in stages.items() if s.balance is not None]
+        # in one order, as mirrors hold the same stages in another
+        each = [(stage.balance, groups.holders[index][0]) for index, stage in sorted(stages.items())]
+        self.balances = [(balance, group) for balance, group in each if balance is not None]
         device = self.sums.values.device
         self.fence = torch.zeros((), dtype=torch.float64, pin_memory=device.type == "cuda")
         self.version = torch.zeros((), dtype=torch.int64, device=device)
