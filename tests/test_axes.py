@@ -10,12 +10,39 @@ import torch
 from fleet import Fleet, assembled
 from plans import MODEL, STEPS, close, plan_of, reference
 
-from pentad.schedules.model import Experts
+from pentad.schedules.model import Experts, Latent, Scaling
 from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
 
 HEADS = replace(MODEL, kv_heads=4)  # for ranks that exchange heads
 MIXED = replace(MODEL, experts=Experts(count=4, active=2, ffn=12, shared=8, auxiliary=0.1, bias_rate=0.01, dense=1))
+FAMILIES = {
+    "llama 3.1": replace(MODEL, scaling=Scaling("llama3", 4.0, 4, 1.0, 4.0)),
+    "qwen3": replace(MODEL, head_size=6, qk_norm=True, tied=True),
+    "mixtral": replace(MODEL, experts=Experts(count=4, active=2, ffn=12)),
+    "qwen3-moe": replace(MODEL, head_size=6, qk_norm=True, experts=Experts(4, 3, 8, normalized=False)),
+    "deepseek-v3": replace(
+        MODEL,
+        layers=4,
+        kv_heads=4,
+        latent=Latent(rank=6, query_rank=10, plain=4, rotary=2, value=3),
+        experts=Experts(8, 3, 6, 4, "sigmoid", True, 2.5, groups=4, active_groups=2, bias_rate=0.01, dense=1),
+        scaling=Scaling("yarn", 4.0, 4, 1.0, 32.0, attention=1.2, softmax=1.3),
+    ),
+    "deepseek-v2-lite": replace(MODEL, kv_heads=4, latent=Latent(rank=6, query_rank=0, plain=4, rotary=2, value=8)),
+}
+OF_FAMILIES = [
+    *((name, "gpipe", {}) for name in FAMILIES),
+    ("llama 3.1", "zb-h2", {"pp": 2, "cp": 2}),
+    ("qwen3", "zb-h2", {"tp": 4}),
+    ("qwen3", "1f1b", {"tp": 2, "pp": 2}),
+    ("qwen3-moe", "zb-v", {"ep": 2, "pp": 2}),
+    ("mixtral", "1f1b", {"tp": 4}),
+    ("deepseek-v3", "zb-h2", {"tp": 2, "pp": 2}),
+    ("deepseek-v3", "1f1b", {"ep": 2, "cp": 2}),
+    ("deepseek-v3", "dualpipe", {"pp": 2, "ep": 2}),
+    ("deepseek-v2-lite", "1f1b", {"tp": 2, "cp": 2}),
+]
 TENSOR = [
     ("1f1b", {"tp": 2}),
     ("1f1b", {"tp": 4}),
@@ -84,6 +111,11 @@ def test_tied_embeddings_equal_one_process(fleet, corpus, name, sizes, zero):
 @pytest.mark.parametrize(("name", "sizes", "variant"), CONTEXT)
 def test_context_ranks_equal_one_process(fleet, corpus, name, sizes, variant, packed):
     equals_one_process(fleet, made(corpus, name, sizes, model=HEADS, context=variant, packed=packed))
+
+
+@pytest.mark.parametrize(("family", "name", "sizes"), OF_FAMILIES)
+def test_every_family_equals_one_process(fleet, corpus, family, name, sizes):
+    equals_one_process(fleet, made(corpus, name, sizes, model=FAMILIES[family]))
 
 
 @pytest.mark.parametrize(("name", "sizes", "zero"), EXPERTS)
