@@ -31,6 +31,13 @@ FAMILIES = {
     ),
     "deepseek-v2-lite": replace(MODEL, kv_heads=4, latent=Latent(rank=6, query_rank=0, plain=4, rotary=2, value=8)),
 }
+PREDICTED = [
+    ("gpipe", {}, False),
+    ("zb-h2", {"pp": 4}, False),
+    ("1f1b", {"pp": 2, "tp": 2}, True),
+    ("dualpipe", {"pp": 2, "ep": 2}, False),
+    ("zb-v", {"pp": 2, "cp": 2}, True),
+]
 OF_FAMILIES = [
     *((name, "gpipe", {}) for name in FAMILIES),
     ("llama 3.1", "zb-h2", {"pp": 2, "cp": 2}),
@@ -118,6 +125,12 @@ def test_every_family_equals_one_process(fleet, corpus, family, name, sizes):
     equals_one_process(fleet, made(corpus, name, sizes, model=FAMILIES[family]))
 
 
+@pytest.mark.parametrize(("name", "sizes", "tied"), PREDICTED)
+def test_layers_that_predict_further_tokens_equal_one_process(fleet, corpus, name, sizes, tied):
+    model = replace(FAMILIES["deepseek-v3"], predicted=2, tied=tied)
+    equals_one_process(fleet, made(corpus, name, sizes, model=model))
+
+
 @pytest.mark.parametrize(("name", "sizes", "zero"), EXPERTS)
 def test_experts_equal_one_process(fleet, corpus, name, sizes, zero):
     equals_one_process(fleet, made(corpus, name, sizes, model=MIXED, savings=Savings(zero=zero)))
@@ -133,21 +146,22 @@ def equals_one_process(fleet: Fleet, plan: Plan) -> None:
         for outcome in outcomes:
             assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
         found = assembled([outcome.gradients[step] for outcome in outcomes], like(weights))
-        if plan.is_tied:
-            assert torch.equal(found.pop("head"), found["embedding"])
+        for copy in [name for name in ("head", "predicted.embedding") if name in found.keys() - weights.keys()]:
+            assert torch.equal(found.pop(copy), found["embedding"])
         assert found.keys() == {name for name in weights if not name.endswith(".bias")}
         for name, gradient in found.items():
             assert close(gradient, gradients[step][name]), f"step {step}: gradient of {name}"
     kept = {f"model.{name}": weight for name, weight in weights.items()}
     states = [{k: v for k, v in outcome.state.items() if k.startswith("model.")} for outcome in outcomes]
     found = assembled(states, like(kept))
-    if plan.is_tied:
-        assert torch.equal(found.pop("model.head"), found["model.embedding"])
+    for copy in found.keys() - kept.keys():
+        assert torch.equal(found.pop(copy), found["model.embedding"])
     for name, weight in found.items():
         assert close(weight, kept[name]), f"weights of {name}"
 
 
 def like(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Also of a tied head, which has the embedding's shape."""
-    heads = {name.replace("embedding", "head"): value for name, value in weights.items() if "embedding" in name}
-    return heads | weights
+    """Also of copies of the embedding, which has its shape."""
+    (embedding,) = (name for name in weights if name.endswith("embedding"))
+    copies = (embedding.replace("embedding", name) for name in ("head", "predicted.embedding"))
+    return dict.fromkeys(copies, weights[embedding]) | weights
