@@ -8,14 +8,18 @@ the true costs: W fill gaps, and what is there may overtake what is late, where 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import accumulate, count, product
+from itertools import accumulate, product
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
+from pentad.schedules.columns import CODE
 from pentad.schedules.costs import Costs
-from pentad.schedules.instruction import Instruction, Op, Unit
+from pentad.schedules.instruction import Instruction, Op
+from pentad.schedules.orders import numbered, streams
+from pentad.schedules.program import Streams
 from pentad.schedules.shape import Shape
 
 PERIOD = 6  # slots: F, B and W of two chunks
@@ -45,14 +49,14 @@ IN_PLACE = Rule(False, inf)  # no gap is filled, W runs where the block has it: 
 FILLING = (Rule(False, 0.5), Rule(True, 0.0), Rule(True, 0.5), Rule(True, 1.0))
 
 
-def v_half(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
+def v_half(shape: Shape) -> Streams:
     """Keeps at most `(ranks + 2) // 2` microbatches a rank, each until its W. At equal costs and from 3 ranks on, the
     busiest rank idles for (3 ranks - 7) / 2 times its F, 1.5 more if ranks are odd; that of 1F1B for 3 ranks - 3."""
     even = shape.ranks % 2 == 0
     return _shortest(shape, [Block(2, 1, (0, 3 if even else 0, 1))], (shape.ranks + 2) // 2)
 
 
-def v_min(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
+def v_min(shape: Shape) -> Streams:
     """Keeps at most `(ranks + 4) // 3` microbatches a rank, each until its W. At equal costs and from 2 ranks on, the
     busiest rank idles for at most (4 ranks - 5) / 2 times its F."""
     # The first two are the paper's (the second where ranks are a multiple of 3); the third has slack at every turn,
@@ -61,7 +65,7 @@ def v_min(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
     return _shortest(shape, blocks, (shape.ranks + 4) // 3)
 
 
-def _shortest(shape: Shape, blocks: list[Block], keep: int) -> tuple[tuple[Unit, ...], ...]:
+def _shortest(shape: Shape, blocks: list[Block], keep: int) -> Streams:
     """The shortest step, by its busiest rank and then from end to end, that keeps at most `keep` microbatches."""
     costs = shape.costs or Costs.uniform(2 * shape.ranks, chunks=2)
     tried = (
@@ -71,7 +75,7 @@ def _shortest(shape: Shape, blocks: list[Block], keep: int) -> tuple[tuple[Unit,
     fitting = ((rules, orders) for rules, orders in tried if max(map(_peak, orders)) <= 2 * keep)
     done = (_run(orders, rule, shape, costs, 2 * keep) for rules, orders in fitting for rule in rules)
     best = min(done, key=_length)
-    return tuple(tuple(rank.units()) for rank in best)
+    return _streams(best, shape.microbatches)
 
 
 def _order(block: Block, rank: int, shape: Shape, *, in_place: bool) -> list[int]:
@@ -177,19 +181,6 @@ class _Rank:
             self.kept += 1
         return leg
 
-    def units(self) -> Iterator[Unit]:
-        """What it has done: of each leg one microbatch after the other, and W in the order of B."""
-        given = [count() for _ in LEGS]
-        due: deque[tuple[int, int]] = deque()
-        for leg in self.done:
-            if leg == WEIGHT:
-                yield Instruction(Op.W, *due.popleft())
-                continue
-            stage, mb = self.stages[leg], next(given[leg])
-            yield Instruction(LEGS[leg], stage, mb)
-            if leg > 1:
-                due.append((stage, mb))
-
 
 def _run(orders: list[list[int]], rule: Rule, shape: Shape, costs: Costs, keep: int) -> list[_Rank]:
     """All ranks after their step, `keep` chunks kept at most."""
@@ -224,6 +215,17 @@ def _next(rank: int, leg: int, ranks: int, costs: Costs) -> tuple[int, int, floa
     leg; and how long that takes."""
     target = rank + (-1 if leg % 2 else 1)
     return (target, leg, costs.hop(rank, target)) if 0 <= target < ranks else (rank, leg + 1, 0.0)
+
+
+def _streams(ranks: list[_Rank], microbatches: int) -> Streams:
+    """What they have done: of each leg one microbatch after the other, and W in the order of B."""
+    legs = np.array([rank.done for rank in ranks])
+    mb = numbered(legs, microbatches)
+    stage = np.take_along_axis(np.array([rank.stages for rank in ranks]), legs, axis=1)
+    weights = legs == WEIGHT
+    for column in (mb, stage):
+        column[weights] = column[legs > 1]  # rank after rank as many
+    return streams(np.array([CODE[op] for op in (*LEGS, Op.W)])[legs], stage, mb)  # WEIGHT is the last
 
 
 def _length(ranks: list[_Rank]) -> tuple[float, float]:
