@@ -111,16 +111,22 @@ class _Rank:
     def __init__(self, rank: int, ranks: int, order: list[int], costs: Costs) -> None:
         low, high = rank, 2 * ranks - 1 - rank
         self.order = order.copy()  # legs still to run
-        self.there = [[inf] * (order.count(0) + 1) for _ in LEGS]  # when each leg's inputs arrive, by microbatch
+        self.first = [inf for _ in LEGS]  # when each leg's next inputs arrive
+        self.later: list[deque[float]] = [deque() for _ in LEGS]  # ... and those behind them
         self.stages = (low, high, high, low)
         self.seconds = [costs.on(rank, Instruction(op, stage)) for op, stage in zip(LEGS, self.stages, strict=True)]
         self.weight = [costs.on(rank, Instruction(Op.W, stage)) for stage in self.stages]
         self.next = [_next(rank, leg, ranks, costs) for leg in range(len(LEGS))]
-        self.given = [0, 0, 0, 0]
         self.due: deque[int] = deque()  # legs of which only W is left
         self.kept = 0  # chunks between F and the end of W
         self.begin = self.free = 0.0
         self.done: list[int] = []  # legs, and WEIGHT
+
+    def arrive(self, leg: int, time: float) -> None:
+        if self.first[leg] < inf:
+            self.later[leg].append(time)
+        else:
+            self.first[leg] = time
 
     def choose(self, now: float, rule: Rule, keep: int) -> int:
         """A position in `order`, or WEIGHT or WAIT."""
@@ -130,7 +136,7 @@ class _Rank:
             if leg == WEIGHT:
                 return WEIGHT
             fits = leg > 1 or self.kept < keep
-            arrival = self.there[leg][self.given[leg]]
+            arrival = self.first[leg]
             if arrival <= now:
                 return 0 if fits else WEIGHT
         if rule is IN_PLACE:
@@ -147,9 +153,11 @@ class _Rank:
     def _overtaking(self, now: float, keep: int) -> int:
         """The first leg that is there and, if it is an F, leaves room for all that it overtakes, once every W that is
         due has run: so a rank never blocks itself, and the order of the block always remains a way to the end."""
-        arrived = [times[mb] <= now for times, mb in zip(self.there, self.given, strict=True)]
+        if min(self.first) > now:
+            return WAIT
+        arrived = [time <= now for time in self.first]
         least, peak = self.kept - len(self.due), self.kept
-        for at, leg in enumerate(self.order if True in arrived else ()):
+        for at, leg in enumerate(self.order):
             if arrived[leg]:
                 if leg > 1 or peak < keep:
                     return at
@@ -163,16 +171,17 @@ class _Rank:
     def take(self, choice: int, now: float) -> int:
         """Runs the choice and returns its leg, or WEIGHT."""
         start = now if now > self.free else self.free
-        self.begin = self.begin if self.done else now
+        if not self.done:
+            self.begin = now
         if choice == WEIGHT:
             if self.order and self.order[0] == WEIGHT:
-                self.order.pop(0)
+                del self.order[0]
             self.kept -= 1
             self.free = start + self.weight[self.due.popleft()]
             self.done.append(WEIGHT)
             return WEIGHT
         leg = self.order.pop(choice)
-        self.given[leg] += 1
+        self.first[leg] = self.later[leg].popleft() if self.later[leg] else inf
         self.free = start + self.seconds[leg]
         self.done.append(leg)
         if leg > 1:
@@ -185,7 +194,8 @@ class _Rank:
 def _run(orders: list[list[int]], rule: Rule, shape: Shape, costs: Costs, keep: int) -> list[_Rank]:
     """All ranks after their step, `keep` chunks kept at most."""
     ranks = [_Rank(rank, shape.ranks, order, costs) for rank, order in enumerate(orders)]
-    ranks[0].there[0][:-1] = [0.0] * shape.microbatches
+    for _ in range(shape.microbatches):
+        ranks[0].arrive(0, 0.0)
     events = [(0.0, 0)]  # when a rank may have something to start
     slack = 1e-9 * max(*costs.forward, *costs.backward, *costs.weight)  # sums of the same costs differ by rounding
     while events:
@@ -201,10 +211,9 @@ def _run(orders: list[list[int]], rule: Rule, shape: Shape, costs: Costs, keep: 
         heappush(events, (rank.free, at))
         if leg == WEIGHT or (leg == 3 and at == 0):
             continue
-        mb = rank.given[leg] - 1
         target, leg, transfer = rank.next[leg]
         arrival = rank.free + transfer
-        ranks[target].there[leg][mb] = arrival
+        ranks[target].arrive(leg, arrival)
         if arrival + slack >= ranks[target].free:  # else it looks when it is free
             heappush(events, (arrival, target))
     return ranks
