@@ -146,7 +146,7 @@ def equals_one_process(fleet: Fleet, plan: Plan) -> None:
         for outcome in outcomes:
             assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
         found = assembled([outcome.gradients[step] for outcome in outcomes], like(weights))
-        for copy in [name for name in ("head", "predicted.embedding") if name in found.keys() - weights.keys()]:
+        for copy in found.keys() & {"head", "predicted.embedding"} - weights.keys():
             assert torch.equal(found.pop(copy), found["embedding"])
         assert found.keys() == {name for name in weights if not name.endswith(".bias")}
         for name, gradient in found.items():

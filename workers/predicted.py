@@ -50,9 +50,10 @@ class Saved(NamedTuple):
 def weights_of(views: Views, model: ModelShape, number: int, names: tuple[str, str]) -> Weights:
     """`names` are those of the embedding and the head on this stage."""
     at, index = f"predicted.{number}", model.layers + number
-    own = (views[f"{at}.{name}"] for name in ("hidden_norm", "embedding_norm", "join", "norm"))
+    hidden, embedded, join, norm = (views[f"{at}.{name}"] for name in ("hidden_norm", "embedding_norm", "join", "norm"))
     made = layer.weights_of(views, index, layer.halves_of(model, index))
-    return Weights(*own, made, *(views[name] for name in names))
+    embedding, words = (views[name] for name in names)
+    return Weights(hidden, embedded, join, norm, made, embedding, words)
 
 
 def forward(

@@ -128,8 +128,8 @@ class Stage:
         starts: Sequence[Sequence[int]] = (),
     ) -> torch.Tensor | None:
         """F. `received` [T, H] is the stage before's result, `tokens` and `targets` [T] are for the first and last
-        stage, `further` [predicted, T] are the tokens behind the targets, `starts` of packed sequences are, by row, where documents begin. Returns the residual stream [T, H],
-        nothing on the last stage."""
+        stage, `further` [predicted, T] are the tokens behind the targets, `starts` of packed sequences are, by row,
+        where documents begin. Returns the residual stream [T, H], nothing on the last stage."""
         microbatch, number = divmod(piece, self.slices)
         context, whole = self.around.context, self.length * self.around.context.size
         documents = context.documents(starts, whole, self.sums.device) if starts else None
@@ -223,9 +223,8 @@ class Stage:
         normed, entry, scale = rms_norm(branch, weights["norm"], self.model.norm_eps, stream)
         scores, losses = head.score(weights[self.words], normed, targets, self.around.tensor)
         further, hidden, tokens = [], normed, targets
-        for (own, _), halves, behind in zip(
-            self.now.predicted, self.halves_ahead, () if given.further is None else given.further, strict=True
-        ):
+        targets_ahead = () if given.further is None else given.further
+        for (own, _), halves, behind in zip(self.now.predicted, self.halves_ahead, targets_ahead, strict=True):
             hidden, saved = predicted.forward(own, halves, self.around, self._ahead(given), hidden, tokens, behind)
             further.append(saved)
             tokens = behind
