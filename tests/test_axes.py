@@ -15,7 +15,8 @@ from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
 
 HEADS = replace(MODEL, kv_heads=4)  # for ranks that exchange heads
-MIXED = replace(MODEL, experts=Experts(count=4, active=2, ffn=12, shared=8, auxiliary=0.1, bias_rate=0.01, dense=1))
+ROUTED = Experts(count=4, active=2, ffn=12, shared=8, auxiliary=0.1, bias_rate=0.01, dense=1)
+MIXED = replace(MODEL, experts=ROUTED)
 FAMILIES = {
     "llama 3.1": replace(MODEL, scaling=Scaling("llama3", 4.0, 4, 1.0, 4.0)),
     "qwen3": replace(MODEL, head_size=6, qk_norm=True, tied=True),

@@ -1,6 +1,6 @@
 """The values that parameters begin with: a function of the run's seed, the tensor's name and the element's place.
 
-Integers are hashed and added up, and the sum is scaled once, so that the bits are the same on every device, and any part
+Integers are hashed and added up, and the sum is scaled once: the bits are the same on every device, and any part
 of a tensor is made without the rest. A sum of eight uniform numbers is as good as normal here: its density differs by
 less than 0.01 anywhere, and it ends at 4.9 standard deviations.
 """
