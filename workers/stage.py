@@ -13,7 +13,7 @@ from pentad.workers import head, layer, predicted
 from pentad.workers.around import Around, Place
 from pentad.workers.balance import Balance
 from pentad.workers.bank import Bank
-from pentad.workers.context import Documents
+from pentad.workers.context import Context, Documents
 from pentad.workers.inner import Inner
 from pentad.workers.past import Past
 from pentad.workers.positions import rotations
@@ -73,7 +73,8 @@ class Stage:
         self.model, self.index, self.banks = plan.model, index, banks
         self.first, self.last = index == 0, index == plan.program.stages - 1
         self.mode = plan.mode(index)
-        self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens)
+        alone = Context(scale=plan.model.softmax_scale)
+        self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens, context=alone)
         master = banks[0].parameters.master
         device = master.device
         self.length, self.slices = plan.batch.length // plan.mesh.cp, plan.program.slices
