@@ -14,6 +14,7 @@ from pentad.schedules.model import Experts, Latent, Scaling
 from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
 
+SLOW = pytest.mark.slow
 HEADS = replace(MODEL, kv_heads=4)  # for ranks that exchange heads
 ROUTED = Experts(count=4, active=2, ffn=12, shared=8, auxiliary=0.1, bias_rate=0.01, dense=1)
 MIXED = replace(MODEL, experts=ROUTED)
@@ -33,59 +34,59 @@ FAMILIES = {
     "deepseek-v2-lite": replace(MODEL, kv_heads=4, latent=Latent(rank=6, query_rank=0, plain=4, rotary=2, value=8)),
 }
 PREDICTED = [
-    ("gpipe", {}, False),
-    ("zb-h2", {"pp": 4}, False),
+    pytest.param("gpipe", {}, False, marks=SLOW),
+    pytest.param("zb-h2", {"pp": 4}, False, marks=SLOW),
     ("1f1b", {"pp": 2, "tp": 2}, True),
     ("dualpipe", {"pp": 2, "ep": 2}, False),
-    ("zb-v", {"pp": 2, "cp": 2}, True),
+    pytest.param("zb-v", {"pp": 2, "cp": 2}, True, marks=SLOW),
 ]
 OF_FAMILIES = [
     *((name, "gpipe", {}) for name in FAMILIES),
-    ("llama 3.1", "zb-h2", {"pp": 2, "cp": 2}),
+    pytest.param("llama 3.1", "zb-h2", {"pp": 2, "cp": 2}, marks=SLOW),
     ("qwen3", "zb-h2", {"tp": 4}),
-    ("qwen3", "1f1b", {"tp": 2, "pp": 2}),
-    ("qwen3-moe", "zb-v", {"ep": 2, "pp": 2}),
-    ("mixtral", "1f1b", {"tp": 4}),
+    pytest.param("qwen3", "1f1b", {"tp": 2, "pp": 2}, marks=SLOW),
+    pytest.param("qwen3-moe", "zb-v", {"ep": 2, "pp": 2}, marks=SLOW),
+    pytest.param("mixtral", "1f1b", {"tp": 4}, marks=SLOW),
     ("deepseek-v3", "zb-h2", {"tp": 2, "pp": 2}),
     ("deepseek-v3", "1f1b", {"ep": 2, "cp": 2}),
-    ("deepseek-v3", "dualpipe", {"pp": 2, "ep": 2}),
-    ("deepseek-v2-lite", "1f1b", {"tp": 2, "cp": 2}),
+    pytest.param("deepseek-v3", "dualpipe", {"pp": 2, "ep": 2}, marks=SLOW),
+    pytest.param("deepseek-v2-lite", "1f1b", {"tp": 2, "cp": 2}, marks=SLOW),
 ]
 TENSOR = [
-    ("1f1b", {"tp": 2}),
+    pytest.param("1f1b", {"tp": 2}, marks=SLOW),
     ("1f1b", {"tp": 4}),
     ("zb-h2", {"tp": 2, "pp": 2}),
-    ("dualpipe", {"tp": 2, "pp": 2}),
-    ("gpipe", {"tp": 2, "dp": 2}),
+    pytest.param("dualpipe", {"tp": 2, "pp": 2}, marks=SLOW),
+    pytest.param("gpipe", {"tp": 2, "dp": 2}, marks=SLOW),
 ]
 TIED = [
-    ("gpipe", {"tp": 2}, 0),
-    ("zb-h2", {"pp": 4}, 0),
+    pytest.param("gpipe", {"tp": 2}, 0, marks=SLOW),
+    pytest.param("zb-h2", {"pp": 4}, 0, marks=SLOW),
     ("1f1b", {"pp": 2, "dp": 2}, 3),
     ("dualpipe", {"tp": 2, "pp": 2}, 0),
-    ("dualpipe", {"pp": 4}, 1),
-    ("zb-v", {"pp": 2, "tp": 2}, 0),
+    pytest.param("dualpipe", {"pp": 4}, 1, marks=SLOW),
+    pytest.param("zb-v", {"pp": 2, "tp": 2}, 0, marks=SLOW),
 ]
 CONTEXT = [
     ("1f1b", {"cp": 2}, "ring"),
     ("zb-h2", {"cp": 2, "pp": 2}, "gather"),
     ("gpipe", {"cp": 2, "tp": 2}, "exchange"),
     ("1f1b", {"cp": 4}, "ring"),
-    ("1f1b", {"cp": 4}, "gather"),
-    ("dualpipe", {"cp": 2, "pp": 2}, "ring"),
-    ("1f1b", {"cp": 2, "dp": 2}, "exchange"),
+    pytest.param("1f1b", {"cp": 4}, "gather", marks=SLOW),
+    pytest.param("dualpipe", {"cp": 2, "pp": 2}, "ring", marks=SLOW),
+    pytest.param("1f1b", {"cp": 2, "dp": 2}, "exchange", marks=SLOW),
 ]
 EXPERTS = [
-    ("gpipe", {}, 0),
-    ("1f1b", {"ep": 2}, 0),
+    pytest.param("gpipe", {}, 0, marks=SLOW),
+    pytest.param("1f1b", {"ep": 2}, 0, marks=SLOW),
     ("1f1b", {"ep": 4}, 0),
-    ("zb-h2", {"ep": 2, "pp": 2}, 0),
+    pytest.param("zb-h2", {"ep": 2, "pp": 2}, 0, marks=SLOW),
     ("dualpipe", {"ep": 2, "pp": 2}, 0),
-    ("1f1b", {"ep": 2, "tp": 2}, 0),
+    pytest.param("1f1b", {"ep": 2, "tp": 2}, 0, marks=SLOW),
     ("1f1b", {"ep": 2, "dp": 2}, 3),
     ("gpipe", {"ep": 2, "cp": 2}, 0),
 ]
-SHARDED = [(zero, {"tp": 2, "dp": 2}) for zero in (1, 2, 3)]
+SHARDED = [(3, {"tp": 2, "dp": 2})]
 
 
 def made(data: str, name: str, sizes: dict[str, int], **more: Any) -> Plan:
@@ -104,7 +105,7 @@ def test_shards_of_tensor_ranks_equal_one_process(fleet, corpus, zero, sizes):
     equals_one_process(fleet, made(corpus, "1f1b", sizes, savings=Savings(zero=zero)))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=SLOW)])
 def test_tensor_ranks_recompute_as_one_process(fleet, corpus, recompute):
     equals_one_process(fleet, made(corpus, "zb-h2", {"tp": 2, "pp": 2}, recompute=recompute))
 
@@ -115,7 +116,7 @@ def test_tied_embeddings_equal_one_process(fleet, corpus, name, sizes, zero):
     equals_one_process(fleet, made(corpus, name, sizes, model=tied, savings=Savings(zero=zero)))
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=SLOW)])
 @pytest.mark.parametrize(("name", "sizes", "variant"), CONTEXT)
 def test_context_ranks_equal_one_process(fleet, corpus, name, sizes, variant, packed):
     equals_one_process(fleet, made(corpus, name, sizes, model=HEADS, context=variant, packed=packed))

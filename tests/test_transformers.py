@@ -26,7 +26,7 @@ from pentad.workers.stage import Stage
 
 ROWS, TOLERANCE = 4, 1e-4
 NAMES = [name for name in hf_models.MODELS if not name.endswith("predicted")]
-MESHES: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}, {"ep": 2}]
+MESHES = [{"tp": 2}, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({}, {"pp": 2}, {"ep": 2}))]
 
 
 class Theirs(NamedTuple):
