@@ -69,7 +69,8 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turn
     for number, blocks in enumerate(saved.steps):
         coming = None if number == size - 1 else Transfer(group, held, rooms[number % 2], KEYS)
         parts = [(at, *part_backward(saved, dout, at, keys, values)) for at in blocks]
-        yield
+        if coming:
+            yield
         # what the ranks before gave for these keys has come while this was computed
         total = returning.wait() if returning else sums[1].zero_()
         dk, dv = unpacked(total, k, v)

@@ -22,7 +22,7 @@ from pentad.schedules.model import Experts
 from pentad.workers import router
 from pentad.workers.dispatch import Route, Stay, Way, open_route, pack, unpack
 from pentad.workers.router import Routed
-from pentad.workers.turns import Turns, both
+from pentad.workers.turns import Coming, Turns, both, here
 from pentad.workers.weights import Deferred, Grouped, Product
 
 
@@ -73,22 +73,27 @@ def forward(
     """What the experts and the shared network make of tokens `normed` [T, H], and what B needs. `kept.routed.load`
     counts the visits of these tokens."""
     routed = router.route(normed, w.router, bias, shape)
-    kept = yield from dispatch(w, normed, routed, site)
-    partial, gate_up = compute(w, normed, kept)
-    coming = kept.route.home(partial)
+    route = yield from open_route(routed.experts, w.gate_up.shape[0], site.group, site.way)
+    coming = dispatch(w, normed, routed, route, site)
     shared, wide = compute_shared(w, normed)
-    mixed = yield from coming
+    kept = yield from coming
+    partial, gate_up = compute(w, normed, kept)
+    mixed = yield from route.home(partial)
     return mixed if shared is None else mixed + shared, kept, Remade(gate_up, wide)
 
 
-def dispatch(w: Weights, normed: torch.Tensor, routed: Routed, site: Site) -> Turns[Kept]:
+def dispatch(w: Weights, normed: torch.Tensor, routed: Routed, route: Route, site: Site) -> Coming[Kept]:
     """F's communication on the way out: tokens, choices and weights to the ranks of the experts."""
     held = w.gate_up.shape[0]
-    route = yield from open_route(routed.experts, held, site.group, site.way)
     if isinstance(route, Stay):
-        return Kept(routed, route, arrange(routed.experts, routed.weights, 0, held), None)
-    choices, tokens = yield from both(route.out(pack(routed.experts, routed.weights)), route.out(normed))
-    return Kept(routed, route, arrange(*unpack(choices), site.number * held, held), tokens)
+        return here(Kept(routed, route, arrange(routed.experts, routed.weights, 0, held), None))
+    packed, tokens = route.out(pack(routed.experts, routed.weights)), route.out(normed)
+
+    def kept() -> Kept:
+        rows = arrange(*unpack(packed.made()), site.number * held, held)
+        return Kept(routed, route, rows, tokens.made())
+
+    return Coming((*packed.works, *tokens.works), kept, packed, tokens)
 
 
 def compute(w: Weights, normed: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
