@@ -21,7 +21,7 @@ from pentad.schedules.plan import BatchShape, Plan, Share
 from pentad.schedules.pools import Slots, gradient_slots, weight_slots
 from pentad.schedules.program import Program
 from pentad.schedules.tensors import active, parameters
-from pentad.schedules.timeline import Timeline
+from pentad.schedules.timeline import Timeline, parted
 from pentad.schedules.validation import is_validated
 
 # Dense bf16 FLOP/s without sparsity, from the makers' data sheets (SXM modules), by what CUDA calls the device.
@@ -115,11 +115,12 @@ def costs_of(plan: Plan) -> Costs:
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:
     """Costs as measured: the median over all spans of an op on a stage, nothing if a stage has none.
 
-    BW is split into halves. Transfers and collectives count their shortest span: the others contain waiting.
+    BW is split into halves, and the time of a pair is shared out. Transfers and collectives count their shortest span:
+    the others contain waiting.
     """
     seconds: dict[tuple[str, int], list[float]] = {}
-    for span in timeline.spans:
-        seconds.setdefault((span.op, span.stage), []).append(max(span.end - span.start, 1e-9))
+    for span, took in parted(timeline.spans):
+        seconds.setdefault((span.op, span.stage), []).append(max(took, 1e-9))
 
     def of(op: Op, stage: int) -> float:
         if (op, stage) in seconds:

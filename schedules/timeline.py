@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -133,3 +133,19 @@ class Timeline:
                 return Timeline.from_arrow(pa.ipc.open_file(source).read_all())
         except (OSError, pa.ArrowException, PentadError) as error:
             raise PentadError(f"{path} is not a readable timeline: {error}") from None
+
+
+def parted(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
+    """Every span with its seconds; of two that a rank computes by turns, with its part of their time: 1 of F or B, 2
+    of BW."""
+    last: dict[int, Span] = {}
+    halves: dict[Span, Span] = {}
+    for span in sorted((span for span in spans if span.op in COMPUTE), key=lambda span: span.start):
+        before = last.get(span.rank)
+        if before is not None and span.start < before.end:
+            halves |= {before: span, span: before}
+        last[span.rank] = span
+    for span in spans:
+        other = halves.get(span, span)
+        together = max(span.end, other.end) - min(span.start, other.start)
+        yield span, together * (1.0 if other is span else len(span.op) / len(span.op + other.op))

@@ -22,6 +22,7 @@ from pentad.schedules.sequence import PLACEMENTS, Variant, positions
 from pentad.workers import context_ring
 from pentad.workers.context import Context
 from pentad.workers.context_ring import GRADIENTS, KEYS
+from pentad.workers.turns import alone
 
 Rows = Sequence[Sequence[int]]
 
@@ -127,12 +128,12 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
         for _ in range(case.times):
             log.clear()
             q, k, v, dout = (x.to(device)[:, :, mine] for x in case.inputs())
-            out, kept = context.attend(q, k, v, documents, case.deterministic)
+            out, kept = alone(context.attend(q, k, v, documents, case.deterministic))
             size = elements(kept)
             most = max(most, len(rooms))
             rooms.clear()
             log.append("backward")
-            runs.append([out, *context.attend_backward(dout, kept)])
+            runs.append([out, *alone(context.attend_backward(dout, kept))])
             most = max(most, len(rooms))
             rooms.clear()
     same = all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))

@@ -19,6 +19,7 @@ from closeness import relative_error
 from pentad.schedules.model import Experts
 from pentad.workers import experts
 from pentad.workers.dispatch import Way
+from pentad.workers.turns import alone
 from pentad.workers.weights import accumulate
 
 State = dict[str, torch.Tensor]
@@ -79,10 +80,10 @@ def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None)
     mine = slice(rank * held, (rank + 1) * held)
     parts = {k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()}
     w, g = bound(parts)
-    mixed, kept, remade = experts.forward(w, shape, normed, case.state.get("bias"), site)
+    mixed, kept, remade = alone(experts.forward(w, shape, normed, case.state.get("bias"), site))
     if case.remake:
         remade = experts.remade(w, normed, kept)
-    dnormed, work = experts.backward(w, g, shape, normed, kept, remade, case.gradients[rank], scale=case.scale)
+    dnormed, work = alone(experts.backward(w, g, shape, normed, kept, remade, case.gradients[rank], scale=case.scale))
     accumulate(work)
     gradients = {name: each for name, each in g._asdict().items() if each is not None}
     return Answer(mixed, dnormed, gradients, kept.routed.load, len(normed if kept.tokens is None else kept.tokens))

@@ -30,6 +30,7 @@ from pentad.schedules.model import Experts
 from pentad.workers import experts
 from pentad.workers.experts import Site
 from pentad.workers.router import moved_bias
+from pentad.workers.turns import alone
 from pentad.workers.weights import accumulate
 
 ALONE = Site()
@@ -106,9 +107,9 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """F, RECOMPUTE, B and W of a rank that has all experts, and the bias of the next step."""
     w, g = bound(state)
-    mixed, kept, _ = experts.forward(w, shape, tokens, state["bias"], site)
+    mixed, kept, _ = alone(experts.forward(w, shape, tokens, state["bias"], site))
     remade = experts.remade(w, tokens, kept)
-    dnormed, work = experts.backward(w, g, shape, tokens, kept, remade, gradient, scale=1 / len(tokens))
+    dnormed, work = alone(experts.backward(w, g, shape, tokens, kept, remade, gradient, scale=1 / len(tokens)))
     accumulate(work)
     found = {"mixed": mixed, "dnormed": dnormed, "bias": moved_bias(state["bias"], kept.routed.load, 1e-3)}
     return found | {name: each for name, each in g._asdict().items() if each is not None}

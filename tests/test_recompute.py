@@ -21,6 +21,7 @@ from pentad.workers.bank import banks_of
 from pentad.workers.lanes import HostLanes
 from pentad.workers.parameters import Parameters, create
 from pentad.workers.stage import Stage
+from pentad.workers.turns import alone
 
 CPU = torch.device("cpu")
 MODES = ("none", "selective", "full")
@@ -105,7 +106,7 @@ def through(stage: Stage, plan: Plan, piece: int) -> torch.Tensor | None:
     """F of one piece; returns what lies in the slot of a transfer."""
     tokens = torch.arange(plan.piece_tokens) + piece
     received = None if stage.first else torch.randn(plan.piece_tokens, plan.model.hidden, dtype=torch.float64)
-    stage.forward(piece, received, tokens if stage.first else None, tokens if stage.last else None)
+    alone(stage.forward(piece, received, tokens if stage.first else None, tokens if stage.last else None))
     return received
 
 

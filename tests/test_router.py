@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from pentad.schedules.model import Experts
 from pentad.workers import experts, router
+from pentad.workers.turns import alone
 from pentad.workers.weights import accumulate
 
 HIDDEN, TOKENS = 16, 11
@@ -102,8 +103,8 @@ def test_results_and_gradients_are_those_of_transformers(name: str) -> None:
     wanted = block(x[None])[0]
     dx, *gradients = torch.autograd.grad(wanted, (x, *p.values()), dy)
     w, g = bound(ours(p))
-    mixed, kept, remade = experts.forward(w, shape, x.detach(), bias_of(block), experts.Site())
-    dnormed, work = experts.backward(w, g, shape, x.detach(), kept, remade, dy)
+    mixed, kept, remade = alone(experts.forward(w, shape, x.detach(), bias_of(block), experts.Site()))
+    dnormed, work = alone(experts.backward(w, g, shape, x.detach(), kept, remade, dy))
     accumulate(work)
     assert relative_error(mixed, wanted.detach()) < 1e-5 and relative_error(dnormed, dx) < 1e-5
     for part, gradient in ours(dict(zip(p, gradients, strict=True))).items():

@@ -13,6 +13,7 @@ from pentad.workers import layer
 from pentad.workers.bank import banks_of
 from pentad.workers.parameters import create
 from pentad.workers.stage import Stage
+from pentad.workers.turns import alone
 
 
 def test_a_layer_frees_what_only_b_needs_before_the_next_layer_runs(
@@ -21,7 +22,7 @@ def test_a_layer_frees_what_only_b_needs_before_the_next_layer_runs(
     plan = plan_of("gpipe", 1, 1, 1, corpus)
     stage = Stage(plan, 0, banks_of(plan, 0, 0, {Share(0): create(plan, Share(0), torch.device("cpu"))}))
     tokens = torch.arange(plan.batch.rows * plan.batch.length)
-    stage.forward(0, None, tokens, tokens)
+    alone(stage.forward(0, None, tokens, tokens))
     kept = [weakref.ref(leaves.mlp) for leaves in stage.kept[0].leaves]
     alive, backward = [], layer.backward
 
@@ -30,7 +31,7 @@ def test_a_layer_frees_what_only_b_needs_before_the_next_layer_runs(
         return backward(*arguments)
 
     monkeypatch.setattr(layer, "backward", watched)
-    stage.backward_input(0, None)
+    alone(stage.backward_input(0, None))
     assert alive == list(range(MODEL.layers, 0, -1))
     stage.backward_weight(0)
     assert not stage.kept

@@ -12,6 +12,7 @@ from pentad.workers.corpus import open_corpus
 from pentad.workers.feed import Feed
 from pentad.workers.parameters import Parameters, create
 from pentad.workers.stage import Stage
+from pentad.workers.turns import alone
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 2, 8
@@ -46,14 +47,14 @@ def step(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """One microbatch through two stages: what the first gives on, and the gradient that it gets back, by slice."""
     (first, _), (last, _) = pairs
-    between = [tensor(first.forward(k, None, part, None)) for k, part in enumerate(sliced(tokens, slices))]
+    between = [tensor(alone(first.forward(k, None, part, None))) for k, part in enumerate(sliced(tokens, slices))]
     for k, part in enumerate(sliced(targets, slices)):
-        last.forward(k, between[k], None, part)
+        alone(last.forward(k, between[k], None, part))
     back: list[torch.Tensor] = []
     for k in reversed(range(slices)):
-        dy = tensor(last.backward_input(k, None))
+        dy = tensor(alone(last.backward_input(k, None)))
         last.backward_weight(k)
-        first.backward_input(k, dy)
+        alone(first.backward_input(k, dy))
         first.backward_weight(k)
         back.insert(0, dy)
     return between, back
@@ -79,15 +80,15 @@ def test_microbatches_that_are_under_way_together_keep_their_keys_apart(corpus: 
     tokens, targets = torch.randint(MODEL.vocab, (2, 2 * ROWS * LENGTH)).unflatten(1, (2, -1))
     wanted, found = (made(corpus, slices, ranks=1)[0] for slices in (1, 2))
     for mb in range(2):
-        wanted[0].forward(mb, None, tokens[mb], targets[mb])
-        wanted[0].backward_input(mb, None)
+        alone(wanted[0].forward(mb, None, tokens[mb], targets[mb]))
+        alone(wanted[0].backward_input(mb, None))
         wanted[0].backward_weight(mb)
     pieces = [pair for mb in range(2) for pair in zip(sliced(tokens[mb], 2), sliced(targets[mb], 2), strict=True)]
     for op, piece in (("F", 0), ("F", 1), ("B", 1), ("F", 2), ("B", 0), ("F", 3), ("B", 3), ("B", 2)):
         if op == "F":
-            found[0].forward(piece, None, *pieces[piece])
+            alone(found[0].forward(piece, None, *pieces[piece]))
         else:
-            found[0].backward_input(piece, None)
+            alone(found[0].backward_input(piece, None))
             found[0].backward_weight(piece)
     assert close(found[1].gradient, wanted[1].gradient, 1e-12)
     assert close(found[0].loss_sums, wanted[0].loss_sums, 1e-12)
@@ -99,8 +100,8 @@ def test_gradients_of_keys_add_up_wider_than_bfloat16(corpus: str) -> None:
     tokens, targets = torch.randint(MODEL.vocab, (2, ROWS * LENGTH))
     (first, _), (last, _) = pairs
     for k, part in enumerate(sliced(targets, 4)):
-        last.forward(k, first.forward(k, None, sliced(tokens, 4)[k], None), None, part)
-    last.backward_input(3, None)
+        alone(last.forward(k, alone(first.forward(k, None, sliced(tokens, 4)[k], None)), None, part))
+    alone(last.backward_input(3, None))
     gradients = [past.gradients for past in last.pasts[0]]
     assert all(pair is not None and {each.dtype for each in pair} == {torch.float32} for pair in gradients)
 

@@ -15,7 +15,7 @@ from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Instruction, Op
 from pentad.schedules.simulate import simulate
-from pentad.schedules.timeline import SCHEMA, Span, Timeline
+from pentad.schedules.timeline import SCHEMA, Span, Timeline, parted
 
 TIMES = st.floats(-1e9, 1e9)
 SMALL = st.integers(-1, 2**31 - 1)
@@ -34,6 +34,13 @@ SPANS = st.builds(
 
 def span(rank: int, op: str, start: float, end: float, step: int = 0) -> Span:
     return Span(step, rank, "compute", f"0{op}0", op, 0, 0, -1, start, end)
+
+
+def test_the_time_of_a_pair_is_shared_out_and_that_of_others_is_their_own() -> None:
+    alone = [span(0, "F", 0, 3), span(0, "B", 3, 5), span(0, "SEND_F", 6, 9), span(1, "F", 6, 7)]
+    pair = [span(0, "BW", 5, 14), span(0, "F", 6, 12)]
+    spans = [*alone, *pair]
+    assert list(parted(spans)) == list(zip(spans, (3, 2, 3, 1, 6, 3), strict=True))
 
 
 @given(st.sampled_from(["simulated", "measured"]), st.lists(SPANS, max_size=20).map(tuple))

@@ -23,6 +23,7 @@ from pentad.workers.parameters import create
 from pentad.workers.parts import read_whole
 from pentad.workers.samples import microbatch
 from pentad.workers.stage import Stage
+from pentad.workers.turns import alone
 
 ROWS, TOLERANCE = 4, 1e-4
 NAMES = [name for name in hf_models.MODELS if not name.endswith("predicted")]
@@ -97,7 +98,7 @@ def test_logits_are_those_of_transformers(corpus, theirs, name):
     for number in range(plan.batch.microbatches):
         rows = slice(2 * number, 2 * number + 2)
         further = torch.empty(0, inputs[rows].numel(), dtype=torch.int64)
-        stage.forward(number, None, inputs[rows].flatten(), targets[rows].flatten(), further)
+        alone(stage.forward(number, None, inputs[rows].flatten(), targets[rows].flatten(), further))
         ending = stage.kept[number].ending
         assert ending is not None
         assert close(ending.scores.logits.view(2, 8, -1), there.logits[rows], TOLERANCE)

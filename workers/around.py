@@ -11,6 +11,7 @@ from pentad.workers.context import Context, Documents
 from pentad.workers.experts import Site
 from pentad.workers.past import Past
 from pentad.workers.tensor_ranks import TensorRanks
+from pentad.workers.turns import Turns
 from pentad.workers.weights import Deferred
 
 Views = dict[str, torch.Tensor]
@@ -50,12 +51,13 @@ class Half(Protocol):
     """Half a layer, between a norm and the sum with the residual stream: a module with these functions.
 
     What B needs of F comes in two: roots, which are dear to make, and leaves, which `leaves` makes of them again, with
-    the same bits. `w` are its compute weights, `g` their main gradients.
+    the same bits. `w` are its compute weights, `g` their main gradients. Forward and backward give up their turns where
+    they wait for other ranks.
     """
 
     def weights_of(self, views: Views, at: str) -> Any: ...
 
-    def forward(self, w: Any, around: Around, place: Place, x: torch.Tensor) -> tuple[torch.Tensor, Any, Any]:
+    def forward(self, w: Any, around: Around, place: Place, x: torch.Tensor) -> Turns[tuple[torch.Tensor, Any, Any]]:
         """(result, roots, leaves) of the normed stream x; both [T / tp, H]."""
 
     def leaves(self, w: Any, around: Around, x: torch.Tensor, roots: Any) -> Any:
@@ -63,5 +65,5 @@ class Half(Protocol):
 
     def backward(
         self, w: Any, g: Any, around: Around, place: Place, x: torch.Tensor, roots: Any, leaves: Any, dy: torch.Tensor
-    ) -> tuple[torch.Tensor, list[Deferred]]:
+    ) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
         """(gradient of x, what W has to do) from that of the result."""

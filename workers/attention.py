@@ -14,6 +14,7 @@ from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.rope import rope_
 from pentad.workers.around import Around, Place, Views
 from pentad.workers.context import Kept
+from pentad.workers.turns import Turns, both
 from pentad.workers.weights import Deferred, Product, Sum
 
 
@@ -43,10 +44,10 @@ def weights_of(views: Views, at: str) -> Weights:
     return Weights(views[f"{at}.attention.qkv"], views[f"{at}.attention.out"], *norms)
 
 
-def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> tuple[torch.Tensor, Roots, None]:
+def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> Turns[tuple[torch.Tensor, Roots, None]]:
     rotation, past, _ = place
     heads, pairs = _counts(w, around)
-    x = around.tensor.gather(x)
+    x = yield from around.tensor.gather(x)
     tokens = x.shape[0]
     qkv = torch.mm(x, w.qkv.t()).view(tokens, -1, around.model.head_dim)  # [T, N + 2M, D]
     queries = _norm_(qkv[:, :heads], w.query_norm, around)
@@ -55,9 +56,10 @@ def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> tuple[
     rows = qkv.view(-1, rotation.cos.shape[0], *qkv.shape[1:]).transpose(1, 2)  # [B, N + 2M, S, D]
     q, k, v = rows.split((heads, pairs, pairs), dim=1)
     k, v = past.extended((k, v), rotation.start)  # [B, M, start + S, D]
-    out, attended = around.context.attend(q, k, v, place.documents, around.deterministic)  # [B, N, S, D]
+    out, attended = yield from around.context.attend(q, k, v, place.documents, around.deterministic)  # [B, N, S, D]
     mixed = out.transpose(1, 2).reshape(tokens, -1)
-    return around.tensor.product(mixed, w.out.t()), Roots(attended, mixed, queries, keys), None
+    out = yield from around.tensor.product(mixed, w.out.t())
+    return out, Roots(attended, mixed, queries, keys), None
 
 
 def leaves(w: Weights, around: Around, x: torch.Tensor, roots: Roots) -> None:
@@ -66,10 +68,10 @@ def leaves(w: Weights, around: Around, x: torch.Tensor, roots: Roots) -> None:
 
 def backward(
     w: Weights, g: Weights, around: Around, place: Place, x: torch.Tensor, roots: Roots, leaves: None, dy: torch.Tensor
-) -> tuple[torch.Tensor, list[Deferred]]:
-    dy = around.tensor.gather(dy)
+) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
+    dy = yield from around.tensor.gather(dy)
     heads, pairs = _counts(w, around)
-    dqkv = _attention_backward(around, place, roots.attended, torch.mm(dy, w.out), heads, pairs)
+    dqkv = yield from _attention_backward(around, place, roots.attended, torch.mm(dy, w.out), heads, pairs)
     norms: list[Deferred] = []
     for each, weight, gradient, part in (
         (roots.queries, w.query_norm, g.query_norm, dqkv[:, :heads]),
@@ -80,8 +82,8 @@ def backward(
             part.copy_(dheads.view(part.shape))
             norms.append(Sum(gradient, dnorm))
     dqkv = dqkv.view(dqkv.shape[0], -1)
-    work: list[Deferred] = [Product(g.out, dy, roots.heads), Product(g.qkv, dqkv, around.tensor.gather(x)), *norms]
-    return around.tensor.product(dqkv, w.qkv), work
+    whole, dx = yield from both(around.tensor.gather(x), around.tensor.product(dqkv, w.qkv))
+    return dx, [Product(g.out, dy, roots.heads), Product(g.qkv, dqkv, whole), *norms]
 
 
 def _counts(w: Weights, around: Around) -> tuple[int, int]:
@@ -107,11 +109,11 @@ def _flat(heads: torch.Tensor) -> torch.Tensor:
 
 def _attention_backward(
     around: Around, place: Place, attended: Kept, dheads: torch.Tensor, heads: int, pairs: int
-) -> torch.Tensor:
+) -> Turns[torch.Tensor]:
     """Gradients [T, N + 2M, D] of the heads before their rotation."""
     rotation, past, _ = place
     dout = dheads.view(-1, rotation.cos.shape[0], heads, around.model.head_dim).transpose(1, 2)
-    dqueries, *reached = around.context.attend_backward(dout, attended)
+    dqueries, *reached = yield from around.context.attend_backward(dout, attended)
     grads = (dqueries, *past.own((reached[0], reached[1]), rotation.start))
     dqkv = torch.cat([grad.transpose(1, 2) for grad in grads], dim=2).flatten(0, 1)
     rope_(dqkv[:, : heads + pairs], rotation.cos, rotation.sin, inverse=True)

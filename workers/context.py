@@ -17,6 +17,7 @@ from pentad.workers import context_gather, context_ring
 from pentad.workers.context_blocks import Step, plan
 from pentad.workers.context_exchange import summed, to_heads, to_positions
 from pentad.workers.context_parts import Given, Saved, disjoint, disjoint_backward
+from pentad.workers.turns import Turns
 
 
 class Exchanged(NamedTuple):
@@ -68,30 +69,32 @@ class Context:
         v: torch.Tensor,
         documents: Documents | None = None,
         deterministic: bool = False,
-    ) -> tuple[torch.Tensor, Kept]:
+    ) -> Turns[tuple[torch.Tensor, Kept]]:
         """(out [B, N, S / cp, Dv], what B needs) of the rank's q [B, N, S / cp, D], k [B, M, S / cp, D] and
         v [B, M, S / cp, Dv], in the order of its positions. The inputs must stay unchanged until B."""
         group, steps = self.group, documents.steps if documents else None
         if group is None or self.size == 1:
             return self._whole(q, k, v, steps, deterministic)
         if self.variant == "exchange":
-            heads = to_heads(group, q, k, v)
+            heads = yield from to_heads(group, q, k, v)
             out, saved = self._whole(heads[0], heads[1], heads[2], steps, deterministic)
-            return to_positions(group, out)[0], Exchanged(saved, k.shape[1])
+            rows = yield from to_positions(group, out)
+            return rows[0], Exchanged(saved, k.shape[1])
         steps = steps or _undivided(self.variant, self.size, self.rank, q.shape[2] * self.size)
-        ran = VARIANTS[self.variant].forward(group, Given(q, k, v, steps, self.scale, deterministic))
+        ran = yield from VARIANTS[self.variant].forward(group, Given(q, k, v, steps, self.scale, deterministic))
         return ran.out, ran
 
-    def attend_backward(self, dout: torch.Tensor, kept: Kept) -> Gradients:
+    def attend_backward(self, dout: torch.Tensor, kept: Kept) -> Turns[Gradients]:
         """(dq, dk, dv) of what the rank gave, from dout [B, N, S / cp, Dv]."""
         group = self.group
         if isinstance(kept, Exchanged):
             assert group is not None
-            grads = to_positions(group, *_whole_backward(to_heads(group, dout)[0], kept.saved))
+            heads = yield from to_heads(group, dout)
+            grads = yield from to_positions(group, *_whole_backward(heads[0], kept.saved))
             return grads[0], summed(grads[1], kept.kv_heads), summed(grads[2], kept.kv_heads)
         if group is None or isinstance(kept, SavedAttention):
             return _whole_backward(dout, kept)
-        return VARIANTS[self.variant].backward(group, kept, dout)
+        return (yield from VARIANTS[self.variant].backward(group, kept, dout))
 
     def _whole(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: tuple[Step, ...] | None, deterministic: bool

@@ -6,23 +6,26 @@ them goes to several ranks, whose gradients are summed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 from pentad.kernels.dispatch import accumulator
+from pentad.workers.turns import Coming
 
 
-def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Coming[list[torch.Tensor]]:
     """[B, heads, S / cp, D] each, as [B, heads / cp, S, D]: the same for fewer heads than ranks, 1 head."""
     size = group.size()
     sent = [_cut(x.repeat_interleave(max(1, size // x.shape[1]), dim=1), 1, size) for x in tensors]
-    return [x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in _exchange(group, sent)]
+    return _exchange(group, sent, lambda x: x.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
 
-def to_positions(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def to_positions(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Coming[list[torch.Tensor]]:
     """The way back: [B, heads, S, D] each, as [B, cp heads, S / cp, D]."""
     sent = [_cut(x, 2, group.size()) for x in tensors]
-    return [x.permute(1, 0, 2, 3, 4).flatten(1, 2) for x in _exchange(group, sent)]
+    return _exchange(group, sent, lambda x: x.permute(1, 0, 2, 3, 4).flatten(1, 2))
 
 
 def summed(gradient: torch.Tensor, heads: int) -> torch.Tensor:
@@ -37,10 +40,17 @@ def _cut(x: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
     return torch.stack(x.chunk(parts, dim))
 
 
-def _exchange(group: dist.ProcessGroup, sent: list[torch.Tensor]) -> list[torch.Tensor]:
-    """[cp, ...] each, of which every rank gets one, in one message a pair of ranks."""
+def _exchange(
+    group: dist.ProcessGroup, sent: list[torch.Tensor], joined: Callable[[torch.Tensor], torch.Tensor]
+) -> Coming[list[torch.Tensor]]:
+    """[cp, ...] each, of which every rank gets one, in one message a pair of ranks; `joined` are what came."""
     flat = torch.cat([x.flatten(1) for x in sent], dim=1)
     got = torch.empty_like(flat)
-    dist.all_to_all_single(got.view(-1), flat.view(-1), group=group)
-    parts = got.split([x[0].numel() for x in sent], dim=1)
-    return [part.unflatten(1, x.shape[1:]) for part, x in zip(parts, sent, strict=True)]
+    work = dist.all_to_all_single(got.view(-1), flat.view(-1), group=group, async_op=True)
+    shapes = [x.shape[1:] for x in sent]
+
+    def made() -> list[torch.Tensor]:
+        parts = got.split([shape.numel() for shape in shapes], dim=1)
+        return [joined(part.unflatten(1, shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+    return Coming((work,), made, flat)

@@ -12,34 +12,37 @@ import torch.distributed as dist
 from pentad.kernels.attention_block import Gradients
 from pentad.kernels.dispatch import accumulator
 from pentad.workers.context_parts import Given, Saved, disjoint, disjoint_backward, packed, unpacked
+from pentad.workers.turns import Coming, Turns
 
 # torch 2.13 gives them new names
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def forward(group: dist.ProcessGroup, given: Given) -> Saved:
+def forward(group: dist.ProcessGroup, given: Given) -> Turns[Saved]:
     """Attention of a rank's queries to the keys of all."""
-    return given.saved(*disjoint(given, *_everything(group, given.k, given.v)))
+    k, v = yield from _everything(group, given.k, given.v)
+    return given.saved(*disjoint(given, k, v))
 
 
-def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Gradients:
+def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turns[Gradients]:
     """(dq, dk, dv) of what this rank gave to the forward pass."""
     k, v = saved.k, saved.v
-    dq, *reached = disjoint_backward(saved, dout, *_everything(group, k, v))
+    keys, values = yield from _everything(group, k, v)
+    dq, *reached = disjoint_backward(saved, dout, keys, values)
     by_rank = torch.cat([_by_rank(x, group.size()).flatten(1) for x in reached], dim=1).to(accumulator(k.dtype))
     own = by_rank.new_empty(by_rank.shape[1])
-    _scatter(own, by_rank.view(-1), group=group)
-    dk, dv = unpacked(own, k, v)
+    work = _scatter(own, by_rank.view(-1), group=group, async_op=True)
+    dk, dv = unpacked((yield from Coming((work,), lambda: own, by_rank)), k, v)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _everything(group: dist.ProcessGroup, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+def _everything(group: dist.ProcessGroup, k: torch.Tensor, v: torch.Tensor) -> Coming[list[torch.Tensor]]:
     """Keys and values of whole sequences."""
     own = packed(k, v)
     by_rank = own.new_empty(group.size(), own.numel())
-    _gather(by_rank.view(-1), own, group=group)
-    return [_in_order(x) for x in unpacked(by_rank, k, v)]
+    work = _gather(by_rank.view(-1), own, group=group, async_op=True)
+    return Coming((work,), lambda: [_in_order(x) for x in unpacked(by_rank, k, v)], own)
 
 
 def _in_order(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pentad.kernels.attention_block import Gradients, merge_
 from pentad.kernels.dispatch import accumulator
 from pentad.workers.context_parts import Given, Saved, packed, part, part_backward, unpacked
+from pentad.workers.turns import Turns
 
 KEYS, GRADIENTS = 0, 1  # tags, for gloo
 
@@ -35,7 +36,7 @@ class Transfer:
         return self.room
 
 
-def forward(group: dist.ProcessGroup, given: Given) -> Saved:
+def forward(group: dist.ProcessGroup, given: Given) -> Turns[Saved]:
     """Attention of a rank's queries to the keys of all."""
     q, k, v, size = given.q, given.k, given.v, group.size()
     held = packed(k, v)
@@ -50,11 +51,13 @@ def forward(group: dist.ProcessGroup, given: Given) -> Saved:
             keys, values = unpacked(held, k, v)
             for at in blocks:
                 merge_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *part(given, at, keys, values))
-        held = coming.wait() if coming else held
+        if coming:
+            yield
+            held = coming.wait()
     return given.saved(out.to(q.dtype), lse)
 
 
-def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Gradients:
+def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turns[Gradients]:
     """(dq, dk, dv) of what this rank gave to the forward pass."""
     q, k, v, size = saved.q, saved.k, saved.v, group.size()
     wide = accumulator(q.dtype)
@@ -66,6 +69,8 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Grad
     for number, blocks in enumerate(saved.steps):
         coming = None if number == size - 1 else Transfer(group, held, rooms[number % 2], KEYS)
         parts = [(at, *part_backward(saved, dout, at, keys, values)) for at in blocks]
+        if coming:
+            yield
         # what the ranks before gave for these keys has come while this was computed
         total = returning.wait() if returning else sums[1].zero_()
         dk, dv = unpacked(total, k, v)
@@ -78,5 +83,6 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Grad
             keys, values = unpacked(held, k, v)
         returning = Transfer(group, total, sums[number % 2], GRADIENTS)
     assert returning is not None
+    yield
     dk, dv = unpacked(returning.wait(), k, v)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.kernels.routing import sum_rows
+from pentad.workers.turns import Coming, Turns, here
 
 Way = Literal["exchange", "gather"]
 # torch 2.13 gives them new names
@@ -23,11 +24,11 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 class Stay(NamedTuple):
     """All experts are here."""
 
-    def out(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+    def out(self, x: torch.Tensor) -> Coming[torch.Tensor]:
+        return here(x)
 
-    def home(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+    def home(self, x: torch.Tensor) -> Coming[torch.Tensor]:
+        return here(x)
 
 
 class Gather(NamedTuple):
@@ -37,15 +38,13 @@ class Gather(NamedTuple):
     group: dist.ProcessGroup
     ranks: int
 
-    def out(self, x: torch.Tensor) -> torch.Tensor:
-        whole = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
-        _gather(whole, x.contiguous(), group=self.group)
-        return whole
+    def out(self, x: torch.Tensor) -> Coming[torch.Tensor]:
+        whole, x = x.new_empty(self.ranks * x.shape[0], *x.shape[1:]), x.contiguous()
+        return Coming((_gather(whole, x, group=self.group, async_op=True),), lambda: whole, x)
 
-    def home(self, x: torch.Tensor) -> torch.Tensor:
-        mine = x.new_empty(x.shape[0] // self.ranks, *x.shape[1:])
-        _scatter(mine, x.contiguous(), group=self.group)
-        return mine
+    def home(self, x: torch.Tensor) -> Coming[torch.Tensor]:
+        mine, x = x.new_empty(x.shape[0] // self.ranks, *x.shape[1:]), x.contiguous()
+        return Coming((_scatter(mine, x, group=self.group, async_op=True),), lambda: mine, x)
 
 
 class Exchange(NamedTuple):
@@ -57,21 +56,21 @@ class Exchange(NamedTuple):
     sent: list[int]  # rows, by rank
     received: list[int]
 
-    def out(self, x: torch.Tensor) -> torch.Tensor:
-        came = x.new_empty(sum(self.received), *x.shape[1:])
-        dist.all_to_all_single(came, x[self.tokens], self.received, self.sent, group=self.group)
-        return came
+    def out(self, x: torch.Tensor) -> Coming[torch.Tensor]:
+        came, rows = x.new_empty(sum(self.received), *x.shape[1:]), x[self.tokens]
+        work = dist.all_to_all_single(came, rows, self.received, self.sent, group=self.group, async_op=True)
+        return Coming((work,), lambda: came, rows)
 
-    def home(self, x: torch.Tensor) -> torch.Tensor:
-        back = x.new_empty(sum(self.sent), *x.shape[1:])
-        dist.all_to_all_single(back, x.contiguous(), self.sent, self.received, group=self.group)
-        return sum_rows(back, self.positions)
+    def home(self, x: torch.Tensor) -> Coming[torch.Tensor]:
+        back, x = x.new_empty(sum(self.sent), *x.shape[1:]), x.contiguous()
+        work = dist.all_to_all_single(back, x, self.sent, self.received, group=self.group, async_op=True)
+        return Coming((work,), lambda: sum_rows(back, self.positions), x)
 
 
 Route = Stay | Gather | Exchange
 
 
-def open_route(experts: torch.Tensor, held: int, group: dist.ProcessGroup | None, way: Way) -> Route:
+def open_route(experts: torch.Tensor, held: int, group: dist.ProcessGroup | None, way: Way) -> Turns[Route]:
     """For tokens that visit `experts` [T, K], `held` of which are on each rank of the group (None: all are here)."""
     if group is None:
         return Stay()
@@ -82,11 +81,13 @@ def open_route(experts: torch.Tensor, held: int, group: dist.ProcessGroup | None
     visits.scatter_(1, experts // held, True)
     counts = visits.sum(0)
     theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)
+    coming = Coming((dist.all_to_all_single(theirs, counts, group=group, async_op=True),), lambda: theirs, counts)
     by_rank = visits.t()
     places = (by_rank.flatten().cumsum(0) - 1).view_as(by_rank)
     positions = torch.where(by_rank, places, -1).t().contiguous()
-    return Exchange(group, by_rank.nonzero()[:, 1], positions, counts.tolist(), theirs.tolist())
+    tokens = by_rank.nonzero()[:, 1]
+    received = yield from coming
+    return Exchange(group, tokens, positions, counts.tolist(), received.tolist())
 
 
 def pack(experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from pentad.workers.shards import Shards
 from pentad.workers.stage import Stage
 from pentad.workers.step_end import Barrier, PostValidated
 from pentad.workers.transport import Transport
+from pentad.workers.turns import Turns, between, by_turns
 
 
 class Executor:
@@ -61,9 +63,8 @@ class Executor:
             self.board.write(step, counter)
             self.refuse_if_fenced()
             self.lanes.near(self.refuse_if_fenced)
-            for part in self.stream[counter].parts:
-                with self.lanes.on(part):
-                    self._execute(part)
+            # A backward has operations to start before it computes anything, so of a pair it is the first.
+            by_turns(*map(self._execute, reversed(self.stream[counter].parts)))
             counter += 1
             if self.again:
                 self._start_again()
@@ -72,7 +73,12 @@ class Executor:
         self.host_seconds[step] = time.monotonic() - started
         self.board.write(step, -1)
 
-    def _execute(self, part: Instruction) -> None:
+    def _execute(self, part: Instruction) -> Turns[None]:
+        with self.lanes.on(part):
+            yield  # a pair begins when both have what they wait for
+            yield from self._turns(part)
+
+    def _turns(self, part: Instruction) -> Turns[None]:
         _, stage, mb, *_ = part
         match part.op:
             case Op.F:
@@ -82,12 +88,14 @@ class Executor:
                 ends = found and self.stages[stage].last
                 targets, further = (found.targets, found.further) if found and ends else (None, None)
                 starts = found.documents if found else ()
-                self.results[part.key] = self.stages[stage].forward(mb, received, inputs, targets, further, starts)
+                turns = self.stages[stage].forward(mb, received, inputs, targets, further, starts)
+                self.results[part.key] = yield from turns
             case Op.B | Op.BW:
                 dy = self._input(part, Op.RECV_B, (Op.B, Op.BW), stage + 1)
-                self.results[part.key] = self.stages[stage].backward_input(mb, dy)
-                if part.op is Op.BW:
-                    self.stages[stage].backward_weight(mb)
+                turns = self.stages[stage].backward_input(mb, dy)
+                if part.op is Op.BW:  # W of a layer runs while operations of the one before it do
+                    turns = between(turns, partial(self.stages[stage].backward_weight, mb))
+                self.results[part.key] = yield from turns
             case Op.W:
                 self.stages[stage].backward_weight(mb)
             case Op.RECOMPUTE:

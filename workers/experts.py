@@ -22,6 +22,7 @@ from pentad.schedules.model import Experts
 from pentad.workers import router
 from pentad.workers.dispatch import Route, Stay, Way, open_route, pack, unpack
 from pentad.workers.router import Routed
+from pentad.workers.turns import Coming, Turns, both, here
 from pentad.workers.weights import Deferred, Grouped, Product
 
 
@@ -68,24 +69,31 @@ class Given(NamedTuple):
 
 def forward(
     w: Weights, shape: Experts, normed: torch.Tensor, bias: torch.Tensor | None, site: Site
-) -> tuple[torch.Tensor, Kept, Remade]:
+) -> Turns[tuple[torch.Tensor, Kept, Remade]]:
     """What the experts and the shared network make of tokens `normed` [T, H], and what B needs. `kept.routed.load`
     counts the visits of these tokens."""
     routed = router.route(normed, w.router, bias, shape)
-    kept = dispatch(w, normed, routed, site)
-    partial, gate_up = compute(w, normed, kept)
+    route = yield from open_route(routed.experts, w.gate_up.shape[0], site.group, site.way)
+    coming = dispatch(w, normed, routed, route, site)
     shared, wide = compute_shared(w, normed)
-    return combine(kept, partial, shared), kept, Remade(gate_up, wide)
+    kept = yield from coming
+    partial, gate_up = compute(w, normed, kept)
+    mixed = yield from route.home(partial)
+    return mixed if shared is None else mixed + shared, kept, Remade(gate_up, wide)
 
 
-def dispatch(w: Weights, normed: torch.Tensor, routed: Routed, site: Site) -> Kept:
+def dispatch(w: Weights, normed: torch.Tensor, routed: Routed, route: Route, site: Site) -> Coming[Kept]:
     """F's communication on the way out: tokens, choices and weights to the ranks of the experts."""
     held = w.gate_up.shape[0]
-    route = open_route(routed.experts, held, site.group, site.way)
     if isinstance(route, Stay):
-        return Kept(routed, route, arrange(routed.experts, routed.weights, 0, held), None)
-    experts, weights = unpack(route.out(pack(routed.experts, routed.weights)))
-    return Kept(routed, route, arrange(experts, weights, site.number * held, held), route.out(normed))
+        return here(Kept(routed, route, arrange(routed.experts, routed.weights, 0, held), None))
+    packed, tokens = route.out(pack(routed.experts, routed.weights)), route.out(normed)
+
+    def kept() -> Kept:
+        rows = arrange(*unpack(packed.made()), site.number * held, held)
+        return Kept(routed, route, rows, tokens.made())
+
+    return Coming((*packed.works, *tokens.works), kept, packed, tokens)
 
 
 def compute(w: Weights, normed: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,12 +108,6 @@ def compute_shared(w: Weights, normed: torch.Tensor) -> tuple[torch.Tensor | Non
     """The network that every token visits: (its result [T, H], gate_up [T, 2Is]), nothing where there is none."""
     wide = _shared(w, normed)
     return (None, None) if wide is None or w.shared_down is None else (torch.mm(swiglu(wide), w.shared_down.t()), wide)
-
-
-def combine(kept: Kept, partial: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-    """F's communication on the way home: [T, H]."""
-    mixed = kept.route.home(partial)
-    return mixed if shared is None else mixed + shared
 
 
 def remade(w: Weights, normed: torch.Tensor, kept: Kept) -> Remade:
@@ -124,15 +126,22 @@ def backward(
     *,
     scale: float = 0.0,
     load: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, list[Deferred]]:
+) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
     """B: the gradient of `normed` from that of the result, both [T, H], and what W has to do.
 
     `scale` is the balance loss's factor for each token: 1 / (tokens of a step); `load` [E] as in `router.balance_loss`.
     """
-    given, work = compute_backward(w, g, normed, kept, remade.gate_up, kept.route.out(dmixed))
-    came = collect(kept, given)
-    dnormed, more = finish(w, g, shape, normed, kept, remade.shared, dmixed, came, scale=scale, load=load)
-    return dnormed, work + more
+    dout = yield from kept.route.out(dmixed)
+    given, work = compute_backward(w, g, normed, kept, remade.gate_up, dout)
+    coming = both(kept.route.home(given.tokens), kept.route.home(given.weights))
+    dwide, shared = compute_shared_backward(w, g, normed, remade.shared, dmixed)
+    came = yield from coming
+    pull = router.pull_of(kept.routed, shape, scale, load) if shape.auxiliary and scale else None
+    dlogits, dnormed = router.backward(kept.routed, w.router, shape, came[1], pull)
+    dnormed += came[0]
+    if dwide is not None and w.shared_gate_up is not None:
+        dnormed.addmm_(dwide, w.shared_gate_up)
+    return dnormed, [*work, Product(g.router, dlogits, normed), *shared]
 
 
 def compute_backward(
@@ -151,36 +160,15 @@ def compute_backward(
     return Given(sum_rows(drows, rows.positions), dweights), work
 
 
-def collect(kept: Kept, given: Given) -> Given:
-    """B's communication on the way home: of this rank's T tokens."""
-    return Given(kept.route.home(given.tokens), kept.route.home(given.weights))
-
-
-def finish(
-    w: Weights,
-    g: Weights,
-    shape: Experts,
-    normed: torch.Tensor,
-    kept: Kept,
-    shared: torch.Tensor | None,
-    dmixed: torch.Tensor,
-    came: Given,
-    *,
-    scale: float,
-    load: torch.Tensor | None,
-) -> tuple[torch.Tensor, list[Deferred]]:
-    """The router and the shared network, whose gate_up is `shared` [T, 2Is]; returns what `backward` does."""
-    pull = router.pull_of(kept.routed, shape, scale, load) if shape.auxiliary and scale else None
-    dlogits, dnormed = router.backward(kept.routed, w.router, shape, came.weights, pull)
-    dnormed += came.tokens
-    work: list[Deferred] = [Product(g.router, dlogits, normed)]
-    if shared is not None:
-        assert w.shared_gate_up is not None and w.shared_down is not None
-        assert g.shared_gate_up is not None and g.shared_down is not None
-        dgate_up, gated = swiglu_backward(torch.mm(dmixed, w.shared_down), shared)
-        dnormed.addmm_(dgate_up, w.shared_gate_up)
-        work += [Product(g.shared_down, dmixed, gated), Product(g.shared_gate_up, dgate_up, normed)]
-    return dnormed, work
+def compute_shared_backward(
+    w: Weights, g: Weights, normed: torch.Tensor, wide: torch.Tensor | None, dmixed: torch.Tensor
+) -> tuple[torch.Tensor | None, list[Deferred]]:
+    """The gradient [T, 2Is] of the shared network's gate_up `wide`, nothing where there is none."""
+    if wide is None or w.shared_down is None:
+        return None, []
+    assert g.shared_gate_up is not None and g.shared_down is not None
+    dwide, gated = swiglu_backward(torch.mm(dmixed, w.shared_down), wide)
+    return dwide, [Product(g.shared_down, dmixed, gated), Product(g.shared_gate_up, dwide, normed)]
 
 
 def _gate_up(w: Weights, normed: torch.Tensor, kept: Kept) -> torch.Tensor:

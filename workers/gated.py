@@ -8,6 +8,7 @@ import torch
 
 from pentad.kernels.swiglu import swiglu, swiglu_backward
 from pentad.workers.around import Around, Place, Views
+from pentad.workers.turns import Turns, both
 from pentad.workers.weights import Deferred, Product
 
 
@@ -22,14 +23,18 @@ def weights_of(views: Views, at: str) -> Weights:
     return Weights(views[f"{at}.mlp.gate_up"], views[f"{at}.mlp.down"])
 
 
-def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
-    gate_up = leaves(w, around, x, None)
-    return around.tensor.product(swiglu(gate_up), w.down.t()), None, gate_up
+def forward(
+    w: Weights, around: Around, place: Place, x: torch.Tensor
+) -> Turns[tuple[torch.Tensor, None, torch.Tensor]]:
+    whole = yield from around.tensor.gather(x)
+    gate_up = torch.mm(whole, w.gate_up.t())
+    out = yield from around.tensor.product(swiglu(gate_up), w.down.t())
+    return out, None, gate_up
 
 
 def leaves(w: Weights, around: Around, x: torch.Tensor, roots: None) -> torch.Tensor:
     """[T, 2I]: the widest product."""
-    return torch.mm(around.tensor.gather(x), w.gate_up.t())
+    return torch.mm(around.tensor.gather(x).now(), w.gate_up.t())
 
 
 def backward(
@@ -41,8 +46,8 @@ def backward(
     roots: None,
     leaves: torch.Tensor,
     dy: torch.Tensor,
-) -> tuple[torch.Tensor, list[Deferred]]:
-    dy = around.tensor.gather(dy)
+) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
+    dy = yield from around.tensor.gather(dy)
     dgate_up, gated = swiglu_backward(torch.mm(dy, w.down), leaves)
-    work: list[Deferred] = [Product(g.down, dy, gated), Product(g.gate_up, dgate_up, around.tensor.gather(x))]
-    return around.tensor.product(dgate_up, w.gate_up), work
+    whole, dx = yield from both(around.tensor.gather(x), around.tensor.product(dgate_up, w.gate_up))
+    return dx, [Product(g.down, dy, gated), Product(g.gate_up, dgate_up, whole)]

@@ -11,6 +11,7 @@ import torch
 
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.workers.tensor_ranks import TensorRanks
+from pentad.workers.turns import both
 from pentad.workers.weights import Deferred, Lookup, Product
 
 
@@ -28,14 +29,14 @@ def embed(weight: torch.Tensor, tokens: torch.Tensor, ranks: TensorRanks) -> tor
     if ranks.size == 1:
         return weight[tokens]
     own, foreign = _own(weight, tokens, ranks)
-    return ranks.scatter(weight[own].masked_fill_(foreign[:, None], 0.0))
+    return ranks.scatter(weight[own].masked_fill_(foreign[:, None], 0.0)).now()
 
 
 def embed_backward(
     gradient: torch.Tensor, dy: torch.Tensor, tokens: torch.Tensor, ranks: TensorRanks
 ) -> list[Deferred]:
     """What W adds for the rows' gradient dy [T / tp, H]."""
-    dy = ranks.gather(dy)
+    dy = ranks.gather(dy).now()
     if ranks.size > 1:
         tokens, foreign = _own(gradient, tokens, ranks)
         dy = dy.masked_fill(foreign[:, None], 0.0)
@@ -46,7 +47,7 @@ def score(
     weight: torch.Tensor, normed: torch.Tensor, targets: torch.Tensor, ranks: TensorRanks
 ) -> tuple[Scores, torch.Tensor]:
     """(what B needs, losses [T]); `weight` [V / tp, H] are this rank's words. Every rank has the same losses."""
-    logits = torch.mm(ranks.gather(normed), weight.t())
+    logits = torch.mm(ranks.gather(normed).now(), weight.t())
     if ranks.size > 1:
         # -1 is no rank's word, and -100 no token's loss
         first = ranks.number * weight.shape[0]
@@ -64,7 +65,8 @@ def score_backward(
     become their gradient."""
     dlogits = scores.logits
     cross_entropy_backward_(dlogits, scores.targets, scores.lse, scale)
-    return ranks.product(dlogits, weight), [Product(gradient, dlogits, ranks.gather(scores.normed))]
+    dnormed, normed = both(ranks.product(dlogits, weight), ranks.gather(scores.normed)).now()
+    return dnormed, [Product(gradient, dlogits, normed)]
 
 
 def _own(weight: torch.Tensor, tokens: torch.Tensor, ranks: TensorRanks) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,6 +81,6 @@ def _whole(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and sums over the whole vocabulary from each rank's over its own words."""
     chosen = torch.where(targets == -100, 0.0, lse - losses)  # the target's logit, where it is this rank's
-    both = ranks.sums(torch.stack((lse, chosen)))  # [tp, 2, T]
+    both = ranks.sums(torch.stack((lse, chosen))).now()  # [tp, 2, T]
     whole = torch.logsumexp(both[:, 0], 0)
     return torch.where(targets == -100, 0.0, whole - both[:, 1].sum(0)), whole

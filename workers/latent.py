@@ -17,6 +17,7 @@ from pentad.kernels.rope import rope_
 from pentad.schedules.model import Latent
 from pentad.workers.around import Around, Place, Views
 from pentad.workers.context import Kept
+from pentad.workers.turns import Coming, Turns, both
 from pentad.workers.weights import Deferred, Product, Sum
 
 
@@ -53,26 +54,29 @@ def weights_of(views: Views, at: str) -> Weights:
     )
 
 
-def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> tuple[torch.Tensor, Roots, None]:
+def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> Turns[tuple[torch.Tensor, Roots, None]]:
     latent, tensor, cos, sin = _latent(around), around.tensor, place.rotation.cos, place.rotation.sin
     queries = None
     if w.query_down is not None and w.query_norm is not None:
         queries = _narrow(torch.mm(x, w.query_down.t()), w.query_norm, around)
-    q = torch.mm(tensor.gather(x if queries is None else queries.normed), w.query.t())
+    coming = tensor.gather(x if queries is None else queries.normed)
+    own = torch.mm(x, w.latent.t())
+    pairs = _narrow(own[:, : latent.rank].contiguous(), w.latent_norm, around)
+    own = torch.cat((pairs.normed, own[:, latent.rank :]), dim=1)
+    wide, gathered = yield from both(coming, tensor.gather(own))  # [T, Q], [T, R + O]
+    q = torch.mm(wide, w.query.t())
     q = q.view(q.shape[0], -1, latent.plain + latent.rotary)  # [T, N, P + O]
     rope_(q[:, :, latent.plain :], cos, sin)
-    both = torch.mm(x, w.latent.t())
-    pairs = _narrow(both[:, : latent.rank].contiguous(), w.latent_norm, around)
-    gathered = tensor.gather(torch.cat((pairs.normed, both[:, latent.rank :]), dim=1))  # [T, R + O]
     shared = gathered[:, None, latent.rank :]  # [T, 1, O]: one rotated key for all heads
     rope_(shared, cos, sin)
     kv = torch.mm(gathered[:, : latent.rank], w.keys_values.t()).view(q.shape[0], q.shape[1], -1)  # [T, N, P + E]
     k = torch.cat((kv[:, :, : latent.plain], shared.expand(-1, q.shape[1], -1)), dim=2)
     q, k, v = (_rows(each, place) for each in (q, k, kv[:, :, latent.plain :]))
     k, v = place.past.extended((k, v), place.rotation.start)
-    out, attended = around.context.attend(q, k, v, place.documents, around.deterministic)  # [B, N, S, E]
+    out, attended = yield from around.context.attend(q, k, v, place.documents, around.deterministic)  # [B, N, S, E]
     heads = out.transpose(1, 2).flatten(2).flatten(0, 1)
-    return tensor.product(heads, w.out.t()), Roots(attended, heads, queries, pairs), None
+    out = yield from tensor.product(heads, w.out.t())
+    return out, Roots(attended, heads, queries, pairs), None
 
 
 def leaves(w: Weights, around: Around, x: torch.Tensor, roots: Roots) -> None:
@@ -81,15 +85,16 @@ def leaves(w: Weights, around: Around, x: torch.Tensor, roots: Roots) -> None:
 
 def backward(
     w: Weights, g: Weights, around: Around, place: Place, x: torch.Tensor, roots: Roots, leaves: None, dy: torch.Tensor
-) -> tuple[torch.Tensor, list[Deferred]]:
+) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
     latent, tensor = _latent(around), around.tensor
-    dy = tensor.gather(dy)
-    dq, dk, dv = _attention_backward(around, place, roots.attended, torch.mm(dy, w.out))  # [T, N, ...]
+    dy = yield from tensor.gather(dy)
+    dq, dk, dv = yield from _attention_backward(around, place, roots.attended, torch.mm(dy, w.out))  # [T, N, ...]
     shared = dk[:, :, latent.plain :].sum(1)  # of the key that all heads have
     dkv = torch.cat((dk[:, :, : latent.plain], dv), dim=2).flatten(1)
-    pairs = tensor.gather(roots.pairs.normed)
+    coming = tensor.gather(roots.pairs.normed)
     partial = torch.cat((torch.mm(dkv, w.keys_values), shared), dim=1)  # [T, R + O]
-    own = tensor.scatter(partial)  # [t, R + O]
+    coming_too = both(tensor.scatter(partial), _queries_coming(w, around, x, roots.queries, dq.flatten(1)))
+    pairs, (own, gathered) = yield from both(coming, coming_too)  # own [t, R + O]
     dentry, dnorm = rms_norm_backward(
         own[:, : latent.rank].contiguous(), roots.pairs.entry, w.latent_norm, roots.pairs.scale
     )
@@ -100,22 +105,34 @@ def backward(
         Product(g.latent, dboth, x),
         Sum(g.latent_norm, dnorm),
     ]
-    dqueries, more = _queries_backward(w, g, around, x, roots.queries, dq.flatten(1))
+    dqueries, more = _queries_backward(w, g, around, x, roots.queries, dq.flatten(1), *gathered)
     return torch.mm(dboth, w.latent) + dqueries, [*work, *more]
 
 
+def _queries_coming(
+    w: Weights, around: Around, x: torch.Tensor, queries: Narrow | None, dq: torch.Tensor
+) -> Coming[tuple[torch.Tensor, torch.Tensor]]:
+    """(the gradient [t, Q] of what queries are made of, all tokens' [T, Q] of that)."""
+    return both(around.tensor.product(dq, w.query), around.tensor.gather(x if queries is None else queries.normed))
+
+
 def _queries_backward(
-    w: Weights, g: Weights, around: Around, x: torch.Tensor, queries: Narrow | None, dq: torch.Tensor
+    w: Weights,
+    g: Weights,
+    around: Around,
+    x: torch.Tensor,
+    queries: Narrow | None,
+    dq: torch.Tensor,
+    own: torch.Tensor,
+    whole: torch.Tensor,
 ) -> tuple[torch.Tensor, list[Deferred]]:
-    tensor = around.tensor
-    own = tensor.product(dq, w.query)
     if queries is None or w.query_down is None or w.query_norm is None:
-        return own, [Product(g.query, dq, tensor.gather(x))]
+        return own, [Product(g.query, dq, whole)]
     dentry, dnorm = rms_norm_backward(own, queries.entry, w.query_norm, queries.scale)
     assert g.query_down is not None
     assert g.query_norm is not None
     work: list[Deferred] = [
-        Product(g.query, dq, tensor.gather(queries.normed)),
+        Product(g.query, dq, whole),
         Product(g.query_down, dentry, x),
         Sum(g.query_norm, dnorm),
     ]
@@ -124,11 +141,11 @@ def _queries_backward(
 
 def _attention_backward(
     around: Around, place: Place, attended: Kept, dheads: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Turns[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Gradients [T, N, ...] of queries, keys and values before their rotation."""
     latent, (rotation, past, _) = _latent(around), place
     dout = dheads.view(-1, rotation.cos.shape[0], dheads.shape[1] // latent.value, latent.value).transpose(1, 2)
-    dqueries, *reached = around.context.attend_backward(dout, attended)
+    dqueries, *reached = yield from around.context.attend_backward(dout, attended)
     grads = (dqueries, *past.own((reached[0], reached[1]), rotation.start))
     dq, dk, dv = (grad.transpose(1, 2).flatten(0, 1) for grad in grads)
     for each in (dq, dk):

@@ -14,6 +14,7 @@ from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.model import ModelShape
 from pentad.workers import attention, gated, latent, mixture
 from pentad.workers.around import Around, Half, Place, Views
+from pentad.workers.turns import Turns
 from pentad.workers.weights import Deferred, Sum
 
 
@@ -65,16 +66,16 @@ def weights_of(views: Views, layer: int, halves: Halves) -> Weights:
 
 def forward(
     w: Weights, halves: Halves, around: Around, place: Place, branch: torch.Tensor, stream: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, Roots, Leaves]:
+) -> Turns[tuple[torch.Tensor, torch.Tensor, Roots, Leaves]]:
     """The residual stream is `branch` plus `stream` [T, H]: the sum is taken inside the norm.
 
     Returns the new (branch, stream) and what B needs.
     """
     eps = around.model.norm_eps
     normed, entry, scale = rms_norm(branch, w.attention_norm, eps, stream)
-    mixed, *first = halves.attention.forward(w.attention, around, place, normed)
+    mixed, *first = yield from halves.attention.forward(w.attention, around, place, normed)
     middle_normed, middle, middle_scale = rms_norm(mixed, w.mlp_norm, eps, entry)
-    branch, *second = halves.mlp.forward(w.mlp, around, place, middle_normed)
+    branch, *second = yield from halves.mlp.forward(w.mlp, around, place, middle_normed)
     roots = Roots(entry, scale, first[0], middle, middle_scale, second[0])
     return branch, middle, roots, Leaves(normed, first[1], middle_normed, second[1])
 
@@ -98,16 +99,18 @@ def backward(
     roots: Roots,
     leaves: Leaves,
     dy: torch.Tensor,
-) -> tuple[torch.Tensor, list[Deferred]]:
+) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
     """B: the gradient of the residual stream at the entry from that at the exit, both [T, H]; and what W has to do.
 
     `w` are compute weights, `g` their main gradients.
     """
     saved = roots.mlp, leaves.mlp
-    dnormed, work = halves.mlp.backward(w.mlp, g.mlp, around, place, leaves.middle_normed, *saved, dy)
+    dnormed, work = yield from halves.mlp.backward(w.mlp, g.mlp, around, place, leaves.middle_normed, *saved, dy)
     dmiddle, dnorm = rms_norm_backward(dnormed, roots.middle, w.mlp_norm, roots.middle_scale, dy)
     work = [*work, Sum(g.mlp_norm, dnorm)]
     saved = roots.attention, leaves.attention
-    dnormed, more = halves.attention.backward(w.attention, g.attention, around, place, leaves.normed, *saved, dmiddle)
+    dnormed, more = yield from halves.attention.backward(
+        w.attention, g.attention, around, place, leaves.normed, *saved, dmiddle
+    )
     dentry, dnorm = rms_norm_backward(dnormed, roots.stream, w.attention_norm, roots.scale, dmiddle)
     return dentry, [*work, *more, Sum(g.attention_norm, dnorm)]

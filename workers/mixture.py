@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pentad.schedules.model import Experts
 from pentad.workers import experts
 from pentad.workers.around import Around, Place, Views
+from pentad.workers.turns import Coming, Turns, both, here
 from pentad.workers.weights import Deferred
 
 
@@ -40,16 +41,19 @@ def weights_of(views: Views, at: str) -> Weights:
     return Weights(own, views.get(f"{at}.experts.bias"), views.get(f"{at}.experts.load"))
 
 
-def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> tuple[torch.Tensor, Roots, experts.Remade]:
-    whole = around.tensor.gather(x)
-    mixed, kept, remade = experts.forward(w.experts, _shape(around), whole, w.bias, around.experts)
+def forward(
+    w: Weights, around: Around, place: Place, x: torch.Tensor
+) -> Turns[tuple[torch.Tensor, Roots, experts.Remade]]:
+    whole = yield from around.tensor.gather(x)
+    partial, kept, remade = yield from experts.forward(w.experts, _shape(around), whole, w.bias, around.experts)
     if around.counted and w.load is not None:
         w.load.add_(kept.routed.load)
-    return around.tensor.scatter(mixed), Roots(kept, _load(around, kept)), remade
+    mixed, load = yield from both(around.tensor.scatter(partial), _load(around, kept))
+    return mixed, Roots(kept, load), remade
 
 
 def leaves(w: Weights, around: Around, x: torch.Tensor, roots: Roots) -> experts.Remade:
-    return experts.remade(w.experts, around.tensor.gather(x), roots.kept)
+    return experts.remade(w.experts, around.tensor.gather(x).now(), roots.kept)
 
 
 def backward(
@@ -61,22 +65,22 @@ def backward(
     roots: Roots,
     leaves: experts.Remade,
     dy: torch.Tensor,
-) -> tuple[torch.Tensor, list[Deferred]]:
-    whole, dmixed = around.tensor.gather(x), around.tensor.gather(dy)
+) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
+    whole, dmixed = yield from both(around.tensor.gather(x), around.tensor.gather(dy))
     saved, scale = (roots.kept, leaves), around.loss_scale / around.tensor.size
-    dnormed, work = experts.backward(
+    dnormed, work = yield from experts.backward(
         w.experts, g.experts, _shape(around), whole, *saved, dmixed, scale=scale, load=roots.load
     )
-    return around.tensor.scatter(dnormed), work
+    dx = yield from around.tensor.scatter(dnormed)
+    return dx, work
 
 
-def _load(around: Around, kept: experts.Kept) -> torch.Tensor | None:
+def _load(around: Around, kept: experts.Kept) -> Coming[torch.Tensor | None]:
     """Visits of a microbatch's tokens, of which context ranks have parts."""
     if not _shape(around).auxiliary or around.context.size == 1:
-        return None
+        return here(None)
     load = kept.routed.load.clone()
-    dist.all_reduce(load, group=around.context.group)
-    return load
+    return Coming((dist.all_reduce(load, group=around.context.group, async_op=True),), lambda: load)
 
 
 def _shape(around: Around) -> Experts:

@@ -14,6 +14,7 @@ from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.model import ModelShape
 from pentad.workers import head, layer
 from pentad.workers.around import Around, Place, Views
+from pentad.workers.turns import alone
 from pentad.workers.weights import Deferred, Product, Sum
 
 
@@ -72,7 +73,9 @@ def forward(
     embedded, *embedding = rms_norm(head.embed(w.embedding, known, around.tensor), w.embedding_norm, eps)
     before, *stream = rms_norm(hidden, w.hidden_norm, eps)
     joined = torch.cat((embedded, before), dim=1)
-    branch, middle, roots, leaves = layer.forward(w.layer, halves, around, place, torch.mm(joined, w.join.t()), None)
+    branch, middle, roots, leaves = alone(
+        layer.forward(w.layer, halves, around, place, torch.mm(joined, w.join.t()), None)
+    )
     normed, *end = rms_norm(branch, w.norm, eps, middle)
     scores, _ = head.score(w.words, normed, targets, around.tensor)
     return normed, Saved(known, Normed(*embedding), Normed(*stream), joined, roots, leaves, Normed(*end), scores)
@@ -94,7 +97,8 @@ def backward(
     dend, work = head.score_backward(w.words, g.words, saved.scores, scale, tensor)
     dend = dend if dnormed is None else dend + dnormed
     dstream, dnorm = rms_norm_backward(dend, saved.end.entry, w.norm, saved.end.scale)
-    dentry, more = layer.backward(w.layer, g.layer, halves, around, place, saved.roots, saved.leaves, dstream)
+    turns = layer.backward(w.layer, g.layer, halves, around, place, saved.roots, saved.leaves, dstream)
+    dentry, more = alone(turns)
     dembedded, dbefore = (half.contiguous() for half in torch.mm(dentry, w.join).chunk(2, dim=1))
     dtoken, dembedding_norm = rms_norm_backward(
         dembedded, saved.embedding.entry, w.embedding_norm, saved.embedding.scale

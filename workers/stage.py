@@ -17,6 +17,7 @@ from pentad.workers.context import Context, Documents
 from pentad.workers.inner import Inner
 from pentad.workers.past import Past
 from pentad.workers.positions import rotations
+from pentad.workers.turns import Turns, alone
 from pentad.workers.weights import Deferred, Sum, accumulate
 
 
@@ -127,7 +128,7 @@ class Stage:
         targets: torch.Tensor | None,
         further: torch.Tensor | None = None,
         starts: Sequence[Sequence[int]] = (),
-    ) -> torch.Tensor | None:
+    ) -> Turns[torch.Tensor | None]:
         """F. `received` [T, H] is the stage before's result, `tokens` and `targets` [T] are for the first and last
         stage, `further` [predicted, T] are the tokens behind the targets, `starts` of packed sequences are, by row,
         where documents begin. Returns the residual stream [T, H], nothing on the last stage."""
@@ -137,7 +138,7 @@ class Stage:
         given = Given(received, tokens, targets, further, documents)
         if number == 0:
             self.pasts[microbatch] = [Past(self.length) for _ in self.now.layers]
-        branch, stream, self.kept[piece], losses = self._through(piece, given, self.mode)
+        branch, stream, self.kept[piece], losses = yield from self._through(piece, given, self.mode, self.around)
         if losses is None:
             return branch + stream
         self.loss_sums[microbatch].add_(losses.sum())
@@ -147,41 +148,42 @@ class Stage:
         """RECOMPUTE: makes what F did not keep. The losses have been counted."""
         kept = self.kept[piece]
         if self.mode == "full":
-            counting, self.around = self.around, self.around._replace(counted=False)
-            self.kept[piece] = self._through(piece, kept.given, "none")[2]
-            self.around = counting
+            again = self.around._replace(counted=False)
+            self.kept[piece] = alone(self._through(piece, kept.given, "none", again))[2]
         else:
             each = zip(self.now.layers, self.halves, kept.roots, strict=True)
             kept.leaves.extend(layer.leaves(w, halves, self.around, roots) for (w, _), halves, roots in each)
 
-    def backward_input(self, piece: int, dy: torch.Tensor | None) -> torch.Tensor | None:
+    def backward_input(self, piece: int, dy: torch.Tensor | None) -> Turns[torch.Tensor | None]:
         """B. `dy` [T, H] is the gradient of this stage's result, nothing on the last stage. Returns the gradient of
         what F received, nothing on the first stage."""
         microbatch, number = divmod(piece, self.slices)
         pasts = self.pasts[microbatch] if number else self.pasts.pop(microbatch)
         kept = self.kept.pop(piece)
-        work: list[Deferred] = []
         if kept.ending is not None:
             dy, work = self._end_backward(kept.ending, kept.given)
+            self._defer(piece, work)
         assert dy is not None
         for (weights, gradients), halves, past in reversed(list(zip(self.now.layers, self.halves, pasts, strict=True))):
             # popped, so that what W does not need is freed before the next layer needs memory
             place = Place(self.rotations[number], past, kept.given.documents)
             saved = (kept.roots.pop(), kept.leaves.pop())
-            dy, more = layer.backward(weights, gradients, halves, self.around, place, *saved, dy)
+            dy, work = yield from layer.backward(weights, gradients, halves, self.around, place, *saved, dy)
             del saved
-            work += more
+            self._defer(piece, work)
         tokens = kept.given.tokens
         if tokens is not None:
-            work += head.embed_backward(self.now.gradients["embedding"], dy, tokens, self.around.tensor)
-        self.deferred[piece] = work
+            self._defer(piece, head.embed_backward(self.now.gradients["embedding"], dy, tokens, self.around.tensor))
         return None if tokens is not None else dy
 
     def backward_weight(self, piece: int) -> None:
-        """W."""
+        """W, of as much as B has got to."""
         for bank in self.banks:
             bank.freshen()
-        accumulate(self.deferred.pop(piece))
+        accumulate(self.deferred.pop(piece, []))
+
+    def _defer(self, piece: int, work: list[Deferred]) -> None:
+        self.deferred.setdefault(piece, []).extend(work)
 
     def movable(self, piece: int) -> list[torch.UntypedStorage]:
         """What OFFLOAD takes: memory that this piece alone keeps. What was received stays, it is the transport's, and
@@ -194,8 +196,8 @@ class Stage:
         return [storage for address, storage in storages.items() if address not in stays]
 
     def _through(
-        self, piece: int, given: Given, mode: str
-    ) -> tuple[torch.Tensor, torch.Tensor, Kept, torch.Tensor | None]:
+        self, piece: int, given: Given, mode: str, around: Around
+    ) -> Turns[tuple[torch.Tensor, torch.Tensor, Kept, torch.Tensor | None]]:
         """One piece through all layers, and on the last stage through the head: (branch, stream, what `mode` keeps,
         losses [T])."""
         microbatch, number = divmod(piece, self.slices)
@@ -208,17 +210,19 @@ class Stage:
         stream: torch.Tensor | None = None
         for (weights, _), halves, past in zip(self.now.layers, self.halves, self.pasts[microbatch], strict=True):
             place = Place(self.rotations[number], past, given.documents)
-            branch, stream, roots, leaves = layer.forward(weights, halves, self.around, place, branch, stream)
+            branch, stream, roots, leaves = yield from layer.forward(weights, halves, around, place, branch, stream)
             kept.roots.extend([roots] if mode != "full" else [])
             kept.leaves.extend([leaves] if mode == "none" else [])
             del roots, leaves  # what is not kept is free before the next layer needs memory
         assert stream is not None
         if given.targets is not None:
-            ending, losses = self._end(branch, stream, given)
+            ending, losses = self._end(branch, stream, given, around)
             kept = kept if mode == "full" else kept._replace(ending=ending)
         return branch, stream, kept, losses
 
-    def _end(self, branch: torch.Tensor, stream: torch.Tensor, given: Given) -> tuple[Ending, torch.Tensor]:
+    def _end(
+        self, branch: torch.Tensor, stream: torch.Tensor, given: Given, around: Around
+    ) -> tuple[Ending, torch.Tensor]:
         weights, targets = self.now.weights, given.targets
         assert targets is not None
         normed, entry, scale = rms_norm(branch, weights["norm"], self.model.norm_eps, stream)
@@ -226,7 +230,7 @@ class Stage:
         further, hidden, tokens = [], normed, targets
         targets_ahead = () if given.further is None else given.further
         for (own, _), halves, behind in zip(self.now.predicted, self.halves_ahead, targets_ahead, strict=True):
-            hidden, saved = predicted.forward(own, halves, self.around, self._ahead(given), hidden, tokens, behind)
+            hidden, saved = predicted.forward(own, halves, around, self._ahead(given), hidden, tokens, behind)
             further.append(saved)
             tokens = behind
         return Ending(entry, scale, scores, further), losses

@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from pentad.workers.turns import Coming, here
+
 TILES = 4  # of a product, each of which is reduced while the next one is computed
 
 # torch 2.13 gives them new names
@@ -25,43 +27,39 @@ class TensorRanks:
     def __init__(self, group: dist.ProcessGroup | None = None, size: int = 1, number: int = 0) -> None:
         self.group, self.size, self.number = group, size, number
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, part: torch.Tensor) -> Coming[torch.Tensor]:
         """All tokens' rows [T, ...] from those of this rank [T / size, ...]."""
         if self.size == 1:
-            return part
-        whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        gather_all(whole, part.contiguous(), group=self.group)
-        return whole
+            return here(part)
+        whole, part = part.new_empty(self.size * part.shape[0], *part.shape[1:]), part.contiguous()
+        return Coming((gather_all(whole, part, group=self.group, async_op=True),), lambda: whole, part)
 
-    def scatter(self, partial: torch.Tensor) -> torch.Tensor:
+    def scatter(self, partial: torch.Tensor) -> Coming[torch.Tensor]:
         """This rank's rows [T / size, ...] of the sum of all ranks' partial results [T, ...]."""
         if self.size == 1:
-            return partial
-        own = partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:])
-        scatter_sum(own, partial.contiguous(), group=self.group)
-        return own
+            return here(partial)
+        own, partial = partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:]), partial.contiguous()
+        return Coming((scatter_sum(own, partial, group=self.group, async_op=True),), lambda: own, partial)
 
-    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> Coming[torch.Tensor]:
         """This rank's rows [T / size, N] of the sum of all ranks' x [T, K] @ matrix [K, N].
 
         Tile by tile: what the ranks' own rows of a tile are is added up while the next tile is computed.
         """
         if self.size == 1:
-            return torch.mm(x, matrix)
+            return here(torch.mm(x, matrix))
         rows = x.view(self.size, -1, x.shape[1])
         count = rows.shape[1]
         own = x.new_empty(count, matrix.shape[1])
         bounds = [count * tile // TILES for tile in range(TILES + 1)]
-        running = []
+        works, partials = [], []
         for start, end in pairwise(bounds):
             if start < end:
                 partial = torch.mm(rows[:, start:end].reshape(-1, x.shape[1]), matrix)
-                running.append((scatter_sum(own[start:end], partial, group=self.group, async_op=True), partial))
-        for work, _ in running:  # which keeps the partial results until then
-            assert work is not None
-            work.wait()
-        return own
+                works.append(scatter_sum(own[start:end], partial, group=self.group, async_op=True))
+                partials.append(partial)
+        return Coming(works, lambda: own, partials)
 
-    def sums(self, values: torch.Tensor) -> torch.Tensor:
+    def sums(self, values: torch.Tensor) -> Coming[torch.Tensor]:
         """Each rank's values [...], side by side [size, ...]."""
         return self.gather(values[None])

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from pentad.schedules.sequence import PLACEMENTS, Variant, attended
 from pentad.workers.context import Context
+from pentad.workers.turns import alone
 
 WARM, TIMED = 3, 10
 BACKWARD = 2.5  # products of a backward pass over those of a forward one
@@ -55,9 +56,9 @@ def measure(args: argparse.Namespace, context: Context, device: torch.device, de
     for _ in range(WARM + TIMED):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         marks[0].record()
-        out, kept = context.attend(q, k, v, documents, deterministic)
+        out, kept = alone(context.attend(q, k, v, documents, deterministic))
         marks[1].record()
-        context.attend_backward(out, kept)
+        alone(context.attend_backward(out, kept))
         marks[2].record()
         torch.cuda.synchronize()
         for found, begin, end in zip(times, marks, marks[1:], strict=False):

@@ -26,6 +26,7 @@ from pentad.schedules.simulate import simulate
 from pentad.schedules.tensors import head_in_layers
 from pentad.schedules.timeline import Timeline
 from pentad.workers.executor import Executor
+from pentad.workers.turns import Turns
 
 MODELS = {
     "1b": ModelShape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_theta=5e5),
@@ -79,14 +80,19 @@ def serve(plan: Plan, rank: int, end) -> None:
 def watch(executor: Executor) -> dict[str, list[float]]:
     """Host seconds that each kind of instruction takes to issue; the loop, the lanes and the events are around it."""
     inside: dict[str, list[float]] = {}
-    execute = executor._execute
+    execute = executor._turns
 
-    def timed(part: Instruction) -> None:
-        started = time.monotonic()
-        execute(part)
-        inside.setdefault(part.op.value, []).append(time.monotonic() - started)
+    def timed(part: Instruction) -> Turns[None]:
+        turns, spent, ended = execute(part), 0.0, None
+        while not ended:
+            started = time.monotonic()
+            ended = next(turns, "ended")
+            spent += time.monotonic() - started
+            if not ended:
+                yield
+        inside.setdefault(part.op.value, []).append(spent)
 
-    executor._execute = timed  # type: ignore[method-assign]
+    executor._turns = timed  # type: ignore[method-assign]
     return inside
 
 
