@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pentad.orchestrator.activations import BYTES, peaks, shares
+from pentad.orchestrator.activations import peaks, shares
+from pentad.orchestrator.kept import BYTES, Piece
 from pentad.schedules.costs import Costs
 from pentad.schedules.instruction import RECEIVES, Op, units_of
 from pentad.schedules.mesh import Mesh
@@ -84,7 +85,8 @@ def guess_costs(
         forward.append(linear + count * (square + 4 * gather) + last)  # two gathers, two scatters
         backward.append(linear + count * (2.5 * square + 6 * gather) + last)  # five products where F had two
         weight.append(linear + last + (lookup if first == 0 else 0.0))
-    kept = [shares(model, layers, stage, tokens, dtype, slices, mesh.tp) for stage in range(len(layers))]
+    piece = Piece(batch.rows, batch.length // slices // mesh.cp, dtype, device, slices, mesh)
+    kept = [shares(model, layers, stage, piece) for stage in range(len(layers))]
     again = tuple(
         seconds if mode == "full" else 4 * tokens * (end - first) * model.hidden * model.ffn / width
         for (first, end), seconds, mode in zip(layers, forward, modes, strict=False)  # no modes, no costs
