@@ -16,7 +16,7 @@ from pentad.schedules.model import ModelShape
 from pentad.schedules.plan import Plan
 
 BACKWARD = (Op.B, Op.BW)
-MOVING = (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD, Op.SEND_F, Op.SEND_B)
+MOVING = (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD)
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def peaks(plan: Plan, rank: int) -> tuple[int, int]:
 class _Walk:
     """Takes a stream part by part: F keeps some, B trades them for what W needs, W frees those.
 
-    RECOMPUTE makes what F did not keep; OFFLOAD takes what it can to the host. A result is there until it is sent, or
-    until the next stage of the same rank keeps it.
+    RECOMPUTE makes what F did not keep; OFFLOAD takes what it can to the host. A result is there until the next stage
+    of the same rank keeps it, or for a moment until it is sent.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -163,9 +163,6 @@ class _Walk:
 
     def run(self, part: Instruction) -> None:
         of, mode = self.shares[part.stage], self.plan.mode(part.stage)
-        if part.op in (Op.SEND_F, Op.SEND_B):
-            self._keep(-of.entry)
-            return
         here = of.entry if part.stage == 0 or self._is_own(part, -1) else 0
         whole = of.saved - of.entry + here
         light = {"none": whole, "selective": whole - of.leaves, "full": here if part.stage else 0}[mode]
@@ -173,9 +170,8 @@ class _Walk:
         match part.op:
             case Op.F:
                 self._keep(-of.entry if self._is_own(part, -1) else 0)
-                result = of.entry if part.stage < self.plan.program.stages - 1 else 0
                 most = of.light if mode == "full" else light + of.forward - of.saved
-                self._keep(light + result, max(0, most - light - result))
+                self._keep(light + self._result(part, 1, of), max(0, most - light))
             case Op.RECOMPUTE:
                 self._keep(whole - light, max(0, of.forward - of.saved))
             case Op.OFFLOAD | Op.RELOAD:
@@ -195,9 +191,9 @@ class _Walk:
     def _backward(self, part: Instruction, of: Shares, whole: int) -> None:
         """B needs all that F kept for its last layer, and less and less for those before."""
         self._keep(-of.entry if self._is_own(part, 1) else 0)
-        deferred, result = self._deferred(part, of), of.entry if part.stage else 0
+        deferred = self._deferred(part, of)
         most = of.backward - (of.saved - whole) - (of.deferred - deferred)
-        self._keep(deferred + result - whole, max(0, most - deferred - result))
+        self._keep(deferred + self._result(part, -1, of) - whole, max(0, most - deferred))
         if part.op is Op.BW:
             self._keep(0, of.weight)
             self._keep(-deferred)
@@ -215,6 +211,10 @@ class _Walk:
         """Keeps more from now on, and something besides for a moment."""
         self.held += more
         self.peak = max(self.peak, self.held + besides)
+
+    def _result(self, part: Instruction, step: int, of: Shares) -> int:
+        """What waits for the neighbouring stage, if that is on this rank."""
+        return of.entry if self._is_own(part, step) else 0
 
     def _is_own(self, part: Instruction, step: int) -> bool:
         """Whether what an instruction got is the result of a neighbouring stage on this rank."""

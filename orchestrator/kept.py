@@ -200,7 +200,7 @@ def _attended(piece: Piece, heads: int, pairs: int, widths: tuple[int, int], eve
     around = 0 if piece.mesh.cp == 1 else {"ring": 3, "gather": 3 * piece.mesh.cp, "exchange": 4}[piece.context] * moved
     backward = workspace if piece.is_fusable else written
     if piece.packed or not whole:  # blocks that stand in no graph
-        again = out if (not piece.is_fusable and piece.context != "gather") or whole and exchanged else 0
+        again = out if (not piece.is_fusable and piece.context != "gather") or (whole and exchanged) else 0
         merged = heads * value * m if not whole and piece.context == "ring" else 0
         return Attended(
             tokens * (inputs + sums + again), 0, tokens * (written + around + merged), tokens * (backward + 2 * around)

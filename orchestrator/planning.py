@@ -9,7 +9,7 @@ from itertools import product
 from pydantic import ValidationError
 
 from pentad.orchestrator.config import RunConfig
-from pentad.orchestrator.estimate import guess_costs
+from pentad.orchestrator.guess import guess_costs
 from pentad.schedules.auto import AUTO, choose
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program
@@ -40,7 +40,9 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     chosen = _chosen(config, model, batch, device, dtype)
     order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
     layers = split_layers(model.layers, order.placement, head_in_layers(model, batch.length))
-    costs = guess_costs(model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages), mesh)
+    costs = guess_costs(
+        model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages), mesh, config.mesh.context
+    )
     savings = _savings(config, order)
     program = compile_program(
         order.name,

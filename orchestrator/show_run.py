@@ -14,10 +14,11 @@ from rich.text import Text
 from pentad.orchestrator.bars import bars, is_coloured, legend
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.display import bubble_text, duration, plan_view, size
-from pentad.orchestrator.estimate import costs_of, memory, read_costs, traffic
+from pentad.orchestrator.estimate import costs_of, memory, read_costs
 from pentad.orchestrator.planning import make_plan, spread
 from pentad.orchestrator.runfolder import PROGRAM, TIMELINE, comparison_page, process_names, resolve_run, saved_config
 from pentad.orchestrator.show_schedule import write
+from pentad.orchestrator.traffic import traffic
 from pentad.schedules.errors import PentadError
 from pentad.schedules.palette import LOOKS
 from pentad.schedules.plan import Plan

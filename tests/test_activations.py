@@ -13,10 +13,9 @@ import pytest
 import torch
 from plans import MODEL, plan_of
 
-from pentad.orchestrator.activations import peaks, shares_of
-from pentad.schedules.compiler import compile_program
-from pentad.schedules.model import Experts, Latent, ModelShape
-from pentad.schedules.plan import Plan, Share
+from pentad.orchestrator.activations import shares_of
+from pentad.schedules.model import Experts, Latent
+from pentad.schedules.plan import Plan
 from pentad.workers import context_exchange, context_gather, context_ring, dispatch, experts, mixture
 from pentad.workers.bank import banks_of
 from pentad.workers.context import Context

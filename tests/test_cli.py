@@ -14,7 +14,7 @@ import pytest
 
 from pentad.orchestrator.cli import main
 from pentad.orchestrator.config import dump, load
-from pentad.orchestrator.estimate import guess_costs
+from pentad.orchestrator.guess import guess_costs
 from pentad.orchestrator.planning import make_plan, spread
 from pentad.orchestrator.runfolder import RunFolder
 from pentad.schedules.catalogue import CATALOGUE, generate
