@@ -16,26 +16,30 @@ from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.devices import NODE
 from pentad.orchestrator.estimate import memory
 from pentad.orchestrator.fit import Room
-from pentad.orchestrator.guess import guess_costs
+from pentad.orchestrator.guess import guess_costs, parameters_held
 from pentad.orchestrator.planning import draft
 from pentad.schedules.auto import AUTO
 from pentad.schedules.catalogue import generate
-from pentad.schedules.compiler import compile_program
+from pentad.schedules.compiler import add_savings, compile_program
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
+from pentad.schedules.finish import add_reduce
 from pentad.schedules.fits import require_fit
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.order import unit_times
 from pentad.schedules.plan import BatchShape, Plan, split_layers
+from pentad.schedules.pools import add_turns
 from pentad.schedules.program import Program
 from pentad.schedules.shape import Options, Savings
 from pentad.schedules.simulate import simulate
 from pentad.schedules.tensors import head_in_layers
+from pentad.schedules.transfers import add_transfers
+from pentad.schedules.uncollected import uncollected
 
 ROWS = (1, 2, 4, 8)  # sequences of a microbatch
 MODES = ("none", "selective", "full")
 LINEAR = ("gpipe", "looped-bfs")  # keep more with every microbatch
-BEST = 12  # estimates that are compiled
+BEST = 10  # estimates that are compiled
 
 
 class Found(NamedTuple):
@@ -64,13 +68,14 @@ def survey(config: RunConfig, gpus: int, room: Room) -> Survey:
     """Of the legal meshes of `gpus` ranks."""
     guesses: list[Found] = []
     reasons: dict[str, tuple[str, int]] = {}
-    for mesh in meshes(gpus):
-        try:
-            guesses.append(_best(config, mesh, room))
-        except PentadError as error:
-            kind = str(error).partition(" is ")[0]
-            sentence, number = reasons.get(kind, (str(error), 0))
-            reasons[kind] = sentence, number + 1
+    with uncollected():
+        for mesh in meshes(gpus):
+            try:
+                guesses.append(_best(config, mesh, room))
+            except PentadError as error:
+                kind = str(error).partition(" is ")[0]
+                sentence, number = reasons.get(kind, (str(error), 0))
+                reasons[kind] = sentence, number + 1
     guesses.sort(key=lambda each: each.seconds)
     compiled = [_compiled(config, each) for each in guesses[:BEST]]
     found = sorted((each for each in compiled if each.bytes <= room.bytes), key=lambda each: each.seconds)
@@ -105,6 +110,7 @@ def _best(config: RunConfig, mesh: Mesh, room: Room) -> Found:
     if batch.sequences % replicas:
         wanted = f"a multiple of mesh.dp x mesh.ep = {replicas}"
         raise PentadError(f"batch.sequences is {batch.sequences}, wanted {wanted}")
+    _require_state(config, mesh, room)
     share, found, leanest = batch.sequences // replicas, list[Found](), 0
     refused: PentadError | None = None
     for rows in (rows for rows in ROWS if share % rows == 0):
@@ -121,7 +127,23 @@ def _best(config: RunConfig, mesh: Mesh, room: Room) -> Found:
         return min(found, key=lambda each: each.seconds)
     if refused is not None and not leanest:
         raise refused
-    raise PentadError(f"room is {room.bytes / 2**30:.0f} GiB a rank, but mesh {mesh} needs {leanest / 2**30:.0f} GiB")
+    raise _no_room(mesh, room, leanest)
+
+
+def _require_state(config: RunConfig, mesh: Mesh, room: Room) -> None:
+    """Raises PentadError where there is none for weights and gradients (6 bytes a parameter) and for shards of master
+    weights and moments (12), as ranks have on average."""
+    model = config.model.shape
+    require_fit(model, mesh, config.batch.sequence_length, mesh.tp, context=config.mesh.context)
+    held = parameters_held(model, 0, model.layers, mesh) / mesh.pp
+    least = held * (6 + 12 / (mesh.size / mesh.tp / mesh.pp))
+    if least > room.bytes and not config.zero.gathered:
+        raise _no_room(mesh, room, least)
+
+
+def _no_room(mesh: Mesh, room: Room, needed: float) -> PentadError:
+    at_least = f"at least {needed / 2**30:.0f} GiB"
+    return PentadError(f"room is {room.bytes / 2**30:.0f} GiB a rank, but mesh {mesh} needs {at_least}")
 
 
 def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
@@ -146,8 +168,9 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
         for zero in stages:
             gathered = config.zero.gathered if zero == 3 else None
             again = frozenset(range(order.stages)) if mode != "none" else frozenset()
-            savings = Savings(zero=zero, gathered=gathered, recompute=again)
-            program = _program(name, mesh.pp, few, options, replicas * mesh.cp > 1, savings)
+            # one of shards of the optimizer's state needs no other buffers
+            savings = Savings(zero=zero if zero > 1 else 0, gathered=gathered, recompute=again)
+            program = _program(name, mesh.pp, few, options, savings)
             modes = (mode,) * order.stages if again else ()
             yield replace(plan, mesh=mesh, batch=batch, program=program, zero=zero, recompute=modes)
 
@@ -186,7 +209,7 @@ def _costs(plan: Plan) -> Costs:
 
 
 def _compiled(config: RunConfig, guess: Found) -> Found:
-    """As a run would be: all of its microbatches, and every rank."""
+    """As a run would be, with all of its microbatches."""
     plan, costs = guess.plan, _costs(guess.plan)
     again = frozenset(stage for stage, mode in enumerate(plan.recompute) if mode != "none")
     program = compile_program(
@@ -202,8 +225,7 @@ def _compiled(config: RunConfig, guess: Found) -> Found:
     whole = replace(plan, program=program)
     spans = simulate(program, costs).spans
     seconds = max(span.end for span in spans) - min(span.start for span in spans)
-    needed = max(memory(whole, whole.mesh.move(0, pp=pp))["total"] for pp in range(whole.mesh.pp))
-    return Found(whole, seconds, needed)
+    return Found(whole, seconds, _fullest(whole))
 
 
 @lru_cache(maxsize=256)
@@ -212,8 +234,12 @@ def _order(name: str, ranks: int, microbatches: int, options: Options) -> Progra
 
 
 @lru_cache(maxsize=512)
-def _program(name: str, ranks: int, microbatches: int, options: Options, copied: bool, savings: Savings) -> Program:
-    return compile_program(name, ranks, microbatches, replicas=1 + copied, options=options, savings=savings)
+def _program(name: str, ranks: int, microbatches: int, options: Options, savings: Savings) -> Program:
+    """With all that takes memory, and no proof: nobody runs it."""
+    order = _order(name, ranks, microbatches, options)
+    spared = add_savings(add_transfers(order, Costs.uniform(order.stages), gated=False), savings)
+    reduced = add_reduce(spared, replicas=1 + (savings.zero > 0), scatter=savings.zero > 0)
+    return add_turns(reduced) if savings.zero > 1 else reduced
 
 
 def _divisors(number: int) -> list[int]:

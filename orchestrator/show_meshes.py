@@ -25,12 +25,19 @@ def show_meshes(config: RunConfig, gpus: int, room: Room, console: Console, *, a
         facts = {"gpus": gpus, "available": room.bytes, "fit": result.fit, "found": found, "left_out": result.left_out}
         print(json.dumps(facts))
         return int(not result.found)
-    table = table_of("mesh", "microbatches>", "zero>", "recompute", "a step>", "tokens/s>", "of peak>", "memory>")
+    table = table_of("mesh", "m x rows>", "zero>", "recompute", "step>", "tok/s>", "MFU>", "memory>")
     for each in result.found:
         plan, used = each.plan, _used(each)
-        parts = f"{plan.batch.microbatches} of {plan.batch.rows}"
+        parts = f"{plan.batch.microbatches} x {plan.batch.rows}"
         again = str(changed(plan)["memory.recompute"])
-        cells = [str(plan.mesh), parts, str(plan.zero), again, duration(each.seconds), count(each.pace)]
+        cells = [
+            str(plan.mesh).replace(" x ", " "),
+            parts,
+            str(plan.zero),
+            again,
+            duration(each.seconds),
+            count(each.pace),
+        ]
         table.add_row(*cells, "-" if used is None else percent(used), size(each.bytes))
     if result.found:
         console.print(table)
