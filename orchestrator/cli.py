@@ -71,15 +71,15 @@ def train(words: Words = None, as_json: Json = False) -> None:
     from pentad.orchestrator.config import load
 
     config = load(*_split(words))
-    if config.cluster.address == "local":
-        from pentad.orchestrator.fit import refuse_unfit
-
-        refuse_unfit(config, _device(config.cluster.device))
     from pentad.workers.source import open_data
 
     length, cache = config.batch.sequence_length, config.data.cache
     # Looked at before anything is started or written.
     corpus = open_data(config.data.path, config.model.vocab, length, cache, verify=True)
+    if config.cluster.address == "local":
+        from pentad.orchestrator.fit import refuse_unfit
+
+        refuse_unfit(config, _device(config.cluster.device))
     from pentad.orchestrator.display import ending
     from pentad.orchestrator.driver import train as run
 

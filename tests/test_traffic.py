@@ -103,9 +103,8 @@ def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
     received = None if stage.first else torch.randn(shape, dtype=torch.float64)
     dy = None if stage.last else torch.randn(shape, dtype=torch.float64)
     piece, mode = piece_of(plan)._replace(device=device), plan.mode(index)
-    steps: list[Any] = [
-        ("F", lambda: stage.forward(0, received, *(tokens if x else None for x in (stage.first, stage.last))))
-    ]
+    ends = tokens if stage.first else None, tokens if stage.last else None
+    steps: list[Any] = [("F", lambda: stage.forward(0, received, *ends))]
     if mode != "none":
         steps.append(("again" if mode == "full" else "leaves", lambda: stage.recompute(0)))
     steps.append(("B", lambda: stage.backward_input(0, dy)))
