@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pentad.schedules.columns import CODE, Array, plain
+from pentad.schedules.columns import CODE, Array
 from pentad.schedules.instruction import Op
+from pentad.schedules.orders import streams
 from pentad.schedules.program import Streams
 from pentad.schedules.shape import Shape
 
@@ -56,11 +57,9 @@ def _lagging(shape: Shape, lags: dict[Op, Array]) -> Streams:
     turns = np.arange(shape.chunks * shape.microbatches)
     moments = [(turns + lag[:, None]) * len(lags) + at for at, lag in enumerate(lags.values())]
     order = np.argsort(np.concatenate(moments, axis=1), kind="stable")
-    op = np.repeat([CODE[op] for op in lags], len(turns)).astype(np.int8)
-    chunk, mb = np.concatenate([_turns(shape, down=op is not Op.F) for op in lags], axis=1, dtype=np.int32)
-    stage = chunk[order] * np.int32(shape.ranks) + _ranks(shape).astype(np.int32)[:, None]
-    first = np.arange(shape.ranks + 1) * len(op)
-    return Streams(plain(first, op[order].ravel(), stage.ravel(), mb[order].ravel()))
+    op = np.repeat([CODE[op] for op in lags], len(turns))
+    chunk, mb = np.concatenate([_turns(shape, down=op is not Op.F) for op in lags], axis=1)
+    return streams(op[order], chunk[order] * shape.ranks + _ranks(shape)[:, None], mb[order])
 
 
 def _turns(shape: Shape, *, down: bool) -> Array:

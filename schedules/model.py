@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,3 +98,10 @@ class ModelShape:
         if self.latent is not None:
             return self.latent.plain + self.latent.rotary
         return self.head_size or self.hidden // self.heads
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """What attention scores are multiplied by, where it is not 1 / sqrt(head_dim)."""
+        if self.scaling is None or self.scaling.softmax == 1.0:
+            return None
+        return self.scaling.softmax / math.sqrt(self.head_dim)

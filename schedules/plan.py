@@ -119,8 +119,8 @@ class Plan:
 
     @property
     def is_tied(self) -> bool:
-        """Whether two stages have copies of the embedding, which is the head too."""
-        return self.model.tied and self.program.stages > 1
+        """Whether two stages have copies of the embedding, which is the head too or read by predicted layers."""
+        return (self.model.tied or self.model.predicted > 0) and self.program.stages > 1
 
     def has_experts(self, stage: int) -> bool:
         experts = self.model.experts

@@ -90,9 +90,11 @@ def active(model: ModelShape, layer: int) -> int:
 
 
 def head_in_layers(model: ModelShape, length: int) -> float:
-    """Multiplications of the output head over those of a decoder layer, at a sequence length (causal attention)."""
+    """Multiplications of the output head, and of layers that predict further tokens, over those of a decoder layer, at
+    a sequence length (causal attention)."""
     layer = active(model, model.layers - 1) + length * model.heads * model.head_dim
-    return model.vocab * model.hidden / layer
+    head = model.vocab * model.hidden / layer
+    return head + model.predicted * (1 + head)
 
 
 @lru_cache(maxsize=4096)
@@ -112,6 +114,21 @@ def _all(model: ModelShape, first: int, end: int) -> Iterator[Tensor]:
         if not model.tied or first > 0:
             yield Tensor("head", (model.vocab, h), std, words, like="embedding" if model.tied else "")
         yield Tensor("norm", (h,), 0.0)
+        yield from _predicted(model, alone=first == 0)
+
+
+def _predicted(model: ModelShape, *, alone: bool) -> Iterator[Tensor]:
+    """Of layers that predict further tokens; on a stage that has no embedding they need a copy of it."""
+    h = model.hidden
+    for number in range(model.predicted):
+        at = f"predicted.{number}"
+        yield Tensor(f"{at}.join", (h, 2 * h), 0.02)
+        for name in ("hidden_norm", "embedding_norm", "norm"):
+            yield Tensor(f"{at}.{name}", (h,), 0.0)
+        yield from _layer(model, model.layers + number)
+    if model.predicted and not model.tied and not alone:
+        cut = (_rows(model.vocab, model.vocab),)
+        yield Tensor("predicted.embedding", (model.vocab, h), 0.02, cut, like="embedding")
 
 
 def _layer(model: ModelShape, layer: int) -> Iterator[Tensor]:

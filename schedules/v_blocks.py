@@ -8,14 +8,18 @@ the true costs: W fill gaps, and what is there may overtake what is late, where 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import accumulate, count, product
+from itertools import accumulate, product
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
+from pentad.schedules.columns import CODE
 from pentad.schedules.costs import Costs
-from pentad.schedules.instruction import Instruction, Op, Unit
+from pentad.schedules.instruction import Instruction, Op
+from pentad.schedules.orders import numbered, streams
+from pentad.schedules.program import Streams
 from pentad.schedules.shape import Shape
 
 PERIOD = 6  # slots: F, B and W of two chunks
@@ -45,14 +49,14 @@ IN_PLACE = Rule(False, inf)  # no gap is filled, W runs where the block has it: 
 FILLING = (Rule(False, 0.5), Rule(True, 0.0), Rule(True, 0.5), Rule(True, 1.0))
 
 
-def v_half(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
+def v_half(shape: Shape) -> Streams:
     """Keeps at most `(ranks + 2) // 2` microbatches a rank, each until its W. At equal costs and from 3 ranks on, the
     busiest rank idles for (3 ranks - 7) / 2 times its F, 1.5 more if ranks are odd; that of 1F1B for 3 ranks - 3."""
     even = shape.ranks % 2 == 0
     return _shortest(shape, [Block(2, 1, (0, 3 if even else 0, 1))], (shape.ranks + 2) // 2)
 
 
-def v_min(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
+def v_min(shape: Shape) -> Streams:
     """Keeps at most `(ranks + 4) // 3` microbatches a rank, each until its W. At equal costs and from 2 ranks on, the
     busiest rank idles for at most (4 ranks - 5) / 2 times its F."""
     # The first two are the paper's (the second where ranks are a multiple of 3); the third has slack at every turn,
@@ -61,7 +65,7 @@ def v_min(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
     return _shortest(shape, blocks, (shape.ranks + 4) // 3)
 
 
-def _shortest(shape: Shape, blocks: list[Block], keep: int) -> tuple[tuple[Unit, ...], ...]:
+def _shortest(shape: Shape, blocks: list[Block], keep: int) -> Streams:
     """The shortest step, by its busiest rank and then from end to end, that keeps at most `keep` microbatches."""
     costs = shape.costs or Costs.uniform(2 * shape.ranks, chunks=2)
     tried = (
@@ -71,7 +75,7 @@ def _shortest(shape: Shape, blocks: list[Block], keep: int) -> tuple[tuple[Unit,
     fitting = ((rules, orders) for rules, orders in tried if max(map(_peak, orders)) <= 2 * keep)
     done = (_run(orders, rule, shape, costs, 2 * keep) for rules, orders in fitting for rule in rules)
     best = min(done, key=_length)
-    return tuple(tuple(rank.units()) for rank in best)
+    return _streams(best, shape.microbatches)
 
 
 def _order(block: Block, rank: int, shape: Shape, *, in_place: bool) -> list[int]:
@@ -107,16 +111,22 @@ class _Rank:
     def __init__(self, rank: int, ranks: int, order: list[int], costs: Costs) -> None:
         low, high = rank, 2 * ranks - 1 - rank
         self.order = order.copy()  # legs still to run
-        self.there = [[inf] * (order.count(0) + 1) for _ in LEGS]  # when each leg's inputs arrive, by microbatch
+        self.first = [inf for _ in LEGS]  # when each leg's next inputs arrive
+        self.later: list[deque[float]] = [deque() for _ in LEGS]  # ... and those behind them
         self.stages = (low, high, high, low)
         self.seconds = [costs.on(rank, Instruction(op, stage)) for op, stage in zip(LEGS, self.stages, strict=True)]
         self.weight = [costs.on(rank, Instruction(Op.W, stage)) for stage in self.stages]
         self.next = [_next(rank, leg, ranks, costs) for leg in range(len(LEGS))]
-        self.given = [0, 0, 0, 0]
         self.due: deque[int] = deque()  # legs of which only W is left
         self.kept = 0  # chunks between F and the end of W
         self.begin = self.free = 0.0
         self.done: list[int] = []  # legs, and WEIGHT
+
+    def arrive(self, leg: int, time: float) -> None:
+        if self.first[leg] < inf:
+            self.later[leg].append(time)
+        else:
+            self.first[leg] = time
 
     def choose(self, now: float, rule: Rule, keep: int) -> int:
         """A position in `order`, or WEIGHT or WAIT."""
@@ -126,7 +136,7 @@ class _Rank:
             if leg == WEIGHT:
                 return WEIGHT
             fits = leg > 1 or self.kept < keep
-            arrival = self.there[leg][self.given[leg]]
+            arrival = self.first[leg]
             if arrival <= now:
                 return 0 if fits else WEIGHT
         if rule is IN_PLACE:
@@ -143,9 +153,11 @@ class _Rank:
     def _overtaking(self, now: float, keep: int) -> int:
         """The first leg that is there and, if it is an F, leaves room for all that it overtakes, once every W that is
         due has run: so a rank never blocks itself, and the order of the block always remains a way to the end."""
-        arrived = [times[mb] <= now for times, mb in zip(self.there, self.given, strict=True)]
+        if min(self.first) > now:
+            return WAIT
+        arrived = [time <= now for time in self.first]
         least, peak = self.kept - len(self.due), self.kept
-        for at, leg in enumerate(self.order if True in arrived else ()):
+        for at, leg in enumerate(self.order):
             if arrived[leg]:
                 if leg > 1 or peak < keep:
                     return at
@@ -159,16 +171,17 @@ class _Rank:
     def take(self, choice: int, now: float) -> int:
         """Runs the choice and returns its leg, or WEIGHT."""
         start = now if now > self.free else self.free
-        self.begin = self.begin if self.done else now
+        if not self.done:
+            self.begin = now
         if choice == WEIGHT:
             if self.order and self.order[0] == WEIGHT:
-                self.order.pop(0)
+                del self.order[0]
             self.kept -= 1
             self.free = start + self.weight[self.due.popleft()]
             self.done.append(WEIGHT)
             return WEIGHT
         leg = self.order.pop(choice)
-        self.given[leg] += 1
+        self.first[leg] = self.later[leg].popleft() if self.later[leg] else inf
         self.free = start + self.seconds[leg]
         self.done.append(leg)
         if leg > 1:
@@ -177,24 +190,12 @@ class _Rank:
             self.kept += 1
         return leg
 
-    def units(self) -> Iterator[Unit]:
-        """What it has done: of each leg one microbatch after the other, and W in the order of B."""
-        given = [count() for _ in LEGS]
-        due: deque[tuple[int, int]] = deque()
-        for leg in self.done:
-            if leg == WEIGHT:
-                yield Instruction(Op.W, *due.popleft())
-                continue
-            stage, mb = self.stages[leg], next(given[leg])
-            yield Instruction(LEGS[leg], stage, mb)
-            if leg > 1:
-                due.append((stage, mb))
-
 
 def _run(orders: list[list[int]], rule: Rule, shape: Shape, costs: Costs, keep: int) -> list[_Rank]:
     """All ranks after their step, `keep` chunks kept at most."""
     ranks = [_Rank(rank, shape.ranks, order, costs) for rank, order in enumerate(orders)]
-    ranks[0].there[0][:-1] = [0.0] * shape.microbatches
+    for _ in range(shape.microbatches):
+        ranks[0].arrive(0, 0.0)
     events = [(0.0, 0)]  # when a rank may have something to start
     slack = 1e-9 * max(*costs.forward, *costs.backward, *costs.weight)  # sums of the same costs differ by rounding
     while events:
@@ -210,10 +211,9 @@ def _run(orders: list[list[int]], rule: Rule, shape: Shape, costs: Costs, keep: 
         heappush(events, (rank.free, at))
         if leg == WEIGHT or (leg == 3 and at == 0):
             continue
-        mb = rank.given[leg] - 1
         target, leg, transfer = rank.next[leg]
         arrival = rank.free + transfer
-        ranks[target].there[leg][mb] = arrival
+        ranks[target].arrive(leg, arrival)
         if arrival + slack >= ranks[target].free:  # else it looks when it is free
             heappush(events, (arrival, target))
     return ranks
@@ -224,6 +224,17 @@ def _next(rank: int, leg: int, ranks: int, costs: Costs) -> tuple[int, int, floa
     leg; and how long that takes."""
     target = rank + (-1 if leg % 2 else 1)
     return (target, leg, costs.hop(rank, target)) if 0 <= target < ranks else (rank, leg + 1, 0.0)
+
+
+def _streams(ranks: list[_Rank], microbatches: int) -> Streams:
+    """What they have done: of each leg one microbatch after the other, and W in the order of B."""
+    legs = np.array([rank.done for rank in ranks])
+    mb = numbered(legs, microbatches)
+    stage = np.take_along_axis(np.array([rank.stages for rank in ranks]), legs, axis=1)
+    weights = legs == WEIGHT
+    for column in (mb, stage):
+        column[weights] = column[legs > 1]  # rank after rank as many
+    return streams(np.array([CODE[op] for op in (*LEGS, Op.W)])[legs], stage, mb)  # WEIGHT is the last
 
 
 def _length(ranks: list[_Rank]) -> tuple[float, float]:

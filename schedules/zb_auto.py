@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import accumulate, product
 from math import inf
 
+import numpy as np
+
+from pentad.schedules.columns import CODE
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
-from pentad.schedules.instruction import Instruction, Op, Unit
+from pentad.schedules.instruction import Op
+from pentad.schedules.orders import numbered, streams
+from pentad.schedules.program import Streams
 from pentad.schedules.shape import Shape
 from pentad.schedules.zb_greedy import NEVER, Knobs, Line, greedy, ticks
 from pentad.schedules.zero_bubble import zb_h1, zb_h2
 
 
-def zb_1p(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
+def zb_1p(shape: Shape) -> Streams:
     """With the memory of 1F1B, unless `shape.limit` says otherwise. Raises PentadError if that is less than 1."""
     return zb_auto(shape, "zb-1p", shape.ranks)
 
 
-def zb_2p(shape: Shape) -> tuple[tuple[Unit, ...], ...]:
+def zb_2p(shape: Shape) -> Streams:
     """With twice the memory of 1F1B, unless `shape.limit` says otherwise. Raises PentadError if that is less than 1."""
     return zb_auto(shape, "zb-2p", 2 * shape.ranks)
 
 
-def zb_auto(shape: Shape, name: str = "zb-auto", usual: float = inf) -> tuple[tuple[Unit, ...], ...]:
+def zb_auto(shape: Shape, name: str = "zb-auto", usual: float = inf) -> Streams:
     """One stage a rank; of all orders tried the one with the least `longest`, then makespan, then memory.
 
     No rank keeps more than `shape.limit` microbatches of activations (`usual` where that is None). Never slower than
@@ -39,7 +43,9 @@ def zb_auto(shape: Shape, name: str = "zb-auto", usual: float = inf) -> tuple[tu
     costs = shape.costs or Costs.uniform(shape.ranks)
     lines = _lines(costs, shape.ranks, shape.microbatches, min(limit, shape.microbatches))
     best = min(lines, key=lambda line: (*line.spans(), line.peak))
-    return tuple(tuple(_numbered(rank, ops)) for rank, ops in enumerate(best.streams))
+    op = np.array([list(map(CODE.__getitem__, ops)) for ops in best.streams])
+    stage = np.broadcast_to(np.arange(shape.ranks)[:, None], op.shape)
+    return streams(op, stage, numbered(op, shape.microbatches))
 
 
 def _lines(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Line]:
@@ -107,11 +113,3 @@ def _ready(line: Line, rank: int, op: Op) -> bool:
 def _peak(ops: list[Op]) -> float:
     """Most microbatches of activations kept at once."""
     return max(accumulate(1.0 if op is Op.F else -0.5 for op in ops))
-
-
-def _numbered(rank: int, ops: list[Op]) -> Iterator[Unit]:
-    """Every op's microbatches from 0 on."""
-    run: Counter[Op] = Counter()
-    for op in ops:
-        yield Instruction(op, rank, run[op])
-        run[op] += 1

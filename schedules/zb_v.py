@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from pentad.schedules.columns import CODE, plain
+from pentad.schedules.columns import CODE
 from pentad.schedules.instruction import Op
+from pentad.schedules.orders import numbered, streams
 from pentad.schedules.program import Streams
 from pentad.schedules.shape import Shape
 
-_KINDS = F0, F1, B0, B1, W0, W1 = range(6)  # op and chunk
-_OPS = np.array([CODE[op] for op in (Op.F, Op.B, Op.W)], np.int8)
+F0, F1, B0, B1, W0, W1 = range(6)  # op and chunk
+_OPS = np.array([CODE[op] for op in (Op.F, Op.B, Op.W)])
 
 
 def zb_v(shape: Shape) -> Streams:
@@ -21,14 +22,11 @@ def zb_v(shape: Shape) -> Streams:
     activations of 1F1B on every rank. Chunk 0 of a rank is stage `rank`, chunk 1 stage `2 * ranks - 1 - rank`."""
     ranks, most = shape.ranks, max(2 * shape.ranks - 1, shape.microbatches)
     kind = np.array([_padded(rank, ranks, most) for rank in range(ranks)])
-    mb = np.empty(kind.shape, np.int32)
-    by_kind = np.argsort(kind, kind="stable")
-    np.put_along_axis(mb, by_kind, np.tile(np.arange(most), len(_KINDS))[None], axis=1)  # all kinds take all of them
+    mb = numbered(kind, most)
     rank = np.arange(ranks)[:, None]
-    stage = np.where(kind % 2, 2 * ranks - 1 - rank, rank).astype(np.int32)
-    kept = mb < shape.microbatches
-    first = np.arange(ranks + 1) * len(_KINDS) * shape.microbatches
-    return Streams(plain(first, _OPS[kind[kept] // 2], stage[kept], mb[kept]))
+    stage = np.where(kind % 2, 2 * ranks - 1 - rank, rank)
+    there = mb < shape.microbatches
+    return streams(*(field[there].reshape(ranks, -1) for field in (_OPS[kind // 2], stage, mb)))
 
 
 def _padded(rank: int, ranks: int, microbatches: int) -> list[int]:

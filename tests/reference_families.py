@@ -44,7 +44,9 @@ def predictions(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Te
     """Logits [B, S - K - 1, V] of each predicted layer K: of the positions i for which targets[i + K + 1], the token
     that it predicts, is known."""
     hidden, _ = _hidden(shape, tensors, tokens)
-    return [each @ _head(shape, tensors).T for each, _ in _predicted(shape, tensors, hidden, targets)]
+    found = _predicted(shape, tensors, hidden, targets)
+    known = [each[:, : targets.shape[1] - number - 1] for number, (each, _) in enumerate(found)]
+    return [each @ _head(shape, tensors).T for each in known]
 
 
 def loss(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -60,7 +62,8 @@ def losses(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor)
     main = F.cross_entropy((hidden @ head.T).flatten(0, 1), targets.flatten())
     ahead = main.new_zeros(())
     for number, (each, more) in enumerate(_predicted(shape, tensors, hidden, targets)):
-        logits, wanted = (each @ head.T).flatten(0, 1), targets[:, number + 1 :].flatten()
+        wanted = targets[:, number + 1 :]
+        logits, wanted = (each[:, : wanted.shape[1]] @ head.T).flatten(0, 1), wanted.flatten()
         ahead = ahead + F.cross_entropy(logits, wanted, reduction="sum") / targets.numel()
         routes += more
     balances = [balance(shape.experts, each) for each in routes if shape.experts is not None]
@@ -147,14 +150,19 @@ def _hidden(shape: ModelShape, t: Tensors, tokens: Tensor) -> tuple[Tensor, list
     return _norm(x, t["norm"], shape.norm_eps), routes
 
 
+def _behind(targets: Tensor, count: int) -> Tensor:
+    """The tokens `count` behind the targets, 0 beyond the end of a sequence."""
+    return torch.cat([targets[:, count:], targets.new_zeros(len(targets), count)], 1)
+
+
 def _predicted(shape: ModelShape, t: Tensors, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, list[Routes]]]:
     """Of each predicted layer its normed stream, and its routes. It gets the normed stream of the layer before it, of
     positions that have the next token, and that token."""
     found, eps = [], shape.norm_eps
     for number in range(shape.predicted):
         at = f"predicted.{number}"
-        token = t["embedding"][targets[:, number:-1]]
-        before = _norm(hidden[:, : token.shape[1]], t[f"{at}.hidden_norm"], eps)
+        token = t["embedding"][_behind(targets, number)]
+        before = _norm(hidden, t[f"{at}.hidden_norm"], eps)
         joined = torch.cat([_norm(token, t[f"{at}.embedding_norm"], eps), before], -1) @ t[f"{at}.join"].T
         x, routes = _layer(shape, t, shape.layers + number, joined)
         hidden = _norm(x, t[f"{at}.norm"], eps)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pentad.schedules.model import ModelShape
 from pentad.schedules.plan import Plan
 from pentad.schedules.tensors import tensors
-from pentad.workers.parameters import first_value
+from pentad.workers.first_values import first_values
 
 State = dict[str, torch.Tensor]
 Trained = tuple[list[float], list[State], list[float], State]  # losses, gradients, norms; last weights
@@ -18,7 +18,7 @@ Trained = tuple[list[float], list[State], list[float], State]  # losses, gradien
 def initial(plan: Plan) -> dict[str, torch.Tensor]:
     """Parameters by global name, float64, requiring gradients."""
     found = [each for each in tensors(plan.model, 0, plan.model.layers) if not each.like]
-    return {s.name: first_value(s, plan.seed).double().requires_grad_() for s in found}
+    return {s.name: first_values(s, plan.seed).double().requires_grad_() for s in found}
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

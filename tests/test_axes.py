@@ -10,47 +10,83 @@ import torch
 from fleet import Fleet, assembled
 from plans import MODEL, STEPS, close, plan_of, reference
 
-from pentad.schedules.model import Experts
+from pentad.schedules.model import Experts, Latent, Scaling
 from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
 
+SLOW = pytest.mark.slow
 HEADS = replace(MODEL, kv_heads=4)  # for ranks that exchange heads
-MIXED = replace(MODEL, experts=Experts(count=4, active=2, ffn=12, shared=8, auxiliary=0.1, bias_rate=0.01, dense=1))
+ROUTED = Experts(count=4, active=2, ffn=12, shared=8, auxiliary=0.1, bias_rate=0.01, dense=1)
+MIXED = replace(MODEL, experts=ROUTED)
+FAMILIES = {
+    "llama 3.1": replace(MODEL, scaling=Scaling("llama3", 4.0, 4, 1.0, 4.0)),
+    "qwen3": replace(MODEL, head_size=6, qk_norm=True, tied=True),
+    "mixtral": replace(MODEL, experts=Experts(count=4, active=2, ffn=12)),
+    "qwen3-moe": replace(MODEL, head_size=6, qk_norm=True, experts=Experts(4, 3, 8, normalized=False)),
+    "deepseek-v3": replace(
+        MODEL,
+        layers=4,
+        kv_heads=4,
+        latent=Latent(rank=6, query_rank=10, plain=4, rotary=2, value=3),
+        experts=Experts(8, 3, 6, 4, "sigmoid", True, 2.5, groups=4, active_groups=2, bias_rate=0.01, dense=1),
+        scaling=Scaling("yarn", 4.0, 4, 1.0, 32.0, attention=1.2, softmax=1.3),
+    ),
+    "deepseek-v2-lite": replace(MODEL, kv_heads=4, latent=Latent(rank=6, query_rank=0, plain=4, rotary=2, value=8)),
+}
+PREDICTED = [
+    pytest.param("gpipe", {}, False, marks=SLOW),
+    pytest.param("zb-h2", {"pp": 4}, False, marks=SLOW),
+    ("1f1b", {"pp": 2, "tp": 2}, True),
+    ("dualpipe", {"pp": 2, "ep": 2}, False),
+    pytest.param("zb-v", {"pp": 2, "cp": 2}, True, marks=SLOW),
+]
+OF_FAMILIES = [
+    *((name, "gpipe", {}) for name in FAMILIES),
+    pytest.param("llama 3.1", "zb-h2", {"pp": 2, "cp": 2}, marks=SLOW),
+    ("qwen3", "zb-h2", {"tp": 4}),
+    pytest.param("qwen3", "1f1b", {"tp": 2, "pp": 2}, marks=SLOW),
+    pytest.param("qwen3-moe", "zb-v", {"ep": 2, "pp": 2}, marks=SLOW),
+    pytest.param("mixtral", "1f1b", {"tp": 4}, marks=SLOW),
+    ("deepseek-v3", "zb-h2", {"tp": 2, "pp": 2}),
+    ("deepseek-v3", "1f1b", {"ep": 2, "cp": 2}),
+    pytest.param("deepseek-v3", "dualpipe", {"pp": 2, "ep": 2}, marks=SLOW),
+    pytest.param("deepseek-v2-lite", "1f1b", {"tp": 2, "cp": 2}, marks=SLOW),
+]
 TENSOR = [
-    ("1f1b", {"tp": 2}),
+    pytest.param("1f1b", {"tp": 2}, marks=SLOW),
     ("1f1b", {"tp": 4}),
     ("zb-h2", {"tp": 2, "pp": 2}),
-    ("dualpipe", {"tp": 2, "pp": 2}),
-    ("gpipe", {"tp": 2, "dp": 2}),
+    pytest.param("dualpipe", {"tp": 2, "pp": 2}, marks=SLOW),
+    pytest.param("gpipe", {"tp": 2, "dp": 2}, marks=SLOW),
 ]
 TIED = [
-    ("gpipe", {"tp": 2}, 0),
-    ("zb-h2", {"pp": 4}, 0),
+    pytest.param("gpipe", {"tp": 2}, 0, marks=SLOW),
+    pytest.param("zb-h2", {"pp": 4}, 0, marks=SLOW),
     ("1f1b", {"pp": 2, "dp": 2}, 3),
     ("dualpipe", {"tp": 2, "pp": 2}, 0),
-    ("dualpipe", {"pp": 4}, 1),
-    ("zb-v", {"pp": 2, "tp": 2}, 0),
+    pytest.param("dualpipe", {"pp": 4}, 1, marks=SLOW),
+    pytest.param("zb-v", {"pp": 2, "tp": 2}, 0, marks=SLOW),
 ]
 CONTEXT = [
     ("1f1b", {"cp": 2}, "ring"),
     ("zb-h2", {"cp": 2, "pp": 2}, "gather"),
     ("gpipe", {"cp": 2, "tp": 2}, "exchange"),
     ("1f1b", {"cp": 4}, "ring"),
-    ("1f1b", {"cp": 4}, "gather"),
-    ("dualpipe", {"cp": 2, "pp": 2}, "ring"),
-    ("1f1b", {"cp": 2, "dp": 2}, "exchange"),
+    pytest.param("1f1b", {"cp": 4}, "gather", marks=SLOW),
+    pytest.param("dualpipe", {"cp": 2, "pp": 2}, "ring", marks=SLOW),
+    pytest.param("1f1b", {"cp": 2, "dp": 2}, "exchange", marks=SLOW),
 ]
 EXPERTS = [
-    ("gpipe", {}, 0),
-    ("1f1b", {"ep": 2}, 0),
+    pytest.param("gpipe", {}, 0, marks=SLOW),
+    pytest.param("1f1b", {"ep": 2}, 0, marks=SLOW),
     ("1f1b", {"ep": 4}, 0),
-    ("zb-h2", {"ep": 2, "pp": 2}, 0),
+    pytest.param("zb-h2", {"ep": 2, "pp": 2}, 0, marks=SLOW),
     ("dualpipe", {"ep": 2, "pp": 2}, 0),
-    ("1f1b", {"ep": 2, "tp": 2}, 0),
+    pytest.param("1f1b", {"ep": 2, "tp": 2}, 0, marks=SLOW),
     ("1f1b", {"ep": 2, "dp": 2}, 3),
     ("gpipe", {"ep": 2, "cp": 2}, 0),
 ]
-SHARDED = [(zero, {"tp": 2, "dp": 2}) for zero in (1, 2, 3)]
+SHARDED = [(3, {"tp": 2, "dp": 2})]
 
 
 def made(data: str, name: str, sizes: dict[str, int], **more: Any) -> Plan:
@@ -69,7 +105,7 @@ def test_shards_of_tensor_ranks_equal_one_process(fleet, corpus, zero, sizes):
     equals_one_process(fleet, made(corpus, "1f1b", sizes, savings=Savings(zero=zero)))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=SLOW)])
 def test_tensor_ranks_recompute_as_one_process(fleet, corpus, recompute):
     equals_one_process(fleet, made(corpus, "zb-h2", {"tp": 2, "pp": 2}, recompute=recompute))
 
@@ -80,10 +116,21 @@ def test_tied_embeddings_equal_one_process(fleet, corpus, name, sizes, zero):
     equals_one_process(fleet, made(corpus, name, sizes, model=tied, savings=Savings(zero=zero)))
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=SLOW)])
 @pytest.mark.parametrize(("name", "sizes", "variant"), CONTEXT)
 def test_context_ranks_equal_one_process(fleet, corpus, name, sizes, variant, packed):
     equals_one_process(fleet, made(corpus, name, sizes, model=HEADS, context=variant, packed=packed))
+
+
+@pytest.mark.parametrize(("family", "name", "sizes"), OF_FAMILIES)
+def test_every_family_equals_one_process(fleet, corpus, family, name, sizes):
+    equals_one_process(fleet, made(corpus, name, sizes, model=FAMILIES[family]))
+
+
+@pytest.mark.parametrize(("name", "sizes", "tied"), PREDICTED)
+def test_layers_that_predict_further_tokens_equal_one_process(fleet, corpus, name, sizes, tied):
+    model = replace(FAMILIES["deepseek-v3"], predicted=2, tied=tied)
+    equals_one_process(fleet, made(corpus, name, sizes, model=model))
 
 
 @pytest.mark.parametrize(("name", "sizes", "zero"), EXPERTS)
@@ -101,21 +148,22 @@ def equals_one_process(fleet: Fleet, plan: Plan) -> None:
         for outcome in outcomes:
             assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
         found = assembled([outcome.gradients[step] for outcome in outcomes], like(weights))
-        if plan.is_tied:
-            assert torch.equal(found.pop("head"), found["embedding"])
+        for copy in found.keys() & {"head", "predicted.embedding"} - weights.keys():
+            assert torch.equal(found.pop(copy), found["embedding"])
         assert found.keys() == {name for name in weights if not name.endswith(".bias")}
         for name, gradient in found.items():
             assert close(gradient, gradients[step][name]), f"step {step}: gradient of {name}"
     kept = {f"model.{name}": weight for name, weight in weights.items()}
     states = [{k: v for k, v in outcome.state.items() if k.startswith("model.")} for outcome in outcomes]
     found = assembled(states, like(kept))
-    if plan.is_tied:
-        assert torch.equal(found.pop("model.head"), found["model.embedding"])
+    for copy in found.keys() - kept.keys():
+        assert torch.equal(found.pop(copy), found["model.embedding"])
     for name, weight in found.items():
         assert close(weight, kept[name]), f"weights of {name}"
 
 
 def like(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Also of a tied head, which has the embedding's shape."""
-    heads = {name.replace("embedding", "head"): value for name, value in weights.items() if "embedding" in name}
-    return heads | weights
+    """Also of copies of the embedding, which has its shape."""
+    (embedding,) = (name for name in weights if name.endswith("embedding"))
+    copies = (embedding.replace("embedding", name) for name in ("head", "predicted.embedding"))
+    return dict.fromkeys(copies, weights[embedding]) | weights

@@ -36,3 +36,20 @@ def _with_next(blocks: list[tuple[str, str]]) -> list[tuple[str, tuple[str, str]
     """The blocks of Python, each with the block behind it."""
     after = [*blocks[1:], ("", "")]
     return [(block, follows) for (kind, block), follows in zip(blocks, after, strict=True) if kind == "python"]
+
+
+COMMANDS = [
+    line.partition("#")[0].strip()
+    for block in re.findall(r"^```sh\n(.*?)^```", (DOCS / "axes.md").read_text(), re.DOTALL | re.MULTILINE)
+    for line in block.splitlines()
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_mesh_of_the_page_can_be_planned(command: str) -> None:
+    """The configurations lie where the page's reader stands."""
+    name, *words = command.split()
+    program = Path(sys.executable).parent / name
+    done = subprocess.run([program, *words], cwd=DOCS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ranks" in done.stdout

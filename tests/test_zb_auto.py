@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from pentad.schedules.transfers import add_transfers
 from pentad.schedules.zb_auto import zb_1p, zb_2p, zb_auto
 from pentad.schedules.zero_bubble import zb_h1, zb_h2
 
-Streams = tuple[tuple[Unit, ...], ...]
+Streams = Sequence[tuple[Unit, ...]]
 
 # arXiv 2401.10241, tables 9 and 5: ranks, microbatches, milliseconds of F, B, W and a hop; bubble rates of 1p and 2p
 PUBLISHED = [

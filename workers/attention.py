@@ -76,8 +76,7 @@ def backward(
         (roots.keys, w.key_norm, g.key_norm, dqkv[:, heads : heads + pairs]),
     ):
         if each is not None and weight is not None and gradient is not None:
-            flat = part.reshape(-1, part.shape[2])
-            dheads, dnorm = rms_norm_backward(flat, each.heads, weight, each.scale)
+            dheads, dnorm = rms_norm_backward(_flat(part), each.heads, weight, each.scale)
             part.copy_(dheads.view(part.shape))
             norms.append(Sum(gradient, dnorm))
     dqkv = dqkv.view(dqkv.shape[0], -1)
@@ -95,10 +94,15 @@ def _norm_(heads: torch.Tensor, weight: torch.Tensor | None, around: Around) -> 
     """Norms heads [T, count, D] in place, each by itself."""
     if weight is None:
         return None
-    flat = heads.reshape(-1, heads.shape[2])
+    flat = _flat(heads)
     normed, entry, scale = rms_norm(flat, weight, around.model.norm_eps)
     heads.copy_(normed.view(heads.shape))
     return Normed(entry, scale)
+
+
+def _flat(heads: torch.Tensor) -> torch.Tensor:
+    """A copy, [T count, D], also of a single head, which a view could say."""
+    return heads.clone(memory_format=torch.contiguous_format).view(-1, heads.shape[2])
 
 
 def _attention_backward(

@@ -19,7 +19,9 @@ class Balance:
         experts = plan.model.experts
         assert experts is not None
         self.rate = experts.bias_rate
-        self.layers = [layer for layer in range(*plan.layers[stage]) if layer >= experts.dense]
+        first, end = plan.layers[stage]
+        more = plan.model.predicted if end == plan.model.layers else 0
+        self.layers = [layer for layer in range(first, end + more) if layer >= experts.dense]
         wide = torch.float64 if plan.dtype == "float64" else torch.float32
         self.bias = torch.zeros(len(self.layers), experts.count, dtype=wide, device=device)
         self.load = torch.zeros(len(self.layers), experts.count, dtype=torch.int64, device=device)

@@ -79,9 +79,10 @@ class Executor:
                 received = self._input(part, Op.RECV_F, (Op.F,), stage - 1)
                 found = self.tokens.get(mb)
                 inputs = found.inputs if found and stage == 0 else None
-                targets = found.targets if found and self.stages[stage].last else None
-                documents = found.documents if found else ()
-                self.results[part.key] = self.stages[stage].forward(mb, received, inputs, targets, documents)
+                ends = found and self.stages[stage].last
+                targets, further = (found.targets, found.further) if found and ends else (None, None)
+                starts = found.documents if found else ()
+                self.results[part.key] = self.stages[stage].forward(mb, received, inputs, targets, further, starts)
             case Op.B | Op.BW:
                 dy = self._input(part, Op.RECV_B, (Op.B, Op.BW), stage + 1)
                 self.results[part.key] = self.stages[stage].backward_input(mb, dy)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from pentad.kernels.cross_entropy import IGNORE
 from pentad.schedules.plan import Plan
 from pentad.workers.corpus import Corpus
 from pentad.workers.positions import held
@@ -19,6 +20,7 @@ class Tokens(NamedTuple):
 
     inputs: torch.Tensor  # [T]
     targets: torch.Tensor  # [T]
+    further: torch.Tensor  # [predicted, T]: the tokens behind the targets, -100 beyond a sequence's end
     documents: tuple[tuple[int, ...], ...]
 
 
@@ -42,15 +44,18 @@ class Feed:
         batch, found, documents = self.plan.batch, [], []
         for number in self.microbatches.values():
             rows = range(number * batch.rows, (number + 1) * batch.rows)
-            found.append(microbatch(self.corpus, self.plan.seed, step, batch.sequences, rows, batch.length))
+            pair = microbatch(self.corpus, self.plan.seed, step, batch.sequences, rows, batch.length)
+            found.append([*pair, *_further(pair[1], self.plan.model.predicted)])
             documents.append(self._documents(step, rows) if self.plan.packed else ())
-        whole = torch.from_numpy(np.array(found))[..., self.positions]  # [microbatches, 2, rows, length]
-        both = whole.unflatten(3, (self.slices, -1)).permute(0, 3, 1, 2, 4).flatten(3)  # [microbatches, slices, 2, T]
+        whole = torch.from_numpy(np.array(found))[..., self.positions]  # [microbatches, kinds, rows, length]
+        each = (
+            whole.unflatten(3, (self.slices, -1)).permute(0, 3, 1, 2, 4).flatten(3)
+        )  # [microbatches, slices, kinds, T]
         if self.device.type == "cuda":
-            both = both.pin_memory().to(self.device, non_blocking=True)
+            each = each.pin_memory().to(self.device, non_blocking=True)
         return {
-            mb * self.slices + number: Tokens(piece[0], piece[1], of)
-            for mb, slices, of in zip(self.microbatches, both, documents, strict=True)
+            mb * self.slices + number: Tokens(piece[0], piece[1], piece[2:], of)
+            for mb, slices, of in zip(self.microbatches, each, documents, strict=True)
             for number, piece in enumerate(slices)
         }
 
@@ -58,3 +63,11 @@ class Feed:
         batch, seed = self.plan.batch, self.plan.seed
         numbers = (step * batch.sequences + row for row in rows)
         return tuple(document_starts(self.corpus, seed, number, batch.length) for number in numbers)
+
+
+def _further(targets: np.ndarray, count: int) -> list[np.ndarray]:
+    """[rows, length] each: the tokens 1 to `count` behind the targets."""
+    rows, length = targets.shape
+    beyond = np.full((rows, count), IGNORE)
+    longer = np.concatenate([targets, beyond], axis=1)
+    return [longer[:, number : number + length] for number in range(1, count + 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import threading
 from dataclasses import dataclass
@@ -118,10 +117,9 @@ def _ends(plan: Plan) -> list[tuple[int, ...]]:
 def _inner(plan: Plan, rank: int) -> Inner:
     mesh, at, model = plan.mesh, plan.mesh.coordinates(rank), plan.model
     tensor, context, experts = (_along(mesh, axis, rank) for axis in INNER)
-    sharper = model.scaling.softmax if model.scaling is not None else 1.0
     return Inner(
         TensorRanks(tensor, mesh.tp, at.tp),
-        Context(context, mesh.cp, at.cp, plan.context, sharper / math.sqrt(model.head_dim) if sharper != 1 else None),
+        Context(context, mesh.cp, at.cp, plan.context, model.softmax_scale),
         # a GPU's host is not to wait for what tokens have chosen
         Site(experts, at.ep, "gather" if plan.device == "cuda" else "exchange"),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import torch
 from pentad.schedules.plan import Plan, Share
 from pentad.schedules.tensors import Range, Tensor, tensors
 from pentad.schedules.validation import is_validated
+from pentad.workers.first_values import first_values
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -130,7 +130,7 @@ class Parameters:
 def create(plan: Plan, share: Share, device: torch.device, *, rank: int = 0, blank: bool = False) -> Parameters:
     """The buffers of a share on a rank with first values, which depend on the seed and the parameter's name alone.
 
-    `blank` ones hold zeros, for state that comes from elsewhere: making values takes seconds a billion.
+    `blank` ones hold zeros, for state that comes from elsewhere.
     """
     found, cut = locals_of(plan, share), cut_of(plan, share, rank)
     narrow = DTYPES[plan.dtype]
@@ -149,8 +149,8 @@ def create(plan: Plan, share: Share, device: torch.device, *, rank: int = 0, bla
     master = compute if shared else zeros()
     parameters = Parameters(found, share.experts, cut, master, compute, gradient, zeros(), zeros(), weights, gradients)
     for piece in () if blank else parameters.pieces(master):
-        whole = first_value(piece.local.tensor, plan.seed)
-        piece.values.copy_(piece.local.of(whole).flatten()[piece.span])
+        own = first_values(piece.local.tensor, plan.seed, piece.local.ranges, device)
+        piece.values.copy_(own.flatten()[piece.span])
     parameters.refresh()
     return parameters
 
@@ -166,12 +166,3 @@ def cut_of(plan: Plan, share: Share, rank: int) -> Cut:
     """The shard of a rank: that of its place among the holders."""
     size, parts = plan.size(share), plan.shards(share)
     return Cut(size, parts, plan.holders(share).index(rank)) if parts > 1 else Cut(size)
-
-
-def first_value(tensor: Tensor, seed: int) -> torch.Tensor:
-    """float32 on the CPU, the same on every machine and mesh."""
-    if tensor.scale == 0.0:
-        return torch.ones(tensor.shape)
-    digest = hashlib.blake2b(f"{seed}:{tensor.like or tensor.name}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return torch.empty(tensor.shape).normal_(0.0, tensor.scale, generator=generator)

@@ -9,11 +9,11 @@ import torch
 
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.plan import Plan
-from pentad.workers import head, layer
+from pentad.workers import head, layer, predicted
 from pentad.workers.around import Around, Place
 from pentad.workers.balance import Balance
 from pentad.workers.bank import Bank
-from pentad.workers.context import Documents
+from pentad.workers.context import Context, Documents
 from pentad.workers.inner import Inner
 from pentad.workers.past import Past
 from pentad.workers.positions import rotations
@@ -26,6 +26,7 @@ class Ending(NamedTuple):
     stream: torch.Tensor  # [T, H]
     scale: torch.Tensor  # [T]
     scores: head.Scores
+    predicted: list[predicted.Saved]
 
 
 class Given(NamedTuple):
@@ -35,6 +36,7 @@ class Given(NamedTuple):
     received: torch.Tensor | None  # [T / tp, H]
     tokens: torch.Tensor | None  # [T]
     targets: torch.Tensor | None  # [T]
+    further: torch.Tensor | None  # [predicted, T]
     documents: Documents | None
 
 
@@ -53,6 +55,7 @@ class Bound(NamedTuple):
     weights: layer.Views
     gradients: layer.Views
     layers: list[tuple[layer.Weights, layer.Weights]]
+    predicted: list[tuple[predicted.Weights, predicted.Weights]]
 
 
 class Stage:
@@ -70,7 +73,8 @@ class Stage:
         self.model, self.index, self.banks = plan.model, index, banks
         self.first, self.last = index == 0, index == plan.program.stages - 1
         self.mode = plan.mode(index)
-        self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens)
+        alone = Context(scale=plan.model.softmax_scale)
+        self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens, context=alone)
         master = banks[0].parameters.master
         device = master.device
         self.length, self.slices = plan.batch.length // plan.mesh.cp, plan.program.slices
@@ -78,8 +82,12 @@ class Stage:
         self.balance = Balance(plan, index, device) if plan.is_balanced(index) else None
         self.span = range(*plan.layers[index])
         self.words = "embedding" if plan.model.tied and self.first else "head"  # what the head multiplies with
+        copy = "head" if plan.model.tied else "predicted.embedding"
+        self.names = ("embedding" if self.first else copy, self.words)  # for layers that predict further tokens
+        ahead = range(plan.model.layers, plan.model.layers + plan.model.predicted if self.last else plan.model.layers)
+        self.halves_ahead = [layer.halves_of(plan.model, number) for number in ahead]
         self.halves = [layer.halves_of(plan.model, number) for number in self.span]
-        self.bound: dict[tuple[int, ...], Bound] = {(): Bound({}, {}, [])}
+        self.bound: dict[tuple[int, ...], Bound] = {(): Bound({}, {}, [], [])}
         self.bind()
         self.kept: dict[int, Kept] = {}
         self.pasts: dict[int, list[Past]] = {}  # by microbatch, of every layer
@@ -100,7 +108,10 @@ class Stage:
             weights |= self.balance.views() if self.balance else {}
             each = zip(self.span, self.halves, strict=True)
             layers = [(layer.weights_of(weights, *of), layer.weights_of(gradients, *of)) for of in each]
-            self.bound[at] = Bound(weights, gradients, layers)
+            numbers = range(self.model.predicted if self.last else 0)
+            of_ahead = [(self.model, number, self.names) for number in numbers]
+            ahead = [(predicted.weights_of(weights, *of), predicted.weights_of(gradients, *of)) for of in of_ahead]
+            self.bound[at] = Bound(weights, gradients, layers, ahead)
         self.now = self.bound[at]
 
     def begin(self, step: int) -> None:
@@ -114,15 +125,16 @@ class Stage:
         received: torch.Tensor | None,
         tokens: torch.Tensor | None,
         targets: torch.Tensor | None,
+        further: torch.Tensor | None = None,
         starts: Sequence[Sequence[int]] = (),
     ) -> torch.Tensor | None:
         """F. `received` [T, H] is the stage before's result, `tokens` and `targets` [T] are for the first and last
-        stage, `starts` of packed sequences are, by row, where documents begin. Returns the residual stream [T, H],
-        nothing on the last stage."""
+        stage, `further` [predicted, T] are the tokens behind the targets, `starts` of packed sequences are, by row,
+        where documents begin. Returns the residual stream [T, H], nothing on the last stage."""
         microbatch, number = divmod(piece, self.slices)
         context, whole = self.around.context, self.length * self.around.context.size
         documents = context.documents(starts, whole, self.sums.device) if starts else None
-        given = Given(received, tokens, targets, documents)
+        given = Given(received, tokens, targets, further, documents)
         if number == 0:
             self.pasts[microbatch] = [Past(self.length) for _ in self.now.layers]
         branch, stream, self.kept[piece], losses = self._through(piece, given, self.mode)
@@ -150,7 +162,7 @@ class Stage:
         kept = self.kept.pop(piece)
         work: list[Deferred] = []
         if kept.ending is not None:
-            dy, work = self._end_backward(kept.ending)
+            dy, work = self._end_backward(kept.ending, kept.given)
         assert dy is not None
         for (weights, gradients), halves, past in reversed(list(zip(self.now.layers, self.halves, pasts, strict=True))):
             # popped, so that what W does not need is freed before the next layer needs memory
@@ -202,22 +214,40 @@ class Stage:
             del roots, leaves  # what is not kept is free before the next layer needs memory
         assert stream is not None
         if given.targets is not None:
-            ending, losses = self._end(branch, stream, given.targets)
+            ending, losses = self._end(branch, stream, given)
             kept = kept if mode == "full" else kept._replace(ending=ending)
         return branch, stream, kept, losses
 
-    def _end(self, branch: torch.Tensor, stream: torch.Tensor, targets: torch.Tensor) -> tuple[Ending, torch.Tensor]:
-        weights = self.now.weights
+    def _end(self, branch: torch.Tensor, stream: torch.Tensor, given: Given) -> tuple[Ending, torch.Tensor]:
+        weights, targets = self.now.weights, given.targets
+        assert targets is not None
         normed, entry, scale = rms_norm(branch, weights["norm"], self.model.norm_eps, stream)
         scores, losses = head.score(weights[self.words], normed, targets, self.around.tensor)
-        return Ending(entry, scale, scores), losses
+        further, hidden, tokens = [], normed, targets
+        targets_ahead = () if given.further is None else given.further
+        for (own, _), halves, behind in zip(self.now.predicted, self.halves_ahead, targets_ahead, strict=True):
+            hidden, saved = predicted.forward(own, halves, self.around, self._ahead(given), hidden, tokens, behind)
+            further.append(saved)
+            tokens = behind
+        return Ending(entry, scale, scores, further), losses
 
-    def _end_backward(self, ending: Ending) -> tuple[torch.Tensor, list[Deferred]]:
-        weights, gradients, _ = self.now
+    def _end_backward(self, ending: Ending, given: Given) -> tuple[torch.Tensor, list[Deferred]]:
+        weights, gradients, *_ = self.now
         tensor, scale = self.around.tensor, self.around.loss_scale
-        dnormed, work = head.score_backward(weights[self.words], gradients[self.words], ending.scores, scale, tensor)
+        dhidden: torch.Tensor | None = None
+        work: list[Deferred] = []
+        ahead = zip(self.now.predicted, self.halves_ahead, ending.predicted, strict=True)
+        for (own, gradient), halves, saved in reversed(list(ahead)):
+            dhidden, more = predicted.backward(own, gradient, halves, self.around, self._ahead(given), saved, dhidden)
+            work += more
+        dnormed, more = head.score_backward(weights[self.words], gradients[self.words], ending.scores, scale, tensor)
+        dnormed = dnormed if dhidden is None else dnormed + dhidden
         dstream, dnorm = rms_norm_backward(dnormed, ending.stream, weights["norm"], ending.scale, None)
-        return dstream, [*work, Sum(gradients["norm"], dnorm)]
+        return dstream, [*work, *more, Sum(gradients["norm"], dnorm)]
+
+    def _ahead(self, given: Given) -> Place:
+        """Of layers that predict further tokens: sequences are whole there."""
+        return Place(self.rotations[0], Past(self.length), given.documents)
 
 
 def _read(bank: Bank) -> layer.Views:

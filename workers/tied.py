@@ -1,4 +1,5 @@
-"""An output head that is the embedding, on another stage: each has a copy, and both step on the sum of their gradients.
+"""An embedding that the last stage has as well, as its head or for layers that predict further tokens: each has a copy,
+and both step on the sum of their gradients.
 
 The sum is taken where all else is summed already, just before the step's norm, in which it counts once.
 """
@@ -35,14 +36,14 @@ class Tied:
             if not share.experts and share.stage in (0, plan.program.stages - 1):
                 bank = stages[share.stage].banks[0]
                 gives = bank.parameters.cut.parts > 1 or plan.owner(share) == rank
-                self._add(bank, "head" if share.stage else "embedding", gives)
+                self._add(bank, gives)
 
-    def _add(self, bank: Bank, name: str, gives: bool) -> None:
+    def _add(self, bank: Bank, gives: bool) -> None:
         start, span = 0, bank.parameters.cut.span
         for local in bank.parameters.locals:
             size = math.prod(local.shape)
             first, end = max(start, span.start), min(start + size, span.stop)
-            if local.name == name:
+            if "embedding" in (local.name, local.tensor.like):
                 self.size, self.gradient = size, bank.parameters.gradient
                 if first < end:
                     mine, place = slice(first - span.start, end - span.start), slice(first - start, end - start)
