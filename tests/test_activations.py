@@ -147,7 +147,7 @@ def check(plan: Plan, index: int) -> None:
     shape = plan.stream_tokens, plan.model.hidden
     dtype = DTYPES[plan.dtype]
     received = None if stage.first else torch.randn(shape).to(dtype)
-    starts = [(0, 3)] * plan.batch.rows if plan.packed else ()
+    starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.rows if plan.packed else []
     fixed = [*gradients(stage), received, tokens]
     stage.forward(0, received, tokens if stage.first else None, tokens if stage.last else None, starts)
     saved = of.saved - (0 if stage.first else of.entry)
