@@ -47,7 +47,7 @@ class Rates:
 # Only to start with, until a run has measured: an H200 with NVLink and 400 Gbit/s a GPU between hosts, and one CPU core
 # with transfers through memory.
 GUESSES = {
-    "cuda": Rates(400e12, 4e12, 300 * GB, 40 * GB, 50 * GB, latency=10e-6, far_latency=25e-6, launch=15e-6),
+    "cuda": Rates(660e12, 3e12, 330 * GB, 40 * GB, 50 * GB, latency=120e-6, far_latency=150e-6, launch=15e-6),
     "cpu": Rates(20e9, 10 * GB, GB, GB, 5 * GB, latency=100e-6, far_latency=100e-6, launch=50e-6),
 }
 # Of ranks laid out host by host, outermost first: replicas meet once a step.

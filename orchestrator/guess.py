@@ -15,13 +15,15 @@ from pentad.orchestrator.devices import GUESSES, Rates, crosses, link
 from pentad.orchestrator.kept import BYTES, Piece
 from pentad.orchestrator.traffic import Inside, stage_flows
 from pentad.schedules.costs import Costs
-from pentad.schedules.mesh import Mesh
+from pentad.schedules.mesh import Axis, Mesh
 from pentad.schedules.model import ModelShape
 from pentad.schedules.plan import BatchShape
 from pentad.schedules.sequence import Variant
 from pentad.schedules.tensors import active, local_size
 
 WHEN: tuple[Inside, ...] = ("F", "B", "leaves")
+HOLDING: tuple[Axis, ...] = ("dp", "ep", "cp")  # along which ranks hold the same parameters
+GROUPED = 0.5  # what products of experts attain of the FLOP/s of others
 ALONE = Mesh()
 
 
@@ -61,7 +63,7 @@ def guess_costs(
         tuple(of.backward + more for of, more in zip(work, inside["B"], strict=True)),
         tuple(of.weight + lookup * (span[0] == 0) for of, span in zip(work, layers, strict=True)),
         transfer=latency + piece.part * model.hidden * piece.compute / speed,
-        reduce=_reduction(held, batch.replicas * mesh.cp, mesh, rates),
+        reduce=max(_reduction(model, span, mesh, batch.replicas, rates) for span in layers),
         norm=2 * rates.latency + held / rates.memory,
         step=7 * held / rates.memory,  # reads master, m, v, gradient; writes master, m, v
         launch=rates.launch,
@@ -87,6 +89,11 @@ def _work(model: ModelShape, span: tuple[int, int], piece: Piece, length: int, r
     # one layer's scores and mixture, half of them masked
     square = tokens * length * model.heads * (model.head_dim + value) / width
     linear = 2 * tokens * sum(_active(model, layer) for layer in range(first, end)) / width
+    if model.experts is not None:
+        own = (
+            max(0, end - max(first, model.experts.dense)) * 3 * model.hidden * model.experts.active * model.experts.ffn
+        )
+        linear += 2 * tokens * own * (1 / GROUPED - 1) / width
     head = 2 * tokens * model.vocab * model.hidden / width if end == model.layers else 0.0
     # norms and sums of streams, and what stands between two products
     wide = _widths(model)
@@ -114,12 +121,16 @@ def _inside(model: ModelShape, span: tuple[int, int], piece: Piece, when: Inside
     return seconds
 
 
-def _reduction(held: float, copies: int, mesh: Mesh, rates: Rates) -> float:
-    """Seconds of an all-reduce. Where holders are on several hosts those of one host share its links to the others."""
-    latency, speed = next((link(rates, mesh, axis) for axis in ("dp", "ep", "cp") if crosses(mesh, axis)), (0.0, 0.0))
-    if not speed:
-        latency, speed = rates.latency, rates.link
-    return latency + 2 * held * (copies - 1) / copies / speed
+def _reduction(model: ModelShape, span: tuple[int, int], mesh: Mesh, replicas: int, rates: Rates) -> float:
+    """Seconds of an all-reduce of a stage's gradients: its experts have fewer holders than all else."""
+    seconds, axes = rates.latency, [axis for axis in HOLDING if crosses(mesh, axis)]
+    for experts in (False, True):
+        held = BYTES["float32"] * local_size(model, *span, Mesh(tp=mesh.tp, ep=mesh.ep), experts=experts)
+        copies = mesh.cp * (replicas // mesh.ep if experts else replicas)
+        far = [axis for axis in axes if axis != "ep" or not experts]
+        _, speed = link(rates, mesh, far[0]) if far else (0.0, rates.link)
+        seconds += 2 * held * (copies - 1) / copies / speed
+    return seconds
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,7 @@
 
 Every factorisation into five axes is tried, with microbatches of a few sizes, and with as little recompute and ZeRO as
 gives its ranks room. Time and memory are estimated from the first microbatches of a step; the best ones are compiled
-and simulated as a run would be.
+and simulated as a run would be. For schedule 'auto', which takes its time to search, zb-1p stands in.
 """
 
 from __future__ import annotations
