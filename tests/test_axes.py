@@ -13,6 +13,8 @@ from plans import MODEL, STEPS, close, plan_of, reference
 from pentad.schedules.model import Experts, Latent, Scaling
 from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
+from pentad.workers import checkpoint
+from pentad.workers.manifest import Shard
 
 SLOW = pytest.mark.slow
 HEADS = replace(MODEL, kv_heads=4)  # for ranks that exchange heads
@@ -136,6 +138,48 @@ def test_layers_that_predict_further_tokens_equal_one_process(fleet, corpus, nam
 @pytest.mark.parametrize(("name", "sizes", "zero"), EXPERTS)
 def test_experts_equal_one_process(fleet, corpus, name, sizes, zero):
     equals_one_process(fleet, made(corpus, name, sizes, model=MIXED, savings=Savings(zero=zero)))
+
+
+MOVES = [
+    ({"tp": 4}, {"ep": 2, "pp": 2}),
+    ({"ep": 2, "dp": 2, "zero": 3}, {"tp": 2, "cp": 2}),
+    pytest.param({"ep": 4}, {"tp": 2, "ep": 2}, marks=SLOW),
+    pytest.param({"tp": 2, "pp": 2}, {"dp": 4, "zero": 2}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_any_mesh_goes_on_from_what_another_saved(fleet, corpus, tmp_path, before, after):
+    """With two steps before and one behind, as one process takes all three."""
+    model = replace(FAMILIES["qwen3-moe"], tied=True, experts=replace(ROUTED, dense=0))
+    plans = []
+    for sizes in (before, after):
+        axes = {axis: size for axis, size in sizes.items() if axis != "zero"}
+        replicas = axes.get("dp", 1) * axes.get("ep", 1)
+        rest = {axis: size for axis, size in axes.items() if axis not in ("dp", "pp")}
+        savings = Savings(zero=sizes.get("zero", 0))
+        name = "zb-h2" if axes.get("pp") else "gpipe"
+        plan = plan_of(
+            name, axes.get("dp", 1), axes.get("pp", 1), 4 // replicas, corpus, **rest, model=model, savings=savings
+        )
+        plans.append(plan)
+    folder = checkpoint.folder_of(tmp_path, 2)
+    outcomes = fleet.run(plans[0], [(0, 2)], save=str(folder))
+    shards = [Shard.from_plain(plain) for outcome in outcomes for plain in outcome.shards]
+    checkpoint.commit(folder, step=2, shards=shards, meta={})
+    losses, _, norms, weights = reference(plans[0])
+    outcomes = fleet.run(plans[1], [(2, 1)], restore=str(folder))
+    sums = {n: loss for outcome in outcomes for n, loss in outcome.results[0].losses.items()}.values()
+    assert sum(sums) / plans[1].batch.tokens == pytest.approx(losses[2], rel=1e-10)
+    assert outcomes[0].results[0].grad_norm == pytest.approx(norms[2], rel=1e-10)
+    kept = {f"model.{name}": weight for name, weight in weights.items() if not name.endswith("bias")}
+    found = assembled([outcome.state for outcome in outcomes], like(kept) | moments(kept))
+    assert all(close(found[name], weight) for name, weight in kept.items())
+
+
+def moments(kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    names = ((kind, name.removeprefix("model.")) for kind in ("m", "v") for name in like(kept))
+    return {f"optimizer.{kind}.{name}": like(kept)[f"model.{name}"] for kind, name in names}
 
 
 def equals_one_process(fleet: Fleet, plan: Plan) -> None:
