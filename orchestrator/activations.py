@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from pentad.orchestrator.kept import INDEX, Half, Piece, attention, experts, gated, latent, piece_of
+from pentad.orchestrator.endings import End, ahead, head, looked
+from pentad.orchestrator.kept import Half, Piece, attention, experts, gated, latent, piece_of
 from pentad.schedules.instruction import Instruction, Op, units_of
 from pentad.schedules.model import ModelShape
 from pentad.schedules.plan import Plan
@@ -106,34 +107,36 @@ def shares(model: ModelShape, layers: Sequence[tuple[int, int]], stage: int, pie
 def _shares(model: ModelShape, span: tuple[int, int], first: bool, last: bool, piece: Piece) -> Shares:
     dense = 0 if model.experts is None else model.experts.dense
     each = [layer_of(model, model.experts is not None and number >= dense, piece) for number in range(*span)]
-    stream, again = piece.part * model.hidden * piece.compute, piece.gathered
-    whole = piece.tokens * model.hidden * piece.compute
-    words = model.vocab // piece.mesh.tp
-    logits = piece.tokens * words * piece.compute
-    statistics = (piece.tokens + piece.part) * piece.main + again * piece.tokens * INDEX
-    ending = (logits + 2 * stream + statistics) if last else 0
-    scored = (logits + whole + model.hidden * piece.main) if last else 0
-    old = (logits + (0 if again else stream)) if last else 0
-    looked = (whole + again * piece.tokens * INDEX) if first else 0
+    stream, words = piece.part * model.hidden * piece.compute, model.vocab // piece.mesh.tp
+    end = _end(model, piece) if last else End()
+    lookup = looked(model, piece) if first else 0
     saved, deferred = [of.roots + of.leaves for of in each], [of.deferred for of in each]
     below, above = list(accumulate(saved)), list(accumulate(reversed(deferred), initial=0))[-2::-1]
     during = [kept + of.backward + left for of, kept, left in zip(each, below, above, strict=True)]
-    lookup = words * model.hidden * piece.main + (whole // piece.compute * piece.main) * (piece.main > piece.compute)
+    # the embedding's gradient is made whole, in the width of the main one
+    wide = (words + piece.tokens * (piece.main > piece.compute)) * model.hidden * piece.main
+    reads = first or (last and model.predicted > 0)
     pairs = sum(of.pairs for of in each) if piece.slices > 1 else 0
     return Shares(
-        roots=sum(of.roots for of in each) + ending,
+        roots=sum(of.roots for of in each) + end.roots,
         leaves=sum(of.leaves for of in each),
-        still=sum(of.still for of in each) + (statistics if last else 0),
+        still=sum(of.still for of in each) + end.still,
         entry=stream,
-        deferred=sum(deferred) + scored + looked,
+        deferred=sum(deferred) + end.deferred + lookup,
         given=0 if last else each[-1].given,
         room=piece.slices * pairs * piece.compute,
         gradients=(piece.slices - 1) * pairs * piece.main,
-        forward=max(sum(saved) + ending, *(kept + of.forward for of, kept in zip(each, below, strict=True))),
-        light=max(*(of.roots + of.leaves + of.forward for of in each), ending + 2 * stream),
-        backward=max(*during, sum(deferred) + looked) + ending + scored - old,
-        weight=max(lookup if first else 0, *(of.weight for of in each)),
+        forward=max(sum(saved) + end.roots, *(kept + of.forward for of, kept in zip(each, below, strict=True))),
+        light=max(*(of.roots + of.leaves + of.forward for of in each), end.roots + 2 * stream),
+        backward=max(*during, sum(deferred) + lookup) + end.roots + end.deferred - end.shared,
+        weight=max(wide if reads else 0, *(of.weight for of in each)),
     )
+
+
+def _end(model: ModelShape, piece: Piece) -> End:
+    of = layer_of(model, model.experts is not None, piece)
+    layer = End(of.roots + of.leaves, of.still, of.deferred, of.shared)
+    return head(model, piece).plus(ahead(model, piece, layer), model.predicted)
 
 
 def shares_of(plan: Plan, stage: int) -> Shares:

@@ -147,7 +147,7 @@ def _tables(plan: Plan, rank: int) -> int:
     model, stages = plan.model, plan.stages_of(rank)
     width = model.latent.rotary if model.latent is not None else model.head_dim
     part = plan.batch.length // plan.mesh.cp
-    tokens = 2 * plan.batch.rows * part * plan.batch.microbatches * INDEX
+    tokens = (2 + model.predicted) * plan.batch.rows * part * plan.batch.microbatches * INDEX
     reads = {0, plan.program.stages - 1} & set(stages)
     turned = len(stages) * part * width * max(BYTES[plan.dtype], BYTES["float32"])
     return turned + (tokens if reads else 0) + (CUBLAS if plan.device == "cuda" else 0)

@@ -84,6 +84,8 @@ class Work(NamedTuple):
 
 def _work(model: ModelShape, span: tuple[int, int], piece: Piece, length: int, rates: Rates) -> Work:
     first, end = span
+    ahead = model.predicted if end == model.layers else 0
+    end += ahead
     count, tokens, width = end - first, piece.tokens, rates.flops * piece.mesh.tp
     value = model.head_dim if model.latent is None else model.latent.value
     # one layer's scores and mixture, half of them masked
@@ -94,7 +96,8 @@ def _work(model: ModelShape, span: tuple[int, int], piece: Piece, length: int, r
             max(0, end - max(first, model.experts.dense)) * 3 * model.hidden * model.experts.active * model.experts.ffn
         )
         linear += 2 * tokens * own * (1 / GROUPED - 1) / width
-    head = 2 * tokens * model.vocab * model.hidden / width if end == model.layers else 0.0
+    head = 2 * tokens * model.vocab * model.hidden * (1 + ahead) / width if end - ahead == model.layers else 0.0
+    linear += 2 * tokens * 2 * model.hidden**2 * ahead / width  # what joins streams and embeddings
     # norms and sums of streams, and what stands between two products
     wide = _widths(model)
     passes = count * tokens * piece.compute * (8 * model.hidden + 3 * wide) / piece.mesh.tp / rates.memory

@@ -89,14 +89,15 @@ def stage_flows(model: ModelShape, span: tuple[int, int], piece: Piece, when: In
     found, dense = Flows(), model.experts.dense if model.experts is not None else model.layers
     for number in range(*span):
         found.include(layer_flows(model, number >= dense, piece, when))
-    stream = piece.tokens * model.hidden * piece.compute
+    ahead = model.predicted if span[1] == model.layers and when != "leaves" else 0
+    found.include(layer_flows(model, model.experts is not None, piece, when), ahead)
     if piece.mesh.tp > 1 and when != "leaves":
-        if span[0] == 0:
-            _tensor(found, piece, "gather" if when == "B" else "scatter", 1, stream)
-        if span[1] == model.layers:
-            _tensor(found, piece, "gather", 1, stream)
+        for _ in range((span[0] == 0) + ahead):
+            _tensor(found, piece, "gather" if when == "B" else "scatter", 1, _stream(model, piece))
+        for _ in range((span[1] == model.layers) + ahead):
+            _tensor(found, piece, "gather", 1, _stream(model, piece))
             if when == "B":
-                _tensor(found, piece, "scatter", _tiles(piece), stream)
+                _tensor(found, piece, "scatter", _tiles(piece), _stream(model, piece))
             else:
                 _tensor(found, piece, "gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.main)
     return found
@@ -125,6 +126,10 @@ def _of_share(plan: Plan, op: Op, share: Share) -> int:
     holders, whole = len(plan.holders(share)), plan.shards(share) * plan.shard_size(share)
     size = BYTES[plan.dtype] if op is Op.ALL_GATHER else max(BYTES[plan.dtype], BYTES["float32"])
     return (2 if op is Op.ALL_REDUCE else 1) * whole * (holders - 1) // holders * size
+
+
+def _stream(model: ModelShape, piece: Piece) -> int:
+    return piece.tokens * model.hidden * piece.compute
 
 
 def _tiles(piece: Piece) -> int:

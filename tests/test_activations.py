@@ -35,6 +35,7 @@ FAMILIES = {
     "qwen3": replace(SMALL, qk_norm=True, head_size=6),
     "mixtral": replace(SMALL, experts=MIXED),
     "deepseek": replace(SMALL, experts=DEEP, latent=LATENT),
+    "deepseek, further tokens": replace(SMALL, experts=DEEP, latent=LATENT, predicted=2),
     "deepseek-lite": replace(SMALL, experts=DEEP, latent=replace(LATENT, query_rank=0)),
 }
 MODES = ("none", "selective", "full")
@@ -149,7 +150,8 @@ def check(plan: Plan, index: int) -> None:
     received = None if stage.first else torch.randn(shape).to(dtype)
     starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.rows if plan.packed else []
     fixed = [*gradients(stage), received, tokens]
-    stage.forward(0, received, tokens if stage.first else None, tokens if stage.last else None, starts)
+    further = tokens.expand(plan.model.predicted, -1) if stage.last else None
+    stage.forward(0, received, tokens if stage.first else None, tokens if stage.last else None, further, starts)
     saved = of.saved - (0 if stage.first else of.entry)
     said = {"none": saved, "selective": saved - of.leaves, "full": 0}[mode]
     found = size(stage.kept[0][1:], *fixed)

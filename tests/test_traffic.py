@@ -79,7 +79,7 @@ AXES = [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "context": "gather"}, {"cp": 
 @pytest.mark.parametrize(
     ("mode", "axes"), [*(("none", axes) for axes in AXES), ("selective", AXES[0]), ("full", AXES[0])]
 )
-@pytest.mark.parametrize("family", ["llama", "deepseek", "deepseek-lite"])
+@pytest.mark.parametrize("family", ["llama", "deepseek", "deepseek, further tokens"])
 def test_layers_send_what_is_planned(log, corpus, family, mode, axes):
     for index in range(3):
         check(log, plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes), index)
@@ -103,8 +103,9 @@ def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
     received = None if stage.first else torch.randn(shape, dtype=torch.float64)
     dy = None if stage.last else torch.randn(shape, dtype=torch.float64)
     piece, mode = piece_of(plan)._replace(device=device), plan.mode(index)
+    further = tokens.expand(plan.model.predicted, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
-    steps: list[Any] = [("F", lambda: stage.forward(0, received, *ends))]
+    steps: list[Any] = [("F", lambda: stage.forward(0, received, *ends, further))]
     if mode != "none":
         steps.append(("again" if mode == "full" else "leaves", lambda: stage.recompute(0)))
     steps.append(("B", lambda: stage.backward_input(0, dy)))
