@@ -76,6 +76,10 @@ def train(words: Words = None, as_json: Json = False) -> None:
     length, cache = config.batch.sequence_length, config.data.cache
     # Looked at before anything is started or written.
     corpus = open_data(config.data.path, config.model.vocab, length, cache, verify=True)
+    if config.cluster.address == "local":
+        from pentad.orchestrator.fit import refuse_unfit
+
+        refuse_unfit(config, _device(config.cluster.device))
     from pentad.orchestrator.display import ending
     from pentad.orchestrator.driver import train as run
 
@@ -93,16 +97,27 @@ def plan(
     device: Annotated[
         Literal["cpu", "cuda"] | None, typer.Option(help="Where it would run (default: as found here).")
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="List the meshes of so many GPUs that fit, the quickest first.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0.001, help="GiB of a device (default: as found here, else those of an H200).")
+    ] = None,
     as_json: Json = False,
-) -> None:
-    """Shows what would run: mesh, layers and memory of each rank, predicted time, and whether it fits."""
+) -> int:
+    """Shows what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit."""
     from pentad.orchestrator.config import load
-    from pentad.orchestrator.show_run import show_plan
+    from pentad.orchestrator.fit import room_of
 
     config = load(*_split(words))
-    asked = config.cluster.device if device is None else device
-    found = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"  # torch would tell too, but takes seconds to import
-    show_plan(config, found if asked == "auto" else asked, Console(), as_json=as_json)
+    if gpus is not None:
+        from pentad.orchestrator.show_meshes import show_meshes
+
+        return show_meshes(config, gpus, room_of("cuda", memory), Console(), as_json=as_json)
+    from pentad.orchestrator.show_plan import show_plan
+
+    place = _device(config.cluster.device if device is None else device)
+    return show_plan(config, place, room_of(place, memory), Console(), as_json=as_json)
 
 
 _SCHEDULES = (
@@ -318,6 +333,12 @@ def _ask(run: str, verb: str, timeout: float, as_json: bool) -> None:
     from pentad.orchestrator.show_status import ask
 
     ask(run, verb, Console(), as_json=as_json, timeout_seconds=timeout)
+
+
+def _device(asked: str) -> str:
+    """What 'auto' stands for here. torch would tell too, but takes seconds to import."""
+    found = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    return found if asked == "auto" else asked
 
 
 def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:

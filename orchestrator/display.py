@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.bars import bars, is_coloured, legend, sparkline
-from pentad.orchestrator.estimate import memory
+from pentad.orchestrator.estimate import memories
 from pentad.schedules.costs import Costs
 from pentad.schedules.mesh import Coordinates
 from pentad.schedules.palette import LOOKS
@@ -202,21 +202,21 @@ def facts_table(plan: Plan) -> Table:
 
 def seats_table(plan: Plan, seats: Sequence[Seat]) -> Table:
     """A row a rank: its place in the mesh, its layers, where it runs and the most memory it needs."""
-    table = _table("rank>", "place", "layers", *(("node", "device", "pid>") if seats else ()), "memory>")
-    by_rank = {seat.rank: seat for seat in seats}
+    table = table_of("rank>", "place", "layers", *(("node", "device", "pid>") if seats else ()), "memory>")
+    by_rank, each = {seat.rank: seat for seat in seats}, memories(plan)
     for rank in range(min(plan.mesh.size, _MOST_RANKS)):
         held = ", ".join(layers_text(plan, stage) for stage in plan.stages_of(rank))
         cells = [str(rank), str(plan.mesh.coordinates(rank)), held]
         if seats:
             seat = by_rank[rank]
             cells += [seat.node, seat.device, str(seat.pid) if seat.pid >= 0 else "-"]
-        table.add_row(*map(Text, [*cells, size(memory(plan, rank)["total"])]))
+        table.add_row(*map(Text, [*cells, size(each[rank]["total"])]))
     return _with_more(table, plan.mesh.size)
 
 
 def memory_line(plan: Plan) -> RenderableType:
     """What the fullest rank's memory is for."""
-    each = [memory(plan, rank) for rank in range(plan.mesh.size)]
+    each = memories(plan)
     fullest = max(range(plan.mesh.size), key=lambda rank: each[rank]["total"])
     apart = {"total", "host"}
     text = ", ".join(f"{name} {size(part)}" for name, part in each[fullest].items() if part and name not in apart)
@@ -232,7 +232,7 @@ def layers_text(plan: Plan, stage: int) -> str:
 
 
 def steps_table(rows: Sequence[dict[str, Any]] | deque[dict[str, Any]]) -> Table:
-    table = _table("step>", "loss>", "grad norm>", "lr>", "tokens/s>", "step time>", "bubble>", "planned>")
+    table = table_of("step>", "loss>", "grad norm>", "lr>", "tokens/s>", "step time>", "bubble>", "planned>")
     for row in rows:
         table.add_row(
             Text(str(row["step"])),
@@ -249,7 +249,7 @@ def steps_table(rows: Sequence[dict[str, Any]] | deque[dict[str, Any]]) -> Table
 
 def states_table(states: Sequence[RankState], most: int, newest: int = -1) -> Table:
     """A row a rank. What was heard before step `newest` ended is not shown, for only of a lost rank it is still so."""
-    table = _table("rank>", "place", "state", "step>", "instruction")
+    table = table_of("rank>", "place", "state", "step>", "instruction")
     for s in states[:most]:
         known = s.step >= newest or s.state == "lost"
         now = (Text(s.state, COLOURS.get(s.state, "")), str(s.step) if s.step >= 0 else "-", Text(s.instruction))
@@ -312,7 +312,7 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _table(*heads: str) -> Table:
+def table_of(*heads: str) -> Table:
     """A table without lines; a head that ends in '>' is of a column of numbers."""
     table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
     for head in heads:

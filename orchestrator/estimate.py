@@ -1,115 +1,35 @@
-"""What a plan will cost before it runs: arithmetic, seconds and bytes, from sizes alone.
+"""What a plan will cost before it runs, and what a run has cost: arithmetic, seconds and bytes.
 
-T tokens of a microbatch (of its slice, where sequences are cut), S sequence, H hidden, A = heads x head size, K =
-key-value heads x head size, I ffn, V vocab. A product of [T, a] and [a, b] counts 2Tab FLOPs. Causal attention counts
-the half of its square that is not masked.
+A = heads x head size, S sequence.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
-from pentad.orchestrator.activations import BYTES, peaks, shares
+from pentad.orchestrator.activations import peaks, shares_of
+from pentad.orchestrator.devices import DEVICES
+from pentad.orchestrator.guess import guess_costs
+from pentad.orchestrator.kept import BYTES, INDEX
+from pentad.orchestrator.traffic import shares_at
 from pentad.schedules.costs import Costs
 from pentad.schedules.instruction import RECEIVES, Op, units_of
-from pentad.schedules.mesh import Mesh
 from pentad.schedules.model import ModelShape
-from pentad.schedules.plan import BatchShape, Plan, Share
+from pentad.schedules.plan import Plan
 from pentad.schedules.pools import Slots, gradient_slots, weight_slots
 from pentad.schedules.program import Program
-from pentad.schedules.tensors import active, parameters
+from pentad.schedules.tensors import active
 from pentad.schedules.timeline import Timeline, parted
 from pentad.schedules.validation import is_validated
 
-# Dense bf16 FLOP/s without sparsity, from the makers' data sheets (SXM modules), by what CUDA calls the device.
-PEAKS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
-
-
-ALONE = Mesh()
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Guesses of what a rank attains: FLOP/s, bytes/s of memory, of links to other ranks and of that to the host,
-    seconds before a transfer and a launch."""
-
-    flops: float
-    memory: float
-    link: float
-    host: float
-    latency: float
-    launch: float
-
-
-# Only to start with, until a run has measured: an H200 with NVLink, and one CPU core with transfers through memory.
-GUESSES = {
-    "cuda": Rates(flops=400e12, memory=4e12, link=300e9, host=50e9, latency=10e-6, launch=15e-6),
-    "cpu": Rates(flops=20e9, memory=10e9, link=1e9, host=5e9, latency=100e-6, launch=50e-6),
-}
-
-
-def guess_costs(
-    model: ModelShape,
-    layers: Sequence[tuple[int, int]],
-    batch: BatchShape,
-    device: str,
-    dtype: str,
-    slices: int = 1,
-    modes: Sequence[str] = (),
-    mesh: Mesh = ALONE,
-) -> Costs:
-    """Seconds from FLOPs and bytes at assumed rates (GUESSES); embedding and head count to the first and last stage.
-
-    Slices of a sequence have even shares, as they have of attention on average. `modes` are the plan's of recompute.
-    Of a `mesh` its axes tp and cp count, which share out a stage's work, and those that hold copies of it.
-    """
-    rates = GUESSES[device]
-    tokens = batch.rows * batch.length // slices // mesh.cp
-    width = rates.flops * mesh.tp  # of all that share a product
-    attention = model.heads * model.head_dim
-    square = 2 * tokens * batch.length * attention / width  # one layer's scores and mixture, half of them masked
-    head = 2 * tokens * model.vocab * model.hidden / width
-    # W of the embedding fills, reads, adds
-    lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / mesh.tp / rates.memory
-    stream = tokens * model.hidden * BYTES[dtype] / mesh.tp
-    gather = rates.latency + stream * (mesh.tp - 1) / rates.link if mesh.tp > 1 else 0.0
-    forward, backward, weight = [], [], []
-    for first, end in layers:
-        count = end - first
-        linear = 2 * tokens * sum(active(model, layer) for layer in range(first, end)) / width
-        last = head if end == model.layers else 0.0
-        forward.append(linear + count * (square + 4 * gather) + last)  # two gathers, two scatters
-        backward.append(linear + count * (2.5 * square + 6 * gather) + last)  # five products where F had two
-        weight.append(linear + last + (lookup if first == 0 else 0.0))
-    kept = [shares(model, layers, stage, tokens, dtype, slices, mesh.tp) for stage in range(len(layers))]
-    again = tuple(
-        seconds if mode == "full" else 4 * tokens * (end - first) * model.hidden * model.ffn / width
-        for (first, end), seconds, mode in zip(layers, forward, modes, strict=False)  # no modes, no costs
-    )
-    held = max(parameters(model, first, end) for first, end in layers) / mesh.tp * BYTES["float32"]
-    copies = batch.replicas * mesh.cp
-    ring = 2 * held * (copies - 1) / copies / rates.link
-    return Costs(
-        tuple(forward),
-        tuple(backward),
-        tuple(weight),
-        transfer=rates.latency + stream / rates.link,
-        reduce=rates.latency + ring,
-        norm=2 * rates.latency + held / rates.memory,
-        step=7 * held / rates.memory,  # reads master, m, v, gradient; writes master, m, v
-        launch=rates.launch,
-        recompute=again,
-        offload=tuple(rates.latency + (of.roots + of.leaves - of.still) / rates.host for of in kept),
-    )
+CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
 
 def costs_of(plan: Plan) -> Costs:
     """The guess of a plan's costs."""
     sizes = plan.model, plan.layers, plan.batch
-    return guess_costs(*sizes, plan.device, plan.dtype, plan.program.slices, plan.recompute, plan.mesh)
+    return guess_costs(*sizes, plan.device, plan.dtype, plan.program.slices, plan.recompute, plan.mesh, plan.context)
 
 
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:
@@ -162,8 +82,9 @@ def flops_per_token(model: ModelShape, length: int, *, causal: bool = True) -> f
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """The dense peak that a utilisation refers to, where it is known: bfloat16 on devices in PEAKS."""
-    return PEAKS.get(device_name) if dtype == "bfloat16" else None
+    """The dense peak that a utilisation refers to, where it is known: bfloat16 on devices in DEVICES."""
+    found = DEVICES.get(device_name)
+    return found.flops if found and dtype == "bfloat16" else None
 
 
 def utilisation(tokens_per_second: float, plan: Plan, device_name: str) -> float | None:
@@ -174,11 +95,11 @@ def utilisation(tokens_per_second: float, plan: Plan, device_name: str) -> float
 
 
 def memory(plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes of a rank of the mesh at the program's peak; workspaces and results on their way are not counted.
+    """Bytes of a rank of the mesh at the program's peak, what layers need for a moment included.
 
     'parameters' are in the compute dtype, 'master' is 0 where those are the master weights themselves. With ZeRO these
-    and 'gradients' are shards and whatever is whole at some time (see schedules/pools.py). 'host' is what
-    OFFLOAD takes there, no part of the total.
+    and 'gradients' are shards and whatever is whole at some time (see schedules/pools.py). 'tables' are what is small:
+    tokens, rotations, what cuBLAS works in. 'host' is what OFFLOAD takes there, no part of the total.
     """
     pp = plan.mesh.coordinates(rank).pp
     stream = plan.program.streams[pp]
@@ -199,33 +120,43 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         "optimizer": 2 * shards * main,
         "activations": activations,
         "slots": slots * plan.stream_tokens * plan.model.hidden * compute,
+        "tables": _tables(plan, rank),
     }
     return {**found, "total": sum(found.values()), "host": away}
 
 
-def traffic(plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes that a rank sends in a step's collectives of a stage, by op, as rings do: of N in all and n holders (n-1)/n
-    of N to gather weights or to scatter gradients, and both for an all-reduce."""
-    wide = max(BYTES[plan.dtype], BYTES["float32"])
-    found: Counter[str] = Counter()
-    for part in units_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
-        if part.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE):
-            times = 2 if part.op is Op.ALL_REDUCE else 1
-            size = BYTES[plan.dtype] if part.op is Op.ALL_GATHER else wide
-            for share in shares_at(plan, rank, part.stage):
-                holders, whole = len(plan.holders(share)), plan.shards(share) * plan.shard_size(share)
-                found[part.op.value] += times * whole * (holders - 1) // holders * size
-    return dict(found)
+def memories(plan: Plan) -> list[dict[str, int]]:
+    """`memory` of every rank: those that have the same stages need the same."""
+    first = {pp: memory(plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)}
+    return [first[plan.mesh.coordinates(rank).pp] for rank in range(plan.mesh.size)]
+
+
+def stage_memory(plan: Plan, rank: int) -> list[dict[str, int]]:
+    """Bytes of each stage of a rank: what it has all the time, and what one piece keeps between F and B ('saved') and
+    between B and W ('deferred')."""
+    main, found = max(BYTES[plan.dtype], BYTES["float32"]), []
+    for stage in plan.stages_of(rank):
+        at, of = shares_at(plan, rank, stage), shares_of(plan, stage)
+        whole, shards = sum(map(plan.size, at)), sum(map(plan.shard_size, at))
+        state = {"parameters": whole * BYTES[plan.dtype], "gradients": whole * main, "optimizer": 2 * shards * main}
+        found.append({"stage": stage, **state, "saved": of.saved, "deferred": of.deferred})
+    return found
+
+
+def _tables(plan: Plan, rank: int) -> int:
+    """Cosines and sines of each stage, the tokens of a step on ranks that read them, and cuBLAS's workspace."""
+    model, stages = plan.model, plan.stages_of(rank)
+    width = model.latent.rotary if model.latent is not None else model.head_dim
+    part = plan.batch.length // plan.mesh.cp
+    tokens = (2 + model.predicted) * plan.batch.rows * part * plan.batch.microbatches * INDEX
+    reads = {0, plan.program.stages - 1} & set(stages)
+    turned = len(stages) * part * width * max(BYTES[plan.dtype], BYTES["float32"])
+    return turned + (tokens if reads else 0) + (CUBLAS if plan.device == "cuda" else 0)
 
 
 def _whole(plan: Plan, rank: int) -> int:
     """Elements of all stages of a rank, filled up to equal shards."""
     return sum(plan.shards(share) * plan.shard_size(share) for share in plan.shares_of(rank))
-
-
-def shares_at(plan: Plan, rank: int, stage: int) -> list[Share]:
-    """What a rank holds of a stage."""
-    return [share for share in plan.shares_of(rank) if share.stage == stage]
 
 
 def _turns(plan: Plan, rank: int, slots: Slots) -> int:

@@ -9,7 +9,7 @@ from itertools import product
 from pydantic import ValidationError
 
 from pentad.orchestrator.config import RunConfig
-from pentad.orchestrator.estimate import guess_costs
+from pentad.orchestrator.guess import guess_costs
 from pentad.schedules.auto import AUTO, choose
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program
@@ -40,7 +40,9 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
     chosen = _chosen(config, model, batch, device, dtype)
     order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
     layers = split_layers(model.layers, order.placement, head_in_layers(model, batch.length))
-    costs = guess_costs(model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages), mesh)
+    costs = guess_costs(
+        model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages), mesh, config.mesh.context
+    )
     savings = _savings(config, order)
     program = compile_program(
         order.name,
@@ -54,28 +56,43 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: st
         savings=savings,
         order=chosen,
     )
-    optimizer = _optimizer(config)
+    return draft(config, device, program, layers, transport=transport, zero=savings.zero, fingerprint=fingerprint)
+
+
+def draft(
+    config: RunConfig,
+    device: str,
+    program: Program,
+    layers: tuple[tuple[int, int], ...],
+    *,
+    transport: str,
+    zero: int = 0,
+    fingerprint: str = "",
+) -> Plan:
+    """The plan of a run with a program that is there already."""
+    mesh = config.mesh.mesh
+    replicas = mesh.dp * mesh.ep
     return Plan(
         name=config.run.name,
         mesh=mesh,
         program=program,
         layers=layers,
-        model=model,
-        batch=batch,
-        optimizer=optimizer,
+        model=config.model.shape,
+        batch=BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, replicas),
+        optimizer=_optimizer(config),
         data=_data(config.data.path),
         cache=os.path.abspath(os.path.expanduser(config.data.cache)),
         seed=config.run.seed,
-        dtype=dtype,
+        dtype=_dtype(config, device),
         device=device,
         transport=transport,
         deterministic=config.precision.deterministic,
         fingerprint=fingerprint,
-        zero=savings.zero,
+        zero=zero,
         context=config.mesh.context,
         packed=config.data.packed,
         tensor_across_nodes=config.mesh.tensor_across_nodes,
-        recompute=config.memory.modes(order.stages),
+        recompute=config.memory.modes(program.stages),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from pentad.schedules.mesh import Mesh
@@ -96,6 +97,7 @@ def head_in_layers(model: ModelShape, length: int) -> float:
     return head + model.predicted * (1 + head)
 
 
+@lru_cache(maxsize=4096)
 def local_size(model: ModelShape, first: int, end: int, mesh: Mesh, *, experts: bool) -> int:
     """Elements that a rank of the mesh holds of a stage: of its experts, or of all else."""
     return sum(math.prod(each.local(mesh)) for each in tensors(model, first, end) if each.experts is experts)

@@ -14,7 +14,7 @@ import pytest
 
 from pentad.orchestrator.cli import main
 from pentad.orchestrator.config import dump, load
-from pentad.orchestrator.estimate import guess_costs
+from pentad.orchestrator.guess import guess_costs
 from pentad.orchestrator.planning import make_plan, spread
 from pentad.orchestrator.runfolder import RunFolder
 from pentad.schedules.catalogue import CATALOGUE, generate
@@ -235,7 +235,7 @@ def test_a_wrong_command_line_is_one_sentence_and_status_2(
 def test_plan_shows_ranks_memory_and_both_bubbles(pentad: Pentad) -> None:
     status, out, err = pentad("plan", "run.name=trial", "--device", "cpu", "schedule.name=1f1b")
     assert (status, err) == (0, "")
-    for word in ("trial", "1f1b", "dp0 pp3", " head", "longest", "makespan", "fits: needs"):
+    for word in ("trial", "1f1b", "dp0 pp3", " head", "longest", "makespan", "send f", "fits: all ranks together need"):
         assert word in out
 
 
@@ -251,8 +251,14 @@ def test_plan_json_is_one_object(pentad: Pentad) -> None:
 
 
 def test_a_plan_that_does_not_fit_says_so(pentad: Pentad) -> None:
-    facts = json.loads(pentad("plan", "--json", "--device", "cuda", "model.hidden=32768", "model.ffn=131072")[1])
-    assert facts["fits"]["ok"] is False
+    sizes = ("--device", "cuda", "model.hidden=32768", "model.ffn=131072")
+    status, out, _ = pentad("plan", *sizes, "--json")
+    facts = json.loads(out)
+    assert (status, facts["fits"]["ok"]) == (1, False)
+    assert facts["fits"]["needed"] == max(rank["memory"]["total"] for rank in facts["ranks"])
+    status, out, _ = pentad("plan", *sizes)
+    assert status == 1
+    assert re.search(r"does not fit: rank \d needs [\d.]+ GiB of an NVIDIA H200.*, which has 137.0 GiB \(rank", out)
 
 
 def test_overrides_may_stand_anywhere(pentad: Pentad) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from pentad.orchestrator.bars import bars, coloured_grid, sparkline
 from pentad.orchestrator.config import load
 from pentad.orchestrator.display import Display, RankState, Seat, count, duration, ending, size
-from pentad.orchestrator.estimate import guess_costs
+from pentad.orchestrator.guess import guess_costs
 from pentad.orchestrator.planning import make_plan
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs

@@ -5,12 +5,12 @@ import pytest
 from pentad.orchestrator.config import load
 from pentad.orchestrator.estimate import (
     flops_per_token,
-    guess_costs,
     memory,
     peak_flops,
     read_costs,
     utilisation,
 )
+from pentad.orchestrator.guess import guess_costs
 from pentad.orchestrator.planning import make_plan, spread
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.check import check, peak_activations

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pentad.orchestrator.config import RunConfig, load
-from pentad.orchestrator.estimate import guess_costs
+from pentad.orchestrator.guess import guess_costs
 from pentad.orchestrator.planning import make_plan, spread
 from pentad.orchestrator.runfolder import METRIC_KEYS, RunFolder, read_lines, resolve_run, saved_config
 from pentad.schedules.errors import PentadError

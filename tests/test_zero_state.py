@@ -12,9 +12,10 @@ from plans import plan_of
 from test_validation import agree
 
 from pentad.orchestrator.config import load
-from pentad.orchestrator.estimate import memory, traffic
+from pentad.orchestrator.estimate import memory
 from pentad.orchestrator.planning import make_plan, smaller
 from pentad.orchestrator.regroup import Stock, complete
+from pentad.orchestrator.traffic import traffic
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Key, Op, units_of

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.estimate import guess_costs
+from pentad.orchestrator.guess import guess_costs
 from pentad.schedules.auto import EFFORT, choose
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError

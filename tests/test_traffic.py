@@ -1,0 +1,159 @@
+"""What the planner says that ranks send is what they send: counted where layers call for it, and in programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from plans import MODEL, plan_of
+from test_activations import FAMILIES, Group, Ranks, Transfer, alone, gathered, made, scattered
+
+from pentad.orchestrator import traffic as planned
+from pentad.orchestrator.devices import NODE, crosses
+from pentad.orchestrator.kept import piece_of
+from pentad.orchestrator.traffic import Flow, Flows, flows, stage_flows, traffic
+from pentad.schedules.mesh import Mesh
+from pentad.schedules.plan import Plan
+from pentad.schedules.shape import Savings
+from pentad.schedules.tensors import parameters
+from pentad.workers import context_exchange, context_gather, context_ring, dispatch, tensor_ranks
+
+__all__ = ["alone"]
+
+
+class Counted(Ranks):
+    """Tensor ranks that are not there, and a count of what they would be sent."""
+
+    log: Flows
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        self.log.add("tp", "gather", int(self.size > 1), (self.size - 1) * part.nbytes)
+        return super().gather(part)
+
+    def scatter(self, partial: torch.Tensor) -> torch.Tensor:
+        self.log.add("tp", "scatter", int(self.size > 1), partial.nbytes * (self.size - 1) // self.size)
+        return super().scatter(partial)
+
+    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        whole = torch.mm(x, matrix)
+        tiles = min(tensor_ranks.TILES, x.shape[0] // self.size)
+        self.log.add("tp", "scatter", tiles * (self.size > 1), whole.nbytes * (self.size - 1) // self.size)
+        return Ranks.scatter(self, whole)
+
+
+@pytest.fixture
+def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Flows:
+    """All that layers send, from here on."""
+    found = Flows()
+
+    class Told(Transfer):
+        def __init__(self, group: Group, sent: torch.Tensor, room: torch.Tensor, tag: int) -> None:
+            found.add("cp", "ring", 1, sent.nbytes)
+            super().__init__(group, sent, room, tag)
+
+    def tell(axis: Any, kind: str, do: Any) -> Any:
+        def call(to: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+            found.add(axis, kind, 1, abs(to.nbytes - part.nbytes))
+            do(to, part, group)
+
+        return call
+
+    def exchange(group: Group, sent: list[torch.Tensor]) -> list[torch.Tensor]:
+        found.add("cp", "exchange", 1, sum(each.nbytes for each in sent) * (group.size() - 1) // group.size())
+        return [each.clone() for each in sent]
+
+    monkeypatch.setattr(context_ring, "Transfer", Told)
+    monkeypatch.setattr(context_exchange, "_exchange", exchange)
+    for module, axis in ((context_gather, "cp"), (dispatch, "ep")):
+        monkeypatch.setattr(module, "_gather", tell(axis, "gather", gathered))
+        monkeypatch.setattr(module, "_scatter", tell(axis, "scatter", scattered))
+    return found
+
+
+AXES = [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "context": "gather"}, {"cp": 2, "context": "exchange", "tp": 2}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "axes"), [*(("none", axes) for axes in AXES), ("selective", AXES[0]), ("full", AXES[0])]
+)
+@pytest.mark.parametrize("family", ["llama", "deepseek", "deepseek, further tokens"])
+def test_layers_send_what_is_planned(log, corpus, family, mode, axes):
+    for index in range(3):
+        check(log, plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes), index)
+
+
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 4, "tp": 2}])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek"])
+def test_experts_send_what_is_planned(log, corpus, family, axes):
+    plan = plan_of("gpipe", 1, 3, 1, corpus, model=replace(FAMILIES[family], vocab=300), **axes)
+    check(log, plan, 1, device="cuda")
+
+
+def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
+    """F, RECOMPUTE and B of a stage, one after the other."""
+    stage = made(plan, index)
+    tensor = Counted(None, plan.mesh.tp)
+    tensor.log = log
+    stage.around = stage.around._replace(tensor=tensor)
+    tokens = torch.arange(plan.piece_tokens)
+    shape = plan.stream_tokens, plan.model.hidden
+    received = None if stage.first else torch.randn(shape, dtype=torch.float64)
+    dy = None if stage.last else torch.randn(shape, dtype=torch.float64)
+    piece, mode = piece_of(plan)._replace(device=device), plan.mode(index)
+    further = tokens.expand(plan.model.predicted, -1) if stage.last else None
+    ends = tokens if stage.first else None, tokens if stage.last else None
+    steps: list[Any] = [("F", lambda: stage.forward(0, received, *ends, further))]
+    if mode != "none":
+        steps.append(("again" if mode == "full" else "leaves", lambda: stage.recompute(0)))
+    steps.append(("B", lambda: stage.backward_input(0, dy)))
+    for when, do in steps:
+        log.clear()
+        do()
+        assert log == stage_flows(plan.model, plan.layers[index], piece, when), when
+
+
+def test_tiles_are_those_of_products() -> None:
+    assert planned.TILES == tensor_ranks.TILES
+
+
+def test_a_step_is_the_sum_of_its_instructions(corpus: str) -> None:
+    plan = plan_of("1f1b", 2, 2, 4, corpus, tp=2, savings=Savings(zero=1))
+    found, piece = flows(plan, 0), piece_of(plan)
+    once: Counter[Flow] = Counter()
+    for when in ("F", "B"):
+        once.update({flow: sent.bytes for flow, sent in stage_flows(plan.model, plan.layers[0], piece, when).items()})
+    stream = plan.stream_tokens * plan.model.hidden * 8
+    assert {flow: sent.bytes for flow, sent in found.items() if flow.axis == "tp"} == {
+        f: 4 * b for f, b in once.items()
+    }
+    assert found[Flow("pp", "SEND_F")] == (4, 4 * stream)
+    assert {flow.kind: sent.bytes for flow, sent in found.items() if flow.axis == "dp"} == traffic(plan, 0)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_step_moves_what_the_paper_says(corpus: str, zero: int) -> None:
+    """arXiv 1910.02054, section 7: 2N of gradients and weights, 3N where weights are gathered for both directions."""
+    plan = plan_of("gpipe", 4, 1, 2, corpus, savings=Savings(zero=zero))
+    found = {flow.kind: sent for flow, sent in flows(plan, 0).items()}
+    moved = sum(sent.bytes for sent in found.values()) / 8 / parameters(MODEL)
+    assert moved == pytest.approx(2 * 3 / 4, rel=1e-3)  # (n - 1) / n of 2N; a whole rank is gathered but once
+    kinds = {0: {"ALL_REDUCE"}}.get(zero, {"ALL_GATHER", "REDUCE_SCATTER"})
+    assert found.keys() == kinds
+    assert all(sent.operations == 1 for sent in found.values())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "far"),
+    [
+        (Mesh(tp=8, pp=2), {"pp"}),
+        (Mesh(tp=2, dp=8), {"dp"}),
+        (Mesh(tp=4, cp=4, dp=2), {"cp", "dp"}),
+        (Mesh(dp=8), set()),
+    ],
+)
+def test_axes_cross_hosts_where_their_ranks_span_more_than_one(mesh, far):
+    assert NODE == 8
+    assert {axis for axis in ("dp", "pp", "cp", "tp", "ep") if crosses(mesh, axis)} == far
