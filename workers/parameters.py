@@ -12,6 +12,7 @@ import torch
 from pentad.schedules.plan import Plan, Share
 from pentad.schedules.tensors import Range, Tensor, tensors
 from pentad.schedules.validation import is_validated
+from pentad.workers.own_source import first_values
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -148,8 +149,11 @@ def create(plan: Plan, share: Share, device: torch.device, *, rank: int = 0, bla
     gradient = zeros() if gradients is None else gradients[cut.span]
     master = compute if shared else zeros()
     parameters = Parameters(found, share.experts, cut, master, compute, gradient, zeros(), zeros(), weights, gradients)
+    own, span = plan.model.own, plan.layers[share.stage]
+    theirs = first_values(own, plan.seed, *span) if own is not None and not blank else {}
     for piece in () if blank else parameters.pieces(master):
-        whole = first_value(piece.local.tensor, plan.seed)
+        name = piece.local.name
+        whole = theirs[name] if own is not None else first_value(piece.local.tensor, plan.seed)
         piece.values.copy_(piece.local.of(whole).flatten()[piece.span])
     parameters.refresh()
     return parameters
