@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pentad.schedules.instruction import Instruction, Op, units_of
-from pentad.schedules.model import ModelShape
+from pentad.schedules.model import ModelShape, Own
 from pentad.schedules.plan import Plan
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -61,6 +61,8 @@ def shares(
 ) -> Shares:
     """`tokens` go through `stage` at once, on each of `tp` tensor ranks, which have a part each of the residual stream,
     the heads, the ffn and the vocabulary, but gather all of what products read."""
+    if model.own is not None:
+        return _own_shares(model, model.own, layers[stage], tokens, dtype)
     compute = BYTES[dtype]
     main = max(compute, BYTES["float32"])
     each = [layer_shares(model, number, tokens, compute, main, tp) for number in range(*layers[stage])]
@@ -80,6 +82,17 @@ def shares(
         room=slices * pairs * compute,
         gradients=(slices - 1) * pairs * main,
     )
+
+
+def _own_shares(model: ModelShape, own: Own, layers: tuple[int, int], tokens: int, dtype: str) -> Shares:
+    import torch  # a model of the user's own is made of it
+
+    from pentad.workers.own_memory import bytes_of
+
+    found = bytes_of(own, *layers, model.hidden, tokens // own.length, getattr(torch, dtype))
+    entry = tokens * model.hidden * BYTES[dtype] if layers[0] else 0
+    still = found.kept - found.movable
+    return Shares(found.kept + entry, 0, still, entry, found.layer, found.deferred, room=0, gradients=0)
 
 
 def layer_shares(model: ModelShape, number: int, tokens: int, compute: int, main: int, tp: int) -> Layer:

@@ -76,8 +76,13 @@ def guess_costs(
     lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / mesh.tp / rates.memory
     stream = tokens * model.hidden * BYTES[dtype] / mesh.tp
     gather = rates.latency + stream * (mesh.tp - 1) / rates.link if mesh.tp > 1 else 0.0
-    forward, backward, weight = [], [], []
+    forward, backward, weight = list[float](), list[float](), list[float]()
     for first, end in layers:
+        if model.own is not None:
+            own = batch.rows * sum(layer.flops for layer in model.own.layers[first:end]) / rates.flops
+            for each in (forward, backward, weight):
+                each.append(own)
+            continue
         count = end - first
         linear = 2 * tokens * sum(active(model, layer) for layer in range(first, end)) / width
         last = head if end == model.layers else 0.0
@@ -155,6 +160,8 @@ def flops_per_token(model: ModelShape, length: int, *, causal: bool = True) -> f
 
     Recomputed work is not counted. With `causal` false the masked half counts too, 12 L A S, as many others report it.
     """
+    if model.own is not None:  # what products count, of attention's square all: nothing says what is masked
+        return 3.0 * sum(layer.flops for layer in model.own.layers) / length
     attention = model.layers * model.heads * model.head_dim * length
     met = sum(active(model, layer) for layer in range(model.layers)) + model.vocab * model.hidden + model.hidden
     return 6.0 * met + (6.0 if causal else 12.0) * attention

@@ -76,11 +76,12 @@ class OwnLayer:
 
 @dataclass(frozen=True)
 class Own:
-    """A model of a user's own: what `text` = 'FILE.py:FUNCTION' returns, called with these `sizes` by name. `source` is
-    what the file held when the run began."""
+    """A model of a user's own for sequences of `length` tokens: what `text` = 'FILE.py:FUNCTION' returns, called with
+    these `sizes` by name. `source` is what the file held when the run began."""
 
     text: str
     source: str
+    length: int
     sizes: tuple[tuple[str, int], ...]
     layers: tuple[OwnLayer, ...]
 

@@ -144,7 +144,11 @@ def train(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> Trained:
             for at, layer in enumerate(layers):
                 torch.manual_seed(key(plan.seed, "draw", step, number, at))
                 x = layer(x)
-            each = F.cross_entropy(x.flatten(0, 1), wanted.flatten(), reduction="none") if loss is None else loss(x, wanted)
+            each = (
+                F.cross_entropy(x.flatten(0, 1), wanted.flatten(), reduction="none")
+                if loss is None
+                else loss(x, wanted)
+            )
             total = total + each.sum() / plan.batch.tokens
         total.backward()
         losses.append(total.item())

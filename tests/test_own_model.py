@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from fleet import Fleet, assembled
 from own_models import made, reference
 from plans import STEPS, close, plan_of
@@ -67,7 +66,9 @@ def test_any_schedule_equals_one_process(fleet, corpus, models, model, name, dp,
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), [("zb-h1", 2, 2, 2), ("zb-v", 2, 2, 4), ("gpipe", 4, 1, 2)])
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "microbatches"), [("zb-h1", 2, 2, 2), ("zb-v", 2, 2, 4), ("gpipe", 4, 1, 2)]
+)
 @pytest.mark.parametrize("model", ["dropping", "made"])
 def test_shards_of_zero_equal_one_process(fleet, corpus, models, model, name, dp, pp, microbatches, zero) -> None:
     plan = plan_of(name, dp, pp, microbatches, corpus, model=models[model], savings=Savings(zero=zero))

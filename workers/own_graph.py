@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from pentad.workers.weights import Deferred, Lookup, Product, Sum
 
@@ -26,9 +27,17 @@ class Bound(NamedTuple):
 
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    leaves: dict[str, Weight]
+    leaves: dict[str, Tensor]
     storage: int
     start: int
+
+
+class End(NamedTuple):
+    """Where B starts: a result without its memory. `edge` is missing where it depends on no parameter and no input."""
+
+    edge: GradientEdge | None
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Owner:
@@ -60,15 +69,14 @@ class Tape:
         finally:
             self.owner.tape = None
 
-    def backward(self, x: Tensor | None, result: Tensor, dy: Tensor) -> Tensor | None:
+    def backward(self, x: Tensor | None, end: End, dy: Tensor) -> Tensor | None:
         """B: the gradient of x, where there is one; `work` is what W has to do. The graph is used up."""
         self.saved.clear()
-        if not result.requires_grad:
+        if end.edge is None:
             return None if x is None else torch.zeros_like(x)
         given = [] if x is None else [x]
-        found = torch.autograd.grad(
-            result, [self.anchor, *self.leaves.values(), *given], dy, allow_unused=True, materialize_grads=False
-        )
+        inputs = [self.anchor, *self.leaves.values(), *given]
+        found = torch.autograd.grad([end.edge], inputs, [dy.view(end.shape)], allow_unused=True)
         for name, gradient in zip(self.leaves, found[1:], strict=False):
             if gradient is not None:
                 self.work.append(Sum(self.owner.now.gradients[name], gradient))
@@ -105,23 +113,39 @@ class Weight(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func in DEFERRED and torch.is_grad_enabled():
-                found = DEFERRED[func](*args, **(kwargs or {}))
-                if found is not NotImplemented:
-                    return found
-            return func(*args, **(kwargs or {}))
+            return _run(func, args, kwargs or {})
 
 
-def weight(value: Tensor, name: str, owner: Owner) -> Weight:
-    made = value.detach().as_subclass(Weight)
+class Watch(TorchFunctionMode):
+    """What `Weight` does, for tensors without memory, which can be no `Weight`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    if func in DEFERRED and torch.is_grad_enabled():
+        found = DEFERRED[func](*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+    return func(*args, **kwargs)
+
+
+def end_of(result: Tensor) -> End:
+    return End(get_gradient_edge(result) if result.requires_grad else None, result.shape, result.dtype)
+
+
+def weight(value: Tensor, name: str, owner: Owner, kind: type[Tensor] = Weight) -> Any:
+    made: Any = value.detach() if kind is Tensor else value.detach().as_subclass(kind)
     made.called, made.owner = name, owner
-    made.requires_grad_()
-    return made
+    return made.requires_grad_()
 
 
-def bound(weights: dict[str, Tensor], gradients: dict[str, Tensor], owner: Owner) -> Bound:
-    """`weights` begin one storage together."""
-    leaves = {name: weight(value, name, owner) for name, value in weights.items()}
+def bound(weights: dict[str, Tensor], gradients: dict[str, Tensor], owner: Owner, kind: type[Tensor] = Weight) -> Bound:
+    """`weights` share one storage; the leaves are plain tensors where `kind` is."""
+    leaves = {name: weight(value, name, owner, kind) for name, value in weights.items()}
     first = min(weights.values(), key=Tensor.storage_offset, default=torch.empty(0))
     return Bound(weights, gradients, leaves, storage_of(first) if weights else 0, int(first.storage_offset()))
 
@@ -176,11 +200,16 @@ class _Embedding(Function):
         return None, None, None, None
 
 
+def _tape(tensor: Any) -> Tape | None:
+    """Of the piece in F, for a parameter."""
+    owner = getattr(tensor, "owner", None)
+    return owner.tape if isinstance(owner, Owner) else None
+
+
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    plain = not isinstance(weight, Weight) or isinstance(input, Weight) or not isinstance(bias, Weight | None)
-    if plain or weight.dim() != 2 or weight.owner.tape is None:
+    tape = _tape(weight)
+    if tape is None or weight.dim() != 2 or _tape(input) or (bias is not None and _tape(bias) is not tape):
         return NotImplemented
-    tape = weight.owner.tape
     return _Linear.apply(input, tape.anchor, tape, weight.called, None if bias is None else bias.called)
 
 
@@ -194,9 +223,9 @@ def _embedding(
     sparse: bool = False,
 ) -> Any:
     special = padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
-    if special or not isinstance(weight, Weight) or weight.owner.tape is None:
+    tape = _tape(weight)
+    if special or tape is None:
         return NotImplemented
-    tape = weight.owner.tape
     return _Embedding.apply(input, tape.anchor, tape, weight.called)
 
 

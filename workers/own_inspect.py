@@ -61,7 +61,7 @@ def _look(
             x = y.detach()
         if made.loss is not None:
             _require_loss(text, made.loss, x, torch.zeros(rows, length, dtype=torch.int64))
-    return Own(text, source, sizes, tuple(found))
+    return Own(text, source, length, sizes, tuple(found))
 
 
 class _Draws(TorchDispatchMode):
@@ -93,8 +93,9 @@ def _through(text: str, number: int, layer: nn.Module, x: Tensor) -> tuple[Tenso
         raise mistake(text, f"{of} raises {raised(text, error)} for {_shape(x)}", MODEL) from None
     if not isinstance(y, Tensor):
         raise _wrong(text, number, layer, f"returns a {type(y).__name__}, wanted a tensor")
-    unused = [name for name, gradient in zip(parameters, found or [None] * len(parameters), strict=False)
-              if gradient is None]
+    unused = [
+        name for name, gradient in zip(parameters, found or [None] * len(parameters), strict=False) if gradient is None
+    ]
     if unused:
         raise _wrong(text, number, layer, f"has a parameter {unused[0]!r} that its result does not depend on")
     changed = [name for name, (buffer, version) in buffers.items() if buffer._version != version]
@@ -113,7 +114,9 @@ def _require_trainable(text: str, number: int, layer: nn.Module, seen: dict[int,
         if not parameter.requires_grad:
             raise _wrong(text, number, layer, f"has a parameter {name!r} without requires_grad, wanted none")
         if id(parameter) in seen:
-            said = f"shares its parameter {name!r} with layer {seen[id(parameter)][1]}, wanted layers that share nothing"
+            said = (
+                f"shares its parameter {name!r} with layer {seen[id(parameter)][1]}, wanted layers that share nothing"
+            )
             raise _wrong(text, number, layer, said)
         seen[id(parameter)] = parameter, number
     for name, _ in layer.named_buffers():
@@ -122,9 +125,7 @@ def _require_trainable(text: str, number: int, layer: nn.Module, seen: dict[int,
             raise _wrong(text, number, layer, said)
 
 
-def _require_result(
-    text: str, number: int, y: Tensor, wanted: tuple[int, ...], width: str, dtype: torch.dtype
-) -> None:
+def _require_result(text: str, number: int, y: Tensor, wanted: tuple[int, ...], width: str, dtype: torch.dtype) -> None:
     if tuple(y.shape) != wanted:
         said = f"layer {number} gives {_shape(y)}, wanted {list(wanted)} (rows, batch.sequence_length, {width})"
         raise mistake(text, said, MODEL)

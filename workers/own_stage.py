@@ -16,19 +16,22 @@ from pentad.schedules.plan import Plan
 from pentad.workers.around import Around
 from pentad.workers.bank import Bank
 from pentad.workers.inner import Inner
-from pentad.workers.own_graph import Bound, Owner, Tape, bound, storage_of, without
+from pentad.workers.own_graph import Bound, End, Owner, Tape, bound, end_of, storage_of, without
 from pentad.workers.own_source import MODEL, build, homes, key, narrow
 from pentad.workers.weights import Deferred, accumulate
 
 
 class Kept(NamedTuple):
     """Of a piece from F to B; `tape` is missing until RECOMPUTE where F kept no more than it got. `x` is what the first
-    layer read, `result` that of the last one or of the user's loss."""
+    layer read; B goes from `end`: of the last layer's result, of logits or of the user's loss. Memory that `goes` is
+    that of the result: it is on its way to the next stage, and this one's only where B reads it."""
 
     given: tuple[Tensor | None, Tensor | None, Tensor | None]  # received, tokens, targets
     tape: Tape | None = None
     x: Tensor | None = None
-    result: Tensor | None = None
+    end: End | None = None
+    goes: int = 0
+    logits: Tensor | None = None
     lse: Tensor | None = None
 
 
@@ -113,18 +116,18 @@ class OwnStage(Owner):
     def backward_input(self, piece: int, dy: Tensor | None) -> Tensor | None:
         """B."""
         kept = self.kept.pop(piece)
-        tape, result = kept.tape, kept.result
-        assert tape is not None and result is not None
+        tape, end = kept.tape, kept.end
+        assert tape is not None and end is not None
         slots = {storage_of(t) for t in (kept.given[0], dy) if t is not None}
-        if kept.lse is not None:
-            dy = self._logits_backward(kept, result, tape)
+        if kept.logits is not None:
+            dy = self._logits_backward(kept, kept.logits, tape)
         elif self.last:
-            dy = torch.full_like(result, self.around.loss_scale)
+            dy = torch.full(end.shape, self.around.loss_scale, dtype=end.dtype, device=self.device)
         assert dy is not None
-        x = kept.x if self.first is False else None
-        kept = kept._replace(x=None, result=None)
+        x = None if self.first else kept.x
+        del kept
         with self._reproducible():
-            dx = tape.backward(x, result, dy.view(result.shape))
+            dx = tape.backward(x, end, dy)
         self.deferred[piece] = [without(slots, item) for item in tape.work]
         return None if dx is None else dx.reshape(-1, dx.shape[-1])
 
@@ -136,7 +139,7 @@ class OwnStage(Owner):
 
     def movable(self, piece: int) -> list[torch.UntypedStorage]:
         kept = self.kept[piece]
-        stays = {storage_of(t) for t in (*kept.given, kept.result) if t is not None}
+        stays = {kept.goes, *(storage_of(t) for t in (*kept.given, kept.logits) if t is not None)}
         saved = kept.tape.saved if kept.tape is not None else []
         found = (tensor for tensor in saved if tensor.is_floating_point() and tensor.dim() > 1)
         storages = {storage_of(tensor): tensor.untyped_storage() for tensor in found}
@@ -153,8 +156,10 @@ class OwnStage(Owner):
         x = x if self.first else x.requires_grad_()
         with tape.recording():
             result, losses, lse = self._through(piece, x, kept.given[2])
-        root = losses if losses is not None and lse is None else result
-        return result, losses, kept._replace(tape=tape, x=x, result=root, lse=lse)
+        end = end_of(losses if losses is not None and lse is None else result)
+        logits = None if lse is None else result.detach()
+        kept = kept._replace(tape=tape, x=x, end=end, goes=storage_of(result), logits=logits, lse=lse)
+        return result.detach(), losses, kept
 
     def _through(self, piece: int, x: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(result of the last layer, losses, and their logarithms where the loss is not the user's)."""
@@ -181,10 +186,10 @@ class OwnStage(Owner):
             raise mistake(self.own.text, f"{who} raises {raised(self.own.text, error)}", MODEL) from None
         return made
 
-    def _logits_backward(self, kept: Kept, result: Tensor, tape: Tape) -> Tensor:
-        """The gradient of the logits, in their place where no other part of B reads them."""
-        read = any(storage_of(result) == storage_of(saved) for saved in tape.saved)
-        logits = result.detach().reshape(-1, result.shape[-1])
+    def _logits_backward(self, kept: Kept, logits: Tensor, tape: Tape) -> Tensor:
+        """Their gradient, in their place where no other part of B reads them."""
+        read = any(storage_of(logits) == storage_of(saved) for saved in tape.saved)
+        logits = logits.reshape(-1, logits.shape[-1])
         logits = logits.clone() if read else logits
         targets, lse = kept.given[2], kept.lse
         assert targets is not None and lse is not None
@@ -198,4 +203,3 @@ class OwnStage(Owner):
 
     def _reproducible(self) -> AbstractContextManager[None]:
         return nullcontext()
-
