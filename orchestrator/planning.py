@@ -26,15 +26,17 @@ from pentad.schedules.tensors import head_in_layers
 from pentad.schedules.timeline import Timeline
 
 
-def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: str = "") -> Plan:
+def make_plan(
+    config: RunConfig, device: str, *, hosts: int = 1, fingerprint: str = "", model: ModelShape | None = None
+) -> Plan:
     """The plan of a run whose ranks are on 'cpu' or 'cuda' devices of so many hosts, its program proven.
 
-    Raises PentadError when cluster.transport cannot serve them.
+    `model` is the one that an earlier plan of the run has: a user's file may have changed since. Raises PentadError when cluster.transport cannot serve them.
     """
     assert device in ("cpu", "cuda"), device
     transport = _transport(config, device, hosts)
     mesh, dtype = config.mesh.mesh, _dtype(config, device)
-    model = config.shape(dtype)
+    model = config.shape(dtype) if model is None else model
     replicas = mesh.dp * mesh.ep
     batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, replicas)
     options = config.options

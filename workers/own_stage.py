@@ -17,6 +17,7 @@ from pentad.workers.around import Around
 from pentad.workers.bank import Bank
 from pentad.workers.inner import Inner
 from pentad.workers.own_graph import Bound, End, Owner, Tape, bound, end_of, storage_of, without
+from pentad.workers.own_reproducible import reproducible
 from pentad.workers.own_source import MODEL, build, homes, key, narrow
 from pentad.workers.weights import Deferred, accumulate
 
@@ -158,7 +159,9 @@ class OwnStage(Owner):
             result, losses, lse = self._through(piece, x, kept.given[2])
         end = end_of(losses if losses is not None and lse is None else result)
         logits = None if lse is None else result.detach()
-        kept = kept._replace(tape=tape, x=x, end=end, goes=storage_of(result), logits=logits, lse=lse)
+        kept = kept._replace(
+            tape=tape, x=x, end=end, goes=0 if self.last else storage_of(result), logits=logits, lse=lse
+        )
         return result.detach(), losses, kept
 
     def _through(self, piece: int, x: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -202,4 +205,4 @@ class OwnStage(Owner):
             torch.cuda.default_generators[self.device.index or 0].manual_seed(number)
 
     def _reproducible(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return reproducible() if self.around.deterministic and self.device.type == "cuda" else nullcontext()
