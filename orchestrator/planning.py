@@ -31,7 +31,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a run whose ranks are on 'cpu' or 'cuda' devices of so many hosts, its program proven.
 
-    `model` is the one that an earlier plan of the run has: a user's file may have changed since. Raises PentadError when cluster.transport cannot serve them.
+    `model` is the one that an earlier plan of the run has: a user's file may have changed since. Raises
+    PentadError when cluster.transport cannot serve them.
     """
     assert device in ("cpu", "cuda"), device
     transport = _transport(config, device, hosts)

@@ -25,7 +25,11 @@ def stage_of(plan: Plan, index: int) -> OwnStage:
     return OwnStage(plan, index, banks_of(plan, 0, index, {Share(index): create(plan, Share(index), CPU)}))
 
 
-def given(plan: Plan, index: int, piece: int = 0) -> tuple[torch.Tensor | None, ...]:
+Given = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def given(plan: Plan, index: int, piece: int = 0) -> Given:
+    """What F gets: received, tokens, targets."""
     tokens = (torch.arange(plan.piece_tokens) + piece) % plan.model.vocab
     received = torch.randn(plan.piece_tokens, plan.model.hidden, dtype=torch.float64)
     last = index == plan.program.stages - 1
