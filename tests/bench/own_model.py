@@ -1,6 +1,7 @@
 """What the adapter for torch modules costs: a Llama as a list of them against the one that pentad has.
 
-One rank runs F, B and W of the same sizes with either, in turns:
+One rank runs F, B and W of the same sizes with either, in turns. On a CPU seconds are of the rank's thread alone, for
+others may use the machine:
 
     PYTHONPATH=.typings:tests python -P tests/bench/own_model.py --out FILE
 """
@@ -9,17 +10,22 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from bench.record import record
 
 from pentad.orchestrator.config import load
 from pentad.orchestrator.planning import make_plan
 from pentad.schedules.plan import Plan
+from pentad.workers import lanes
+from pentad.workers.own_source import build
 from pentad.workers.runner import Runner
 
 LLAMA = """
@@ -66,7 +72,7 @@ SIZES = {
     "cuda": "layers=8 hidden=2048 heads=16 kv_heads=8 ffn=8192 vocab=32000",
 }
 BATCH = {"cpu": (8, 128, 4), "cuda": (8, 4096, 4)}  # sequences, their length, microbatches
-TURNS, STEPS = 5, 4
+TURNS, STEPS = 3, 3
 
 
 def main() -> None:
@@ -78,11 +84,13 @@ def main() -> None:
 
 
 def measured(device: str) -> dict[str, Any]:
-    """Least milliseconds of a microbatch's F, B and W, and of a step, of both: others may use the machine."""
+    """Least milliseconds of a microbatch's F, B and W, and of a step, of both, and what torch alone takes."""
     sequences, length, microbatches = BATCH[device]
     words = [f"model.{word}" for word in SIZES[device].split()]
     words += [f"batch.sequences={sequences}", f"batch.sequence_length={length}", "mesh.pp=1", "schedule.name=zb-h1"]
     words += [f"schedule.microbatches={microbatches}"]
+    if device == "cpu":
+        lanes.time = SimpleNamespace(monotonic=time.thread_time)  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "llama.py")
         file.write_text(LLAMA)
@@ -90,14 +98,15 @@ def measured(device: str) -> dict[str, Any]:
             "builtin": plan_of(words, device, folder),
             "modules": plan_of([*words, f"model.own={file}:llama"], device, folder),
         }
-        seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in plans}
+        seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         peaks: dict[str, int] = {}
         for _ in range(TURNS):
             for name, plan in plans.items():
                 peaks[name] = ran(plan, seconds[name])
+            if device == "cpu":
+                plain(plans["modules"], seconds["torch alone"])
     found: dict[str, Any] = {
-        name: {op: round(1e3 * min(times), 3) for op, times in sorted(each.items())}
-        for name, each in seconds.items()
+        name: {op: round(1e3 * min(times), 3) for op, times in sorted(each.items())} for name, each in seconds.items()
     }
     ratios = {op: round(found["modules"][op] / found["builtin"][op], 3) for op in found["builtin"]}
     sizes = {"model": SIZES[device], "batch": f"{sequences} x {length} in {microbatches} microbatches, zb-h1"}
@@ -105,6 +114,22 @@ def measured(device: str) -> dict[str, Any]:
     dtype = plans["builtin"].dtype
     peak = {"peak_bytes": peaks} if device == "cuda" else {}
     return {"device": f"{name}, {dtype}", **sizes, "milliseconds": found, "modules_over_builtin": ratios, **peak}
+
+
+def plain(plan: Plan, seconds: dict[str, list[float]]) -> None:
+    """The same modules without pentad: forward and backward of a microbatch."""
+    assert plan.model.own is not None
+    layers, _ = build(plan.model.own, 0, 0, plan.model.layers)
+    for _ in range(STEPS * plan.batch.microbatches):
+        x = torch.randint(plan.model.vocab, (plan.batch.rows, plan.batch.length))
+        targets, started = x.flatten(), time.thread_time()
+        for layer in layers:
+            x = layer(x)
+        loss = F.cross_entropy(x.flatten(0, 1), targets)
+        between = time.thread_time()
+        loss.backward()
+        seconds["F"].append(between - started)
+        seconds["B and W"].append(time.thread_time() - between)
 
 
 def plan_of(words: list[str], device: str, folder: str) -> Plan:
