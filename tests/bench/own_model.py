@@ -1,7 +1,7 @@
-"""What the adapter for torch modules costs: a Llama as a list of them against the one that pentad has.
+"""What the adapter for torch modules costs: a Llama as a list of them against the one that pentad has, on a CPU.
 
-One rank runs F, B and W of the same sizes with either, in turns. On a CPU seconds are of the rank's thread alone, for
-others may use the machine:
+One stage runs F, B and W of a microbatch with either, and torch alone runs the same modules, in turns. Seconds are of
+the thread alone, the least of many, for others may use the machine:
 
     PYTHONPATH=.typings:tests python -P tests/bench/own_model.py --out FILE
 """
@@ -12,9 +12,9 @@ import argparse
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ from bench.record import record
 
 from pentad.orchestrator.config import load
 from pentad.orchestrator.planning import make_plan
-from pentad.schedules.plan import Plan
-from pentad.workers import lanes
+from pentad.schedules.plan import Plan, Share
+from pentad.workers.bank import banks_of
 from pentad.workers.own_source import build
-from pentad.workers.runner import Runner
+from pentad.workers.own_stage import OwnStage
+from pentad.workers.parameters import create
+from pentad.workers.stage import Stage
+from pentad.workers.stage_protocol import StageProtocol
 
 LLAMA = """
 import torch
@@ -67,92 +70,85 @@ def llama(vocab, hidden, layers, heads, kv_heads, ffn, length):
     end = lambda: nn.Sequential(nn.RMSNorm(hidden, eps=1e-5), nn.Linear(hidden, vocab, bias=False))
     return [lambda: nn.Embedding(vocab, hidden), *blocks, end]
 """
-SIZES = {
-    "cpu": "layers=4 hidden=256 heads=8 kv_heads=4 ffn=768 vocab=4096",
-    "cuda": "layers=8 hidden=2048 heads=16 kv_heads=8 ffn=8192 vocab=32000",
-}
-BATCH = {"cpu": (8, 128, 4), "cuda": (8, 4096, 4)}  # sequences, their length, microbatches
-TURNS, STEPS = 3, 3
+SIZES = "layers=4 hidden=256 heads=8 kv_heads=4 ffn=768 vocab=4096"
+BATCH = [
+    "batch.sequences=2",
+    "batch.sequence_length=128",
+    "mesh.pp=1",
+    "schedule.microbatches=1",
+    "schedule.name=zb-h1",
+]
+TURNS = 40
+
+Times = dict[str, list[float]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    asked = parser.parse_args()
-    record(asked.out, f"adapter, {asked.device}", lambda: measured(asked.device))
+    record(parser.parse_args().out, "adapter, cpu", measured)
 
 
-def measured(device: str) -> dict[str, Any]:
-    """Least milliseconds of a microbatch's F, B and W, and of a step, of both, and what torch alone takes."""
-    sequences, length, microbatches = BATCH[device]
-    words = [f"model.{word}" for word in SIZES[device].split()]
-    words += [f"batch.sequences={sequences}", f"batch.sequence_length={length}", "mesh.pp=1", "schedule.name=zb-h1"]
-    words += [f"schedule.microbatches={microbatches}"]
-    if device == "cpu":
-        lanes.time = SimpleNamespace(monotonic=time.thread_time)  # type: ignore[assignment]
+def measured() -> dict[str, Any]:
+    """Least milliseconds of a microbatch's F, B and W."""
+    torch.set_num_threads(1)
+    words = [*BATCH, *(f"model.{word}" for word in SIZES.split())]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "llama.py")
         file.write_text(LLAMA)
-        plans = {
-            "builtin": plan_of(words, device, folder),
-            "modules": plan_of([*words, f"model.own={file}:llama"], device, folder),
-        }
-        seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        peaks: dict[str, int] = {}
+        plans = [make_plan(load(None, more), "cpu") for more in (words, [*words, f"model.own={file}:llama"])]
+        runs = {"builtin": staged(plans[0]), "modules": staged(plans[1]), "torch alone": alone(plans[1])}
+        seconds: dict[str, Times] = {name: defaultdict(list) for name in runs}
         for _ in range(TURNS):
-            for name, plan in plans.items():
-                peaks[name] = ran(plan, seconds[name])
-            if device == "cpu":
-                plain(plans["modules"], seconds["torch alone"])
-    found: dict[str, Any] = {
-        name: {op: round(1e3 * min(times), 3) for op, times in sorted(each.items())} for name, each in seconds.items()
+            for name, run in runs.items():
+                run(seconds[name])
+    found = {name: {op: round(1e3 * min(times), 2) for op, times in each.items()} for name, each in seconds.items()}
+    ratios = {
+        f"modules over {name}": {op: round(found["modules"][op] / ms, 2) for op, ms in found[name].items()}
+        for name in ("builtin", "torch alone")
     }
-    ratios = {op: round(found["modules"][op] / found["builtin"][op], 3) for op in found["builtin"]}
-    sizes = {"model": SIZES[device], "batch": f"{sequences} x {length} in {microbatches} microbatches, zb-h1"}
-    name = torch.cuda.get_device_name() if device == "cuda" else "one thread"
-    dtype = plans["builtin"].dtype
-    peak = {"peak_bytes": peaks} if device == "cuda" else {}
-    return {"device": f"{name}, {dtype}", **sizes, "milliseconds": found, "modules_over_builtin": ratios, **peak}
+    return {"model": SIZES, "batch": "2 x 128, float32", "turns": TURNS, "milliseconds": found, **ratios}
 
 
-def plain(plan: Plan, seconds: dict[str, list[float]]) -> None:
-    """The same modules without pentad: forward and backward of a microbatch."""
+def staged(plan: Plan) -> Callable[[Times], None]:
+    """F, B and W of the plan's only stage."""
+    banks = banks_of(plan, 0, 0, {Share(0): create(plan, Share(0), torch.device("cpu"))})
+    stage: StageProtocol = Stage(plan, 0, banks) if plan.model.own is None else OwnStage(plan, 0, banks)
+    tokens = torch.randint(plan.model.vocab, (plan.piece_tokens,))
+
+    def run(seconds: Times) -> None:
+        stage.begin(0)
+        times = [time.thread_time()]
+        stage.forward(0, None, tokens, tokens)
+        times.append(time.thread_time())
+        stage.backward_input(0, None)
+        times.append(time.thread_time())
+        stage.backward_weight(0)
+        times.append(time.thread_time())
+        for op, (first, end) in zip("FBW", pairwise(times), strict=True):
+            seconds[op].append(end - first)
+        seconds["B and W"].append(times[3] - times[1])
+
+    return run
+
+
+def alone(plan: Plan) -> Callable[[Times], None]:
+    """Forward and backward of the same modules without pentad."""
     assert plan.model.own is not None
     layers, _ = build(plan.model.own, 0, 0, plan.model.layers)
-    for _ in range(STEPS * plan.batch.microbatches):
-        x = torch.randint(plan.model.vocab, (plan.batch.rows, plan.batch.length))
-        targets, started = x.flatten(), time.thread_time()
+    tokens = torch.randint(plan.model.vocab, (plan.batch.rows, plan.batch.length))
+
+    def run(seconds: Times) -> None:
+        started, x = time.thread_time(), tokens
         for layer in layers:
             x = layer(x)
-        loss = F.cross_entropy(x.flatten(0, 1), targets)
+        loss = F.cross_entropy(x.flatten(0, 1), tokens.flatten())
         between = time.thread_time()
         loss.backward()
         seconds["F"].append(between - started)
         seconds["B and W"].append(time.thread_time() - between)
 
-
-def plan_of(words: list[str], device: str, folder: str) -> Plan:
-    config = load(None, [*words, f"data.cache={folder}"])
-    return replace(make_plan(config, device), dtype={"cpu": "float32", "cuda": "bfloat16"}[device])
-
-
-def ran(plan: Plan, seconds: dict[str, list[float]]) -> int:
-    """Adds what STEPS steps took, a step of warming up left out; returns the most memory of a GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        if plan.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        runner = Runner(plan, 0, Path(folder, "board"))
-        runner.connect(runner.serve("127.0.0.1", 30), 30)
-        runner.restore(None)
-        results = runner.run(0, STEPS + 1)[1:]
-        runner.close()
-    for result in results:
-        for span in result.spans:
-            if span.op in ("F", "B", "W", "STEP"):
-                seconds[span.op].append(span.end - span.start)
-        seconds["step"].append(max(s.end for s in result.spans) - min(s.start for s in result.spans))
-    return results[-1].peak_bytes
+    return run
 
 
 if __name__ == "__main__":
