@@ -13,7 +13,7 @@ from itertools import accumulate
 from pentad.orchestrator.endings import End, ahead, head, looked
 from pentad.orchestrator.kept import Half, Piece, attention, experts, gated, latent, piece_of
 from pentad.schedules.instruction import Instruction, Op, units_of
-from pentad.schedules.model import ModelShape
+from pentad.schedules.model import ModelShape, Own
 from pentad.schedules.plan import Plan
 
 BACKWARD = (Op.B, Op.BW)
@@ -100,6 +100,8 @@ def layer_of(model: ModelShape, has_experts: bool, piece: Piece) -> Layer:
 
 
 def shares(model: ModelShape, layers: Sequence[tuple[int, int]], stage: int, piece: Piece) -> Shares:
+    if model.own is not None:
+        return _own_shares(model, model.own, layers[stage], piece)
     return _shares(model, layers[stage], stage == 0, stage == len(layers) - 1, piece)
 
 
@@ -131,6 +133,19 @@ def _shares(model: ModelShape, span: tuple[int, int], first: bool, last: bool, p
         backward=max(*during, sum(deferred) + lookup) + end.roots + end.deferred - end.shared,
         weight=max(wide if reads else 0, *(of.weight for of in each)),
     )
+
+
+def _own_shares(model: ModelShape, own: Own, span: tuple[int, int], piece: Piece) -> Shares:
+    """Of a user's own layers: what they keep is counted on tensors without values."""
+    import torch  # a model of the user's own is made of it
+
+    from pentad.workers.own_memory import bytes_of
+
+    found = bytes_of(own, *span, model.hidden, piece.tokens // own.length, getattr(torch, piece.dtype))
+    entry = piece.tokens * model.hidden * piece.compute if span[0] else 0
+    saved, still = found.kept + entry, found.kept - found.movable
+    most = max(saved, found.deferred)
+    return Shares(saved, 0, still, entry, found.deferred, 0, 0, 0, saved, found.layer, most, 0)
 
 
 def _end(model: ModelShape, piece: Piece) -> End:

@@ -12,6 +12,7 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from pentad.orchestrator.model_section import ModelSection
+from pentad.orchestrator.own_model import require_layers, require_plain, shape_of
 from pentad.orchestrator.sections import (
     BatchSection,
     CheckpointSection,
@@ -34,6 +35,7 @@ from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.errors import PentadError
 from pentad.schedules.fits import require_fit
 from pentad.schedules.gathers import require_room
+from pentad.schedules.model import ModelShape
 from pentad.schedules.plan import split_layers
 from pentad.schedules.shape import Options
 
@@ -85,7 +87,12 @@ class RunConfig(Section):
                 program = generate("zb-1p", self.mesh.pp, schedule.microbatches, asked)
             else:
                 program = generate(schedule.name, self.mesh.pp, schedule.microbatches, self.options)
-            split_layers(self.model.layers, program.placement)
+            if self.model.own is not None:
+                packed, recompute = self.data.packed, self.memory.recompute
+                require_plain(self.model.own, self.mesh.mesh, program.slices, packed=packed, recompute=recompute)
+            shape = self.shape()
+            require_layers(shape, program.stages)
+            split_layers(shape.layers, program.placement)
             if self.zero.gathered is not None:
                 require_room(program, self.zero.gathered)
         except PentadError as error:
@@ -100,10 +107,14 @@ class RunConfig(Section):
         try:
             rows = self.batch.sequences // (self.mesh.dp * self.mesh.ep * schedule.microbatches)
             sizes = self.batch.sequence_length, rows, program.slices
-            require_fit(self.model.shape, self.mesh.mesh, *sizes, self.mesh.context)
+            require_fit(shape, self.mesh.mesh, *sizes, self.mesh.context)
         except PentadError as error:
             raise ValueError(str(error)) from None
         return self
+
+    def shape(self, dtype: str = "float32") -> ModelShape:
+        """Of the model, in the dtype of compute. Raises PentadError for a user's model that cannot be trained."""
+        return self.model.shape if self.model.own is None else shape_of(self.model, self.batch.sequence_length, dtype)
 
     @property
     def options(self) -> Options:

@@ -183,8 +183,9 @@ def facts_table(plan: Plan) -> Table:
     table.add_column(overflow="fold")
     kinds = f"{plan.dtype} on {'GPUs' if plan.device == 'cuda' else 'CPUs'}, {plan.transport} transfers"
     table.add_row(Text(" run"), Text(plan.name, "bold"))
+    own = f"{m.own.text}, " if m.own is not None else ""
     table.add_row(
-        " model", f"{count(parameters(m))} parameters: {m.layers} layers of {m.hidden}, vocabulary of {m.vocab:,}"
+        " model", f"{own}{count(parameters(m))} parameters: {m.layers} layers of {m.hidden}, vocabulary of {m.vocab:,}"
     )
     table.add_row(" batch", f"{b.sequences} sequences of {b.length} = {b.tokens:,} tokens a step")
     table.add_row(" mesh", f"{plan.mesh}: {plan.mesh.size} ranks, {kinds}")
@@ -228,6 +229,8 @@ def memory_line(plan: Plan) -> RenderableType:
 def layers_text(plan: Plan, stage: int) -> str:
     first, end = plan.layers[stage]
     span = f"{first}-{end - 1}" if end - first > 1 else str(first)
+    if plan.model.own is not None:
+        return span
     return f"{'embed ' if stage == 0 else ''}{span}{' head' if end == plan.model.layers else ''}"
 
 

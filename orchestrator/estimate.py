@@ -76,6 +76,8 @@ def flops_per_token(model: ModelShape, length: int, *, causal: bool = True) -> f
 
     Recomputed work is not counted. With `causal` false the masked half counts too, 12 L A S, as many others report it.
     """
+    if model.own is not None:  # what products count, of attention's square all: nothing says what is masked
+        return 3.0 * sum(layer.flops for layer in model.own.layers) / length
     attention = model.layers * model.heads * model.head_dim * length
     met = sum(active(model, layer) for layer in range(model.layers)) + model.vocab * model.hidden + model.hidden
     return 6.0 * met + (6.0 if causal else 12.0) * attention

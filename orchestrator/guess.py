@@ -84,6 +84,9 @@ class Work(NamedTuple):
 
 def _work(model: ModelShape, span: tuple[int, int], piece: Piece, length: int, rates: Rates) -> Work:
     first, end = span
+    if model.own is not None:
+        own = piece.rows * sum(layer.flops for layer in model.own.layers[first:end]) / rates.flops
+        return Work(own, own, own, 0.0)
     ahead = model.predicted if end == model.layers else 0
     end += ahead
     count, tokens, width = end - first, piece.tokens, rates.flops * piece.mesh.tp
@@ -92,10 +95,9 @@ def _work(model: ModelShape, span: tuple[int, int], piece: Piece, length: int, r
     square = tokens * length * model.heads * (model.head_dim + value) / width
     linear = 2 * tokens * sum(_active(model, layer) for layer in range(first, end)) / width
     if model.experts is not None:
-        own = (
-            max(0, end - max(first, model.experts.dense)) * 3 * model.hidden * model.experts.active * model.experts.ffn
-        )
-        linear += 2 * tokens * own * (1 / GROUPED - 1) / width
+        visited = max(0, end - max(first, model.experts.dense)) * model.experts.active
+        grouped = 3 * model.hidden * model.experts.ffn * visited
+        linear += 2 * tokens * grouped * (1 / GROUPED - 1) / width
     head = 2 * tokens * model.vocab * model.hidden * (1 + ahead) / width if end - ahead == model.layers else 0.0
     linear += 2 * tokens * 2 * model.hidden**2 * ahead / width  # what joins streams and embeddings
     # norms and sums of streams, and what stands between two products
@@ -118,6 +120,8 @@ def _widths(model: ModelShape) -> int:
 def _inside(model: ModelShape, span: tuple[int, int], piece: Piece, when: Inside, rates: Rates) -> float:
     """Seconds of what a stage's layers send meanwhile: along each axis the latency of its operations, and its bytes."""
     seconds = 0.0
+    if model.own is not None:
+        return seconds
     for flow, sent in stage_flows(model, span, piece, when).items():
         latency, speed = link(rates, piece.mesh, flow.axis)
         seconds += sent.operations * latency + sent.bytes / speed

@@ -41,20 +41,26 @@ def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
     """Ray's runtime_env of a job that trains `config`; writes what it names below `out`."""
     work = out / "job"
     work.mkdir()
-    (work / CONFIG).write_text(dump(_with_schedule(config, work)), encoding="utf-8")
+    (work / CONFIG).write_text(dump(_with_files(config, work)), encoding="utf-8")
     package = write_package(out)
     return {"working_dir": str(work), "py_modules": [str(package)], "env_vars": variables(config)}
 
 
-def _with_schedule(config: RunConfig, work: Path) -> RunConfig:
-    """The configuration with a schedule of the user's own found where the job stands: its file goes along."""
-    name = config.schedule.name
-    if ":" not in name and not name.endswith(FILES):
-        return config
-    file, colon, function = name.rpartition(":") if ":" in name else (name, "", "")
-    shutil.copy(file, work)
-    schedule = config.schedule.model_copy(update={"name": f"{Path(file).name}{colon}{function}"})
-    return config.model_copy(update={"schedule": schedule})
+def _with_files(config: RunConfig, work: Path) -> RunConfig:
+    """The configuration with a schedule and a model of the user's own found where the job stands: files go along."""
+    name, own = config.schedule.name, config.model.own
+    if ":" in name or name.endswith(FILES):
+        file, colon, function = name.rpartition(":") if ":" in name else (name, "", "")
+        shutil.copy(file, work)
+        schedule = config.schedule.model_copy(update={"name": f"{Path(file).name}{colon}{function}"})
+        config = config.model_copy(update={"schedule": schedule})
+    if own is not None:
+        file, _, function = own.rpartition(":")
+        (work / "model").mkdir()  # a schedule's file may have the same name
+        shutil.copy(file, work / "model")
+        model = config.model.model_copy(update={"own": f"model/{Path(file).name}:{function}"})
+        config = config.model_copy(update={"model": model})
+    return config
 
 
 def write_package(out: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -84,6 +84,11 @@ class ScalingSection(Section):
 
 class ModelSection(Section):
     family: Family = Field(default="llama", description="architecture, by the name of its first model")
+    own: str | None = Field(
+        default=None,
+        description="FILE.py:FUNCTION that returns a list of layers (docs/own-model.md) in place of the family's; it "
+        "takes what it needs of vocab, hidden, layers, heads, kv_heads, ffn and length, by name",
+    )
     layers: int = Field(ge=1, le=10_000, description="decoder layers, at least one a pipeline stage")
     hidden: Count = Field(description="width of the residual stream, a multiple of model.heads")
     heads: Count = Field(description="query heads, a multiple of model.kv_heads")
@@ -100,8 +105,18 @@ class ModelSection(Section):
     predicted: NonNegative = Field(default=0, description="tokens beyond the next one that are predicted (deepseek-v3)")
     predicted_weight: Positive = Field(default=0.3, description="weight of the loss of those tokens")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_ones_own(cls, raw: Any) -> Any:
+        """Sizes that a function of the user's does not take need no value."""
+        if isinstance(raw, dict) and raw.get("own") is not None:
+            return dict.fromkeys(("layers", "heads", "kv_heads", "ffn"), 1) | raw
+        return raw
+
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelSection:
+        if self.own is not None:
+            return self
         if self.heads % self.kv_heads:
             raise ValueError(f"model.heads is {self.heads}, wanted a multiple of model.kv_heads = {self.kv_heads}")
         if self.latent is not None:
@@ -117,6 +132,8 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _is_of_its_family(self) -> ModelSection:
+        if self.own is not None and self.tied:
+            raise ValueError("model.tied is true, wanted false for model.own, whose layers share nothing")
         traits = FAMILIES[self.family]
         for name, wanted in (("experts", traits.experts), ("latent", traits.latent)):
             found = getattr(self, name)
@@ -133,7 +150,7 @@ class ModelSection(Section):
 
     @property
     def shape(self) -> ModelShape:
-        found = self.model_dump(exclude={"family"})
+        found = self.model_dump(exclude={"family", "own"})
         parts = {"scaling": Scaling, "latent": Latent, "experts": Experts}
         made = {name: part(**found[name]) if found[name] else None for name, part in parts.items()}
         return ModelShape(**{**found, **made}, qk_norm=FAMILIES[self.family].qk_norm)

@@ -1,4 +1,4 @@
-"""From a configuration to the plan that workers run. Pure: no torch, no Ray, no files."""
+"""From a configuration to the plan that workers run. Pure: no Ray; torch and files only for a model of one's own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pentad.schedules.auto import AUTO, choose
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
+from pentad.schedules.cut import cut_layers
 from pentad.schedules.errors import PentadError
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.model import ModelShape
@@ -25,21 +26,24 @@ from pentad.schedules.tensors import head_in_layers
 from pentad.schedules.timeline import Timeline
 
 
-def make_plan(config: RunConfig, device: str, *, hosts: int = 1, fingerprint: str = "") -> Plan:
+def make_plan(
+    config: RunConfig, device: str, *, hosts: int = 1, fingerprint: str = "", model: ModelShape | None = None
+) -> Plan:
     """The plan of a run whose ranks are on 'cpu' or 'cuda' devices of so many hosts, its program proven.
 
-    Raises PentadError when cluster.transport cannot serve them.
+    `model` is the one that an earlier plan of the run has: a user's file may have changed since. Raises
+    PentadError when cluster.transport cannot serve them.
     """
     assert device in ("cpu", "cuda"), device
     transport = _transport(config, device, hosts)
-    mesh, model = config.mesh.mesh, config.model.shape
+    mesh, dtype = config.mesh.mesh, _dtype(config, device)
+    model = config.shape(dtype) if model is None else model
     replicas = mesh.dp * mesh.ep
     batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, replicas)
-    dtype = _dtype(config, device)
     options = config.options
     chosen = _chosen(config, model, batch, device, dtype)
     order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
-    layers = split_layers(model.layers, order.placement, head_in_layers(model, batch.length))
+    layers = _cut(model, order, batch.length)
     costs = guess_costs(
         model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages), mesh, config.mesh.context
     )
@@ -114,13 +118,20 @@ def _chosen(config: RunConfig, model: ModelShape, batch: BatchShape, device: str
 
     def costs_of(placed: Program) -> Costs | None:
         try:
-            layers = split_layers(model.layers, placed.placement, head_in_layers(model, batch.length))
+            layers = _cut(model, placed, batch.length)
         except PentadError:  # more stages than layers
             return None
         return guess_costs(model, layers, batch, device, dtype, placed.slices, mesh=config.mesh.mesh)
 
     by: By = "longest" if section.post_validation else "makespan"
     return choose(config.mesh.pp, batch.microbatches, costs_of, section.options, by).best.program
+
+
+def _cut(model: ModelShape, order: Program, length: int) -> tuple[tuple[int, int], ...]:
+    """The layers of each stage. Raises PentadError for fewer layers than stages."""
+    if model.own is not None:
+        return cut_layers([layer.flops for layer in model.own.layers], order.placement)
+    return split_layers(model.layers, order.placement, head_in_layers(model, length))
 
 
 def smaller(config: RunConfig, ranks: int) -> RunConfig | None:

@@ -193,7 +193,7 @@ class Recovery:
     def _plan(self, config: RunConfig) -> Plan:
         full = self.full
         hosts = 1 if full.transport == "peer" else 2
-        return make_plan(config, full.device, hosts=hosts, fingerprint=full.fingerprint)
+        return make_plan(config, full.device, hosts=hosts, fingerprint=full.fingerprint, model=full.model)
 
     def _take(self, plan: Plan, ranks: list[int]) -> None:
         """The group is these of its ranks, in this order, under another plan."""

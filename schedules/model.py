@@ -66,13 +66,36 @@ class Scaling:
 
 
 @dataclass(frozen=True)
+class OwnLayer:
+    """A layer of a user's own: its parameters by name and shape, the FLOPs that products count in the forward of one
+    sequence, and whether it draws random numbers."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    flops: int
+    is_random: bool
+
+
+@dataclass(frozen=True)
+class Own:
+    """A model of a user's own for sequences of `length` tokens: what `text` = 'FILE.py:FUNCTION' returns, called with
+    these `sizes` by name. `source` is what the file held when the run began."""
+
+    text: str
+    source: str
+    length: int
+    sizes: tuple[tuple[str, int], ...]
+    layers: tuple[OwnLayer, ...]
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder with pre-norms, rotary positions and gated feed-forward layers: `heads` query heads share
     `kv_heads` key-value heads of width `head_dim`.
 
     `head_size` 0 means hidden / heads. `qk_norm`: queries and keys are normed head by head (Qwen3). `tied`: the output
     head is the embedding. `predicted` tokens beyond the next one have a layer each (multi-token prediction,
-    arXiv 2412.19437, 2.2), whose loss counts `predicted_weight` over their number.
+    arXiv 2412.19437, 2.2), whose loss counts `predicted_weight` over their number. With a model of the user's `own`
+    `layers` are those of its list, and only `hidden` and `vocab` say more.
     """
 
     layers: int
@@ -91,6 +114,7 @@ class ModelShape:
     experts: Experts | None = None
     predicted: int = 0
     predicted_weight: float = 0.3
+    own: Own | None = None
 
     @property
     def head_dim(self) -> int:

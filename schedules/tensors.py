@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from pentad.schedules.mesh import Mesh
-from pentad.schedules.model import Experts, Latent, ModelShape
+from pentad.schedules.model import Experts, Latent, ModelShape, Own
 
 Range = tuple[int, int]
 
@@ -71,8 +71,8 @@ def tensors(model: ModelShape, first: int, end: int) -> list[Tensor]:
 
     Matrices [out, in] come first, norms last: weight decay is for matrices only.
     """
-    found = list(_all(model, first, end))
-    return [each for each in found if len(each.shape) > 1] + [each for each in found if len(each.shape) == 1]
+    found = list(_all(model, first, end) if model.own is None else _own(model.own, first, end))
+    return [each for each in found if len(each.shape) > 1] + [each for each in found if len(each.shape) < 2]
 
 
 def parameters(model: ModelShape, first: int = 0, end: int | None = None) -> int:
@@ -82,6 +82,8 @@ def parameters(model: ModelShape, first: int = 0, end: int | None = None) -> int
 
 def active(model: ModelShape, layer: int) -> int:
     """Parameters of a decoder layer that one token meets: of its experts those that it visits."""
+    if model.own is not None:
+        return parameters(model, layer, layer + 1)
     sizes = [(math.prod(each.shape), each.experts) for each in _layer(model, layer)]
     visited = sum(size for size, experts in sizes if experts)
     if model.experts is not None:
@@ -129,6 +131,12 @@ def _predicted(model: ModelShape, *, alone: bool) -> Iterator[Tensor]:
     if model.predicted and not model.tied and not alone:
         cut = (_rows(model.vocab, model.vocab),)
         yield Tensor("predicted.embedding", (model.vocab, h), 0.02, cut, like="embedding")
+
+
+def _own(own: Own, first: int, end: int) -> Iterator[Tensor]:
+    """Their first values are made by the user's file."""
+    for number in range(first, end):
+        yield from (Tensor(f"layers.{number}.{name}", shape, 0.0) for name, shape in own.layers[number].tensors)
 
 
 def _layer(model: ModelShape, layer: int) -> Iterator[Tensor]:

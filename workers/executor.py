@@ -18,7 +18,7 @@ from pentad.workers.groups import Groups
 from pentad.workers.lanes import Lanes
 from pentad.workers.peer_copy import PeerCopy
 from pentad.workers.shards import Shards
-from pentad.workers.stage import Stage
+from pentad.workers.stage_protocol import StageProtocol
 from pentad.workers.step_end import Barrier, PostValidated
 from pentad.workers.transport import Transport
 from pentad.workers.turns import Turns, between, by_turns
@@ -34,7 +34,7 @@ class Executor:
     def __init__(
         self,
         stream: Stream,
-        stages: dict[int, Stage],
+        stages: dict[int, StageProtocol],
         groups: Groups,
         transport: Transport | PeerCopy,
         lanes: Lanes,

@@ -112,6 +112,8 @@ def section_of(family: str, shape: ModelShape) -> dict[str, Any]:
 def of_section(section: dict[str, Any]) -> tuple[str, ModelShape]:
     """The inverse of `section_of`; keys may be missing that have a default."""
     made: dict[str, Any] = dict(section)
+    if (own := made.pop("own", None)) is not None:
+        raise PentadError(f"model.own is {own}, wanted null: only models of the families go to Hugging Face's files")
     family = str(made.pop("family", "llama"))
     made["qk_norm"] = family in _QK_NORMED
     try:

@@ -12,6 +12,7 @@ from pentad.schedules.plan import Plan, Share
 from pentad.schedules.tensors import Range, Tensor, tensors
 from pentad.schedules.validation import is_validated
 from pentad.workers.first_values import first_values
+from pentad.workers.own_source import first_values as own_values
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -148,9 +149,15 @@ def create(plan: Plan, share: Share, device: torch.device, *, rank: int = 0, bla
     gradient = zeros() if gradients is None else gradients[cut.span]
     master = compute if shared else zeros()
     parameters = Parameters(found, share.experts, cut, master, compute, gradient, zeros(), zeros(), weights, gradients)
+    own, span = plan.model.own, plan.layers[share.stage]
+    theirs = own_values(own, plan.seed, *span) if own is not None and not blank else {}
     for piece in () if blank else parameters.pieces(master):
-        own = first_values(piece.local.tensor, plan.seed, piece.local.ranges, device)
-        piece.values.copy_(own.flatten()[piece.span])
+        local = piece.local
+        if own is not None:
+            part = local.of(theirs[local.name])
+        else:
+            part = first_values(local.tensor, plan.seed, local.ranges, device)
+        piece.values.copy_(part.flatten()[piece.span])
     parameters.refresh()
     return parameters
 

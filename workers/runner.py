@@ -27,6 +27,7 @@ from pentad.workers.feed import Feed
 from pentad.workers.fence import Fenced, Wires, run_out
 from pentad.workers.groups import abort_all, columns, connect, meet, serve
 from pentad.workers.lanes import CudaLanes, HostLanes, Lanes, Times
+from pentad.workers.own_stage import OwnStage
 from pentad.workers.parameters import DTYPES, Parameters, create, cut_of
 from pentad.workers.parts import file_of, named, read_whole
 from pentad.workers.peer_copy import PeerCopy, channels
@@ -35,6 +36,7 @@ from pentad.workers.shards import Shards, collect
 from pentad.workers.signals import Signals
 from pentad.workers.source import open_data
 from pentad.workers.stage import Stage
+from pentad.workers.stage_protocol import StageProtocol
 from pentad.workers.step_end import Barrier, PostValidated, Taken
 from pentad.workers.transport import Transport
 
@@ -71,7 +73,10 @@ class Runner:
             at: held[at] if at in held else create(plan, at, self.device, rank=rank, blank=blank)
             for at in plan.shares_of(rank)
         }
-        self.stages = {s: Stage(plan, s, banks_of(plan, rank, s, self.parameters), rank) for s in plan.stages_of(rank)}
+        kind = Stage if plan.model.own is None else OwnStage
+        self.stages: dict[int, StageProtocol] = {
+            s: kind(plan, s, banks_of(plan, rank, s, self.parameters), rank) for s in plan.stages_of(rank)
+        }
         if before is not None:  # its other buffers make room
             before.stages.clear()
             before.shards.clear()

@@ -6,6 +6,8 @@ alike. Whole buffers that stages take turns on (schedules/pools.py) are made onc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
@@ -15,7 +17,7 @@ from pentad.schedules.pools import Slots, gradient_slots, weight_slots
 from pentad.workers.bank import Bank
 from pentad.workers.groups import Groups
 from pentad.workers.parameters import Parameters
-from pentad.workers.stage import Stage
+from pentad.workers.stage_protocol import StageProtocol
 from pentad.workers.tensor_ranks import gather_all, scatter_sum
 
 CHUNK = 2**24  # elements of a shard that travel at once to who saves it
@@ -25,7 +27,7 @@ Slot = tuple[int, int]  # number of the buffer and of the bank
 class Shards:
     """Runs ALL_GATHER, FREE and REDUCE_SCATTER of a rank. A stage that it alone holds is whole all the time."""
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, Stage]) -> None:
+    def __init__(self, plan: Plan, rank: int, stages: Mapping[int, StageProtocol]) -> None:
         self.stages, program, pp = stages, plan.program, plan.mesh.coordinates(rank).pp
         self.slots = weight_slots(program, pp) if plan.zero == 3 else {}
         self.weights = _buffers(self.slots, stages, like="compute")
@@ -95,7 +97,7 @@ def collect(
     return found if rank == owner else None
 
 
-def _buffers(slots: Slots, stages: dict[int, Stage], like: str) -> dict[Slot, torch.Tensor]:
+def _buffers(slots: Slots, stages: Mapping[int, StageProtocol], like: str) -> dict[Slot, torch.Tensor]:
     """By slot and number of the bank, as long as the longest stage that uses it."""
     found: dict[Slot, torch.Tensor] = {}
     using: dict[Slot, list[Parameters]] = {}

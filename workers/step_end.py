@@ -19,7 +19,7 @@ from pentad.workers import optimizer
 from pentad.workers.courier import Courier, Parcel
 from pentad.workers.groups import Groups
 from pentad.workers.parameters import Parameters
-from pentad.workers.stage import Stage
+from pentad.workers.stage_protocol import StageProtocol
 from pentad.workers.tied import Tied
 
 Check = Callable[[], None]
@@ -44,7 +44,7 @@ def on_host(value: torch.Tensor) -> torch.Tensor:
     return here.copy_(value, non_blocking=True)
 
 
-def held(stages: dict[int, Stage]) -> list[Parameters]:
+def held(stages: dict[int, StageProtocol]) -> list[Parameters]:
     return [bank.parameters for stage in stages.values() for bank in stage.banks]
 
 
@@ -56,7 +56,7 @@ class Sums:
     committed step's loss outlives the rank that computed it.
     """
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, Stage]) -> None:
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol]) -> None:
         self.plan, self.stages, self.at = plan, stages, plan.mesh.coordinates(rank)
         self.rank, self.limit = rank, plan.optimizer.clip_norm
         *first, self.squares = accumulate(map(plan.shards, plan.shares), initial=0)
@@ -98,7 +98,7 @@ class Barrier:
     sees at NORM: the step then changes no weight.
     """
 
-    def __init__(self, plan: Plan, groups: Groups, stages: dict[int, Stage]) -> None:
+    def __init__(self, plan: Plan, groups: Groups, stages: dict[int, StageProtocol]) -> None:
         self.plan, self.groups, self.stages = plan, groups, stages
         self.sums = Sums(plan, groups.rank, stages)
         self.tied = Tied(plan, groups.rank, stages, groups.tied)
@@ -159,7 +159,7 @@ class PostValidated:
     The attributes are those of `Barrier`. The gradients stay until then, and so does all that the step was made from.
     """
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, Stage], courier: Courier) -> None:
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol], courier: Courier) -> None:
         self.plan, self.stages, self.courier = plan, stages, courier
         self.sums = Sums(plan, rank, stages)
         device = self.sums.values.device

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pentad.schedules.plan import Plan
 from pentad.workers.bank import Bank
-from pentad.workers.stage import Stage
+from pentad.workers.stage_protocol import StageProtocol
 
 
 class Copy(NamedTuple):
@@ -30,7 +30,9 @@ class Copy(NamedTuple):
 class Tied:
     """The copies of a rank; `group` are the ranks of its tensor coordinate that have one of either."""
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, Stage], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, stages: dict[int, StageProtocol], group: dist.ProcessGroup | None
+    ) -> None:
         self.group, self.found, self.size = group, list[Copy](), 0
         for share in plan.shares_of(rank) if plan.is_tied else ():
             if not share.experts and share.stage in (0, plan.program.stages - 1):

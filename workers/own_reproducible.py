@@ -1,0 +1,26 @@
+"""Somebody else's layers on a GPU, so that two runs have the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.utils.deterministic as determinism
+from torch.nn.attention import sdpa_kernel
+
+from pentad.kernels.attention import FILL, REPRODUCIBLE
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Asks torch for reproducible algorithms, also of attention; where it has none for an operation it warns."""
+    mode, fill = torch.get_deterministic_debug_mode(), getattr(determinism, FILL)
+    torch.set_deterministic_debug_mode("warn")
+    setattr(determinism, FILL, False)
+    try:
+        with sdpa_kernel(REPRODUCIBLE, set_priority=True):
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        setattr(determinism, FILL, fill)
