@@ -78,8 +78,10 @@ def flops_per_token(model: ModelShape, length: int, *, causal: bool = True) -> f
     """
     if model.own is not None:  # what products count, of attention's square all: nothing says what is masked
         return 3.0 * sum(layer.flops for layer in model.own.layers) / length
-    attention = model.layers * model.heads * model.head_dim * length
-    met = sum(active(model, layer) for layer in range(model.layers)) + model.vocab * model.hidden + model.hidden
+    layers, value = model.layers + model.predicted, model.latent.value if model.latent else model.head_dim
+    attention = layers * model.heads * (model.head_dim + value) / 2 * length
+    met = sum(active(model, layer) for layer in range(layers)) + model.hidden
+    met += (1 + model.predicted) * model.vocab * model.hidden + 2 * model.predicted * model.hidden**2
     return 6.0 * met + (6.0 if causal else 12.0) * attention
 
 
