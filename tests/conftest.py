@@ -1,4 +1,4 @@
-"""Which tests run: those marked gpu only where CUDA is, those marked slow only when asked for."""
+"""Which tests run: those marked gpu only where CUDA is, those marked slow or realmodel only when asked for."""
 
 import os
 import sys
@@ -30,6 +30,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: add --slow"))
+    if "realmodel" not in config.getoption("markexpr"):
+        for item in items:
+            if item.get_closest_marker("realmodel"):
+                item.add_marker(pytest.mark.skip(reason="a real model: add -m realmodel"))
 
 
 def has_cuda() -> bool:

@@ -25,6 +25,8 @@ from pentad.workers.inner import Inner
 from pentad.workers.parameters import DTYPES, create
 from pentad.workers.stage import Stage
 from pentad.workers.tensor_ranks import TensorRanks
+from pentad.workers.turns import Coming, Turns, here
+from pentad.workers.turns import alone as at_once
 
 MIXED = Experts(count=4, active=2, ffn=12, auxiliary=0.1)
 DEEP = Experts(count=8, active=3, ffn=12, shared=8, score="sigmoid", groups=2, active_groups=1, bias_rate=0.01, dense=1)
@@ -44,13 +46,13 @@ MODES = ("none", "selective", "full")
 class Ranks(TensorRanks):
     """Tensor ranks that are not there."""
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        return part if self.size == 1 else torch.cat([part] * self.size)
+    def gather(self, part: torch.Tensor) -> Coming[torch.Tensor]:
+        return here(part if self.size == 1 else torch.cat([part] * self.size))
 
-    def scatter(self, partial: torch.Tensor) -> torch.Tensor:
-        return partial if self.size == 1 else partial[: partial.shape[0] // self.size].clone()
+    def scatter(self, partial: torch.Tensor) -> Coming[torch.Tensor]:
+        return here(partial if self.size == 1 else partial[: partial.shape[0] // self.size].clone())
 
-    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> Coming[torch.Tensor]:
         return self.scatter(torch.mm(x, matrix))
 
 
@@ -76,11 +78,11 @@ class Transfer:
         return self.room
 
 
-def gathered(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+def gathered(whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool = False) -> None:
     whole.copy_(part.repeat(whole.shape[0] // part.shape[0], *[1] * (part.dim() - 1)))
 
 
-def scattered(own: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+def scattered(own: torch.Tensor, whole: torch.Tensor, group: Any, async_op: bool = False) -> None:
     own.copy_(whole[: own.shape[0]])
 
 
@@ -91,12 +93,17 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (context_gather, dispatch):
         monkeypatch.setattr(module, "_gather", gathered)
         monkeypatch.setattr(module, "_scatter", scattered)
-    monkeypatch.setattr(context_exchange, "_exchange", lambda group, sent: [each.clone() for each in sent])
+    monkeypatch.setattr(context_exchange, "_exchange", exchanged)
     monkeypatch.setattr(experts, "open_route", route)
-    monkeypatch.setattr(mixture.dist, "all_reduce", lambda load, group: None)
+    monkeypatch.setattr(mixture.dist, "all_reduce", lambda load, group, async_op=False: None)
 
 
-def route(chosen: torch.Tensor, held: int, group: Any, way: str) -> dispatch.Route:
+def exchanged(group: Any, sent: list[torch.Tensor], laid: Any) -> Coming[list[torch.Tensor]]:
+    return here([laid(each.clone()) for each in sent])
+
+
+def route(chosen: torch.Tensor, held: int, group: Any, way: str) -> Turns[dispatch.Route]:
+    yield from ()
     return dispatch.Stay() if group is None else dispatch.Gather(group, group.size())
 
 
@@ -151,7 +158,8 @@ def check(plan: Plan, index: int) -> None:
     starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.rows if plan.packed else []
     fixed = [*gradients(stage), received, tokens]
     further = tokens.expand(plan.model.predicted, -1) if stage.last else None
-    stage.forward(0, received, tokens if stage.first else None, tokens if stage.last else None, further, starts)
+    ends = tokens if stage.first else None, tokens if stage.last else None
+    at_once(stage.forward(0, received, *ends, further, starts))
     saved = of.saved - (0 if stage.first else of.entry)
     said = {"none": saved, "selective": saved - of.leaves, "full": 0}[mode]
     found = size(stage.kept[0][1:], *fixed)
@@ -163,7 +171,7 @@ def check(plan: Plan, index: int) -> None:
     stays = found - sum(each.nbytes() for each in stage.movable(0))
     assert stays == of.still
     dy = None if stage.last else torch.randn(shape).to(dtype)
-    stage.backward_input(0, dy)
+    at_once(stage.backward_input(0, dy))
     found = size(stage.deferred[0], *fixed, dy)
     assert found == of.deferred - of.given
 

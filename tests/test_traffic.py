@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plans import MODEL, plan_of
-from test_activations import FAMILIES, Group, Ranks, Transfer, alone, gathered, made, scattered
+from test_activations import FAMILIES, Group, Ranks, Transfer, alone, exchanged, gathered, made, scattered
 
 from pentad.orchestrator import traffic as planned
 from pentad.orchestrator.devices import NODE, crosses
@@ -20,6 +20,8 @@ from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
 from pentad.schedules.tensors import parameters
 from pentad.workers import context_exchange, context_gather, context_ring, dispatch, tensor_ranks
+from pentad.workers.turns import Coming
+from pentad.workers.turns import alone as at_once
 
 __all__ = ["alone"]
 
@@ -29,15 +31,15 @@ class Counted(Ranks):
 
     log: Flows
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, part: torch.Tensor) -> Coming[torch.Tensor]:
         self.log.add("tp", "gather", int(self.size > 1), (self.size - 1) * part.nbytes)
         return super().gather(part)
 
-    def scatter(self, partial: torch.Tensor) -> torch.Tensor:
+    def scatter(self, partial: torch.Tensor) -> Coming[torch.Tensor]:
         self.log.add("tp", "scatter", int(self.size > 1), partial.nbytes * (self.size - 1) // self.size)
         return super().scatter(partial)
 
-    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> Coming[torch.Tensor]:
         whole = torch.mm(x, matrix)
         tiles = min(tensor_ranks.TILES, x.shape[0] // self.size)
         self.log.add("tp", "scatter", tiles * (self.size > 1), whole.nbytes * (self.size - 1) // self.size)
@@ -55,15 +57,15 @@ def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Flows:
             super().__init__(group, sent, room, tag)
 
     def tell(axis: Any, kind: str, do: Any) -> Any:
-        def call(to: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+        def call(to: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool = False) -> None:
             found.add(axis, kind, 1, abs(to.nbytes - part.nbytes))
             do(to, part, group)
 
         return call
 
-    def exchange(group: Group, sent: list[torch.Tensor]) -> list[torch.Tensor]:
+    def exchange(group: Group, sent: list[torch.Tensor], laid: Any) -> Coming[list[torch.Tensor]]:
         found.add("cp", "exchange", 1, sum(each.nbytes for each in sent) * (group.size() - 1) // group.size())
-        return [each.clone() for each in sent]
+        return exchanged(group, sent, laid)
 
     monkeypatch.setattr(context_ring, "Transfer", Told)
     monkeypatch.setattr(context_exchange, "_exchange", exchange)
@@ -105,10 +107,10 @@ def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
     piece, mode = piece_of(plan)._replace(device=device), plan.mode(index)
     further = tokens.expand(plan.model.predicted, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
-    steps: list[Any] = [("F", lambda: stage.forward(0, received, *ends, further))]
+    steps: list[Any] = [("F", lambda: at_once(stage.forward(0, received, *ends, further)))]
     if mode != "none":
         steps.append(("again" if mode == "full" else "leaves", lambda: stage.recompute(0)))
-    steps.append(("B", lambda: stage.backward_input(0, dy)))
+    steps.append(("B", lambda: at_once(stage.backward_input(0, dy))))
     for when, do in steps:
         log.clear()
         do()

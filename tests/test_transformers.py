@@ -11,18 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fleet import assembled
-from hf_files import take, tensors_of
+from hf_files import stage_of, take, tensors_of
 from plans import close, plan_of
 
 from pentad.schedules.model import ModelShape
 from pentad.schedules.plan import Plan
-from pentad.workers.bank import banks_of
-from pentad.workers.checkpoint import open_checkpoint
 from pentad.workers.corpus import open_corpus
-from pentad.workers.parameters import create
-from pentad.workers.parts import read_whole
 from pentad.workers.samples import microbatch
-from pentad.workers.stage import Stage
 from pentad.workers.turns import alone
 
 ROWS, TOLERANCE = 4, 1e-4
@@ -85,15 +80,7 @@ def planned(data: str, shape: ModelShape, sizes: dict[str, Any]) -> Plan:
 def test_logits_are_those_of_transformers(corpus, theirs, name):
     there = theirs(name)
     plan = planned(corpus, there.shape, {})
-    (share, *others), device = plan.shares_of(0), torch.device("cpu")
-    held = {at: create(plan, at, device, blank=True) for at in (share, *others)}
-    stage, found = Stage(plan, 0, banks_of(plan, 0, 0, held)), open_checkpoint(there.folder)
-    for parameters in held.values():
-        for local, view in zip(parameters.locals, parameters.views(parameters.master).values(), strict=True):
-            view.copy_(read_whole(found, f"model.{local.name}", local.tensor.shape))
-    if stage.balance is not None:
-        for key, bias in stage.balance.biases().items():
-            bias.copy_(read_whole(found, f"model.{key}", tuple(bias.shape)))
+    stage = stage_of(plan, there.folder)
     inputs, targets = tokens(corpus)
     for number in range(plan.batch.microbatches):
         rows = slice(2 * number, 2 * number + 2)
