@@ -19,7 +19,8 @@ def cases() -> list[Any]:
     found: list[Any] = []
     for dp, pp in MESHES:
         for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"):
-            found += [(name, dp, pp, m) for m in ((1, 3, 8) if pp > 1 else (1, 3))]
+            often = [pytest.mark.slow] if dp > 1 and name not in ("1f1b", "zb-h2") else []
+            found += [pytest.param(name, dp, pp, m, marks=often) for m in ((1, 3, 8) if pp > 1 else (1, 3))]
         for name in ("zb-1p", "zb-2p", "v-half", "v-min", "1f1b-eager", "interleaved", "looped-bfs", "interleaved-zb"):
             often = [pytest.mark.slow] if dp > 1 else []  # what dp does is the same for all
             found += [pytest.param(name, dp, pp, m, marks=often) for m in (3, 8) if pp > 1]

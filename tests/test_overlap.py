@@ -40,8 +40,10 @@ def apart(plan: Plan) -> Plan:
     return replace(plan, program=replace(plan.program, streams=streams))
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+@pytest.mark.parametrize(
+    "sizes", [MESHES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in MESHES[1:])], ids=str
+)
+@pytest.mark.parametrize("name", ["dualpipe", pytest.param("dualpipev", marks=pytest.mark.slow)])
 def test_pairs_have_the_bits_of_one_after_the_other_and_give_what_one_process_does(fleet, corpus, name, sizes) -> None:
     plan = plan_of(name, 1, 2, 4, corpus, model=MIXED if "ep" in sizes else HEADS, **sizes)
     losses, gradients, _, weights = reference(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet import Fleet, assembled
@@ -28,6 +29,14 @@ CASES = [
     ("dualpipev", 1, 2, 4),
 ]
 NAMES = ("gpt", "dropping", "made")
+SLOW = pytest.mark.slow
+CHOSEN = {("gpt", "zb-h1"), ("dropping", "dualpipe"), ("made", "zb-v"), ("made", "1f1b")}
+
+
+def some() -> list[Any]:
+    """All models under all schedules, most of them slow."""
+    every = [(model, *case) for model in NAMES for case in CASES]
+    return [pytest.param(*one, marks=[] if one[:2] in CHOSEN else [SLOW]) for one in every]
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +68,17 @@ def equals_one_process(fleet: Fleet, plan: Plan, save: Path | None = None) -> No
         assert close(found[parameter], weight), f"weights of {parameter}"
 
 
-@pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), CASES)
-@pytest.mark.parametrize("model", NAMES)
+@pytest.mark.parametrize(("model", "name", "dp", "pp", "microbatches"), some())
 def test_any_schedule_equals_one_process(fleet, corpus, models, model, name, dp, pp, microbatches) -> None:
     equals_one_process(fleet, plan_of(name, dp, pp, microbatches, corpus, model=models[model]))
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
 @pytest.mark.parametrize(
-    ("name", "dp", "pp", "microbatches"), [("zb-h1", 2, 2, 2), ("zb-v", 2, 2, 4), ("gpipe", 4, 1, 2)]
+    ("name", "dp", "pp", "microbatches"),
+    [("zb-h1", 2, 2, 2), pytest.param("zb-v", 2, 2, 4, marks=SLOW), pytest.param("gpipe", 4, 1, 2, marks=SLOW)],
 )
-@pytest.mark.parametrize("model", ["dropping", "made"])
+@pytest.mark.parametrize("model", ["dropping", pytest.param("made", marks=SLOW)])
 def test_shards_of_zero_equal_one_process(fleet, corpus, models, model, name, dp, pp, microbatches, zero) -> None:
     plan = plan_of(name, dp, pp, microbatches, corpus, model=models[model], savings=Savings(zero=zero))
     equals_one_process(fleet, plan)
