@@ -22,6 +22,7 @@ from pentad.workers.turns import Turns, alone, between, by_turns
 
 MESHES = [{"ep": 2}, {"tp": 2}, {"cp": 2}]
 LATENT = replace(MIXED, latent=Latent(rank=6, query_rank=10, plain=4, rotary=2, value=4))
+SLOW = pytest.mark.slow
 CASES = [
     ({"ep": 2}, "exchange", MIXED, "ring"),
     ({"ep": 2}, "gather", MIXED, "ring"),
@@ -43,7 +44,7 @@ def apart(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     "sizes", [MESHES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in MESHES[1:])], ids=str
 )
-@pytest.mark.parametrize("name", ["dualpipe", pytest.param("dualpipev", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dualpipe", pytest.param("dualpipev", marks=SLOW)])
 def test_pairs_have_the_bits_of_one_after_the_other_and_give_what_one_process_does(fleet, corpus, name, sizes) -> None:
     plan = plan_of(name, 1, 2, 4, corpus, model=MIXED if "ep" in sizes else HEADS, **sizes)
     losses, gradients, _, weights = reference(plan)
