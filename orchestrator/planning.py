@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 
 from pydantic import ValidationError
@@ -60,7 +61,8 @@ def make_plan(
         savings=savings,
         order=chosen,
     )
-    return draft(config, device, program, layers, transport=transport, zero=savings.zero, fingerprint=fingerprint)
+    drafted = draft(config, device, program, layers, transport=transport, zero=savings.zero, fingerprint=fingerprint)
+    return replace(drafted, model=model)
 
 
 def draft(

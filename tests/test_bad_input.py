@@ -27,7 +27,7 @@ CASES = {
     "odd ranks": (["schedule.name=dualpipe", "mesh.pp=3"], ["mesh.pp", "3", "even"]),
     "unknown schedule": (["schedule.name=zb-h3"], ["zb-h3", "zb-h"]),
     "batch that does not divide": (["batch.sequences=15"], ["batch.sequences is 15", "8"]),
-    "axis that is not there": (["mesh.tp=2"], ["mesh.tp is 2", "1"]),
+    "axis that does not divide": (["mesh.tp=3"], ["model.heads is 8", "mesh.tp = 3"]),
     "missing corpus": (["data.path=nowhere"], ["data.path", "nowhere"]),
     "unknown builtin": (["data.path=builtin:everything"], ["builtin:everything", "builtin:pydoc"]),
     "corpus of too many tokens": (["data.path=corpus", "model.vocab=256"], ["model.vocab is 256", "wanted at least 2"]),

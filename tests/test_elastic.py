@@ -150,7 +150,7 @@ def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, 
 @pytest.mark.parametrize(
     ("schedule", "rank", "how"),
     [
-        ("zb-h2", 1, signal.SIGKILL),
+        pytest.param("zb-h2", 1, signal.SIGKILL, marks=slow),
         pytest.param("zb-h2", 2, signal.SIGSTOP, marks=slow),
         pytest.param("dualpipe", 3, signal.SIGKILL, marks=slow),
     ],
@@ -167,7 +167,8 @@ def test_steps_ahead_of_their_norm_end_with_the_bits_of_those_that_wait(nodes, s
     assert any(norm > limit for _, norm in wanted[0]) and any(norm < limit for _, norm in wanted[0])
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe", pytest.param("zb-h2", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["dualpipe", "zb-h2"])
 def test_two_ranks_at_once_that_leave_a_copy_of_everything(nodes, start, reference, schedule):
     wanted = reference(schedule, SCHEDULES[schedule])
     nodes.hold(2, 2, 2)
@@ -183,7 +184,7 @@ def test_two_ranks_at_once_that_leave_a_copy_of_everything(nodes, start, referen
     ("schedule", "mesh", "ranks"),
     [
         pytest.param("1f1b", LINE, (1,), marks=slow),
-        ("dualpipe", LINE, (0, 3)),
+        pytest.param("dualpipe", LINE, (0, 3), marks=slow),
         pytest.param("zb-h2", SQUARE, (0, 1), marks=slow),
         pytest.param("1f1b", CUT, (3,), marks=slow),
     ],
@@ -317,6 +318,7 @@ def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference
     assert {row["tokens"] for row in run.rows()} == {256}
 
 
+@pytest.mark.slow
 def test_a_mesh_that_may_not_shrink_says_what_it_lacks(nodes, start):
     nodes.hold(2, 2)
     run = start(*SQUARE, "schedule.name=1f1b", "elastic.wait_seconds=1")
@@ -332,6 +334,7 @@ def test_a_mesh_that_may_not_shrink_says_what_it_lacks(nodes, start):
     run.assert_gone()
 
 
+@pytest.mark.slow
 def test_a_run_may_be_told_to_end_at_the_first_fault(nodes, start):
     nodes.hold(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b", "elastic.max_failures=0")
@@ -346,6 +349,7 @@ def test_a_run_may_be_told_to_end_at_the_first_fault(nodes, start):
     run.assert_gone()
 
 
+@pytest.mark.slow
 def test_a_fault_that_comes_again_and_again_ends_the_run_with_its_cause(nodes, start):
     nodes.hold(2, 2)
     run = start(
