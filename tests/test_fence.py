@@ -61,8 +61,17 @@ def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     together(cells, "close")
 
 
-@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-h2", "dualpipe"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        (signal.SIGKILL, "dualpipe"),
+        (signal.SIGSTOP, "zb-h2"),
+        pytest.param(signal.SIGKILL, "zb-h2", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "dualpipe", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, "1f1b", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "1f1b", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, how):
     dp, pp = (1, 4) if name == "dualpipe" else (2, 2)
     plan = plan_of(name, dp, pp, 8 if name == "dualpipe" else 4, corpus, "float32")
