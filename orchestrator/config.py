@@ -37,6 +37,7 @@ from pentad.schedules.fits import require_fit
 from pentad.schedules.gathers import require_room
 from pentad.schedules.model import ModelShape
 from pentad.schedules.plan import split_layers
+from pentad.schedules.program import Program
 from pentad.schedules.shape import Options
 
 
@@ -100,9 +101,7 @@ class RunConfig(Section):
         if self.batch.sequence_length % program.slices:
             wanted = f"a divisor of batch.sequence_length = {self.batch.sequence_length}"
             raise ValueError(f"schedule.slices is {program.slices}, wanted {wanted}")
-        if self.model.tied and schedule.post_validation and program.stages > 1:
-            wanted = "false for model.tied = true, whose two copies are summed before the norm"
-            raise ValueError(f"schedule.post_validation is true, wanted {wanted}")
+        self._require_whole_steps(shape, program)
         self.memory.require(program, placed=schedule.name != AUTO)
         try:
             rows = self.batch.sequences // (self.mesh.dp * self.mesh.ep * schedule.microbatches)
@@ -115,6 +114,25 @@ class RunConfig(Section):
     def shape(self, dtype: str = "float32") -> ModelShape:
         """Of the model, in the dtype of compute. Raises PentadError for a user's model that cannot be trained."""
         return self.model.shape if self.model.own is None else shape_of(self.model, self.batch.sequence_length, dtype)
+
+    def _require_whole_steps(self, shape: ModelShape, program: Program) -> None:
+        """What is summed over ranks before the norm, or over a whole sequence, leaves no room for some schedules."""
+        experts = shape.experts
+        ahead = {
+            "model.tied = true": shape.tied and program.stages > 1,
+            f"model.predicted = {shape.predicted}": shape.predicted and program.stages > 1,
+            "model.experts.bias_rate > 0": experts is not None and experts.bias_rate > 0,
+        }
+        for name in (name for name, found in ahead.items() if found and self.schedule.post_validation):
+            wanted = f"false for {name}, which sums over ranks before the norm"
+            raise ValueError(f"schedule.post_validation is true, wanted {wanted}")
+        cut = {
+            "data.packed = true": self.data.packed,
+            f"model.predicted = {shape.predicted}": shape.predicted,
+            "model.experts.auxiliary > 0": experts is not None and experts.auxiliary > 0,
+        }
+        for name in (name for name, found in cut.items() if found and program.slices > 1):
+            raise ValueError(f"schedule.slices is {program.slices}, wanted 1 for {name}, which sees whole sequences")
 
     @property
     def options(self) -> Options:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pentad.schedules.errors import PentadError
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.model import ModelShape
+from pentad.schedules.sequence import Variant, check_context
 
 
-def require_fit(model: ModelShape, mesh: Mesh, length: int, rows: int, slices: int = 1, context: str = "ring") -> None:
+def require_fit(
+    model: ModelShape, mesh: Mesh, length: int, rows: int, slices: int = 1, context: Variant = "ring"
+) -> None:
     """Raises PentadError for the first part of the model that an axis does not divide.
 
     `rows` sequences of `length` tokens are in a microbatch, each in so many `slices`; `context` is how context ranks
@@ -35,22 +38,12 @@ def _require_tensor(model: ModelShape, mesh: Mesh) -> None:
         raise PentadError(f"model.kv_heads is {model.kv_heads}, wanted {wanted}")
 
 
-def _require_context(model: ModelShape, mesh: Mesh, length: int, slices: int, context: str) -> None:
+def _require_context(model: ModelShape, mesh: Mesh, length: int, slices: int, context: Variant) -> None:
     if mesh.cp == 1:
         return
     if slices > 1:
         raise PentadError(f"mesh.cp is {mesh.cp}, wanted 1 where a schedule cuts sequences into {slices} slices")
-    parts = mesh.cp if context == "exchange" else 2 * mesh.cp
-    if length % parts:
-        name = "mesh.cp" if context == "exchange" else "2 x mesh.cp"
-        raise PentadError(f"batch.sequence_length is {length}, wanted a multiple of {name} = {parts}")
-    if context == "exchange":
-        for name, heads in (("heads", model.heads), ("kv_heads", model.kv_heads)):
-            if heads % (mesh.cp * mesh.tp):
-                both = f"mesh.cp x mesh.tp = {mesh.cp * mesh.tp}"
-                raise PentadError(
-                    f"model.{name} is {heads}, wanted a multiple of {both} where context ranks exchange heads"
-                )
+    check_context(length, model.heads, model.kv_heads, mesh.cp, context, mesh.tp)
 
 
 def _require_experts(model: ModelShape, mesh: Mesh) -> None:

@@ -249,3 +249,19 @@ def test_of_several_mistakes_the_unknown_key_comes_first_and_the_rest_is_counted
 def test_nothing_can_be_changed_after_loading() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(None, []).run.steps = 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("data.packed=true", "schedule.name=seq-1f1b"), "wanted 1 for data.packed = true"),
+        (("model.tied=true", "schedule.post_validation=true"), "wanted false for model.tied = true"),
+        (
+            ("schedule.post_validation=true", "model.family=mixtral", "model.experts.count=4", "model.experts.active=2",
+             "model.experts.ffn=64", "model.experts.bias_rate=0.01"),
+            "wanted false for model.experts.bias_rate > 0",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_schedule_would_leave_out_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refusal(None, *overrides)

@@ -12,11 +12,9 @@ import torch.distributed as dist
 from pentad.kernels.attention_block import Gradients
 from pentad.kernels.dispatch import accumulator
 from pentad.workers.context_parts import Given, Saved, disjoint, disjoint_backward, packed, unpacked
+from pentad.workers.tensor_ranks import gather_all as _gather
+from pentad.workers.tensor_ranks import scatter_sum as _scatter
 from pentad.workers.turns import Coming, Turns
-
-# torch 2.13 gives them new names
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def forward(group: dist.ProcessGroup, given: Given) -> Turns[Saved]:

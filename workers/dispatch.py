@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from pentad.kernels.routing import sum_rows
+from pentad.workers.tensor_ranks import gather_all as _gather
+from pentad.workers.tensor_ranks import scatter_sum as _scatter
 from pentad.workers.turns import Coming, Turns, here
 
 Way = Literal["exchange", "gather"]
-# torch 2.13 gives them new names
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Stay(NamedTuple):
