@@ -86,8 +86,20 @@ def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     call = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
     stats = lse.contiguous().unsqueeze(3) if _stats_are_columns() else lse.contiguous()
     sizes = None, None, q.shape[2], k.shape[2]
+    dout, out = _laid_as(q, dout), _laid_as(q, out)
     dq, dk, dv = call(dout, q, k, v, out, stats, seed, seed, None, *sizes, 0.0, rule.causal, scale=rule.scale)
     return dq, dk, dv
+
+
+def _laid_as(q: Tensor, x: Tensor) -> Tensor:
+    """`x` without gaps and with dimensions in the order of q's, as cuDNN makes its output.
+
+    Torch (2.11) keeps cuDNN's plans by the strides of q, k and v alone, and so runs the plan of another layout of out
+    and dout where it has one: dq and dk are then wrong, by a tenth and more.
+    """
+    strides = torch.empty_like(q[..., : x.shape[3]], device="meta").stride()
+    same = all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), strides, strict=True))
+    return x if same else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 @cache

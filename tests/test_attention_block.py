@@ -195,3 +195,16 @@ def test_fused_attention_takes_values_narrower_than_keys(deterministic):
     q, k, v, dout = given = inputs(WIDE[2], "cuda", torch.bfloat16)
     out, saved = attention(q, k, v, deterministic=deterministic, scale=0.1)
     close([out, *attention_backward(dout, saved)], whole(given, 0.1), 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 4, 4, 512, 192, 128), (2, 8, 2, 512, 128, 128)])
+def test_gradients_do_not_hang_on_the_layout_of_the_part_before(shape):
+    """Out and dout of one layout after another, and with gaps between the rows of a slice."""
+    q, k, v, dout = inputs(shape, "cuda", torch.bfloat16)
+    rule = Rule(False, 0.1, False)
+    out, lse = block(q, k, v, rule)
+    wanted = formula_backward(*(x.double() for x in (dout, q, k, v, out, lse)), rule)
+    gapped = [torch.cat([x, x], 2)[:, :, : x.shape[2]] for x in (dout, out)]
+    for one, other in (dout, out), (dout.contiguous(), out.contiguous()), gapped, (dout, out):
+        close(list(block_backward(one, q, k, v, other, lse, rule)), list(wanted), 1e-2)
