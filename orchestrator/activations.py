@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from operator import add
 
 from pentad.orchestrator.endings import End, ahead, head, looked
 from pentad.orchestrator.kept import Half, Piece, attention, experts, gated, latent, piece_of
@@ -29,8 +30,8 @@ class Shares:
     no more of it where it lies in the slot of a transfer. `deferred` is what W needs of B, of which `given` is the
     gradient that B got, which may lie in a slot too. `room` and `gradients` are shared by the slices of a microbatch.
 
-    The most that is there at once: `forward` while F keeps all, `light` while it keeps nothing, `backward` during B,
-    what it has freed so far left out, `weight` besides what W needs.
+    The most that is there at once: `forward` while F keeps all, `light` while it keeps nothing, `backward` during B and
+    `fused` during BW, what they have freed so far left out, `weight` besides what W needs.
     """
 
     roots: int
@@ -44,6 +45,7 @@ class Shares:
     forward: int
     light: int
     backward: int
+    fused: int
     weight: int
 
     @property
@@ -114,10 +116,14 @@ def _shares(model: ModelShape, span: tuple[int, int], first: bool, last: bool, p
     lookup = looked(model, piece) if first else 0
     saved, deferred = [of.roots + of.leaves for of in each], [of.deferred for of in each]
     below, above = list(accumulate(saved)), list(accumulate(reversed(deferred), initial=0))[-2::-1]
-    during = [kept + of.backward + left for of, kept, left in zip(each, below, above, strict=True)]
+    during = [kept + of.backward for of, kept in zip(each, below, strict=True)]
     # the embedding's gradient is made whole, in the width of the main one
     wide = (words + piece.tokens * (piece.main > piece.compute)) * model.hidden * piece.main
     reads = first or (last and model.predicted > 0)
+    # what W of BW finds: it follows at once, or when operations of the layer before are under way
+    behind = [*deferred[1:], end.deferred] if piece.is_late else [0] * len(each)
+    after = [kept - own + left + of.weight for of, kept, own, left in zip(each, below, saved, deferred, strict=True)]
+    ending = below[-1] + end.deferred + max(end.roots - end.shared, wide if last and model.predicted else 0)
     pairs = sum(of.pairs for of in each) if piece.slices > 1 else 0
     return Shares(
         roots=sum(of.roots for of in each) + end.roots,
@@ -130,7 +136,8 @@ def _shares(model: ModelShape, span: tuple[int, int], first: bool, last: bool, p
         gradients=(piece.slices - 1) * pairs * piece.main,
         forward=max(sum(saved) + end.roots, *(kept + of.forward for of, kept in zip(each, below, strict=True))),
         light=max(*(of.roots + of.leaves + of.forward for of in each), end.roots + 2 * stream),
-        backward=max(*during, sum(deferred) + lookup) + end.roots + end.deferred - end.shared,
+        backward=max(ending, *map(add, during, [more + end.deferred for more in above]), sum(deferred) + lookup),
+        fused=max(ending, *map(add, during, behind), *after, lookup + wide if first else 0),
         weight=max(wide if reads else 0, *(of.weight for of in each)),
     )
 
@@ -145,7 +152,7 @@ def _own_shares(model: ModelShape, own: Own, span: tuple[int, int], piece: Piece
     entry = piece.tokens * model.hidden * piece.compute if span[0] else 0
     saved, still = found.kept + entry, found.kept - found.movable
     most = max(saved, found.deferred)
-    return Shares(saved, 0, still, entry, found.deferred, 0, 0, 0, saved, found.layer, most, 0)
+    return Shares(saved, 0, still, entry, found.deferred, 0, 0, 0, saved, found.layer, most, most, 0)
 
 
 def _end(model: ModelShape, piece: Piece) -> End:
@@ -210,11 +217,10 @@ class _Walk:
         """B needs all that F kept for its last layer, and less and less for those before."""
         self._keep(-of.entry if self._is_own(part, 1) else 0)
         deferred = self._deferred(part, of)
-        most = of.backward - (of.saved - whole) - (of.deferred - deferred)
-        self._keep(deferred + self._result(part, -1, of) - whole, max(0, most - deferred))
-        if part.op is Op.BW:
-            self._keep(0, of.weight)
-            self._keep(-deferred)
+        most = of.fused if part.op is Op.BW else of.backward
+        left = 0 if part.op is Op.BW else deferred
+        most -= of.saved - whole + of.deferred - deferred
+        self._keep(left + self._result(part, -1, of) - whole, max(0, most - left))
 
     def _share(self, part: Instruction, of: Shares) -> None:
         """What slices of a microbatch have in common comes with the first of them."""

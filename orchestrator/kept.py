@@ -54,6 +54,11 @@ class Piece(NamedTuple):
         return self.device == "cuda" and self.dtype == "bfloat16"
 
     @property
+    def is_late(self) -> bool:
+        """Whether in B half a layer is behind it before the first operation between ranks is."""
+        return self.mesh.cp > 1 and self.mesh.tp * self.mesh.ep == 1
+
+    @property
     def gathered(self) -> int:
         """1 where tensor ranks make a second copy of a stream, of all tokens."""
         return int(self.mesh.tp > 1)

@@ -13,3 +13,8 @@ class Inner(NamedTuple):
     tensor: TensorRanks
     context: Context
     experts: Site
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a rank shares its layers with no other."""
+        return self.tensor.size == 1 and self.context.size == 1 and self.experts.group is None

@@ -78,6 +78,7 @@ class Stage:
         self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens, context=alone)
         master = banks[0].parameters.master
         device = master.device
+        self.is_alone = True
         self.length, self.slices = plan.batch.length // plan.mesh.cp, plan.program.slices
         self.rotations = rotations(plan, rank, device, master.dtype)
         self.balance = Balance(plan, index, device) if plan.is_balanced(index) else None
@@ -99,6 +100,7 @@ class Stage:
     def join(self, inner: Inner) -> None:
         """From here on its layers are shared with these ranks."""
         self.around = self.around._replace(**inner._asdict())
+        self.is_alone = inner.is_alone
 
     def bind(self) -> None:
         """After a bank has changed its buffers: what the layers read and add to. With neither, there are no layers."""
@@ -162,7 +164,8 @@ class Stage:
         kept = self.kept.pop(piece)
         if kept.ending is not None:
             dy, work = self._end_backward(kept.ending, kept.given)
-            self._defer(piece, work)
+            kept = kept._replace(ending=None)
+            yield from self._defer(piece, work)
         assert dy is not None
         for (weights, gradients), halves, past in reversed(list(zip(self.now.layers, self.halves, pasts, strict=True))):
             # popped, so that what W does not need is freed before the next layer needs memory
@@ -170,11 +173,13 @@ class Stage:
             saved = (kept.roots.pop(), kept.leaves.pop())
             dy, work = yield from layer.backward(weights, gradients, halves, self.around, place, *saved, dy)
             del saved
-            self._defer(piece, work)
+            yield from self._defer(piece, work)
         tokens = kept.given.tokens
-        if tokens is not None:
-            self._defer(piece, head.embed_backward(self.now.gradients["embedding"], dy, tokens, self.around.tensor))
-        return None if tokens is not None else dy
+        if tokens is None:
+            return dy
+        work = head.embed_backward(self.now.gradients["embedding"], dy, tokens, self.around.tensor)
+        yield from self._defer(piece, work)
+        return None
 
     def backward_weight(self, piece: int) -> None:
         """W, of as much as B has got to."""
@@ -182,8 +187,12 @@ class Stage:
             bank.freshen()
         accumulate(self.deferred.pop(piece, []))
 
-    def _defer(self, piece: int, work: list[Deferred]) -> None:
+    def _defer(self, piece: int, work: list[Deferred]) -> Turns[None]:
+        """Leaves it to W, which may follow at once: with no other rank to wait for, a turn ends here."""
         self.deferred.setdefault(piece, []).extend(work)
+        work.clear()  # what W has done with is free, whoever called this
+        if self.is_alone:
+            yield
 
     def movable(self, piece: int) -> list[torch.UntypedStorage]:
         """What OFFLOAD takes: memory that this piece alone keeps. What was received stays, it is the transport's, and
