@@ -33,8 +33,9 @@ def first_values(
         rest = (rest[:, None] * size + dim).flatten()
     row = math.prod(tensor.shape[1:])
     step = max(1, CHUNK // max(1, len(rest)))
-    rows = [places[0][first : first + step, None] * row + rest for first in range(0, len(places[0]), step)]
-    made = torch.cat([_spread(each, int.from_bytes(digest, "little"), tensor.scale) for each in rows])
+    made = torch.empty(len(places[0]), len(rest), device=device)
+    for some, values in zip(places[0].split(step), made.split(step), strict=True):
+        values.copy_(_spread(some[:, None] * row + rest, int.from_bytes(digest, "little"), tensor.scale))
     return made.view([len(dim) for dim in places])
 
 
