@@ -32,7 +32,8 @@ ASSUMED = "NVIDIA H200"  # where no GPU is at hand
 @dataclass(frozen=True)
 class Rates:
     """Guesses of what a rank attains: FLOP/s, bytes/s of memory, of links to ranks of its host, to those of others and
-    to the host itself, seconds before an operation on either kind of link and before a launch."""
+    to the host itself, seconds before an operation on either kind of link and before a launch, and seconds of the host
+    that an operation inside a layer takes with the kernels around it."""
 
     flops: float
     memory: float
@@ -42,13 +43,16 @@ class Rates:
     latency: float
     far_latency: float
     launch: float
+    issue: float
 
 
 # Only to start with, until a run has measured: an H200 with NVLink and 400 Gbit/s a GPU between hosts, and one CPU core
 # with transfers through memory.
 GUESSES = {
-    "cuda": Rates(660e12, 3e12, 330 * GB, 40 * GB, 50 * GB, latency=120e-6, far_latency=150e-6, launch=15e-6),
-    "cpu": Rates(20e9, 10 * GB, GB, GB, 5 * GB, latency=100e-6, far_latency=100e-6, launch=50e-6),
+    "cuda": Rates(
+        660e12, 3e12, 330 * GB, 40 * GB, 50 * GB, latency=30e-6, far_latency=60e-6, launch=15e-6, issue=230e-6
+    ),
+    "cpu": Rates(20e9, 10 * GB, GB, GB, 5 * GB, latency=100e-6, far_latency=100e-6, launch=50e-6, issue=0.0),
 }
 # Of ranks laid out host by host, outermost first: replicas meet once a step.
 LINE: tuple[Axis, ...] = ("dp", "pp", "ep", "cp", "tp")

@@ -50,9 +50,9 @@ def guess_costs(
     # W of the embedding fills, reads, adds
     lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / mesh.tp / rates.memory
     inside = {when: [_inside(model, span, piece, when, rates) for span in layers] for when in WHEN}
-    forward = tuple(of.forward + more for of, more in zip(work, inside["F"], strict=True))
+    forward = tuple(more.beside(of.forward) for of, more in zip(work, inside["F"], strict=True))
     again = tuple(
-        seconds if mode == "full" else of.leaves + more
+        seconds if mode == "full" else more.beside(of.leaves)
         for of, seconds, more, mode in zip(work, forward, inside["leaves"], modes, strict=False)  # no modes, no costs
     )
     kept = [shares(model, layers, stage, piece) for stage in range(len(layers))]
@@ -60,7 +60,7 @@ def guess_costs(
     latency, speed = link(rates, mesh, "pp")
     return Costs(
         forward,
-        tuple(of.backward + more for of, more in zip(work, inside["B"], strict=True)),
+        tuple(more.beside(of.backward) for of, more in zip(work, inside["B"], strict=True)),
         tuple(of.weight + lookup * (span[0] == 0) for of, span in zip(work, layers, strict=True)),
         transfer=latency + piece.part * model.hidden * piece.compute / speed,
         reduce=max(_reduction(model, span, mesh, batch.replicas, rates) for span in layers),
@@ -117,15 +117,26 @@ def _widths(model: ModelShape) -> int:
     return model.ffn if experts is None else experts.active * experts.ffn + experts.shared
 
 
-def _inside(model: ModelShape, span: tuple[int, int], piece: Piece, when: Inside, rates: Rates) -> float:
-    """Seconds of what a stage's layers send meanwhile: along each axis the latency of its operations, and its bytes."""
-    seconds = 0.0
-    if model.own is not None:
-        return seconds
-    for flow, sent in stage_flows(model, span, piece, when).items():
+class Sent(NamedTuple):
+    """Seconds of what a stage's layers send meanwhile, and those of the host that starts it."""
+
+    links: float = 0.0
+    host: float = 0.0
+
+    def beside(self, work: float) -> float:
+        """With a stage's work: layers wait for links, devices wait for the host."""
+        return max(work + self.links, self.host)
+
+
+def _inside(model: ModelShape, span: tuple[int, int], piece: Piece, when: Inside, rates: Rates) -> Sent:
+    """Along each axis the latency of its operations, and its bytes."""
+    links, operations = 0.0, 0
+    flows = stage_flows(model, span, piece, when) if model.own is None else {}
+    for flow, sent in flows.items():
         latency, speed = link(rates, piece.mesh, flow.axis)
-        seconds += sent.operations * latency + sent.bytes / speed
-    return seconds
+        links += sent.operations * latency + sent.bytes / speed
+        operations += sent.operations
+    return Sent(links, operations * rates.issue)
 
 
 def _reduction(model: ModelShape, span: tuple[int, int], mesh: Mesh, replicas: int, rates: Rates) -> float:
