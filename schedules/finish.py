@@ -17,15 +17,18 @@ def add_reduce(program: Program, *, replicas: int, scatter: bool = False) -> Pro
     """An ALL_REDUCE of every stage that more than one rank holds (dp replicas, DualPipe mirrors), after its last W; a
     REDUCE_SCATTER where holders step on a shard each (`scatter`, ZeRO).
 
-    Ranks that hold the same stages reduce them in the order of their numbers, whatever finishes first, since a
-    collective meets its partner by position.
+    They come in one order on all ranks, since a collective meets its partner by position: that in which the stages'
+    last holders are done with them.
     """
     columns, last = program.columns, last_weights(program)
     op = Op.REDUCE_SCATTER if scatter else Op.ALL_REDUCE
+    done: dict[int, int] = {}
+    for (_, stage), row in last.items():
+        done[stage] = max(done.get(stage, 0), columns.place(row)[1])
     additions: list[Addition] = []
     for rank, stages in enumerate(program.placement):
         place = 0
-        for stage in sorted(stages):
+        for stage in sorted(stages, key=lambda stage: (done.get(stage, 0), stage)):
             if replicas > 1 or len(program.holders(stage)) > 1:
                 row = last[rank, stage]
                 place, key = max(place, columns.place(row)[1] + 1), columns.key(row)

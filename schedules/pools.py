@@ -28,11 +28,11 @@ def weight_slots(program: Program, rank: int) -> Slots:
 
 def gradient_slots(program: Program, rank: int) -> tuple[Slots, dict[Key, Key]]:
     """Of a stage (turn 0); it has the buffer for itself from its first W to its REDUCE_SCATTER. And, by the key of that
-    W, the REDUCE_SCATTER it waits for: the one that has emptied the buffer, the earliest that there is."""
+    W, the REDUCE_SCATTER it waits for: the one that has emptied the buffer, never the latest, which runs meanwhile."""
     cut, free, slots, waits = shards_of(program, rank), list[Key](), Slots(), dict[Key, Key]()
     for part in units_of(program.streams[rank]):
         if part.op in (Op.W, Op.BW) and part.stage in cut and (part.stage, 0) not in slots:
-            if free:
+            if len(free) > 1:
                 waits[part.key] = free.pop(0)
                 slots[part.stage, 0] = slots[waits[part.key].stage, 0]
             else:

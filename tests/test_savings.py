@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from sizes import allows
@@ -12,9 +13,10 @@ from pentad.schedules.check import check, peak_activations
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
-from pentad.schedules.instruction import Instruction, Key, Op, units_of
+from pentad.schedules.instruction import COMPUTE, Instruction, Key, Op, units_of
 from pentad.schedules.memory import SHARE
 from pentad.schedules.order import ScheduleError
+from pentad.schedules.pools import gradient_slots
 from pentad.schedules.program import Program
 from pentad.schedules.shape import Options, Savings
 from pentad.schedules.simulate import simulate
@@ -59,6 +61,39 @@ def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(nam
             assert count[Op.ALL_GATHER, stage] == count[Op.REDUCE_SCATTER, stage] == 1
             assert count[Op.FREE, stage] == (zero == 3)
             assert not count[Op.ALL_REDUCE, stage]
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize(("name", "p", "m", "chunks"), [*((*size, None) for size in SIZES), *CHUNKED])
+def test_gradients_are_reduced_as_soon_as_all_holders_of_a_stage_are_done(name, p, m, chunks, zero):
+    """Once each; all ranks in one order; and with one holder in a pipeline nothing is computed in between."""
+    program = with_savings(name, p, m, Savings(zero=zero), chunks)
+    order: set[tuple[int, int]] = set()
+    for stream in program.streams:
+        parts = [part for part in units_of(stream) if part.op in (*COMPUTE, Op.ALL_REDUCE, Op.REDUCE_SCATTER)]
+        at = {part.key: place for place, part in enumerate(parts)}
+        reduced = [part for part in parts if part.op not in COMPUTE]
+        last = {part.stage: part.key for part in parts if part.op in (Op.W, Op.BW)}
+        assert {part.stage for part in reduced} == set(last)
+        for part in reduced:
+            assert part.waits == (last[part.stage],)
+            if len(program.holders(part.stage)) == 1:
+                between = parts[at[last[part.stage]] + 1 : at[part.key]]
+                assert not COMPUTE.intersection(each.op for each in between)
+        for before, after in pairwise(reduced):
+            order.add((before.stage, after.stage))
+    assert not any((after, before) in order for before, after in order)
+
+
+def test_stages_that_are_done_one_after_another_take_turns_on_two_gradients():
+    """Of which one is scattered while the other is added to: memory of ZeRO 2 does not grow with the stages."""
+    for chunks in (2, 4, 8):
+        program = with_savings("looped-bfs", 1, 2, Savings(zero=2), chunks)
+        slots, waits = gradient_slots(program, 0)
+        assert len(set(slots.values())) == 2
+        costs = Costs(*((1.0,) * chunks,) * 3, reduce=3.0)  # longer than the backward of a microbatch
+        assert simulate(program, costs).makespan == 2 * 3 * chunks  # nothing waits
+        assert len(waits) == chunks - 2
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])

@@ -169,7 +169,8 @@ TURNS = [("looped-bfs", 2, 6, 3), ("looped-bfs", 4, 8, 2), ("interleaved", 2, 4,
 @pytest.mark.parametrize("gathered", [None, 1, 2])
 @pytest.mark.parametrize("validated", [False, True])
 def test_no_buffer_has_two_stages_at_once(name, p, m, chunks, gathered, validated):
-    """Who takes a buffer over waits for who leaves it, and there are no more of them than are ever needed at once."""
+    """Who takes a buffer over waits for who leaves it, and there are no more weights than are ever needed at once, nor
+    gradients, and one more that is scattered meanwhile."""
     gathered = None if name == "dualpipe" else gathered
     program = compile_program(
         name, p, m, replicas=2, savings=Savings(zero=3, gathered=gathered), options=Options(chunks), validated=validated
@@ -195,7 +196,7 @@ def test_no_buffer_has_two_stages_at_once(name, p, m, chunks, gathered, validate
                 summed[gradients[part.stage, 0]] = part.stage, part.key
             most = [max(most[0], len(whole)), max(most[1], sum(left is None for _, left in summed.values()))]
         assert len(set(weights.values())) == most[0]
-        assert len(set(gradients.values())) == (2 if name == "dualpipe" else most[1])
+        assert len(set(gradients.values())) == min(len(gradients), most[1] + 1)
 
 
 def test_a_lost_rank_takes_its_shard_along(corpus):
