@@ -30,7 +30,7 @@ METRIC_KEYS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second"),
     *("mfu", "bubble_planned", "bubble_measured", "epoch"),
 )
-_FIXED = ("model.", "mesh.", "batch.", "data.path", "run.seed")  # what a resumed run may not change
+_FIXED = ("model.", "batch.", "data.path", "run.seed")  # what a resumed run may not change
 
 
 class RunFolder:

@@ -130,7 +130,7 @@ def assert_recovered(run: Run, *how: str) -> None:
     [
         pytest.param("1f1b", 1, signal.SIGKILL, marks=slow),
         pytest.param("1f1b", 3, signal.SIGTERM, marks=slow),
-        ("dualpipe", 2, signal.SIGSTOP),
+        pytest.param("dualpipe", 2, signal.SIGSTOP, marks=slow),
         pytest.param("zb-h2", 1, signal.SIGKILL, marks=slow),
         pytest.param("dualpipe", 1, signal.SIGKILL, marks=slow),
         pytest.param("1f1b", 2, signal.SIGSTOP, marks=slow),

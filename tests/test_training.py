@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def test_a_run_that_was_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path
     assert "stopped after step" in finish(halted)
     stopped = len(rows(tmp_path / "halted"))
     assert 20 <= stopped < STEPS
+    shutil.copytree(tmp_path / "halted", tmp_path / "moved")
     assert f"resuming from step {stopped}" in finish(start(tmp_path, *SMALL, "run.name=halted"))
     a, b = rows(tmp_path / "whole"), rows(tmp_path / "halted")
     for key in ("step", "loss", "grad_norm", "lr", "tokens"):
@@ -73,6 +75,14 @@ def test_a_run_that_was_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path
     one, other = state(tmp_path / "whole"), state(tmp_path / "halted")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+    # on another mesh it is the same run but for rounding
+    mesh = ["mesh.pp=1", "mesh.tp=2", "schedule.name=gpipe", "run.name=moved"]
+    assert f"resuming from step {stopped}" in finish(start(tmp_path, *SMALL, *mesh))
+    c = rows(tmp_path / "moved")
+    assert [row["step"] for row in c] == list(range(STEPS))
+    for mine, same in zip(c[stopped : stopped + 20], a[stopped : stopped + 20], strict=True):
+        assert mine["loss"] == pytest.approx(same["loss"], rel=1e-4)
+        assert mine["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
 
 
 def test_the_loss_falls_on_real_text(tmp_path):
