@@ -204,10 +204,10 @@ def facts_table(plan: Plan) -> Table:
 def seats_table(plan: Plan, seats: Sequence[Seat]) -> Table:
     """A row a rank: its place in the mesh, its layers, where it runs and the most memory it needs."""
     table = table_of("rank>", "place", "layers", *(("node", "device", "pid>") if seats else ()), "memory>")
+    table.columns[2].no_wrap = False  # of many chunks
     by_rank, each = {seat.rank: seat for seat in seats}, memories(plan)
     for rank in range(min(plan.mesh.size, _MOST_RANKS)):
-        held = ", ".join(layers_text(plan, stage) for stage in plan.stages_of(rank))
-        cells = [str(rank), str(plan.mesh.coordinates(rank)), held]
+        cells = [str(rank), str(plan.mesh.coordinates(rank)), layers_text(plan, *plan.stages_of(rank))]
         if seats:
             seat = by_rank[rank]
             cells += [seat.node, seat.device, str(seat.pid) if seat.pid >= 0 else "-"]
@@ -226,12 +226,16 @@ def memory_line(plan: Plan) -> RenderableType:
     return Padding(Text(f"rank {fullest} is the fullest with {size(total)}: {text}", "dim"), (0, 1))
 
 
-def layers_text(plan: Plan, stage: int) -> str:
-    first, end = plan.layers[stage]
-    span = f"{first}-{end - 1}" if end - first > 1 else str(first)
+def layers_text(plan: Plan, *stages: int) -> str:
+    """Stages that follow each other are one span."""
+    spans: list[tuple[int, int]] = []
+    for first, end in (plan.layers[stage] for stage in stages):
+        spans = [*spans[:-1], (spans[-1][0], end)] if spans and spans[-1][1] == first else [*spans, (first, end)]
+    text = ", ".join(f"{first}-{end - 1}" if end - first > 1 else str(first) for first, end in spans)
     if plan.model.own is not None:
-        return span
-    return f"{'embed ' if stage == 0 else ''}{span}{' head' if end == plan.model.layers else ''}"
+        return text
+    ends = any(plan.layers[stage][1] == plan.model.layers for stage in stages)
+    return f"{'embed ' if 0 in stages else ''}{text}{' head' if ends else ''}"
 
 
 def steps_table(rows: Sequence[dict[str, Any]] | deque[dict[str, Any]]) -> Table:

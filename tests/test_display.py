@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pentad.orchestrator.bars import bars, coloured_grid, sparkline
 from pentad.orchestrator.config import load
-from pentad.orchestrator.display import Display, RankState, Seat, count, duration, ending, size
+from pentad.orchestrator.display import Display, RankState, Seat, count, duration, ending, layers_text, size
 from pentad.orchestrator.guess import guess_costs
 from pentad.orchestrator.planning import make_plan
 from pentad.schedules.compiler import compile_program
@@ -149,9 +149,12 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CODES.sub("", shown(screen)).count("\n") == 1
 
 
+CHUNKS = ("mesh.pp=2", "schedule.name=interleaved", "schedule.chunks=16", "model.layers=32", "model.hidden=64")
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize(
-    "overrides", [(), ("mesh.dp=2",), ("schedule.name=dualpipe",), ("mesh.pp=8", "schedule.name=gpipe")]
+    "overrides", [(), ("mesh.dp=2",), ("schedule.name=dualpipe",), ("mesh.pp=8", "schedule.name=gpipe"), CHUNKS]
 )
 def test_a_plan_fits_in_80_columns(overrides: tuple[str, ...], terminal: bool) -> None:
     plan, costs, seats = planned(*overrides)
@@ -165,6 +168,15 @@ def test_a_plan_fits_in_80_columns(overrides: tuple[str, ...], terminal: bool) -
     assert "makespan" in text
     for seat in seats:
         assert re.search(rf"^ +{seat.rank} +{seat.coordinates} .*node-1 +CPU +{seat.pid} +[\d.]+ MiB", text, re.M)
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [((0,), "embed 0-1"), ((0, 1), "embed 0-3"), ((0, 3), "embed 0-1, 7 head"), ((1, 2, 3), "2-7 head")],
+)
+def test_stages_that_follow_each_other_are_one_span_of_layers(stages: tuple[int, ...], text: str) -> None:
+    plan, _, _ = planned()
+    assert layers_text(plan, *stages) == text
 
 
 def test_a_large_mesh_is_cut_and_says_so() -> None:
