@@ -7,7 +7,6 @@ unpickles: safetensors and JSON only. A failing storage raises PentadError, so t
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -25,19 +24,9 @@ from safetensors import SafetensorError, safe_open
 from pentad.schedules.errors import PentadError
 from pentad.workers.durable import free_bytes, make_folder, storage, sync_folder, write_file
 from pentad.workers.manifest import LIMIT, Manifest, Shard, Spec, decode, encode, is_file_name, where_each_is
+from pentad.workers.tensor_file import DTYPES, head
 
 MANIFEST = "manifest.json"
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -74,21 +63,21 @@ def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Sh
     for name, tensor in tensors.items():
         if not (name.isascii() and name.isprintable()) or name in ("", "__metadata__"):
             raise PentadError(f"tensor {name!r} has a name that safetensors cannot keep, wanted printable ASCII")
-        if tensor.dtype not in _DTYPES:
-            raise PentadError(f"tensor {name} has dtype {tensor.dtype}, wanted one of {', '.join(map(str, _DTYPES))}")
+        if tensor.dtype not in DTYPES:
+            raise PentadError(f"tensor {name} has dtype {tensor.dtype}, wanted one of {', '.join(map(str, DTYPES))}")
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
     specs: dict[str, Spec] = {
-        name: {"dtype": _DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in order
+        name: {"dtype": DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in order
     }
-    head = _header(specs, [tensors[name].nbytes for name in order])
-    wanted = len(head) + sum(tensor.nbytes for tensor in tensors.values())
+    first = head(specs)
+    wanted = len(first) + sum(tensor.nbytes for tensor in tensors.values())
     with storage(folder, wanted):
         if os.path.lexists(folder / MANIFEST):
             raise PentadError(f"folder {folder} holds a committed checkpoint, wanted one without {MANIFEST}")
         if free_bytes(folder) < wanted:  # so that a save that cannot fit does not fill the disk first
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         make_folder(folder)
-        size, sha256 = write_file(folder / file, _pieces(head, [tensors[name] for name in order]))
+        size, sha256 = write_file(folder / file, _pieces(first, [tensors[name] for name in order]))
     return Shard(file, size, sha256, specs)
 
 
@@ -202,19 +191,8 @@ def _about(folder: Path) -> Iterator[None]:
         raise PentadError(f"checkpoint {folder}: {error}") from error.__cause__
 
 
-def _header(specs: dict[str, Spec], sizes: list[int]) -> bytes:
-    """The head of a safetensors file: the length of its JSON (u64, little endian), the JSON, blanks up to 8 bytes."""
-    start, entries = 0, {}
-    for (name, spec), size in zip(specs.items(), sizes, strict=True):
-        entries[name] = {**spec, "data_offsets": [start, start + size]}
-        start += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _pieces(head: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    yield memoryview(head)
+def _pieces(first: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    yield memoryview(first)
     for tensor in tensors:
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 

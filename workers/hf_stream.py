@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +11,9 @@ import torch
 from pentad.schedules.errors import PentadError
 from pentad.workers.durable import write_file
 from pentad.workers.manifest import Shard, Spec
+from pentad.workers.tensor_file import head, nbytes
 
-BYTES = {"F32": 4, "BF16": 2}
+ABOUT = {"format": "pt"}  # that a file is torch's is what some readers ask for
 
 
 class Planned(NamedTuple):
@@ -24,10 +24,6 @@ class Planned(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(map(nbytes, self.specs.values()))
-
-
-def nbytes(spec: Spec) -> int:
-    return BYTES[spec["dtype"]] * torch.Size(spec["shape"]).numel()
 
 
 def cut(specs: Iterable[tuple[str, Spec]], limit: int) -> list[Planned]:
@@ -51,7 +47,7 @@ def write(path: Path, planned: Planned, pieces: Iterable[torch.Tensor]) -> Shard
 
 
 def _buffers(planned: Planned, pieces: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    yield memoryview(_header(planned))
+    yield memoryview(head(planned.specs, ABOUT))
     written = 0
     for piece in pieces:
         written += piece.nbytes
@@ -59,16 +55,3 @@ def _buffers(planned: Planned, pieces: Iterable[torch.Tensor]) -> Iterator[memor
         del piece
     if written != planned.bytes:
         raise PentadError(f"{written} bytes of tensors came, wanted {planned.bytes}")
-
-
-def _header(planned: Planned) -> bytes:
-    """The length of its JSON (u64, little endian), the JSON, blanks up to 8 bytes. That it is torch's is what some
-    readers ask for."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, spec in planned.specs.items():
-        entries[name] = {**spec, "data_offsets": [start, start + nbytes(spec)]}
-        start += nbytes(spec)
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
