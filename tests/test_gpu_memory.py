@@ -17,7 +17,7 @@ from pentad.schedules.plan import BatchShape, Plan
 
 __all__ = ["gpus"]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-# Its activations outweigh whatever else is there for a moment, such as a gradient in float64 for its norm.
+# Its activations outweigh whatever else is there for a moment, such as indices of first values.
 WIDE = ModelShape(layers=8, hidden=512, heads=4, kv_heads=2, ffn=1536, vocab=300)
 LESS = [("full", None), ("selective", None), ("none", 2.0)]
 SIZES = [("gpipe", 5, None), ("zb-h2", 6, None), ("1f1b", 5, None), ("seq-1f1b", 3, 2), ("dualpipe", 8, None)]
