@@ -21,7 +21,7 @@ from pentad.workers.shards import Shards
 from pentad.workers.stage_protocol import StageProtocol
 from pentad.workers.step_end import Barrier, PostValidated
 from pentad.workers.transport import Transport
-from pentad.workers.turns import Turns, between, by_turns
+from pentad.workers.turns import Turns, alone, between, by_turns
 
 
 class Executor:
@@ -95,7 +95,8 @@ class Executor:
                 turns = self.stages[stage].backward_input(mb, dy)
                 if part.op is Op.BW:  # W of a layer runs while operations of the one before it do
                     turns = between(turns, partial(self.stages[stage].backward_weight, mb))
-                self.results[part.key] = yield from turns
+                # with no one to wait for, the other of a pair would only delay it
+                self.results[part.key] = alone(turns) if self.stages[stage].is_alone else (yield from turns)
             case Op.W:
                 self.stages[stage].backward_weight(mb)
             case Op.RECOMPUTE:

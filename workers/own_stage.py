@@ -48,7 +48,7 @@ class OwnStage(Owner):
         assert plan.model.own is not None
         self.plan, self.index, self.banks, self.own = plan, index, banks, plan.model.own
         self.first, self.last = index == 0, index == plan.program.stages - 1
-        self.mode, self.balance = plan.mode(index), None
+        self.mode, self.balance, self.is_alone = plan.mode(index), None, True
         self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens)
         master = banks[0].parameters.master
         self.dtype, self.device = banks[0].parameters.compute.dtype, master.device
