@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     # on another mesh it is the same run but for rounding
-    mesh = ["mesh.pp=1", "mesh.tp=2", "schedule.name=gpipe", "run.name=moved"]
+    mesh = ["mesh.pp=1", "mesh.dp=2", "schedule.name=gpipe", "run.name=moved"]
     assert f"resuming from step {stopped}" in finish(start(tmp_path, *SMALL, *mesh))
     c = rows(tmp_path / "moved")
     assert [row["step"] for row in c] == list(range(STEPS))
