@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from pentad.schedules.columns import among
-from pentad.schedules.instruction import Instruction, Key, Op
+from pentad.schedules.instruction import SENDS, Instruction, Key, Op
 from pentad.schedules.lookup import IS_COMPUTE, IS_WEIGHT
 from pentad.schedules.program import Program
 from pentad.schedules.weave import Addition, insert
 
 IS_REDUCTION = among({Op.ALL_REDUCE, Op.REDUCE_SCATTER})
+IS_SEND = among(SENDS)
 
 
 def add_reduce(program: Program, *, replicas: int, scatter: bool = False) -> Program:
@@ -31,9 +32,17 @@ def add_reduce(program: Program, *, replicas: int, scatter: bool = False) -> Pro
         for stage in sorted(stages, key=lambda stage: (done.get(stage, 0), stage)):
             if replicas > 1 or len(program.holders(stage)) > 1:
                 row = last[rank, stage]
-                place, key = max(place, columns.place(row)[1] + 1), columns.key(row)
+                place, key = max(place, _behind_sends(program, rank, row)), columns.key(row)
                 additions.append((rank, place, Instruction(op, stage, group=f"stage{stage}", waits=(key,))))
     return insert(program, additions)
+
+
+def _behind_sends(program: Program, rank: int, row: int) -> int:
+    """The place behind a unit and behind what it sends: another rank waits for that."""
+    columns, end = program.columns, program.columns.first[rank + 1]
+    while row + 1 < end and IS_SEND[columns.op[row + 1]]:
+        row += 1
+    return columns.place(row)[1] + 1
 
 
 def add_step(program: Program) -> Program:

@@ -282,6 +282,7 @@ def test_a_submitted_run_trains_and_its_log_is_followed(whole: tuple[int, str, s
 
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("whole")
+@pytest.mark.slow
 def test_a_stopped_run_is_resumed_by_submitting_it_again_and_loses_nothing(
     cluster: clusters.Cluster, pentad: Pentad, runs: Path
 ) -> None:
