@@ -72,7 +72,15 @@ def test_signals_stay_the_drivers(running: clusters.Cluster) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_ctrl_c_waits_until_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Ctrl-C, which a shell's background process is born deaf to."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_until_ray_is_joined(heeded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
 
     def init(**options: object) -> None:
@@ -85,7 +93,7 @@ def test_ctrl_c_waits_until_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> No
     assert done
 
 
-def test_a_second_ctrl_c_does_not_wait_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_does_not_wait_for_ray(heeded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**options: object) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
