@@ -15,8 +15,8 @@ from pentad.schedules.plan import Plan
 from pentad.schedules.simulate import simulate
 
 ROOT = Path(__file__).resolve().parent
-RESULTS = json.loads((ROOT / "bench" / "results" / "meshes-4xh200.json").read_text())
-RUNS = [run for call in RESULTS["calls"] for run in call["runs"] if "peak_gib" in run]
+RESULTS = [json.loads(path.read_text()) for path in sorted((ROOT / "bench" / "results").glob("meshes-*.json"))]
+RUNS = [run for each in RESULTS for call in each["calls"] for run in call["runs"] if "peak_gib" in run]
 
 
 each_run = pytest.mark.parametrize(

@@ -44,18 +44,19 @@ class TensorRanks:
     def product(self, x: torch.Tensor, matrix: torch.Tensor) -> Coming[torch.Tensor]:
         """This rank's rows [T / size, N] of the sum of all ranks' x [T, K] @ matrix [K, N].
 
-        Tile by tile: what the ranks' own rows of a tile are is added up while the next tile is computed.
+        Tile by tile, some rows of each rank: they are added up while the next tile is computed. A batched product
+        takes them from where they lie; copying them first cost a quarter of the products' time.
         """
         if self.size == 1:
             return here(torch.mm(x, matrix))
-        rows = x.view(self.size, -1, x.shape[1])
+        rows, matrices = x.view(self.size, -1, x.shape[1]), matrix.expand(self.size, -1, -1)
         count = rows.shape[1]
         own = x.new_empty(count, matrix.shape[1])
         bounds = [count * tile // TILES for tile in range(TILES + 1)]
         works, partials = [], []
         for start, end in pairwise(bounds):
             if start < end:
-                partial = torch.mm(rows[:, start:end].reshape(-1, x.shape[1]), matrix)
+                partial = torch.bmm(rows[:, start:end], matrices).flatten(0, 1)
                 works.append(scatter_sum(own[start:end], partial, group=self.group, async_op=True))
                 partials.append(partial)
         return Coming(works, lambda: own, partials)

@@ -139,6 +139,7 @@ def trained(end: Connection, plan: Plan, rank: int) -> Any:
 def facts(plan: Plan, answers: list[Any]) -> dict[str, Any]:
     results, peaks, names = zip(*answers, strict=True)
     starts = [min(span.start for of in results for span in of[step].spans) for step in range(plan.optimizer.steps)]
+    timed = range(WARM, plan.optimizer.steps)
     seconds = statistics.median(b - a for a, b in pairwise(starts[WARM:]))
     pace = plan.batch.tokens / seconds
     planned = [memory(plan, rank)["total"] for rank in range(plan.mesh.size)]
@@ -154,6 +155,7 @@ def facts(plan: Plan, answers: list[Any]) -> dict[str, Any]:
         "recompute": sorted(set(plan.recompute)),
         "device": names[0],
         "step_seconds": round(seconds, 4),
+        "host_seconds": round(max(statistics.median(of[step].host_seconds for step in timed) for of in results), 4),
         "tokens_per_second_per_gpu": round(pace / plan.mesh.size, 1),
         "mfu": utilisation(pace, plan, names[0]),
         "peak_gib": round(peaks[fullest] / 2**30, 2),
