@@ -16,7 +16,7 @@ import torch
 from pentad.workers.checkpoint import newest, read
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli import main; sys.exit(main())"]
-STEPS = 400  # many, so that a signal after the 20th comes before the last
+STEPS = 150  # many, so that a signal after the 20th comes before the last
 SMALL = [
     "mesh.pp=2",
     "model.layers=4",
