@@ -1,7 +1,7 @@
 """What the adapter for torch modules costs: a Llama as a list of them against the one that pentad has, on a CPU.
 
 One stage runs F, B and W of a microbatch with either, and torch alone runs the same modules, in turns. Seconds are of
-the thread alone, the least of many, for others may use the machine:
+the thread alone; ratios are medians over the turns, for others may use the machine:
 
     PYTHONPATH=.typings:tests python -P tests/bench/own_model.py --out FILE
 """
@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,10 +31,10 @@ from pentad.workers.own_stage import OwnStage
 from pentad.workers.parameters import create
 from pentad.workers.stage import Stage
 from pentad.workers.stage_protocol import StageProtocol
+from pentad.workers.turns import alone
 
 LLAMA = """
 import torch
-from bench.record import record
 from torch import nn
 import torch.nn.functional as F
 
@@ -78,7 +79,7 @@ BATCH = [
     "schedule.microbatches=1",
     "schedule.name=zb-h1",
 ]
-TURNS = 40
+TURNS = 100
 
 Times = dict[str, list[float]]
 
@@ -90,24 +91,28 @@ def main() -> None:
 
 
 def measured() -> dict[str, Any]:
-    """Least milliseconds of a microbatch's F, B and W."""
+    """Milliseconds of a microbatch's F, B and W, and their ratios turn by turn: medians."""
     torch.set_num_threads(1)
     words = [*BATCH, *(f"model.{word}" for word in SIZES.split())]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "llama.py")
         file.write_text(LLAMA)
         plans = [make_plan(load(None, more), "cpu") for more in (words, [*words, f"model.own={file}:llama"])]
-        runs = {"builtin": staged(plans[0]), "modules": staged(plans[1]), "torch alone": alone(plans[1])}
+        runs = {"builtin": staged(plans[0]), "modules": staged(plans[1]), "torch alone": plain(plans[1])}
         seconds: dict[str, Times] = {name: defaultdict(list) for name in runs}
         for _ in range(TURNS):
             for name, run in runs.items():
                 run(seconds[name])
-    found = {name: {op: round(1e3 * min(times), 2) for op, times in each.items()} for name, each in seconds.items()}
+    found = {name: {op: round(1e3 * median(times), 2) for op, times in each.items()} for name, each in seconds.items()}
     ratios = {
-        f"modules over {name}": {op: round(found["modules"][op] / ms, 2) for op, ms in found[name].items()}
+        f"modules over {name}": {op: over(seconds["modules"][op], times) for op, times in seconds[name].items()}
         for name in ("builtin", "torch alone")
     }
     return {"model": SIZES, "batch": "2 x 128, float32", "turns": TURNS, "milliseconds": found, **ratios}
+
+
+def over(some: list[float], others: list[float]) -> float:
+    return round(median(a / b for a, b in zip(some, others, strict=True)), 2)
 
 
 def staged(plan: Plan) -> Callable[[Times], None]:
@@ -119,9 +124,9 @@ def staged(plan: Plan) -> Callable[[Times], None]:
     def run(seconds: Times) -> None:
         stage.begin(0)
         times = [time.thread_time()]
-        stage.forward(0, None, tokens, tokens)
+        alone(stage.forward(0, None, tokens, tokens))
         times.append(time.thread_time())
-        stage.backward_input(0, None)
+        alone(stage.backward_input(0, None))
         times.append(time.thread_time())
         stage.backward_weight(0)
         times.append(time.thread_time())
@@ -132,7 +137,7 @@ def staged(plan: Plan) -> Callable[[Times], None]:
     return run
 
 
-def alone(plan: Plan) -> Callable[[Times], None]:
+def plain(plan: Plan) -> Callable[[Times], None]:
     """Forward and backward of the same modules without pentad."""
     assert plan.model.own is not None
     layers, _ = build(plan.model.own, 0, 0, plan.model.layers)
