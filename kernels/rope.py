@@ -9,19 +9,6 @@ from torch import Tensor
 from pentad.kernels.dispatch import accumulator, runs_in_triton
 
 
-def rope_tables(
-    length: int, head_dim: int, theta: float, device: torch.device | str, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [length, head_dim / 2], of the angles position * theta^(-2 i / head_dim).
-
-    The angles are formed in float64: in float32 an angle of 100,000 radians is off by 0.004.
-    """
-    pair = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
-    position = torch.arange(length, dtype=torch.float64, device=device)
-    angle = torch.outer(position, theta ** (-2.0 * pair / head_dim))
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
 def rope_reference_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
     """The formula of `rope_` in torch operations, for any dtype and device."""
     wide = accumulator(x.dtype)
@@ -40,7 +27,7 @@ def rope_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
     """Rotates the heads of x [T, N, D] in place; token t has position t % S; `inverse` rotates back.
 
     x may be a slice of a packed projection: only its last dimension has to be contiguous. cos and sin [S, D/2] are
-    contiguous tables of `rope_tables`.
+    contiguous tables of `rope_tables.rope_tables`.
     """
     if runs_in_triton(x):
         from pentad.kernels import rope_triton

@@ -54,12 +54,6 @@ def check_context(length: int, heads: int, kv_heads: int, cp: int, variant: Vari
         raise PentadError(f"model.kv_heads is {kv_heads}, wanted a multiple or a divisor of {why}")
 
 
-def document_starts(tokens: Sequence[int] | NDArray[np.integer], end: int) -> tuple[int, ...]:
-    """Where the documents of a row begin, if each ends with the token `end`."""
-    after = np.flatnonzero(np.asarray(tokens)[:-1] == end) + 1
-    return (0, *map(int, after))
-
-
 def document_positions(starts: Sequence[int], length: int) -> NDArray[np.int64]:
     """Of every position of a row, its distance from the start of its document: what a rotary embedding turns by."""
     begins = np.asarray(starts, dtype=np.int64)

@@ -18,7 +18,6 @@ from pentad.schedules.sequence import (
     balance,
     check_context,
     document_positions,
-    document_starts,
     positions,
 )
 from pentad.workers.context_blocks import Block, plan
@@ -70,11 +69,6 @@ def test_positions_are_counted_from_the_start_of_a_document(data):
     found = document_positions(starts, length)
     assert [p for p in range(length) if found[p] == 0] == list(starts)
     assert all(found[p] in (0, found[p - 1] + 1) for p in range(1, length))
-
-
-def test_documents_end_with_their_last_token():
-    assert document_starts([5, 1, 2, 3, 1, 1, 4, 1], end=1) == (0, 2, 5, 6)
-    assert document_starts([5, 2], end=1) == (0,)
 
 
 @given(data=st.data(), cp=st.sampled_from(SIZES), variant=st.sampled_from(tuple(PLACEMENTS)))

@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
-from pentad.kernels.rope import rope_reference_, rope_tables
-from pentad.kernels.rope_scaling import inverse_frequencies, scaled_rope_tables
+from pentad.kernels.rope import rope_reference_
+from pentad.kernels.rope_tables import inverse_frequencies, rope_tables
 from pentad.schedules.model import ModelShape, Scaling
 from pentad.workers.hf_keys import Keys
 from pentad.workers.hf_layout import to_halves, to_pairs
@@ -38,7 +38,7 @@ def test_scaled_tables_are_those_of_transformers(said: dict[str, Any], theta: fl
     found = inverse_frequencies(width, theta, scaling, "cpu")
     assert torch.allclose(found, wanted.double(), rtol=2e-6, atol=0)
     assert scaling.attention == pytest.approx(attention, rel=1e-12)
-    cos, sin = scaled_rope_tables(100, width, theta, scaling, "cpu", torch.float64)
+    cos, sin = rope_tables(100, width, theta, "cpu", torch.float64, scaling)
     angle = torch.arange(100, dtype=torch.float64)[:, None] * found
     assert torch.equal(cos, scaling.attention * angle.cos()) and torch.equal(sin, scaling.attention * angle.sin())
 
@@ -60,15 +60,18 @@ scalings = st.one_of(
 @given(theta=st.floats(10, 1e7), width=st.integers(1, 64), scaling=scalings)
 def test_two_ways_to_write_a_table_agree(theta: float, width: int, scaling: Scaling | None) -> None:
     shape = ModelShape(1, 2 * width, 1, 1, 1, 2, rope_theta=theta, scaling=scaling)
-    found = scaled_rope_tables(50, 2 * width, theta, scaling, "cpu", torch.float64)
+    found = rope_tables(50, 2 * width, theta, "cpu", torch.float64, scaling)
     for mine, theirs in zip(found, reference.rope_table(shape, 50), strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_without_a_scaling_the_table_is_the_plain_one(dtype: torch.dtype) -> None:
-    found, wanted = scaled_rope_tables(64, 32, 1e4, None, "cpu", dtype), rope_tables(64, 32, 1e4, "cpu", dtype)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+    found = rope_tables(64, 32, 1e4, "cpu", dtype)
+    angle = torch.arange(64, dtype=torch.float64)[:, None] / 1e4 ** (torch.arange(16, dtype=torch.float64) / 16)
+    for mine, exact in zip(found, (angle.cos(), angle.sin()), strict=True):
+        assert mine.dtype == dtype
+        assert torch.allclose(mine.double(), exact, rtol=0, atol=1e-12 + torch.finfo(dtype).eps / 2)
 
 
 @given(heads=st.integers(1, 5), plain=st.integers(0, 5), pairs=st.integers(1, 6))

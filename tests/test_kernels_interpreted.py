@@ -31,7 +31,8 @@ from pentad.kernels.cross_entropy import (
     cross_entropy_reference,
 )
 from pentad.kernels.rms_norm import rms_norm_backward_reference, rms_norm_reference
-from pentad.kernels.rope import rope_reference_, rope_tables
+from pentad.kernels.rope import rope_reference_
+from pentad.kernels.rope_tables import rope_tables
 from pentad.kernels.swiglu import swiglu_backward_reference
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]

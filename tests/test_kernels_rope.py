@@ -5,7 +5,8 @@ import torch
 from closeness import relative_error
 from torch import Tensor
 
-from pentad.kernels.rope import rope_, rope_reference_, rope_tables
+from pentad.kernels.rope import rope_, rope_reference_
+from pentad.kernels.rope_tables import rope_tables
 
 
 def rotated_by_complex_numbers(x: Tensor, theta: float, length: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pentad.kernels.rope_scaling import scaled_rope_tables
+from pentad.kernels.rope_tables import rope_tables
 from pentad.schedules.plan import Plan
 from pentad.schedules.sequence import PLACEMENTS, positions
 from pentad.workers.around import Rotation
@@ -20,7 +20,7 @@ def rotations(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype) -
     """Of each slice of a sequence, or of a rank's part of it."""
     model, length = plan.model, plan.batch.length
     width = model.latent.rotary if model.latent is not None else model.head_dim
-    tables = scaled_rope_tables(length, width, model.rope_theta, model.scaling, device, dtype)
+    tables = rope_tables(length, width, model.rope_theta, device, dtype, model.scaling)
     mine = held(plan, rank).to(device)
     cos, sin = (table[mine] for table in tables)
     cut = len(mine) // plan.program.slices

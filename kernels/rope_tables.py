@@ -1,5 +1,5 @@
-"""Rotary tables whose wavelengths were made longer, as Llama 3.1 and YaRN do it, so that a model reads longer texts
-than it was first trained with. Beside `rope.rope_tables`, which has no scaling."""
+"""Tables of rotary angles, position * theta^(-2 i / width) for pair i, and their scaling: wavelengths made longer, as
+Llama 3.1 and YaRN do it, so that a model reads longer texts than it was first trained with."""
 
 import math
 from typing import Protocol
@@ -25,17 +25,17 @@ class Stretch(Protocol):
     def attention(self) -> float: ...
 
 
-def scaled_rope_tables(
+def rope_tables(
     length: int,
     width: int,
     theta: float,
-    scaling: Stretch | None,
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
+    scaling: Stretch | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [length, width / 2]; with no `scaling` those of `rope_tables`.
+    """(cos, sin), each [length, width / 2], of what is rotated: a head, or its rotary part.
 
-    `width` is that of what is rotated: a head, or its rotary part.
+    The angles are formed in float64: in float32 an angle of 100,000 radians is off by 0.004.
     """
     frequency = inverse_frequencies(width, theta, scaling, device)
     angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequency)
