@@ -19,7 +19,6 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 _INTERRUPTED = 130  # what some versions of typer return for a KeyboardInterrupt; others raise Abort
 
 app = typer.Typer(
-    help="Trains large language models on a Ray cluster from explicit per-rank programs.",
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -63,6 +62,23 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:  # what no one nearer could name: a full or failing stdout
         _mute()
         return _fail(f"the system refuses to go on: {error}", 1)
+
+
+def _tell(wanted: bool) -> None:
+    if wanted:
+        from pentad.orchestrator.release import release
+
+        print(f"pentad {release()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Trains large language models on a Ray cluster from explicit per-rank programs."""
 
 
 @app.command()

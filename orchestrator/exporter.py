@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from math import nan
 from typing import Any
 
 from pentad.orchestrator.exposition import Exposition, Labels
 from pentad.orchestrator.metrics_server import MetricsServer
+from pentad.orchestrator.release import release
 from pentad.orchestrator.watch import RUN_STATES, RankView, RunView
 from pentad.schedules.timeline import Span
 from pentad.workers.telemetry import THROTTLES, GpuState
@@ -49,7 +49,7 @@ class Exporter:
 
     def plan(self, view: RunView) -> None:
         """Ranks that are gone vanish, and so do the figures of GPUs until they are told again."""
-        labels = (version_of_pentad(), view.program)
+        labels = (release(), view.program)
         with self._values.lock:
             self._values.replace("pentad_build_info", {labels: 1.0})
             self.view(view)
@@ -164,11 +164,3 @@ def rank_labels(view: RankView) -> Labels:
     """The values of exposition.RANK."""
     at = view.coordinates
     return (*map(str, (view.rank, at.dp, at.pp, at.cp, at.tp, at.ep)), view.node)
-
-
-def version_of_pentad() -> str:
-    """Empty where pentad runs from its sources."""
-    try:
-        return version("pentad")
-    except PackageNotFoundError:
-        return ""

@@ -6,13 +6,13 @@ import json
 import math
 import os
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.cluster import PASSED_ON
 from pentad.orchestrator.config import RunConfig, dump
+from pentad.orchestrator.release import release
 from pentad.schedules.catalogue import FILES
 
 FOLDERS = ("orchestrator", "workers", "schedules", "kernels")
@@ -83,7 +83,7 @@ def variables(config: RunConfig) -> dict[str, str]:
 def metadata(config: RunConfig) -> dict[str, str]:
     """What Ray's job list says about a job."""
     facts = {
-        "version": _version(),
+        "version": release(),
         "run": config.run.name,
         "mesh": str(config.mesh.mesh),
         "schedule": config.schedule.name,
@@ -96,10 +96,3 @@ def metadata(config: RunConfig) -> dict[str, str]:
 
 def _absolute(path: str, here: Path) -> str:
     return os.path.normpath(here / Path(path).expanduser())
-
-
-def _version() -> str:
-    try:
-        return version("pentad")
-    except PackageNotFoundError:  # a checkout that is on the path only
-        return "checkout"

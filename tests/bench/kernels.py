@@ -25,8 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentad.kernels import adamw, attention, cross_entropy, grad_gemm, rms_norm, rope, swiglu
-from pentad.kernels.rope_tables import rope_tables
+from pentad.kernels import adamw, attention, cross_entropy, grad_gemm, rms_norm, rope, rope_tables, swiglu
 
 Calls = list[Callable[[], object]]
 SETS = 3
@@ -131,7 +130,7 @@ def norm_backward(rows: int, width: int) -> Case:
 def rope_case(tokens: int, heads: int, groups: int, width: int) -> Case:
     every = heads + groups
     data = sets(lambda: (random(tokens, every + groups, width)[:, :every],))
-    cos, sin = rope_tables(tokens, width, 5e5, "cuda")
+    cos, sin = rope_tables.rope_tables(tokens, width, 5e5, "cuda")
     cos2, sin2 = (torch.cat((table, table), dim=-1)[None] for table in (cos, sin))
 
     def by_torch(x: Tensor) -> Tensor:

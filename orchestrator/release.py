@@ -1,0 +1,13 @@
+"""Which pentad this is."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def release() -> str:
+    """The installed package's version, or "checkout" where pentad runs from its sources."""
+    try:
+        return version("pentad")
+    except PackageNotFoundError:
+        return "checkout"
