@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pentad.schedules.errors import PentadError
 from pentad.schedules.mesh import Axis, Mesh
 
 NODE = 8  # GPUs of a host with fast links among them
@@ -67,3 +68,10 @@ def crosses(mesh: Mesh, axis: Axis) -> bool:
 def link(rates: Rates, mesh: Mesh, axis: Axis) -> tuple[float, float]:
     """(seconds before an operation, bytes/s) along an axis: those of its slowest link."""
     return (rates.far_latency, rates.far) if crosses(mesh, axis) else (rates.latency, rates.link)
+
+
+def refuse_wide(mesh: Mesh) -> None:
+    """Raises PentadError where ranks that share layers cannot be on one host of NODE GPUs."""
+    if mesh.tp > NODE:
+        wanted = f"at most {NODE}, a node's GPUs, or mesh.tensor_across_nodes = true"
+        raise PentadError(f"mesh.tp is {mesh.tp}, wanted {wanted}")

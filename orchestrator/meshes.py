@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pentad.orchestrator.config import RunConfig
-from pentad.orchestrator.devices import NODE
+from pentad.orchestrator.devices import NODE, refuse_wide
 from pentad.orchestrator.estimate import memory
 from pentad.orchestrator.fit import Room
 from pentad.orchestrator.guess import guess_costs, parameters_held
@@ -104,8 +104,8 @@ def changed(plan: Plan) -> dict[str, str | int]:
 
 def _best(config: RunConfig, mesh: Mesh, room: Room) -> Found:
     """The quickest estimate of a mesh that has room. Raises PentadError where there is none."""
-    if mesh.tp > NODE and not config.mesh.tensor_across_nodes:
-        raise PentadError(f"mesh.tp is {mesh.tp}, wanted at most {NODE}, a node's GPUs, or mesh.tensor_across_nodes")
+    if not config.mesh.tensor_across_nodes:
+        refuse_wide(mesh)
     replicas, batch = mesh.dp * mesh.ep, config.batch
     if batch.sequences % replicas:
         wanted = f"a multiple of mesh.dp x mesh.ep = {replicas}"

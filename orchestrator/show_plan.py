@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.config import RunConfig
-from pentad.orchestrator.devices import ASSUMED, DEVICES
+from pentad.orchestrator.devices import ASSUMED, DEVICES, refuse_wide
 from pentad.orchestrator.display import count, duration, layers_text, percent, plan_view, size, table_of
 from pentad.orchestrator.estimate import costs_of, memories, stage_memory, utilisation
 from pentad.orchestrator.fit import Fit, Room, fit_of, gpu_name
@@ -28,6 +28,8 @@ from pentad.schedules.timeline import Timeline
 
 def show_plan(config: RunConfig, device: str, room: Room, console: Console, *, as_json: bool) -> int:
     """Prints what would run on 'cpu' or 'cuda', with guessed costs. Returns the exit status: 1 where it has no room."""
+    if device == "cuda" and not config.mesh.tensor_across_nodes:
+        refuse_wide(config.mesh.mesh)
     plan = make_plan(config, device)
     costs, fit = costs_of(plan), fit_of(plan, room)
     if as_json:

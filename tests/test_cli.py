@@ -196,6 +196,10 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
         (("schedule", "1f1b", *SIZES, "--svg", "no/a.svg"), "--svg is 'no/a.svg', which cannot be written"),
         (("plan", "none.yaml"), "CONFIG is 'none.yaml', which cannot be read"),
         (("plan", "mesh.tp=3"), "model.heads is 8, wanted a multiple of mesh.tp = 3"),
+        (
+            ("plan", "mesh.tp=16", "model.heads=16", "model.hidden=256", "--device", "cuda"),
+            "mesh.tp is 16, wanted at most 8",
+        ),
         (("train", "run.bananas=1"), "run.bananas is unknown"),
         (("timeline", "nope"), "RUN is 'nope', wanted a run's folder or a name under runs/: there are none"),
         (("data", "inspect", "nope"), "PATH is 'nope'"),
