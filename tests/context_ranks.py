@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from pool import Pool
 from torch import Tensor
 
 from pentad.kernels.attention import attention_reference
@@ -148,47 +147,28 @@ def elements(kept: object) -> int:
 
 
 class Ranks:
-    """`size` spawned processes, one GPU each or gloo on the host."""
+    """`size` processes, one GPU each or gloo on the host."""
 
     def __init__(self, size: int, device: str = "cpu") -> None:
-        context = mp.get_context("spawn")
-        self.folder = tempfile.TemporaryDirectory()
-        self.ends: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            args = (there, rank, size, str(Path(self.folder.name, "store")), device)
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
-            self.ends.append(here)
-            self.processes.append(process)
+        self.pool = Pool(size, _serve, device)
 
     def run(self, case: Case) -> list[Answer]:
         """What each rank of a case gives; raises with a rank's traceback when one fails."""
-        for end in self.ends[: case.cp]:
-            end.send(case)
-        answers: list[Any] = [end.recv() if end.poll(45) else "no answer in 45 s" for end in self.ends[: case.cp]]
-        for rank, answer in enumerate(answers):
-            assert isinstance(answer, Answer), f"rank {rank}: {answer}"
-        return answers
+        self.pool.order([case] * case.cp)
+        return self.pool.answers(case.cp, Answer)
 
     def stop(self) -> None:
-        for end in self.ends:
-            end.close()
-        for process in self.processes:  # which have nothing to save
-            process.kill()
-            process.join()
-        self.folder.cleanup()
+        self.pool.stop()
 
 
-def _serve(end: Connection, rank: int, size: int, store: str, kind: str) -> None:
+def _serve(end: Connection, rank: int, size: int, kind: str, folder: str) -> None:
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    files = dist.FileStore(store, size)
+    files = dist.FileStore(str(Path(folder, "store")), size)
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", store=files, rank=rank, world_size=size, timeout=timedelta(seconds=40)
+        "nccl" if kind == "cuda" else "gloo", store=files, rank=rank, world_size=size, timeout=timedelta(seconds=80)
     )
     groups = {cp: dist.new_group(list(range(cp))) for cp in range(2, size + 1, 2)}
     while True:

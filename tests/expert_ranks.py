@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing as mp
-import tempfile
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from closeness import relative_error
+from pool import Pool
 
 from pentad.schedules.model import Experts
 from pentad.workers import experts
@@ -150,36 +149,19 @@ def bound(parts: State) -> tuple[experts.Weights, experts.Weights]:
 
 
 class Ranks:
-    """Spawned processes, of which the first so many run a case, each with a GPU where `device` is cuda."""
+    """Processes, of which the first so many run a case, each with a GPU where `device` is cuda."""
 
     def __init__(self, size: int, device: str = "cpu") -> None:
-        context = mp.get_context("spawn")
-        self.folder = tempfile.TemporaryDirectory()
-        self.ends: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, device, self.folder.name), daemon=True)
-            process.start()
-            self.ends.append(here)
-            self.processes.append(process)
+        self.pool = Pool(size, _serve, device)
 
     def run(self, case: Case) -> list[Answer]:
         """An answer a rank; raises with a rank's traceback when one fails."""
-        ends = self.ends[: len(case.tokens)]
-        for end in ends:
-            end.send(case)
-        answers: list[Any] = [end.recv() if end.poll(45) else "no answer in 45 s" for end in ends]
-        for rank, answer in enumerate(answers):
-            assert isinstance(answer, Answer), f"rank {rank}: {answer}"
-        return answers
+        ranks = len(case.tokens)
+        self.pool.order([case] * ranks)
+        return self.pool.answers(ranks, Answer)
 
     def stop(self) -> None:
-        for end, process in zip(self.ends, self.processes, strict=True):
-            end.close()
-            process.join(10)
-            process.kill()
-        self.folder.cleanup()
+        self.pool.stop()
 
 
 def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> None:
@@ -192,7 +174,7 @@ def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> N
     else:
         # fills memory that nobody has written with NaN, which must not matter
         torch.use_deterministic_algorithms(True)
-    meeting, patience = f"file://{Path(folder, 'meeting')}", timedelta(seconds=40)
+    meeting, patience = f"file://{Path(folder, 'meeting')}", timedelta(seconds=80)
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=patience)
     groups = {1: None} | {n: dist.new_group(list(range(n)), timeout=patience) for n in (2, 4) if n <= size}
     while True:

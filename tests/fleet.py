@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing as mp
 import tempfile
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from pool import Pool
 
 from pentad.schedules.plan import Plan
 
@@ -73,18 +73,10 @@ class Poison(NamedTuple):
 
 
 class Fleet:
-    """`size` spawned processes; `run` gives each a rank of the plan."""
+    """`size` processes; `run` gives each a rank of the plan."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
-        self.ends: list[Connection] = []
-        self.processes = []
-        for _ in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
-            self.ends.append(here)
-            self.processes.append(process)
+        self.pool = Pool(size, _serve)
 
     def run(
         self,
@@ -95,30 +87,20 @@ class Fleet:
         poison: Poison | None = None,
     ) -> list[Outcome]:
         """`calls` are (first step, count, whether more follow); raises with a rank's traceback when one fails."""
-        ends = self.ends[: plan.mesh.size]
-        for rank, end in enumerate(ends):
-            end.send((plan, rank, calls, restore, save, poison if poison and poison.rank == rank else None))
-        address = _heard(ends[0])
-        for end in ends:
+        ranks = range(plan.mesh.size)
+        poisons = [poison if poison and poison.rank == rank else None for rank in ranks]
+        self.pool.order([(plan, rank, calls, restore, save, poisons[rank]) for rank in ranks])
+        address = self.pool.heard(0)
+        assert "\n" not in address, f"rank 0: {address}"
+        for end in self.pool.ends[: plan.mesh.size]:
             end.send(address)
-        failed = "\n" in address
-        answers = [address if failed and end is ends[0] else _heard(end) for end in ends]
-        for rank, answer in enumerate(answers):
-            assert isinstance(answer, Outcome), f"rank {rank}: {answer}"
-        return answers
+        return self.pool.answers(plan.mesh.size, Outcome)
 
     def stop(self) -> None:
-        for end, process in zip(self.ends, self.processes, strict=True):
-            end.close()
-            process.join(10)
-            process.kill()
+        self.pool.stop()
 
 
-def _heard(end: Connection) -> Any:
-    return end.recv() if end.poll(45) else "no answer in 45 s"
-
-
-def _serve(end: Connection) -> None:
+def _serve(end: Connection, *_: object) -> None:
     torch.set_num_threads(1)
     faulthandler.enable()
     while True:
@@ -129,7 +111,7 @@ def _serve(end: Connection) -> None:
         if isinstance(order, str):  # where to meet, after this rank has failed
             continue
         try:
-            faulthandler.dump_traceback_later(40)
+            faulthandler.dump_traceback_later(80)
             end.send(_run(end, *order))
             faulthandler.cancel_dump_traceback_later()
         except BaseException:
@@ -171,8 +153,8 @@ def _run(
         runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
         try:
             if rank == 0:
-                end.send(runner.serve("127.0.0.1", 30))
-            runner.connect(end.recv(), 30)
+                end.send(runner.serve("127.0.0.1", 60))
+            runner.connect(end.recv(), 60)
             runner.restore(restore)
             results = [result for call in calls for result in runner.run(*call)]
             shards = runner.save(save, sum(calls[-1][:2])) if save else []
