@@ -70,8 +70,8 @@ def link(rates: Rates, mesh: Mesh, axis: Axis) -> tuple[float, float]:
     return (rates.far_latency, rates.far) if crosses(mesh, axis) else (rates.latency, rates.link)
 
 
-def refuse_wide(mesh: Mesh) -> None:
-    """Raises PentadError where ranks that share layers cannot be on one host of NODE GPUs."""
-    if mesh.tp > NODE:
-        wanted = f"at most {NODE}, a node's GPUs, or mesh.tensor_across_nodes = true"
+def refuse_wide(mesh: Mesh, *, across: bool) -> None:
+    """Raises PentadError where ranks that share layers may not be `across` hosts and one of NODE GPUs has no room."""
+    if mesh.tp > NODE and not across:
+        wanted = f"at most {NODE}, the GPUs a node is taken to have, or mesh.tensor_across_nodes = true"
         raise PentadError(f"mesh.tp is {mesh.tp}, wanted {wanted}")

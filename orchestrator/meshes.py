@@ -104,8 +104,7 @@ def changed(plan: Plan) -> dict[str, str | int]:
 
 def _best(config: RunConfig, mesh: Mesh, room: Room) -> Found:
     """The quickest estimate of a mesh that has room. Raises PentadError where there is none."""
-    if not config.mesh.tensor_across_nodes:
-        refuse_wide(mesh)
+    refuse_wide(mesh, across=config.mesh.tensor_across_nodes)
     replicas, batch = mesh.dp * mesh.ep, config.batch
     if batch.sequences % replicas:
         wanted = f"a multiple of mesh.dp x mesh.ep = {replicas}"

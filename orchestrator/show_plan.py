@@ -28,8 +28,8 @@ from pentad.schedules.timeline import Timeline
 
 def show_plan(config: RunConfig, device: str, room: Room, console: Console, *, as_json: bool) -> int:
     """Prints what would run on 'cpu' or 'cuda', with guessed costs. Returns the exit status: 1 where it has no room."""
-    if device == "cuda" and not config.mesh.tensor_across_nodes:
-        refuse_wide(config.mesh.mesh)
+    if device == "cuda":
+        refuse_wide(config.mesh.mesh, across=config.mesh.tensor_across_nodes)
     plan = make_plan(config, device)
     costs, fit = costs_of(plan), fit_of(plan, room)
     if as_json:

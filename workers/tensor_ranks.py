@@ -45,7 +45,7 @@ class TensorRanks:
         """This rank's rows [T / size, N] of the sum of all ranks' x [T, K] @ matrix [K, N].
 
         Tile by tile, some rows of each rank: they are added up while the next tile is computed. A batched product
-        takes them from where they lie; copying them first cost a quarter of the products' time.
+        takes them from where they lie: to copy them first cost 8B under tp2 4 % of a step.
         """
         if self.size == 1:
             return here(torch.mm(x, matrix))
