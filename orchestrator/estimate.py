@@ -40,7 +40,8 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     for span, took in parted(timeline.spans):
-        seconds.setdefault((span.op, span.stage), []).append(max(took, 1e-9))
+        parts = program.buckets[span.stage] if span.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) else 1
+        seconds.setdefault((span.op, span.stage), []).append(max(parts * took, 1e-9))
 
     def of(op: Op, stage: int) -> float:
         if (op, stage) in seconds:

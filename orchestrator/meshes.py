@@ -17,7 +17,7 @@ from pentad.orchestrator.devices import NODE, refuse_wide
 from pentad.orchestrator.estimate import memory
 from pentad.orchestrator.fit import Room
 from pentad.orchestrator.guess import guess_costs, parameters_held
-from pentad.orchestrator.planning import draft
+from pentad.orchestrator.planning import buckets_of, draft
 from pentad.schedules.auto import AUTO
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import add_savings, compile_program
@@ -219,7 +219,12 @@ def _compiled(config: RunConfig, guess: Found) -> Found:
         gated=plan.transport == "nccl",
         replicas=plan.batch.replicas * plan.mesh.cp,
         options=config.options,
-        savings=Savings(zero=plan.zero, gathered=config.zero.gathered if plan.zero == 3 else None, recompute=again),
+        savings=Savings(
+            zero=plan.zero,
+            gathered=config.zero.gathered if plan.zero == 3 else None,
+            recompute=again,
+            buckets=buckets_of(config, plan.model, plan.layers, plan.mesh, plan.dtype),
+        ),
     )
     whole = replace(plan, program=program)
     spans = simulate(program, costs).spans
@@ -237,7 +242,8 @@ def _program(name: str, ranks: int, microbatches: int, options: Options, savings
     """With all that takes memory, and no proof: nobody runs it."""
     order = _order(name, ranks, microbatches, options)
     spared = add_savings(add_transfers(order, Costs.uniform(order.stages), gated=False), savings)
-    reduced = add_reduce(spared, replicas=1 + (savings.zero > 0), scatter=savings.zero > 0)
+    zero = savings.zero > 0
+    reduced = add_reduce(spared, replicas=1 + zero, scatter=zero, buckets=savings.buckets)
     return add_turns(reduced) if savings.zero > 1 else reduced
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -10,7 +11,8 @@ from itertools import product
 from pydantic import ValidationError
 
 from pentad.orchestrator.config import RunConfig
-from pentad.orchestrator.guess import guess_costs
+from pentad.orchestrator.guess import guess_costs, parameters_held
+from pentad.orchestrator.kept import BYTES
 from pentad.schedules.auto import AUTO, choose
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program
@@ -48,7 +50,7 @@ def make_plan(
     costs = guess_costs(
         model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages), mesh, config.mesh.context
     )
-    savings = _savings(config, order)
+    savings = _savings(config, order, model, layers, dtype)
     program = compile_program(
         order.name,
         order.ranks,
@@ -102,13 +104,28 @@ def draft(
     )
 
 
-def _savings(config: RunConfig, order: Program) -> Savings:
-    """As configured; no ZeRO where no stage has a second holder."""
+def _savings(
+    config: RunConfig, order: Program, model: ModelShape, layers: tuple[tuple[int, int], ...], dtype: str
+) -> Savings:
+    """As configured; no ZeRO where no stage has a second holder. Raises PentadError for too many buckets."""
     alone = config.mesh.copies == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages))
     section, found = config.zero, config.memory.savings(order.stages)
     if alone:
         return found
-    return found._replace(zero=section.stage, prefetch=section.prefetch, gathered=section.gathered)
+    return found._replace(
+        zero=section.stage,
+        prefetch=section.prefetch,
+        gathered=section.gathered,
+        buckets=buckets_of(config, model, layers, config.mesh.mesh, dtype),
+    )
+
+
+def buckets_of(
+    config: RunConfig, model: ModelShape, layers: Sequence[tuple[int, int]], mesh: Mesh, dtype: str
+) -> tuple[int, ...]:
+    """In how many parts the gradients of each stage are reduced (see `Savings`)."""
+    size = max(BYTES[dtype], BYTES["float32"])
+    return config.zero.buckets([size * parameters_held(model, first, end, mesh) for first, end in layers])
 
 
 def _chosen(config: RunConfig, model: ModelShape, batch: BatchShape, device: str, dtype: str) -> Program | None:

@@ -5,6 +5,8 @@ A rule over several fields lives in the smallest model that sees them all, and i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,6 +17,7 @@ from pentad.schedules.mesh import Mesh
 from pentad.schedules.program import Program
 from pentad.schedules.shape import Options, Savings
 
+MOST_BUCKETS = 1024  # of a stage's gradients
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -191,6 +194,23 @@ class ZeroSection(Section):
     prefetch: NonNegative = Field(
         default=1, description="forwards and backwards that a gather of weights begins before its stage's turn"
     )
+    bucket_mib: Positive | None = Field(
+        default=None,
+        description="MiB of gradients that are reduced at once, also with stage 0, while the backward pass makes those "
+        "of earlier layers; null: a pipeline stage's in one",
+    )
+
+    def buckets(self, gradients: Sequence[int]) -> tuple[int, ...]:
+        """In how many parts each stage's gradients are reduced, of so many bytes; empty where that is one. Raises
+        PentadError for more than MOST_BUCKETS."""
+        if self.bucket_mib is None:
+            return ()
+        found = tuple(max(1, math.ceil(size / (self.bucket_mib * 2**20))) for size in gradients)
+        if max(found) > MOST_BUCKETS:
+            least = max(gradients) / MOST_BUCKETS / 2**20
+            text = f"zero.bucket_mib is {self.bucket_mib:g}, wanted at least {least:.3g}"
+            raise PentadError(f"{text}: a stage's gradients in at most {MOST_BUCKETS} parts")
+        return found if max(found) > 1 else ()
 
     @model_validator(mode="after")
     def _gathers(self) -> ZeroSection:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from pentad.orchestrator.kept import BYTES, INDEX, Piece, piece_of
-from pentad.schedules.instruction import SENDS, Op, units_of
+from pentad.schedules.instruction import SENDS, Instruction, Op, units_of
 from pentad.schedules.mesh import Axis
 from pentad.schedules.model import Experts, Latent, ModelShape
 from pentad.schedules.plan import Plan, Share
@@ -54,7 +54,8 @@ def traffic(plan: Plan, rank: int) -> dict[str, int]:
     found: Counter[str] = Counter()
     for part in units_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
         if part.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE):
-            found[part.op.value] += sum(_of_share(plan, part.op, share) for share in shares_at(plan, rank, part.stage))
+            mine = shares_at(plan, rank, part.stage)
+            found[part.op.value] += sum(_of_share(plan, part, share).bytes for share in mine)
     return dict(found)
 
 
@@ -74,7 +75,7 @@ def flows(plan: Plan, rank: int) -> Flows:
         elif part.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE):
             for share in stages[part.stage]:
                 if len(plan.holders(share)) > 1:
-                    found.add("dp", part.op.value, 1, _of_share(plan, part.op, share))
+                    found.add("dp", part.op.value, *_of_share(plan, part, share))
         elif part.op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE):
             when: Inside = "F" if part.op is Op.F else "B"
             if part.op is Op.RECOMPUTE:
@@ -122,10 +123,15 @@ def layer_flows(model: ModelShape, has_experts: bool, piece: Piece, when: Inside
     return found
 
 
-def _of_share(plan: Plan, op: Op, share: Share) -> int:
+def _of_share(plan: Plan, part: Instruction, share: Share) -> Sent:
+    """A gather is of all buckets, one operation each; a reduction is of one."""
     holders, whole = len(plan.holders(share)), plan.shards(share) * plan.shard_size(share)
-    size = BYTES[plan.dtype] if op is Op.ALL_GATHER else max(BYTES[plan.dtype], BYTES["float32"])
-    return (2 if op is Op.ALL_REDUCE else 1) * whole * (holders - 1) // holders * size
+    if part.op is Op.ALL_GATHER:
+        return Sent(plan.buckets(share), whole * (holders - 1) // holders * BYTES[plan.dtype])
+    count, size = plan.program.buckets[share.stage], max(BYTES[plan.dtype], BYTES["float32"])
+    each = -(-whole // count)
+    mine = min(each, whole - max(0, part.microbatch) * each)
+    return Sent(1, (2 if part.op is Op.ALL_REDUCE else 1) * mine * (holders - 1) // holders * size)
 
 
 def _stream(model: ModelShape, piece: Piece) -> int:

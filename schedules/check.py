@@ -15,7 +15,7 @@ from pentad.schedules.check_savings import prove_savings
 from pentad.schedules.check_validation import prove_validation
 from pentad.schedules.columns import OPS, Array
 from pentad.schedules.events import collectives, events_of
-from pentad.schedules.finish import last_weights
+from pentad.schedules.finish import IS_REDUCTION, last_weights, numbers_of
 from pentad.schedules.grid import order_grid
 from pentad.schedules.instruction import SENDS, Key, Op
 from pentad.schedules.lookup import IS_COMPUTE
@@ -25,23 +25,25 @@ from pentad.schedules.program import Program
 from pentad.schedules.validation import is_validated
 
 
-def check(program: Program, *, replicas: int = 1) -> None:
-    """Raises ScheduleError naming the culprit, with the grid of instructions around it. `replicas` is the mesh's dp.
+def check(program: Program, *, replicas: int = 1, buckets: tuple[int, ...] = ()) -> None:
+    """Raises ScheduleError naming the culprit, with the grid of instructions around it. `replicas` is the mesh's dp,
+    `buckets` are those of `Savings`.
 
     Proven, in this order: every stage is held; each instruction is on a rank that holds its stage, with the peer or
     group that its op has, and none is there twice; every microbatch has F, then B and W or BW, on one rank, weight
     gradients in microbatch order; waits name earlier instructions; every result is there, or received, before it is
-    used, and nothing else is received; slots are refilled only after their last reader; gradients are reduced after
-    their last W and before NORM, NORM before STEP; the k-th send of a communicator meets the k-th receive of the same
-    tensor; collectives of a group meet in the same order on every member; no cycle through lanes, waits, rendezvous and
-    a host that waits at every compute unit; every buffer is filled, read and given back once, in that order.
+    used, and nothing else is received; slots are refilled only after their last reader; all buckets of gradients are
+    reduced after their last W and before NORM, NORM before STEP; the k-th send of a communicator meets the k-th receive
+    of the same tensor; collectives of a group meet in the same order on every member; no cycle through lanes, waits,
+    rendezvous and a host that waits at every compute unit; every buffer is filled, read and given back once, in that
+    order.
     """
     with _drawn(program):
         prove_order(program)
         prove_waits(program)
         prove_data(program)
         prove_slots(program)
-        _prove_ending(program, replicas)
+        _prove_ending(program, replicas, buckets)
         prove_savings(program)
         _prove_transfers(program)
         prove_validation(program)
@@ -72,7 +74,7 @@ def peak_activations(program: Program) -> list[float]:
     return [float(np.max(np.cumsum(changes[a:b]), initial=0.0)) for a, b in pairwise(program.columns.first.tolist())]
 
 
-def _prove_ending(program: Program, replicas: int) -> None:
+def _prove_ending(program: Program, replicas: int, buckets: tuple[int, ...]) -> None:
     """Lowered programs only: every shared stage is reduced, NORM behind that and behind all compute, then STEP: behind
     NORM, or behind what NORM waits for where the step is validated later."""
     columns, ranks = program.columns, np.arange(program.ranks)
@@ -96,31 +98,35 @@ def _prove_ending(program: Program, replicas: int) -> None:
         if not waited[rank]:
             text = f"rank {rank}: NORM does not wait for {columns.key(last[rank])}"
             raise ScheduleError(text, *columns.place(norm[rank]))
-    _prove_reduced(program, replicas, [(row, set(columns.waits(row))) for row in norm])
-    if validated:
-        _prove_reduced(program, replicas, [(row, set(columns.waits(row))) for row in step])
+    for ends in (norm, step) if validated else (norm,):
+        _prove_reduced(program, replicas, buckets, [(row, set(columns.waits(row))) for row in ends])
 
 
-def _prove_reduced(program: Program, replicas: int, ends: list[tuple[int, set[Key]]]) -> None:
+def _prove_reduced(program: Program, replicas: int, buckets: tuple[int, ...], ends: list[tuple[int, set[Key]]]) -> None:
     """`ends[rank]` is the row that wants whole gradients, with the keys that it waits for."""
     columns, weights = program.columns, last_weights(program)
-    held = [(rank, stage) for rank, stages in enumerate(program.placement) for stage in stages]
-    ranks, stages = (np.array(part) for part in zip(*held, strict=True))
+    held = [
+        (rank, stage, number)
+        for rank, stages in enumerate(program.placement)
+        for stage in stages
+        for number in numbers_of(buckets, stage)
+    ]
+    ranks, stages, numbers = (np.array(part) for part in zip(*held, strict=True))
     whole, scattered = (
-        program.lookup.rows(ranks, OPS.index(op), stages, np.full(len(held), -1))
-        for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
+        program.lookup.rows(ranks, OPS.index(op), stages, numbers) for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
     )
     rows = np.where(whole < 0, scattered, whole)
-    final = np.array([weights.get(place, -1) for place in held])
+    final = np.array([weights.get((rank, stage), -1) for rank, stage, _ in held])
     waited = behind(program, rows, final) | (final < 0)
-    for k, (rank, stage) in enumerate(held):
-        key = columns.key(rows[k]) if rows[k] >= 0 else Key(Op.ALL_REDUCE, stage, -1)
+    for k, (rank, stage, number) in enumerate(held):
+        key = columns.key(rows[k]) if rows[k] >= 0 else Key(Op.ALL_REDUCE, stage, number)
         shared = replicas > 1 or len(program.holders(stage)) > 1
         if rows[k] >= 0 and not shared:
             text = f"rank {rank} reduces the gradients of stage {stage}, which no other rank holds"
             raise ScheduleError(text, *columns.place(rows[k]))
         if rows[k] < 0 and shared:
-            text = f"rank {rank} never reduces the gradients of stage {stage}"
+            bucket = f" (bucket {number})" if number >= 0 else ""
+            text = f"rank {rank} never reduces the gradients of stage {stage}{bucket}"
             raise ScheduleError(text, rank, len(program.streams[rank]) - 1)
         if shared and not waited[k]:
             text = f"rank {rank}: {key} does not wait for {columns.key(final[k])}"
@@ -128,6 +134,10 @@ def _prove_reduced(program: Program, replicas: int, ends: list[tuple[int, set[Ke
         end, keys = ends[rank]
         if shared and key not in keys:
             raise ScheduleError(f"rank {rank}: {columns.key(end).op} does not wait for {key}", *columns.place(end))
+    found = columns.rows_of(IS_REDUCTION)
+    for row in np.setdiff1d(found, rows).tolist():
+        text = f"rank {columns.rank[row]} runs {columns.key(row)}, which is no bucket of the stage or one reduced twice"
+        raise ScheduleError(text, *columns.place(row))
 
 
 def _prove_transfers(program: Program) -> None:

@@ -62,10 +62,14 @@ def lower(
     """The program that runs a compute order (see `compile_program`), proven. Raises ScheduleError when it is none."""
     check_order(order)
     moved = add_transfers(order, costs, gated=gated, validated=validated)
-    reduced = add_reduce(add_savings(moved, savings), replicas=replicas, scatter=savings.zero > 0)
+    counts, stages = savings.buckets, order.stages
+    if counts and (len(counts) != stages or min(counts) < 1):
+        raise PentadError(f"buckets are {counts}, wanted one count of at least 1 for each of {stages} stages")
+    spared = add_savings(moved, savings)
+    reduced = add_reduce(spared, replicas=replicas, scatter=savings.zero > 0, buckets=savings.buckets)
     turned = add_turns(reduced) if savings.zero > 1 else reduced
     program = add_validated_step(turned) if validated else add_step(turned)
-    check(program, replicas=replicas)
+    check(program, replicas=replicas, buckets=savings.buckets)
     return program
 
 

@@ -17,9 +17,9 @@ class Costs:
 
     `forward`, `backward` (input gradient only) and `weight` have an entry a stage; `transfer` is one hop of an
     activation or gradient (of a slice, where microbatches are cut: all slices count alike, though under a causal mask
-    the later ones attend to more); `reduce` one gradient all-reduce of a stage; `norm`, `step` the end of a step;
-    `launch` is added to every compute instruction. `recompute` is by stage (empty: as a forward), and so are the
-    seconds that `offload` takes one way, and RELOAD the other (empty: none).
+    the later ones attend to more); `reduce` the gradient all-reduce of a stage, in however many parts; `norm`, `step`
+    the end of a step; `launch` is added to every compute instruction. `recompute` is by stage (empty: as a forward),
+    and so are the seconds that `offload` takes one way, and RELOAD the other (empty: none).
 
     `slow` is a factor by pipeline rank on every compute instruction, its launch included (empty: 1); `links[source]
     [target]` are the seconds of one hop between two pipeline ranks (empty: `transfer` between all). Where a transfer or

@@ -14,9 +14,10 @@ IS_REDUCTION = among({Op.ALL_REDUCE, Op.REDUCE_SCATTER})
 IS_SEND = among(SENDS)
 
 
-def add_reduce(program: Program, *, replicas: int, scatter: bool = False) -> Program:
+def add_reduce(program: Program, *, replicas: int, scatter: bool = False, buckets: tuple[int, ...] = ()) -> Program:
     """An ALL_REDUCE of every stage that more than one rank holds (dp replicas, DualPipe mirrors), after its last W; a
-    REDUCE_SCATTER where holders step on a shard each (`scatter`, ZeRO).
+    REDUCE_SCATTER where holders step on a shard each (`scatter`, ZeRO). Of a stage in several `buckets` (see `Savings`)
+    there is one for each, numbered by place, the last first: a backward pass is done with that first.
 
     They come in one order on all ranks, since a collective meets its partner by position: that in which the stages'
     last holders are done with them.
@@ -33,8 +34,16 @@ def add_reduce(program: Program, *, replicas: int, scatter: bool = False) -> Pro
             if replicas > 1 or len(program.holders(stage)) > 1:
                 row = last[rank, stage]
                 place, key = max(place, _behind_sends(program, rank, row)), columns.key(row)
-                additions.append((rank, place, Instruction(op, stage, group=f"stage{stage}", waits=(key,))))
+                for number in reversed(numbers_of(buckets, stage)):
+                    part = Instruction(op, stage, number, group=f"stage{stage}", waits=(key,))
+                    additions.append((rank, place, part))
     return insert(program, additions)
+
+
+def numbers_of(buckets: tuple[int, ...], stage: int) -> range:
+    """Numbers of a stage's buckets: -1 where there is but one."""
+    count = buckets[stage] if buckets else 1
+    return range(count) if count > 1 else range(-1, 0)
 
 
 def _behind_sends(program: Program, rank: int, row: int) -> int:

@@ -13,7 +13,7 @@ IS_COMPUTE = among(COMPUTE)
 IS_FORWARD = among({Op.F})
 IS_BACKWARD = among({Op.B, Op.BW})
 IS_WEIGHT = among({Op.W, Op.BW})
-_TURNED = among({Op.ALL_GATHER, Op.FREE})
+_NUMBERED = among({Op.ALL_GATHER, Op.FREE, Op.ALL_REDUCE, Op.REDUCE_SCATTER})
 IS_SEND, IS_RECEIVE = among(SENDS), among(RECEIVES)
 _FORWARD = among({Op.SEND_F, Op.RECV_F})
 
@@ -27,9 +27,10 @@ class Lookup:
 
     def __init__(self, columns: Columns, placement: tuple[tuple[int, ...], ...], stages: int, pieces: int) -> None:
         self.columns, self.stages, self.pieces = columns, stages, pieces
-        turns = columns.microbatch[columns.rows_of(_TURNED)]
-        # What is gathered has a number of its turn for a microbatch; a program has fewer turns than rows.
-        self.numbers = max(pieces, int(turns[turns < columns.rows].max(initial=-1)) + 1)
+        found = columns.microbatch[columns.rows_of(_NUMBERED)]
+        # What is gathered has a number of its turn for a microbatch, and what is reduced one of its bucket; a program
+        # has fewer of them than rows.
+        self.numbers = max(pieces, int(found[found < columns.rows].max(initial=-1)) + 1)
         held = [rank * (stages + 1) + stage + 1 for rank, own in enumerate(placement) for stage in (-1, *own)]
         self._holdings = np.unique(np.array(held))
 

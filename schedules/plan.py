@@ -161,9 +161,14 @@ class Plan:
         """Equal parts that the state of a share is cut into, in the order of its holders."""
         return len(self.holders(share)) if self.zero else 1
 
+    def buckets(self, share: Share) -> int:
+        """Equal parts, one behind the other, of which each shard has its part of each."""
+        return self.program.buckets[share.stage] if self.shards(share) > 1 else 1
+
     def shard_size(self, share: Share) -> int:
-        """Elements of a shard; the last one is filled up."""
-        return -(-self.size(share) // self.shards(share))
+        """Elements of a shard; the last ones of its parts are filled up."""
+        buckets = self.buckets(share)
+        return buckets * -(-self.size(share) // (buckets * self.shards(share)))
 
     def _shares(self, stage: int, tp: int, ep: int) -> tuple[Share, ...]:
         experts = (Share(stage, tp, True, ep),) if self.has_experts(stage) else ()

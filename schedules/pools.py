@@ -37,7 +37,8 @@ def gradient_slots(program: Program, rank: int) -> tuple[Slots, dict[Key, Key]]:
                 slots[part.stage, 0] = slots[waits[part.key].stage, 0]
             else:
                 slots[part.stage, 0] = len(set(slots.values()))
-        elif part.op is Op.REDUCE_SCATTER and len(program.holders(part.stage)) == 1:
+        elif part.op is Op.REDUCE_SCATTER and part.microbatch < 1 and len(program.holders(part.stage)) == 1:
+            # the last one of its buckets
             free.append(part.key)
     return slots, waits
 

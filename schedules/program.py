@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from pentad.schedules import table
-from pentad.schedules.columns import CODE, Columns, Stream, pack
+from pentad.schedules.columns import CODE, Columns, Stream, among, pack
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Key, Op
 from pentad.schedules.lookup import IS_COMPUTE, Lookup
@@ -111,6 +111,14 @@ class Program:
     def holders(self, stage: int) -> tuple[int, ...]:
         """Pipeline ranks that hold a stage's parameters."""
         return self._holders.get(stage, ())
+
+    @cached_property
+    def buckets(self) -> tuple[int, ...]:
+        """By stage, in how many parts its gradients are reduced, if they are."""
+        reductions = self.columns.rows_of(among({Op.ALL_REDUCE, Op.REDUCE_SCATTER}))
+        most = np.ones(self.stages, int)
+        np.maximum.at(most, self.columns.stage[reductions], self.columns.microbatch[reductions] + 1)
+        return tuple(most.tolist())
 
     @cached_property
     def lookup(self) -> Lookup:

@@ -12,11 +12,13 @@ from pentad.schedules.program import Program
 
 
 def seconds(program: Program, costs: Costs) -> Array:
-    """`costs.on` of every row."""
+    """`costs.on` of every row; the buckets of a stage's gradients share its reduction's out."""
     columns = program.columns
     table = np.zeros((len(OPS), program.stages + 1))  # the last is of no stage
     for code in np.flatnonzero(np.bincount(columns.op, ~(IS_SEND | IS_RECEIVE)[columns.op])).tolist():
         table[code] = [costs.of(Instruction(OPS[code], stage)) for stage in (*range(program.stages), -1)]
+    table[CODE[Op.ALL_REDUCE], :-1] /= program.buckets
+    table[CODE[Op.REDUCE_SCATTER], :-1] /= program.buckets
     found = table[columns.op, columns.stage]
     if costs.slow:
         compute = IS_COMPUTE[columns.op] | (columns.op == CODE[Op.RECOMPUTE])

@@ -23,7 +23,8 @@ class Savings(NamedTuple):
     `zero` is the stage of ZeRO, 0 to 3; with 3 a rank has at most `gathered` stages' parameters whole at once (None:
     all it holds) and begins a gather `prefetch` compute units before its reader. The stages in `recompute` compute
     again what their forward does not keep. `keep` is the most activations that stay on the device, in microbatches of a
-    whole rank (None: all).
+    whole rank (None: all). `buckets[stage]` is in how many parts, one behind the other, a stage's gradients are reduced
+    (empty: in one).
     """
 
     zero: int = 0
@@ -31,6 +32,7 @@ class Savings(NamedTuple):
     gathered: int | None = None
     recompute: frozenset[int] = frozenset()
     keep: float | None = None
+    buckets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

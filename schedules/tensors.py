@@ -69,10 +69,11 @@ class Tensor(NamedTuple):
 def tensors(model: ModelShape, first: int, end: int) -> list[Tensor]:
     """Those of decoder layers `first` to `end`, with the embedding and the head where the range touches the ends.
 
-    Matrices [out, in] come first, norms last: weight decay is for matrices only.
+    Norms come first, matrices [out, in] behind them: weight decay is for matrices only, and a backward pass is done
+    with the last ones first.
     """
     found = list(_all(model, first, end) if model.own is None else _own(model.own, first, end))
-    return [each for each in found if len(each.shape) > 1] + [each for each in found if len(each.shape) < 2]
+    return [each for each in found if len(each.shape) < 2] + [each for each in found if len(each.shape) > 1]
 
 
 def parameters(model: ModelShape, first: int = 0, end: int | None = None) -> int:

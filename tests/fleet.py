@@ -144,7 +144,7 @@ def _run(
     def poisoned(parameters, counted):
         nonlocal sums
         if poison is not None and sums == poison.step * owned:
-            parameters.gradient[0] = poison.value
+            parameters.gradient[0, 0] = poison.value
         sums += 1
         return real_sum(parameters, counted)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fleet import Fleet
-from plans import plan_of
+from plans import MODEL, plan_of
 from test_zero import equals_one_process
 
 from pentad.orchestrator.estimate import memory
@@ -32,15 +32,15 @@ def gpus():
     made.stop()
 
 
-def on_gpu(name, dp, pp, m, chunks, zero, corpus, dtype, *, validated=False, transport="nccl") -> Plan:
+def on_gpu(name, dp, pp, m, chunks, zero, corpus, dtype, *, validated=False, buckets=(), model=MODEL) -> Plan:
     if dp * pp > torch.cuda.device_count():
         pytest.skip(f"{dp * pp} GPUs are needed")
-    savings = Savings(zero=zero, gathered=2 if chunks and zero == 3 else None)
-    plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, validated=validated, savings=savings)
+    savings = Savings(zero=zero, gathered=2 if chunks and zero == 3 else None, buckets=buckets)
+    plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, validated=validated, savings=savings, model=model)
     program = compile_program(
         name, pp, m, gated=True, replicas=dp, validated=validated, options=Options(chunks), savings=savings
     )
-    return replace(plan, device="cuda", transport=transport, program=program)
+    return replace(plan, device="cuda", transport="nccl", program=program)
 
 
 @two
@@ -60,6 +60,32 @@ def test_two_runs_on_gpus_are_bit_identical(gpus, corpus, name, dp, pp, m, chunk
     for a, b in zip(once, again, strict=True):
         assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
         assert all(torch.equal(a.state[k], b.state[k]) for k in a.state)
+
+
+@two
+@pytest.mark.parametrize("zero", range(4))
+def test_buckets_on_gpus_equal_one_process_and_have_the_same_bits_twice(gpus, corpus, zero):
+    equals_one_process(gpus, on_gpu("1f1b", 2, 1, 3, None, zero, corpus, "float64", buckets=(5,)))
+    plan = on_gpu("looped-bfs", 2, 1, 3, 4, zero, corpus, "bfloat16", buckets=(3, 1, 2, 4))
+    once, again = gpus.run(plan, [(0, 4)]), gpus.run(plan, [(0, 1), (1, 3)])
+    for a, b in zip(once, again, strict=True):
+        assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
+        assert all(torch.equal(a.state[k], b.state[k]) for k in a.state)
+
+
+@two
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_the_last_buckets_are_reduced_while_the_backward_pass_goes_on(gpus, corpus, zero):
+    """Of a stage whose kernels take longer than its host."""
+    model = replace(MODEL, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+    plan = on_gpu("1f1b", 2, 1, 2, None, zero, corpus, "bfloat16", buckets=(8,), model=model)
+    plan = replace(plan, batch=replace(plan.batch, sequences=4, length=4096))
+    for outcome in gpus.run(plan, [(0, 3)]):
+        spans = {span.name: span for span in outcome.results[-1].spans}
+        kind = "REDUCE_SCATTER" if zero else "ALL_REDUCE"
+        ends = [spans[f"0{kind}{number}"].end for number in range(8)]
+        assert ends == sorted(ends, reverse=True)
+        assert sum(end < spans["0BW1"].end for end in ends) >= 4
 
 
 @two

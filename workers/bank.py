@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pentad.schedules.plan import Plan, Share
+from pentad.workers.buckets import Bucket, buckets_of
 from pentad.workers.copies import Copies
 from pentad.workers.parameters import Parameters
 
@@ -13,8 +14,8 @@ class Bank:
     """`weights` and `gradients` are views by name; there are no weights to read before `read` or after `forget` where
     stages take turns on a buffer."""
 
-    def __init__(self, parameters: Parameters, copies: Copies) -> None:
-        self.parameters, self.copies = parameters, copies
+    def __init__(self, parameters: Parameters, copies: Copies, buckets: list[Bucket]) -> None:
+        self.parameters, self.copies, self.buckets = parameters, copies, buckets
         self.whole: torch.Tensor | None = None
         self.stale = False
         self.made: dict[int, dict[str, torch.Tensor]] = {}  # views of the few buffers there are
@@ -53,4 +54,7 @@ class Bank:
 
 def banks_of(plan: Plan, rank: int, stage: int, parameters: dict[Share, Parameters]) -> list[Bank]:
     """Those of a stage, from all that a rank holds."""
-    return [Bank(held, Copies(plan, rank, held)) for share, held in parameters.items() if share.stage == stage]
+    mine = [held for share, held in parameters.items() if share.stage == stage]
+    shapes = [[(local.tensor, local.shape) for local in held.locals] for held in mine]
+    cuts = [buckets_of(plan, stage, held.cut, each) for held, each in zip(mine, shapes, strict=True)]
+    return [Bank(held, Copies(plan, rank, held), found) for held, found in zip(mine, cuts, strict=True)]

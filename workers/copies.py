@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from pentad.schedules.plan import Plan
+from pentad.workers.buckets import Place
 from pentad.workers.parameters import Local, Parameters
 
 
@@ -20,7 +21,7 @@ class Copy(NamedTuple):
     """Elements `mine` of a rank's shard, which stand at `place` among all that are shared; the rank with `counts` has
     them in the norm."""
 
-    mine: slice
+    mine: Place
     place: slice
     counts: bool
 
@@ -32,7 +33,7 @@ class Copies:
         self.parameters = parameters
         tp, parts = plan.mesh.coordinates(rank).tp, plan.mesh.tp
         self.found: list[Copy] = []
-        self.elsewhere: list[slice] = []  # copies of other stages' tensors
+        self.elsewhere: list[Place] = []  # copies of other stages' tensors
         self.size = start = 0
         for local in parameters.locals:
             for first, size, place, whole, counts in _shared(local, parts, tp) if parts > 1 else ():
@@ -40,17 +41,13 @@ class Copies:
                 self.size += whole
             end = start + math.prod(local.shape)
             if local.tensor.like:
-                span = parameters.cut.span
-                self.elsewhere.append(slice(max(start, span.start) - span.start, min(end, span.stop) - span.start))
+                self.elsewhere += [place for place, _ in parameters.cut.common(start, end)]
             start = end
 
     def _add(self, first: int, size: int, place: int, counts: bool) -> None:
         """What of it is in the shard."""
-        span = self.parameters.cut.span
-        start, end = max(first, span.start), min(first + size, span.stop)
-        if start < end:
-            mine = slice(start - span.start, end - span.start)
-            self.found.append(Copy(mine, slice(place + start - first, place + end - first), counts))
+        for mine, span in self.parameters.cut.common(first, first + size):
+            self.found.append(Copy(mine, slice(place + span.start, place + span.stop), counts))
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Adds up the gradients of what is shared, over the tensor ranks."""
@@ -64,16 +61,15 @@ class Copies:
         for copy in self.found:
             flat[copy.mine] = joint[copy.place]
 
-    def counted(self) -> list[slice]:
+    def counted(self) -> list[Place]:
         """Parts of the shard that this rank counts in the norm."""
-        found, start = [], 0
-        left_out = [copy.mine for copy in self.found if not copy.counts] + self.elsewhere
-        for out in sorted(left_out, key=lambda part: part.start):
-            if out.start < out.stop:
-                found.append(slice(start, out.start))
-                start = out.stop
-        found.append(slice(start, self.parameters.cut.length))
-        return [part for part in found if part.start < part.stop]
+        left_out, cut = [copy.mine for copy in self.found if not copy.counts] + self.elsewhere, self.parameters.cut
+        found = []
+        for bucket in range(cut.buckets):
+            outs = sorted((out for number, out in left_out if number == bucket), key=lambda out: out.start)
+            ends = [0, *(out.stop for out in outs)], [*(out.start for out in outs), cut.part]
+            found += [(bucket, slice(start, end)) for start, end in zip(*ends, strict=True) if start < end]
+        return found
 
 
 def _shared(local: Local, parts: int, number: int) -> Iterator[tuple[int, int, int, int, bool]]:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.instruction import Instruction, Key, Op
+from pentad.schedules.instruction import Instruction, Key, Op, units_of
 from pentad.schedules.program import Stream
 from pentad.workers.away import Away
 from pentad.workers.board import Board
@@ -47,6 +47,11 @@ class Executor:
         self.fenced = self.again = False
         self.valid = True
         self.away = Away(lanes)
+        # by the last W of a stage whose gradients are reduced in several parts
+        self.reductions: dict[Key, list[Instruction]] = {}
+        for part in units_of(stream):
+            if part.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) and part.microbatch >= 0:
+                self.reductions.setdefault(part.waits[0], []).append(part)
         self.results: dict[Key, torch.Tensor | None] = {}
         self.step, self.host_seconds = 0, dict[int, float]()
 
@@ -94,11 +99,11 @@ class Executor:
                 dy = self._input(part, Op.RECV_B, (Op.B, Op.BW), stage + 1)
                 turns = self.stages[stage].backward_input(mb, dy)
                 if part.op is Op.BW:  # W of a layer runs while operations of the one before it do
-                    turns = between(turns, partial(self.stages[stage].backward_weight, mb))
+                    turns = between(turns, partial(self._weigh, part))
                 # with no one to wait for, the other of a pair would only delay it
                 self.results[part.key] = alone(turns) if self.stages[stage].is_alone else (yield from turns)
             case Op.W:
-                self.stages[stage].backward_weight(mb)
+                self._weigh(part)
             case Op.RECOMPUTE:
                 self.stages[stage].recompute(mb)
             case Op.OFFLOAD:
@@ -114,7 +119,7 @@ class Executor:
                 if work is not None:
                     self.lanes.finish_with(part, [work])
             case Op.ALL_REDUCE:
-                self.lanes.finish_with(part, self._reduce(stage))
+                self.lanes.finish_with(part, self._reduce(part))
             case Op.ALL_GATHER:
                 self.lanes.finish_with(part, self.shards.gather(part, self.groups))
             case Op.FREE:
@@ -132,10 +137,22 @@ class Executor:
             case _:
                 raise AssertionError(f"no worker runs {part.op}")
 
-    def _reduce(self, stage: int) -> list[dist.Work]:
-        pairs = zip(self.stages[stage].banks, self.groups.holders[stage], strict=True)
-        running = [(bank.parameters.gradient, group) for bank, group in pairs if group is not None]
-        return [dist.all_reduce(gradient, group=group, async_op=True) for gradient, group in running]
+    def _reduce(self, part: Instruction) -> list[dist.Work]:
+        running, number = [], max(0, part.microbatch)
+        for bank, group in zip(self.stages[part.stage].banks, self.groups.holders[part.stage], strict=True):
+            assert bank.whole is not None
+            bucket = bank.whole[bank.buckets[number].span]
+            if group is not None and bucket.numel():
+                running.append(dist.all_reduce(bucket, group=group, async_op=True))
+        return running
+
+    def _weigh(self, part: Instruction) -> None:
+        """W, of as much as B has got to. What of the stage's gradients is whole now may be reduced meanwhile."""
+        stage = self.stages[part.stage]
+        stage.backward_weight(part.microbatch)
+        for reduction in self.reductions.get(part.key, ()):
+            if all(bank.buckets[reduction.microbatch].layer >= stage.reached for bank in stage.banks):
+                self.lanes.leave(part, reduction)
 
     def _input(self, part: Instruction, receive: Op, ops: tuple[Op, ...], stage: int) -> torch.Tensor | None:
         """What F or B reads: from a slot, or this rank's own result of the neighbouring stage; none at the ends."""

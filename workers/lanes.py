@@ -53,6 +53,9 @@ class HostLanes:
         yield
         spans.append((part, start, time.monotonic()))
 
+    def leave(self, part: Instruction, reader: Instruction) -> None:
+        """Nothing to do: compute is synchronous."""
+
     def near(self, check: Callable[[], None], ahead: int = 0) -> None:
         """Nothing to do: compute is synchronous."""
 
@@ -93,6 +96,7 @@ class CudaLanes:
         self.streams = {lane: torch.cuda.Stream(device) for lane in sorted(lanes)} | {"compute": self.compute}
         self.steps: list[Issued] = []
         self.ended: dict[Key, tuple[str, torch.cuda.Event]] = {}
+        self.left: dict[tuple[Key, Key], torch.cuda.Event] = {}
         self.spare: list[torch.cuda.Event] = []
         # Where nothing else runs, so that an event ends at once. Streams come out of a pool for each priority and may
         # come twice: that of the high ones has no lane.
@@ -106,6 +110,7 @@ class CudaLanes:
 
     def begin(self) -> None:
         self.ended.clear()
+        self.left.clear()
         zero = self._event()
         zero.record(self.clock)
         zero.synchronize()
@@ -123,7 +128,7 @@ class CudaLanes:
         for key in part.waits:
             where, event = self.ended[key]
             if where != lane:
-                stream.wait_event(event)
+                stream.wait_event(self.left.get((key, part.key), event))
         start, end = self._event(), self._event()
         with torch.cuda.stream(stream):
             start.record(stream)
@@ -133,6 +138,12 @@ class CudaLanes:
         checked(self.driver.cuStreamWriteValue32(stream.cuda_stream, self.word[lane], self.issued[lane], 0))
         self.ended[part.key] = (lane, end)
         self.steps[-1].spans.append((part, start, end))
+
+    def leave(self, part: Instruction, reader: Instruction) -> None:
+        """While `part` is being issued: what `reader` waits for is there already."""
+        if (part.key, reader.key) not in self.left:
+            self.left[part.key, reader.key] = torch.cuda.Event()
+            self.left[part.key, reader.key].record(self.streams[part.lane])
 
     def finish_with(self, part: Instruction, work: list[dist.Work]) -> None:
         for each in work:

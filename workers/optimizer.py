@@ -8,18 +8,19 @@ import torch
 
 from pentad.kernels.adamw import adamw_, adamw_ahead_
 from pentad.schedules.plan import OptimizerShape
+from pentad.workers.buckets import Place
 from pentad.workers.parameters import Parameters
 
 ROW = 4096
 
 
-def square_sum(parameters: Parameters, counted: list[slice]) -> torch.Tensor:
+def square_sum(parameters: Parameters, counted: list[Place]) -> torch.Tensor:
     """Sum of squares of parts of a shard of a stage's gradient, a float64 scalar.
 
     Rows are summed in the gradient's own precision: torch would make a float64 copy of all of it first.
     """
     norms = [torch.zeros(1, dtype=parameters.gradient.dtype, device=parameters.gradient.device)]
-    for flat in (parameters.gradient[part] for part in counted):
+    for flat in (parameters.gradient[place] for place in counted):
         whole = flat.numel() // ROW * ROW
         rows = flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)
         norms += [torch.linalg.vector_norm(part, dim=1) for part in rows]
@@ -64,11 +65,9 @@ def step_ahead(parameters: Parameters, shape: OptimizerShape, number: int) -> No
         )
 
 
-def _parts(parameters: Parameters, shape: OptimizerShape) -> tuple[tuple[slice, float], ...]:
-    """What there is of matrices and norms, with their weight decay."""
-    matrices, norms = slice(0, parameters.decayed), slice(parameters.decayed, parameters.cut.length)
-    parts = (matrices, shape.weight_decay), (norms, 0.0)
-    return tuple((part, decay) for part, decay in parts if part.start < part.stop)
+def _parts(parameters: Parameters, shape: OptimizerShape) -> list[tuple[Place, float]]:
+    """What there is of norms and matrices, with their weight decay."""
+    return [(place, shape.weight_decay if has_matrices else 0.0) for place, has_matrices in parameters.kinds]
 
 
 def _rates(shape: OptimizerShape, number: int, decay: float) -> dict[str, Any]:

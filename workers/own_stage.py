@@ -68,7 +68,7 @@ class OwnStage(Owner):
         self.bind()
         self.kept: dict[int, Kept] = {}
         self.deferred: dict[int, list[Deferred]] = {}
-        self.step = 0
+        self.step, self.reached = 0, plan.model.layers + 1  # a W is in no order of layers
         self.sums = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=self.device)
         self.loss_sums = self.sums[0]
 

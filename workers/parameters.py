@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from pentad.schedules.plan import Plan, Share
 from pentad.schedules.tensors import Range, Tensor, tensors
 from pentad.schedules.validation import is_validated
+from pentad.workers.buckets import Cut, Place
 from pentad.workers.first_values import first_values
 from pentad.workers.own_source import first_values as own_values
 
@@ -43,24 +45,6 @@ class Local(NamedTuple):
         return whole
 
 
-class Cut(NamedTuple):
-    """A stage's parameters end to end, `size` of them, in `parts` equal shards, of which this is `number`; the
-    last one is filled up with zeros."""
-
-    size: int
-    parts: int = 1
-    number: int = 0
-
-    @property
-    def length(self) -> int:
-        return -(-self.size // self.parts)
-
-    @property
-    def span(self) -> slice:
-        """Of the shard in a whole buffer."""
-        return slice(self.number * self.length, (self.number + 1) * self.length)
-
-
 class Piece(NamedTuple):
     """What a shard has of a rank's part of a tensor: its elements `span`, in C order."""
 
@@ -71,13 +55,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameters:
-    """Flat buffers of one share of a stage, all of the same order, and of the length of a shard (the share, where it is
-    not cut).
+    """Buffers of one share of a stage, all in the order of `locals`, and of the shape of a shard [buckets, part] (the
+    share [1, size], where it is not cut).
 
     `master`, `gradient`, `m`, `v` are float32 (float64 when compute is); `compute` is what STEP makes of `master`:
-    itself or its copy in the compute dtype. `weights` and `gradients` are whole, what layers read and add to: where
-    there is but one shard `compute` and `gradient` themselves, else buffers that those are a part of, or None where
-    other stages use them too (see shards.py).
+    itself or its copy in the compute dtype. `weights` and `gradients` are flat and whole, what layers read and add to:
+    `compute` and `gradient` are a part of them, or they are None where other stages use them too (see shards.py).
     """
 
     locals: tuple[Local, ...]
@@ -92,31 +75,34 @@ class Parameters:
     gradients: torch.Tensor | None
 
     @property
-    def decayed(self) -> int:
-        """How many leading elements belong to matrices."""
-        matrices = sum(math.prod(local.shape) for local in self.locals if len(local.shape) > 1)
-        return min(max(0, matrices - self.cut.span.start), self.cut.length)
+    def kinds(self) -> Iterator[tuple[Place, bool]]:
+        """All places of the shard, and whether matrices are there, or norms."""
+        norms = sum(math.prod(local.shape) for local in self.locals if len(local.shape) < 2)
+        for start, end, has_matrices in ((0, norms, False), (norms, self.cut.whole, True)):
+            for place, _ in self.cut.common(start, end):
+                yield place, has_matrices
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Name -> its part of a whole flat buffer, in its own shape."""
-        found, start = {}, 0
+        """Name -> its part of a whole buffer, in its own shape."""
+        found, start, flat = {}, 0, flat.view(-1)
         for local in self.locals:
             size = math.prod(local.shape)
             found[local.name] = flat[start : start + size].view(local.shape)
             start += size
         return found
 
-    def pieces(self, flat: torch.Tensor) -> list[Piece]:
-        """What a shard has of the stage's tensors."""
-        found, start = [], 0
+    def places(self) -> Iterator[tuple[Local, Place, slice]]:
+        """Of every tensor where the shard has elements of it, and which."""
+        start = 0
         for local in self.locals:
-            size, span = math.prod(local.shape), self.cut.span
-            first, end = max(start, span.start), min(start + size, span.stop)
-            if first < end:
-                values = flat[first - span.start : end - span.start]
-                found.append(Piece(local, slice(first - start, end - start), values))
-            start += size
-        return found
+            end = start + math.prod(local.shape)
+            for place, span in self.cut.common(start, end):
+                yield local, place, span
+            start = end
+
+    def pieces(self, shard: torch.Tensor) -> list[Piece]:
+        """What a shard has of the stage's tensors."""
+        return [Piece(local, span, shard[place]) for local, place, span in self.places()]
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps, by kind: master weights and both moments."""
@@ -137,16 +123,16 @@ def create(plan: Plan, share: Share, device: torch.device, *, rank: int = 0, bla
     narrow = DTYPES[plan.dtype]
     wide = torch.float64 if narrow is torch.float64 else torch.float32
 
-    def zeros(parts: int = 1, dtype: torch.dtype = wide) -> torch.Tensor:
-        return torch.zeros(parts * cut.length, dtype=dtype, device=device)
+    def zeros(*shape: int, dtype: torch.dtype = wide) -> torch.Tensor:
+        return torch.zeros(shape or (cut.buckets, cut.part), dtype=dtype, device=device)
 
     # The compute weights may be a step ahead of the master's, else they can be the same.
     shared = narrow is wide and not is_validated(plan.program)
     alone = cut.parts == 1
-    weights = zeros(cut.parts, narrow) if alone or plan.zero < 3 else None
-    gradients = zeros(cut.parts) if alone or plan.zero < 2 else None
-    compute = zeros(1, narrow) if weights is None else weights[cut.span]
-    gradient = zeros() if gradients is None else gradients[cut.span]
+    weights = zeros(cut.whole, dtype=narrow) if alone or plan.zero < 3 else None
+    gradients = zeros(cut.whole) if alone or plan.zero < 2 else None
+    compute = zeros(dtype=narrow) if weights is None else cut.shard(weights)
+    gradient = zeros() if gradients is None else cut.shard(gradients)
     master = compute if shared else zeros()
     parameters = Parameters(found, share.experts, cut, master, compute, gradient, zeros(), zeros(), weights, gradients)
     own, span = plan.model.own, plan.layers[share.stage]
@@ -172,4 +158,4 @@ def locals_of(plan: Plan, share: Share) -> tuple[Local, ...]:
 def cut_of(plan: Plan, share: Share, rank: int) -> Cut:
     """The shard of a rank: that of its place among the holders."""
     size, parts = plan.size(share), plan.shards(share)
-    return Cut(size, parts, plan.holders(share).index(rank)) if parts > 1 else Cut(size)
+    return Cut(size, parts, plan.holders(share).index(rank), plan.buckets(share)) if parts > 1 else Cut(size)

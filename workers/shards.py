@@ -7,6 +7,7 @@ alike. Whole buffers that stages take turns on (schedules/pools.py) are made onc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,8 @@ class Shards:
             if whole is None:
                 whole = _whole(self.weights[self.slots[part.stage, part.microbatch], number], bank)
                 bank.read(whole)
-            running.append(gather_all(whole, bank.parameters.compute, group=group, async_op=True))
+            for bucket, mine in zip(whole.chunk(bank.parameters.cut.buckets), bank.parameters.compute, strict=True):
+                running.append(gather_all(bucket, mine, group=group, async_op=True))
         stage.bind()
         return running
 
@@ -62,13 +64,15 @@ class Shards:
         stage.bind()
 
     def scatter(self, part: Instruction, groups: Groups) -> list[dist.Work]:
-        """REDUCE_SCATTER: this rank's shard of the sum of the whole gradients."""
-        running = []
+        """REDUCE_SCATTER: this rank's part of the sum of a bucket of the whole gradients."""
+        running, number = [], max(0, part.microbatch)
         for bank, group in zip(self.stages[part.stage].banks, groups.holders[part.stage], strict=True):
             if group is None:
                 continue
+            assert bank.whole is not None
             bank.stale = True
-            running.append(scatter_sum(bank.parameters.gradient, bank.whole, group=group, async_op=True))
+            mine, bucket = bank.parameters.gradient[number], bank.whole[bank.buckets[number].span]
+            running.append(scatter_sum(mine, bucket, group=group, async_op=True))
         return running
 
     def clear(self) -> None:
@@ -86,13 +90,13 @@ def collect(
     if cut.parts == 1:
         return parameters.state() if rank == owner else None
     for kind, shard in parameters.state().items():
-        whole = torch.empty(cut.parts, cut.length if rank == owner else 0, dtype=shard.dtype)
-        for start in range(0, cut.length, CHUNK):
-            mine = shard[start : start + CHUNK]
+        whole = torch.empty(cut.buckets, cut.parts, cut.part if rank == owner else 0, dtype=shard.dtype)
+        for bucket, start in product(range(cut.buckets), range(0, cut.part, CHUNK)):
+            mine = shard[bucket, start : start + CHUNK]
             parts = [torch.empty_like(mine) for _ in range(cut.parts)] if rank == owner else None
             dist.gather(mine, parts, dst=owner, group=group)
             for number, part in enumerate(parts or ()):
-                whole[number, start : start + part.numel()] = part
+                whole[bucket, number, start : start + part.numel()] = part
         found[kind] = whole.flatten()
     return found if rank == owner else None
 
@@ -105,11 +109,9 @@ def _buffers(slots: Slots, stages: Mapping[int, StageProtocol], like: str) -> di
         for number, bank in enumerate(stages[stage].banks):
             using.setdefault((slot, number), []).append(bank.parameters)
     for at, parameters in using.items():
-        length = max(each.cut.parts * each.cut.length for each in parameters)
-        found[at] = getattr(parameters[0], like).new_zeros(length)
+        found[at] = getattr(parameters[0], like).new_zeros(max(each.cut.whole for each in parameters))
     return found
 
 
 def _whole(buffer: torch.Tensor, bank: Bank) -> torch.Tensor:
-    cut = bank.parameters.cut
-    return buffer[: cut.parts * cut.length]
+    return buffer[: bank.parameters.cut.whole]

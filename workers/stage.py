@@ -94,6 +94,7 @@ class Stage:
         self.kept: dict[int, Kept] = {}
         self.pasts: dict[int, list[Past]] = {}  # by microbatch, of every layer
         self.deferred: dict[int, list[Deferred]] = {}
+        self.reached = self.left = plan.model.layers + 1
         self.sums = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=device)
         self.loss_sums = self.sums[0]
 
@@ -165,20 +166,21 @@ class Stage:
         if kept.ending is not None:
             dy, work = self._end_backward(kept.ending, kept.given)
             kept = kept._replace(ending=None)
-            yield from self._defer(piece, work)
+            yield from self._defer(piece, work, self.model.layers)
         assert dy is not None
-        for (weights, gradients), halves, past in reversed(list(zip(self.now.layers, self.halves, pasts, strict=True))):
+        layers = list(zip(self.span, self.now.layers, self.halves, pasts, strict=True))
+        for layer_number, (weights, gradients), halves, past in reversed(layers):
             # popped, so that what W does not need is freed before the next layer needs memory
             place = Place(self.rotations[number], past, kept.given.documents)
             saved = (kept.roots.pop(), kept.leaves.pop())
             dy, work = yield from layer.backward(weights, gradients, halves, self.around, place, *saved, dy)
             del saved
-            yield from self._defer(piece, work)
+            yield from self._defer(piece, work, layer_number)
         tokens = kept.given.tokens
         if tokens is None:
             return dy
         work = head.embed_backward(self.now.gradients["embedding"], dy, tokens, self.around.tensor)
-        yield from self._defer(piece, work)
+        yield from self._defer(piece, work, -1)
         return None
 
     def backward_weight(self, piece: int) -> None:
@@ -186,10 +188,13 @@ class Stage:
         for bank in self.banks:
             bank.freshen()
         accumulate(self.deferred.pop(piece, []))
+        self.reached = self.left
 
-    def _defer(self, piece: int, work: list[Deferred]) -> Turns[None]:
-        """Leaves it to W, which may follow at once: with no other rank to wait for, a turn ends here."""
+    def _defer(self, piece: int, work: list[Deferred], layer_number: int) -> Turns[None]:
+        """Leaves it to W, which may follow at once: with no other rank to wait for, a turn ends here. B has come down
+        to this layer."""
         self.deferred.setdefault(piece, []).extend(work)
+        self.left = layer_number
         work.clear()  # what W has done with is free, whoever called this
         if self.is_alone:
             yield

@@ -26,8 +26,9 @@ class StageProtocol(Protocol):
     """`banks` hold its parameters: flat buffers of weights, which it reads, and of main gradients, to which W adds.
 
     `last` says that it ends in the loss, `is_alone` that no other rank shares its layers; `balance` are biases of
-    experts, if it has any. `kept` is, by piece, what F leaves for B; who clears it starts the step again. `loss_sums`
-    [microbatches], float64, are the sums of tokens' losses of the step that was begun last, a row of `sums`
+    experts, if it has any. `kept` is, by piece, what F leaves for B; who clears it starts the step again. `reached` is
+    the layer that the last W has come down to, -1 when it is done with all: later layers' gradients are whole then.
+    `loss_sums` [microbatches], float64, are the sums of tokens' losses of the step that was begun last, a row of `sums`
     [2, microbatches]: the row of the step before may still be on its way to other ranks.
     """
 
@@ -35,6 +36,7 @@ class StageProtocol(Protocol):
     last: bool
     is_alone: bool
     around: Around
+    reached: int
     sums: torch.Tensor
     loss_sums: torch.Tensor
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pentad.schedules.plan import Plan
 from pentad.workers.bank import Bank
+from pentad.workers.buckets import Place
 from pentad.workers.stage_protocol import StageProtocol
 
 
@@ -22,7 +23,7 @@ class Copy(NamedTuple):
     `gives` them where no other rank does."""
 
     gradient: torch.Tensor
-    mine: slice
+    mine: Place
     place: slice
     gives: bool
 
@@ -41,16 +42,13 @@ class Tied:
                 self._add(bank, gives)
 
     def _add(self, bank: Bank, gives: bool) -> None:
-        start, span = 0, bank.parameters.cut.span
-        for local in bank.parameters.locals:
-            size = math.prod(local.shape)
-            first, end = max(start, span.start), min(start + size, span.stop)
+        parameters = bank.parameters
+        for local in parameters.locals:
             if "embedding" in (local.name, local.tensor.like):
-                self.size, self.gradient = size, bank.parameters.gradient
-                if first < end:
-                    mine, place = slice(first - span.start, end - span.start), slice(first - start, end - start)
-                    self.found.append(Copy(self.gradient, mine, place, gives))
-            start += size
+                self.size, self.gradient = math.prod(local.shape), parameters.gradient
+        for local, mine, span in parameters.places():
+            if "embedding" in (local.name, local.tensor.like):
+                self.found.append(Copy(parameters.gradient, mine, span, gives))
 
     def reduce(self) -> None:
         """Makes both gradients their sum."""
