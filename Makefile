@@ -1,5 +1,5 @@
 # make train   trains the quickstart     ARGS="run.steps=5" goes to pentad train
-# make test    runs the tests            ARGS="-k program -n 2" goes to pytest
+# make test    runs the tests            ARGS="-k program" goes to pytest; two processes share them out
 # make check   lint, format and types
 # The first call makes .venv (deploy/setup.py); later ones start at once.
 
@@ -13,7 +13,7 @@ train: .venv/ready-to-run
 	@.venv/bin/pentad train $(ARGS)
 
 test: .venv/ready-to-test
-	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest $(ARGS)
+	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadgroup $(ARGS)
 
 check: .venv/ready-to-test
 	.venv/bin/ruff check

@@ -1,4 +1,5 @@
-"""Which tests run: those marked gpu only where CUDA is, those marked slow or realmodel only when asked for."""
+"""Which tests run, and which of them in one process: those marked gpu only where CUDA is, those marked slow or
+realmodel only when asked for."""
 
 import os
 import sys
@@ -16,12 +17,20 @@ slow = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=slow)
 hypothesis.settings.load_profile("repeatable")
 
+# Files whose tests start clusters of their own.
+CLUSTERS = {f"test_{name}" for name in ("cluster", "docs", "driver", "elastic", "group", "headwatch", "jobs",
+            "own_model_page", "ray_timeline", "readme", "submitted", "training")}  # fmt: skip
+FLEET = {path.stem for path in Path(__file__).parent.glob("test_*.py") if "fleet" in path.read_text("utf-8")}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups behind it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not has_cuda():
         for item in gpu:
@@ -34,6 +43,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("realmodel"):
                 item.add_marker(pytest.mark.skip(reason="a real model: add -m realmodel"))
+
+
+def group_of(item: pytest.Item) -> str:
+    """Tests of a group run in one process, in their order: those that start clusters, those that share the fleet, and
+    those of any other file. So no two clusters are started at once, and no fleet is there twice."""
+    module = item.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
+    return "clusters" if module in CLUSTERS else "fleet" if module in FLEET else module
 
 
 def has_cuda() -> bool:
