@@ -15,7 +15,7 @@ from pentad.orchestrator.kept import BYTES, INDEX, Piece, piece_of
 from pentad.schedules.instruction import SENDS, Instruction, Op, units_of
 from pentad.schedules.mesh import Axis
 from pentad.schedules.model import Experts, Latent, ModelShape
-from pentad.schedules.plan import Plan, Share
+from pentad.schedules.plan import Plan, Share, part_of
 
 TILES = 4  # of a product whose sum tensor ranks scatter
 Inside = Literal["F", "B", "again", "leaves"]  # `leaves`: what selective recompute does; `again`: what full does
@@ -129,8 +129,8 @@ def _of_share(plan: Plan, part: Instruction, share: Share) -> Sent:
     if part.op is Op.ALL_GATHER:
         return Sent(plan.buckets(share), whole * (holders - 1) // holders * BYTES[plan.dtype])
     count, size = plan.program.buckets[share.stage], max(BYTES[plan.dtype], BYTES["float32"])
-    each = -(-whole // count)
-    mine = min(each, whole - max(0, part.microbatch) * each)
+    each = part_of(whole, count)
+    mine = max(0, min(each, whole - max(0, part.microbatch) * each))
     return Sent(1, (2 if part.op is Op.ALL_REDUCE else 1) * mine * (holders - 1) // holders * size)
 
 

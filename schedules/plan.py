@@ -15,6 +15,8 @@ from pentad.schedules.program import Program
 from pentad.schedules.sequence import Variant
 from pentad.schedules.tensors import local_size
 
+LINE = 64  # elements: 128 bytes of bfloat16, where kernels and NCCL read widest
+
 
 @dataclass(frozen=True)
 class BatchShape:
@@ -166,9 +168,9 @@ class Plan:
         return self.program.buckets[share.stage] if self.shards(share) > 1 else 1
 
     def shard_size(self, share: Share) -> int:
-        """Elements of a shard; the last ones of its parts are filled up."""
+        """Elements of a shard, of every bucket as many; what lacks in the end is filled up."""
         buckets = self.buckets(share)
-        return buckets * -(-self.size(share) // (buckets * self.shards(share)))
+        return buckets * part_of(self.size(share), buckets * self.shards(share))
 
     def _shares(self, stage: int, tp: int, ep: int) -> tuple[Share, ...]:
         experts = (Share(stage, tp, True, ep),) if self.has_experts(stage) else ()
@@ -183,6 +185,11 @@ class Plan:
     def stream_tokens(self) -> int:
         """Tokens of a piece in a rank's part of the residual stream, which tensor ranks share out."""
         return self.piece_tokens // self.mesh.tp
+
+
+def part_of(size: int, count: int) -> int:
+    """Elements of each of `count` equal parts of a buffer; of more than one, so many that each begins on a line."""
+    return size if count == 1 else -(-size // (count * LINE)) * LINE
 
 
 def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 0.0) -> tuple[tuple[int, int], ...]:

@@ -28,7 +28,7 @@ from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Instruction, Key, Op, units_of
 from pentad.schedules.order import ScheduleError
-from pentad.schedules.plan import Plan
+from pentad.schedules.plan import LINE, Plan
 from pentad.schedules.program import Program
 from pentad.schedules.shape import Options, Savings
 from pentad.schedules.simulate import simulate
@@ -219,9 +219,9 @@ def test_a_bucket_has_as_many_bytes_as_it_may(zero):
             if zero:
                 assert found[Flow("dp", "ALL_GATHER")].operations == counts[stage]
             for op, moved in traffic(plan, rank).items():
-                assert moved == pytest.approx(traffic(whole, rank)[op], abs=8 * 2 * counts[stage])
+                assert moved == pytest.approx(traffic(whole, rank)[op], abs=8 * 2 * LINE * counts[stage])
             total = memory(whole, rank)["total"]
-            assert total <= memory(plan, rank)["total"] <= total + 2 * counts[stage] * 24
+            assert total <= memory(plan, rank)["total"] <= total + 2 * LINE * counts[stage] * 24
 
 
 BAD = [

@@ -36,6 +36,7 @@ SMALL = (
     "batch.sequence_length=32",
     f"run.steps={STEPS}",
     "elastic.hang_seconds=3",
+    "cluster.start_timeout_seconds=150",
     "cluster.device=cpu",
     "cluster.auth=disabled",
 )
@@ -59,7 +60,7 @@ Start = Callable[..., Run]
 Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 
 slow = pytest.mark.slow
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -74,12 +74,12 @@ def test_buckets_on_gpus_equal_one_process_and_have_the_same_bits_twice(gpus, co
 
 
 @two
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 2])
 def test_the_last_buckets_are_reduced_while_the_backward_pass_goes_on(gpus, corpus, zero):
     """Of a stage whose kernels take longer than its host."""
-    model = replace(MODEL, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+    model = replace(MODEL, hidden=512, heads=4, kv_heads=4, ffn=2048)
     plan = on_gpu("1f1b", 2, 1, 2, None, zero, corpus, "bfloat16", buckets=(8,), model=model)
-    plan = replace(plan, batch=replace(plan.batch, sequences=4, length=4096))
+    plan = replace(plan, batch=replace(plan.batch, sequences=8, length=16384))
     for outcome in gpus.run(plan, [(0, 3)]):
         spans = {span.name: span for span in outcome.results[-1].spans}
         kind = "REDUCE_SCATTER" if zero else "ALL_REDUCE"

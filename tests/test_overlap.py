@@ -84,7 +84,7 @@ def pair(plan: Plan, way: Way, whole: bool, run: Callable[..., None]) -> tuple[l
         if not whole:
             stage.backward_weight(0)
         alone(backward(stage, 1, streams[1], True))
-    return events, torch.cat([bank.parameters.gradient for bank in stage.banks])
+    return events, torch.cat([bank.parameters.gradient.flatten() for bank in stage.banks])
 
 
 def in_order(*works: Turns[None]) -> None:

@@ -30,7 +30,7 @@ SMALL = [
     "cluster.dashboard=false",
 ]
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:

@@ -19,6 +19,7 @@ from pentad.orchestrator.traffic import traffic
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Key, Op, units_of
+from pentad.schedules.plan import LINE, Share
 from pentad.schedules.pools import gradient_slots, weight_slots
 from pentad.schedules.shape import Options, Savings
 from pentad.schedules.tensors import parameters
@@ -134,8 +135,8 @@ def test_bytes_are_those_of_the_paper(corpus, zero, holders):
     plan = plan_of(
         "1f1b", holders, 1, 8 // holders, corpus, "bfloat16", savings=Savings(zero=zero if holders > 1 else 0)
     )
-    size = parameters(plan.model)
-    assert size % holders == 0, "shards are filled up, and this model's need not be"
+    size = plan.shards(Share(0)) * plan.shard_size(Share(0))
+    assert 0 <= size - parameters(plan.model) < holders * LINE, "shards are filled up"
     cut = [holders if zero >= stage else 1 for stage in (1, 2, 3)]
     found = memory(plan, 0)
     assert found["master"] + found["optimizer"] == 12 * size // cut[0]
@@ -155,10 +156,12 @@ def test_volumes_are_those_of_the_paper(corpus):
         assert counts.count(Op.ALL_GATHER) == (0, 4, 4, 7)[zero]
         assert counts.count(Op.REDUCE_SCATTER) == (0, 4, 4, 4)[zero]
         elements[zero] = sum(sent.values()) / 8
-    held = sum(parameters(plan.model, *plan.layers[stage]) for stage in plan.stages_of(0))
-    last = parameters(plan.model, *plan.layers[plan.stages_of(0)[-1]])
-    assert elements[0] == elements[1] == elements[2] == held  # (n - 1) / n of 2N
-    assert elements[3] == pytest.approx((3 * held - last) / 2)
+    sizes = [parameters(plan.model, *plan.layers[stage]) for stage in plan.stages_of(0)]
+    filled = [2 * plan.shard_size(Share(stage)) for stage in plan.stages_of(0)]
+    assert all(0 <= more - size < 2 * LINE for size, more in zip(sizes, filled, strict=True))
+    assert elements[0] == sum(sizes)  # (n - 1) / n of 2N
+    assert elements[1] == elements[2] == sum(filled)
+    assert elements[3] == pytest.approx((3 * sum(filled) - filled[-1]) / 2)
 
 
 TURNS = [("looped-bfs", 2, 6, 3), ("looped-bfs", 4, 8, 2), ("interleaved", 2, 4, 4), ("interleaved-zb", 4, 8, 3),

@@ -163,7 +163,7 @@ class Run:
         """Of the ranks as they were placed first."""
         return [rank["pid"] for rank in self.events("place")[0]["ranks"]]
 
-    def wait_for(self, true: Callable[[], object], seconds: float = 45.0) -> None:
+    def wait_for(self, true: Callable[[], object], seconds: float = 120.0) -> None:
         until = time.monotonic() + seconds
         while not true():
             assert self.process.poll() is None, self.account()
@@ -177,7 +177,7 @@ class Run:
         for pid in [self.pids()[rank] for rank in ranks]:
             os.kill(pid, how)
 
-    def end(self, seconds: float = 90.0) -> int:
+    def end(self, seconds: float = 200.0) -> int:
         return self.process.wait(seconds)
 
     def assert_gone(self) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.schedules.plan import Plan
+from pentad.schedules.plan import Plan, part_of
 from pentad.schedules.tensors import Tensor
 
 Place = tuple[int, slice]  # of a shard: the number of a bucket, and elements of its part of that
@@ -26,7 +26,7 @@ class Cut(NamedTuple):
     @property
     def part(self) -> int:
         """Elements of a bucket's part."""
-        return -(-self.size // (self.parts * self.buckets))
+        return part_of(self.size, self.parts * self.buckets)
 
     @property
     def whole(self) -> int:
@@ -59,7 +59,7 @@ def buckets_of(plan: Plan, stage: int, cut: Cut, shapes: Iterable[tuple[Tensor, 
     """Those that the plan's program reduces of a stage, by number, from the tensors that its buffers consist of and
     their shapes there."""
     count = plan.program.buckets[stage]
-    size, start = -(-cut.whole // count), 0
+    size, start = part_of(cut.whole, count), 0
     layers = [plan.model.layers] * count
     for tensor, shape in shapes:
         end = start + math.prod(shape)
