@@ -28,8 +28,8 @@ CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
 def costs_of(plan: Plan) -> Costs:
     """The guess of a plan's costs."""
-    sizes = plan.model, plan.layers, plan.batch
-    return guess_costs(*sizes, plan.device, plan.dtype, plan.program.slices, plan.recompute, plan.mesh, plan.context)
+    sizes = plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices
+    return guess_costs(*sizes, plan.recompute, plan.mesh, plan.context, plan.zero)
 
 
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:

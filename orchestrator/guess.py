@@ -37,12 +37,13 @@ def guess_costs(
     modes: Sequence[str] = (),
     mesh: Mesh = ALONE,
     context: Variant = "ring",
+    zero: int = 0,
 ) -> Costs:
     """Seconds from FLOPs and bytes at assumed rates (GUESSES); embedding and head count to the first and last stage.
 
     Slices of a sequence have even shares, as they have of attention on average. `modes` are the plan's of recompute.
     Of a `mesh` tp, cp and ep share out a stage's work and add operations inside layers, and holders of copies add up
-    their gradients.
+    their gradients; with `zero` each steps on a shard.
     """
     rates = GUESSES[device]
     piece = Piece(batch.rows, batch.length // slices // mesh.cp, dtype, device, slices, mesh, context)
@@ -56,7 +57,7 @@ def guess_costs(
         for of, seconds, more, mode in zip(work, forward, inside["leaves"], modes, strict=False)  # no modes, no costs
     )
     kept = [shares(model, layers, stage, piece) for stage in range(len(layers))]
-    held = max(parameters_held(model, first, end, mesh) for first, end in layers) * BYTES["float32"]
+    held = max(_stepped(model, span, mesh, batch.replicas if zero else 0) for span in layers)
     latency, speed = link(rates, mesh, "pp")
     return Costs(
         forward,
@@ -139,11 +140,23 @@ def _inside(model: ModelShape, span: tuple[int, int], piece: Piece, when: Inside
     return Sent(links, operations * rates.issue)
 
 
+def _stepped(model: ModelShape, span: tuple[int, int], mesh: Mesh, replicas: int) -> float:
+    """Bytes of a stage's gradients that one of its holders steps on: all of them without `replicas`."""
+    dense, experts = (_gradients(model, span, mesh, experts=experts) for experts in (False, True))
+    copies = max(1, replicas * mesh.cp)
+    return dense / copies + experts / max(1, copies // mesh.ep)
+
+
+def _gradients(model: ModelShape, span: tuple[int, int], mesh: Mesh, *, experts: bool) -> int:
+    """Bytes, of the experts or of all else."""
+    return BYTES["float32"] * local_size(model, *span, Mesh(tp=mesh.tp, ep=mesh.ep), experts=experts)
+
+
 def _reduction(model: ModelShape, span: tuple[int, int], mesh: Mesh, replicas: int, rates: Rates) -> float:
     """Seconds of an all-reduce of a stage's gradients: its experts have fewer holders than all else."""
     seconds, axes = rates.latency, [axis for axis in HOLDING if crosses(mesh, axis)]
     for experts in (False, True):
-        held = BYTES["float32"] * local_size(model, *span, Mesh(tp=mesh.tp, ep=mesh.ep), experts=experts)
+        held = _gradients(model, span, mesh, experts=experts)
         copies = mesh.cp * (replicas // mesh.ep if experts else replicas)
         far = [axis for axis in axes if axis != "ep" or not experts]
         _, speed = link(rates, mesh, far[0]) if far else (0.0, rates.link)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.devices import NODE, refuse_wide
-from pentad.orchestrator.estimate import memory
+from pentad.orchestrator.estimate import costs_of, memory
 from pentad.orchestrator.fit import Room
-from pentad.orchestrator.guess import guess_costs, parameters_held
+from pentad.orchestrator.guess import parameters_held
 from pentad.orchestrator.planning import buckets_of, draft
 from pentad.schedules.auto import AUTO
 from pentad.schedules.catalogue import generate
@@ -184,7 +184,7 @@ def _fullest(plan: Plan) -> int:
 def _seconds(plan: Plan, microbatches: int) -> float:
     """A step's, from the time of a few microbatches and what each more takes on the busiest rank."""
     order = plan.program.compute()
-    costs = _with_recompute(_costs(plan))
+    costs = _with_recompute(costs_of(plan))
     starts, ends = unit_times(order, costs)
     each = [costs.forward[s] + costs.backward[s] + costs.weight[s] + 3 * costs.launch for s in range(order.stages)]
     busiest = max(sum(each[stage] for stage in held) for held in order.placement) * order.slices
@@ -202,14 +202,9 @@ def _with_recompute(costs: Costs) -> Costs:
     return replace(costs, backward=backward)
 
 
-def _costs(plan: Plan) -> Costs:
-    sizes = plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices
-    return guess_costs(*sizes, plan.recompute, plan.mesh, plan.context)
-
-
 def _compiled(config: RunConfig, guess: Found) -> Found:
     """As a run would be, with all of its microbatches."""
-    plan, costs = guess.plan, _costs(guess.plan)
+    plan, costs = guess.plan, costs_of(guess.plan)
     again = frozenset(stage for stage, mode in enumerate(plan.recompute) if mode != "none")
     program = compile_program(
         plan.program.name,

@@ -47,10 +47,19 @@ def make_plan(
     chosen = _chosen(config, model, batch, device, dtype)
     order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
     layers = _cut(model, order, batch.length)
-    costs = guess_costs(
-        model, layers, batch, device, dtype, order.slices, config.memory.modes(order.stages), mesh, config.mesh.context
-    )
     savings = _savings(config, order, model, layers, dtype)
+    costs = guess_costs(
+        model,
+        layers,
+        batch,
+        device,
+        dtype,
+        order.slices,
+        config.memory.modes(order.stages),
+        mesh,
+        config.mesh.context,
+        savings.zero,
+    )
     program = compile_program(
         order.name,
         order.ranks,

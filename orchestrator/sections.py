@@ -195,7 +195,7 @@ class ZeroSection(Section):
         default=1, description="forwards and backwards that a gather of weights begins before its stage's turn"
     )
     bucket_mib: Positive | None = Field(
-        default=None,
+        default=400.0,
         description="MiB of gradients that are reduced at once, also with stage 0, while the backward pass makes those "
         "of earlier layers; null: a pipeline stage's in one",
     )
