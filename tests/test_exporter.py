@@ -273,21 +273,23 @@ def test_a_scrape_sees_a_step_whole_or_not_at_all(exporter: Exporter) -> None:
 
 
 def test_it_costs_next_to_nothing_even_for_64_ranks(exporter: Exporter) -> None:
+    """Seconds of this process, which both asks and answers: those of a clock are other programs' too."""
     exporter.plan(view := view_of(Mesh(dp=4, pp=16)))
     exporter.gpus(dict.fromkeys(range(64), GPU))
     spans = spans_of(4, 100)
-    assert quickest(lambda: exporter.steps([ROW], [spans])) < 0.001
-    assert quickest(lambda: exporter.view(view)) < 0.001
-    assert quickest(lambda: urllib.request.urlopen(f"http://{exporter.address}/metrics").read()) < 0.020
+    assert cost(lambda: exporter.steps([ROW], [spans])) < 0.001
+    assert cost(lambda: exporter.view(view)) < 0.001
+    assert cost(lambda: urllib.request.urlopen(f"http://{exporter.address}/metrics").read()) < 0.020
 
 
-def quickest(work: Any) -> float:
-    """CPU seconds would miss waits and wall seconds see other programs: the best of some is neither."""
+def cost(work: Any) -> float:
+    """CPU seconds, the best of some; and none of them waits for long."""
     times = []
     for _ in range(20):
-        began = time.perf_counter()
+        began, clock = time.process_time(), time.monotonic()
         work()
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
+        assert time.monotonic() - clock < 1
     return min(times)
 
 
