@@ -17,7 +17,7 @@ from pentad.schedules.mesh import Mesh
 from pentad.schedules.program import Program
 from pentad.schedules.shape import Options, Savings
 
-MOST_BUCKETS = 1024  # of a stage's gradients
+MOST_BUCKETS = 2**14  # of a stage's gradients
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]

@@ -238,7 +238,7 @@ def test_what_is_no_size_is_refused_in_one_sentence(override, words):
 
 
 def test_too_many_buckets_are_refused_with_the_least_size():
-    with pytest.raises(PentadError, match=r"^zero\.bucket_mib is 1e-06, wanted at least [0-9.e-]+: .* 1024 parts$"):
+    with pytest.raises(PentadError, match=r"^zero\.bucket_mib is 1e-06, wanted at least [0-9.e-]+: .* 16384 parts$"):
         make_plan(load(None, [*SMALL, "zero.bucket_mib=0.000001"]), "cpu")
 
 
