@@ -14,7 +14,7 @@ from pentad.orchestrator.guess import guess_costs
 from pentad.orchestrator.kept import BYTES, INDEX
 from pentad.orchestrator.traffic import shares_at
 from pentad.schedules.costs import Costs
-from pentad.schedules.instruction import RECEIVES, Op, units_of
+from pentad.schedules.instruction import RECEIVES, REDUCTIONS, Op, units_of
 from pentad.schedules.model import ModelShape
 from pentad.schedules.plan import Plan
 from pentad.schedules.pools import Slots, gradient_slots, weight_slots
@@ -40,7 +40,7 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     for span, took in parted(timeline.spans):
-        parts = program.buckets[span.stage] if span.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) else 1
+        parts = program.buckets[span.stage] if span.op in REDUCTIONS else 1
         seconds.setdefault((span.op, span.stage), []).append(max(parts * took, 1e-9))
 
     def of(op: Op, stage: int) -> float:

@@ -237,8 +237,7 @@ def _program(name: str, ranks: int, microbatches: int, options: Options, savings
     """With all that takes memory, and no proof: nobody runs it."""
     order = _order(name, ranks, microbatches, options)
     spared = add_savings(add_transfers(order, Costs.uniform(order.stages), gated=False), savings)
-    zero = savings.zero > 0
-    reduced = add_reduce(spared, replicas=1 + zero, scatter=zero, buckets=savings.buckets)
+    reduced = add_reduce(spared, replicas=1 + (savings.zero > 0), scatter=savings.zero > 0)
     return add_turns(reduced) if savings.zero > 1 else reduced
 
 

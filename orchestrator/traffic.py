@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from pentad.orchestrator.kept import BYTES, INDEX, Piece, piece_of
-from pentad.schedules.instruction import SENDS, Instruction, Op, units_of
+from pentad.schedules.instruction import REDUCTIONS, SENDS, Instruction, Op, units_of
 from pentad.schedules.mesh import Axis
 from pentad.schedules.model import Experts, Latent, ModelShape
 from pentad.schedules.plan import Plan, Share, part_of
@@ -53,7 +53,7 @@ def traffic(plan: Plan, rank: int) -> dict[str, int]:
     """Bytes that a rank sends in a step's collectives of a stage, by op."""
     found: Counter[str] = Counter()
     for part in units_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
-        if part.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE):
+        if part.op is Op.ALL_GATHER or part.op in REDUCTIONS:
             mine = shares_at(plan, rank, part.stage)
             found[part.op.value] += sum(_of_share(plan, part, share).bytes for share in mine)
     return dict(found)
@@ -72,7 +72,7 @@ def flows(plan: Plan, rank: int) -> Flows:
     for part in units_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
         if part.op in SENDS:
             found.add("pp", part.op.value, 1, stream)
-        elif part.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE):
+        elif part.op is Op.ALL_GATHER or part.op in REDUCTIONS:
             for share in stages[part.stage]:
                 if len(plan.holders(share)) > 1:
                     found.add("dp", part.op.value, *_of_share(plan, part, share))

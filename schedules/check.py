@@ -15,10 +15,10 @@ from pentad.schedules.check_savings import prove_savings
 from pentad.schedules.check_validation import prove_validation
 from pentad.schedules.columns import OPS, Array
 from pentad.schedules.events import collectives, events_of
-from pentad.schedules.finish import IS_REDUCTION, last_weights, numbers_of
+from pentad.schedules.finish import last_weights, numbers_of
 from pentad.schedules.grid import order_grid
 from pentad.schedules.instruction import SENDS, Key, Op
-from pentad.schedules.lookup import IS_COMPUTE
+from pentad.schedules.lookup import IS_COMPUTE, IS_REDUCTION
 from pentad.schedules.memory import kept
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.program import Program

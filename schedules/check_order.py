@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from pentad.schedules.columns import CODE, OPS, Array
-from pentad.schedules.instruction import COLLECTIVES, RECEIVES, SENDS, Instruction, Key, Op
+from pentad.schedules.instruction import COLLECTIVES, RECEIVES, REDUCTIONS, SENDS, Instruction, Key, Op
 from pentad.schedules.lookup import IS_COMPUTE, IS_WEIGHT
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.program import Program
 
 WHOLE = frozenset({Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})  # of a rank, not of a stage
-OF_STAGE = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER})  # a bucket's number, or none, for a microbatch
 _BIT = np.array([{Op.F: 1, Op.B: 2, Op.W: 4, Op.BW: 8}.get(op, 0) for op in Op])
 _PAIRED = np.array([op in (Op.B, Op.BW) for op in Op])
 
@@ -81,9 +80,9 @@ def _fault(program: Program, rank: int, part: Instruction) -> str:
     elif part.op in (Op.ALL_GATHER, Op.FREE):
         if part.microbatch < 0:
             return "it has no number"
-    elif part.op in OF_STAGE and part.microbatch < -1:
+    elif part.op in REDUCTIONS and part.microbatch < -1:
         return "there is no such bucket"
-    elif part.op not in OF_STAGE and not 0 <= part.microbatch < program.pieces:
+    elif part.op not in REDUCTIONS and not 0 <= part.microbatch < program.pieces:
         pieces = f" of {program.slices} slices" if program.slices > 1 else ""
         return f"there are {program.microbatches} microbatches{pieces}"
     if part.op is Op.NORM and part.group == "":  # of a step that is validated later

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pentad.schedules.columns import among
-from pentad.schedules.instruction import SENDS, Instruction, Key, Op
-from pentad.schedules.lookup import IS_COMPUTE, IS_WEIGHT
+from pentad.schedules.instruction import Instruction, Key, Op
+from pentad.schedules.lookup import IS_COMPUTE, IS_REDUCTION, IS_SEND, IS_WEIGHT
 from pentad.schedules.program import Program
 from pentad.schedules.weave import Addition, insert
-
-IS_REDUCTION = among({Op.ALL_REDUCE, Op.REDUCE_SCATTER})
-IS_SEND = among(SENDS)
 
 
 def add_reduce(program: Program, *, replicas: int, scatter: bool = False, buckets: tuple[int, ...] = ()) -> Program:

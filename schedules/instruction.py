@@ -41,7 +41,8 @@ class Op(StrEnum):
 COMPUTE = frozenset({Op.F, Op.B, Op.W, Op.BW})
 SENDS = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 RECEIVES = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
-COLLECTIVES = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.NORM})
+REDUCTIONS = frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE})  # their microbatch is a bucket's number; -1: of the only one
+COLLECTIVES = REDUCTIONS | {Op.ALL_GATHER, Op.NORM}
 
 
 class Key(NamedTuple):

@@ -7,13 +7,14 @@ from functools import cached_property
 import numpy as np
 
 from pentad.schedules.columns import OPS, Array, Columns, among
-from pentad.schedules.instruction import COMPUTE, RECEIVES, SENDS, Op
+from pentad.schedules.instruction import COMPUTE, RECEIVES, REDUCTIONS, SENDS, Op
 
 IS_COMPUTE = among(COMPUTE)
 IS_FORWARD = among({Op.F})
 IS_BACKWARD = among({Op.B, Op.BW})
 IS_WEIGHT = among({Op.W, Op.BW})
-_NUMBERED = among({Op.ALL_GATHER, Op.FREE, Op.ALL_REDUCE, Op.REDUCE_SCATTER})
+IS_REDUCTION = among(REDUCTIONS)
+_NUMBERED = IS_REDUCTION | among({Op.ALL_GATHER, Op.FREE})
 IS_SEND, IS_RECEIVE = among(SENDS), among(RECEIVES)
 _FORWARD = among({Op.SEND_F, Op.RECV_F})
 

@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from pentad.schedules import table
-from pentad.schedules.columns import CODE, Columns, Stream, among, pack
+from pentad.schedules.columns import CODE, Columns, Stream, pack
 from pentad.schedules.errors import PentadError
 from pentad.schedules.instruction import Key, Op
-from pentad.schedules.lookup import IS_COMPUTE, Lookup
+from pentad.schedules.lookup import IS_COMPUTE, IS_REDUCTION, Lookup
 from pentad.schedules.table import SCHEMA, VERSION
 
 __all__ = ["SCHEMA", "VERSION", "Program", "Stream", "Streams", "index_of"]
@@ -115,7 +115,7 @@ class Program:
     @cached_property
     def buckets(self) -> tuple[int, ...]:
         """By stage, in how many parts its gradients are reduced, if they are."""
-        reductions = self.columns.rows_of(among({Op.ALL_REDUCE, Op.REDUCE_SCATTER}))
+        reductions = self.columns.rows_of(IS_REDUCTION)
         most = np.ones(self.stages, int)
         np.maximum.at(most, self.columns.stage[reductions], self.columns.microbatch[reductions] + 1)
         return tuple(most.tolist())

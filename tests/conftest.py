@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def group_of(item: pytest.Item) -> str:
     """Tests of a group run in one process, in their order: those that start clusters, those that share the fleet, and
-    those of any other file. So no two clusters are started at once, and no fleet is there twice."""
+    those of any other file. So the two processes never have a cluster each, nor a fleet."""
     module = item.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
     return "clusters" if module in CLUSTERS else "fleet" if module in FLEET else module
 

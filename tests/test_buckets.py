@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from plans import MODEL, plan_of
+from proof import prove
 from sizes import allows
 from test_axes import FAMILIES, MIXED
 from test_axes import equals_one_process as equals
@@ -26,7 +27,7 @@ from pentad.schedules.check import check
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
 from pentad.schedules.errors import PentadError
-from pentad.schedules.instruction import Instruction, Key, Op, units_of
+from pentad.schedules.instruction import REDUCTIONS, Instruction, Key, Op, parse, units_of
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.plan import LINE, Plan
 from pentad.schedules.program import Program
@@ -40,7 +41,6 @@ from pentad.workers.stage import Stage
 from pentad.workers.turns import alone, between
 
 slow = pytest.mark.slow
-REDUCTIONS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 SIZES = [(n, p, m) for n in CATALOGUE for p, m in ((1, 3), (2, 5), (4, 8)) if allows(n, p, m)]
 
 
@@ -72,6 +72,8 @@ def test_every_bucket_is_reduced_once_behind_the_last_w_the_last_one_first(name,
             numbers = [part.microbatch for part in found]
             assert numbers == ([-1] if wanted[stage] == 1 else list(reversed(range(wanted[stage]))))
             assert all(part.waits == (last[stage],) for part in found)
+    if not zero and not validated:
+        prove(program, 2, wanted)
     assert Program.from_bytes(program.to_bytes()) == program
 
 
@@ -249,8 +251,6 @@ def test_a_rank_with_nobody_to_reduce_with_has_no_buckets():
 
 
 def test_a_bucket_s_instruction_is_read_as_it_is_written():
-    from pentad.schedules.instruction import parse
-
     part = Instruction(Op.REDUCE_SCATTER, 2, 3, group="stage2", waits=(Key(Op.W, 2, 5),))
     assert str(part) == "2REDUCE_SCATTER3#stage2 after 2W5"
     assert parse(str(part)) == part

@@ -283,13 +283,14 @@ def test_it_costs_next_to_nothing_even_for_64_ranks(exporter: Exporter) -> None:
 
 
 def cost(work: Any) -> float:
-    """CPU seconds, the best of some; and none of them waits for long."""
-    times = []
+    """CPU seconds, the best of some; by a clock, which sees other programs too, the best is no wait either."""
+    times, waits = [], []
     for _ in range(20):
         began, clock = time.process_time(), time.monotonic()
         work()
         times.append(time.process_time() - began)
-        assert time.monotonic() - clock < 1
+        waits.append(time.monotonic() - clock)
+    assert min(waits) < 0.1
     return min(times)
 
 

@@ -1,7 +1,10 @@
 """Laws of planning: a plan is a pure function of its configuration, and its estimates are arithmetic."""
 
+from dataclasses import replace
+
 import pytest
 
+from pentad.orchestrator import estimate
 from pentad.orchestrator.config import load
 from pentad.orchestrator.estimate import (
     flops_per_token,
@@ -202,3 +205,15 @@ def test_spread_gives_every_replica_the_same_times() -> None:
             if span.peer >= 0:
                 assert mesh.coordinates(span.peer) == here._replace(pp=of.peer)
     assert wide.bubble().makespan == pytest.approx(timeline.bubble().makespan)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_holder_steps_on_its_shard(zero):
+    """Half the seconds of STEP with two holders; all but the norm is guessed alike."""
+    words = ["mesh.dp=2", "schedule.name=1f1b", "schedule.microbatches=2"]
+    whole, cut = (
+        estimate.costs_of(make_plan(load(None, [*words, f"zero.stage={stage}"]), "cpu")) for stage in (0, zero)
+    )
+    assert cut.step == pytest.approx(whole.step / 2)
+    assert cut.norm < whole.norm
+    assert replace(cut, step=whole.step, norm=whole.norm) == whole

@@ -54,7 +54,8 @@ class Bank:
 
 def banks_of(plan: Plan, rank: int, stage: int, parameters: dict[Share, Parameters]) -> list[Bank]:
     """Those of a stage, from all that a rank holds."""
-    mine = [held for share, held in parameters.items() if share.stage == stage]
-    shapes = [[(local.tensor, local.shape) for local in held.locals] for held in mine]
-    cuts = [buckets_of(plan, stage, held.cut, each) for held, each in zip(mine, shapes, strict=True)]
-    return [Bank(held, Copies(plan, rank, held), found) for held, found in zip(mine, cuts, strict=True)]
+    found = []
+    for held in (held for share, held in parameters.items() if share.stage == stage):
+        buckets = buckets_of(plan, stage, held.cut, ((local.tensor, local.shape) for local in held.locals))
+        found.append(Bank(held, Copies(plan, rank, held), buckets))
+    return found

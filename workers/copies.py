@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -61,6 +62,7 @@ class Copies:
         for copy in self.found:
             flat[copy.mine] = joint[copy.place]
 
+    @cached_property
     def counted(self) -> list[Place]:
         """Parts of the shard that this rank counts in the norm."""
         left_out, cut = [copy.mine for copy in self.found if not copy.counts] + self.elsewhere, self.parameters.cut

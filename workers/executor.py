@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.instruction import Instruction, Key, Op, units_of
+from pentad.schedules.instruction import REDUCTIONS, Instruction, Key, Op, units_of
 from pentad.schedules.program import Stream
 from pentad.workers.away import Away
 from pentad.workers.board import Board
@@ -50,7 +50,7 @@ class Executor:
         # by the last W of a stage whose gradients are reduced in several parts
         self.reductions: dict[Key, list[Instruction]] = {}
         for part in units_of(stream):
-            if part.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) and part.microbatch >= 0:
+            if part.op in REDUCTIONS and part.microbatch >= 0:
                 self.reductions.setdefault(part.waits[0], []).append(part)
         self.results: dict[Key, torch.Tensor | None] = {}
         self.step, self.host_seconds = 0, dict[int, float]()

@@ -167,6 +167,7 @@ class CudaLanes:
         self.spare += [event for _, *events in self.steps[-1].spans for event in events]
         self.steps[-1].spans.clear()
         self.ended.clear()
+        self.left.clear()
 
     def collect(self, left_open: int = 0, check: Callable[[], None] = lambda: None) -> list[Times]:
         """Of all steps but the newest `left_open` ones, which may go on: waits until the others have ended, calling

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -74,13 +75,12 @@ class Parameters:
     weights: torch.Tensor | None
     gradients: torch.Tensor | None
 
-    @property
-    def kinds(self) -> Iterator[tuple[Place, bool]]:
+    @cached_property
+    def kinds(self) -> list[tuple[Place, bool]]:
         """All places of the shard, and whether matrices are there, or norms."""
         norms = sum(math.prod(local.shape) for local in self.locals if len(local.shape) < 2)
-        for start, end, has_matrices in ((0, norms, False), (norms, self.cut.whole, True)):
-            for place, _ in self.cut.common(start, end):
-                yield place, has_matrices
+        ends = (0, norms, False), (norms, self.cut.whole, True)
+        return [(place, matrices) for start, end, matrices in ends for place, _ in self.cut.common(start, end)]
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Name -> its part of a whole buffer, in its own shape."""

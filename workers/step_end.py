@@ -75,7 +75,7 @@ class Sums:
             bank.copies.reduce(stage.around.tensor.group)
             cut = bank.parameters.cut
             if cut.parts > 1 or self.plan.owner(share) == self.rank:
-                square = optimizer.square_sum(bank.parameters, bank.copies.counted())
+                square = optimizer.square_sum(bank.parameters, bank.copies.counted)
                 self.values[self.first[share] + cut.number] = square
         ends = [stage for stage in self.stages.values() if stage.last and at.tp == 0]
         for stage in ends:
