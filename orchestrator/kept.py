@@ -202,13 +202,14 @@ def _attended(piece: Piece, heads: int, pairs: int, widths: tuple[int, int], eve
     written = 0 if piece.is_fusable else 4 * seen * m
     workspace = _workspace(piece, heads, query) + (2 * heads * query * c if pairs < heads else 0)
     moved = pairs * (query + value) * c  # keys and values on their way between context ranks
-    around = 0 if piece.mesh.cp == 1 else {"ring": 3, "gather": 3 * piece.mesh.cp, "exchange": 4}[piece.context] * moved
+    around = 0 if piece.mesh.cp == 1 else {"ring": 3, "gather": piece.mesh.cp + 1, "exchange": 4}[piece.context] * moved
     backward = workspace if piece.is_fusable else written
     if piece.packed or not whole:  # blocks that stand in no graph
-        again = out if (not piece.is_fusable and piece.context != "gather") or (whole and exchanged) else 0
-        merged = heads * value * m if not whole and piece.context == "ring" else 0
+        again = out if not piece.is_fusable or (whole and exchanged) else 0
+        merged = 0 if whole else heads * value * m
+        back = (3 if piece.context == "gather" else 2) * around  # with the gradients of what moves, in float32
         return Attended(
-            tokens * (inputs + sums + again), 0, tokens * (written + around + merged), tokens * (backward + 2 * around)
+            tokens * (inputs + sums + again), 0, tokens * (written + around + merged), tokens * (backward + back)
         )
     if piece.is_fusable:
         padded = 2 * wide if query != value and piece.deterministic else 0

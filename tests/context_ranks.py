@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from gpus import gpu_of
 from pool import Pool
 from torch import Tensor
 
@@ -163,7 +164,7 @@ class Ranks:
 
 def _serve(end: Connection, rank: int, size: int, kind: str, folder: str) -> None:
     torch.set_num_threads(1)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    device = torch.device(kind, gpu_of(rank)) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
     files = dist.FileStore(str(Path(folder, "store")), size)

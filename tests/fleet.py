@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from gpus import gpu_of
 from pool import Pool
 
 from pentad.schedules.plan import Plan
@@ -150,7 +151,7 @@ def _run(
 
     optimizer.step, optimizer.square_sum = seen, poisoned
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
+        runner = Runner(plan, rank, Path(folder, "board"), gpu=gpu_of(rank) if plan.device == "cuda" else 0)
         try:
             if rank == 0:
                 end.send(runner.serve("127.0.0.1", 60))

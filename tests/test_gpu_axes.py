@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fleet import Fleet
+from gpus import room
 from plans import MODEL
 from test_axes import FAMILIES, HEADS, MIXED, ROUTED, equals_one_process, made
 
@@ -49,13 +50,13 @@ TWICE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def gpus():
-    found = Fleet(min(4, torch.cuda.device_count()))
+    found = Fleet(min(4, room()))
     yield found
     found.stop()
 
 
 def on_gpu(plan: Plan, dtype: str, savings: Savings) -> Plan:
-    if plan.mesh.size > torch.cuda.device_count():
+    if plan.mesh.size > room():
         pytest.skip(f"{plan.mesh.size} GPUs are needed")
     copies = plan.mesh.dp * plan.mesh.cp * plan.mesh.ep
     program = compile_program(

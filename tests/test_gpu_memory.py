@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from fleet import Fleet
+from gpus import room
 from plans import plan_of
 from test_determinism import same
 from test_gpu_training import gpus
@@ -25,7 +25,7 @@ CASES = [(*size, *less) for size in SIZES for less in LESS if size[0] in ("gpipe
 
 
 def on_gpu(plan: Plan, transport: str, dtype: str) -> Plan:
-    if torch.cuda.device_count() < plan.mesh.size:
+    if room() < plan.mesh.size:
         pytest.skip(f"{plan.mesh.size} GPUs are needed")
     return replace(plan, device="cuda", transport=transport, dtype=dtype)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fleet import Fleet, assembled
+from gpus import room
 from plans import close, plan_of, reference
 from test_axes import HEADS, MIXED, like
 from test_overlap import MESHES, apart
@@ -23,7 +24,7 @@ PROGRAMS = [("dualpipev", 1, "nccl"), ("dualpipev", 2, "peer"), ("dualpipe", 2, 
 
 @pytest.fixture(scope="module")
 def gpus():
-    made = Fleet(min(4, torch.cuda.device_count()))
+    made = Fleet(min(4, room()))
     yield made
     made.stop()
 
@@ -34,7 +35,7 @@ def test_pairs_give_what_one_process_does_with_the_bits_of_one_after_the_other(
     gpus, corpus, name, pp, transport, sizes
 ) -> None:
     plan = plan_of(name, 1, pp, 4, corpus, model=MIXED if "ep" in sizes else HEADS, **sizes)
-    if plan.mesh.size > torch.cuda.device_count():
+    if plan.mesh.size > room():
         pytest.skip(f"{plan.mesh.size} GPUs are needed")
     program = compile_program(name, pp, 4, gated=transport == "nccl", replicas=2 if "tp" not in sizes else 1)
     plan = replace(plan, device="cuda", transport=transport, program=program)

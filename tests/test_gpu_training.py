@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fleet import Fleet
+from gpus import room
 from plans import STEPS, close, plan_of, reference
 
 from pentad.schedules.compiler import compile_program
@@ -27,13 +28,13 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def gpus():
-    made = Fleet(min(4, torch.cuda.device_count()))
+    made = Fleet(min(4, room()))
     yield made
     made.stop()
 
 
 def on_gpu(plan, transport: str, dtype: str):
-    if plan.mesh.size > torch.cuda.device_count():
+    if plan.mesh.size > room():
         pytest.skip(f"{plan.mesh.size} GPUs are needed")
     program = compile_program(
         plan.program.name,

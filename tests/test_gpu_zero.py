@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fleet import Fleet
+from gpus import room
 from plans import MODEL, plan_of
 from test_zero import equals_one_process
 
@@ -27,13 +28,13 @@ BUFFERS = ("parameters", "master", "gradients", "optimizer")
 
 @pytest.fixture(scope="module")
 def gpus():
-    made = Fleet(min(4, torch.cuda.device_count()))
+    made = Fleet(min(4, room()))
     yield made
     made.stop()
 
 
 def on_gpu(name, dp, pp, m, chunks, zero, corpus, dtype, *, validated=False, buckets=(), model=MODEL) -> Plan:
-    if dp * pp > torch.cuda.device_count():
+    if dp * pp > room():
         pytest.skip(f"{dp * pp} GPUs are needed")
     savings = Savings(zero=zero, gathered=2 if chunks and zero == 3 else None, buckets=buckets)
     plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, validated=validated, savings=savings, model=model)

@@ -16,7 +16,7 @@ from pentad.schedules.sequence import Variant
 from pentad.workers import context_gather, context_ring
 from pentad.workers.context_blocks import Step, plan
 from pentad.workers.context_exchange import summed, to_heads, to_positions
-from pentad.workers.context_parts import Given, Saved, disjoint, disjoint_backward
+from pentad.workers.context_parts import Given, Saved, part, part_backward
 from pentad.workers.turns import Turns
 
 
@@ -103,14 +103,14 @@ class Context:
         if steps is None:
             return attention(q, k, v, deterministic, self.scale)
         given = Given(q, k, v, steps, self.scale, deterministic)
-        saved = given.saved(*disjoint(given, k, v))
+        saved = given.saved(*part(given, steps[0][0], k, v))
         return saved.out, saved
 
 
 def _whole_backward(dout: torch.Tensor, saved: SavedAttention | Saved) -> Gradients:
     if isinstance(saved, SavedAttention):
         return attention_backward(dout, saved)
-    return disjoint_backward(saved, dout, saved.k, saved.v)
+    return part_backward(saved, dout, saved.steps[0][0], saved.k, saved.v)
 
 
 @lru_cache

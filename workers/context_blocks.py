@@ -40,14 +40,12 @@ def plan(
 ) -> tuple[Step, ...]:
     """The steps of a rank, of sequences of `length` tokens.
 
-    'ring': at step t the keys of rank - t are at hand; the first block covers all queries. 'gather': all keys are, in
-    their order. 'exchange', and a group of one: the rank has whole sequences.
+    'ring' and 'gather': step t takes the keys of rank - t; the first block covers all queries. 'exchange', and a group
+    of one: the rank has whole sequences, in one block.
     """
     if variant == "exchange" or size == 1:
         return ((_own((range(length),), rows, device),),)
     held = [chunks(length, size, each, PLACEMENTS[variant]) for each in range(size)]
-    if variant == "gather":
-        return (tuple(_up_to(number, chunk, row, device) for number, chunk in enumerate(held[rank]) for row in rows),)
     first = (_own(held[rank], rows, device),)
     return first, *(_from(rank, (rank - step) % size, held, rows) for step in range(1, size))
 
@@ -58,18 +56,7 @@ def _own(held: Sequence[range], rows: Rows, device: torch.device | str) -> Block
     cut = any(len(each) > 1 for each in runs)
     flat = [length for each in runs for length in each]
     every = slice(None)
-    return Block(every, every, every, True, _lengths(flat, flat, device) if cut else None)
-
-
-def _up_to(number: int, chunk: range, row: tuple[slice, Sequence[int]], device: torch.device | str) -> Block:
-    """A rank's chunk and all keys from the first one that it sees on."""
-    rows, starts = row
-    begin = starts[bisect_right(starts, chunk.start) - 1]
-    runs = _runs((chunk,), starts)
-    seen = [runs[0] + chunk.start - begin, *runs[1:]]
-    lengths = _lengths(runs, seen, device) if len(runs) > 1 else None
-    queries = slice(number * len(chunk), (number + 1) * len(chunk))
-    return Block(rows, queries, slice(begin, chunk.stop), True, lengths)
+    return Block(every, every, every, True, _lengths(flat, device) if cut else None)
 
 
 def _from(rank: int, source: int, held: Sequence[Sequence[range]], rows: Rows) -> Step:
@@ -114,8 +101,8 @@ def _runs(held: Sequence[range], starts: Sequence[int]) -> list[int]:
     return found
 
 
-def _lengths(queries: Sequence[int], keys: Sequence[int], device: torch.device | str) -> Lengths:
-    ends = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
+def _lengths(runs: Sequence[int], device: torch.device | str) -> Lengths:
+    ends = torch.tensor([0, *accumulate(runs)], dtype=torch.int32)
     if torch.device(device).type == "cuda":  # from pinned memory the host need not wait for the copy
         ends = ends.pin_memory().to(device, non_blocking=True)
-    return Lengths(ends[0], ends[1], (max(queries), max(keys)))
+    return Lengths(ends, ends, (max(runs), max(runs)))

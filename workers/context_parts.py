@@ -9,7 +9,6 @@ import torch
 from pentad.kernels.attention import softmax_scale
 from pentad.kernels.attention_block import Gradients, block, block_backward
 from pentad.kernels.attention_formula import Rule
-from pentad.kernels.dispatch import accumulator
 from pentad.workers.context_blocks import Block, Step
 
 
@@ -52,32 +51,6 @@ def part_backward(saved: Saved, dout: torch.Tensor, at: Block, k: torch.Tensor, 
     rule = Rule(at.causal, saved.scale, saved.deterministic, at.lengths, at.steady)
     dout, q, out, lse = (x[at.rows, :, at.queries] for x in (dout, saved.q, saved.out, saved.lse))
     return block_backward(dout, q, k[at.rows, :, at.keys], v[at.rows, :, at.keys], out, lse, rule)
-
-
-def disjoint(given: Given, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the blocks of one step, no two of which share a query."""
-    blocks, q = given.steps[0], given.q
-    if len(blocks) == 1:
-        return part(given, blocks[0], k, v)
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-    lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
-    for at in blocks:
-        out[at.rows, :, at.queries], lse[at.rows, :, at.queries] = part(given, at, k, v)
-    return out, lse
-
-
-def disjoint_backward(saved: Saved, dout: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Gradients:
-    """(dq, dk, dv) of these; of all keys at hand, in float32 or wider unless there is one block only."""
-    blocks = saved.steps[0]
-    if len(blocks) == 1:
-        return part_backward(saved, dout, blocks[0], k, v)
-    dq = torch.empty_like(saved.q, memory_format=torch.contiguous_format)
-    dk, dv = (torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in (k, v))
-    for at in blocks:
-        dq[at.rows, :, at.queries], more_dk, more_dv = part_backward(saved, dout, at, k, v)
-        dk[at.rows, :, at.keys] += more_dk
-        dv[at.rows, :, at.keys] += more_dv
-    return dq, dk, dv
 
 
 def packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

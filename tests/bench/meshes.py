@@ -1,6 +1,6 @@
 """Trains configurations on meshes of one host without Ray: losses, tokens/s, memory planned and measured.
 
-PYTHONPATH=.typings python -P tests/bench/meshes.py --out OUT deploy/jobs/llama-8b.yaml mesh.tp=4 -- \\
+PYTHONPATH=.typings:tests python -P tests/bench/meshes.py --out OUT deploy/jobs/llama-8b.yaml mesh.tp=4 -- \\
     deploy/jobs/llama-8b.yaml mesh.tp=1 mesh.pp=4 schedule.name=zb-h2
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
         rows.append(row)
         print(json.dumps({key: value for key, value in row.items() if key != "losses"}), flush=True)
         if known.out:
-            command = "PYTHONPATH=.typings python -P tests/bench/meshes.py " + " ".join(sys.argv[1:])
+            command = "PYTHONPATH=.typings:tests python -P tests/bench/meshes.py " + " ".join(sys.argv[1:])
             stamp = {"command": command, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "machine": platform.node()}
             known.out.write_text(json.dumps({**stamp, "runs": rows}, indent=1) + "\n")
     ranks.stop()
@@ -114,15 +114,17 @@ def serve(end: Connection) -> None:
 
 def trained(end: Connection, plan: Plan, rank: int) -> Any:
     import torch
+    from gpus import gpu_of
 
     from pentad.workers.runner import Runner
 
     cuda = plan.device == "cuda"
+    gpu = gpu_of(rank) if cuda else 0
     if cuda:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu)
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
+        runner = Runner(plan, rank, Path(folder, "board"), gpu=gpu)
         if rank == 0:
             end.send(runner.serve("127.0.0.1", 60))
         runner.connect(end.recv(), 60)
