@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from fleet import named
+from gpus import gpu_of
 
 from pentad.schedules.plan import Plan
 
@@ -136,11 +137,9 @@ def _serve(end: Any) -> None:
         try:
             if method == "make":
                 plan, rank, epoch = arguments
-                runners[:] = [
-                    Runner(
-                        plan, rank, board, epoch, rank, runners[0] if runners and epoch > 1 else None, blank=epoch > 1
-                    )
-                ]
+                heir_of = runners[0] if runners and epoch > 1 else None
+                gpu = gpu_of(rank) if plan.device == "cuda" else 0
+                runners[:] = [Runner(plan, rank, board, epoch, gpu, heir_of, blank=epoch > 1)]
                 reply(tag, None)
             elif method == "step":
                 executor = runners[0].executor

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cells import Cell, join, outcome, repair, together
+from gpus import room
 from plans import plan_of
 
 from pentad.schedules.compiler import compile_program
@@ -16,7 +17,7 @@ from pentad.schedules.compiler import compile_program
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(120),
-    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="four GPUs are needed"),
+    pytest.mark.skipif(room() < 4, reason="four GPUs are needed"),
 ]
 STEPS = 80
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import gpus
 import ray
 from footprint import Footprint
 from ray._private.node import Node
@@ -33,10 +34,10 @@ COMMAND = (sys.executable, "-P", "-m", "pentad.orchestrator.cli", "train")
 
 
 class Cluster:
-    """A head without room for ranks, and nodes with room for some each: one of the `gpus` a rank, if there are any."""
+    """A head without room for ranks, and nodes with room for some each: on GPUs, one of the `places` a rank."""
 
-    def __init__(self, folder: Path, gpus: int = 0) -> None:
-        self.folder, self.gpus = folder, gpus
+    def __init__(self, folder: Path, places: int = 0) -> None:
+        self.folder, self.places = folder, places
         self.head = self._node(0)
         self.nodes: list[Node] = []
 
@@ -88,7 +89,8 @@ class Cluster:
     def _node(self, cpus: int) -> Node:
         head = not hasattr(self, "head")
         where = {} if head else {"gcs_address": self.address, "redis_address": self.address}
-        free = [gpu for gpu in range(self.gpus) if head or all(gpu not in node.gpus for node in self.nodes)][:cpus]
+        taken = [] if head else [place for node in self.nodes for place in node.places]
+        free = [place for place in range(self.places) if place not in taken][:cpus]
         parameters = RayParams(
             num_cpus=cpus,
             num_gpus=len(free),
@@ -103,9 +105,9 @@ class Cluster:
             max_worker_port=0,
             **where,
         )
-        with clusters._environment({"CUDA_VISIBLE_DEVICES": ",".join(map(str, free))} if self.gpus else {}):
+        with clusters._environment(gpus.node_of(free) if self.places else {}):
             node = Node(parameters, head=head, shutdown_at_exit=True, spawn_reaper=True)
-        node.cpus, node.gpus = cpus, free
+        node.cpus, node.places = cpus, free
         return node
 
 
@@ -120,7 +122,7 @@ def _raylet(node: Node) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def three_nodes(gpus: int = 0) -> Iterator[Cluster]:
+def three_nodes(places: int = 0) -> Iterator[Cluster]:
     """Nothing of it stays behind."""
     variables = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
     variables |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
@@ -129,7 +131,7 @@ def three_nodes(gpus: int = 0) -> Iterator[Cluster]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(clusters._environment(variables))
         stack.enter_context(clusters._loopback_only())
-        cluster = Cluster(folder, gpus)
+        cluster = Cluster(folder, places)
         stack.callback(cluster.stop)
         yield cluster
 
