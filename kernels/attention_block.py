@@ -5,19 +5,22 @@ A part gives its output and the logarithm of its softmax's denominator (lse); `m
 is then the whole's probability, and no part needs another.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
 import torch.nn.functional as F
+import torch.utils.deterministic as determinism
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from pentad.kernels.attention import fusable, reproducible
 from pentad.kernels.attention_formula import Rule, formula, formula_backward
 from pentad.kernels.dispatch import runs_in_triton
 
 WIDEST = 256  # head of the flash kernels
+# A property that torch puts on its module at run time, where no type checker sees it.
+FILL = "fill_uninitialized_memory"
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
@@ -28,7 +31,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     Every query has to see a key. On a GPU 16-bit inputs take cuDNN or, where its backward pass would not be repeatable
     or does not know the shape, flash attention; all else is written out, and its memory grows with S K.
     """
-    if not _fused(q, v):
+    if not is_fused(q, v):
         return formula(q, k, v, rule)
     return _cudnn(q, k, v, rule) if _cudnn_takes(q, k, v, rule) else _flash(q, k, v, rule)
 
@@ -37,7 +40,7 @@ def block_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this part alone, where `dout`, `out` and `lse` are those of the whole for its queries."""
-    if not _fused(q, v):
+    if not is_fused(q, v):
         return formula_backward(dout, q, k, v, out, lse, rule)
     if _cudnn_takes(q, k, v, rule):
         return _cudnn_backward(dout, q, k, v, out, lse, rule)
@@ -63,8 +66,23 @@ def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
         merge_reference_(out, lse, more, more_lse)
 
 
-def _fused(q: Tensor, v: Tensor) -> bool:
-    return fusable(q) and max(q.shape[3], v.shape[3]) <= WIDEST
+def is_fused(q: Tensor, v: Tensor) -> bool:
+    """True where fused kernels take dtype and widths; they need a GPU."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[3], v.shape[3]) <= WIDEST
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Asks torch for reproducible algorithms, without its habit of filling fresh memory."""
+    mode = torch.get_deterministic_debug_mode()
+    fill = getattr(determinism, FILL)
+    torch.set_deterministic_debug_mode("error")
+    setattr(determinism, FILL, False)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        setattr(determinism, FILL, fill)
 
 
 def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
@@ -146,8 +164,8 @@ def _tokens(x: Tensor, width: int, packed: bool) -> Tensor:
 
 
 def _heads(x: Tensor, like: Tensor, width: Tensor) -> Tensor:
-    """What `_tokens` made of [B, heads, S, D]."""
-    return x.view(like.shape[0], like.shape[2], like.shape[1], -1).transpose(1, 2)[..., : width.shape[3]]
+    """What `_tokens` made of [B, heads, S, D], without the columns it added."""
+    return x.view(like.shape[0], like.shape[2], like.shape[1], -1)[..., : width.shape[3]].contiguous().transpose(1, 2)
 
 
 def _sizes(q: Tensor, k: Tensor, rule: Rule) -> tuple[Tensor | None, Tensor | None, int, int]:

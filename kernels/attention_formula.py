@@ -33,6 +33,11 @@ class Rule(NamedTuple):
     steady: bool = True
 
 
+def softmax_scale(q: Tensor, scale: float | None) -> float:
+    """What scores are multiplied by: 1 / sqrt(D), where nothing else is asked for."""
+    return 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+
+
 def formula(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider); memory grows with S K."""
     scores = _scores(q, k, rule)

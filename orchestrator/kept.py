@@ -196,28 +196,20 @@ def _attended(piece: Piece, heads: int, pairs: int, widths: tuple[int, int], eve
     query, value = widths
     exchanged = piece.mesh.cp > 1 and piece.context == "exchange"
     whole = piece.mesh.cp == 1 or exchanged
-    sums, out, wide = heads * m, heads * value * c, heads * query * c
+    sums, out = heads * m, heads * value * c
     inputs = (apart if exchanged else every) * c
     seen = heads * piece.length * piece.slices * piece.mesh.cp  # of a token
-    written = 0 if piece.is_fusable else 4 * seen * m
-    workspace = _workspace(piece, heads, query) + (2 * heads * query * c if pairs < heads else 0)
+    written = 4 * seen * m
     moved = pairs * (query + value) * c  # keys and values on their way between context ranks
     around = 0 if piece.mesh.cp == 1 else {"ring": 3, "gather": piece.mesh.cp + 1, "exchange": 4}[piece.context] * moved
-    backward = workspace if piece.is_fusable else written
-    if piece.packed or not whole:  # blocks that stand in no graph
-        again = out if not piece.is_fusable or (whole and exchanged) else 0
+    if piece.is_fusable or piece.packed or not whole:  # blocks that stand in no graph
+        again = out if exchanged or not piece.is_fusable else 0
         merged = 0 if whole else heads * value * m
-        back = (3 if piece.context == "gather" else 2) * around  # with the gradients of what moves, in float32
-        return Attended(
-            tokens * (inputs + sums + again), 0, tokens * (written + around + merged), tokens * (backward + back)
-        )
-    if piece.is_fusable:
-        padded = 2 * wide if query != value and piece.deterministic else 0
-        graph = sums + padded
-        again = out if exchanged and not padded else 0
-        return Attended(
-            tokens * (inputs + graph + again), tokens * graph, tokens * around, tokens * (workspace + around)
-        )
+        back = {"ring": 2, "gather": 3, "exchange": 1}[piece.context] * around  # what moves has sums in float32
+        forward = _padded(piece, heads, widths) if piece.is_fusable else written
+        backward = _workspace(piece, heads, pairs, widths) if piece.is_fusable else written
+        kept = tokens * (inputs + sums + again)
+        return Attended(kept, 0, tokens * (forward + around + merged), tokens * (backward + back))
     if query == value and (piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)):
         again = out * exchanged
         return Attended(tokens * (inputs + sums + again), tokens * sums, tokens * around, tokens * around)
@@ -226,7 +218,15 @@ def _attended(piece: Piece, heads: int, pairs: int, widths: tuple[int, int], eve
     return Attended(tokens * (inputs + graph + out), tokens * graph, tokens * (written + around), tokens * written)
 
 
-def _workspace(piece: Piece, heads: int, width: int) -> int:
-    """Bytes a token of what flash attention adds up dq in: as many parts as keep the processors busy."""
+def _padded(piece: Piece, heads: int, widths: tuple[int, int]) -> int:
+    """Bytes a token of values and output in columns of a query's width, the one that flash attention takes."""
+    query, value = widths
+    return 2 * heads * query * piece.compute if query != value else 0
+
+
+def _workspace(piece: Piece, heads: int, pairs: int, widths: tuple[int, int]) -> int:
+    """Bytes a token of what the backward pass of a fused attention has for a moment: what dq is added up in, as many
+    parts as keep the processors busy, and a gradient of keys and values for every query head."""
     parts = -(-PROCESSORS // (piece.rows * heads)) if piece.deterministic else 1
-    return parts * heads * width * BYTES["float32"] if piece.device == "cuda" else 0
+    apart = 2 * heads * widths[0] * piece.compute if pairs < heads else 0
+    return parts * heads * widths[0] * BYTES["float32"] + apart + _padded(piece, heads, widths)

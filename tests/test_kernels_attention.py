@@ -5,6 +5,7 @@ import torch
 from closeness import relative_error
 from torch import Tensor
 
+from pentad.kernels import attention as kernel
 from pentad.kernels.attention import attention, attention_backward, attention_reference
 
 Shape = tuple[int, int, int, int, int]  # batch, query heads, key heads, positions, width
@@ -89,6 +90,15 @@ def test_a_second_backward_is_refused() -> None:
     attention_backward(dout, saved)
     with pytest.raises(RuntimeError, match="second time"):
         attention_backward(dout, saved)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_way_of_fused_kernels_is_one_block_and_no_graph(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(kernel, "is_fused", lambda q, v: True)
+    given = sliced((2, 4, 2, 20, 8), 4, number, "cpu", torch.float64)
+    agrees(given, True, 1e-11)
+    _, saved = attention(given[0], given[1], given[2], scale=0.3)
+    assert saved.lse is not None and saved.out.grad_fn is None
 
 
 @pytest.mark.gpu

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.kernels.attention import softmax_scale
 from pentad.kernels.attention_block import Gradients, block, block_backward
-from pentad.kernels.attention_formula import Rule
+from pentad.kernels.attention_formula import Rule, softmax_scale
 from pentad.workers.context_blocks import Block, Step
 
 

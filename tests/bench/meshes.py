@@ -48,7 +48,7 @@ def main() -> None:
             row = {"error": str(error)}
         row = {"config": path, "overrides": overrides, **row, "wall_seconds": round(time.monotonic() - began, 1)}
         rows.append(row)
-        print(json.dumps({key: value for key, value in row.items() if key != "losses"}), flush=True)
+        print(json.dumps({key: value for key, value in row.items() if key not in ("losses", "norms")}), flush=True)
         if known.out:
             command = "PYTHONPATH=.typings:tests python -P tests/bench/meshes.py " + " ".join(sys.argv[1:])
             stamp = {"command": command, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "machine": platform.node()}
@@ -166,6 +166,7 @@ def facts(plan: Plan, answers: list[Any]) -> dict[str, Any]:
         "first_loss": round(losses[0], 5),
         "last_loss": round(losses[-1], 5),
         "losses": [round(loss, 5) for loss in losses],
+        "norms": [float(f"{result.grad_norm:.5g}") for result in results[0]],
     }
 
 
