@@ -6,13 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from commands import Pentad, pentad
 
-from pentad.orchestrator.cli import main
 from pentad.orchestrator.config import dump, load
 from pentad.orchestrator.guess import guess_costs
 from pentad.orchestrator.planning import make_plan, spread
@@ -26,24 +25,10 @@ from pentad.schedules.shape import Options
 from pentad.schedules.simulate import simulate
 from pentad.schedules.timeline import Timeline
 
+__all__ = ["pentad"]
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
-Pentad = Callable[..., tuple[int, str, str]]
 SIZES = ("--ranks", "4", "--microbatches", "8")
-
-
-@pytest.fixture
-def pentad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pentad:
-    """Runs a command line in an empty folder: (status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(list(arguments))
-        return status, *capsys.readouterr()
-
-    return run
 
 
 def uniform(name: str, *costs: float) -> Costs:

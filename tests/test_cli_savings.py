@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import SIZES, Pentad, pentad
+from commands import Pentad, pentad
+from test_cli import SIZES
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs

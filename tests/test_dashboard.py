@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import Pentad, pentad
 
 from pentad.orchestrator import dashboard
-from pentad.orchestrator.cli import main
 from pentad.orchestrator.jobs import Jobs
 from pentad.schedules.errors import PentadError
 
+__all__ = ["pentad"]
 VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-Pentad = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -26,19 +26,6 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(dashboard, "PROBE_SECONDS", 0.3)
-
-
-@pytest.fixture
-def pentad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pentad:
-    """Runs a command line in an empty folder: (status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(list(arguments))
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

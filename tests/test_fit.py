@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from test_cli import Pentad, pentad
+from commands import Pentad, pentad
 
 __all__ = ["pentad"]
 

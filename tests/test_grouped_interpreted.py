@@ -5,9 +5,6 @@ As in test_kernels_interpreted.py: conftest.py asks for the interpreter, and a G
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from closeness import relative_error
@@ -16,7 +13,7 @@ if torch.cuda.is_available():
     pytest.skip("a GPU runs the kernels themselves", allow_module_level=True)
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
+from interpreted import fresh_memory_holds_nan, index_by_one_element
 
 from pentad.kernels import grouped_gemm_triton, routing_triton
 from pentad.kernels.grouped_gemm import accumulate_grouped_gradient_reference_, grouped_gemm_reference
@@ -28,29 +25,11 @@ from pentad.kernels.routing import (
     sum_rows_reference,
 )
 
+__all__ = ["fresh_memory_holds_nan", "index_by_one_element"]
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
 # the interpreter multiplies the bits of a bf16, so products are tried with the other 16-bit numbers
 PRODUCTS = [(torch.float32, 1e-5), (torch.float16, 1e-2)]
 COUNTS = [(3, 0, 5), (0, 0, 0), (1, 130, 0, 2, 65), (4,)]
-
-
-@pytest.fixture(autouse=True)
-def _index_by_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 takes int() of an array of one element, which NumPy 2.4 no longer gives."""
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_holds_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), PRODUCTS)

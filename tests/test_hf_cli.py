@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import hf_models
 import pytest
 import torch
+from commands import Pentad, pentad
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pentad.orchestrator.cli import main
 from pentad.orchestrator.yaml_text import load_yaml
 from pentad.workers.checkpoint import commit, folder_of, open_checkpoint, read, write_shard
 from pentad.workers.hf_config import of_section
 from pentad.workers.tokenizer import train_tokenizer
 
-Pentad = Callable[..., tuple[int, str, str]]
+__all__ = ["pentad"]
 SECTION = "model: {family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 64, norm_eps: 1e-6}\n"
-
-
-@pytest.fixture
-def pentad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pentad:
-    """Runs a command line in an empty folder: (status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(list(arguments))
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import ray
+from commands import Pentad, pentad
 
 from pentad.orchestrator import cluster as clusters
 from pentad.orchestrator import job_log, job_package, jobs, show_jobs
@@ -26,6 +27,7 @@ from pentad.orchestrator.jobs import Job, Jobs, announce, failure
 from pentad.orchestrator.sections import ClusterSection
 from pentad.schedules.errors import PentadError
 
+__all__ = ["pentad"]
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
     *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
@@ -33,7 +35,6 @@ SMALL = [
     *("cluster.device=cpu", "run.steps=400"),
 ]
 JOB = Job("trial-1", "trial", "RUNNING", "pp2", "1f1b", "/runs/trial", 1e9, None, "", 120.0, {})
-Pentad = Callable[..., tuple[int, str, str]]
 OWN = """
 from pentad.schedules.own import BW, F
 
@@ -43,19 +44,6 @@ def mine(rank, ranks, microbatches):
     for mb in range(microbatches):
         yield BW(rank, mb)
 """
-
-
-@pytest.fixture
-def pentad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pentad:
-    """Runs a command line in an empty folder: (status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(list(arguments))
-        return status, *capsys.readouterr()
-
-    return run
 
 
 def tree(folder: Path) -> set[str]:

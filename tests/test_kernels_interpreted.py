@@ -4,9 +4,6 @@ conftest.py asks for the interpreter before Triton is first imported; kernels of
 this file steps aside where a GPU runs the real ones.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from closeness import relative_error
@@ -15,7 +12,7 @@ if torch.cuda.is_available():
     pytest.skip("a GPU runs the kernels themselves", allow_module_level=True)
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
+from interpreted import fresh_memory_holds_nan, index_by_one_element
 
 from pentad.kernels import (
     adamw_triton,
@@ -35,26 +32,8 @@ from pentad.kernels.rope import rope_reference_
 from pentad.kernels.rope_tables import rope_tables
 from pentad.kernels.swiglu import swiglu_backward_reference
 
+__all__ = ["fresh_memory_holds_nan", "index_by_one_element"]
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
-
-
-@pytest.fixture(autouse=True)
-def _index_by_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 takes int() of an array of one element, which NumPy 2.4 no longer gives."""
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_holds_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)

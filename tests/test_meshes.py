@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 
 import pytest
-from test_cli import Pentad, pentad
+from commands import Pentad, pentad
 
 from pentad.orchestrator.config import RunConfig, load
 from pentad.orchestrator.estimate import memories
