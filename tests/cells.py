@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,16 @@ class Cell:
         """Raises what the method raised."""
         while number not in self.answers:
             assert self.end.poll(seconds), f"no answer in {seconds} s"
-            tag, value = self.end.recv()
-            self.answers[tag] = value
+            self.hear()
         value = self.answers.pop(number)
         if isinstance(value, Exception):
             raise value
         return value
+
+    def hear(self) -> None:
+        """Takes the next answer, to whichever call."""
+        tag, value = self.end.recv()
+        self.answers[tag] = value
 
     def wait_for(self, step: int) -> None:
         """Until this rank is in a step."""
@@ -69,8 +74,18 @@ class Cell:
 
 
 def together(cells: list[Cell], method: str, *arguments: Any, seconds: float = 45.0) -> list[Any]:
-    asked = [cell.call(method, *arguments) for cell in cells]
-    return [cell.answer(number, seconds) for cell, number in zip(cells, asked, strict=True)]
+    """What all answer; raises what the first to fail does, for whom others may be waiting."""
+    asked = [(cell, cell.call(method, *arguments)) for cell in cells]
+    deadline = time.monotonic() + seconds
+    while late := [cell for cell, number in asked if number not in cell.answers]:
+        ready = wait([cell.end for cell in late], max(0.0, deadline - time.monotonic()))
+        assert ready, f"{method}: no answer of {list(map(cells.index, late))} in {seconds} s"
+        for cell, number in asked:
+            if cell.end in ready:
+                cell.hear()
+                if isinstance(cell.answers.get(number), Exception):
+                    cell.answer(number)
+    return [cell.answer(number) for cell, number in asked]
 
 
 def join(cells: list[Cell], plan: Plan, epoch: int) -> None:
