@@ -268,8 +268,10 @@ class Runner:
         # A lane that waits must not share a hardware queue with another one, or that waits too: a program has
         # more lanes than the 8 queues of the default.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-        # That a member is gone is for the driver to find out; by default torch then ends the process.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        # That a member is gone is for the driver to find out; by default torch then ends the process, or keeps a
+        # communicator of several hosts for a minute to write down what it did last.
+        for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING"):
+            os.environ[f"TORCH_NCCL_{name}"] = "0"
         torch.cuda.set_device(self.device)
 
     def _end(self, address: str, timeout_seconds: float) -> Barrier | PostValidated:
