@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from datetime import datetime
 from itertools import groupby, pairwise
 from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import Plan
 
 WARM = 4  # steps that are not timed
+Work = Callable[[Connection, Plan, int], Any]
 
 
 def main() -> None:
@@ -38,7 +40,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a run may take")
     known, rest = parser.parse_known_args()
     runs = [list(words) for is_end, words in groupby(rest, lambda word: word == "--") if not is_end]
-    ranks, rows = Ranks(known.limit), list[dict[str, Any]]()
+    ranks, rows = Ranks(known.limit, trained), list[dict[str, Any]]()
     for path, *overrides in runs:
         began = time.monotonic()
         try:
@@ -57,10 +59,10 @@ def main() -> None:
 
 
 class Ranks:
-    """Processes that outlive a run, as many as the largest mesh so far has needed."""
+    """Processes that outlive a run, as many as the largest mesh so far has needed; `work` is what each does of it."""
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    def __init__(self, limit: float, work: Work) -> None:
+        self.limit, self.work = limit, work
         self.ends: list[Connection] = []
         self.processes: list[Any] = []
 
@@ -69,7 +71,7 @@ class Ranks:
         context = mp.get_context("spawn")
         while len(self.ends) < plan.mesh.size:
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there,), daemon=True)
+            process = context.Process(target=serve, args=(there, self.work), daemon=True)
             process.start()
             self.ends.append(here)
             self.processes.append(process)
@@ -100,12 +102,12 @@ class Ranks:
             return "it died"
 
 
-def serve(end: Connection) -> None:
+def serve(end: Connection, work: Work) -> None:
     while True:
         try:
             order = end.recv()
             if not isinstance(order, str):
-                end.send(trained(end, *order))
+                end.send(work(end, *order))
         except EOFError:
             return
         except BaseException:
