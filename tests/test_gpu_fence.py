@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from cells import Cell, join, outcome, repair, together
-from gpus import room
+from gpus import RANKS_A_GPU, room
 from plans import plan_of
 
 from pentad.schedules.compiler import compile_program
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(120 * RANKS_A_GPU),
     pytest.mark.skipif(room() < 4, reason="four GPUs are needed"),
 ]
 STEPS = 80
