@@ -72,11 +72,12 @@ def is_fused(q: Tensor, v: Tensor) -> bool:
 
 
 @contextmanager
-def reproducible() -> Iterator[None]:
-    """Asks torch for reproducible algorithms, without its habit of filling fresh memory."""
+def reproducible(where_none: str = "error") -> Iterator[None]:
+    """Asks torch for reproducible algorithms, without its habit of filling fresh memory; `where_none` says what it does
+    about an operation that has none: "warn" or "error"."""
     mode = torch.get_deterministic_debug_mode()
     fill = getattr(determinism, FILL)
-    torch.set_deterministic_debug_mode("error")
+    torch.set_deterministic_debug_mode(where_none)
     setattr(determinism, FILL, False)
     try:
         yield

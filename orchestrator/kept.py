@@ -221,7 +221,8 @@ def _attended(piece: Piece, heads: int, pairs: int, widths: tuple[int, int], eve
 def _padded(piece: Piece, heads: int, widths: tuple[int, int]) -> int:
     """Bytes a token of values and output in columns of a query's width, the one that flash attention takes."""
     query, value = widths
-    return 2 * heads * query * piece.compute if query != value else 0
+    has_flash = piece.deterministic or piece.packed or piece.slices > 1
+    return 2 * heads * query * piece.compute if has_flash and query != value else 0
 
 
 def _workspace(piece: Piece, heads: int, pairs: int, widths: tuple[int, int]) -> int:

@@ -153,8 +153,7 @@ def _serve(end: Any) -> None:
             if method == "make":
                 plan, rank, epoch = arguments
                 heir_of = runners[0] if runners and epoch > 1 else None
-                gpu = gpu_of(rank) if plan.device == "cuda" else 0
-                runners[:] = [Runner(plan, rank, board, epoch, gpu, heir_of, blank=epoch > 1)]
+                runners[:] = [Runner(plan, rank, board, epoch, gpu_of(rank), heir_of, blank=epoch > 1)]
                 reply(tag, None)
             elif method == "step":
                 executor = runners[0].executor

@@ -151,7 +151,7 @@ def _run(
 
     optimizer.step, optimizer.square_sum = seen, poisoned
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(plan, rank, Path(folder, "board"), gpu=gpu_of(rank) if plan.device == "cuda" else 0)
+        runner = Runner(plan, rank, Path(folder, "board"), gpu=gpu_of(rank))
         try:
             if rank == 0:
                 end.send(runner.serve("127.0.0.1", 60))

@@ -20,9 +20,9 @@ def room() -> int:
 
 
 def gpu_of(place: int) -> int:
-    """The GPU of the rank that this process is."""
+    """The GPU of the rank that this process is; 0 on a machine without."""
     os.environ.update(_host(place))
-    return place % torch.cuda.device_count()
+    return place % max(1, torch.cuda.device_count())
 
 
 def node_of(places: Sequence[int]) -> dict[str, str]:
@@ -32,4 +32,4 @@ def node_of(places: Sequence[int]) -> dict[str, str]:
 
 
 def _host(place: int) -> dict[str, str]:
-    return {"NCCL_HOSTID": f"host-{place // torch.cuda.device_count()}"} if RANKS_A_GPU > 1 else {}
+    return {"NCCL_HOSTID": f"host-{place // max(1, torch.cuda.device_count())}"} if RANKS_A_GPU > 1 else {}

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from closeness import relative_error
 
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
+from interpreted import index_by_one_element
 
 from pentad.kernels import attention_triton
 from pentad.kernels.attention_block import merge_reference_
 
+__all__ = ["index_by_one_element"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _index_by_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 takes int() of an array of one element, which NumPy 2.4 no longer gives."""
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-6)])

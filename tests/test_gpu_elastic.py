@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.skipif(room() < 4, reason="four GPUs are needed"),
 ]
 STEPS = 300
-FOUR = (4,) if torch.cuda.device_count() >= 4 else (2, 2)  # ranks of the nodes that hold four
+GPUS = min(4, max(1, torch.cuda.device_count()))
+FOUR = (GPUS,) * (4 // GPUS)  # ranks of the nodes that hold four
 SMALL = (
     "model.layers=4",
     "model.hidden=128",

@@ -51,9 +51,9 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turn
         dq[at.rows, :, at.queries] += more_dq
         for total, more in zip(sums[source], reached, strict=True):
             total[at.rows, :, at.keys] += more
-    total = by_rank.new_empty(by_rank.shape[1])
-    work = _scatter(total, by_rank.view(-1), group=group, async_op=True)
-    dk, dv = unpacked((yield from Coming((work,), lambda: total, by_rank)), k, v)
+    mine = by_rank.new_empty(by_rank.shape[1])
+    work = _scatter(mine, by_rank.view(-1), group=group, async_op=True)
+    dk, dv = unpacked((yield from Coming((work,), lambda: mine, by_rank)), k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

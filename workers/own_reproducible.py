@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-import torch.utils.deterministic as determinism
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pentad.kernels.attention_block import FILL
+from pentad.kernels import attention_block
 
 # Flash attention takes 16-bit dtypes; what it refuses goes to plain GEMMs, which always add in the same order.
 REPRODUCIBLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -18,12 +16,5 @@ REPRODUCIBLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 @contextmanager
 def reproducible() -> Iterator[None]:
     """Asks torch for reproducible algorithms, also of attention; where it has none for an operation it warns."""
-    mode, fill = torch.get_deterministic_debug_mode(), getattr(determinism, FILL)
-    torch.set_deterministic_debug_mode("warn")
-    setattr(determinism, FILL, False)
-    try:
-        with sdpa_kernel(REPRODUCIBLE, set_priority=True):
-            yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        setattr(determinism, FILL, fill)
+    with attention_block.reproducible("warn"), sdpa_kernel(REPRODUCIBLE, set_priority=True):
+        yield

@@ -2,20 +2,19 @@
 
 PYTHONPATH=.typings:tests python -P tests/bench/busy.py deploy/jobs/llama-8b.yaml mesh.tp=2 model.layers=12
 
-`waits` is time in which no kernel runs at all: the host is late, or another rank.
+Copies count as computing. `waits` is time in which nothing runs: the host is late, or another rank.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections import defaultdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.meshes import Ranks
+from bench.meshes import Ranks, connected
 
 from pentad.orchestrator.config import load
 from pentad.orchestrator.planning import make_plan
@@ -35,23 +34,13 @@ def main() -> None:
 
 def profiled(end: Connection, plan: Plan, rank: int) -> dict[str, Any]:
     import torch
-    from gpus import gpu_of
     from torch.profiler import ProfilerActivity, profile
 
-    from pentad.workers.runner import Runner
-
-    gpu = gpu_of(rank)
-    torch.cuda.set_device(gpu)
-    with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(plan, rank, Path(folder, "board"), gpu=gpu)
-        if rank == 0:
-            end.send(runner.serve("127.0.0.1", 60))
-        runner.connect(end.recv(), 60)
+    with connected(end, plan, rank) as runner:
         runner.run(0, STEPS - 1)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             runner.run(STEPS - 1, 1)
             torch.cuda.synchronize()
-        runner.close()
     events = seen.profiler.kineto_results.events()
     mine = (event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
     return shares([(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()) for event in mine])

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import groupby, pairwise
 from multiprocessing.connection import Connection
@@ -114,15 +115,16 @@ def serve(end: Connection, work: Work) -> None:
             end.send(traceback.format_exc())
 
 
-def trained(end: Connection, plan: Plan, rank: int) -> Any:
+@contextmanager
+def connected(end: Connection, plan: Plan, rank: int) -> Iterator[Any]:
+    """The Runner of a rank, which has met the others."""
     import torch
     from gpus import gpu_of
 
     from pentad.workers.runner import Runner
 
-    cuda = plan.device == "cuda"
-    gpu = gpu_of(rank) if cuda else 0
-    if cuda:
+    gpu = gpu_of(rank)
+    if plan.device == "cuda":
         torch.cuda.set_device(gpu)
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
@@ -130,8 +132,16 @@ def trained(end: Connection, plan: Plan, rank: int) -> Any:
         if rank == 0:
             end.send(runner.serve("127.0.0.1", 60))
         runner.connect(end.recv(), 60)
-        results = runner.run(0, plan.optimizer.steps)
+        yield runner
         runner.close()
+
+
+def trained(end: Connection, plan: Plan, rank: int) -> Any:
+    import torch
+
+    cuda = plan.device == "cuda"
+    with connected(end, plan, rank) as runner:
+        results = runner.run(0, plan.optimizer.steps)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     del runner
     gc.collect()
