@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from early import watch
 from gpus import gpu_of
 from pool import Pool
 
@@ -156,6 +157,8 @@ def _run(
             if rank == 0:
                 end.send(runner.serve("127.0.0.1", 60))
             runner.connect(end.recv(), 60)
+            if plan.device == "cpu":
+                watch(runner.executor)
             runner.restore(restore)
             results = [result for call in calls for result in runner.run(*call)]
             shards = runner.save(save, sum(calls[-1][:2])) if save else []

@@ -6,7 +6,7 @@ import multiprocessing as mp
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 PATIENCE = 90.0  # seconds for all answers to an order, on a machine that others use too
@@ -27,6 +27,7 @@ class Pool:
 
     def order(self, orders: Sequence[object]) -> None:
         """One for each of the first ranks."""
+        assert len(orders) <= self.size, f"{len(orders)} ranks wanted of {self.size}"
         if self.is_busy:
             self.stop()
         if not self.processes:
@@ -45,12 +46,17 @@ class Pool:
             raise AssertionError(f"rank {rank} died") from None
 
     def answers(self, ranks: int, kind: type) -> list[Any]:
-        """Of the first ranks; raises with a rank's traceback when one failed."""
-        found = [self.heard(rank) for rank in range(ranks)]
+        """Of the first ranks; raises with the traceback of the first to fail, for whom others may be waiting."""
+        found = dict[int, Any]()
+        while late := [rank for rank in range(ranks) if rank not in found]:
+            ready = wait([self.ends[rank] for rank in late], max(0.0, self.deadline - time.monotonic()))
+            assert ready, f"ranks {late}: no answer in {PATIENCE:g} s"
+            for rank in late:
+                if self.ends[rank] in ready:
+                    found[rank] = self.heard(rank)
+                    assert isinstance(found[rank], kind), f"rank {rank}: {found[rank]}"
         self.is_busy = False
-        for rank, answer in enumerate(found):
-            assert isinstance(answer, kind), f"rank {rank}: {answer}"
-        return found
+        return [found[rank] for rank in range(ranks)]
 
     def stop(self) -> None:
         for end in self.ends:

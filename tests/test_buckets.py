@@ -129,6 +129,8 @@ def test_stages_that_take_turns_on_buffers_do_so_in_buckets_too(fleet, corpus, z
 SHARED = [
     ("1f1b", {"dp": 2, "tp": 2}, {"model": replace(MODEL, kv_heads=1)}, 1),
     ("dualpipe", {"ep": 2, "pp": 2}, {"model": MIXED}, 3),
+    ("1f1b", {"cp": 2, "pp": 2}, {}, 1),
+    ("interleaved", {"cp": 2}, {"chunks": 4}, 1),
     pytest.param("1f1b", {"dp": 2, "pp": 2}, {"model": FAMILIES["qwen3"]}, 2, marks=slow),
     pytest.param("zb-h2", {"cp": 2, "pp": 2}, {"model": replace(FAMILIES["deepseek-v3"], predicted=1)}, 1, marks=slow),
 ]

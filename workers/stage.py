@@ -163,6 +163,7 @@ class Stage:
         microbatch, number = divmod(piece, self.slices)
         pasts = self.pasts[microbatch] if number else self.pasts.pop(microbatch)
         kept = self.kept.pop(piece)
+        self.left = self.model.layers + 1  # W may be called before B has come down to a layer
         if kept.ending is not None:
             dy, work = self._end_backward(kept.ending, kept.given)
             kept = kept._replace(ending=None)
