@@ -15,9 +15,8 @@ from pentad.orchestrator.kept import BYTES, INDEX, Piece, piece_of
 from pentad.schedules.instruction import REDUCTIONS, SENDS, Instruction, Op, units_of
 from pentad.schedules.mesh import Axis
 from pentad.schedules.model import Experts, Latent, ModelShape
-from pentad.schedules.plan import Plan, Share, part_of
+from pentad.schedules.plan import Plan, Share, part_of, tiles
 
-TILES = 4  # of a product whose sum tensor ranks scatter
 Inside = Literal["F", "B", "again", "leaves"]  # `leaves`: what selective recompute does; `again`: what full does
 
 
@@ -98,7 +97,7 @@ def stage_flows(model: ModelShape, span: tuple[int, int], piece: Piece, when: In
         for _ in range((span[1] == model.layers) + ahead):
             _tensor(found, piece, "gather", 1, _stream(model, piece))
             if when == "B":
-                _tensor(found, piece, "scatter", _tiles(piece), _stream(model, piece))
+                _tensor(found, piece, "scatter", tiles(piece.tokens), _stream(model, piece))
             else:
                 _tensor(found, piece, "gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.main)
     return found
@@ -111,10 +110,10 @@ def layer_flows(model: ModelShape, has_experts: bool, piece: Piece, when: Inside
     if piece.mesh.tp > 1:
         if when != "leaves":
             if model.latent is None:
-                _half(found, piece, when, model.hidden, _tiles(piece))
+                _half(found, piece, when, model.hidden, tiles(piece.tokens))
             else:
                 _narrow(found, piece, when, model.hidden, model.latent)
-        _half(found, piece, when, model.hidden, 1 if has_experts else _tiles(piece))
+        _half(found, piece, when, model.hidden, 1 if has_experts else tiles(piece.tokens))
     if when != "leaves":
         if piece.mesh.cp > 1:
             _context(found, model, piece, when)
@@ -138,10 +137,6 @@ def _stream(model: ModelShape, piece: Piece) -> int:
     return piece.tokens * model.hidden * piece.compute
 
 
-def _tiles(piece: Piece) -> int:
-    return min(TILES, piece.part)
-
-
 def _tensor(found: Flows, piece: Piece, kind: str, operations: int, whole: int) -> None:
     """`whole` bytes in all, however many operations they take."""
     found.add("tp", kind, operations, whole * (piece.mesh.tp - 1) // piece.mesh.tp)
@@ -162,10 +157,10 @@ def _narrow(found: Flows, piece: Piece, when: Inside, hidden: int, of: Latent) -
     token, both, queries = piece.tokens * piece.compute, of.rank + of.rotary, of.query_rank or hidden
     if when == "B":
         _tensor(found, piece, "gather", 3, token * (hidden + of.rank + queries))
-        _tensor(found, piece, "scatter", 1 + _tiles(piece), token * (both + queries))
+        _tensor(found, piece, "scatter", 1 + tiles(piece.tokens), token * (both + queries))
     else:
         _tensor(found, piece, "gather", 2, token * (queries + both))
-        _tensor(found, piece, "scatter", _tiles(piece), token * hidden)
+        _tensor(found, piece, "scatter", tiles(piece.tokens), token * hidden)
 
 
 def _context(found: Flows, model: ModelShape, piece: Piece, when: Inside) -> None:

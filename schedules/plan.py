@@ -16,6 +16,7 @@ from pentad.schedules.sequence import Variant
 from pentad.schedules.tensors import local_size
 
 LINE = 64  # elements: 128 bytes of bfloat16, where kernels and NCCL read widest
+TILE = 8192  # tokens at least, of which a product is summed while the next ones' is computed; docs/axes.md has figures
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,11 @@ class Plan:
 def part_of(size: int, count: int) -> int:
     """Elements of each of `count` equal parts of a buffer; of more than one, so many that each begins on a line."""
     return size if count == 1 else -(-size // (count * LINE)) * LINE
+
+
+def tiles(tokens: int) -> int:
+    """Parts in which tensor ranks compute and sum a product of so many tokens."""
+    return max(1, tokens // TILE)
 
 
 def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 0.0) -> tuple[tuple[int, int], ...]:

@@ -17,6 +17,8 @@ from pool import Pool
 
 from pentad.schedules.plan import Plan
 
+TILE = 8  # tokens: products of small models have tiles as well
+
 
 @dataclass
 class Outcome:
@@ -103,8 +105,11 @@ class Fleet:
 
 
 def _serve(end: Connection, *_: object) -> None:
+    from pentad.schedules import plan
+
     torch.set_num_threads(1)
     faulthandler.enable()
+    plan.TILE = TILE
     while True:
         try:
             order = end.recv()
@@ -158,6 +163,7 @@ def _run(
                 end.send(runner.serve("127.0.0.1", 60))
             runner.connect(end.recv(), 60)
             if plan.device == "cpu":
+                assert runner.executor is not None
                 watch(runner.executor)
             runner.restore(restore)
             results = [result for call in calls for result in runner.run(*call)]

@@ -16,7 +16,7 @@ from plans import MODEL, plan_of
 from pentad.orchestrator.activations import shares_of
 from pentad.schedules.model import Experts, Latent
 from pentad.schedules.plan import Plan
-from pentad.workers import context_exchange, context_gather, context_ring, dispatch, experts, mixture
+from pentad.workers import context_exchange, context_gather, context_ring, dispatch, experts, mixture, tensor_ranks
 from pentad.workers.bank import banks_of
 from pentad.workers.context import Context
 from pentad.workers.context_blocks import Block
@@ -41,19 +41,6 @@ FAMILIES = {
     "deepseek-lite": replace(SMALL, experts=DEEP, latent=replace(LATENT, query_rank=0)),
 }
 MODES = ("none", "selective", "full")
-
-
-class Ranks(TensorRanks):
-    """Tensor ranks that are not there."""
-
-    def gather(self, part: torch.Tensor) -> Coming[torch.Tensor]:
-        return here(part if self.size == 1 else torch.cat([part] * self.size))
-
-    def scatter(self, partial: torch.Tensor) -> Coming[torch.Tensor]:
-        return here(partial if self.size == 1 else partial[: partial.shape[0] // self.size].clone())
-
-    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> Coming[torch.Tensor]:
-        return self.scatter(torch.mm(x, matrix))
 
 
 class Group(NamedTuple):
@@ -93,6 +80,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (context_gather, dispatch):
         monkeypatch.setattr(module, "_gather", gathered)
         monkeypatch.setattr(module, "_scatter", scattered)
+    monkeypatch.setattr(tensor_ranks, "gather_all", gathered)
+    monkeypatch.setattr(tensor_ranks, "scatter_sum", scattered)
     monkeypatch.setattr(context_exchange, "_exchange", exchanged)
     monkeypatch.setattr(experts, "open_route", route)
     monkeypatch.setattr(mixture.dist, "all_reduce", lambda load, group, async_op=False: None)
@@ -112,9 +101,9 @@ def made(plan: Plan, index: int) -> Stage:
     rank = next(rank for rank in range(mesh.size) if index in plan.stages_of(rank))
     held = {at: create(plan, at, device, rank=rank) for at in plan.shares_of(rank) if at.stage == index}
     stage = Stage(plan, index, banks_of(plan, rank, index, held), rank)
-    groups: list[Any] = [Group(size) if size > 1 else None for size in (mesh.cp, mesh.ep)]
-    context = Context(groups[0], mesh.cp, 1 if mesh.cp > 1 else 0, plan.context)
-    stage.join(Inner(Ranks(None, mesh.tp), context, Site(groups[1], 0, "gather")))
+    groups: list[Any] = [Group(size) if size > 1 else None for size in (mesh.tp, mesh.cp, mesh.ep)]
+    context = Context(groups[1], mesh.cp, 1 if mesh.cp > 1 else 0, plan.context)
+    stage.join(Inner(TensorRanks(groups[0], mesh.tp), context, Site(groups[2], 0, "gather")))
     return stage
 
 

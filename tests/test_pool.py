@@ -31,7 +31,7 @@ def test_a_late_answer_is_not_the_next_orders(pair: Pool, monkeypatch: pytest.Mo
     pair.answers(2, tuple)
     monkeypatch.setattr(pool, "PATIENCE", 0.3)
     pair.order([0.0, 1.0])
-    with pytest.raises(AssertionError, match=r"rank 1: no answer in 0\.3 s"):
+    with pytest.raises(AssertionError, match=r"ranks \[1\]: no answer in 0\.3 s"):
         pair.answers(2, tuple)
     monkeypatch.undo()
     pair.order([0.0, 0.0])

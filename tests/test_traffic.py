@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from plans import MODEL, plan_of
-from test_activations import FAMILIES, Group, Ranks, Transfer, alone, exchanged, gathered, made, scattered
+from test_activations import FAMILIES, Group, Transfer, alone, exchanged, gathered, made, scattered
 
-from pentad.orchestrator import traffic as planned
 from pentad.orchestrator.devices import NODE, crosses
 from pentad.orchestrator.kept import piece_of
-from pentad.orchestrator.traffic import Flow, Flows, flows, stage_flows, traffic
+from pentad.orchestrator.traffic import Flow, Flows, flows, layer_flows, stage_flows, traffic
+from pentad.schedules import plan as plan_module
 from pentad.schedules.mesh import Mesh
 from pentad.schedules.plan import LINE, Plan, Share
 from pentad.schedules.shape import Savings
@@ -26,30 +27,10 @@ from pentad.workers.turns import alone as at_once
 __all__ = ["alone"]
 
 
-class Counted(Ranks):
-    """Tensor ranks that are not there, and a count of what they would be sent."""
-
-    log: Flows
-
-    def gather(self, part: torch.Tensor) -> Coming[torch.Tensor]:
-        self.log.add("tp", "gather", int(self.size > 1), (self.size - 1) * part.nbytes)
-        return super().gather(part)
-
-    def scatter(self, partial: torch.Tensor) -> Coming[torch.Tensor]:
-        self.log.add("tp", "scatter", int(self.size > 1), partial.nbytes * (self.size - 1) // self.size)
-        return super().scatter(partial)
-
-    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> Coming[torch.Tensor]:
-        whole = torch.mm(x, matrix)
-        tiles = min(tensor_ranks.TILES, x.shape[0] // self.size)
-        self.log.add("tp", "scatter", tiles * (self.size > 1), whole.nbytes * (self.size - 1) // self.size)
-        return Ranks.scatter(self, whole)
-
-
 @pytest.fixture
-def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Flows:
-    """All that layers send, from here on."""
-    found = Flows()
+def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
+    """All that layers send, from here on; products have tiles."""
+    found, caches = Flows(), (stage_flows, layer_flows)
 
     class Told(Transfer):
         def __init__(self, group: Group, sent: torch.Tensor, room: torch.Tensor, tag: int) -> None:
@@ -72,7 +53,14 @@ def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Flows:
     for module, axis in ((context_gather, "cp"), (dispatch, "ep")):
         monkeypatch.setattr(module, "_gather", tell(axis, "gather", gathered))
         monkeypatch.setattr(module, "_scatter", tell(axis, "scatter", scattered))
-    return found
+    monkeypatch.setattr(tensor_ranks, "gather_all", tell("tp", "gather", gathered))
+    monkeypatch.setattr(tensor_ranks, "scatter_sum", tell("tp", "scatter", scattered))
+    monkeypatch.setattr(plan_module, "TILE", 8)
+    for cache in caches:
+        cache.cache_clear()
+    yield found
+    for cache in caches:
+        cache.cache_clear()
 
 
 AXES = [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "context": "gather"}, {"cp": 2, "context": "exchange", "tp": 2}]
@@ -97,9 +85,6 @@ def test_experts_send_what_is_planned(log, corpus, family, axes):
 def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
     """F, RECOMPUTE and B of a stage, one after the other."""
     stage = made(plan, index)
-    tensor = Counted(None, plan.mesh.tp)
-    tensor.log = log
-    stage.around = stage.around._replace(tensor=tensor)
     tokens = torch.arange(plan.piece_tokens)
     shape = plan.stream_tokens, plan.model.hidden
     received = None if stage.first else torch.randn(shape, dtype=torch.float64)
@@ -115,10 +100,6 @@ def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
         log.clear()
         do()
         assert log == stage_flows(plan.model, plan.layers[index], piece, when), when
-
-
-def test_tiles_are_those_of_products() -> None:
-    assert planned.TILES == tensor_ranks.TILES
 
 
 def test_a_step_is_the_sum_of_its_instructions(corpus: str) -> None:

@@ -12,9 +12,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from pentad.schedules.plan import tiles
 from pentad.workers.turns import Coming, here
-
-TILES = 4  # of a product, each of which is reduced while the next one is computed
 
 # torch 2.13 gives them new names
 scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -47,18 +46,17 @@ class TensorRanks:
         Tile by tile, some rows of each rank: they are added up while the next tile is computed. A batched product
         takes them from where they lie: to copy them first cost 8B under tp2 4 % of a step.
         """
-        if self.size == 1:
-            return here(torch.mm(x, matrix))
+        parts = tiles(x.shape[0])
+        if self.size == 1 or parts == 1:
+            return self.scatter(torch.mm(x, matrix))
         rows, matrices = x.view(self.size, -1, x.shape[1]), matrix.expand(self.size, -1, -1)
         count = rows.shape[1]
         own = x.new_empty(count, matrix.shape[1])
-        bounds = [count * tile // TILES for tile in range(TILES + 1)]
         works, partials = [], []
-        for start, end in pairwise(bounds):
-            if start < end:
-                partial = torch.bmm(rows[:, start:end], matrices).flatten(0, 1)
-                works.append(scatter_sum(own[start:end], partial, group=self.group, async_op=True))
-                partials.append(partial)
+        for start, end in pairwise(count * part // parts for part in range(parts + 1)):
+            partial = torch.bmm(rows[:, start:end], matrices).flatten(0, 1)
+            works.append(scatter_sum(own[start:end], partial, group=self.group, async_op=True))
+            partials.append(partial)
         return Coming(works, lambda: own, partials)
 
     def sums(self, values: torch.Tensor) -> Coming[torch.Tensor]:
