@@ -13,7 +13,7 @@ train: .venv/ready-to-run
 	@.venv/bin/pentad train $(ARGS)
 
 test: .venv/ready-to-test
-	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadgroup $(ARGS)
+	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 $(ARGS)
 
 check: .venv/ready-to-test
 	.venv/bin/ruff check

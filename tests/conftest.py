@@ -4,6 +4,7 @@ realmodel only when asked for."""
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -27,10 +28,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups behind it
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Groups in the order in which they are collected, each to one process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = group_of  # type: ignore[method-assign]
+    return scheduler
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not has_cuda():
         for item in gpu:
@@ -45,10 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="a real model: add -m realmodel"))
 
 
-def group_of(item: pytest.Item) -> str:
+def group_of(test: str) -> str:
     """Tests of a group run in one process, in their order: those that start clusters, those that share the fleet, and
     those of any other file. So the two processes never have a cluster each, nor a fleet."""
-    module = item.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
+    module = test.partition("::")[0].rpartition("/")[2].removesuffix(".py")
     return "clusters" if module in CLUSTERS else "fleet" if module in FLEET else module
 
 
