@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 from early import watch
 from gpus import gpu_of
+from plans import TILE
 from pool import Pool
 
 from pentad.schedules.plan import Plan
-
-TILE = 8  # tokens: products of small models have tiles as well
 
 
 @dataclass

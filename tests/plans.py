@@ -18,6 +18,7 @@ from pentad.workers.corpus import Corpus, open_corpus
 from pentad.workers.samples import document_starts, microbatch
 
 STEPS = 3
+TILE = 4  # tokens: in ranks of tests, products of small models have tiles as well
 MODEL = ModelShape(layers=8, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
 
 

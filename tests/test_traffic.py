@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plans import MODEL, plan_of
+from plans import MODEL, TILE, plan_of
 from test_activations import FAMILIES, Group, Transfer, alone, exchanged, gathered, made, scattered
 
 from pentad.orchestrator.devices import NODE, crosses
@@ -55,12 +55,16 @@ def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
         monkeypatch.setattr(module, "_scatter", tell(axis, "scatter", scattered))
     monkeypatch.setattr(tensor_ranks, "gather_all", tell("tp", "gather", gathered))
     monkeypatch.setattr(tensor_ranks, "scatter_sum", tell("tp", "scatter", scattered))
-    monkeypatch.setattr(plan_module, "TILE", 8)
+    monkeypatch.setattr(plan_module, "TILE", TILE)
     for cache in caches:
         cache.cache_clear()
     yield found
     for cache in caches:
         cache.cache_clear()
+
+
+def test_few_tokens_are_one_tile_and_many_have_tiles() -> None:
+    assert [plan_module.tiles(tokens) for tokens in (1, 8191, 8192, 16383, 16384, 65536)] == [1, 1, 1, 1, 2, 8]
 
 
 AXES = [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "context": "gather"}, {"cp": 2, "context": "exchange", "tp": 2}]
