@@ -158,6 +158,9 @@ def _serve(end: Any) -> None:
             elif method == "step":
                 executor = runners[0].executor
                 reply(tag, executor.step if executor else -1)
+            elif method == "lose_touch":
+                _lose_touch(runners[0], *arguments)
+                reply(tag, None)
             elif method == "state":
                 held = runners[0].parameters.values()
                 kinds = [(each, kind, flat) for each in held for kind, flat in each.state().items()]
@@ -187,3 +190,14 @@ def _serve(end: Any) -> None:
             faulthandler.dump_traceback_later(30)
         do(*order)
         faulthandler.cancel_dump_traceback_later()
+
+
+def _lose_touch(runner: Any, step: int) -> None:
+    """Has a rank fail in the NORM of a step, when its gradients are whole and the other ranks have heard the norm."""
+    end = runner.executor.end
+    real = end.reduce
+
+    def cut() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    end.reduce = lambda number, check: real(number, cut if number == step else check)

@@ -27,6 +27,36 @@ def cells():
         cell.stop()
 
 
+def test_a_call_behind_one_that_failed_does_nothing(cells, corpus):
+    """The driver queues calls. What a rank lacks the norm of only stays whole until it hears it."""
+    plan, pair, lost = plan_of("1f1b", 1, 2, 4, corpus, "float32"), cells[:2], 2
+    join(pair, plan, 1)
+    together(pair, "restore", None, 0)
+    together(pair, "run", 0, lost + 1)
+    wanted = together(pair, "state")
+    together(pair, "close")
+
+    join(pair, plan, 1)
+    together(pair, "restore", None, 0)
+    pair[1].answer(pair[1].call("lose_touch", lost))
+    asked = [[cell.call("run", first, 4) for first in (0, 4)] for cell in pair]
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        pair[1].answer(asked[1][0])
+    with pytest.raises(Fenced):  # the other rank is in the step behind by then, and would take part in any
+        pair[1].answer(asked[1][1])
+    pair[0].wait_for(lost + 1)
+    for cell in pair:
+        cell.answer(cell.now("fence"))
+    for number in asked[0]:
+        with pytest.raises((Fenced, RuntimeError)):
+            pair[0].answer(number)
+    heard, late = together(pair, "leave")
+    assert (heard.version, late.version, late.ready) == (lost + 1, lost, True)
+    pair[1].answer(pair[1].call("advance", heard.norm))
+    for found, state in zip(together(pair, "state"), wanted, strict=True):
+        assert all(torch.equal(found[name], state[name]) for name in state)
+
+
 def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     """Ranks that live through it keep their processes, and the part that they hold of every stage is not enough."""
     plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", savings=Savings(zero=3))

@@ -345,7 +345,8 @@ class Runner:
 
     @contextmanager
     def _unless_fenced(self) -> Iterator[None]:
-        """Whatever goes wrong in an epoch that is over goes wrong because it is over."""
+        """Whatever goes wrong in an epoch that is over goes wrong because it is over, and what goes wrong ends it: a
+        call queued behind would go on in the middle of a step, and add to gradients that only lack their norm."""
         self._refuse_if_fenced()
         try:
             yield
@@ -353,6 +354,7 @@ class Runner:
         except Exception as error:
             if self.fenced:
                 raise Fenced(str(error)) from None
+            self.fenced = True
             raise
 
     def _refuse_if_fenced(self) -> None:
