@@ -27,33 +27,34 @@ def cells():
         cell.stop()
 
 
-def test_a_call_behind_one_that_failed_does_nothing(cells, corpus):
+@pytest.mark.parametrize(
+    ("name", "dp", "pp"), [("1f1b", 1, 2), ("1f1b", 2, 2), ("zb-h2", 2, 2), ("zb-v", 2, 2), ("dualpipe", 1, 4)]
+)
+def test_a_call_behind_one_that_failed_does_nothing(cells, corpus, name, dp, pp):
     """The driver queues calls. What a rank lacks the norm of only stays whole until it hears it."""
-    plan, pair, lost = plan_of("1f1b", 1, 2, 4, corpus, "float32"), cells[:2], 2
-    join(pair, plan, 1)
-    together(pair, "restore", None, 0)
-    together(pair, "run", 0, lost + 1)
-    wanted = together(pair, "state")
-    together(pair, "close")
+    plan, ranks, missed = plan_of(name, dp, pp, 8, corpus, "float32"), cells[: dp * pp], 2
+    join(ranks, plan, 1)
+    together(ranks, "restore", None, 0)
+    together(ranks, "run", 0, missed + 1)
+    wanted = together(ranks, "state")
+    together(ranks, "close")
 
-    join(pair, plan, 1)
-    together(pair, "restore", None, 0)
-    pair[1].answer(pair[1].call("lose_touch", lost))
-    asked = [[cell.call("run", first, 4) for first in (0, 4)] for cell in pair]
+    join(ranks, plan, 1)
+    together(ranks, "restore", None, 0)
+    ranks[1].answer(ranks[1].call("lose_touch", missed))
+    asked = [[cell.call("run", first, 4) for first in (0, 4)] for cell in ranks]
     with pytest.raises(RuntimeError, match="closed by peer"):
-        pair[1].answer(asked[1][0])
-    with pytest.raises(Fenced):  # the other rank is in the step behind by then, and would take part in any
-        pair[1].answer(asked[1][1])
-    pair[0].wait_for(lost + 1)
-    for cell in pair:
+        ranks[1].answer(asked[1][0])
+    with pytest.raises(Fenced):  # the others are in the step behind by then, and would take part in any
+        ranks[1].answer(asked[1][1])
+    ranks[0].wait_for(missed + 1)
+    for cell in ranks:
         cell.answer(cell.now("fence"))
-    for number in asked[0]:
-        with pytest.raises((Fenced, RuntimeError)):
-            pair[0].answer(number)
-    heard, late = together(pair, "leave")
-    assert (heard.version, late.version, late.ready) == (lost + 1, lost, True)
-    pair[1].answer(pair[1].call("advance", heard.norm))
-    for found, state in zip(together(pair, "state"), wanted, strict=True):
+    stands = together(ranks, "leave")
+    heard = [(missed + 1, False)] * len(ranks)
+    assert [(stand.version, stand.ready) for stand in stands] == [heard[0], (missed, True), *heard[2:]]
+    ranks[1].answer(ranks[1].call("advance", stands[0].norm))
+    for found, state in zip(together(ranks, "state"), wanted, strict=True):
         assert all(torch.equal(found[name], state[name]) for name in state)
 
 
@@ -112,7 +113,7 @@ def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus,
 
     join(cells, plan, 1)
     together(cells, "restore", None, 0)
-    asked = [cell.call("run", 0, STEPS) for cell in cells]
+    asked = [[cell.call("run", first, 20, first + 20 < STEPS) for first in range(0, STEPS, 20)] for cell in cells]
     cells[1].wait_for(3)
     cells[1].signal(how)
     time.sleep(0.3)
@@ -120,7 +121,7 @@ def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus,
     assert 0 < version < STEPS, "the fault came too early or too late for this test"
     for rank in (0, 2, 3):
         with pytest.raises((Fenced, RuntimeError)):
-            cells[rank].answer(asked[rank])
+            cells[rank].answer(asked[rank][-1])
     known = [list(stand.results) for stand in stands.values()]
     done = together(cells, "run", version, STEPS - version)
     losses, state = outcome(cells, known + done, 0)
