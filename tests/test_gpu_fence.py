@@ -13,6 +13,7 @@ from gpus import RANKS_A_GPU, room
 from plans import plan_of
 
 from pentad.schedules.compiler import compile_program
+from pentad.workers.fence import Fenced
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,9 +31,15 @@ def cells():
         cell.stop()
 
 
-@pytest.mark.parametrize("transport", ["peer", "nccl"])
-@pytest.mark.parametrize(("name", "dp", "pp"), [("1f1b", 2, 2), ("zb-h2", 2, 2), ("dualpipe", 1, 4)])
-def test_a_run_with_a_killed_rank_ends_with_the_bits_of_one_without(cells, corpus, name, dp, pp, transport):
+CASES = [("1f1b", 2, 2), ("zb-h2", 2, 2), ("dualpipe", 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "transport", "fault"),
+    [(*case, transport, "kill") for case in CASES for transport in ("peer", "nccl")]
+    + [("1f1b", 2, 2, "peer", "error"), ("zb-h2", 2, 2, "nccl", "error")],
+)
+def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, dp, pp, transport, fault):
     plan = plan_of(name, dp, pp, 8, corpus, "float32")
     program = compile_program(name, pp, 8, gated=transport == "nccl", replicas=dp)
     plan = replace(plan, device="cuda", transport=transport, program=program)
@@ -43,15 +50,21 @@ def test_a_run_with_a_killed_rank_ends_with_the_bits_of_one_without(cells, corpu
 
     join(cells, plan, 1)
     together(cells, "restore", None, 0)
-    for cell in cells:
-        for step in range(0, STEPS, 20):
-            cell.call("run", step, 20, True)
-    cells[1].wait_for(3)
-    cells[1].signal(signal.SIGKILL)
-    time.sleep(0.3)
+    if fault == "error":
+        cells[1].answer(cells[1].call("lose_touch", 4))
+    asked = [[cell.call("run", step, 20, True) for step in range(0, STEPS, 20)] for cell in cells]
+    if fault == "kill":
+        cells[1].wait_for(3)
+        cells[1].signal(signal.SIGKILL)
+        time.sleep(0.3)
+    else:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            cells[1].answer(asked[1][0])
+        with pytest.raises(Fenced):  # it must not go on in the middle of what the others are at
+            cells[1].answer(asked[1][1])
     began = time.monotonic()
     version, stands = repair(cells, [1], plan, 2)
-    print(f"{name} {transport}: killed at step {version}, repaired after {time.monotonic() - began:.1f} s")
+    print(f"{name} {transport}: lost by {fault} at step {version}, repaired after {time.monotonic() - began:.1f} s")
     assert version < STEPS
     known = [list(stand.results) for stand in stands.values()]
     losses, state = outcome(cells, known + together(cells, "run", version, STEPS - version), 0)
