@@ -9,14 +9,16 @@ import pytest
 import torch
 from cells import Cell, join, outcome, repair, together
 from plans import plan_of
+from test_axes import FAMILIES, MIXED
 
+from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
 from pentad.workers import checkpoint
 from pentad.workers.fence import Fenced
 from pentad.workers.manifest import Shard
 
 pytestmark = pytest.mark.timeout(150)
-STEPS = 80
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     together(cells, "run", 0, 2)
     plain = [shard for shards in together(cells, "save", str(folder), 2) for shard in shards]
     checkpoint.commit(folder, step=2, shards=[Shard.from_plain(shard) for shard in plain], meta={})
-    asked = [cell.call("run", 2, STEPS) for cell in cells]
+    asked = [cell.call("run", 2, 80) for cell in cells]
     cells[1].wait_for(4)
     cells[1].signal(signal.SIGKILL)
     for rank in (0, 2, 3):
@@ -92,38 +94,60 @@ def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     together(cells, "close")
 
 
+SQUARE, LINE = {"dp": 2, "pp": 2, "microbatches": 4}, {"pp": 4, "microbatches": 8}
+INNER = [
+    ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MIXED}),
+    pytest.param("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": FAMILIES["deepseek-v3"]}, marks=SLOW),
+    pytest.param("dualpipe", {"pp": 2, "ep": 2, "microbatches": 4, "model": MIXED}, marks=SLOW),
+    pytest.param("dualpipe", {"pp": 2, "tp": 2, "microbatches": 4}, marks=SLOW),
+    pytest.param("zb-h2", {"dp": 2, "tp": 2, "microbatches": 2}, marks=SLOW),
+    pytest.param("zb-v", {"pp": 2, "cp": 2, "microbatches": 4, "model": FAMILIES["qwen3"]}, marks=SLOW),
+    pytest.param("1f1b", {"cp": 4, "microbatches": 2}, marks=SLOW),
+]
+
+
 @pytest.mark.parametrize(
-    ("how", "name"),
+    ("how", "name", "axes"),
     [
-        (signal.SIGKILL, "dualpipe"),
-        (signal.SIGSTOP, "zb-h2"),
-        pytest.param(signal.SIGKILL, "zb-h2", marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, "dualpipe", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, "1f1b", marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, "1f1b", marks=pytest.mark.slow),
+        (signal.SIGKILL, "dualpipe", LINE),
+        (signal.SIGSTOP, "zb-h2", SQUARE),
+        pytest.param(signal.SIGKILL, "zb-h2", SQUARE, marks=SLOW),
+        pytest.param(signal.SIGSTOP, "dualpipe", LINE, marks=SLOW),
+        pytest.param(signal.SIGKILL, "1f1b", SQUARE, marks=SLOW),
+        pytest.param(signal.SIGSTOP, "1f1b", SQUARE, marks=SLOW),
     ],
 )
-def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, how):
-    dp, pp = (1, 4) if name == "dualpipe" else (2, 2)
-    plan = plan_of(name, dp, pp, 8 if name == "dualpipe" else 4, corpus, "float32")
+def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, axes, how):
+    lose_one(cells, plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **axes}), 80, how)
+
+
+@pytest.mark.parametrize(("name", "axes"), INNER)
+def test_ranks_that_share_layers_or_experts_do_so_again(cells, corpus, name, axes):
+    plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **axes})
+    lose_one(cells, plan, 24, signal.SIGKILL)
+
+
+def lose_one(cells: list[Cell], plan: Plan, steps: int, how: int) -> None:
+    """Runs these steps once without a fault, and once with one of rank 1."""
     join(cells, plan, 1)
     together(cells, "restore", None, 0)
-    wanted = outcome(cells, together(cells, "run", 0, STEPS), 0)
+    wanted = outcome(cells, together(cells, "run", 0, steps), 0)
     together(cells, "close")
 
     join(cells, plan, 1)
     together(cells, "restore", None, 0)
-    asked = [[cell.call("run", first, 20, first + 20 < STEPS) for first in range(0, STEPS, 20)] for cell in cells]
+    part = steps // 4
+    asked = [[cell.call("run", n * part, part, n < 3) for n in range(4)] for cell in cells]
     cells[1].wait_for(3)
     cells[1].signal(how)
     time.sleep(0.3)
     version, stands = repair(cells, [1], plan, 2)
-    assert 0 < version < STEPS, "the fault came too early or too late for this test"
+    assert 0 < version < steps, "the fault came too early or too late for this test"
     for rank in (0, 2, 3):
         with pytest.raises((Fenced, RuntimeError)):
             cells[rank].answer(asked[rank][-1])
     known = [list(stand.results) for stand in stands.values()]
-    done = together(cells, "run", version, STEPS - version)
+    done = together(cells, "run", version, steps - version)
     losses, state = outcome(cells, known + done, 0)
     together(cells, "close")
     assert losses == wanted[0]

@@ -77,8 +77,12 @@ class Runner:
         self.stages: dict[int, StageProtocol] = {
             s: kind(plan, s, banks_of(plan, rank, s, self.parameters), rank) for s in plan.stages_of(rank)
         }
-        if before is not None:  # its other buffers make room
-            before.stages.clear()
+        if before is not None:
+            for at in held:
+                mine, theirs = self.stages[at.stage].balance, before.stages[at.stage].balance
+                if mine is not None and theirs is not None:
+                    mine.bias.copy_(theirs.bias)
+            before.stages.clear()  # its other buffers make room
             before.shards.clear()
         self.shards: Shards = Shards(plan, rank, self.stages)
         length, fingerprint = plan.batch.length, plan.fingerprint
