@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fleet import Poison
-from plans import plan_of
+from plans import MODEL, plan_of
 from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE
@@ -16,6 +16,7 @@ from pentad.schedules.check import check
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
 from pentad.schedules.instruction import COMPUTE, RECEIVES, SENDS, Key, Op, units_of
+from pentad.schedules.model import Experts
 from pentad.schedules.order import ScheduleError
 from pentad.schedules.simulate import simulate
 from pentad.schedules.validation import ROLLBACK, VALIDATE
@@ -41,6 +42,27 @@ def agree(ahead, barrier) -> None:
 @pytest.mark.parametrize(("name", "dp", "pp", "m"), ALL)
 def test_a_step_ahead_of_its_norm_gives_the_bits_of_one_that_waits(fleet, corpus, name, dp, pp, m, clip):
     plan, other = (plan_of(name, dp, pp, m, corpus, "float32", clip=clip, validated=v) for v in (True, False))
+    agree(fleet.run(plan, [(0, 4), (4, 1)]), fleet.run(other, [(0, 4), (4, 1)]))
+
+
+AUXILIARY = replace(MODEL, experts=Experts(count=4, active=2, ffn=12, shared=8, auxiliary=0.1))
+INNER = [
+    ("zb-h2", {"tp": 2, "pp": 2}),
+    pytest.param("dualpipe", {"tp": 2, "pp": 2}, marks=pytest.mark.slow),
+    pytest.param("1f1b", {"tp": 4}, marks=pytest.mark.slow),
+    pytest.param("zb-v", {"cp": 2, "pp": 2}, marks=pytest.mark.slow),
+    pytest.param("1f1b", {"cp": 4}, marks=pytest.mark.slow),
+    ("dualpipe", {"ep": 2, "pp": 2, "model": AUXILIARY}),
+    pytest.param("zb-h2", {"ep": 2, "pp": 2, "model": AUXILIARY}, marks=pytest.mark.slow),
+    pytest.param("1f1b", {"ep": 2, "tp": 2, "model": AUXILIARY}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("clip", [pytest.param(1e6, marks=pytest.mark.slow), 0.5], ids=["never clipped", "at times"])
+@pytest.mark.parametrize(("name", "axes"), INNER)
+def test_ranks_that_share_layers_need_not_wait_for_the_norm_either(fleet, corpus, name, axes, clip):
+    given = {"dp": 1, "pp": 1, "microbatches": 4, "data": corpus, "dtype": "float32", "clip": clip, **axes}
+    plan, other = (plan_of(name, **given, validated=validated) for validated in (True, False))
     agree(fleet.run(plan, [(0, 4), (4, 1)]), fleet.run(other, [(0, 4), (4, 1)]))
 
 
