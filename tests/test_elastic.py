@@ -43,6 +43,10 @@ SMALL = (
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas are copies of each other
 LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # only dualpipe's mirrors are
 CUT = (*SQUARE, "zero.stage=3")  # replicas hold shards, and nothing is held twice
+TENSOR = ("mesh.dp=2", "mesh.pp=1", "mesh.tp=2", "schedule.microbatches=4")
+EXPERTS = ("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral")
+EXPERTS += tuple(f"model.experts.{word}" for word in ("count=4", "active=2", "ffn=32", "bias_rate=0.01"))
+CONTEXT = ("mesh.pp=1", "mesh.cp=4", "schedule.microbatches=4")
 SCHEDULES = {"1f1b": SQUARE, "zb-h2": SQUARE, "dualpipe": LINE}
 FAKED = """
 import sys
@@ -166,6 +170,27 @@ def test_steps_ahead_of_their_norm_end_with_the_bits_of_those_that_wait(nodes, s
     assert_same(run, wanted)
     limit = load(None, []).optimizer.clip_norm
     assert any(norm > limit for _, norm in wanted[0]) and any(norm < limit for _, norm in wanted[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "rank", "how"),
+    [
+        (TENSOR, 1, signal.SIGKILL),
+        (TENSOR, 2, signal.SIGSTOP),
+        (EXPERTS, 1, signal.SIGKILL),
+        (EXPERTS, 2, signal.SIGSTOP),
+        (CONTEXT, 3, signal.SIGKILL),
+    ],
+)
+def test_ranks_that_share_layers_or_experts_do_so_again(nodes, start, reference, mesh, rank, how):
+    wanted = reference("1f1b", mesh)
+    nodes.hold(2, 2, 2)
+    run = start(*mesh, "schedule.name=1f1b")
+    run.at_step(4)
+    run.hit(rank, how=how)
+    assert_recovered(run, "repair")
+    assert_same(run, wanted)
 
 
 @pytest.mark.slow
@@ -295,6 +320,8 @@ def test_a_fault_in_the_first_step(nodes, start, reference):
         pytest.param("dualpipe", LINE, (2, 2), "pp2", marks=slow),
         pytest.param("1f1b", LINE, (3, 1), "pp3", marks=slow),
         pytest.param("1f1b", CUT, (2, 2), "pp2", marks=slow),
+        pytest.param("1f1b", TENSOR, (2, 2), "tp2", marks=slow),
+        pytest.param("1f1b", EXPERTS, (2, 2), "ep2", marks=slow),
     ],
 )
 def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, sizes, small):
@@ -312,7 +339,7 @@ def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference
         run.wait_for(lambda: len(run.events("recovered")) == 2)
         client.resume()
     assert_recovered(run, "shrink", "grow")
-    assert [row["mesh"] for row in run.events("recovered")] == [small, "pp4" if mesh is LINE else "dp2 x pp2"]
+    assert [row["mesh"] for row in run.events("recovered")] == [small, "pp4" if mesh is LINE else f"dp2 x {small}"]
     got, state = outcome(run)
     assert got == [pytest.approx(pair, rel=1e-4) for pair in wanted[0]], run.account()
     assert state.keys() == wanted[1].keys()
