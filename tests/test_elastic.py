@@ -44,8 +44,10 @@ SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas are c
 LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # only dualpipe's mirrors are
 CUT = (*SQUARE, "zero.stage=3")  # replicas hold shards, and nothing is held twice
 TENSOR = ("mesh.dp=2", "mesh.pp=1", "mesh.tp=2", "schedule.microbatches=4")
-EXPERTS = ("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral")
-EXPERTS += tuple(f"model.experts.{word}" for word in ("count=4", "active=2", "ffn=32", "bias_rate=0.01"))
+EXPERTS = (
+    *("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral"),
+    *(f"model.experts.{word}" for word in ("count=4", "active=2", "ffn=32", "bias_rate=0.01")),
+)
 CONTEXT = ("mesh.pp=1", "mesh.cp=4", "schedule.microbatches=4")
 SCHEDULES = {"1f1b": SQUARE, "zb-h2": SQUARE, "dualpipe": LINE}
 FAKED = """

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cells import Cell, join, outcome, repair, together
 from gpus import RANKS_A_GPU, room
 from plans import plan_of
+from test_gpu_axes import WIDE, WIDE_MIXED
 
 from pentad.schedules.compiler import compile_program
 from pentad.workers.fence import Fenced
@@ -31,17 +33,29 @@ def cells():
         cell.stop()
 
 
-CASES = [("1f1b", 2, 2), ("zb-h2", 2, 2), ("dualpipe", 1, 4)]
+PIPELINES: list[tuple[str, dict[str, Any]]] = [
+    ("1f1b", {"dp": 2, "pp": 2}),
+    ("zb-h2", {"dp": 2, "pp": 2}),
+    ("dualpipe", {"pp": 4}),
+]
+INNER: list[tuple[str, dict[str, Any]]] = [
+    ("1f1b", {"dp": 2, "tp": 2, "model": WIDE}),
+    ("1f1b", {"dp": 2, "ep": 2, "model": WIDE_MIXED}),
+    ("dualpipe", {"pp": 2, "ep": 2, "model": WIDE_MIXED}),
+    ("1f1b", {"cp": 4, "model": WIDE}),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "dp", "pp", "transport", "fault"),
-    [(*case, transport, "kill") for case in CASES for transport in ("peer", "nccl")]
-    + [("1f1b", 2, 2, "peer", "error"), ("zb-h2", 2, 2, "nccl", "error")],
+    ("name", "axes", "transport", "fault"),
+    [(*case, transport, "kill") for case in PIPELINES for transport in ("peer", "nccl")]
+    + [(*PIPELINES[0], "peer", "error"), (*PIPELINES[1], "nccl", "error")]
+    + [(*case, "peer", "kill") for case in INNER],
 )
-def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, dp, pp, transport, fault):
-    plan = plan_of(name, dp, pp, 8, corpus, "float32")
-    program = compile_program(name, pp, 8, gated=transport == "nccl", replicas=dp)
+def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, axes, transport, fault):
+    plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "microbatches": 8, "data": corpus, "dtype": "float32", **axes})
+    replicas = plan.mesh.dp * plan.mesh.cp * plan.mesh.ep
+    program = compile_program(name, plan.mesh.pp, 8, gated=transport == "nccl", replicas=replicas)
     plan = replace(plan, device="cuda", transport=transport, program=program)
     join(cells, plan, 1)
     together(cells, "restore", None, 0)
