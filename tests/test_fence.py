@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cells import Cell, join, outcome, repair, together
+from own_models import made
 from plans import plan_of
 from test_axes import FAMILIES, MIXED
 
@@ -19,6 +22,12 @@ from pentad.workers.manifest import Shard
 
 pytestmark = pytest.mark.timeout(150)
 SLOW = pytest.mark.slow
+SQUARE: dict[str, Any] = {"dp": 2, "pp": 2, "microbatches": 4}
+LINE: dict[str, Any] = {"pp": 4, "microbatches": 8}
+
+
+def small(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
+    return plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **axes})
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +39,21 @@ def cells():
 
 
 @pytest.mark.parametrize(
-    ("name", "dp", "pp"), [("1f1b", 1, 2), ("1f1b", 2, 2), ("zb-h2", 2, 2), ("zb-v", 2, 2), ("dualpipe", 1, 4)]
+    ("name", "axes"),
+    [
+        ("1f1b", {"pp": 2, "microbatches": 4}),
+        ("1f1b", SQUARE),
+        ("zb-h2", SQUARE),
+        ("dualpipe", LINE),
+        ("zb-v", {"pp": 2, "tp": 2, "microbatches": 4}),
+        ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MIXED}),
+        ("1f1b", {"pp": 2, "cp": 2, "microbatches": 2, "model": FAMILIES["qwen3"]}),
+    ],
 )
-def test_a_call_behind_one_that_failed_does_nothing(cells, corpus, name, dp, pp):
+def test_a_call_behind_one_that_failed_does_nothing(cells, corpus, name, axes):
     """The driver queues calls. What a rank lacks the norm of only stays whole until it hears it."""
-    plan, ranks, missed = plan_of(name, dp, pp, 8, corpus, "float32"), cells[: dp * pp], 2
+    plan, missed = small(name, corpus, axes), 2
+    ranks = cells[: plan.mesh.size]
     join(ranks, plan, 1)
     together(ranks, "restore", None, 0)
     together(ranks, "run", 0, missed + 1)
@@ -94,7 +113,6 @@ def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     together(cells, "close")
 
 
-SQUARE, LINE = {"dp": 2, "pp": 2, "microbatches": 4}, {"pp": 4, "microbatches": 8}
 INNER = [
     ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MIXED}),
     pytest.param("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": FAMILIES["deepseek-v3"]}, marks=SLOW),
@@ -103,6 +121,7 @@ INNER = [
     pytest.param("zb-h2", {"dp": 2, "tp": 2, "microbatches": 2}, marks=SLOW),
     pytest.param("zb-v", {"pp": 2, "cp": 2, "microbatches": 4, "model": FAMILIES["qwen3"]}, marks=SLOW),
     pytest.param("1f1b", {"cp": 4, "microbatches": 2}, marks=SLOW),
+    pytest.param("1f1b", {**SQUARE, "model": replace(FAMILIES["qwen3"], predicted=1)}, marks=SLOW),
 ]
 
 
@@ -118,13 +137,18 @@ INNER = [
     ],
 )
 def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, axes, how):
-    lose_one(cells, plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **axes}), 80, how)
+    lose_one(cells, small(name, corpus, axes), 80, how)
 
 
 @pytest.mark.parametrize(("name", "axes"), INNER)
 def test_ranks_that_share_layers_or_experts_do_so_again(cells, corpus, name, axes):
-    plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **axes})
-    lose_one(cells, plan, 24, signal.SIGKILL)
+    lose_one(cells, small(name, corpus, axes), 24, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("name", "axes"), [("zb-h2", SQUARE), pytest.param("dualpipe", LINE, marks=SLOW)])
+def test_a_model_of_somebody_elses_is_repaired(cells, corpus, tmp_path, name, axes):
+    model = made(tmp_path, "dropping", layers=6)
+    lose_one(cells, small(name, corpus, {**axes, "model": model}), 40, signal.SIGKILL)
 
 
 def lose_one(cells: list[Cell], plan: Plan, steps: int, how: int) -> None:
