@@ -19,6 +19,7 @@ from pentad.schedules.shape import Savings
 from pentad.workers import checkpoint
 from pentad.workers.fence import Fenced
 from pentad.workers.manifest import Shard
+from pentad.workers.runner import Runner
 
 pytestmark = pytest.mark.timeout(150)
 SLOW = pytest.mark.slow
@@ -123,6 +124,21 @@ INNER = [
     pytest.param("1f1b", {"cp": 4, "microbatches": 2}, marks=SLOW),
     pytest.param("1f1b", {**SQUARE, "model": replace(FAMILIES["qwen3"], predicted=1)}, marks=SLOW),
 ]
+
+
+def test_an_heir_that_came_too_late_takes_nothing_along(corpus, tmp_path):
+    """Its epoch may be over before it is made; the next one inherits from the same rank."""
+    first = Runner(small("1f1b", corpus, {"microbatches": 2, "model": MIXED}), 0, tmp_path / "board")
+    first.restore(None, 3)
+    found = {at: [torch.rand_like(part) for part in held.given()] for at, held in first.parameters.items()}
+    for at, parts in found.items():
+        for mine, part in zip(first.parameters[at].given(), parts, strict=True):
+            mine.copy_(part)
+    for epoch in (2, 3):
+        heir = Runner(first.plan, 0, tmp_path / "board", epoch, before=first, blank=True)
+    assert heir.version == 3 and heir.stages[0].balance is not None and heir.stages[0].balance.bias.all()
+    for at, parts in found.items():
+        assert all(torch.equal(*pair) for pair in zip(heir.parameters[at].given(), parts, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,24 @@ from pentad.schedules.plan import Plan
 from pentad.workers.router import moved_bias
 
 
+def balanced(plan: Plan, stage: int) -> list[int]:
+    """The layers of a stage whose experts biases even out."""
+    experts, (first, end) = plan.model.experts, plan.layers[stage]
+    if experts is None or not plan.is_balanced(stage):
+        return []
+    more = plan.model.predicted if end == plan.model.layers else 0
+    return [layer for layer in range(first, end + more) if layer >= experts.dense]
+
+
 class Balance:
-    """Of one stage: a bias for every expert of its layers, and the visits of a step so far, on every rank alike.
+    """Of one stage: a `bias` [layers, E] for every expert of its layers, which is part of its parameters, and the
+    visits of a step so far, on every rank alike."""
 
-    Biases have the precision of master weights: a step moves them by less than bfloat16 could tell.
-    """
-
-    def __init__(self, plan: Plan, stage: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, stage: int, bias: torch.Tensor) -> None:
         experts = plan.model.experts
         assert experts is not None
-        self.rate = experts.bias_rate
-        first, end = plan.layers[stage]
-        more = plan.model.predicted if end == plan.model.layers else 0
-        self.layers = [layer for layer in range(first, end + more) if layer >= experts.dense]
-        wide = torch.float64 if plan.dtype == "float64" else torch.float32
-        self.bias = torch.zeros(len(self.layers), experts.count, dtype=wide, device=device)
-        self.load = torch.zeros(len(self.layers), experts.count, dtype=torch.int64, device=device)
+        self.rate, self.layers, self.bias = experts.bias_rate, balanced(plan, stage), bias
+        self.load = torch.zeros(bias.shape, dtype=torch.int64, device=bias.device)
 
     def biases(self) -> dict[str, torch.Tensor]:
         """[E] each, by name."""

@@ -77,12 +77,8 @@ class Runner:
         self.stages: dict[int, StageProtocol] = {
             s: kind(plan, s, banks_of(plan, rank, s, self.parameters), rank) for s in plan.stages_of(rank)
         }
-        if before is not None:
-            for at in held:
-                mine, theirs = self.stages[at.stage].balance, before.stages[at.stage].balance
-                if mine is not None and theirs is not None:
-                    mine.bias.copy_(theirs.bias)
-            before.stages.clear()  # its other buffers make room
+        if before is not None:  # its other buffers make room
+            before.stages.clear()
             before.shards.clear()
         self.shards: Shards = Shards(plan, rank, self.stages)
         length, fingerprint = plan.batch.length, plan.fingerprint
@@ -153,12 +149,9 @@ class Runner:
         with self._unless_fenced():
             for at, held in sorted(self.parameters.items()):  # mirrors hold the same stages in another order
                 if at in sources:
-                    for flat in (held.master, held.m, held.v):
-                        dist.broadcast(flat, sources[at], group=self.groups.holders[at.stage][at.experts])
+                    for part in held.given():
+                        dist.broadcast(part, sources[at], group=self.groups.holders[at.stage][at.experts])
                     held.refresh()
-                    balance = self.stages[at.stage].balance
-                    if balance is not None and not at.experts:
-                        dist.broadcast(balance.bias, sources[at], group=self.groups.holders[at.stage][0])
         self._begin(step)
 
     def run(self, first_step: int, count: int, more: bool = False) -> list[StepResult]:

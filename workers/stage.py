@@ -81,7 +81,8 @@ class Stage:
         self.is_alone = True
         self.length, self.slices = plan.batch.length // plan.mesh.cp, plan.program.slices
         self.rotations = rotations(plan, rank, device, master.dtype)
-        self.balance = Balance(plan, index, device) if plan.is_balanced(index) else None
+        bias = banks[0].parameters.bias
+        self.balance = None if bias is None else Balance(plan, index, bias)
         self.span = range(*plan.layers[index])
         self.words = "embedding" if plan.model.tied and self.first else "head"  # what the head multiplies with
         copy = "head" if plan.model.tied else "predicted.embedding"
