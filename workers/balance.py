@@ -10,7 +10,7 @@ from pentad.workers.router import moved_bias
 
 
 def balanced(plan: Plan, stage: int) -> list[int]:
-    """The layers of a stage whose experts biases even out."""
+    """Layers of a stage whose experts are evened out by biases."""
     experts, (first, end) = plan.model.experts, plan.layers[stage]
     if experts is None or not plan.is_balanced(stage):
         return []
@@ -18,24 +18,23 @@ def balanced(plan: Plan, stage: int) -> list[int]:
     return [layer for layer in range(first, end + more) if layer >= experts.dense]
 
 
+def named(plan: Plan, stage: int, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Layer by layer, [E] each, by name; nothing where there are none."""
+    rows = () if bias is None else zip(balanced(plan, stage), bias, strict=True)
+    return {f"layers.{layer}.experts.bias": row for layer, row in rows}
+
+
 class Balance:
     """Of one stage: a `bias` [layers, E] for every expert of its layers, which is part of its parameters, and the
-    visits of a step so far, on every rank alike."""
+    visits of a step so far, on every rank alike. `views` is what layers read and count in."""
 
     def __init__(self, plan: Plan, stage: int, bias: torch.Tensor) -> None:
         experts = plan.model.experts
         assert experts is not None
-        self.rate, self.layers, self.bias = experts.bias_rate, balanced(plan, stage), bias
+        self.rate, self.bias = experts.bias_rate, bias
         self.load = torch.zeros(bias.shape, dtype=torch.int64, device=bias.device)
-
-    def biases(self) -> dict[str, torch.Tensor]:
-        """[E] each, by name."""
-        return {f"layers.{layer}.experts.bias": row for layer, row in zip(self.layers, self.bias, strict=True)}
-
-    def views(self) -> dict[str, torch.Tensor]:
-        """What layers read and count in."""
-        loads = {f"layers.{layer}.experts.load": row for layer, row in zip(self.layers, self.load, strict=True)}
-        return self.biases() | loads
+        loads = zip(balanced(plan, stage), self.load, strict=True)
+        self.views = named(plan, stage, bias) | {f"layers.{layer}.experts.load": row for layer, row in loads}
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Adds up the visits of all ranks that hold the stage."""

@@ -110,7 +110,7 @@ class Stage:
         at = tuple(id(views) for bank in self.banks for views in (bank.weights, bank.gradients)) if whole else ()
         if at not in self.bound:
             weights, gradients = ({k: v for bank in self.banks for k, v in of(bank).items()} for of in (_read, _added))
-            weights |= self.balance.views() if self.balance else {}
+            weights |= self.balance.views if self.balance else {}
             each = zip(self.span, self.halves, strict=True)
             layers = [(layer.weights_of(weights, *of), layer.weights_of(gradients, *of)) for of in each]
             numbers = range(self.model.predicted if self.last else 0)
