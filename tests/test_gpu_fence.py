@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(120 * RANKS_A_GPU),
     pytest.mark.skipif(room() < 4, reason="four GPUs are needed"),
 ]
-STEPS = 80
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus,
     together(cells, "restore", None, 0)
     if fault == "error":
         cells[1].answer(cells[1].call("lose_touch", 4))
-    asked = [[cell.call("run", step, 20, True) for step in range(0, STEPS, 20)] for cell in cells]
+    asked = [[cell.call("run", step, 10, True) for step in range(0, STEPS, 10)] for cell in cells]
     if fault == "kill":
         cells[1].wait_for(3)
         cells[1].signal(signal.SIGKILL)
