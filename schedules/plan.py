@@ -129,9 +129,13 @@ class Plan:
         experts = self.model.experts
         return experts is not None and self.layers[stage][1] > experts.dense
 
-    def is_balanced(self, stage: int) -> bool:
-        """Whether biases even out the visits of a stage's experts."""
-        return self.has_experts(stage) and self.model.experts is not None and self.model.experts.bias_rate > 0
+    def balanced(self, stage: int) -> tuple[int, ...]:
+        """Layers of a stage whose experts are evened out by biases; those that predict further tokens come last."""
+        experts, (first, end) = self.model.experts, self.layers[stage]
+        if experts is None or not experts.bias_rate or not self.has_experts(stage):
+            return ()
+        more = self.model.predicted if end == self.model.layers else 0
+        return tuple(range(max(first, experts.dense), end + more))
 
     def shares_of(self, rank: int) -> tuple[Share, ...]:
         """What a rank of the mesh holds, by stage."""

@@ -14,11 +14,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from fleet import named
 from gpus import gpu_of
 
 from pentad.schedules.plan import Plan
+from pentad.workers.fence import Fenced
 
 
 class Cell:
@@ -136,6 +138,40 @@ def repair(cells: list[Cell], lost: list[int], plan: Plan, epoch: int) -> tuple[
     return version, stands
 
 
+def lose_one(cells: list[Cell], plan: Plan, steps: int, how: int | None) -> None:
+    """These steps once without a fault, and once with one of rank 1: a signal, or an error of its own (None)."""
+    join(cells, plan, 1)
+    together(cells, "restore", None, 0)
+    wanted = outcome(cells, together(cells, "run", 0, steps), 0)
+    together(cells, "close")
+
+    join(cells, plan, 1)
+    together(cells, "restore", None, 0)
+    if how is None:
+        cells[1].answer(cells[1].call("lose_touch", 4))
+    part = steps // 4
+    asked = [[cell.call("run", n * part, part, n < 3) for n in range(4)] for cell in cells]
+    if how is None:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            cells[1].answer(asked[1][0])
+        with pytest.raises(Fenced):  # it must not go on in the middle of what the others are at
+            cells[1].answer(asked[1][1])
+    else:
+        cells[1].wait_for(3)
+        cells[1].signal(how)
+        time.sleep(0.3)
+    version, stands = repair(cells, [1], plan, 2)
+    assert 0 < version < steps, "the fault came too early or too late for this test"
+    for rank in (0, 2, 3):
+        with pytest.raises((Fenced, RuntimeError)):
+            cells[rank].answer(asked[rank][-1])
+    known = [list(stand.results) for stand in stands.values()]
+    losses, state = outcome(cells, known + together(cells, "run", version, steps - version), 0)
+    together(cells, "close")
+    assert losses == wanted[0]
+    assert all(torch.equal(state[key], value) for key, value in wanted[1].items())
+
+
 def _serve(end: Any) -> None:
     torch.set_num_threads(1)
     from pentad.workers.runner import Runner
@@ -164,7 +200,8 @@ def _serve(end: Any) -> None:
             elif method == "state":
                 held = runners[0].parameters.values()
                 kinds = [(each, kind, flat) for each in held for kind, flat in each.state().items()]
-                reply(tag, {key: v for each, kind, flat in kinds for key, v in named(each, flat, f"{kind}.").items()})
+                state = {key: v for each, kind, flat in kinds for key, v in named(each, flat, f"{kind}.").items()}
+                reply(tag, state | {name: bias for each in held for name, bias in each.biases.named.items()})
             else:
                 reply(tag, getattr(runners[0], method)(*arguments))
         except Exception as error:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import Plan
-from pentad.workers import balance
 from pentad.workers.bank import banks_of
 from pentad.workers.checkpoint import open_checkpoint, read
 from pentad.workers.hf_read import Imported, import_folder
@@ -36,10 +35,10 @@ def stage_of(plan: Plan, folder: Path) -> Stage:
     """The one stage of a plan for one process, with the weights of a checkpoint."""
     held = {share: create(plan, share, torch.device("cpu"), blank=True) for share in plan.shares_of(0)}
     stage, found = Stage(plan, 0, banks_of(plan, 0, 0, held)), open_checkpoint(folder)
-    for share, parameters in held.items():
+    for parameters in held.values():
         for local, view in zip(parameters.locals, parameters.views(parameters.master).values(), strict=True):
             view.copy_(read_whole(found, f"model.{local.name}", local.tensor.shape))
-        for key, bias in balance.named(plan, share.stage, parameters.bias).items():
+        for key, bias in parameters.biases.named.items():
             bias.copy_(read_whole(found, f"model.{key}", tuple(bias.shape)))
     return stage
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cells import Cell, join, outcome, repair, together
+from cells import Cell, join, lose_one, together
 from own_models import made
 from plans import plan_of
 from test_axes import FAMILIES, MIXED
@@ -114,18 +113,6 @@ def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     together(cells, "close")
 
 
-INNER = [
-    ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MIXED}),
-    pytest.param("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": FAMILIES["deepseek-v3"]}, marks=SLOW),
-    pytest.param("dualpipe", {"pp": 2, "ep": 2, "microbatches": 4, "model": MIXED}, marks=SLOW),
-    pytest.param("dualpipe", {"pp": 2, "tp": 2, "microbatches": 4}, marks=SLOW),
-    pytest.param("zb-h2", {"dp": 2, "tp": 2, "microbatches": 2}, marks=SLOW),
-    pytest.param("zb-v", {"pp": 2, "cp": 2, "microbatches": 4, "model": FAMILIES["qwen3"]}, marks=SLOW),
-    pytest.param("1f1b", {"cp": 4, "microbatches": 2}, marks=SLOW),
-    pytest.param("1f1b", {**SQUARE, "model": replace(FAMILIES["qwen3"], predicted=1)}, marks=SLOW),
-]
-
-
 def test_an_heir_that_came_too_late_takes_nothing_along(corpus, tmp_path):
     """Its epoch may be over before it is made; the next one inherits from the same rank."""
     first = Runner(small("1f1b", corpus, {"microbatches": 2, "model": MIXED}), 0, tmp_path / "board")
@@ -150,10 +137,23 @@ def test_an_heir_that_came_too_late_takes_nothing_along(corpus, tmp_path):
         pytest.param(signal.SIGSTOP, "dualpipe", LINE, marks=SLOW),
         pytest.param(signal.SIGKILL, "1f1b", SQUARE, marks=SLOW),
         pytest.param(signal.SIGSTOP, "1f1b", SQUARE, marks=SLOW),
+        pytest.param(None, "1f1b", SQUARE, marks=SLOW),
     ],
 )
 def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, axes, how):
     lose_one(cells, small(name, corpus, axes), 80, how)
+
+
+INNER = [
+    ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MIXED}),
+    pytest.param("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": FAMILIES["deepseek-v3"]}, marks=SLOW),
+    pytest.param("dualpipe", {"pp": 2, "ep": 2, "microbatches": 4, "model": MIXED}, marks=SLOW),
+    pytest.param("dualpipe", {"pp": 2, "tp": 2, "microbatches": 4}, marks=SLOW),
+    pytest.param("zb-h2", {"dp": 2, "tp": 2, "microbatches": 2}, marks=SLOW),
+    pytest.param("zb-v", {"pp": 2, "cp": 2, "microbatches": 4, "model": FAMILIES["qwen3"]}, marks=SLOW),
+    pytest.param("1f1b", {"cp": 4, "microbatches": 2}, marks=SLOW),
+    pytest.param("1f1b", {**SQUARE, "model": replace(FAMILIES["qwen3"], predicted=1)}, marks=SLOW),
+]
 
 
 @pytest.mark.parametrize(("name", "axes"), INNER)
@@ -165,30 +165,3 @@ def test_ranks_that_share_layers_or_experts_do_so_again(cells, corpus, name, axe
 def test_a_model_of_somebody_elses_is_repaired(cells, corpus, tmp_path, name, axes):
     model = made(tmp_path, "dropping", layers=6)
     lose_one(cells, small(name, corpus, {**axes, "model": model}), 40, signal.SIGKILL)
-
-
-def lose_one(cells: list[Cell], plan: Plan, steps: int, how: int) -> None:
-    """Runs these steps once without a fault, and once with one of rank 1."""
-    join(cells, plan, 1)
-    together(cells, "restore", None, 0)
-    wanted = outcome(cells, together(cells, "run", 0, steps), 0)
-    together(cells, "close")
-
-    join(cells, plan, 1)
-    together(cells, "restore", None, 0)
-    part = steps // 4
-    asked = [[cell.call("run", n * part, part, n < 3) for n in range(4)] for cell in cells]
-    cells[1].wait_for(3)
-    cells[1].signal(how)
-    time.sleep(0.3)
-    version, stands = repair(cells, [1], plan, 2)
-    assert 0 < version < steps, "the fault came too early or too late for this test"
-    for rank in (0, 2, 3):
-        with pytest.raises((Fenced, RuntimeError)):
-            cells[rank].answer(asked[rank][-1])
-    known = [list(stand.results) for stand in stands.values()]
-    done = together(cells, "run", version, steps - version)
-    losses, state = outcome(cells, known + done, 0)
-    together(cells, "close")
-    assert losses == wanted[0]
-    assert all(torch.equal(state[key], value) for key, value in wanted[1].items())

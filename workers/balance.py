@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.plan import Plan
 from pentad.workers.router import moved_bias
 
 
-def balanced(plan: Plan, stage: int) -> list[int]:
-    """Layers of a stage whose experts are evened out by biases."""
-    experts, (first, end) = plan.model.experts, plan.layers[stage]
-    if experts is None or not plan.is_balanced(stage):
-        return []
-    more = plan.model.predicted if end == plan.model.layers else 0
-    return [layer for layer in range(first, end + more) if layer >= experts.dense]
+class Biases(NamedTuple):
+    """Of experts, part of a stage's parameters: `values` [layers, E], whole and in the precision of master weights, for
+    a step moves them by less than bfloat16 could tell."""
 
+    layers: tuple[int, ...]
+    values: torch.Tensor
 
-def named(plan: Plan, stage: int, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Layer by layer, [E] each, by name; nothing where there are none."""
-    rows = () if bias is None else zip(balanced(plan, stage), bias, strict=True)
-    return {f"layers.{layer}.experts.bias": row for layer, row in rows}
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """[E] of each layer, by name."""
+        return {f"layers.{layer}.experts.bias": row for layer, row in zip(self.layers, self.values, strict=True)}
 
 
 class Balance:
-    """Of one stage: a `bias` [layers, E] for every expert of its layers, which is part of its parameters, and the
-    visits of a step so far, on every rank alike. `views` is what layers read and count in."""
+    """Of one stage: the biases, which a step moves at this rate, and the visits of a step so far, on every rank alike.
+    `views` is what layers read and count in."""
 
-    def __init__(self, plan: Plan, stage: int, bias: torch.Tensor) -> None:
-        experts = plan.model.experts
-        assert experts is not None
-        self.rate, self.bias = experts.bias_rate, bias
-        self.load = torch.zeros(bias.shape, dtype=torch.int64, device=bias.device)
-        loads = zip(balanced(plan, stage), self.load, strict=True)
-        self.views = named(plan, stage, bias) | {f"layers.{layer}.experts.load": row for layer, row in loads}
+    def __init__(self, biases: Biases, rate: float) -> None:
+        self.bias, self.rate = biases.values, rate
+        self.load = torch.zeros(self.bias.shape, dtype=torch.int64, device=self.bias.device)
+        loads = zip(biases.layers, self.load, strict=True)
+        self.views = biases.named | {f"layers.{layer}.experts.load": row for layer, row in loads}
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Adds up the visits of all ranks that hold the stage."""

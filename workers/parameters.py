@@ -13,7 +13,7 @@ import torch
 from pentad.schedules.plan import Plan, Share
 from pentad.schedules.tensors import Range, Tensor, tensors
 from pentad.schedules.validation import is_validated
-from pentad.workers.balance import balanced
+from pentad.workers.balance import Biases
 from pentad.workers.buckets import Cut, Place
 from pentad.workers.first_values import first_values
 from pentad.workers.own_source import first_values as own_values
@@ -63,8 +63,7 @@ class Parameters:
     `master`, `gradient`, `m`, `v` are float32 (float64 when compute is); `compute` is what STEP makes of `master`:
     itself or its copy in the compute dtype. `weights` and `gradients` are flat and whole, what layers read and add to:
     `compute` and `gradient` are a part of them, or they are None where other stages use them too (see shards.py).
-    `bias` [layers, E] are those of experts, whole and in the precision of `master`: a step moves them by less than
-    bfloat16 could tell.
+    `biases` of experts are with the share that is not theirs: all that hold the stage have them.
     """
 
     locals: tuple[Local, ...]
@@ -77,7 +76,7 @@ class Parameters:
     v: torch.Tensor
     weights: torch.Tensor | None
     gradients: torch.Tensor | None
-    bias: torch.Tensor | None
+    biases: Biases
 
     @cached_property
     def kinds(self) -> list[tuple[Place, bool]]:
@@ -114,7 +113,7 @@ class Parameters:
 
     def given(self) -> list[torch.Tensor]:
         """All that another rank needs to hold the same."""
-        return [self.master, self.m, self.v, *([] if self.bias is None else [self.bias])]
+        return [*self.state().values(), *([self.biases.values] if self.biases.layers else [])]
 
     def refresh(self) -> None:
         """Writes the compute copy from the master weights."""
@@ -143,10 +142,10 @@ def create(plan: Plan, share: Share, device: torch.device, *, rank: int = 0, bla
     gradient = zeros() if gradients is None else cut.shard(gradients)
     master = compute if shared else zeros()
     experts = plan.model.experts
-    biased = 0 if share.experts else len(balanced(plan, share.stage))
-    bias = zeros(biased, experts.count) if biased and experts is not None else None
+    biased = () if share.experts else plan.balanced(share.stage)
+    biases = Biases(biased, zeros(len(biased), experts.count if experts else 0))
     moments = zeros(), zeros()
-    parameters = Parameters(found, share.experts, cut, master, compute, gradient, *moments, weights, gradients, bias)
+    parameters = Parameters(found, share.experts, cut, master, compute, gradient, *moments, weights, gradients, biases)
     own, span = plan.model.own, plan.layers[share.stage]
     theirs = own_values(own, plan.seed, *span) if own is not None and not blank else {}
     for piece in () if blank else parameters.pieces(master):

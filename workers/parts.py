@@ -26,13 +26,16 @@ def file_of(plan: Plan, share: Share) -> str:
 
 
 def named(parameters: Parameters, state: dict[str, torch.Tensor], share: Share) -> dict[str, torch.Tensor]:
-    """Tensors by kind and name, of whole flat buffers by kind; of what all tensor ranks hold, the first one's."""
+    """Tensors by kind and name, of whole flat buffers by kind, and biases; of what all tensor ranks hold, the first
+    one's."""
     found = {}
     for kind, flat in state.items():
         views = parameters.views(flat)
         for local in parameters.locals:
             if not local.tensor.like and (share.tp == 0 or any(cut.axis == "tp" for cut in local.tensor.cuts)):
                 found[f"{kind}.{stored(local)}"] = views[local.name]
+    if share.tp == 0:
+        found |= {f"model.{name}": bias for name, bias in parameters.biases.named.items()}
     return found
 
 

@@ -18,7 +18,7 @@ from pentad.schedules.instruction import units_of
 from pentad.schedules.plan import Plan, Share
 from pentad.schedules.timeline import Span
 from pentad.schedules.validation import is_validated
-from pentad.workers import balance, checkpoint
+from pentad.workers import checkpoint
 from pentad.workers.bank import banks_of
 from pentad.workers.board import Board, State
 from pentad.workers.courier import Courier
@@ -128,14 +128,14 @@ class Runner:
         """Fills weights and optimizer state from a checkpoint of `step` steps; without one the first values stay."""
         if folder is not None:
             found = checkpoint.open_checkpoint(Path(folder))
-            for at, held in self.parameters.items():
+            for held in self.parameters.values():
                 for kind, flat in held.state().items():
                     for local, span, values in held.pieces(flat):
                         # one at a time: a shard's rank need not have room for more
                         whole = read_whole(found, f"{kind}.{local.tensor.like or local.name}", local.tensor.shape)
                         values.copy_(local.of(whole).flatten()[span])
                 held.refresh()
-                for name, bias in balance.named(self.plan, at.stage, held.bias).items():
+                for name, bias in held.biases.named.items():
                     bias.copy_(read_whole(found, f"model.{name}", tuple(bias.shape)))
         self._begin(step)
 
@@ -190,8 +190,6 @@ class Runner:
             try:
                 if state is not None:
                     tensors = named(held, state, at)
-                    biases = balance.named(self.plan, at.stage, held.bias if at.tp == 0 else None)
-                    tensors |= {f"model.{name}": bias for name, bias in biases.items()}
                     written.append(checkpoint.write_shard(Path(folder), file_of(self.plan, at), tensors).plain())
             except PentadError as error:  # raised when the other holders have all they wait for
                 failed.append(error)

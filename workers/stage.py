@@ -81,8 +81,8 @@ class Stage:
         self.is_alone = True
         self.length, self.slices = plan.batch.length // plan.mesh.cp, plan.program.slices
         self.rotations = rotations(plan, rank, device, master.dtype)
-        bias = banks[0].parameters.bias
-        self.balance = None if bias is None else Balance(plan, index, bias)
+        biases, experts = banks[0].parameters.biases, plan.model.experts
+        self.balance = Balance(biases, experts.bias_rate) if experts and biases.layers else None
         self.span = range(*plan.layers[index])
         self.words = "embedding" if plan.model.tied and self.first else "head"  # what the head multiplies with
         copy = "head" if plan.model.tied else "predicted.embedding"
