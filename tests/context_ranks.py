@@ -21,8 +21,7 @@ from pentad.kernels.attention import attention_reference
 from pentad.schedules.sequence import PLACEMENTS, Variant, positions
 from pentad.workers import context_ring
 from pentad.workers.context import Context
-from pentad.workers.context_ring import GRADIENTS, KEYS
-from pentad.workers.turns import alone
+from pentad.workers.turns import Coming, alone
 
 Rows = Sequence[Sequence[int]]
 
@@ -87,12 +86,12 @@ def numbered(documents: Rows, length: int) -> Tensor:
 
 @dataclass
 class Answer:
-    """One rank's out and gradients (of its first run); whether all runs had the same bits; in how many rooms it got
-    keys of others in one pass; what a ring did, in order; and the elements that were kept from F to B."""
+    """One rank's out and gradients (of its first run); whether all runs had the same bits; in how many rooms a ring got
+    what others sent, forward and backward; what it did, in order; and the elements that were kept from F to B."""
 
     parts: list[Tensor]
     same: bool
-    rooms: int
+    rooms: tuple[int, int]
     log: list[str]
     kept: int
 
@@ -104,12 +103,7 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
     documents = None if case.documents is None else context.documents(case.documents, case.length, device)
     log: list[str] = []
     rooms: set[int] = set()
-    real = dist.batch_isend_irecv
-
-    def seen(transfers: list[dist.P2POp]) -> list[dist.Work]:
-        log.append("gradients" if transfers[0].tag == GRADIENTS else "keys")
-        rooms.update(t.tensor.data_ptr() for t in transfers if t.op is dist.irecv and t.tag == KEYS)
-        return real(transfers)
+    real = context_ring._pass_on
 
     def told(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def both(*args: Any) -> Any:
@@ -118,23 +112,29 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
 
         return both
 
-    runs, most = [], 0
+    def seen(group: dist.ProcessGroup, sent: Tensor, room: Tensor) -> Coming[Tensor]:
+        log.append("keys" if sent.dtype == case.dtype else "gradients")
+        rooms.add(room.data_ptr())
+        coming = real(group, sent, room)
+        coming.made = told("wait", coming.made)
+        return coming
+
+    runs, most = [], (0, 0)
     with (
-        patch.object(dist, "batch_isend_irecv", seen),
+        patch.object(context_ring, "_pass_on", seen),
         patch.object(context_ring, "part", told("block", context_ring.part)),
         patch.object(context_ring, "part_backward", told("block", context_ring.part_backward)),
-        patch.object(context_ring.Transfer, "wait", told("wait", context_ring.Transfer.wait)),
     ):
         for _ in range(case.times):
             log.clear()
             q, k, v, dout = (x.to(device)[:, :, mine] for x in case.inputs())
             out, kept = alone(context.attend(q, k, v, documents, case.deterministic))
             size = elements(kept)
-            most = max(most, len(rooms))
+            forward = len(rooms)
             rooms.clear()
             log.append("backward")
             runs.append([out, *alone(context.attend_backward(dout, kept))])
-            most = max(most, len(rooms))
+            most = max(most[0], forward), max(most[1], len(rooms))
             rooms.clear()
     same = all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
     return Answer([x.cpu() for x in runs[0]], same, most, log, size)

@@ -17,9 +17,9 @@ from pentad.schedules.compiler import compile_program
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(120 * RANKS_A_GPU),
-    pytest.mark.skipif(room() < 4, reason="four GPUs are needed"),
+    pytest.mark.skipif(room() < 2, reason="two GPUs are needed"),
 ]
-STEPS = 40
+STEPS = 24
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ PIPELINES: list[tuple[str, dict[str, Any]]] = [
     ("zb-h2", {"dp": 2, "pp": 2}),
     ("dualpipe", {"pp": 4}),
 ]
+PAIRS: list[tuple[str, dict[str, Any]]] = [("1f1b", {"dp": 2}), ("1f1b", {"cp": 2, "model": WIDE})]
 INNER: list[tuple[str, dict[str, Any]]] = [
     ("1f1b", {"dp": 2, "tp": 2, "model": WIDE}),
     ("1f1b", {"dp": 2, "ep": 2, "model": WIDE_MIXED}),
@@ -45,12 +46,15 @@ INNER: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("name", "axes", "transport", "fault"),
-    [(*case, transport, signal.SIGKILL) for case in PIPELINES for transport in ("peer", "nccl")]
+    [(*case, "peer", fault) for case in PAIRS for fault in (signal.SIGKILL, None)]
+    + [(*case, transport, signal.SIGKILL) for case in PIPELINES for transport in ("peer", "nccl")]
     + [(*PIPELINES[0], "peer", None), (*PIPELINES[1], "nccl", None)]
     + [(*case, "peer", signal.SIGKILL) for case in INNER],
 )
 def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, axes, transport, fault):
     plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "microbatches": 8, "data": corpus, "dtype": "float32", **axes})
+    if plan.mesh.size > room():
+        pytest.skip(f"{plan.mesh.size} GPUs are needed")
     replicas = plan.mesh.dp * plan.mesh.cp * plan.mesh.ep
     program = compile_program(name, plan.mesh.pp, 8, gated=transport == "nccl", replicas=replicas)
     plan = replace(plan, device="cuda", transport=transport, program=program)

@@ -12,28 +12,7 @@ import torch.distributed as dist
 from pentad.kernels.attention_block import Gradients, merge_
 from pentad.kernels.dispatch import accumulator
 from pentad.workers.context_parts import Given, Saved, packed, part, part_backward, unpacked
-from pentad.workers.turns import Turns
-
-KEYS, GRADIENTS = 0, 1  # tags, for gloo
-
-
-class Transfer:
-    """One step of the ring, under way: what is sent to the next rank, what comes from the one before."""
-
-    def __init__(self, group: dist.ProcessGroup, sent: torch.Tensor, room: torch.Tensor, tag: int) -> None:
-        size, rank, self.room = group.size(), group.rank(), room
-        to, source = (rank + 1) % size, (rank - 1) % size
-        both = [
-            dist.P2POp(dist.isend, sent, group=group, tag=tag, group_peer=to),
-            dist.P2POp(dist.irecv, room, group=group, tag=tag, group_peer=source),
-        ]
-        self.works = dist.batch_isend_irecv(both)
-
-    def wait(self) -> torch.Tensor:
-        """What has come; what was sent may be written over."""
-        for work in self.works:
-            work.wait()
-        return self.room
+from pentad.workers.turns import Coming, Turns
 
 
 def forward(group: dist.ProcessGroup, given: Given) -> Turns[Saved]:
@@ -43,7 +22,7 @@ def forward(group: dist.ProcessGroup, given: Given) -> Turns[Saved]:
     rooms = [torch.empty_like(held) for _ in range(min(2, size - 1))]
     for number, blocks in enumerate(given.steps):
         last = number == size - 1
-        coming = None if last else Transfer(group, held, rooms[number % 2], KEYS)
+        coming = None if last else _pass_on(group, held, rooms[number % 2])
         if number == 0:
             out, lse = part(given, blocks[0], k, v)
             out = out.to(accumulator(q.dtype))
@@ -52,8 +31,7 @@ def forward(group: dist.ProcessGroup, given: Given) -> Turns[Saved]:
             for at in blocks:
                 merge_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *part(given, at, keys, values))
         if coming:
-            yield
-            held = coming.wait()
+            held = yield from coming
     return given.saved(out.to(q.dtype), lse)
 
 
@@ -65,24 +43,35 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turn
     rooms = [torch.empty_like(held) for _ in range(min(2, size - 1))]
     sums = [torch.empty_like(held, dtype=wide) for _ in range(2)]
     dq = q.new_zeros(q.shape, dtype=wide)
-    returning: Transfer | None = None
+    returning: Coming[torch.Tensor] | None = None
     for number, blocks in enumerate(saved.steps):
-        coming = None if number == size - 1 else Transfer(group, held, rooms[number % 2], KEYS)
+        coming = None if number == size - 1 else _pass_on(group, held, rooms[number % 2])
         parts = [(at, *part_backward(saved, dout, at, keys, values)) for at in blocks]
         if coming:
             yield
         # what the ranks before gave for these keys has come while this was computed
-        total = returning.wait() if returning else sums[1].zero_()
+        total = returning.now() if returning else sums[1].zero_()
         dk, dv = unpacked(total, k, v)
         for at, more_dq, more_dk, more_dv in parts:
             dq[at.rows, :, at.queries] += more_dq
             dk[at.rows, :, at.keys] += more_dk
             dv[at.rows, :, at.keys] += more_dv
         if coming:
-            held = coming.wait()
+            held = coming.now()
             keys, values = unpacked(held, k, v)
-        returning = Transfer(group, total, sums[number % 2], GRADIENTS)
+        returning = _pass_on(group, total, sums[number % 2])
     assert returning is not None
-    yield
-    dk, dv = unpacked(returning.wait(), k, v)
+    dk, dv = unpacked((yield from returning), k, v)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _pass_on(group: dist.ProcessGroup, sent: torch.Tensor, room: torch.Tensor) -> Coming[torch.Tensor]:
+    """One step of the ring: what is sent to the next rank, while what comes from the one before gets the room.
+
+    In one call of torch: when an epoch ends between the parts of its batch_isend_irecv, NCCL's group stays open, and of
+    all that this thread starts afterwards, in whatever epoch, nothing ever begins.
+    """
+    size, rank, count = group.size(), group.rank(), sent.numel()
+    to, source = ([count * (other == peer % size) for other in range(size)] for peer in (rank + 1, rank - 1))
+    work = dist.all_to_all_single(room, sent, source, to, group=group, async_op=True)
+    return Coming((work,), lambda: room, sent)
