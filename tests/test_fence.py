@@ -13,6 +13,7 @@ from own_models import made
 from plans import plan_of
 from test_axes import FAMILIES, MIXED
 
+from pentad.schedules.instruction import Op
 from pentad.schedules.plan import Plan
 from pentad.schedules.shape import Savings
 from pentad.workers import checkpoint
@@ -126,6 +127,35 @@ def test_an_heir_that_came_too_late_takes_nothing_along(corpus, tmp_path):
     assert heir.version == 3 and heir.stages[0].balance is not None and heir.stages[0].balance.bias.all()
     for at, parts in found.items():
         assert all(torch.equal(*pair) for pair in zip(heir.parameters[at].given(), parts, strict=True))
+
+
+def test_a_step_cut_off_at_its_norm_can_still_be_taken(corpus, tmp_path):
+    """A GPU behind its host goes on through NORM, STEP and a forward of the next step when the epoch ends meanwhile;
+    partners may have heard the norm and taken the step."""
+    runners = []
+    for number in (0, 1):
+        plan = small("1f1b", corpus, {"microbatches": 2, "model": MIXED})
+        runners.append(Runner(plan, 0, tmp_path / str(number)))
+        runners[-1].connect(runners[-1].serve("127.0.0.1", 30.0), 30.0)
+        runners[-1].restore(None)
+        *_, newest = runners[-1].run(0, 3 - number)
+        if number == 0:
+            norm = newest.grad_norm
+            runners[-1].close()
+    late = runners[-1]
+    executor: Any = late.executor
+    end = executor.end
+    real = end.reduce
+    end.reduce = lambda step, _: real(step, lambda: end.fence.fill_(torch.nan))
+    executor.run(2, late.feed(2))
+    executor.stream = executor.stream[:1]
+    assert executor.stream[0].op is Op.F
+    executor.run(3, late.feed(3))
+    stand = late.leave()
+    assert (stand.version, stand.ready) == (2, True)
+    late.advance(norm)
+    given = [[part for held in each.parameters.values() for part in held.given()] for each in runners]
+    assert all(torch.equal(*pair) for pair in zip(*given, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -24,22 +24,24 @@ class Biases(NamedTuple):
 
 
 class Balance:
-    """Of one stage: the biases, which a step moves at this rate, and the visits of a step so far, on every rank alike.
-    `views` is what layers read and count in."""
+    """Of one stage: the biases, which a step moves at this rate, and the visits of a step so far. `views` is what
+    layers read and count in; `counted` are those of all ranks in a step that is over."""
 
     def __init__(self, biases: Biases, rate: float) -> None:
         self.bias, self.rate = biases.values, rate
         self.load = torch.zeros(self.bias.shape, dtype=torch.int64, device=self.bias.device)
+        self.counted = torch.zeros_like(self.load)
         loads = zip(biases.layers, self.load, strict=True)
         self.views = biases.named | {f"layers.{layer}.experts.load": row for layer, row in loads}
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Adds up the visits of all ranks that hold the stage."""
+        """Adds up the visits of all ranks that hold the stage, and begins to count anew."""
+        self.counted.copy_(self.load)
+        self.load.zero_()
         if group is not None:
-            dist.all_reduce(self.load, group=group)
+            dist.all_reduce(self.counted, group=group)
 
     def take(self, valid: torch.Tensor) -> None:
-        """After a step that is `valid`, a scalar bool: moves the biases, and counts anew in any case."""
-        moved = torch.stack([moved_bias(*row, self.rate) for row in zip(self.bias, self.load, strict=True)])
+        """Moves the biases after a step that is `valid`, a scalar bool."""
+        moved = torch.stack([moved_bias(*row, self.rate) for row in zip(self.bias, self.counted, strict=True)])
         self.bias.copy_(torch.where(valid, moved, self.bias))
-        self.load.zero_()

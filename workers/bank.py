@@ -27,9 +27,9 @@ class Bank:
             self.read(parameters.weights)
 
     def accumulate_in(self, flat: torch.Tensor) -> None:
-        """The whole gradients are in this buffer; where others use it too, or parts of it are summed elsewhere, they
-        begin with zeros at the first W of a step."""
-        self.whole, self.stale = flat, self.parameters.cut.parts > 1
+        """The whole gradients are in this buffer from here on; they begin with zeros at the first W of a step, and of
+        every turn that it takes on the buffer."""
+        self.whole, self.stale = flat, True
         self.gradients = self._views(flat)
 
     def read(self, flat: torch.Tensor) -> None:

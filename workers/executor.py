@@ -149,6 +149,7 @@ class Executor:
     def _weigh(self, part: Instruction) -> None:
         """W, of as much as B has got to. What of the stage's gradients is whole now may be reduced meanwhile."""
         stage = self.stages[part.stage]
+        self.lanes.past(self.refuse_if_fenced)  # gradients of a step that may yet be taken stay (Barrier.advance)
         stage.backward_weight(part.microbatch)
         for reduction in self.reductions.get(part.key, ()):
             if all(bank.buckets[reduction.microbatch].layer >= stage.reached for bank in stage.banks):

@@ -56,6 +56,9 @@ class HostLanes:
     def leave(self, part: Instruction, reader: Instruction) -> None:
         """Nothing to do: compute is synchronous."""
 
+    def past(self, check: Callable[[], None]) -> None:
+        """A host that computes itself is through with all it did before."""
+
     def near(self, check: Callable[[], None], ahead: int = 0) -> None:
         """Nothing to do: compute is synchronous."""
 
@@ -107,8 +110,10 @@ class CudaLanes:
         self.word = {lane: self.ends.data_ptr() + 4 * number for number, lane in enumerate(self.streams)}
         self.seen, self.mine = self.ends.numpy(), list(self.streams).index("compute")
         self.issued: Counter[str] = Counter()
+        self.former = 0  # instructions of the compute lane in earlier steps
 
     def begin(self) -> None:
+        self.former = self.issued["compute"]
         self.ended.clear()
         self.left.clear()
         zero = self._event()
@@ -156,6 +161,12 @@ class CudaLanes:
         thread's calls as well.
         """
         while self.issued["compute"] - int(self.seen[self.mine]) > ahead:
+            check()
+            time.sleep(POLL_SECONDS)
+
+    def past(self, check: Callable[[], None]) -> None:
+        """Waits until the compute lane has come to this step, calling `check` meanwhile."""
+        while int(self.seen[self.mine]) < self.former:
             check()
             time.sleep(POLL_SECONDS)
 

@@ -37,7 +37,7 @@ def clip(norm: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def step(parameters: Parameters, shape: OptimizerShape, number: int, scale: torch.Tensor) -> None:
-    """AdamW step `number` (from 0) on one stage, and zero gradients after it. Norms are not decayed."""
+    """AdamW step `number` (from 0) on one stage. Norms are not decayed."""
     for part, decay in _parts(parameters, shape):
         adamw_(
             parameters.master[part],
@@ -48,7 +48,6 @@ def step(parameters: Parameters, shape: OptimizerShape, number: int, scale: torc
             scale=scale,
             **_rates(shape, number, decay),
         )
-    parameters.gradient.zero_()
 
 
 def step_ahead(parameters: Parameters, shape: OptimizerShape, number: int) -> None:

@@ -88,6 +88,8 @@ class OwnStage(Owner):
     def begin(self, step: int) -> None:
         self.step, self.loss_sums = step, self.sums[step % 2]
         self.loss_sums.zero_()
+        for bank in self.banks:
+            bank.stale = True
 
     def forward(
         self,

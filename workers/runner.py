@@ -264,9 +264,10 @@ class Runner:
         # more lanes than the 8 queues of the default.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         # That a member is gone is for the driver to find out; by default torch then ends the process, or keeps a
-        # communicator of several hosts for a minute to write down what it did last.
+        # communicator of several hosts for a minute to write down what it did last, and who gives it up with it.
         for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING"):
             os.environ[f"TORCH_NCCL_{name}"] = "0"
+        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1"
         torch.cuda.set_device(self.device)
 
     def _end(self, address: str, timeout_seconds: float) -> Barrier | PostValidated:
@@ -290,7 +291,6 @@ class Runner:
         """`step` steps are in the weights from here on."""
         self.version = step
         for held in self.parameters.values():
-            held.gradient.zero_()
             held.refresh()  # they may be those of a step that was taken ahead, and never for good
         if self.executor is not None:
             self.executor.end.version.fill_(step)

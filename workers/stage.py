@@ -123,6 +123,8 @@ class Stage:
         """Before the first F of a step. Sums of the step before may still be on their way to the other ranks."""
         self.loss_sums = self.sums[step % 2]
         self.loss_sums.zero_()
+        for bank in self.banks:
+            bank.stale = True
 
     def forward(
         self,

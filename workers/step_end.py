@@ -93,9 +93,10 @@ class Sums:
 class Barrier:
     """All ranks of the mesh meet at NORM: when one has the norm, every rank's gradients are whole.
 
-    `version` (on the device) counts the steps that are in the weights; `ready` says that only the global norm lacks
-    for one more. `fence` (on the host) is 0 until another thread makes it nan, which a GPU that runs behind its host
-    sees at NORM: the step then changes no weight.
+    `version` (on the device) counts the steps that are in the weights, `norm` is that of the newest one; `ready` says
+    that only its global norm lacks for one more. `fence` (on the host) is 0 until another thread makes it nan, which a
+    GPU that runs behind its host sees at NORM: the step then changes no weight, and its gradients stay, for a host
+    issues no W until the step before has ended.
     """
 
     def __init__(self, plan: Plan, groups: Groups, stages: dict[int, StageProtocol]) -> None:
@@ -108,9 +109,13 @@ class Barrier:
         device = self.sums.values.device
         self.fence = torch.zeros((), dtype=torch.float64, pin_memory=device.type == "cuda")
         self.version = torch.zeros((), dtype=torch.int64, device=device)
-        self.norm = self.losses = torch.zeros(1)
+        self.norm = self.losses = torch.zeros((), dtype=torch.float64, device=device)
         self.taken: list[Taken] = []
-        self.ready = False
+        self.whole, self.reduced = self._unfenced(), -1
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.whole) and int(self.version) == self.reduced
 
     def reduce(self, step: int, check: Check) -> None:
         """NORM."""
@@ -118,28 +123,28 @@ class Barrier:
         for balance, group in self.balances:
             balance.reduce(group)
         values = self.sums.fill()
-        self.ready = values.device.type == "cpu"  # on a GPU later instructions may already run on the gradients
+        self.whole, self.reduced = self._unfenced(), step  # nobody has cut short what they were summed with
         if self.groups.everyone is not None:
             dist.all_reduce(values, group=self.groups.everyone)
         check()
-        self.open = self.fence.to(values.device, non_blocking=True) == 0
-        self.norm = torch.where(self.open, self.sums.norm(values), torch.nan)
+        self.open = self._unfenced()
+        self.heard = torch.where(self.open, self.sums.norm(values), torch.nan)
         self.losses = self.sums.losses(values).sum(2).flatten()
 
     def take(self, step: int) -> None:
         """STEP, scaled as NORM says; a step after the fence counts for nothing."""
         for parameters in held(self.stages):
-            factor = optimizer.clip(self.norm, self.sums.limit, parameters.master.dtype)
+            factor = optimizer.clip(self.heard, self.sums.limit, parameters.master.dtype)
             optimizer.step(parameters, self.plan.optimizer, step, factor)
         for balance, _ in self.balances:
-            balance.take(self.open & self.norm.isfinite())
+            balance.take(self.open & self.heard.isfinite())
         self.version = torch.where(self.open, step + 1, self.version)
-        self.taken.append(Taken(step, on_host(self.losses), on_host(self.norm)))
-        self.ready = False
+        self.norm = torch.where(self.open, self.heard, self.norm)
+        self.taken.append(Taken(step, on_host(self.losses), on_host(self.heard)))
 
     def advance(self, step: int, norm: float) -> None:
         """Takes the step that lacked its global norm only: another rank has heard it before the epoch ended."""
-        self.norm = torch.tensor(norm, dtype=torch.float64, device=self.version.device)
+        self.heard = torch.tensor(norm, dtype=torch.float64, device=self.version.device)
         self.open = torch.ones((), dtype=torch.bool, device=self.version.device)
         self.take(step)
 
@@ -151,6 +156,10 @@ class Barrier:
 
     def close(self) -> None:
         """Nothing to give up."""
+
+    def _unfenced(self) -> torch.Tensor:
+        """Whether the epoch is not over: on a GPU, once the current stream has come so far."""
+        return self.fence.to(self.version.device, non_blocking=True) == 0
 
 
 class PostValidated:
