@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 from fleet import named
-from gpus import gpu_of
+from gpus import RANKS_A_GPU, gpu_of
 
 from pentad.schedules.plan import Plan
 from pentad.workers.fence import Fenced
+
+PATIENCE = 60.0 * RANKS_A_GPU  # seconds; a run's first step compiles kernels
 
 
 class Cell:
@@ -40,7 +42,7 @@ class Cell:
     def now(self, method: str, *arguments: Any) -> int:
         return self._ask("now", method, *arguments)
 
-    def answer(self, number: int, seconds: float = 45.0) -> Any:
+    def answer(self, number: int, seconds: float = PATIENCE) -> Any:
         """Raises what the method raised."""
         while number not in self.answers:
             assert self.end.poll(seconds), f"no answer in {seconds} s"
@@ -75,7 +77,7 @@ class Cell:
         return self.asked
 
 
-def together(cells: list[Cell], method: str, *arguments: Any, seconds: float = 45.0) -> list[Any]:
+def together(cells: list[Cell], method: str, *arguments: Any, seconds: float = PATIENCE) -> list[Any]:
     """What all answer; raises what the first to fail does, for whom others may be waiting."""
     asked = [(cell, cell.call(method, *arguments)) for cell in cells]
     deadline = time.monotonic() + seconds
