@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the driver reads Fenced out of its workers' answers, and do
     from pentad.workers.lanes import CudaLanes
     from pentad.workers.signals import Signals
 
-STILL_SECONDS = 0.3
+STILL_SECONDS, STILL_AT_MOST = 0.3, 3.0  # the driver waits regroup.FENCE_SECONDS
 
 
 class Fenced(Exception):
@@ -61,15 +61,17 @@ class Wires:
 
 
 def run_out(executor: Executor, signals: Signals | None, lanes: CudaLanes) -> None:
-    """Lets a GPU run out: no step counts any more, and no transfer waits; returns when nothing moves.
+    """Lets a GPU run out: no step counts any more, and no transfer waits; returns when nothing moves, for longer than
+    an instruction of this run takes: transfers inside one are not to be cut short.
 
     Only memory is written: calls of the GPU's driver may be held up.
     """
+    still = min(max(STILL_SECONDS, 1.5 * lanes.longest), STILL_AT_MOST)
     executor.end.fence.fill_(math.nan)
     if signals is not None:
         signals.release()
     moved, done = time.monotonic(), -1
-    while time.monotonic() < moved + STILL_SECONDS:
+    while time.monotonic() < moved + still:
         if (now := lanes.done()) != done:
             moved, done = time.monotonic(), now
         time.sleep(0.01)

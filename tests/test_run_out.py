@@ -1,0 +1,45 @@
+"""A GPU that is to run out is given the time that its instructions take, and not for ever."""
+
+from __future__ import annotations
+
+import math
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pentad.workers import fence
+
+
+class Lanes:
+    """Instructions that end at these moments, in seconds from the first look."""
+
+    def __init__(self, ends: list[float], longest: float) -> None:
+        self.ends, self.longest, self.began = ends, longest, 0.0
+
+    def done(self) -> int:
+        self.began = self.began or time.monotonic()
+        return sum(time.monotonic() >= self.began + end for end in self.ends)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("ends", "longest", "least"),
+    [
+        ([], 0.01, 0.3),
+        ([0.2, 0.4], 0.01, 0.7),
+        ([0.5, 1.0], 0.5, 1.75),  # within 0.3 s nothing ends, and yet it computes
+        ([], 100.0, 3.0),
+    ],
+)
+def test_nothing_is_cut_short_that_ends_by_itself(ends, longest, least):
+    lanes: Any = Lanes(ends, longest)
+    released: list[bool] = []
+    executor: Any = SimpleNamespace(end=SimpleNamespace(fence=torch.zeros(())))
+    signals: Any = SimpleNamespace(release=lambda: released.append(math.isnan(executor.end.fence)))
+    began = time.monotonic()
+    fence.run_out(executor, signals, lanes)
+    assert released == [True], "what goes on after the fence must not count"
+    assert least <= time.monotonic() - began < least + 5.0
