@@ -103,7 +103,7 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
     documents = None if case.documents is None else context.documents(case.documents, case.length, device)
     log: list[str] = []
     rooms: set[int] = set()
-    real = context_ring._pass_on
+    real = context_ring.pass_on
 
     def told(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def both(*args: Any) -> Any:
@@ -121,7 +121,7 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
 
     runs, most = [], (0, 0)
     with (
-        patch.object(context_ring, "_pass_on", seen),
+        patch.object(context_ring, "pass_on", seen),
         patch.object(context_ring, "part", told("block", context_ring.part)),
         patch.object(context_ring, "part_backward", told("block", context_ring.part_backward)),
     ):

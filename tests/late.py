@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pentad.schedules.plan import Plan
-from pentad.workers import context_gather, context_ring, dispatch, tensor_ranks
+from pentad.workers import context_gather, dispatch, tensor_ranks
 from pentad.workers.bank import banks_of
 from pentad.workers.context import Context
 from pentad.workers.dispatch import Way
@@ -98,14 +98,6 @@ def late(log: Log) -> Iterator[None]:
     def added(values: torch.Tensor, **_: Any) -> Late:
         return log.start(values[:0], lambda: values.mul_(2))
 
-    class Transfer:
-        def __init__(self, group: Any, sent: torch.Tensor, room: torch.Tensor, tag: int) -> None:
-            self.room, self.work = room, log.start(room, lambda: room.copy_(sent))
-
-        def wait(self) -> torch.Tensor:
-            self.work.wait()
-            return self.room
-
     with (
         patch.object(dist, "get_world_size", lambda group: 2),
         patch.object(dist, "all_to_all_single", exchange),
@@ -116,7 +108,6 @@ def late(log: Log) -> Iterator[None]:
         patch.object(tensor_ranks, "scatter_sum", scatter),
         patch.object(context_gather, "_gather", gather),
         patch.object(context_gather, "_scatter", scatter),
-        patch.object(context_ring, "Transfer", Transfer),
         log,
     ):
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plans import MODEL, TILE, plan_of
-from test_activations import FAMILIES, Group, Transfer, alone, exchanged, gathered, made, scattered
+from test_activations import FAMILIES, Group, alone, exchanged, gathered, made, passed, scattered
 
 from pentad.orchestrator.devices import NODE, crosses
 from pentad.orchestrator.kept import piece_of
@@ -32,10 +32,9 @@ def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
     """All that layers send, from here on; products have tiles."""
     found, caches = Flows(), (stage_flows, layer_flows)
 
-    class Told(Transfer):
-        def __init__(self, group: Group, sent: torch.Tensor, room: torch.Tensor, tag: int) -> None:
-            found.add("cp", "ring", 1, sent.nbytes)
-            super().__init__(group, sent, room, tag)
+    def pass_on(group: Group, sent: torch.Tensor, room: torch.Tensor) -> Coming[torch.Tensor]:
+        found.add("cp", "ring", 1, sent.nbytes)
+        return passed(group, sent, room)
 
     def tell(axis: Any, kind: str, do: Any) -> Any:
         def call(to: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool = False) -> None:
@@ -48,7 +47,7 @@ def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
         found.add("cp", "exchange", 1, sum(each.nbytes for each in sent) * (group.size() - 1) // group.size())
         return exchanged(group, sent, laid)
 
-    monkeypatch.setattr(context_ring, "Transfer", Told)
+    monkeypatch.setattr(context_ring, "pass_on", pass_on)
     monkeypatch.setattr(context_exchange, "_exchange", exchange)
     for module, axis in ((context_gather, "cp"), (dispatch, "ep")):
         monkeypatch.setattr(module, "_gather", tell(axis, "gather", gathered))

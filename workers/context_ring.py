@@ -22,7 +22,7 @@ def forward(group: dist.ProcessGroup, given: Given) -> Turns[Saved]:
     rooms = [torch.empty_like(held) for _ in range(min(2, size - 1))]
     for number, blocks in enumerate(given.steps):
         last = number == size - 1
-        coming = None if last else _pass_on(group, held, rooms[number % 2])
+        coming = None if last else pass_on(group, held, rooms[number % 2])
         if number == 0:
             out, lse = part(given, blocks[0], k, v)
             out = out.to(accumulator(q.dtype))
@@ -45,7 +45,7 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turn
     dq = q.new_zeros(q.shape, dtype=wide)
     returning: Coming[torch.Tensor] | None = None
     for number, blocks in enumerate(saved.steps):
-        coming = None if number == size - 1 else _pass_on(group, held, rooms[number % 2])
+        coming = None if number == size - 1 else pass_on(group, held, rooms[number % 2])
         parts = [(at, *part_backward(saved, dout, at, keys, values)) for at in blocks]
         if coming:
             yield
@@ -59,13 +59,13 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turn
         if coming:
             held = coming.now()
             keys, values = unpacked(held, k, v)
-        returning = _pass_on(group, total, sums[number % 2])
+        returning = pass_on(group, total, sums[number % 2])
     assert returning is not None
     dk, dv = unpacked((yield from returning), k, v)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _pass_on(group: dist.ProcessGroup, sent: torch.Tensor, room: torch.Tensor) -> Coming[torch.Tensor]:
+def pass_on(group: dist.ProcessGroup, sent: torch.Tensor, room: torch.Tensor) -> Coming[torch.Tensor]:
     """One step of the ring: what is sent to the next rank, while what comes from the one before gets the room.
 
     In one call of torch: when an epoch ends between the parts of its batch_isend_irecv, NCCL's group stays open, and of
