@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pentad.orchestrator.regroup import FENCE_SECONDS
 from pentad.workers import fence
 
 
@@ -31,7 +32,8 @@ class Lanes:
         ([], 0.01, 0.3),
         ([0.2, 0.4], 0.01, 0.7),
         ([0.5, 1.0], 0.5, 1.75),  # within 0.3 s nothing ends, and yet it computes
-        ([], 100.0, 3.0),
+        ([], 100.0, fence.RUN_OUT_SECONDS),
+        ([0.1 * n for n in range(90)], 0.01, fence.RUN_OUT_SECONDS),
     ],
 )
 def test_nothing_is_cut_short_that_ends_by_itself(ends, longest, least):
@@ -42,4 +44,5 @@ def test_nothing_is_cut_short_that_ends_by_itself(ends, longest, least):
     began = time.monotonic()
     fence.run_out(executor, signals, lanes)
     assert released == [True], "what goes on after the fence must not count"
-    assert least <= time.monotonic() - began < least + 5.0
+    assert least <= time.monotonic() - began < least + 4.0
+    assert fence.RUN_OUT_SECONDS < FENCE_SECONDS, "the driver gives up who does not answer in time"

@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # the driver reads Fenced out of its workers' answers, and do
     from pentad.workers.lanes import CudaLanes
     from pentad.workers.signals import Signals
 
-STILL_SECONDS, STILL_AT_MOST = 0.3, 3.0  # the driver waits regroup.FENCE_SECONDS
+STILL_SECONDS = 0.3
+RUN_OUT_SECONDS = 4.0  # the driver waits regroup.FENCE_SECONDS
 
 
 class Fenced(Exception):
@@ -62,16 +63,17 @@ class Wires:
 
 def run_out(executor: Executor, signals: Signals | None, lanes: CudaLanes) -> None:
     """Lets a GPU run out: no step counts any more, and no transfer waits; returns when nothing moves, for longer than
-    an instruction of this run takes: transfers inside one are not to be cut short.
+    an instruction of this run takes (transfers inside one are not to be cut short), or when time is up.
 
     Only memory is written: calls of the GPU's driver may be held up.
     """
-    still = min(max(STILL_SECONDS, 1.5 * lanes.longest), STILL_AT_MOST)
+    still = max(STILL_SECONDS, 1.5 * lanes.longest)
     executor.end.fence.fill_(math.nan)
     if signals is not None:
         signals.release()
     moved, done = time.monotonic(), -1
-    while time.monotonic() < moved + still:
+    until = moved + RUN_OUT_SECONDS
+    while time.monotonic() < min(moved + still, until):
         if (now := lanes.done()) != done:
             moved, done = time.monotonic(), now
         time.sleep(0.01)
