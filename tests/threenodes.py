@@ -106,9 +106,16 @@ class Cluster:
             **where,
         )
         with clusters._environment(gpus.node_of(free) if self.places else {}):
-            node = Node(parameters, head=head, shutdown_at_exit=True, spawn_reaper=True)
+            try:
+                node = Node(parameters, head=head, shutdown_at_exit=True, spawn_reaper=True)
+            except Exception as error:  # Ray's own says no more than that it waited
+                raise RuntimeError(f"{error}\n{self._newest_logs()}") from None
         node.cpus, node.places = cpus, free
         return node
+
+    def _newest_logs(self) -> str:
+        files = sorted(self.folder.glob("session_*/logs/*.*"), key=lambda file: file.stat().st_mtime)
+        return "\n".join(f"{file.name}: {file.read_text(errors='replace')[-1500:]}" for file in files[-6:])
 
 
 def kill(node: Node, how: int = signal.SIGKILL) -> None:
