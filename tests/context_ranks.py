@@ -86,12 +86,12 @@ def numbered(documents: Rows, length: int) -> Tensor:
 
 @dataclass
 class Answer:
-    """One rank's out and gradients (of its first run); whether all runs had the same bits; in how many rooms a ring got
-    what others sent, forward and backward; what it did, in order; and the elements that were kept from F to B."""
+    """One rank's out and gradients (of its first run); whether all runs had the same bits; in how many rooms it got
+    keys of others in one pass; what a ring did, in order; and the elements that were kept from F to B."""
 
     parts: list[Tensor]
     same: bool
-    rooms: tuple[int, int]
+    rooms: int
     log: list[str]
     kept: int
 
@@ -103,6 +103,7 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
     documents = None if case.documents is None else context.documents(case.documents, case.length, device)
     log: list[str] = []
     rooms: set[int] = set()
+    keys: set[int] = set()  # memory with keys of this pass, which come first, and go on from where they came
     real = context_ring.pass_on
 
     def told(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,13 +114,17 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
         return both
 
     def seen(group: dist.ProcessGroup, sent: Tensor, room: Tensor) -> Coming[Tensor]:
-        log.append("keys" if sent.dtype == case.dtype else "gradients")
-        rooms.add(room.data_ptr())
+        if not keys or sent.data_ptr() in keys:
+            log.append("keys")
+            rooms.add(room.data_ptr())
+            keys.update((sent.data_ptr(), room.data_ptr()))
+        else:
+            log.append("gradients")
         coming = real(group, sent, room)
         coming.made = told("wait", coming.made)
         return coming
 
-    runs, most = [], (0, 0)
+    runs, most = [], 0
     with (
         patch.object(context_ring, "pass_on", seen),
         patch.object(context_ring, "part", told("block", context_ring.part)),
@@ -130,12 +135,14 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
             q, k, v, dout = (x.to(device)[:, :, mine] for x in case.inputs())
             out, kept = alone(context.attend(q, k, v, documents, case.deterministic))
             size = elements(kept)
-            forward = len(rooms)
+            most = max(most, len(rooms))
             rooms.clear()
+            keys.clear()
             log.append("backward")
             runs.append([out, *alone(context.attend_backward(dout, kept))])
-            most = max(most[0], forward), max(most[1], len(rooms))
+            most = max(most, len(rooms))
             rooms.clear()
+            keys.clear()
     same = all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
     return Answer([x.cpu() for x in runs[0]], same, most, log, size)
 

@@ -152,7 +152,7 @@ def test_a_step_cut_off_at_its_norm_can_still_be_taken(corpus, tmp_path):
     assert executor.stream[0].op is Op.F
     executor.run(3, late.feed(3))
     stand = late.leave()
-    assert (stand.version, stand.ready) == (2, True)
+    assert (stand.version, stand.ready, stand.norm) == (2, True, newest.grad_norm)
     late.advance(norm)
     given = [[part for held in each.parameters.values() for part in held.given()] for each in runners]
     assert all(torch.equal(*pair) for pair in zip(*given, strict=True))

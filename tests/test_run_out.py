@@ -17,8 +17,8 @@ from pentad.workers import fence
 class Lanes:
     """Instructions that end at these moments, in seconds from the first look."""
 
-    def __init__(self, ends: list[float], longest: float) -> None:
-        self.ends, self.longest, self.began = ends, longest, 0.0
+    def __init__(self, ends: list[float]) -> None:
+        self.ends, self.began = ends, 0.0
 
     def done(self) -> int:
         self.began = self.began or time.monotonic()
@@ -37,12 +37,12 @@ class Lanes:
     ],
 )
 def test_nothing_is_cut_short_that_ends_by_itself(ends, longest, least):
-    lanes: Any = Lanes(ends, longest)
+    lanes: Any = Lanes(ends)
     released: list[bool] = []
     executor: Any = SimpleNamespace(end=SimpleNamespace(fence=torch.zeros(())))
     signals: Any = SimpleNamespace(release=lambda: released.append(math.isnan(executor.end.fence)))
     began = time.monotonic()
-    fence.run_out(executor, signals, lanes)
+    fence.run_out(executor, signals, lanes, longest)
     assert released == [True], "what goes on after the fence must not count"
     assert least <= time.monotonic() - began < least + 4.0
     assert fence.RUN_OUT_SECONDS < FENCE_SECONDS, "the driver gives up who does not answer in time"

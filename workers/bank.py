@@ -29,7 +29,7 @@ class Bank:
     def accumulate_in(self, flat: torch.Tensor) -> None:
         """The whole gradients are in this buffer from here on; they begin with zeros at the first W of a step, and of
         every turn that it takes on the buffer."""
-        self.whole, self.stale = flat, True
+        self.whole = flat
         self.gradients = self._views(flat)
 
     def read(self, flat: torch.Tensor) -> None:

@@ -61,13 +61,13 @@ class Wires:
         return count
 
 
-def run_out(executor: Executor, signals: Signals | None, lanes: CudaLanes) -> None:
+def run_out(executor: Executor, signals: Signals | None, lanes: CudaLanes, longest: float) -> None:
     """Lets a GPU run out: no step counts any more, and no transfer waits; returns when nothing moves, for longer than
-    an instruction of this run takes (transfers inside one are not to be cut short), or when time is up.
+    the `longest` instruction takes (transfers inside one are not to be cut short), or when time is up.
 
     Only memory is written: calls of the GPU's driver may be held up.
     """
-    still = max(STILL_SECONDS, 1.5 * lanes.longest)
+    still = max(STILL_SECONDS, 1.5 * longest)
     executor.end.fence.fill_(math.nan)
     if signals is not None:
         signals.release()

@@ -111,7 +111,6 @@ class CudaLanes:
         self.seen, self.mine = self.ends.numpy(), list(self.streams).index("compute")
         self.issued: Counter[str] = Counter()
         self.former = 0  # instructions of the compute lane in earlier steps
-        self.longest = 0.0  # seconds of an instruction of that lane in the newest step known
 
     def begin(self) -> None:
         self.former = self.issued["compute"]
@@ -167,9 +166,7 @@ class CudaLanes:
 
     def past(self, check: Callable[[], None]) -> None:
         """Waits until the compute lane has come to this step, calling `check` meanwhile."""
-        while int(self.seen[self.mine]) < self.former:
-            check()
-            time.sleep(POLL_SECONDS)
+        self.near(check, ahead=self.issued["compute"] - self.former)
 
     def drop(self, check: Callable[[], None]) -> None:
         """Waits for all that was begun in this step, calling `check` meanwhile, and forgets it."""
@@ -195,8 +192,6 @@ class CudaLanes:
             at = [(part, zero.elapsed_time(a), zero.elapsed_time(b)) for part, a, b in spans]
             steps.append(Times((part, zero_at + a / 1e3, zero_at + b / 1e3) for part, a, b in at))
             self.spare += [zero, *(event for _, *events in spans for event in events)]
-        for step in steps[-1:]:
-            self.longest = max((end - start for part, start, end in step if part.lane == "compute"), default=0.0)
         self.steps = later
         return steps
 

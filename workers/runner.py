@@ -206,7 +206,7 @@ class Runner:
         if self.executor is not None:
             self.executor.fenced = True
             if isinstance(self.lanes, CudaLanes):
-                run_out(self.executor, self.signals, self.lanes)
+                run_out(self.executor, self.signals, self.lanes, self._longest())
         if self.wires is not None:
             self.wires.cut()
 
@@ -308,6 +308,12 @@ class Runner:
         times, taken = self.lanes.collect(left_open, self.executor.refuse_if_fenced), self.executor.end.taken
         self.accounts += [self._result(step, spans) for step, spans in zip(taken, times, strict=False)]
         del taken[: len(times)]
+
+    def _longest(self) -> float:
+        """Seconds of the longest instruction that computes, in the newest step that is known. From any thread."""
+        newest = [call[-1] for call in tuple(self.kept) if call][-1:]
+        spans = [span for result in newest for span in result.spans if span.lane == "compute"]
+        return max((span.end - span.start for span in spans), default=0.0)
 
     def _result(self, taken: Taken, spans: Times) -> StepResult:
         assert self.executor is not None
