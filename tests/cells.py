@@ -217,7 +217,7 @@ def _serve(end: Any) -> None:
                 held = runners[0].parameters.values()
                 kinds = [(each, kind, flat) for each in held for kind, flat in each.state().items()]
                 state = {key: v for each, kind, flat in kinds for key, v in named(each, flat, f"{kind}.").items()}
-                reply(tag, state | {name: bias for each in held for name, bias in each.biases.named.items()})
+                reply(tag, state | {name: bias.cpu() for each in held for name, bias in each.biases.named.items()})
             else:
                 reply(tag, getattr(runners[0], method)(*arguments))
         except Exception as error:
