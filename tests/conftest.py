@@ -13,6 +13,10 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Else gRPC runs on in a process that was forked, whose files are closed, and ends it before it becomes another program:
+# grpc/grpc#43055. Ray starts its own so. No test forks for anything else.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 # No deadlines: a busy machine is no failure. No randomness: a run says the same as the one before.
 slow = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=slow)

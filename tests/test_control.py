@@ -99,6 +99,12 @@ def test_a_loss_that_is_no_number_is_null() -> None:
     assert plain(status_of(seen(loss=float("nan"))))["loss"] is None
 
 
+def test_who_talks_to_a_run_can_start_processes(served: Served) -> None:
+    for _ in range(300):  # as Ray starts its own; about one in a hundred died where gRPC runs on in a fork
+        served.status()
+        assert subprocess.run(["true"], preexec_fn=os.getpid).returncode == 0
+
+
 def test_heartbeats_grow_old_without_news(served: Served) -> None:
     before = served.status()["ranks"][0]["heartbeat_age_seconds"]
     time.sleep(0.05)

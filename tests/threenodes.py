@@ -114,7 +114,7 @@ class Cluster:
         return node
 
     def _newest_logs(self) -> str:
-        files = sorted(self.folder.glob("session_*/logs/*.*"), key=lambda file: file.stat().st_mtime)
+        files = sorted(self.folder.glob("session_[0-9]*/logs/*.*"), key=lambda file: file.stat().st_mtime)
         return "\n".join(f"{file.name}: {file.read_text(errors='replace')[-1500:]}" for file in files[-6:])
 
 
