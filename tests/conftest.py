@@ -13,8 +13,8 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Else gRPC runs on in a process that was forked, whose files are closed, and ends it before it becomes another program:
-# grpc/grpc#43055. Ray starts its own so. No test forks for anything else.
+# Else gRPC runs on in a forked process, whose files Python has closed, and ends it before it becomes another program:
+# grpc/grpc#43055. So Ray starts its nodes; nothing here forks to stay what it is.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 # No deadlines: a busy machine is no failure. No randomness: a run says the same as the one before.

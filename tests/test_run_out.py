@@ -12,6 +12,7 @@ import torch
 
 from pentad.orchestrator.regroup import FENCE_SECONDS
 from pentad.workers import fence
+from pentad.workers.runner import Runner
 
 
 class Lanes:
@@ -44,5 +45,17 @@ def test_nothing_is_cut_short_that_ends_by_itself(ends, longest, least):
     began = time.monotonic()
     fence.run_out(executor, signals, lanes, longest)
     assert released == [True], "what goes on after the fence must not count"
-    assert least <= time.monotonic() - began < least + 4.0
+    assert least <= time.monotonic() - began < least + 2.0
     assert fence.RUN_OUT_SECONDS < FENCE_SECONDS, "the driver gives up who does not answer in time"
+
+
+def test_the_longest_instruction_is_one_that_computes_in_the_newest_step():
+    def step(*spans: tuple[str, float]) -> SimpleNamespace:
+        return SimpleNamespace(spans=[SimpleNamespace(lane=lane, start=1.0, end=1.0 + size) for lane, size in spans])
+
+    runner: Any = SimpleNamespace(kept=[[step(("compute", 8.0))], [step(("compute", 4.0)), step(("compute", 2.0))], []])
+    assert Runner._longest(runner) == 2.0
+    runner.kept.append([step(("compute", 0.5), ("compute", 0.25), ("send 1", 6.0))])
+    assert Runner._longest(runner) == 0.5
+    runner.kept.clear()
+    assert Runner._longest(runner) == 0.0

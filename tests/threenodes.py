@@ -105,17 +105,18 @@ class Cluster:
             max_worker_port=0,
             **where,
         )
+        known = self._logs()
         with clusters._environment(gpus.node_of(free) if self.places else {}):
             try:
                 node = Node(parameters, head=head, shutdown_at_exit=True, spawn_reaper=True)
             except Exception as error:  # Ray's own says no more than that it waited
-                raise RuntimeError(f"{error}\n{self._newest_logs()}") from None
+                new = [f"{file.name}: {file.read_text(errors='replace')[-1500:]}" for file in self._logs() - known]
+                raise RuntimeError("\n".join([f"{error} Its logs: {len(new)}", *new])) from None
         node.cpus, node.places = cpus, free
         return node
 
-    def _newest_logs(self) -> str:
-        files = sorted(self.folder.glob("session_[0-9]*/logs/*.*"), key=lambda file: file.stat().st_mtime)
-        return "\n".join(f"{file.name}: {file.read_text(errors='replace')[-1500:]}" for file in files[-6:])
+    def _logs(self) -> set[Path]:
+        return set(self.folder.glob("session_[0-9]*/logs/*.*"))
 
 
 def kill(node: Node, how: int = signal.SIGKILL) -> None:
