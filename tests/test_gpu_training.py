@@ -67,6 +67,18 @@ def test_any_schedule_on_any_transport_equals_one_process(gpus, corpus, name, dp
             assert close(outcome.state[f"model.{parameter}"], weights[parameter]), parameter
 
 
+def test_mirrors_next_to_each_other_reduce_in_the_first_step_of_new_processes(corpus):
+    """Where NCCL had not been used before, each stood in its reduction before it granted what the other sends."""
+    plan = on_gpu(plan_of("dualpipe", 1, 2, 8, corpus), "peer", "float64")
+    made = Fleet(2)
+    try:
+        outcomes = made.run(plan, [(0, 1)])
+    finally:
+        made.stop()
+    sums = {n: loss for outcome in outcomes for n, loss in outcome.results[0].losses.items()}.values()
+    assert sum(sums) / plan.batch.tokens == pytest.approx(reference(plan)[0][0], rel=1e-10)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), [case for case in CASES if case[1] == 1])
 def test_triton_kernels_train_as_the_reference_does(gpus, corpus, name, dp, pp, microbatches, dtype, tolerance):

@@ -60,7 +60,7 @@ def connect(
         device_id=device if cuda else None,
     )
     channels = {}
-    everyone = _group(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
+    everyone = _joined(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
     for column, (kind, source, target) in product(columns(plan.mesh), edges(plan)):
         ends = plan.mesh.move(column, pp=source), plan.mesh.move(column, pp=target)
         group = everyone if plan.transport == "gloo" else _group(ends) if plan.transport == "nccl" else None
@@ -72,7 +72,7 @@ def connect(
     # Gathers run beside reductions, on a lane of their own.
     gatherers = _sharing(plan, rank) if plan.zero else {}
     at = plan.mesh.coordinates(rank)
-    tied = [_group(ranks) for ranks in _ends(plan)]
+    tied = [_joined(ranks) for ranks in _ends(plan)]
     return Groups(rank, channels, holders, gatherers, everyone, _inner(plan, rank), tied[at.tp] if tied else None)
 
 
@@ -97,7 +97,7 @@ def meet(address: str, size: int, timeout_seconds: float) -> dist.TCPStore:
 def _sharing(plan: Plan, rank: int) -> dict[int, list[dist.ProcessGroup | None]]:
     """New groups of the holders of each stage, and of its experts, for the stages of a rank; None where that is alone.
     Every rank makes all of them, in one order."""
-    made = {ranks: _group(ranks) for ranks in dict.fromkeys(map(plan.holders, plan.shares)) if len(ranks) > 1}
+    made = {ranks: _joined(ranks) for ranks in dict.fromkeys(map(plan.holders, plan.shares)) if len(ranks) > 1}
     found: dict[int, list[dist.ProcessGroup | None]] = {stage: [] for stage in plan.stages_of(rank)}
     for share in plan.shares_of(rank):
         found[share.stage].append(made.get(plan.holders(share)))
@@ -128,7 +128,7 @@ def _inner(plan: Plan, rank: int) -> Inner:
 def _along(mesh: Mesh, axis: Axis, rank: int) -> dist.ProcessGroup | None:
     """A new group of the ranks that differ from this one along an axis only; every rank makes all of them."""
     all_ranks = dict.fromkeys(mesh.group((axis,), other) for other in range(mesh.size))
-    made = {ranks: _group(ranks) for ranks in all_ranks if len(ranks) > 1}
+    made = {ranks: _joined(ranks) for ranks in all_ranks if len(ranks) > 1}
     return made.get(mesh.group((axis,), rank))
 
 
@@ -142,8 +142,20 @@ def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), timeout=PATIENCE)
 
 
+def _joined(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A new group whose ranks have met.
+
+    NCCL's first operation holds a host until its GPU is through with all it was given. In the middle of a step a GPU
+    may be waiting for a transfer that another host, held as well, has yet to issue.
+    """
+    group = _group(ranks)
+    if dist.get_backend() == "nccl" and dist.get_rank() in ranks:
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return group
+
+
 def _join_ends(rank: int, source: int, target: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """NCCL joins two ends at their first transfer and holds both hosts until then: done here, where both are ready."""
+    """NCCL holds both hosts at their first transfer until they have met: done here, where both are ready."""
     token = torch.zeros(1, device=device)
     if rank == source:
         dist.send(token, target, group=group)
