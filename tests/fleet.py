@@ -67,6 +67,11 @@ def assembled(parts: list[dict[str, torch.Tensor]], like: dict[str, torch.Tensor
     return whole
 
 
+def losses_of(outcomes: list[Outcome], step: int = 0) -> dict[int, float]:
+    """Summed losses of the pieces of a step; ranks that share a piece say the same."""
+    return {piece: loss for outcome in outcomes for piece, loss in outcome.results[step].losses.items()}
+
+
 class Poison(NamedTuple):
     """What the first element of a rank's gradients is, at the end of a step."""
 

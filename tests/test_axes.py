@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import Fleet, assembled
+from fleet import Fleet, assembled, losses_of
 from plans import MODEL, STEPS, close, plan_of, reference
 
 from pentad.schedules.model import Experts, Latent, Scaling
@@ -169,7 +169,7 @@ def test_any_mesh_goes_on_from_what_another_saved(fleet, corpus, tmp_path, befor
     checkpoint.commit(folder, step=2, shards=shards, meta={})
     losses, _, norms, weights = reference(plans[0])
     outcomes = fleet.run(plans[1], [(2, 1)], restore=str(folder))
-    sums = {n: loss for outcome in outcomes for n, loss in outcome.results[0].losses.items()}.values()
+    sums = losses_of(outcomes).values()
     assert sum(sums) / plans[1].batch.tokens == pytest.approx(losses[2], rel=1e-10)
     assert outcomes[0].results[0].grad_norm == pytest.approx(norms[2], rel=1e-10)
     kept = {f"model.{name}": weight for name, weight in weights.items() if not name.endswith("bias")}
@@ -186,7 +186,7 @@ def equals_one_process(fleet: Fleet, plan: Plan) -> None:
     losses, gradients, norms, weights = reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
     for step in range(STEPS):
-        sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
+        sums = losses_of(outcomes, step).values()
         assert len(sums) == plan.batch.replicas * plan.batch.microbatches
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         for outcome in outcomes:

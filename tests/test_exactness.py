@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from fleet import Fleet
+from fleet import Fleet, losses_of
 from plans import STEPS, close, plan_of, reference
 
 from pentad.schedules.plan import Plan
@@ -52,7 +52,7 @@ def equals_one_process(fleet: Fleet, plan: Plan) -> None:
     losses, gradients, norms, weights = reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
     for step in range(STEPS):
-        sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
+        sums = losses_of(outcomes, step).values()
         assert len(sums) == plan.mesh.dp * plan.batch.microbatches
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         assert {name for outcome in outcomes for name in outcome.gradients[step]} == set(weights)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fleet import Fleet, assembled
+from fleet import Fleet, assembled, losses_of
 from own_models import made, reference
 from plans import STEPS, close, plan_of
 
@@ -39,7 +39,7 @@ def test_any_schedule_equals_one_process(gpus, corpus, tmp_path, model, name, dp
     losses, gradients, _, weights = reference(plan)
     outcomes = gpus.run(plan, [(0, STEPS)])
     for step in range(STEPS):
-        sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
+        sums = losses_of(outcomes, step).values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         found = assembled([outcome.gradients[step] for outcome in outcomes], weights)
         assert all(close(found[parameter], gradients[step][parameter]) for parameter in weights)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fleet import Fleet
+from fleet import Fleet, losses_of
 from gpus import room
 from plans import STEPS, close, plan_of, reference
 
@@ -54,7 +54,7 @@ def test_any_schedule_on_any_transport_equals_one_process(gpus, corpus, name, dp
     losses, gradients, norms, weights = reference(plan)
     outcomes = gpus.run(plan, [(0, 2), (2, 1)])
     for step in range(STEPS):
-        sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
+        sums = losses_of(outcomes, step).values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         assert {name for outcome in outcomes for name in outcome.gradients[step]} == set(weights)
         for outcome in outcomes:
@@ -75,7 +75,7 @@ def test_mirrors_next_to_each_other_reduce_in_the_first_step_of_new_processes(co
         outcomes = made.run(plan, [(0, 1)])
     finally:
         made.stop()
-    sums = {n: loss for outcome in outcomes for n, loss in outcome.results[0].losses.items()}.values()
+    sums = losses_of(outcomes).values()
     assert sum(sums) / plan.batch.tokens == pytest.approx(reference(plan)[0][0], rel=1e-10)
 
 
@@ -85,7 +85,7 @@ def test_triton_kernels_train_as_the_reference_does(gpus, corpus, name, dp, pp, 
     plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus), "peer", dtype)
     losses, gradients, _, _ = reference(plan)
     first, second = gpus.run(plan, [(0, 3)]), gpus.run(plan, [(0, 1), (1, 2)])
-    sums = {n: loss for outcome in first for n, loss in outcome.results[0].losses.items()}.values()
+    sums = losses_of(first).values()
     assert sum(sums) / plan.batch.tokens == pytest.approx(losses[0], rel=tolerance)
     for outcome in first:
         for parameter, gradient in outcome.gradients[0].items():

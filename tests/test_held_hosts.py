@@ -1,51 +1,44 @@
 """A host may be held at whatever it computes until its GPU is through with all it was given, and every program goes on.
 
-A GPU's driver holds it so where a kernel is loaded or memory is given back. (Reductions hold nobody: a group has met
-before the first step, see workers/groups.py.)
+CUDA's documents say where a driver may: at a kernel's first use (programming guide, lazy loading) and where its stack
+grows (cuCtxSetLimit). Reductions hold nobody, since groups of ranks meet before the first step (workers/groups.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proof import Place, partner
 from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
-from pentad.schedules.instruction import COLLECTIVES, RECEIVES, SENDS, Instruction, Op, Unit, parse
+from pentad.schedules.instruction import COLLECTIVES, SENDS, Op, Unit, parse
 from pentad.schedules.program import Stream
 from pentad.schedules.shape import Savings
 
-Transfer = tuple[Op, int, int, int]  # the k-th of a kind from a rank to another
 
-
-def channel(rank: int, part: Instruction) -> tuple[Op, int, int]:
-    return (part.op, rank, part.peer) if part.op in SENDS else (RECEIVES[part.op], part.peer, rank)
-
-
-def held_for_ever(streams: Sequence[Stream]) -> list[Unit]:
-    """Where hosts stand in the end that issue transfers, and at anything else wait until both ends of all transfers
-    that they have issued are there."""
-    at, mine = [0] * len(streams), [set[Transfer]() for _ in streams]
-    there: Counter[Transfer] = Counter()  # ends that have been issued
-    count: Counter[tuple[int, Op, int]] = Counter()
+def held_for_ever(streams: Sequence[Stream], free: frozenset[Op] = COLLECTIVES) -> list[Unit]:
+    """Where hosts stand in the end that issue transfers and what is `free`, and at anything else wait until both ends
+    of all transfers that they have issued are there."""
+    parts = [((rank, unit.key), unit.parts[0]) for rank, stream in enumerate(streams) for unit in stream]
+    ends = {place: partner(place, part) for place, part in parts if part.op in SENDS}
+    ends |= {there: here for here, there in ends.items()}
+    at, issued, wanted = [0] * len(streams), set[Place](), [set[Place]() for _ in streams]
     moved = True
     while moved:
         moved = False
         for rank, stream in enumerate(streams):
             while at[rank] < len(stream):
-                part = stream[at[rank]].parts[0]
-                if part.op in SENDS or part.op in RECEIVES:
-                    transfer = (*channel(rank, part), count[rank, part.op, part.peer])
-                    count[rank, part.op, part.peer] += 1
-                    there[transfer] += 1
-                    mine[rank].add(transfer)
-                elif part.op not in COLLECTIVES and any(there[transfer] < 2 for transfer in mine[rank]):
+                place = rank, stream[at[rank]].key
+                if place in ends:
+                    issued.add(place)
+                    wanted[rank].add(ends[place])
+                elif place[1].op not in free and not wanted[rank] <= issued:
                     break
                 at[rank] += 1
                 moved = True
@@ -77,3 +70,10 @@ def test_hosts_that_grant_behind_what_they_compute_are_held_for_ever() -> None:
     second = "0F2 | 0SEND_F2>0 after 0F2 | 0F3 | 1RECV_F0<0@0 | 1F0 after 1RECV_F0"
     streams = tuple(tuple(map(parse, text.split(" | "))) for text in (first, second))
     assert list(map(str, held_for_ever(streams))) == ["0F1", "0F3"]
+
+
+def test_reductions_must_hold_nobody() -> None:
+    """Mirrors next to each other reduce before they grant what the other has sent (seen on GPUs)."""
+    streams = compile_program("dualpipe", 2, 8).streams
+    assert not held_for_ever(streams)
+    assert [unit.key.op for unit in held_for_ever(streams, free=frozenset())] == [Op.ALL_REDUCE, Op.ALL_REDUCE]

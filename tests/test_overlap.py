@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from fleet import assembled
+from fleet import assembled, losses_of
 from late import Event, Log, late, stage_of
 from plans import close, plan_of, reference
 from test_axes import HEADS, MIXED, like
@@ -52,7 +52,7 @@ def test_pairs_have_the_bits_of_one_after_the_other_and_give_what_one_process_do
     found = assembled([outcome.gradients[0] for outcome in both], like(weights))
     for key, gradient in found.items():
         assert close(gradient, gradients[0][key]), key
-    total = sum({n: loss for outcome in both for n, loss in outcome.results[0].losses.items()}.values())
+    total = sum(losses_of(both).values())
     assert total / plan.batch.tokens == pytest.approx(losses[0], rel=1e-10)
     for mine, other in zip(both, each, strict=True):
         assert mine.gradients[0].keys() == other.gradients[0].keys()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Fleet, assembled
+from fleet import Fleet, assembled, losses_of
 from own_models import made, reference
 from plans import STEPS, close, plan_of
 from reference_model import Trained
@@ -53,7 +53,7 @@ def equals_one_process(fleet: Fleet, plan: Plan, save: Path | None = None) -> No
     losses, gradients, norms, weights = reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
     for step in range(STEPS):
-        sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
+        sums = losses_of(outcomes, step).values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         assert all(outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10) for outcome in outcomes)
         for parameter, gradient in assembled([o.gradients[step] for o in outcomes], weights).items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fleet import Fleet, assembled
+from fleet import Fleet, assembled, losses_of
 from own_models import GPT, made, reference
 from plans import STEPS, close, plan_of
 
@@ -36,7 +36,7 @@ def test_another_mesh_goes_on_with_a_checkpoint(fleet: Fleet, corpus: str, tmp_p
     checkpoint.commit(folder, step=2, shards=shards, meta={})
     outcomes = fleet.run(second, [(2, 1)], restore=str(folder))
     losses, _, _, weights = reference(second)
-    sums = {n: loss for outcome in outcomes for n, loss in outcome.results[0].losses.items()}
+    sums = losses_of(outcomes)
     assert sum(sums.values()) / second.batch.tokens == pytest.approx(losses[STEPS - 1], rel=1e-10)
     parts = [{n.removeprefix("model."): v for n, v in o.state.items() if n.startswith("model.")} for o in outcomes]
     assert all(close(value, weights[name]) for name, value in assembled(parts, weights).items())

@@ -10,7 +10,7 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
-from fleet import assembled
+from fleet import assembled, losses_of
 from hf_files import stage_of, take, tensors_of
 from plans import close, plan_of
 
@@ -98,7 +98,7 @@ def test_loss_and_gradients_are_those_of_transformers(fleet, corpus, theirs, nam
     if "ep" in sizes and (there.shape.experts is None or there.shape.experts.count % 2):
         pytest.skip("no experts to share out evenly")
     outcomes = fleet.run(planned(corpus, there.shape, sizes), [(0, 1)], restore=str(there.folder))
-    sums = {n: loss for outcome in outcomes for n, loss in outcome.results[0].losses.items()}.values()
+    sums = losses_of(outcomes).values()
     assert sum(sums) / (ROWS * 8) == pytest.approx(there.loss, rel=TOLERANCE)
     like = there.gradients | {"head": there.gradients["embedding"]} if there.shape.tied else there.gradients
     found = assembled([outcome.gradients[0] for outcome in outcomes], like)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fleet import assembled
+from fleet import assembled, losses_of
 from plans import STEPS, close, plan_of, reference
 
 from pentad.orchestrator.estimate import memory
@@ -35,7 +35,7 @@ def equals_one_process(fleet, plan: Plan) -> None:
         planned = memory(plan, rank)
         assert outcome.bytes == {kind: planned[kind] for kind in outcome.bytes}
     for step in range(STEPS):
-        sums = {n: loss for outcome in outcomes for n, loss in outcome.results[step].losses.items()}.values()
+        sums = losses_of(outcomes, step).values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         assert len({outcome.results[step].grad_norm for outcome in outcomes}) == 1
         assert outcomes[0].results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)

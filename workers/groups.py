@@ -145,8 +145,8 @@ def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 def _joined(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """A new group whose ranks have met.
 
-    NCCL's first operation holds a host until its GPU is through with all it was given. In the middle of a step a GPU
-    may be waiting for a transfer that another host, held as well, has yet to issue.
+    A process's first operation of NCCL was seen to hold its host until the GPU is through with all it was given. In the
+    middle of a step that may be a wait for a transfer which another host, held as well, has yet to issue.
     """
     group = _group(ranks)
     if dist.get_backend() == "nccl" and dist.get_rank() in ranks:

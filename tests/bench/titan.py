@@ -1,0 +1,61 @@
+"""torchtitan 0.2.2 on random token ids, to stand beside pentad in one call. Flags are torchtitan's own.
+
+torchrun --nproc-per-node 2 tests/bench/titan.py --model.name llama3 --model.flavor 8B --training.seq_len 8192
+
+It ships neither data nor a tokenizer, so both are left out here; the flavour 8B8 is 8B with 8 layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torchtitan.protocols.train_spec as specs
+from torchtitan import train
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config import ConfigManager
+from torchtitan.models import llama3
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.tools.logging import init_logger
+
+llama3.llama3_args["8B8"] = TransformerModelArgs(
+    dim=4096, n_layers=8, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024, rope_theta=500000
+)
+
+
+class RandomTokens(BaseDataLoader):
+    def __init__(self, dp_world_size: int, dp_rank: int, tokenizer: None, job_config: Any) -> None:
+        self.shape = (job_config.training.local_batch_size, job_config.training.seq_len + 1)
+        self.random = torch.Generator().manual_seed(dp_rank)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            tokens = torch.randint(0, 100_000, self.shape, generator=self.random)
+            yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def main() -> None:
+    init_logger()
+    config = ConfigManager().parse_args(sys.argv[1:])
+    spec = specs.get_train_spec(config.model.name)
+    spec.build_tokenizer_fn = spec.build_validator_fn = None
+    spec.build_dataloader_fn = RandomTokens
+    train.train_spec_module.get_train_spec = lambda name: spec
+    trainer = train.Trainer(config)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
