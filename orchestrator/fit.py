@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.devices import ASSUMED, DEVICES
-from pentad.orchestrator.display import size
 from pentad.orchestrator.estimate import memories
 from pentad.orchestrator.planning import make_plan
+from pentad.orchestrator.quantities import size
 from pentad.schedules.errors import PentadError
 from pentad.schedules.plan import Plan
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from pentad.orchestrator.display import size
+from pentad.orchestrator.quantities import size
 from pentad.orchestrator.runfolder import CHECKPOINTS, CONFIG, resolve_run
 from pentad.orchestrator.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.errors import PentadError

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.devices import ASSUMED, DEVICES
-from pentad.orchestrator.display import count, duration, percent, size, table_of
+from pentad.orchestrator.display import table_of
 from pentad.orchestrator.estimate import utilisation
 from pentad.orchestrator.fit import Room, gpu_name
 from pentad.orchestrator.meshes import Found, changed, survey
+from pentad.orchestrator.quantities import count, duration, percent, size
 
 
 def show_meshes(config: RunConfig, gpus: int, room: Room, console: Console, *, as_json: bool) -> int:

@@ -12,10 +12,11 @@ from rich.text import Text
 
 from pentad.orchestrator.config import RunConfig
 from pentad.orchestrator.devices import ASSUMED, DEVICES, refuse_wide
-from pentad.orchestrator.display import count, duration, layers_text, percent, plan_view, size, table_of
+from pentad.orchestrator.display import layers_text, plan_view, table_of
 from pentad.orchestrator.estimate import costs_of, memories, stage_memory, utilisation
 from pentad.orchestrator.fit import Fit, Room, fit_of, gpu_name
 from pentad.orchestrator.planning import make_plan
+from pentad.orchestrator.quantities import count, duration, percent, size
 from pentad.orchestrator.show_run import figures
 from pentad.orchestrator.traffic import Flows, flows, traffic
 from pentad.schedules.costs import Costs

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from pentad.orchestrator.bars import bars, is_coloured, legend
-from pentad.orchestrator.display import bubble_text, duration
+from pentad.orchestrator.display import bubble_text
 from pentad.orchestrator.estimate import read_costs
 from pentad.orchestrator.planning import make_plan, spread
+from pentad.orchestrator.quantities import duration
 from pentad.orchestrator.runfolder import PROGRAM, TIMELINE, comparison_page, process_names, resolve_run, saved_config
 from pentad.orchestrator.show_schedule import write
 from pentad.schedules.errors import PentadError

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.control_client import NotLive, connect
-from pentad.orchestrator.display import COLOURS, OVER, number
+from pentad.orchestrator.display import COLOURS, OVER
+from pentad.orchestrator.quantities import number
 from pentad.schedules.mesh import Coordinates
 
 _SAID = {

@@ -16,7 +16,7 @@ from closeness import relative_error
 from pool import Pool
 
 from pentad.schedules.model import Experts
-from pentad.workers import experts
+from pentad.workers import dispatch, experts
 from pentad.workers.dispatch import Way
 from pentad.workers.turns import alone
 from pentad.workers.weights import accumulate
@@ -75,7 +75,7 @@ def case_of(shape: Experts, ranks: int, tokens: int, bias: torch.Tensor | None =
 def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None) -> Answer:
     """F, B and W of one rank."""
     shape, normed = case.shape, case.tokens[rank].clone()
-    site, held = experts.Site(group, rank, case.way), shape.count // ranks
+    site, held = dispatch.Site(group, rank, case.way), shape.count // ranks
     mine = slice(rank * held, (rank + 1) * held)
     parts = {k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()}
     w, g = bound(parts)

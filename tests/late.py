@@ -15,8 +15,7 @@ from pentad.schedules.plan import Plan
 from pentad.workers import context_gather, dispatch, tensor_ranks
 from pentad.workers.bank import banks_of
 from pentad.workers.context import Context
-from pentad.workers.dispatch import Way
-from pentad.workers.experts import Site
+from pentad.workers.dispatch import Site, Way
 from pentad.workers.inner import Inner
 from pentad.workers.parameters import create
 from pentad.workers.stage import Stage

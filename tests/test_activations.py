@@ -20,7 +20,7 @@ from pentad.workers import context_exchange, context_gather, context_ring, dispa
 from pentad.workers.bank import banks_of
 from pentad.workers.context import Context
 from pentad.workers.context_blocks import Block
-from pentad.workers.experts import Site
+from pentad.workers.dispatch import Site
 from pentad.workers.inner import Inner
 from pentad.workers.parameters import DTYPES, create
 from pentad.workers.stage import Stage

@@ -9,9 +9,10 @@ from rich.console import Console
 
 from pentad.orchestrator.bars import bars, coloured_grid, sparkline
 from pentad.orchestrator.config import load
-from pentad.orchestrator.display import Display, RankState, Seat, count, duration, ending, layers_text, size
+from pentad.orchestrator.display import Display, RankState, Seat, ending, layers_text
 from pentad.orchestrator.guess import guess_costs
 from pentad.orchestrator.planning import make_plan
+from pentad.orchestrator.quantities import count, duration, size
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.costs import Costs
 from pentad.schedules.grid import time_grid

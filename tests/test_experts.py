@@ -12,7 +12,7 @@ from closeness import relative_error
 from expert_ranks import Ranks, case_of, check, reference, run_rank
 
 from pentad.schedules.model import Experts
-from pentad.workers.router import moved_bias
+from pentad.workers.balance import moved_bias
 
 SHAPE = Experts(count=8, active=2, ffn=5, shared=3, auxiliary=0.3)
 

@@ -28,8 +28,8 @@ from pentad.kernels.routing import (
 )
 from pentad.schedules.model import Experts
 from pentad.workers import experts
-from pentad.workers.experts import Site
-from pentad.workers.router import moved_bias
+from pentad.workers.balance import moved_bias
+from pentad.workers.dispatch import Site
 from pentad.workers.turns import alone
 from pentad.workers.weights import accumulate
 

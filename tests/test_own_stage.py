@@ -13,8 +13,9 @@ from pentad.orchestrator.activations import shares_of
 from pentad.schedules.plan import Plan, Share
 from pentad.workers.bank import Bank, banks_of
 from pentad.workers.own_graph import storage_of
+from pentad.workers.own_source import first_values
 from pentad.workers.own_stage import OwnStage
-from pentad.workers.parameters import create
+from pentad.workers.parameters import Parameters, create
 from pentad.workers.turns import alone
 from pentad.workers.weights import Lookup, Product, Sum
 
@@ -22,8 +23,13 @@ CPU = torch.device("cpu")
 NAMES = ("gpt", "dropping", "made")
 
 
+def parameters_of(plan: Plan, index: int) -> Parameters:
+    assert plan.model.own is not None
+    return create(plan, Share(index), CPU, initial=first_values(plan.model.own, plan.seed, *plan.layers[index]))
+
+
 def stage_of(plan: Plan, index: int) -> OwnStage:
-    return OwnStage(plan, index, banks_of(plan, 0, index, {Share(index): create(plan, Share(index), CPU)}))
+    return OwnStage(plan, index, banks_of(plan, 0, index, {Share(index): parameters_of(plan, index)}))
 
 
 Given = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -135,9 +141,9 @@ def test_a_layer_that_changes_what_b_needs_is_told(tmp_path: Path, corpus: str) 
 def test_first_values_are_those_of_the_users_file_wherever_they_are_made(tmp_path: Path, corpus: str) -> None:
     for name in NAMES:
         model = made(tmp_path, name)
-        whole = create(plan_of("gpipe", 1, 1, 2, corpus, model=model), Share(0), CPU)
+        whole = parameters_of(plan_of("gpipe", 1, 1, 2, corpus, model=model), 0)
         plan = plan_of("gpipe", 1, 3, 2, corpus, model=model)
         wanted = whole.views(whole.master)
         for index in range(3):
-            part = create(plan, Share(index), CPU)
+            part = parameters_of(plan, index)
             assert all(torch.equal(value, wanted[key]) for key, value in part.views(part.master).items())

@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from pentad.schedules.model import Experts
-from pentad.workers import experts, router
+from pentad.workers import balance, dispatch, experts, router
 from pentad.workers.turns import alone
 from pentad.workers.weights import accumulate
 
@@ -103,7 +103,7 @@ def test_results_and_gradients_are_those_of_transformers(name: str) -> None:
     wanted = block(x[None])[0]
     dx, *gradients = torch.autograd.grad(wanted, (x, *p.values()), dy)
     w, g = bound(ours(p))
-    mixed, kept, remade = alone(experts.forward(w, shape, x.detach(), bias_of(block), experts.Site()))
+    mixed, kept, remade = alone(experts.forward(w, shape, x.detach(), bias_of(block), dispatch.Site()))
     dnormed, work = alone(experts.backward(w, g, shape, x.detach(), kept, remade, dy))
     accumulate(work)
     assert relative_error(mixed, wanted.detach()) < 1e-5 and relative_error(dnormed, dx) < 1e-5
@@ -183,7 +183,7 @@ def test_no_token_visits_more_than_its_groups(seed: int, size: int, data: st.Dat
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=16))
 def test_the_bias_moves_towards_an_even_load(load: list[int]) -> None:
-    moved = router.moved_bias(torch.zeros(len(load)), torch.tensor(load), 0.5)
+    moved = balance.moved_bias(torch.zeros(len(load)), torch.tensor(load), 0.5)
     for count, step in zip(load, moved.tolist(), strict=True):
         less, more = count * len(load) < sum(load), count * len(load) > sum(load)
         assert step == (0.5 if less else -0.5 if more else 0.0)

@@ -8,7 +8,7 @@ import torch
 
 from pentad.schedules.model import ModelShape
 from pentad.workers.context import Context, Documents
-from pentad.workers.experts import Site
+from pentad.workers.dispatch import Site
 from pentad.workers.past import Past
 from pentad.workers.tensor_ranks import TensorRanks
 from pentad.workers.turns import Turns

@@ -7,7 +7,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pentad.workers.router import moved_bias
+
+def moved_bias(bias: torch.Tensor, load: torch.Tensor, rate: float) -> torch.Tensor:
+    """The bias [E] after a step whose microbatches and ranks have sent `load` [E] int64 tokens to each expert: up by
+    `rate` for less than the mean, down for more (arXiv 2408.15664, algorithm 1). The comparison is one of integers, so
+    it is the same however a step is cut."""
+    return bias + rate * torch.sign(load.sum() - load.numel() * load).to(bias.dtype)
 
 
 class Biases(NamedTuple):

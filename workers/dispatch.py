@@ -20,6 +20,14 @@ from pentad.workers.turns import Coming, Turns, here
 Way = Literal["exchange", "gather"]
 
 
+class Site(NamedTuple):
+    """This rank's place among those that share the experts; `group` is None where it has them all."""
+
+    group: dist.ProcessGroup | None = None
+    number: int = 0
+    way: Way = "exchange"
+
+
 class Stay(NamedTuple):
     """All experts are here."""
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from pentad.kernels.grouped_gemm import grouped_gemm
 from pentad.kernels.routing import Rows, arrange, gate_rows, gate_rows_backward, gather_rows, sum_rows
 from pentad.kernels.swiglu import swiglu, swiglu_backward
 from pentad.schedules.model import Experts
 from pentad.workers import router
-from pentad.workers.dispatch import Route, Stay, Way, open_route, pack, unpack
+from pentad.workers.dispatch import Route, Site, Stay, open_route, pack, unpack
 from pentad.workers.router import Routed
 from pentad.workers.turns import Coming, Turns, both, here
 from pentad.workers.weights import Deferred, Grouped, Product
@@ -34,14 +33,6 @@ class Weights(NamedTuple):
     down: torch.Tensor  # [held, H, I]
     shared_gate_up: torch.Tensor | None  # [2Is, H]
     shared_down: torch.Tensor | None  # [H, Is]
-
-
-class Site(NamedTuple):
-    """This rank's place among those that share the experts; `group` is None where it has them all."""
-
-    group: dist.ProcessGroup | None = None
-    number: int = 0
-    way: Way = "exchange"
 
 
 class Kept(NamedTuple):

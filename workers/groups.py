@@ -15,7 +15,7 @@ from pentad.schedules.instruction import RECEIVES, SENDS, Instruction, Op, units
 from pentad.schedules.mesh import Axis, Mesh
 from pentad.schedules.plan import Plan, Share
 from pentad.workers.context import Context
-from pentad.workers.experts import Site
+from pentad.workers.dispatch import Site
 from pentad.workers.inner import Inner
 from pentad.workers.tensor_ranks import TensorRanks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pentad.workers.context import Context
-from pentad.workers.experts import Site
+from pentad.workers.dispatch import Site
 from pentad.workers.tensor_ranks import TensorRanks
 
 

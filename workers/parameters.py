@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +16,6 @@ from pentad.schedules.validation import is_validated
 from pentad.workers.balance import Biases
 from pentad.workers.buckets import Cut, Place
 from pentad.workers.first_values import first_values
-from pentad.workers.own_source import first_values as own_values
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -121,10 +120,19 @@ class Parameters:
             self.compute.copy_(self.master)
 
 
-def create(plan: Plan, share: Share, device: torch.device, *, rank: int = 0, blank: bool = False) -> Parameters:
-    """The buffers of a share on a rank with first values, which depend on the seed and the parameter's name alone.
+def create(
+    plan: Plan,
+    share: Share,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    blank: bool = False,
+    initial: Mapping[str, torch.Tensor] | None = None,
+) -> Parameters:
+    """The buffers of a share on a rank. Initial values depend on the seed and the parameter's name alone, unless
+    `initial` gives the full tensors by name.
 
-    `blank` ones hold zeros, for state that comes from elsewhere.
+    `blank` buffers hold zeros, for state that comes from elsewhere.
     """
     found, cut = locals_of(plan, share), cut_of(plan, share, rank)
     narrow = DTYPES[plan.dtype]
@@ -146,12 +154,10 @@ def create(plan: Plan, share: Share, device: torch.device, *, rank: int = 0, bla
     biases = Biases(biased, zeros(len(biased), experts.count if experts else 0))
     moments = zeros(), zeros()
     parameters = Parameters(found, share.experts, cut, master, compute, gradient, *moments, weights, gradients, biases)
-    own, span = plan.model.own, plan.layers[share.stage]
-    theirs = own_values(own, plan.seed, *span) if own is not None and not blank else {}
     for piece in () if blank else parameters.pieces(master):
         local = piece.local
-        if own is not None:
-            part = local.of(theirs[local.name])
+        if initial is not None:
+            part = local.of(initial[local.name])
         else:
             part = first_values(local.tensor, plan.seed, local.ranges, device)
         piece.values.copy_(part.flatten()[piece.span])

@@ -114,10 +114,3 @@ def pull_of(routed: Routed, shape: Experts, scale: float, load: torch.Tensor | N
     counts = (routed.load if load is None else load).to(routed.scores.dtype)
     visits = counts / counts.sum()
     return visits * (shape.auxiliary * shape.count * scale)
-
-
-def moved_bias(bias: torch.Tensor, load: torch.Tensor, rate: float) -> torch.Tensor:
-    """The bias [E] after a step whose microbatches and ranks have sent `load` [E] int64 tokens to each expert: up by
-    `rate` for less than the mean, down for more (arXiv 2408.15664, algorithm 1). The comparison is one of integers, so
-    it is the same however a step is cut."""
-    return bias + rate * torch.sign(load.sum() - load.numel() * load).to(bias.dtype)

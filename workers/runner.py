@@ -27,6 +27,7 @@ from pentad.workers.feed import Feed
 from pentad.workers.fence import Fenced, Wires, run_out
 from pentad.workers.groups import abort_all, columns, connect, meet, serve
 from pentad.workers.lanes import CudaLanes, HostLanes, Lanes, Times
+from pentad.workers.own_source import first_values as own_values
 from pentad.workers.own_stage import OwnStage
 from pentad.workers.parameters import DTYPES, Parameters, create, cut_of
 from pentad.workers.parts import file_of, named, read_whole
@@ -70,7 +71,7 @@ class Runner:
         held = before.parameters if before is not None and before.plan.layers == plan.layers else {}
         held = {at: parameters for at, parameters in held.items() if _fits(plan, rank, at, parameters)}
         self.parameters: dict[Share, Parameters] = {
-            at: held[at] if at in held else create(plan, at, self.device, rank=rank, blank=blank)
+            at: held[at] if at in held else _create(plan, at, self.device, rank, blank=blank)
             for at in plan.shares_of(rank)
         }
         kind = Stage if plan.model.own is None else OwnStage
@@ -355,6 +356,12 @@ class Runner:
     def _refuse_if_fenced(self) -> None:
         if self.fenced:
             raise Fenced
+
+
+def _create(plan: Plan, at: Share, device: torch.device, rank: int, *, blank: bool) -> Parameters:
+    own = plan.model.own
+    initial = None if own is None or blank else own_values(own, plan.seed, *plan.layers[at.stage])
+    return create(plan, at, device, rank=rank, blank=blank, initial=initial)
 
 
 def _fits(plan: Plan, rank: int, at: Share, held: Parameters) -> bool:

@@ -34,7 +34,7 @@ from pentad.schedules.model import Experts, ModelShape
 from pentad.schedules.plan import BatchShape, OptimizerShape, Plan
 from pentad.workers.bank import banks_of
 from pentad.workers.context import Context
-from pentad.workers.experts import Site
+from pentad.workers.dispatch import Site
 from pentad.workers.inner import Inner
 from pentad.workers.parameters import create
 from pentad.workers.stage import Stage
