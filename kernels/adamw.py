@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pentad.kernels.dispatch import runs_in_triton
+from pentad.kernels.backend import runs_in_triton
 
 
 class Coefficients(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pentad.kernels.dispatch import accumulator, runs_in_triton
+from pentad.kernels.backend import accumulator, runs_in_triton
 
 # The target of a token that has no loss and gives no gradient.
 IGNORE = -100

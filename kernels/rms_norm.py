@@ -7,7 +7,7 @@ summed = x + residual, y = summed * rstd * weight with rstd = 1 / sqrt(mean(summ
 import torch
 from torch import Tensor
 
-from pentad.kernels.dispatch import accumulator, runs_in_triton
+from pentad.kernels.backend import accumulator, runs_in_triton
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pentad.kernels.dispatch import accumulator, runs_in_triton
+from pentad.kernels.backend import accumulator, runs_in_triton
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:

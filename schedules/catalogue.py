@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pentad.schedules import own, torch_csv
-from pentad.schedules.costs import Costs
-from pentad.schedules.dualpipe import dualpipe, dualpipe_v
-from pentad.schedules.errors import PentadError
-from pentad.schedules.instruction import Unit
-from pentad.schedules.interleaved import interleaved, interleaved_zb, looped_bfs
-from pentad.schedules.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b
-from pentad.schedules.program import Program, Stream
-from pentad.schedules.seq_1f1b import seq_1f1b
-from pentad.schedules.shape import Options, Shape
-from pentad.schedules.v_blocks import v_half, v_min
-from pentad.schedules.zb_auto import zb_1p, zb_2p
-from pentad.schedules.zb_v import zb_v
-from pentad.schedules.zero_bubble import zb_h1, zb_h2
+from pentad.schedules.generators import custom, torch_csv
+from pentad.schedules.generators.dualpipe import dualpipe, dualpipe_v
+from pentad.schedules.generators.interleaved import interleaved, interleaved_zb, looped_bfs
+from pentad.schedules.generators.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b
+from pentad.schedules.generators.seq_1f1b import seq_1f1b
+from pentad.schedules.generators.v_blocks import v_half, v_min
+from pentad.schedules.generators.zb_auto import zb_1p, zb_2p
+from pentad.schedules.generators.zb_v import zb_v
+from pentad.schedules.generators.zero_bubble import zb_h1, zb_h2
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Unit
+from pentad.schedules.ir.program import Program, Stream
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.schedule_spec import Options, Shape
 
 LARGEST = 10**6  # ranks x microbatches x chunks x slices
 NONE = Options()
@@ -154,7 +154,7 @@ def generate(name: str, ranks: int, microbatches: int, asked: Options = NONE, co
     """
     shape = shape_of(name, ranks, microbatches, asked, costs)
     if ":" in name:
-        return own.program(name, shape)
+        return custom.program(name, shape)
     if name.endswith(FILES):
         return _from_file(name, ranks, microbatches)
     found = entry(name)

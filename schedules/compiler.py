@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from pentad.schedules.catalogue import NONE, generate
-from pentad.schedules.check import check, check_order, peak_activations
-from pentad.schedules.costs import Costs
-from pentad.schedules.errors import PentadError
-from pentad.schedules.finish import add_reduce, add_step
-from pentad.schedules.gathers import add_gathers
-from pentad.schedules.offload import add_offload
-from pentad.schedules.pools import add_turns
-from pentad.schedules.program import Program
-from pentad.schedules.recompute import add_recompute
-from pentad.schedules.shape import Options, Savings
-from pentad.schedules.simulate import simulate
-from pentad.schedules.transfers import add_transfers
-from pentad.schedules.uncollected import uncollected
-from pentad.schedules.validation import add_validated_step
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.gc_pause import uncollected
+from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.offload import add_offload
+from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
+from pentad.schedules.passes.pools import add_turns
+from pentad.schedules.passes.recompute import add_recompute
+from pentad.schedules.passes.transfers import add_transfers
+from pentad.schedules.passes.validation import add_validated_step
+from pentad.schedules.passes.zero import add_gathers
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.verify.check import check, check_order, peak_activations
 
 ALL_KEPT = Savings()
 

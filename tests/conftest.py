@@ -8,6 +8,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from sharing import group_of
 
 # Triton reads this when it is first imported, by whichever test comes first.
 if not Path("/dev/nvidiactl").exists():
@@ -21,11 +22,6 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 slow = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=slow)
 hypothesis.settings.load_profile("repeatable")
-
-# Files whose tests start clusters of their own.
-CLUSTERS = {f"test_{name}" for name in ("cluster", "docs", "driver", "elastic", "group", "headwatch", "jobs",
-            "own_model_page", "ray_timeline", "readme", "submitted", "training")}  # fmt: skip
-FLEET = {path.stem for path in Path(__file__).parent.glob("test_*.py") if "fleet" in path.read_text("utf-8")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,13 +54,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="a real model: add -m realmodel"))
 
 
-def group_of(test: str) -> str:
-    """Tests of a group run in one process, in their order: those that start clusters, those that share the fleet, and
-    those of any other file. So the two processes never have a cluster each, nor a fleet."""
-    module = test.partition("::")[0].rpartition("/")[2].removesuffix(".py")
-    return "clusters" if module in CLUSTERS else "fleet" if module in FLEET else module
-
-
 def has_cuda() -> bool:
     """Counts devices without making a CUDA context, which a later fork would not survive."""
     import torch
@@ -94,6 +83,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small corpus of English with as many tokens as the models of `plans` know."""
     from plans import MODEL
 
-    from pentad.workers.builtin import builtin_corpus
+    from pentad.workers.data.builtin import builtin_corpus
 
     return str(builtin_corpus("pydoc", MODEL.vocab, tmp_path_factory.mktemp("cache")))

@@ -18,16 +18,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.guess import guess_costs
-from pentad.schedules.auto import EFFORT, choose
-from pentad.schedules.costs import Costs
-from pentad.schedules.errors import PentadError
-from pentad.schedules.model import ModelShape
-from pentad.schedules.plan import BatchShape, split_layers
-from pentad.schedules.program import Program
-from pentad.schedules.search_problem import By
-from pentad.schedules.shape import Options
-from pentad.schedules.tensors import head_in_layers
+from pentad.orchestrator.planning.cost_model import guess_costs
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.program import Program
+from pentad.schedules.search.auto import EFFORT, choose
+from pentad.schedules.search.search_problem import By
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.plan import BatchShape, split_layers
+from pentad.schedules.spec.schedule_spec import Options
+from pentad.schedules.spec.tensors import head_in_layers
 
 BETWEEN_HOSTS = 25e9  # bytes/s
 EXCHANGE = 50e9  # bytes/s of a rank in an all-to-all of experts

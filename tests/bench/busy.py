@@ -1,6 +1,6 @@
 """Where the time of a step goes on the GPU of rank 0: kernels that compute, NCCL's, both at once, neither.
 
-PYTHONPATH=.typings:tests python -P tests/bench/busy.py deploy/jobs/llama-8b.yaml mesh.tp=2 model.layers=12
+PYTHONPATH=.typings:tests/support python tests/bench/busy.py deploy/jobs/llama-8b.yaml mesh.tp=2 model.layers=12
 
 Copies count as computing. `waits` is time in which nothing runs: the host is late, or another rank.
 """
@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.meshes import Ranks, connected
+from meshes import Ranks, connected
 
-from pentad.orchestrator.config import load
-from pentad.orchestrator.planning import make_plan
-from pentad.schedules.plan import Plan
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.spec.plan import Plan
 
 Intervals = list[tuple[int, int]]  # starts and ends, ns
 STEPS = 6  # the last one is looked at

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.costs import Costs
-from pentad.schedules.mesh import Mesh
-from pentad.schedules.simulate import simulate
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.mesh import Mesh
 
 REPEATS = 3
 SCHEDULES = {"interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}

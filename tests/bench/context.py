@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.sequence import PLACEMENTS, Variant, attended
-from pentad.workers.context import Context
-from pentad.workers.turns import alone
+from pentad.schedules.spec.cp_layout import PLACEMENTS, Variant, attended
+from pentad.workers.parallel.async_ops import alone
+from pentad.workers.parallel.context_parallel import Context
 
 WARM, TIMED = 3, 10
 BACKWARD = 2.5  # products of a backward pass over those of a forward one

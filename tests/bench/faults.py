@@ -1,6 +1,6 @@
 """Takes ranks from runs of `pentad train` on CPUs: how soon it is noticed, when training goes on, what is left.
 
-PYTHONPATH=.typings:tests python -P tests/bench/faults.py --kills 50 --stops 20 --nodes 6 --soak 5000
+PYTHONPATH=.typings:tests/support python tests/bench/faults.py --kills 50 --stops 20 --nodes 6 --soak 5000
 
 Kills and stops are of one run after the other: a rank picked at random gets SIGKILL or SIGSTOP, one second at most
 after the run made some steps since the last time. One rank is spared: what grows in it grows with every recovery.
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench.growth import Growth, left, look
-from bench.live import SPARE, Ended, LiveRun
-from bench.record import record
+from growth import Growth, left, look
+from live import SPARE, Ended, LiveRun
+from record import record
 
 STEPS_BETWEEN = 3
 HANG_SECONDS = 3.0

@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 
-from pentad.orchestrator.runfolder import JOURNAL, METRICS, read_lines
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, read_lines
 
 SPARE = 2  # the rank that no fault meets: it is not the one that serves the store
 POLL_SECONDS = 0.02
-COMMAND = (sys.executable, "-P", "-m", "pentad.orchestrator.cli", "train")
+COMMAND = (sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train")
 MODEL = (
     *("model.layers=4", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=192", "model.vocab=300"),
     *("mesh.dp=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=4", "batch.sequences=8"),

@@ -1,6 +1,6 @@
 """Trains configurations on meshes of one host without Ray: losses, tokens/s, memory planned and measured.
 
-PYTHONPATH=.typings:tests python -P tests/bench/meshes.py --out OUT deploy/jobs/llama-8b.yaml mesh.tp=4 -- \\
+PYTHONPATH=.typings:tests/support python tests/bench/meshes.py --out OUT deploy/jobs/llama-8b.yaml mesh.tp=4 -- \\
     deploy/jobs/llama-8b.yaml mesh.tp=1 mesh.pp=4 schedule.name=zb-h2
 """
 
@@ -24,11 +24,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.config import load
-from pentad.orchestrator.estimate import memory, utilisation
-from pentad.orchestrator.planning import make_plan
-from pentad.schedules.errors import PentadError
-from pentad.schedules.plan import Plan
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.estimate import memory, utilisation
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.plan import Plan
 
 WARM = 4  # steps that are not timed
 Work = Callable[[Connection, Plan, int], Any]
@@ -53,7 +53,7 @@ def main() -> None:
         rows.append(row)
         print(json.dumps({key: value for key, value in row.items() if key not in ("losses", "norms")}), flush=True)
         if known.out:
-            command = "PYTHONPATH=.typings:tests python -P tests/bench/meshes.py " + " ".join(sys.argv[1:])
+            command = "PYTHONPATH=.typings:tests/support python tests/bench/meshes.py " + " ".join(sys.argv[1:])
             stamp = {"command": command, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "machine": platform.node()}
             known.out.write_text(json.dumps({**stamp, "runs": rows}, indent=1) + "\n")
     ranks.stop()
@@ -121,7 +121,7 @@ def connected(end: Connection, plan: Plan, rank: int) -> Iterator[Any]:
     import torch
     from gpus import gpu_of
 
-    from pentad.workers.runner import Runner
+    from pentad.workers.runtime.runner import Runner
 
     gpu = gpu_of(rank)
     if plan.device == "cuda":

@@ -1,7 +1,7 @@
 """What it costs to watch a run: heartbeats, watchers, metrics and spans, as shares of a step.
 
-PYTHONPATH=.typings:tests python -P tests/bench/overhead.py --seconds 120 --json OUT
-PYTHONPATH=.typings:tests python -P tests/bench/overhead.py --config deploy/jobs/llama-1b.yaml --seconds 60 --json OUT
+PYTHONPATH=.typings:tests/support python tests/bench/overhead.py --seconds 120 --json OUT
+PYTHONPATH=.typings:tests/support python tests/bench/overhead.py --config CONFIG --seconds 60 --json OUT
 
 One run (the quickstart on CPUs, or that of a config), in which heartbeats and watchers are switched on and off every
 few seconds: CPU seconds a step of all its processes, and seconds a step, are compared. What is never off is timed: the
@@ -24,18 +24,18 @@ from typing import Any
 
 import psutil
 import torch
-from bench.record import record
+from record import record
 from rich.console import Console
 
-from pentad.orchestrator import driver
-from pentad.orchestrator.calls import Calls
-from pentad.orchestrator.config import load
-from pentad.orchestrator.group import WorkerGroup
-from pentad.orchestrator.measure import History
-from pentad.orchestrator.news import News
+from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.monitoring.event_bus import News
+from pentad.orchestrator.run import driver
+from pentad.orchestrator.run.measure import History
+from pentad.orchestrator.run.step_loop import Calls
 from pentad.schedules.compiler import compile_program
-from pentad.workers.board import Board
-from pentad.workers.lanes import HostLanes
+from pentad.workers.runtime.progress_file import Board
+from pentad.workers.runtime.streams import HostLanes
 
 
 class Switch:
@@ -138,7 +138,7 @@ def span_seconds() -> float:
 
 def gpu_span_seconds() -> float:
     """What a GPU spends on the two timed events of an instruction and the word that counts it, over one event."""
-    from pentad.workers.lanes import CudaLanes
+    from pentad.workers.runtime.streams import CudaLanes
 
     stream = compile_program("1f1b", 4, 8).streams[0]
     part, lanes, count = stream[0].parts[0], CudaLanes(torch.device("cuda", 0), {"compute"}), 2_000

@@ -29,17 +29,17 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.mesh import Mesh
-from pentad.schedules.model import Experts, ModelShape
-from pentad.schedules.plan import BatchShape, OptimizerShape, Plan
-from pentad.workers.bank import banks_of
-from pentad.workers.context import Context
-from pentad.workers.dispatch import Site
-from pentad.workers.inner import Inner
-from pentad.workers.parameters import create
-from pentad.workers.stage import Stage
-from pentad.workers.tensor_ranks import TensorRanks
-from pentad.workers.turns import Turns, alone, between, by_turns
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import Experts, ModelShape
+from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan
+from pentad.workers.model.stage import Stage
+from pentad.workers.parallel.async_ops import Turns, alone, between, by_turns
+from pentad.workers.parallel.context_parallel import Context
+from pentad.workers.parallel.expert_parallel import Site
+from pentad.workers.parallel.process_groups import Inner
+from pentad.workers.parallel.tensor_parallel import TensorRanks
+from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.parameters import create
 
 RANKS, WARM, TIMED, TRACED = 2, 3, 8, 2
 Run = Callable[..., None]

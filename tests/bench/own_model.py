@@ -3,7 +3,7 @@
 One stage runs F, B and W of a microbatch with either, and torch alone runs the same modules, in turns. Seconds are of
 the thread alone; ratios are medians over the turns, for others may use the machine:
 
-    PYTHONPATH=.typings:tests python -P tests/bench/own_model.py --out FILE
+    PYTHONPATH=.typings:tests/support python tests/bench/own_model.py --out FILE
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench.record import record
+from record import record
 
-from pentad.orchestrator.config import load
-from pentad.orchestrator.planning import make_plan
-from pentad.schedules.plan import Plan, Share
-from pentad.workers.bank import banks_of
-from pentad.workers.own_source import build
-from pentad.workers.own_stage import OwnStage
-from pentad.workers.parameters import create
-from pentad.workers.stage import Stage
-from pentad.workers.stage_protocol import StageProtocol
-from pentad.workers.turns import alone
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.spec.plan import Plan, Share
+from pentad.workers.custom.loader import build
+from pentad.workers.custom.stage import OwnStage
+from pentad.workers.model.stage import Stage
+from pentad.workers.model.stage_protocol import StageProtocol
+from pentad.workers.parallel.async_ops import alone
+from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.parameters import create
 
 LLAMA = """
 import torch

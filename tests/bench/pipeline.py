@@ -16,17 +16,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.estimate import read_costs
+from pentad.orchestrator.planning.estimate import read_costs
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.instruction import Instruction
-from pentad.schedules.mesh import Mesh
-from pentad.schedules.model import ModelShape
-from pentad.schedules.plan import BatchShape, OptimizerShape, Plan, split_layers
-from pentad.schedules.simulate import simulate
-from pentad.schedules.tensors import head_in_layers
-from pentad.schedules.timeline import Timeline
-from pentad.workers.executor import Executor
-from pentad.workers.turns import Turns
+from pentad.schedules.ir.instruction import Instruction
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.spec.tensors import head_in_layers
+from pentad.workers.parallel.async_ops import Turns
+from pentad.workers.runtime.executor import Executor
 
 MODELS = {
     "1b": ModelShape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_theta=5e5),
@@ -56,7 +56,7 @@ def plan_of(args: argparse.Namespace, name: str) -> Plan:
 
 
 def serve(plan: Plan, rank: int, end) -> None:
-    from pentad.workers.runner import Runner
+    from pentad.workers.runtime.runner import Runner
 
     try:
         with tempfile.TemporaryDirectory() as folder:

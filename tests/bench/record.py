@@ -18,7 +18,7 @@ def record(path: Path | None, part: str, measure: Callable[[], dict[str, Any]]) 
     load = os.getloadavg()[0]
     found = measure()
     facts = {
-        "command": f"PYTHONPATH=.typings:tests python -P {' '.join(sys.argv)}",
+        "command": f"PYTHONPATH=.typings:tests/support python {' '.join(sys.argv)}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         "machine": f"{os.cpu_count()} cores, {sys.platform}, Python {sys.version.split()[0]}, Ray {ray.__version__}",
         "load_before_and_after": [round(load, 1), round(os.getloadavg()[0], 1)],

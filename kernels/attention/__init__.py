@@ -1,0 +1,1 @@
+"""Attention and rotary embeddings."""

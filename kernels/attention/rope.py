@@ -1,0 +1,37 @@
+"""Rotary position embedding, in place, in the half-split form: pair i of a head is (x[i], x[i + D/2]).
+
+The rotation by the angle of (position, pair) is orthogonal, so its backward pass is the inverse rotation.
+"""
+
+import torch
+from torch import Tensor
+
+from pentad.kernels.backend import accumulator, runs_in_triton
+
+
+def rope_reference_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
+    """The formula of `rope_` in torch operations, for any dtype and device."""
+    wide = accumulator(x.dtype)
+    half = x.shape[2] // 2
+    position = torch.arange(x.shape[0], device=x.device) % cos.shape[0]
+    c = cos[position][:, None].to(wide)
+    s = sin[position][:, None].to(wide)
+    if inverse:
+        s = -s
+    a, b = x[..., :half].to(wide), x[..., half:].to(wide)
+    rotated = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    x.copy_(rotated)
+
+
+def rope_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
+    """Rotates the heads of x [T, N, D] in place; token t has position t % S; `inverse` rotates back.
+
+    x may be a slice of a packed projection: only its last dimension has to be contiguous. cos and sin [S, D/2] are
+    contiguous tables of `rope_tables.rope_tables`.
+    """
+    if runs_in_triton(x):
+        from pentad.kernels.attention import rope_triton
+
+        rope_triton.rope_(x, cos, sin, inverse)
+    else:
+        rope_reference_(x, cos, sin, inverse)

@@ -1,0 +1,1 @@
+"""Token permutation and grouped GEMMs of mixture-of-experts layers."""

@@ -1,0 +1,98 @@
+"""Grouped products in Triton: a program takes one tile of one expert, which it finds among the offsets by itself."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _grouped(
+    x, weights, offsets, y, experts, N, K,
+    stride_x, stride_e, stride_n, stride_k,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0) // tl.cdiv(N, COLUMNS)
+    column = tl.program_id(0) % tl.cdiv(N, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    number = tl.arange(0, EXPERTS)
+    ends = tl.load(offsets + number, mask=number < experts, other=0)
+    starts = tl.load(offsets + number - 1, mask=(number > 0) & (number < experts), other=0)
+    tiles = tl.where(number < experts, tl.cdiv(ends - starts, ROWS), 0)
+    before = tl.cumsum(tiles, 0)  # tiles up to the end of each expert
+    expert = tl.sum((before <= tile).to(tl.int32), 0)
+    if expert >= experts:
+        return
+    start = tl.sum(tl.where(number == expert, starts, 0), 0)
+    end = tl.sum(tl.where(number == expert, ends, 0), 0)
+    first = tl.sum(tl.where(number == expert, before - tiles, 0), 0)
+    row = start + (tile - first) * ROWS + tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)
+    left = x + row.to(tl.int64)[:, None] * stride_x
+    right = weights + expert.to(tl.int64) * stride_e + column.to(tl.int64)[None, :] * stride_n
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for at in range(0, K, DEPTH):
+        inner = at + depth
+        a = tl.load(left + inner[None, :], mask=(row < end)[:, None] & (inner < K)[None, :], other=0.0)
+        b = tl.load(right + inner[:, None] * stride_k, mask=(inner < K)[:, None] & (column < N)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    mask = (row < end)[:, None] & (column < N)[None, :]
+    tl.store(y + row.to(tl.int64)[:, None] * N + column[None, :], total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _accumulate(
+    main, dy, x, offsets, N, K,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(K, COLUMNS)
+    tiles = tl.cdiv(N, ROWS) * across
+    expert = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    n = tile // across * ROWS + tl.arange(0, ROWS)
+    k = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets + expert)
+    if start == end:
+        return
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for at in range(start, end, DEPTH):
+        row = at + tl.arange(0, DEPTH)
+        own, place = (row < end)[:, None], row.to(tl.int64)[:, None]
+        a = tl.load(dy + place * N + n[None, :], mask=own & (n < N)[None, :], other=0.0)
+        b = tl.load(x + place * K + k[None, :], mask=own & (k < K)[None, :], other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+    there = main + expert.to(tl.int64) * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    tl.store(there, tl.load(there, mask=mask, other=0.0) + total, mask=mask)
+
+
+def _shape(dtype: torch.dtype) -> dict[str, object]:
+    """Of a program: tensor cores take 16-bit rows; float32 is multiplied in full width, in smaller tiles."""
+    if dtype == torch.float32:
+        return {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
+    return {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "PRECISION": "tf32", "num_warps": 8, "num_stages": 3}
+
+
+def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """Launches the kernel; see `pentad.kernels.moe.grouped_gemm.grouped_gemm`."""
+    (rows, k), (experts, n, _) = x.shape, weights.shape
+    assert x.stride(1) == 1 and weights.shape[2] == k and offsets.shape == (experts,)
+    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    shape = _shape(x.dtype)
+    # an expert's last tile may be a part of one
+    tiles = triton.cdiv(rows, shape["ROWS"]) + experts
+    grid = (tiles * triton.cdiv(n, shape["COLUMNS"]),)
+    each = triton.next_power_of_2(experts)
+    _grouped[grid](x, weights, offsets, y, experts, n, k, x.stride(0), *weights.stride(), EXPERTS=each, **shape)
+    return y
+
+
+def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
+    """Launches the kernel; see `pentad.kernels.moe.grouped_gemm.accumulate_grouped_gradient_`."""
+    experts, n, k = main.shape
+    assert main.is_contiguous() and dy.is_contiguous() and x.is_contiguous()
+    assert dy.shape[1] == n and x.shape[1] == k and offsets.shape == (experts,)
+    # few warps a program, so that an SM has two and one multiplies while the other one adds to what is there
+    shape = _shape(dy.dtype) | {"num_warps": 4}
+    grid = (experts * triton.cdiv(n, shape["ROWS"]) * triton.cdiv(k, shape["COLUMNS"]),)
+    _accumulate[grid](main, dy, x, offsets, n, k, **shape)

@@ -1,0 +1,120 @@
+"""Rows and tokens in Triton: a program takes a row or a token; programs of rows that nobody needs end at once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048
+
+
+@triton.jit
+def _gather(x, tokens, offsets, y, H, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(offsets + EXPERTS - 1):
+        return
+    token = tl.load(tokens + row)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < H
+    tl.store(y + row * H + columns, tl.load(x + token * H + columns, mask=mask), mask=mask)
+
+
+@triton.jit
+def _sum(y, positions, out, H, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < H
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(K):
+        row = tl.load(positions + token * K + choice)
+        total += tl.load(y + row * H + columns, mask=mask & (row >= 0), other=0.0).to(tl.float32)
+    tl.store(out + token * H + columns, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate(gate_up, weights, offsets, y, I, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(offsets + EXPERTS - 1):
+        return
+    weight = tl.load(weights + row)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < I
+    gate = tl.load(gate_up + row * (2 * I) + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * I) + I + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + row * I + columns, (gate * tl.sigmoid(gate) * up * weight).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_backward(dy, gate_up, weights, offsets, dgate_up, y, dweights, I, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(offsets + EXPERTS - 1):
+        return
+    weight = tl.load(weights + row)
+    dweight = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, I, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < I
+        gate = tl.load(gate_up + row * (2 * I) + columns, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * (2 * I) + I + columns, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dy + row * I + columns, mask=mask, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        dweight += d * silu * up
+        d *= weight
+        dgate = d * up * (sigmoid + silu * (1.0 - sigmoid))
+        tl.store(dgate_up + row * (2 * I) + columns, dgate.to(y.dtype.element_ty), mask=mask)
+        tl.store(dgate_up + row * (2 * I) + I + columns, (d * silu).to(y.dtype.element_ty), mask=mask)
+        tl.store(y + row * I + columns, (silu * up * weight).to(y.dtype.element_ty), mask=mask)
+    tl.store(dweights + row, tl.sum(dweight, 0))
+
+
+def _pieces(width: int) -> tuple[int, int, int]:
+    """(columns of a program, programs of a row, warps of a program) for rows of `width` elements."""
+    block = max(128, min(TILE, triton.next_power_of_2(width)))
+    return block, triton.cdiv(width, block), max(1, block // 512)
+
+
+def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
+    """Launches the kernel; see `pentad.kernels.moe.moe_permute.gather_rows`."""
+    assert x.is_contiguous()
+    rows, width = tokens.shape[0], x.shape[1]
+    block, pieces, warps = _pieces(width)
+    y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows:
+        _gather[(rows, pieces)](x, tokens, offsets, y, width, offsets.shape[0], BLOCK=block, num_warps=warps)
+    return y
+
+
+def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
+    """Launches the kernel; see `pentad.kernels.moe.moe_permute.sum_rows`."""
+    assert y.is_contiguous() and positions.is_contiguous()
+    (tokens, choices), width = positions.shape, y.shape[1]
+    block, pieces, warps = _pieces(width)
+    out = torch.empty(tokens, width, dtype=y.dtype, device=y.device)
+    if tokens:
+        _sum[(tokens, pieces)](y, positions, out, width, choices, BLOCK=block, num_warps=warps)
+    return out
+
+
+def gate_rows(gate_up: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """Launches the kernel; see `pentad.kernels.moe.moe_permute.gate_rows`."""
+    assert gate_up.is_contiguous()
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    block, pieces, warps = _pieces(width)
+    y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        _gate[(rows, pieces)](gate_up, weights, offsets, y, width, offsets.shape[0], BLOCK=block, num_warps=warps)
+    return y
+
+
+def gate_rows_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches the kernel; see `pentad.kernels.moe.moe_permute.gate_rows_backward`."""
+    assert dy.is_contiguous() and gate_up.is_contiguous()
+    rows, width = dy.shape
+    block, _, warps = _pieces(width)
+    dgate_up, y, dweights = torch.empty_like(gate_up), torch.empty_like(dy), torch.empty_like(weights)
+    if rows:
+        _gate_backward[(rows,)](
+            dy, gate_up, weights, offsets, dgate_up, y, dweights, width, offsets.shape[0], BLOCK=block, num_warps=warps
+        )
+    return dgate_up, y, dweights

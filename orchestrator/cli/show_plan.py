@@ -1,0 +1,130 @@
+"""`pentad plan`: what a run will do, what it needs, and what its ranks will send each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pentad.orchestrator.cli.show_run import figures
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring.display import layers_text, plan_view, table_of
+from pentad.orchestrator.planning.comm_volume import Flows, flows, traffic
+from pentad.orchestrator.planning.estimate import costs_of, memories, stage_memory, utilisation
+from pentad.orchestrator.planning.fit import Fit, Room, fit_of, gpu_name
+from pentad.orchestrator.planning.hardware import ASSUMED, DEVICES, refuse_wide
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.planning.quantities import count, duration, percent, size
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.cp_layout import PLACEMENTS, balance
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import parameters
+
+
+def show_plan(config: RunConfig, device: str, room: Room, console: Console, *, as_json: bool) -> int:
+    """Prints what would run on 'cpu' or 'cuda', with guessed costs. Returns the exit status: 1 where it has no room."""
+    if device == "cuda":
+        refuse_wide(config.mesh.mesh, across=config.mesh.tensor_across_nodes)
+    plan = make_plan(config, device)
+    costs, fit = costs_of(plan), fit_of(plan, room)
+    if as_json:
+        print(json.dumps(_facts(plan, costs, fit)))
+        return int(not fit.ok)
+    for part in plan_view(console, plan, costs, ()):
+        console.print(part)
+    console.print(Text(_pace_text(plan, simulate(plan.program, costs))))
+    for part in _tables(plan, fit):
+        console.print(part)
+    console.print(Text(f" {fit.sentence}", "green" if fit.ok else "bold red"), soft_wrap=True)
+    return int(not fit.ok)
+
+
+def _tables(plan: Plan, fit: Fit) -> list[RenderableType]:
+    """Of the fullest rank; all ranks with its stages have the same."""
+    sent = flows(plan, fit.rank)
+    parts: list[RenderableType] = [Text(), Text(f" rank {fit.rank}", "bold"), _stages_table(plan, fit.rank)]
+    parts += [Text(), _traffic_table(sent)] if sent else []
+    if plan.mesh.cp > 1:
+        parts.append(
+            Text(f" context ranks stand {_placed(plan)}: the busiest does {_balance(plan):.3f} times the least")
+        )
+    return [*parts, Text()]
+
+
+def _stages_table(plan: Plan, rank: int) -> Table:
+    kinds = ("parameters", "gradients", "optimizer", "saved", "deferred")
+    table = table_of("stage", "layers", *(f"{kind}>" for kind in kinds[:3]), "F keeps>", "B keeps>")
+    for of in stage_memory(plan, rank):
+        table.add_row(str(of["stage"]), layers_text(plan, of["stage"]), *(size(of[kind]) for kind in kinds))
+    return table
+
+
+def _traffic_table(sent: Flows) -> Table:
+    table = table_of("sends along", "by", "operations>", "a step>")
+    for (axis, kind), (operations, nbytes) in sorted(sent.items()):
+        table.add_row(axis, kind.lower().replace("_", " "), f"{operations:,}", size(nbytes))
+    return table
+
+
+def _pace_text(plan: Plan, timeline: Timeline) -> str:
+    found = _pace(plan, timeline)
+    used = "" if found["mfu"] is None else f", {percent(found['mfu'])} of the peak"
+    pace = f" {duration(found['step_seconds'])} a step, {count(found['tokens_per_second'])} tokens/s{used}"
+    return f"{pace}: seconds come from assumed rates, and a run measures them"
+
+
+def _pace(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    seconds = max(span.end for span in timeline.spans) - min(span.start for span in timeline.spans)
+    pace, name = plan.batch.tokens / seconds, gpu_name()
+    known = name if name in DEVICES else ASSUMED
+    used = utilisation(pace, plan, known) if plan.device == "cuda" else None
+    return {"step_seconds": seconds, "tokens_per_second": pace, "mfu": used}
+
+
+def _placed(plan: Plan) -> str:
+    return PLACEMENTS[plan.context]
+
+
+def _balance(plan: Plan) -> float:
+    return 1.0 if plan.context == "exchange" else balance(plan.batch.length, plan.mesh.cp, PLACEMENTS[plan.context])
+
+
+def _facts(plan: Plan, costs: Costs, fit: Fit) -> dict[str, Any]:
+    timeline, each = simulate(plan.program, costs), memories(plan)
+    ranks = [
+        {
+            "rank": rank,
+            "coordinates": plan.mesh.coordinates(rank)._asdict(),
+            "stages": list(plan.stages_of(rank)),
+            "layers": [list(plan.layers[stage]) for stage in plan.stages_of(rank)],
+            "memory": each[rank],
+            "traffic": traffic(plan, rank),
+        }
+        for rank in range(plan.mesh.size)
+    ]
+    sent = [{**of._asdict(), **sent._asdict()} for of, sent in sorted(flows(plan, fit.rank).items())]
+    room = {"ok": fit.ok, "needed": fit.needed, "available": fit.room.bytes, "where": fit.room.where, "rank": fit.rank}
+    return {
+        "run": plan.name,
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "transport": plan.transport,
+        "mesh": asdict(plan.mesh),
+        "parameters": parameters(plan.model),
+        "tokens": plan.batch.tokens,
+        "schedule": plan.program.name,
+        "microbatches": plan.program.microbatches,
+        "hash": plan.program.hash,
+        "ranks": ranks,
+        "fullest": {"rank": fit.rank, "stages": stage_memory(plan, fit.rank), "sends": sent},
+        "balance": _balance(plan),
+        "predicted": {**figures(timeline), **_pace(plan, timeline)},
+        "costs": asdict(costs),
+        "fits": room,
+    }

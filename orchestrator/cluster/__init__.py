@@ -1,0 +1,1 @@
+"""Ray: the cluster, placement, and the actors around the workers."""

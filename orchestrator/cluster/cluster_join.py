@@ -1,0 +1,60 @@
+"""Whether a Ray cluster answers at an address, and takes the token: asked before Ray is, which tries for minutes."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+import grpc
+import ray
+from ray.exceptions import AuthenticationError
+
+from pentad.schedules.ir.errors import PentadError
+
+PATIENCE_SECONDS = 10.0
+
+
+def refuse_unjoinable(address: str, mode: str) -> None:
+    """Asks the cluster at 'HOST:PORT' or 'auto' who it is, in the present environment; `mode` is cluster.auth there.
+
+    Raises PentadError when none answers, or it asks for another token. An 'auto' that leads nowhere is Ray's to tell.
+    """
+    if address == "auto":
+        found = None
+        with suppress(Exception):  # a private part of Ray: whatever it raises one day
+            found = ray._private.services.canonicalize_bootstrap_address(address)
+        if found and "//" not in found:
+            _ask(found, mode)
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise _nobody(address, str(error)) from None
+    _ask(address, mode)
+
+
+def _ask(address: str, mode: str) -> None:
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest
+    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+
+    wanted = "wanted the cluster's own in RAY_AUTH_TOKEN, or in a file that RAY_AUTH_TOKEN_PATH names"
+    try:
+        with init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+            NodeInfoGcsServiceStub(channel).GetClusterId(GetClusterIdRequest(), timeout=PATIENCE_SECONDS)
+    except AuthenticationError:
+        raise PentadError(f"cluster.auth is {mode!r}, but no token was found here, {wanted}") from None
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+            raise _nobody(address, f"what listens there is no Ray head: {error.code().name}") from None
+        if mode == "disabled":
+            raise PentadError(
+                f"cluster.auth is 'disabled', but the Ray cluster at {address} asks for a token"
+            ) from None
+        raise PentadError(f"the Ray cluster at {address} refuses the token found here, {wanted}") from None
+
+
+def _nobody(address: str, reason: str) -> PentadError:
+    where = f"cluster.address is {address!r}, where no Ray cluster answers ({reason})"
+    return PentadError(f"{where}, wanted local, auto or HOST:PORT")

@@ -1,0 +1,117 @@
+"""Where ranks go: room for all of them in the cluster, and which place becomes which rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.mesh import Coordinates, Mesh
+
+
+class Place(NamedTuple):
+    """Room for one rank: a bundle of the placement group, its node, and the GPU there (-1: none, or not known yet)."""
+
+    bundle: int
+    node: str
+    gpu: int = -1
+
+
+def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bool = False) -> tuple[int, ...]:
+    """The bundle of each rank of the mesh.
+
+    Places are lined up by node and GPU, and the mesh is laid along that line with tp innermost, then cp, ep, pp and dp:
+    the pipeline stages of a replica follow each other, and on nodes whose size is a multiple of a replica's no replica
+    is cut. Raises PentadError when a tp group would leave its node, unless it may.
+    """
+    assert len(places) == mesh.size
+    size = Counter(place.node for place in places)
+    if not tensor_across_nodes and any(count % mesh.tp for count in size.values()):
+        offers = ", ".join(map(str, sorted(size.values(), reverse=True)))
+        wanted = "wanted multiples of mesh.tp, or mesh.tensor_across_nodes = true"
+        raise PentadError(f"mesh.tp is {mesh.tp}, but nodes have room for {offers} ranks, {wanted}")
+    replica = mesh.size // mesh.dp
+    line = sorted(places, key=lambda p: (size[p.node] % replica > 0, -size[p.node], p.node, p.gpu, p.bundle))
+    rows = product(*(range(axis) for axis in (mesh.dp, mesh.pp, mesh.ep, mesh.cp, mesh.tp)))
+    found = {
+        mesh.rank(Coordinates(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)): place.bundle
+        for place, (dp, pp, ep, cp, tp) in zip(line, rows, strict=True)
+    }
+    return tuple(found[rank] for rank in range(mesh.size))
+
+
+def reserve(mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool) -> PlacementGroup:
+    """A placement group of one bundle a rank, packed onto as few nodes as can be; waits until it is there.
+
+    Raises PentadError, with nothing reserved, when the cluster does not hold it within the time; at once when it never
+    can, because it is too small and `fixed`: no autoscaler brings more nodes.
+    """
+    bundle = {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
+    total = ray.cluster_resources()
+    if fixed and any(total.get(kind, 0) < mesh.size for kind in bundle):
+        raise PentadError(f"{_wanted(mesh, bundle)}, but the cluster has only {_there(total, bundle)} on {_nodes()}")
+    group = ray.util.placement_group([bundle] * mesh.size, strategy="PACK")
+    try:
+        if group.wait(timeout_seconds):
+            return group
+        state = ray.util.placement_group_table(group)["stats"]["scheduling_state"].replace("_", " ").lower()
+        free = ray.available_resources()
+        raise PentadError(
+            f"{_wanted(mesh, bundle)}, but within cluster.start_timeout_seconds = {timeout_seconds:g} only "
+            f"{_there(free, bundle)} of {_there(ray.cluster_resources(), bundle)} on {_nodes()} were free ({state})"
+        )
+    except BaseException:
+        release(group)
+        raise
+
+
+def release(group: PlacementGroup) -> None:
+    """Gives the places back; a second time does nothing."""
+    ray.util.remove_placement_group(group)
+
+
+def bundle_places(group: PlacementGroup) -> tuple[Place, ...]:
+    """The node of each bundle of a placement group that is there."""
+    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return tuple(Place(bundle, node) for bundle, node in sorted(nodes.items()))
+
+
+def living_bundles(group: PlacementGroup) -> dict[int, str]:
+    """Bundle -> node of those that stand on living nodes; Ray moves the others when it finds room.
+
+    A node that drains takes nobody in, and its bundles are moved once it is gone.
+    """
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(draining())
+    table = ray.util.placement_group_table(group)
+    return {bundle: node for bundle, node in table["bundles_to_node_id"].items() if node in alive}
+
+
+def draining() -> dict[str, int]:
+    """Nodes that are about to be taken away, and when: Unix milliseconds, 0 if that is open."""
+    try:
+        return dict(ray._private.state.state.get_draining_nodes())
+    except Exception:  # an interface of Ray's own: without it there is no notice
+        return {}
+
+
+def hosts(group: PlacementGroup) -> int:
+    """Nodes that a placement group uses."""
+    return len({place.node for place in bundle_places(group)})
+
+
+def _wanted(mesh: Mesh, bundle: dict[str, int]) -> str:
+    return f"mesh {mesh} has {mesh.size} ranks and wants {_there(dict.fromkeys(bundle, mesh.size), bundle)}"
+
+
+def _there(amounts: Mapping[str, float], kinds: Iterable[str]) -> str:
+    return " and ".join(f"{amounts.get(kind, 0):g} {kind}s" for kind in kinds)
+
+
+def _nodes() -> str:
+    alive = sum(node["Alive"] for node in ray.nodes())
+    return f"{alive} node" + "s" * (alive != 1)

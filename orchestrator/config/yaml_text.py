@@ -1,0 +1,59 @@
+"""YAML with the scalars of YAML 1.2 and no duplicate keys: `1e-3` is a number, `on` and `2024-01-01` are text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from pentad.schedules.ir.errors import PentadError
+
+_SCALARS = (
+    ("tag:yaml.org,2002:null", r"~|null|", ("~", "n", "")),
+    ("tag:yaml.org,2002:bool", r"true|false", ("t", "f")),
+    ("tag:yaml.org,2002:int", r"[-+]?(0|[1-9][0-9_]*)", tuple("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(\.[0-9]+|(0|[1-9][0-9_]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+        tuple("-+.0123456789"),
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} appears twice", problem_mark=key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Loader.yaml_implicit_resolvers, _Dumper.yaml_implicit_resolvers = {}, {}
+for _tag, _pattern, _first in _SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})\Z"), _first)
+
+
+def load_yaml(text: str, source: str) -> Any:
+    """Plain data. Raises PentadError with `source` and the line where it stops making sense."""
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise PentadError(f"{source}{where}: {error.problem or error.context}, wanted valid YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise PentadError(f"{source}: {reason}, wanted valid YAML") from None
+
+
+def dump_yaml(value: dict[str, Any]) -> str:
+    """Text that `load_yaml` reads back, inner mappings on one line."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=200, allow_unicode=True)

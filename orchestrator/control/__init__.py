@@ -1,0 +1,1 @@
+"""The control service of a live run."""

@@ -1,0 +1,85 @@
+"""The messages and methods of control.proto, and how a RunView becomes a Status and a Status what `status` prints.
+
+They are made at import from control.binpb, the compiled control.proto, with whatever protobuf is installed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # type: ignore[import-untyped]
+
+from pentad.orchestrator.monitoring.run_state import RunView
+
+SERVICE = "pentad.v1.Control"
+ENDPOINT = "control.json"  # in the folder of a live run: where its service listens, and the token
+MOST_BYTES = 4 << 20  # of a message, either way
+
+
+class Method(NamedTuple):
+    """A method of a service: its path is /service/name; `answers` is whether it answers with a stream."""
+
+    service: str
+    name: str
+    request: Any
+    response: Any
+    streams: bool
+
+
+def _compiled() -> tuple[dict[str, Any], tuple[Method, ...]]:
+    """Message classes by name, and the methods. A pool of our own: a user's stubs of the same file do not collide."""
+    files = descriptor_pb2.FileDescriptorSet.FromString(Path(__file__).with_name("control.binpb").read_bytes())
+    (file,) = files.file
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    types = {
+        f".{file.package}.{made.name}": message_factory.GetMessageClass(
+            pool.FindMessageTypeByName(f"{file.package}.{made.name}")
+        )
+        for made in file.message_type
+    }
+    (service,) = file.service
+    methods = tuple(
+        Method(SERVICE, m.name, types[m.input_type], types[m.output_type], m.server_streaming) for m in service.method
+    )
+    return {name.rpartition(".")[2]: made for name, made in types.items()}, methods
+
+
+MESSAGES, METHODS = _compiled()
+
+
+def status_of(view: RunView) -> Any:
+    """The Status of a view as it is now: ages of heartbeats grow between two views."""
+    now = time.monotonic()
+    status = MESSAGES["Status"](endpoints=view.endpoints)
+    for name in ("run", "folder", "state", "step", "steps", "epoch", "mesh", "schedule", "program", "verdict"):
+        setattr(status, name, getattr(view, name))
+    for name in ("loss", "tokens_per_second"):
+        value = getattr(view, name)
+        if value is not None and math.isfinite(value):
+            setattr(status, name, value)
+    for seen in view.ranks:
+        rank = status.ranks.add(coordinates=seen.coordinates._asdict())
+        for name in ("rank", "pid", "node", "gpu", "state", "step", "instruction"):
+            setattr(rank, name, getattr(seen, name))
+        rank.heartbeat_age_seconds = round(max(0.0, now - seen.heartbeat), 3)
+    return status
+
+
+def plain(message: Any) -> dict[str, Any]:
+    """A message as JSON has it, with the names of control.proto; null stands for an optional field that is absent."""
+    facts: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is None:
+            facts[field.name] = None if field.has_presence and not message.HasField(field.name) else value
+        elif field.message_type.GetOptions().map_entry:
+            facts[field.name] = dict(sorted(value.items()))  # a map has no order
+        elif hasattr(value, "DESCRIPTOR"):
+            facts[field.name] = plain(value)
+        else:
+            facts[field.name] = [plain(part) for part in value]
+    return facts

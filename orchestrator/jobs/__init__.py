@@ -1,0 +1,1 @@
+"""Runs submitted to a cluster as Ray jobs."""

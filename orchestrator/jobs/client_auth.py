@@ -1,0 +1,99 @@
+"""The way to a Ray cluster from outside: the URL of its dashboard, and the token that it may ask for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+from ray.job_submission import JobSubmissionClient
+
+from pentad.schedules.ir.errors import PentadError
+
+DEFAULT_URL = "http://127.0.0.1:8265"
+PROBE_SECONDS = 5.0
+_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # the first that holds a URL counts, as it does for Ray
+
+
+def connect(url: str, token: str) -> JobSubmissionClient:
+    """Raises what Ray's client does."""
+    for handler in logging.getLogger("ray").handlers:
+        handler.setLevel(logging.WARNING)  # uploads are no news
+    with _without_addresses():
+        return JobSubmissionClient(url, headers={"Authorization": f"Bearer {token}"} if token else None)
+
+
+def dashboard_url(given: str | None) -> str:
+    """The dashboard's URL: the one given, else one in Ray's variables, else that of a cluster on this machine."""
+    urls = [os.environ.get(name, "") for name in _ADDRESSES]
+    found = given or next((url for url in urls if url.startswith(("http://", "https://"))), DEFAULT_URL)
+    url = (found if "://" in found else f"http://{found}").partition("#")[0].rstrip("/")
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise PentadError(f"--address is '{found}', wanted the URL of a Ray dashboard such as {DEFAULT_URL}")
+    return url
+
+
+def asks_no_token(address: str) -> bool:
+    """Whether the cluster asks for no token. Raises PentadError where none answers: Ray's client waits for minutes."""
+    reason = "that is no Ray dashboard"
+    try:
+        with urlopen(f"{address}/api/version", timeout=PROBE_SECONDS) as answer:
+            if "ray_version" in json.load(answer):
+                return True
+    except HTTPError as error:
+        if error.code in (401, 403):
+            return False
+        reason = f"{reason}: HTTP {error.code}"
+    except OSError as error:
+        reason = str(getattr(error, "reason", error))
+    except (ValueError, HTTPException):
+        pass
+    raise PentadError(f"--address is '{address}', where no Ray cluster answers ({reason}), wanted its dashboard's URL")
+
+
+def own_token() -> str:
+    """The token of this user, from where Ray keeps it. Raises PentadError when RAY_AUTH_TOKEN_PATH names no file."""
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return ""
+    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        if named:
+            reason = f"which cannot be read ({error.strerror}), wanted a file with the cluster's token"
+            raise PentadError(f"RAY_AUTH_TOKEN_PATH is '{named}', {reason}") from None
+        return ""
+
+
+def refusal(address: str, answer: str) -> str:
+    """What to do about a cluster whose `answer` was that it refuses the token, or the lack of one."""
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return f"RAY_AUTH_MODE is disabled, but the Ray cluster at {address} asks for a token, wanted it unset"
+    wanted = "wanted the cluster's own in RAY_AUTH_TOKEN, or in a file that RAY_AUTH_TOKEN_PATH names"
+    fault = "refuses the token found here" if "failed" in answer else "asks for a token, and none was found here"
+    return f"the Ray cluster at {address} {fault}, {wanted}"
+
+
+@contextmanager
+def _without_addresses() -> Iterator[None]:
+    """Ray's client lets these variables overrule the address that it is given."""
+    held = {name: os.environ.pop(name) for name in _ADDRESSES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(held)

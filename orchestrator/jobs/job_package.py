@@ -1,0 +1,98 @@
+"""What a submitted job takes along: this package, the run's whole configuration, and words for its driver and Ray."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pentad.orchestrator.cluster.cluster import PASSED_ON
+from pentad.orchestrator.config.config import RunConfig, dump
+from pentad.orchestrator.config.version import release
+from pentad.schedules.catalogue import FILES
+
+FOLDERS = ("orchestrator", "workers", "schedules", "kernels")
+CONFIG = "job.yaml"
+# exec: the driver is to get Ray's signals. -P: the job's folder is no place to look for modules.
+ENTRYPOINT = f"exec python -P -u -m pentad.orchestrator.cli.cli train {CONFIG}"
+
+
+def for_cluster(config: RunConfig, here: Path, *, is_open: bool = False) -> RunConfig:
+    """The configuration as a job needs it: it joins its own cluster, and every folder is absolute.
+
+    A job's driver stands in a temporary folder, so what is relative is resolved against `here`, the user's. On an
+    `is_open` cluster, which asks for no token, the driver must look for none.
+    """
+    raw = config.model_dump()
+    raw["cluster"]["address"] = "auto"
+    raw["cluster"]["auth"] = "disabled" if is_open else config.cluster.auth
+    raw["run"]["folder"] = _absolute(config.run.folder, here)
+    raw["data"]["cache"] = _absolute(config.data.cache, here)
+    if not config.data.path.startswith("builtin:"):
+        raw["data"]["path"] = _absolute(config.data.path, here)
+    return RunConfig.model_validate(raw)
+
+
+def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
+    """Ray's runtime_env of a job that trains `config`; writes what it names below `out`."""
+    work = out / "job"
+    work.mkdir()
+    (work / CONFIG).write_text(dump(_with_files(config, work)), encoding="utf-8")
+    package = write_package(out)
+    return {"working_dir": str(work), "py_modules": [str(package)], "env_vars": variables(config)}
+
+
+def _with_files(config: RunConfig, work: Path) -> RunConfig:
+    """The configuration with a schedule and a model of the user's own found where the job stands: files go along."""
+    name, own = config.schedule.name, config.model.own
+    if ":" in name or name.endswith(FILES):
+        file, colon, function = name.rpartition(":") if ":" in name else (name, "", "")
+        shutil.copy(file, work)
+        schedule = config.schedule.model_copy(update={"name": f"{Path(file).name}{colon}{function}"})
+        config = config.model_copy(update={"schedule": schedule})
+    if own is not None:
+        file, _, function = own.rpartition(":")
+        (work / "model").mkdir()  # a schedule's file may have the same name
+        shutil.copy(file, work / "model")
+        model = config.model.model_copy(update={"own": f"model/{Path(file).name}:{function}"})
+        config = config.model_copy(update={"model": model})
+    return config
+
+
+def write_package(out: Path) -> Path:
+    """Copies this package, from a checkout or from where it is installed, to `out`/pentad."""
+    for name in FOLDERS:
+        spec = find_spec(f"pentad.{name}")
+        assert spec is not None and spec.submodule_search_locations
+        source = next(iter(spec.submodule_search_locations))
+        shutil.copytree(source, out / "pentad" / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    return out / "pentad"
+
+
+def variables(config: RunConfig) -> dict[str, str]:
+    """The job's environment: what is set here for its collectives and threads, and how long Ray lets it stop."""
+    prefixes = tuple(name for name in PASSED_ON if name != "PYTHONPATH")
+    found = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    return found | {"RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(config.cluster.stop_timeout_seconds))}
+
+
+def metadata(config: RunConfig) -> dict[str, str]:
+    """What Ray's job list says about a job."""
+    facts = {
+        "version": release(),
+        "run": config.run.name,
+        "mesh": str(config.mesh.mesh),
+        "schedule": config.schedule.name,
+        "folder": str(Path(config.run.folder) / config.run.name),
+        "config": json.dumps(config.model_dump(), separators=(",", ":")),
+    }
+    # job_name is the Name on the dashboard's page of jobs.
+    return {"job_name": config.run.name, **{f"pentad/{name}": fact for name, fact in facts.items()}}
+
+
+def _absolute(path: str, here: Path) -> str:
+    return os.path.normpath(here / Path(path).expanduser())

@@ -1,0 +1,216 @@
+"""Runs as Ray jobs: submitted, listed, followed and stopped through the cluster's dashboard; no Ray runs here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobSubmissionClient
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.jobs.client_auth import asks_no_token, connect, dashboard_url, own_token, refusal
+from pentad.orchestrator.jobs.job_package import ENTRYPOINT, for_cluster, metadata, runtime_environment
+from pentad.schedules.ir.errors import PentadError
+
+LIVE = ("PENDING", "RUNNING")
+_FACTS = ("version", "run", "mesh", "schedule", "folder", "config")  # metadata that is no endpoint
+_NEEDS = "wanted what pentad needs, in the `python` on the PATH that the cluster's Ray was started with"
+_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_KV_SECONDS = 5.0
+
+
+class Job(NamedTuple):
+    """A submitted run: `status` is Ray's, `message` one sentence about it, times are Unix seconds.
+
+    `stop_seconds` is how long it gets to end; `endpoints` are those that its driver announced.
+    """
+
+    job: str
+    run: str
+    status: str
+    mesh: str
+    schedule: str
+    folder: str
+    started: float | None
+    ended: float | None
+    message: str
+    stop_seconds: float
+    endpoints: dict[str, str]
+
+    @property
+    def is_live(self) -> bool:
+        return self.status in LIVE
+
+
+class Jobs:
+    """The jobs of the cluster whose dashboard is at `address`."""
+
+    def __init__(self, address: str | None) -> None:
+        """Raises PentadError when no Ray cluster answers there within seconds, or it refuses the token."""
+        self.address = dashboard_url(address)
+        self.is_open = asks_no_token(self.address)
+        with self._asked():
+            self.client = connect(self.address, "" if self.is_open else own_token())
+
+    def submit(self, config: RunConfig, name: str | None, here: Path) -> Job:
+        """Submits `config` as the job `name` (None: the run's name and a suffix); `here` is where the user stands.
+
+        Raises PentadError when a live job has the same run, or any job has that name.
+        """
+        if name is not None and not _ID.fullmatch(name):
+            raise PentadError(f"--name is '{name}', wanted letters, digits, '_', '-' and '.', the first no '-' or '.'")
+        config = for_cluster(config, here, is_open=self.is_open)
+        for other in self.all():
+            if other.is_live and other.run == config.run.name:
+                raise PentadError(
+                    f"run.name is {other.run}, which job {other.job} is running already ({other.status}), wanted "
+                    f"another, or its end (pentad stop {other.job} --address {self.address})"
+                )
+            if other.job == name:
+                raise PentadError(f"--name is '{name}', which was a job of this cluster already, wanted a new one")
+        job = name or f"{config.run.name}-{secrets.token_hex(3)}"
+        with tempfile.TemporaryDirectory(prefix="pentad-job-") as out, self._asked():
+            self.client.submit_job(
+                entrypoint=ENTRYPOINT,
+                submission_id=job,
+                runtime_env=runtime_environment(config, Path(out)),
+                metadata=metadata(config),
+            )
+        return self.get(job)
+
+    def all(self) -> list[Job]:
+        """The jobs that pentad submitted, the newest first."""
+        with self._asked():
+            found = [_job(details) for details in self.client.list_jobs() if _is_ours(details)]
+        return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
+
+    def get(self, job: str) -> Job:
+        """Raises PentadError when there is no such job."""
+        with self._asked(), suppress(LookupError):
+            details = _details(self.client, job)
+            if _is_ours(details):
+                return _job(details)
+        live = ", ".join(found.job for found in self.all() if found.is_live)
+        known = f"a live one ({live})" if live else "one that `pentad jobs` lists (none is live)"
+        raise PentadError(f"ID is '{job}', which is no job that pentad submitted to {self.address}, wanted {known}")
+
+    def log(self, job: str) -> str:
+        """All that the job has printed so far."""
+        with self._asked():
+            return self.client.get_job_logs(self.get(job).job)
+
+    def stop(self, job: str) -> Job:
+        """Asks a live job to finish its step, to save a checkpoint and to end, and waits for that.
+
+        Raises PentadError when it is not live, or does not end although Ray kills it after `stop_seconds`.
+        """
+        found = self.get(job)
+        if not found.is_live:
+            raise PentadError(f"ID is '{job}', a job that has ended already ({found.status}), wanted a live one")
+        with self._asked():
+            self.client.stop_job(job)
+        until = time.monotonic() + found.stop_seconds + 30.0  # Ray takes its time to kill and to note it
+        while (found := self.get(job)).is_live:
+            if time.monotonic() > until:
+                raise PentadError(f"job {job} was asked to stop but is still {found.status}, wanted its end by now")
+            time.sleep(0.5)
+        return found
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Makes one PentadError of what the cluster answers, or of its silence."""
+        try:
+            yield
+        except AuthenticationError as error:
+            raise PentadError(refusal(self.address, str(error))) from error
+        except OSError as error:
+            root: BaseException = error
+            while root.__context__ is not None:  # what the system said, below what Ray's HTTP library made of it
+                root = root.__context__
+            raise PentadError(f"the Ray cluster at {self.address} does not answer any more: {root}") from error
+        except (RuntimeError, ValueError) as error:
+            raise PentadError(f"the Ray cluster at {self.address} refuses: {_last_line(str(error))}") from error
+
+
+def announce(endpoints: dict[str, str]) -> bool:
+    """Adds a driver's endpoints to the metadata of the Ray job that it is, after it joined the cluster.
+
+    False when it is no job or Ray does not take them; raises nothing, for no run is to end because of that.
+    """
+    with suppress(Exception):  # private parts of Ray: whatever they raise one day
+        from ray.dashboard.modules.job.common import JobInfoStorageClient
+
+        job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]
+        key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=job).encode()
+        space = ray._private.ray_constants.KV_NAMESPACE_JOB
+        store = ray._private.worker.global_worker.gcs_client
+        # Nobody else writes there while the driver runs: Ray noted its start before, and notes its end after.
+        info = json.loads(store.internal_kv_get(key, space, timeout=_KV_SECONDS))
+        info["metadata"] = (info["metadata"] or {}) | {f"pentad/{name}": value for name, value in endpoints.items()}
+        store.internal_kv_put(key, json.dumps(info).encode(), True, space, timeout=_KV_SECONDS)
+        return True
+    return False
+
+
+def failure(message: str) -> str:
+    """What Ray's account of a failed job comes down to: pentad's own sentence if there is one."""
+    ours = [line.removeprefix("pentad: ") for line in message.splitlines() if line.startswith("pentad: ")]
+    code = re.search(r"failed with exit code (-?\d+)", message)
+    if ours:
+        return ours[-1]
+    if code and code[1] == "127":
+        return "wanted a `python` on the PATH that the cluster's Ray was started with, where there is none"
+    if code and code[1].startswith("-"):
+        return f"its driver was killed by signal {code[1][1:]}"
+    return _last_line(message) + (f", {_NEEDS}" if "No module named" in message else "")
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip(" .")), "no reason given")
+
+
+def _details(client: JobSubmissionClient, job: str) -> Any:
+    """Raises LookupError when there is no such job, and RuntimeError when Ray says anything else."""
+    if not _ID.fullmatch(job):
+        raise LookupError(job)
+    try:
+        return client.get_job_info(job)
+    except RuntimeError as error:
+        if "does not exist" in str(error):
+            raise LookupError(job) from None
+        raise
+
+
+def _is_ours(details: Any) -> bool:
+    return bool(details.submission_id and "pentad/run" in (details.metadata or {}))
+
+
+def _job(details: Any) -> Job:
+    said = {name.removeprefix("pentad/"): value for name, value in details.metadata.items()}
+    return Job(
+        job=details.submission_id,
+        run=said["run"],
+        status=str(details.status),
+        mesh=said.get("mesh", ""),
+        schedule=said.get("schedule", ""),
+        folder=said.get("folder", ""),
+        started=details.start_time / 1000 if details.start_time else None,
+        ended=details.end_time / 1000 if details.end_time else None,
+        message=failure(details.message or "") if details.status == "FAILED" else details.message or "",
+        stop_seconds=json.loads(said.get("config", "{}")).get("cluster", {}).get("stop_timeout_seconds", 120.0),
+        endpoints={
+            name.removeprefix("pentad/"): value
+            for name, value in details.metadata.items()
+            if name.startswith("pentad/") and name.removeprefix("pentad/") not in _FACTS
+        },
+    )

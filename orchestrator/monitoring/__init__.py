@@ -1,0 +1,1 @@
+"""What a run shows: terminal, run folder, metrics and dashboards."""

@@ -1,0 +1,166 @@
+"""One Prometheus exporter for all ranks of a run, on the driver: a watcher that turns news into metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import product
+from math import nan
+from typing import Any
+
+from pentad.orchestrator.config.version import release
+from pentad.orchestrator.monitoring.exposition import Exposition, Labels
+from pentad.orchestrator.monitoring.metrics_server import MetricsServer
+from pentad.orchestrator.monitoring.run_state import RUN_STATES, RankView, RunView
+from pentad.schedules.simulate.timeline import Span
+from pentad.workers.runtime.telemetry import THROTTLES, GpuState
+
+# Told as zero from the start: Prometheus sees no increase in a counter that appears as 1.
+FAULTS = ("killed", "hang", "node", "error", "drain")
+DETECTORS = ("ray", "heartbeat", "deadline", "peer", "notice")
+PHASES = ("detect", "fence", "place", "connect", "state")
+TENSORS = {"loss": "loss", "grad_norm": "gradient"}
+GPU = {
+    "pentad_gpu_memory_used_bytes": "memory_used",
+    "pentad_gpu_memory_size_bytes": "memory_total",
+    "pentad_gpu_power_watts": "power",
+    "pentad_gpu_clock_hertz": "clock",
+    "pentad_gpu_temperature_celsius": "temperature",
+}
+
+
+class Exporter:
+    """Serves the metrics of run `job` over HTTP from construction until `close`. Port 0 is a free one.
+
+    Raises PentadError when nothing can listen there.
+    """
+
+    def __init__(self, job: str, host: str, port: int) -> None:
+        self._values = Exposition(job)
+        self._ranks: dict[int, Labels] = {}
+        self._furthest, self._productive, self._began = -1, 0.0, time.monotonic()
+        self._begin()
+        self._server = MetricsServer(self._values, host, port)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return self._server.address
+
+    def plan(self, view: RunView) -> None:
+        """Ranks that are gone vanish, and so do the figures of GPUs until they are told again."""
+        labels = (release(), view.program)
+        with self._values.lock:
+            self._values.replace("pentad_build_info", {labels: 1.0})
+            self.view(view)
+            self.gpus({})
+
+    def steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
+        with self._values.lock:
+            for row in rows:
+                self._step(row)
+            for each in spans:
+                self._spans(each)
+
+    def view(self, view: RunView) -> None:
+        """The run's state and size, and heartbeats on this host's clock."""
+        values, past = self._values, time.time() - time.monotonic()
+        with values.lock:
+            values.replace("pentad_run_state", {(state,): float(state == view.state) for state in RUN_STATES})
+            values.put("pentad_step", view.step)
+            values.put("pentad_membership_epoch", view.epoch)
+            values.put("pentad_world_size", sum(rank.state != "lost" for rank in view.ranks))
+            self._ranks = {rank.rank: rank_labels(rank) for rank in view.ranks}
+            heard = {self._ranks[rank.rank]: round(past + rank.heartbeat, 3) for rank in view.ranks}
+            values.replace("pentad_heartbeat_timestamp_seconds", heard)
+
+    def event(self, entry: dict[str, Any]) -> None:
+        with self._values.lock:
+            match entry["event"]:
+                case "lost":
+                    self._values.add("pentad_failures_total", 1, entry["fault"], entry["detector"])
+                case "recovered":
+                    self._recovered(entry)
+                case "checkpoint":
+                    self._checkpoint(entry)
+                case "checkpoint failed":
+                    self._values.add("pentad_checkpoint_failures_total", 1)
+
+    def gpus(self, states: dict[int, GpuState]) -> None:
+        """What is known of the ranks' GPUs now, by rank: of a rank left out nothing is told any more."""
+        known = {self._ranks[rank]: state for rank, state in states.items() if rank in self._ranks}
+        with self._values.lock:
+            for name, field in GPU.items():
+                values = {labels: getattr(state, field) for labels, state in known.items()}
+                self._values.replace(name, {labels: value for labels, value in values.items() if value is not None})
+            throttled = {
+                (*labels, reason): float(reason in state.throttles)
+                for labels, state in known.items()
+                if state.throttles is not None
+                for reason in THROTTLES
+            }
+            self._values.replace("pentad_gpu_throttled", throttled)
+            errors = {(*at, "uncorrected"): float(s.ecc_errors) for at, s in known.items() if s.ecc_errors is not None}
+            self._values.replace("pentad_gpu_ecc_errors_total", errors)
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _begin(self) -> None:
+        values = self._values
+        for counter in ("tokens", "steps_discarded", "checkpoint_bytes", "checkpoint_failures"):
+            values.add(f"pentad_{counter}_total", 0)
+        for labels in product(FAULTS, DETECTORS):
+            values.add("pentad_failures_total", 0, *labels)
+        for tensor in TENSORS.values():
+            values.add("pentad_nonfinite_values_total", 0, tensor)
+        values.tally("pentad_step_duration_seconds")
+        values.tally("pentad_checkpoint_duration_seconds", "disk")
+        for phase in PHASES:
+            values.tally("pentad_recovery_duration_seconds", phase)
+        values.live["pentad_effective_training_time_ratio"] = self._effective
+
+    def _effective(self) -> float:
+        return self._productive / max(1e-9, time.monotonic() - self._began)
+
+    def _step(self, row: dict[str, Any]) -> None:
+        values = self._values
+        values.tally("pentad_step_duration_seconds").observe(row["step_seconds"])
+        values.add("pentad_tokens_total", row["tokens"])
+        values.put("pentad_learning_rate", row["lr"])
+        for key, tensor in TENSORS.items():
+            values.put(f"pentad_{key}", nan if row[key] is None else row[key])
+            values.add("pentad_nonfinite_values_total", row[key] is None, tensor)
+        for name, key in {
+            "pentad_model_flops_utilization_ratio": "mfu",
+            "pentad_bubble_ratio": "bubble_measured",
+            "pentad_bubble_planned_ratio": "bubble_planned",
+        }.items():
+            if row[key] is not None:
+                values.put(name, row[key])
+        if row["peak_bytes"]:  # a CPU's is not told
+            values.put("pentad_gpu_memory_peak_bytes", row["peak_bytes"])
+        if row["step"] > self._furthest:  # a step done again was paid for already
+            self._furthest = row["step"]
+            self._productive += row["step_seconds"]
+
+    def _spans(self, spans: Sequence[Span]) -> None:
+        tallies = {op: self._values.tally("pentad_instruction_duration_seconds", op) for op in {s.op for s in spans}}
+        for span in spans:
+            tallies[span.op].observe(span.end - span.start)
+
+    def _recovered(self, entry: dict[str, Any]) -> None:
+        for phase, seconds in entry["seconds"].items():
+            self._values.tally("pentad_recovery_duration_seconds", phase).observe(seconds)
+        self._values.add("pentad_steps_discarded_total", entry["steps_replayed"])
+
+    def _checkpoint(self, entry: dict[str, Any]) -> None:
+        self._values.tally("pentad_checkpoint_duration_seconds", "disk").observe(entry["seconds"])
+        self._values.put("pentad_checkpoint_last_success_timestamp_seconds", entry["time"], "disk")
+        self._values.add("pentad_checkpoint_bytes_total", entry["bytes"])
+
+
+def rank_labels(view: RankView) -> Labels:
+    """The values of exposition.RANK."""
+    at = view.coordinates
+    return (*map(str, (view.rank, at.dp, at.pp, at.cp, at.tp, at.ep)), view.node)

@@ -1,0 +1,1 @@
+"""The driver: the step loop, and recovery from faults."""

@@ -1,0 +1,110 @@
+"""What the ranks' accounts of their steps add up to: the lines of metrics.jsonl, measured costs, the last timeline."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from pentad.orchestrator.planning.estimate import costs_of, read_costs, utilisation
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.runtime.results import StepResult
+
+COST_STEPS = 10  # last steps whose spans tell what an instruction costs
+
+
+class History:
+    """The steps of one epoch so far. `costs` are guessed until every op of the program has been measured.
+
+    `offsets[rank]` seconds bring a rank's clock to the driver's; `keep` is the number of steps that `timeline` has.
+    """
+
+    def __init__(
+        self, plan: Plan, epoch: int, *, keep: int, offsets: Sequence[float] = (), device_name: str = ""
+    ) -> None:
+        self.plan, self.epoch, self.keep, self.device_name = plan, epoch, keep, device_name
+        self.offsets = offsets or (0.0,) * plan.mesh.size
+        self.recent: deque[tuple[Span, ...]] = deque(maxlen=max(keep, COST_STEPS))
+        self.costs = costs_of(plan)
+        self.measured: Costs | None = None
+        self.end: float | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last `keep` steps as measured."""
+        steps = list(self.recent)[max(0, len(self.recent) - self.keep) :]
+        return Timeline("measured", tuple(span for spans in steps for span in spans))
+
+    def simulated(self) -> Timeline:
+        """A step over pipeline ranks, as `costs` predict it."""
+        return simulate(self.plan.program, self.costs)
+
+    def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
+        """Takes the results of a call, [rank][step]; returns a line of metrics.jsonl for each of its steps.
+
+        Of a step that a lost rank has done too, the others' results will do.
+        """
+        steps = list(zip(*results, strict=True))
+        spans = [self._spans(step) for step in steps]
+        self.recent.extend(spans)
+        measured = Timeline("measured", tuple(span for step in list(self.recent)[-COST_STEPS:] for span in step))
+        self.measured = read_costs(self.plan.program, measured) or self.measured
+        self.costs = self.measured or self.costs
+        planned = self.simulated().bubble().makespan
+        return [self._row(step, its, planned) for step, its in zip(steps, spans, strict=True)]
+
+    def pause(self) -> None:
+        """The next step does not follow upon the last: something else came between them."""
+        self.end = None
+
+    def _spans(self, step: Sequence[StepResult]) -> tuple[Span, ...]:
+        return tuple(
+            span._replace(start=span.start + offset, end=span.end + offset) if offset else span
+            for result in step
+            for span in result.spans
+            for offset in (self.offsets[span.rank],)
+        )
+
+    def _row(self, step: Sequence[StepResult], spans: tuple[Span, ...], planned: float) -> dict[str, Any]:
+        start, end = min(s.start for s in spans), max(s.end for s in spans)
+        seconds = end - (start if self.end is None else self.end)
+        self.end = end
+        tokens = self.plan.batch.tokens
+        timeline = Timeline("measured", spans)
+        return {
+            "step": step[0].step,
+            "loss": finite(mean_loss(step, tokens)),
+            "grad_norm": finite(step[0].grad_norm),
+            "lr": step[0].learning_rate,
+            "tokens": tokens,
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "mfu": utilisation(tokens / seconds, self.plan, self.device_name),
+            "bubble_planned": planned,
+            "bubble_measured": timeline.bubble().makespan if timeline.compute else None,
+            "epoch": self.epoch,
+            "skipped": step[0].skipped,
+            "peak_bytes": max(result.peak_bytes for result in step),
+            "host_seconds": max(result.host_seconds for result in step),
+        }
+
+
+def mean_loss(step: Sequence[StepResult], tokens: int) -> float:
+    """Loss of a token: microbatches are added in ascending order, whoever ran them, so that every mesh agrees."""
+    losses = {number: loss for result in step for number, loss in result.losses.items()}
+    return sum(losses[number] for number in sorted(losses)) / tokens
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinities and no NaN: null stands for them."""
+    return value if math.isfinite(value) else None
+
+
+def typical_pace(rows: Sequence[dict[str, Any]]) -> float:
+    """Median tokens a second, the first step (which warms up) apart."""
+    return median(row["tokens_per_second"] for row in (rows[1:] or rows))

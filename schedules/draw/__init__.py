@@ -1,0 +1,1 @@
+"""Programs and timelines as text, SVG, HTML and traces."""

@@ -1,0 +1,104 @@
+"""The look that all drawings share: colours of ops and chunks, the order of rows under a rank, whole nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pentad.schedules.simulate.timeline import Span
+
+
+class Look(NamedTuple):
+    """How an op is drawn: legend text, fill on a light and on a dark page, nearest fixed colour of a trace viewer."""
+
+    label: str
+    light: str
+    dark: str
+    cname: str
+
+
+GROUNDS = ("#ffffff", "#1a1e25")  # of a light and of a dark drawing
+PALEST = 0.52  # how far the last chunk of a rank goes towards the ground
+# F, B, W and BW differ in lightness as well as in hue, in every shade: also to eyes that lack a kind of cone.
+LOOKS = {
+    "F": Look("forward", "#1f3fa8", "#7f9bf5", "rail_response"),
+    "B": Look("backward, input", "#d9a02b", "#f7cf7c", "rail_idle"),
+    "W": Look("backward, weights", "#3fa873", "#6fdcc4", "rail_load"),
+    "BW": Look("backward, both", "#7a2433", "#dd3b2a", "rail_animation"),
+    "RECOMPUTE": Look("recompute", "#a9c6ee", "#3d628f", "generic_work"),
+    "SEND_F": Look("activations", "#8ba6cc", "#6f8bb3", "generic_work"),
+    "RECV_F": Look("activations", "#bccbe2", "#4a5d7b", "generic_work"),
+    "SEND_B": Look("gradients", "#cfae7d", "#a98d63", "generic_work"),
+    "RECV_B": Look("gradients", "#e4d3b6", "#6f604a", "generic_work"),
+    "ALL_GATHER": Look("gather", "#a79ac6", "#8a7db0", "generic_work"),
+    "FREE": Look("gather", "#d3cde2", "#575070", "generic_work"),
+    "REDUCE_SCATTER": Look("reduce", "#bb8fa9", "#a0738f", "generic_work"),
+    "ALL_REDUCE": Look("reduce", "#bb8fa9", "#a0738f", "generic_work"),
+    "NORM": Look("norm, step", "#9aa2ae", "#7c8593", "grey"),
+    "STEP": Look("norm, step", "#6c7583", "#a3acb9", "grey"),
+    "VALIDATE": Look("validation", "#b3b9a6", "#7f8671", "grey"),
+    "ROLLBACK": Look("validation", "#8f977d", "#a0a78f", "grey"),
+    "OFFLOAD": Look("copy", "#a8b5b0", "#6d7d77", "grey"),
+    "RELOAD": Look("copy", "#cfd8d4", "#4c5a55", "grey"),
+}
+OTHER = Look("other", "#b6bcc6", "#6b7380", "generic_work")
+ROWS = ("compute", "receive", "send", "p2p", "gather", "reduce", "copy")
+
+
+def look(op: str) -> Look:
+    return LOOKS.get(op, OTHER)
+
+
+def shades(fill: str, ground: str, count: int) -> list[str]:
+    """A fill (#rrggbb) for each of a rank's `count` chunks: the first as it is, the others in even steps paler."""
+    return [_mixed(fill, ground, PALEST * chunk / max(count - 1, 1)) for chunk in range(count)]
+
+
+def _mixed(fill: str, ground: str, share: float) -> str:
+    pairs = ((int(fill[i : i + 2], 16), int(ground[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(own + (other - own) * share):02x}" for own, other in pairs)
+
+
+def ink(fill: str) -> str:
+    """White on `fill` (#rrggbb) where that is legible, else near black: legible is a WCAG 2 contrast of 3.5."""
+    red, green, blue = (_linear(int(fill[i : i + 2], 16) / 255) for i in (1, 3, 5))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#16191f"
+
+
+def _linear(value: float) -> float:
+    return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+
+def row_of(lane: str) -> str:
+    """The row that draws a lane: all sends of a rank share one and all receives share one, whatever their peers."""
+    return {"SEND": "send", "RECV": "receive"}.get(lane[:4], lane)
+
+
+def row_order(rows: Iterable[str]) -> list[str]:
+    """Distinct rows in drawing order: compute, transfers, collectives, copies, then unknown ones by name."""
+    return sorted(set(rows), key=lambda row: (ROWS.index(row) if row in ROWS else len(ROWS), row))
+
+
+def nanoseconds(span: Span, zero: float) -> tuple[int, int]:
+    """Start and end as whole nanoseconds after `zero` (seconds): neighbours that touch stay neighbours."""
+    return round((span.start - zero) * 1e9), round((span.end - zero) * 1e9)
+
+
+def stack(times: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sets (start, end) pairs, sorted by start, side by side where they overlap: (level, number of levels) of each.
+
+    The number of levels counts only what overlaps: a span that meets no other has the row for itself, (0, 1).
+    """
+    levels: list[int] = []
+    depths: list[int] = []
+    ends: list[int] = []
+    for start, end in times:
+        if not ends or start >= max(ends):
+            depths += [len(ends)] * (len(levels) - len(depths))
+            ends = []
+        level = next((i for i, busy_until in enumerate(ends) if busy_until <= start), len(ends))
+        ends[level : level + 1] = [end]
+        levels.append(level)
+    depths += [len(ends)] * (len(levels) - len(depths))
+    return list(zip(levels, depths, strict=True))

@@ -1,0 +1,159 @@
+"""Timelines as a trace-event file that opens in Perfetto: a process a rank, a thread a lane, an arrow a transfer."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pentad.schedules.draw.palette import look, nanoseconds, row_of, row_order, stack
+from pentad.schedules.simulate.timeline import Span, Timeline
+
+Event = dict[str, Any]
+
+
+class _Slice(NamedTuple):
+    """A span with its whole nanoseconds since the timeline's first, and the process and thread that show it."""
+
+    span: Span
+    start: int
+    end: int
+    pid: int
+    tid: int
+
+
+def write_trace(path: Path, timelines: Sequence[Timeline], *, process_names: dict[int, str] | None) -> None:
+    """Writes gzipped JSON; equal timelines give equal bytes. Each timeline starts at time 0, in its own processes.
+
+    `process_names` (rank -> name, say 'rank 2 (dp0 pp2)') are for measured ranks, and for simulated ones where those
+    are the same ranks.
+    """
+    stride = 10 ** len(str(max((span.rank for timeline in timelines for span in timeline.spans), default=0)))
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8") as sink,
+    ):
+        sink.write('{"traceEvents":[')  # no displayTimeUnit: some Perfettos take it for the unit of ts
+        separator = "\n"
+        for index, timeline in enumerate(timelines):
+            # Process 0 and thread 0 mean the idle task to trace viewers.
+            for event in _events(timeline, 1 + index * stride, process_names or {}, len(timelines) > 1):
+                sink.write(separator + encode(event))
+                separator = ",\n"
+        sink.write("\n]}\n")
+
+
+def _events(timeline: Timeline, first_pid: int, names: dict[int, str], several: bool) -> Iterator[Event]:
+    if timeline.source == "simulated" and set(names) != set(timeline.ranks):
+        names = {}
+    slices: list[_Slice] = []
+    zero = min((span.start for span in timeline.spans), default=0.0)
+    by_rank: dict[int, list[Span]] = {rank: [] for rank in timeline.ranks}
+    for span in timeline.spans:
+        by_rank[span.rank].append(span)
+    for rank, spans in by_rank.items():
+        pid = first_pid + rank
+        name = names.get(rank, f"rank {rank}")
+        yield _metadata("process_name", pid, pid, name=f"{timeline.source} {name}" if several else name)
+        yield _metadata("process_sort_index", pid, pid, sort_index=pid)
+        for thread, lane, placed in _threads(spans, zero, pid):
+            yield _metadata("thread_name", pid, thread, name=lane)
+            yield _metadata("thread_sort_index", pid, thread, sort_index=thread)
+            slices += placed
+    yield from _ordered(slices, first_pid)
+
+
+def _metadata(name: str, pid: int, tid: int, /, **args: Any) -> Event:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def _threads(spans: list[Span], zero: float, pid: int) -> Iterator[tuple[int, str, list[_Slice]]]:
+    """(thread, its name, its slices) of a rank. Spans of a lane that overlap go to further threads of that lane,
+    since a thread's slices must nest. Thread numbers are unique in the file: viewers name a thread by number alone."""
+    lanes: dict[str, list[tuple[int, int, Span]]] = {}
+    for span in spans:
+        lanes.setdefault(span.lane, []).append((*nanoseconds(span, zero), span))
+    rows = row_order(row_of(lane) for lane in lanes)
+    tid = 1000 * pid
+    for lane in sorted(lanes, key=lambda lane: (rows.index(row_of(lane)), lane)):
+        timed = sorted(lanes[lane], key=lambda item: item[:2])
+        levels = [level for level, _ in stack([item[:2] for item in timed])]
+        for level in range(max(levels) + 1):
+            name = lane if level == 0 else f"{lane} ({level + 1})"
+            chosen = [item for item, its in zip(timed, levels, strict=True) if its == level]
+            yield tid, name, [_Slice(span, start, end, pid, tid) for start, end, span in chosen]
+            tid += 1
+
+
+def _ordered(slices: list[_Slice], first_id: int) -> Iterator[Event]:
+    """Slices and arrow ends by time. Where times are equal an arrow's end follows its slice, and a receive its send."""
+    found: list[tuple[int, int, int, int]] = []  # time, order at that time, slice, arrow
+    for index, item in enumerate(slices):
+        found.append((item.start, 2 if item.span.op.startswith("RECV") else 0, index, -1))
+    for arrow, (send, receive) in enumerate(_transfers(slices)):
+        found.append((slices[send].start, 1, send, arrow))
+        found.append((max(slices[receive].start, slices[receive].end - 1), 3, receive, arrow))
+    makers = {0: _complete, 1: _tail, 2: _complete, 3: _head}
+    for time, order, index, arrow in sorted(found):
+        # The process number keeps the arrows of two timelines apart.
+        yield makers[order](slices[index], time, (first_id << 32) + arrow)
+
+
+def _transfers(slices: list[_Slice]) -> Iterator[tuple[int, int]]:
+    """(send, receive) pairs, the k-th of a key with the k-th. Activations go one stage up, gradients one down."""
+    receives: dict[tuple, list[int]] = {}
+    sends: dict[tuple, list[int]] = {}
+    for index in sorted(range(len(slices)), key=lambda i: slices[i].start):
+        span = slices[index].span
+        what = span.op[-1]
+        if span.op.startswith("RECV"):
+            receives.setdefault((span.step, what, span.stage, span.microbatch, span.peer, span.rank), []).append(index)
+        elif span.op.startswith("SEND"):
+            stage = span.stage + (1 if what == "F" else -1)
+            sends.setdefault((span.step, what, stage, span.microbatch, span.rank, span.peer), []).append(index)
+    for key, starts in sends.items():
+        yield from zip(starts, receives.get(key, ()), strict=False)  # a cut-off recording may lack one of the two
+
+
+def _microseconds(time: int) -> float:
+    """Of nanoseconds. Perfetto cuts off what its product with 1000 has behind the point: that must not lose one."""
+    found = time / 1000
+    return found if found * 1000 >= time else math.nextafter(found, math.inf)
+
+
+def _complete(item: _Slice, time: int, _: int) -> Event:
+    span = item.span
+    args = {"stage": span.stage, "microbatch": span.microbatch, "step": span.step}
+    if span.peer >= 0:
+        args["peer"] = span.peer
+    shown = {"ph": "X", "name": span.name, "cat": span.op, "cname": look(span.op).cname}
+    return {
+        **shown,
+        "pid": item.pid,
+        "tid": item.tid,
+        "ts": _microseconds(time),
+        "dur": _microseconds(item.end - item.start),
+        "args": args,
+    }
+
+
+def _tail(item: _Slice, time: int, arrow: int) -> Event:
+    return {
+        "ph": "s",
+        "name": "transfer",
+        "cat": "transfer",
+        "id": arrow,
+        "pid": item.pid,
+        "tid": item.tid,
+        "ts": _microseconds(time),
+    }
+
+
+def _head(item: _Slice, time: int, arrow: int) -> Event:
+    return {**_tail(item, time, arrow), "ph": "f", "bp": "e"}

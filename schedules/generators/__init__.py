@@ -1,0 +1,1 @@
+"""The compute order of every schedule."""

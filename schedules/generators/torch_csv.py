@@ -1,0 +1,92 @@
+"""The compute order of a program as the CSV of torch.distributed.pipelining: a row a rank, `2F0,2I0,2W0`, both ways."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pentad.schedules.generators.custom import placed
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Instruction, Op, Overlap, Unit, units_of
+from pentad.schedules.ir.program import Program
+
+_LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
+_OPS = {letter: op for op, letter in _LETTERS.items()}
+_COMPUTE = re.compile(r"\d{1,9}[FIWB]\d{1,9}", re.ASCII)
+_PAIR = re.compile(r"\((\d{1,9}F\d{1,9});(\d{1,9}[IB]\d{1,9})\)OVERLAP_F_B", re.ASCII)
+_ADDED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)  # by torch's own lowering
+_WANTED = "STAGE LETTER MICROBATCH as in 2F0, 2I0, 2W0 or 2B0 (what torch.distributed.pipelining writes), or nothing"
+_Placed = tuple[int, Unit]  # a unit and its column, from 1
+
+
+def torch_csv(program: Program) -> str:
+    """The file's text. torch itself refuses programs in which two ranks hold a stage (DualPipe). Raises PentadError on
+    sequences in slices, which torch would take for microbatches of their own."""
+    if program.slices > 1:
+        text = f"program {program.name} cuts sequences into {program.slices} slices"
+        raise PentadError(f"{text}, but torch's form has no slices, wanted 1")
+    return "".join(",".join(map(_cell, stream)) + "\n" for stream in program.compute().streams)
+
+
+def read(path: Path) -> Program:
+    """The compute order in a file that `torch_csv` or torch wrote; bubbles and what torch's lowering added are left
+    out. A rank holds the stages that its row runs. Raises PentadError on any other file."""
+    rows = [_units(path, number, row) for number, row in _rows(path)]
+    if not rows:
+        raise PentadError(f"{path} is empty, wanted a row a rank with cells such as 2F0")
+
+    def where(rank: int, at: int) -> str:
+        return f"row {rank + 1}, column {rows[rank][at][0]}"
+
+    streams = tuple(tuple(unit for _, unit in row) for row in rows)
+    microbatches = {part.microbatch for stream in streams for part in units_of(stream)}
+    return placed(str(path), streams, len(microbatches), where)
+
+
+def _cell(unit: Unit) -> str:
+    if isinstance(unit, Instruction):
+        return f"{unit.stage}{_LETTERS[unit.op]}{unit.microbatch}"
+    return f"({_cell(unit.forward)};{_cell(unit.backward)})OVERLAP_F_B"
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Rows and their numbers, from 1."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PentadError(f"{path} is not UTF-8 text (byte {error.start}), wanted a CSV file") from None
+    except OSError as error:
+        raise PentadError(f"{path} cannot be read ({error.strerror}), wanted a CSV file") from None
+    rows = csv.reader(io.StringIO(text, newline=""))
+    try:
+        yield from enumerate(rows, start=1)
+    except csv.Error as error:
+        raise PentadError(f"{path}, line {rows.line_num} is not CSV ({error}), wanted cells such as 2F0") from None
+
+
+def _units(path: Path, number: int, row: list[str]) -> list[_Placed]:
+    found = []
+    for column, cell in enumerate(map(str.strip, row), start=1):
+        unit = _unit(cell)
+        if unit:
+            found.append((column, unit))
+        elif cell and not _ADDED.fullmatch(cell):
+            shown = cell if len(cell) <= 40 else cell[:37] + "..."
+            raise PentadError(f"{path}, row {number}, column {column} holds {shown!r}, wanted {_WANTED}")
+    if not found:
+        raise PentadError(f"{path}, row {number} runs nothing, wanted the compute instructions of rank {number - 1}")
+    return found
+
+
+def _unit(cell: str) -> Unit | None:
+    if pair := _PAIR.fullmatch(cell):
+        return Overlap(_instruction(pair[1]), _instruction(pair[2]))
+    return _instruction(cell) if _COMPUTE.fullmatch(cell) else None
+
+
+def _instruction(cell: str) -> Instruction:
+    stage, letter, microbatch = re.split("([FIWB])", cell)
+    return Instruction(_OPS[letter], int(stage), int(microbatch))

@@ -1,0 +1,1 @@
+"""Instructions and programs: the intermediate representation that every pass reads and writes."""

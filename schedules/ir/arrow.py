@@ -1,0 +1,65 @@
+"""Columns as an Arrow table that anybody can read: ops, lanes, groups and waits by their names."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from pentad.schedules.ir.columns import OPS, Columns, from_rows
+from pentad.schedules.ir.instruction import Instruction, Key, Op, parse_key
+
+VERSION = "1"
+SCHEMA = pa.schema(
+    [
+        ("rank", pa.int32()),
+        ("index", pa.int32()),  # position in the stream; the halves of an overlapped pair share it
+        ("op", pa.string()),
+        ("stage", pa.int32()),
+        ("microbatch", pa.int32()),
+        ("lane", pa.string()),
+        ("peer", pa.int32()),
+        ("group", pa.string()),
+        ("slot", pa.int32()),
+        ("waits", pa.list_(pa.string())),
+    ]
+)
+
+
+def write(columns: Columns) -> pa.Table:
+    @cache
+    def lane(op: int, peer: int) -> str:
+        return Instruction(OPS[op], peer=peer).lane
+
+    ops, peers = columns.op.tolist(), columns.peer.tolist()
+    keys = zip(columns.wait_op.tolist(), columns.wait_stage.tolist(), columns.wait_microbatch.tolist(), strict=True)
+    waits = pa.array([str(Key(OPS[op], stage, mb)) for op, stage, mb in keys], pa.string())
+    arrays = [
+        columns.rank,
+        columns.unit - columns.unit_first[columns.rank] if columns.rows else columns.rank,
+        [OPS[op].value for op in ops],
+        columns.stage,
+        columns.microbatch,
+        [lane(op, peer) for op, peer in zip(ops, peers, strict=True)],
+        columns.peer,
+        [columns.groups[code] for code in columns.group.tolist()],
+        columns.slot,
+        pa.ListArray.from_arrays(pa.array(columns.wait_first, pa.int32()), waits),
+    ]
+    return pa.table([pa.array(a, f.type) for a, f in zip(arrays, SCHEMA, strict=True)], schema=SCHEMA)
+
+
+def read(table: pa.Table, ranks: int) -> Columns:
+    """The columns of `ranks` streams; of a table that `write` did not make, those of another one (or an error)."""
+    keys = cache(parse_key)
+    names = ("rank", "index", "op", "stage", "microbatch", "peer", "group", "slot", "waits")
+    rank, index, op, *numbers, waits = (table.column(name).to_pylist() for name in names)
+    told = zip(map(Op, op), *numbers, (tuple(map(keys, one)) for one in waits), strict=True)
+    places = list(zip(rank, index, strict=True))
+    second = [at for at in range(1, len(places)) if places[at] == places[at - 1]]
+    if any(after - before == 1 for before, after in pairwise(second)):
+        raise ValueError("a pair of three")
+    first = np.searchsorted(np.array(rank, int), np.arange(ranks + 1))
+    return from_rows(first.tolist(), list(map(Instruction._make, told)), second)

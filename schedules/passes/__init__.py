@@ -1,0 +1,1 @@
+"""Program to program: transfers, ZeRO, recomputation, offloading and the optimizer step."""

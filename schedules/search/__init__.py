@@ -1,0 +1,1 @@
+"""The search for the fastest compute order within a memory limit."""

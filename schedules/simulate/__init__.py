@@ -1,0 +1,1 @@
+"""Costs, simulated and measured timelines, and what bounds a step."""

@@ -1,0 +1,1 @@
+"""What is trained and where: mesh, model, tensors, and the plan that workers get."""

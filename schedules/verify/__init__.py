@@ -1,0 +1,1 @@
+"""Proofs about programs, and the diagnosis of runs that hang."""

@@ -1,0 +1,142 @@
+"""The set-up script: which torch a machine gets, and one sentence for what goes wrong."""
+
+import importlib.util
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from paths import ROOT
+
+SCRIPT = ROOT / "deploy" / "setup.py"
+PLAIN = '{"install": [{"metadata": {"name": "torch"}}, {"metadata": {"name": "sympy"}}]}'
+CUDA = '{"install": [{"metadata": {"name": "torch"}}, {"metadata": {"name": "nvidia-cublas"}}]}'
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module whose .venv is an empty folder and whose PATH holds nothing."""
+    spec = importlib.util.spec_from_file_location("pentad_setup", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "VENV", tmp_path)
+    monkeypatch.setattr(module, "PYTHON", tmp_path / "bin" / "python")
+    monkeypatch.setattr(module, "LOG", tmp_path / "setup.log")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("TORCH", raising=False)
+    return module
+
+
+@pytest.fixture
+def commands(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The installers' commands, recorded instead of run; no Python has torch."""
+    recorded: list[str] = []
+    monkeypatch.setattr(setup, "execute", lambda command, environment: recorded.append(" ".join(command)))
+    monkeypatch.setattr(setup, "version", lambda python, package: None)
+    monkeypatch.setattr(setup, "borrow_packages", lambda: recorded.append("borrow"))
+    return recorded
+
+
+def write_program(path: Path, text: str, status: int = 0) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}\nEND\nexit {status}\n")
+    path.chmod(0o755)
+
+
+def test_torch_of_this_python_is_kept(setup: ModuleType, commands: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {str(setup.PYTHON): None}
+    monkeypatch.setattr(setup, "version", lambda python, package: versions.get(python, "2.11.0+cu130"))
+    setup.install_torch()
+    assert commands == ["borrow"]
+
+
+@pytest.mark.parametrize(
+    ("version", "recent"),
+    [("2.11.0+cu130", True), ("2.13.0", True), ("3.0.0a1", True), ("2.9.1", False), (None, False)],
+)
+def test_only_torch_from_2_11_on_counts(setup: ModuleType, version: str | None, recent: bool) -> None:
+    assert setup.is_recent(version) is recent
+
+
+@pytest.mark.parametrize(
+    ("gpu", "report", "choice", "programs"),
+    [
+        (True, CUDA, "", ["pip torch"]),
+        (True, PLAIN, "cpu", ["pip torch"]),
+        (True, CUDA, "cpu", ["pip uv", "uv torch"]),
+        (False, PLAIN, "", ["pip torch"]),
+        (False, CUDA, "", ["pip uv", "uv torch"]),
+        (False, CUDA, "cuda", ["pip torch"]),
+    ],
+)
+def test_a_cpu_gets_no_cuda_and_a_gpu_does(
+    setup: ModuleType,
+    commands: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: bool,
+    report: str,
+    choice: str,
+    programs: list[str],
+) -> None:
+    if gpu:
+        write_program(setup.VENV / "nvidia-smi", "GPU 0: NVIDIA H200")
+    write_program(setup.PYTHON, report)
+    monkeypatch.setenv("TORCH", choice)
+    setup.install_torch()
+    tools = ["uv" if "/uv " in command else "pip" for command in commands]
+    assert [
+        f"{tool} {command.split()[-1].split('=')[0]}" for tool, command in zip(tools, commands, strict=True)
+    ] == programs
+    assert all("--torch-backend=cpu" in command for command in commands if "/uv " in command)
+
+
+@pytest.mark.parametrize(
+    ("act", "printed", "sentence"),
+    [
+        (lambda setup: setup.install("ray"), "Retrying: connection broken by NewConnectionError", "no package index"),
+        (
+            lambda setup: setup.install("ray"),
+            "ERROR: No matching distribution found for ray",
+            "No matching distribution",
+        ),
+        (lambda setup: setup.brings_cuda(), "", "the installer failed"),
+    ],
+)
+def test_a_failed_install_is_one_sentence(
+    setup: ModuleType, act: Callable[[ModuleType], None], printed: str, sentence: str
+) -> None:
+    write_program(setup.PYTHON, printed, status=1)
+    with pytest.raises(SystemExit, match=sentence) as stopped:
+        act(setup)
+    assert str(stopped.value).count("\n") == 0
+    assert str(setup.LOG) in str(stopped.value)
+
+
+def test_an_unknown_choice_of_torch_is_refused(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH", "rocm")
+    with pytest.raises(SystemExit, match=r"TORCH is 'rocm', but has to be cpu or cuda"):
+        setup.install_torch()
+
+
+def test_a_python_without_venv_is_named(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="comes without venv"):
+        setup.make_venv()
+
+
+def test_borrowed_packages_stand_behind_the_own(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run([setup.sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    outer = tmp_path / "outer" / "site-packages"
+    outer.mkdir(parents=True)
+    (outer / "lent.py").write_text("")
+    monkeypatch.setattr(setup, "PYTHON", tmp_path / "venv" / "bin" / "python")
+    monkeypatch.setattr(setup.sys, "path", [str(outer)])
+    setup.borrow_packages()
+    code = "import lent, sys; print([path for path in sys.path if path.endswith('-packages')][-1])"
+    answer = subprocess.run([setup.PYTHON, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == str(outer)

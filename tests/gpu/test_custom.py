@@ -1,0 +1,53 @@
+"""Laws 1 and 4 on GPUs for models of a user's own: against one process, and twice with the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fleet import Fleet, assembled, losses_of
+from own_models import made, reference
+from plans import STEPS, close, plan_of
+
+from pentad.schedules.spec.plan import Plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(90),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
+]
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    fleet = Fleet(2)
+    yield fleet
+    fleet.stop()
+
+
+def on_gpu(plan: Plan, dtype: str) -> Plan:
+    return replace(plan, device="cuda", transport="peer" if plan.mesh.pp > 1 else "nccl", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "microbatches"), [("zb-h1", 1, 2, 4), ("zb-v", 1, 2, 4), ("1f1b", 2, 1, 2)]
+)
+@pytest.mark.parametrize("model", ["gpt", "made"])
+def test_any_schedule_equals_one_process(gpus, corpus, tmp_path, model, name, dp, pp, microbatches) -> None:
+    plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus, model=made(tmp_path, model)), "float64")
+    losses, gradients, _, weights = reference(plan)
+    outcomes = gpus.run(plan, [(0, STEPS)])
+    for step in range(STEPS):
+        sums = losses_of(outcomes, step).values()
+        assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
+        found = assembled([outcome.gradients[step] for outcome in outcomes], weights)
+        assert all(close(found[parameter], gradients[step][parameter]) for parameter in weights)
+
+
+def test_two_runs_have_the_same_bits(gpus, corpus, tmp_path) -> None:
+    """Dropout included."""
+    plan = on_gpu(plan_of("zb-h1", 1, 2, 4, corpus, model=made(tmp_path, "dropping")), "bfloat16")
+    one, two = (gpus.run(plan, [(0, STEPS)]) for _ in range(2))
+    for first, second in zip(one, two, strict=True):
+        assert all(torch.equal(value, second.state[name]) for name, value in first.state.items())

@@ -1,0 +1,136 @@
+"""The laws of elastic restart on GPUs: whole runs of `pentad train`, with nodes that have GPUs of one machine each."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic_cases import LINE, SCHEDULES, SQUARE, Outcome, Start, assert_recovered, assert_same, outcome
+from gpus import room
+from threenodes import Cluster, Run, kill, three_nodes
+
+from pentad.orchestrator.control.control_client import connect
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(room() < 4, reason="four GPUs are needed"),
+]
+STEPS = 300
+GPUS = min(4, max(1, torch.cuda.device_count()))
+FOUR = (GPUS,) * (4 // GPUS)  # ranks of the nodes that hold four
+SMALL = (
+    "model.layers=4",
+    "model.hidden=128",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn=256",
+    "model.vocab=300",
+    "batch.sequences=8",
+    "batch.sequence_length=64",
+    f"run.steps={STEPS}",
+    "checkpoint.every=50",
+    "elastic.hang_seconds=3",
+    "cluster.device=cuda",
+    "cluster.auth=disabled",
+)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    with three_nodes(places=4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def do(*overrides: str) -> Run:
+        runs.append(Run(nodes, tmp_path / str(len(runs)), *SMALL, *overrides))
+        return runs[-1]
+
+    yield do
+    for run in runs:
+        run.stop()
+
+
+@pytest.fixture(scope="module")
+def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    found: dict[Any, Outcome] = {}
+
+    def do(*words: str) -> Outcome:
+        if words not in found:
+            run = Run(nodes, tmp_path_factory.mktemp("reference"), *SMALL, *words)
+            assert run.end() == 0, run.account()
+            found[words] = outcome(run, STEPS)
+        return found[words]
+
+    return do
+
+
+@pytest.mark.parametrize(("schedule", "rank", "how"), [("1f1b", 1, signal.SIGKILL), ("dualpipe", 2, signal.SIGSTOP)])
+def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, reference, schedule, rank, how):
+    nodes.hold(*FOUR)
+    words = (*SCHEDULES[schedule], f"schedule.name={schedule}")
+    wanted = reference(*words)
+    run = start(*words)
+    run.at_step(20)
+    run.hit(rank, how=how)
+    assert_recovered(run, "repair")
+    assert_same(run, wanted, STEPS)
+
+
+def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start, reference):
+    nodes.hold(*FOUR)
+    words = (*LINE, "schedule.name=zb-h2")
+    wanted = reference(*words)
+    run = start(*words)
+    run.at_step(60)
+    run.hit(2)
+    assert_recovered(run, "checkpoint")
+    assert run.events("recovered")[0]["step"] >= 50
+    assert_same(run, wanted, STEPS)
+
+
+def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference):
+    nodes.hold(1, 1, 1)
+    words = ("mesh.dp=2", "mesh.pp=1", "schedule.microbatches=4", "schedule.name=1f1b")
+    wanted = reference(*words)
+    run = start(*words)
+    run.at_step(4)
+    with connect(run.folder) as client:  # notices are asked for every two seconds: the run must not be over by then
+        client.pause()
+        going = nodes.node_of(run.pids()[0])
+        nodes.drain(going, 10)
+        run.wait_for(lambda: run.events("lost"))
+        kill(going)
+        client.resume()
+    assert_recovered(run, "repair")
+    assert {(row["fault"], row["detector"]) for row in run.events("lost")} == {("drain", "notice")}
+    assert run.events("recovered")[0]["steps_replayed"] == 0
+    assert_same(run, wanted, STEPS)
+
+
+def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference):
+    nodes.hold(2, 2)
+    words = (*SQUARE, "schedule.name=1f1b", "elastic.min_ranks=2", "elastic.wait_seconds=1")
+    wanted = reference(*words)
+    run = start(*words)
+    run.at_step(60)
+    kill(nodes.node_of(run.pids()[3]))
+    run.wait_for(lambda: run.events("recovered"))
+    with connect(run.folder) as client:
+        client.pause()
+        nodes.hold(2, 2)
+        run.wait_for(lambda: len(run.events("recovered")) == 2)
+        client.resume()
+    assert_recovered(run, "shrink", "grow")
+    assert [row["mesh"] for row in run.events("recovered")] == ["pp2", "dp2 x pp2"]
+    got, _ = outcome(run, STEPS)
+    assert got[:50] == wanted[0][:50]
+    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in wanted[0]], rel=3e-2)

@@ -1,0 +1,178 @@
+"""Experts on a GPU: the grouped products, a whole layer, the host that waits for nothing, and the same bits twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import relative_error
+from expert_ranks import Ranks, State, bound, case_of, check
+
+from pentad.kernels.moe.grouped_gemm import (
+    accumulate_grouped_gradient_,
+    accumulate_grouped_gradient_reference_,
+    grouped_gemm,
+    grouped_gemm_reference,
+)
+from pentad.kernels.moe.moe_permute import (
+    arrange,
+    gate_rows,
+    gate_rows_backward,
+    gate_rows_backward_reference,
+    gather_rows,
+    sum_rows,
+    sum_rows_reference,
+)
+from pentad.schedules.spec.model import Experts
+from pentad.workers.model import experts
+from pentad.workers.model.weight_grad import accumulate
+from pentad.workers.parallel.async_ops import alone
+from pentad.workers.parallel.expert_parallel import Site
+from pentad.workers.params.router_bias import moved_bias
+
+ALONE = Site()
+pytestmark = pytest.mark.gpu
+DTYPES = [(torch.bfloat16, 1e-2), (torch.float32, 1e-5), (torch.float64, 1e-12)]
+COUNTS = [(300, 0, 77, 1), (0, 0), (5,), (0, 1000, 0), (1,) * 64]
+WIDTHS = [(256, 512), (70, 33)]  # the second pair is too crooked for torch's kernel
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Everything that makes the host wait for the device is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("n", "k"), WIDTHS)
+@pytest.mark.parametrize("counts", COUNTS, ids=len)
+@pytest.mark.parametrize(("dtype", "close"), DTYPES)
+def test_grouped_products(dtype: torch.dtype, close: float, counts: tuple[int, ...], n: int, k: int) -> None:
+    total = sum(counts)
+    x, dy = (torch.randn(total + 130, width, device="cuda", dtype=dtype) for width in (k, n))
+    x[total:], dy[total:] = torch.nan, torch.nan
+    offsets = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+    weights = torch.randn(len(counts), n, k, device="cuda", dtype=dtype)
+    for rows, matrices in ((x, weights), (dy, weights.transpose(1, 2))):
+        wanted = grouped_gemm_reference(rows.double(), matrices.double(), offsets)[:total]
+        assert relative_error(grouped_gemm(rows, matrices, offsets)[:total], wanted) < close
+
+
+@pytest.mark.parametrize(("n", "k"), WIDTHS)
+@pytest.mark.parametrize("counts", COUNTS, ids=len)
+@pytest.mark.parametrize(("dtype", "close"), DTYPES)
+def test_grouped_gradients(dtype: torch.dtype, close: float, counts: tuple[int, ...], n: int, k: int) -> None:
+    total = sum(counts)
+    dy, x = (torch.randn(total + 130, width, device="cuda", dtype=dtype) for width in (n, k))
+    x[total:], dy[total:] = torch.nan, torch.nan
+    offsets = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+    main = torch.randn(len(counts), n, k, device="cuda", dtype=torch.float64 if close < 1e-9 else torch.float32)
+    wanted, again = main.to(torch.float64, copy=True), main.clone()
+    accumulate_grouped_gradient_reference_(wanted, dy.double(), x.double(), offsets)
+    accumulate_grouped_gradient_(main, dy, x, offsets)
+    accumulate_grouped_gradient_(again, dy, x, offsets)
+    assert relative_error(main, wanted) < 1e-5 and torch.equal(main, again)
+
+
+@pytest.mark.parametrize("width", [5, 768, 2100])
+@pytest.mark.parametrize(("dtype", "close"), DTYPES)
+def test_rows(dtype: torch.dtype, close: float, width: int) -> None:
+    chosen = torch.rand(50, 16, device="cuda").argsort(1)[:, :4].contiguous()
+    rows = arrange(
+        chosen, torch.rand(50, 4, device="cuda", dtype=torch.float64 if close < 1e-9 else torch.float32), 4, 8
+    )
+    total = int(rows.offsets[-1])
+    x = torch.randn(50, width, device="cuda", dtype=dtype)
+    y = gather_rows(x, rows.tokens, rows.offsets)
+    assert torch.equal(y[:total], x[rows.tokens[:total]])
+    y[total:] = torch.nan
+    assert relative_error(sum_rows(y, rows.positions), sum_rows_reference(y.double(), rows.positions)) < close
+    gate_up = torch.randn(len(rows.tokens), 2 * width, device="cuda", dtype=dtype)
+    dy = torch.randn(len(rows.tokens), width, device="cuda", dtype=dtype)
+    found = gate_rows_backward(dy, gate_up, rows)
+    wanted = gate_rows_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
+    for mine, there in zip((*found, gate_rows(gate_up, rows)), (*wanted, wanted[1]), strict=True):
+        assert relative_error(mine[:total], there[:total]) < close
+
+
+def run(
+    shape: Experts, state: State, tokens: torch.Tensor, gradient: torch.Tensor, site: Site = ALONE
+) -> dict[str, torch.Tensor]:
+    """F, RECOMPUTE, B and W of a rank that has all experts, and the bias of the next step."""
+    w, g = bound(state)
+    mixed, kept, _ = alone(experts.forward(w, shape, tokens, state["bias"], site))
+    remade = experts.remade(w, tokens, kept)
+    dnormed, work = alone(experts.backward(w, g, shape, tokens, kept, remade, gradient, scale=1 / len(tokens)))
+    accumulate(work)
+    found = {"mixed": mixed, "dnormed": dnormed, "bias": moved_bias(state["bias"], kept.routed.load, 1e-3)}
+    return found | {name: each for name, each in g._asdict().items() if each is not None}
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("dtype", "close"), DTYPES)
+def test_a_layer_is_that_of_a_cpu_and_the_host_waits_for_nothing(dtype: torch.dtype, close: float, score) -> None:
+    shape = Experts(8, 2, 40, 24, score, groups=4, active_groups=2, auxiliary=0.1, bias_rate=1e-3)
+    # far from any tie, so that rounding does not change a choice: each token's experts are those of its number
+    case = case_of(shape, 1, 64, torch.zeros(8))
+    state, tokens = dict(case.state), case.tokens[0]
+    tokens[:, :] = 4 * torch.eye(4, 6, dtype=torch.float64).repeat(16, 1) + tokens / 8
+    state["router"] = torch.eye(4, 6, dtype=torch.float64).repeat_interleave(2, 0) + state["router"] / 8
+    state["router"][::2] *= 1.5
+    wide = {name: each.to(dtype).double() for name, each in state.items()}
+    inputs = tokens.to(dtype).double(), case.gradients[0].to(dtype).double()
+    wanted = run(shape, wide, *inputs)
+    here = {name: each.to("cuda", torch.float32 if name == "bias" else dtype) for name, each in state.items()}
+    there = inputs[0].to("cuda", dtype), inputs[1].to("cuda", dtype)
+    found = run(shape, here, *there)  # compiles the kernels
+    if dtype != torch.float64:
+        with no_waiting():
+            again = run(shape, here, *there)
+        assert all(torch.equal(found[name], again[name]) for name in found)
+    for name, each in found.items():
+        assert relative_error(each, wanted[name]) < (3e-2 if dtype == torch.bfloat16 else close), name
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    """An expert-parallel group of this process alone: what is launched is what larger ones launch."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group([0])
+    dist.destroy_process_group()
+
+
+def test_a_layer_of_full_width_makes_the_same_bits_twice(one_rank: dist.ProcessGroup) -> None:
+    shape = Experts(32, 4, 768, 768, bias_rate=1e-3)
+    sizes = {"router": (32, 1024), "gate_up": (32, 1536, 1024), "down": (32, 1024, 768)}
+    sizes |= {"shared_gate_up": (1536, 1024), "shared_down": (1024, 768)}
+    state = {name: torch.randn(*size, device="cuda", dtype=torch.bfloat16) / 30 for name, size in sizes.items()}
+    state["bias"] = torch.zeros(32, device="cuda")
+    tokens, gradient = (torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    site = Site(one_rank, 0, "gather")
+    first = run(shape, state, tokens, gradient, site)
+    with no_waiting():
+        second = run(shape, state, tokens, gradient, site)
+    for name, each in first.items():
+        assert torch.isfinite(each).all() and torch.equal(each, second[name]), name
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(2, "cuda")
+    yield made
+    made.stop()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("way", ["exchange", "gather"])
+@pytest.mark.parametrize("active", [1, 3])
+def test_experts_of_two_gpus_give_what_one_process_gives(ranks: Ranks, way, active: int) -> None:
+    shape = Experts(8, active, 5, 3, auxiliary=0.3)
+    case = case_of(shape, 2, 7, torch.tensor([0.0, 0, -9, -9, 0, 0, 0, 0]), way=way)
+    check(case, ranks.run(case))

@@ -1,0 +1,105 @@
+"""Laws 1 and 4 on GPUs: every schedule and transport against one process, twice with the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fleet import Fleet, losses_of
+from gpu_cases import on_gpu
+from plans import STEPS, close, plan_of, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(90),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
+]
+SCHEDULES = [("gpipe", 3), ("1f1b", 5), ("seq-1f1b", 3), ("zb-h1", 8), ("zb-h2", 8), ("zb-v", 8), ("dualpipe", 8)]
+OTHERS = [("interleaved", 4), ("interleaved-zb", 4), ("zb-2p", 5), ("v-half", 6), ("v-min", 6), ("dualpipev", 5)]
+CASES = [
+    *((name, dp, pp, m) for name, m in SCHEDULES for dp, pp in ((2, 2), (1, 4))),
+    *((name, 1, 2, m) for name, m in SCHEDULES + OTHERS),
+]
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), CASES)
+def test_any_schedule_on_any_transport_equals_one_process(gpus, corpus, name, dp, pp, microbatches, transport):
+    plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus), transport, "float64")
+    losses, gradients, norms, weights = reference(plan)
+    outcomes = gpus.run(plan, [(0, 2), (2, 1)])
+    for step in range(STEPS):
+        sums = losses_of(outcomes, step).values()
+        assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
+        assert {name for outcome in outcomes for name in outcome.gradients[step]} == set(weights)
+        for outcome in outcomes:
+            assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
+            for parameter, gradient in outcome.gradients[step].items():
+                assert close(gradient, gradients[step][parameter]), f"step {step}: gradient of {parameter}"
+    assert {f"model.{name}" for name in weights} <= {name for outcome in outcomes for name in outcome.state}
+    for outcome in outcomes:
+        for parameter in (n for n in weights if f"model.{n}" in outcome.state):
+            assert close(outcome.state[f"model.{parameter}"], weights[parameter]), parameter
+
+
+def test_mirrors_next_to_each_other_reduce_in_the_first_step_of_new_processes(corpus):
+    """Where NCCL had not been used before, each stood in its reduction before it granted what the other sends."""
+    plan = on_gpu(plan_of("dualpipe", 1, 2, 8, corpus), "peer", "float64")
+    made = Fleet(2)
+    try:
+        outcomes = made.run(plan, [(0, 1)])
+    finally:
+        made.stop()
+    sums = losses_of(outcomes).values()
+    assert sum(sums) / plan.batch.tokens == pytest.approx(reference(plan)[0][0], rel=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), [case for case in CASES if case[1] == 1])
+def test_triton_kernels_train_as_the_reference_does(gpus, corpus, name, dp, pp, microbatches, dtype, tolerance):
+    plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus), "peer", dtype)
+    losses, gradients, _, _ = reference(plan)
+    first, second = gpus.run(plan, [(0, 3)]), gpus.run(plan, [(0, 1), (1, 2)])
+    sums = losses_of(first).values()
+    assert sum(sums) / plan.batch.tokens == pytest.approx(losses[0], rel=tolerance)
+    for outcome in first:
+        for parameter, gradient in outcome.gradients[0].items():
+            assert close(gradient.double(), gradients[0][parameter], tolerance), parameter
+    for a, b in zip(first, second, strict=True):
+        assert [r.losses for r in a.results] == [r.losses for r in b.results]
+        assert all(torch.equal(a.state[k], b.state[k]) for k in a.state)
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clip", [1e6, 0.5, 0.01], ids=["never clipped", "at times", "always"])
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "microbatches"), [("zb-h2", 1, 2, 6), ("zb-h2", 1, 4, 8), ("zb-v", 1, 2, 6)]
+)
+def test_a_step_ahead_of_its_norm_gives_the_bits_of_one_that_waits(
+    gpus, corpus, name, dp, pp, microbatches, clip, dtype, transport
+):
+    ends = []
+    for validated in (True, False):
+        plan = plan_of(name, dp, pp, microbatches, corpus, clip=clip, validated=validated)
+        ends.append(gpus.run(on_gpu(plan, transport, dtype), [(0, 4), (4, 1)]))
+    for ahead, barrier in zip(*ends, strict=True):
+        assert [r.losses for r in ahead.results] == [r.losses for r in barrier.results]
+        assert [r.grad_norm for r in ahead.results] == pytest.approx([r.grad_norm for r in barrier.results], rel=1e-12)
+        assert all(torch.equal(ahead.state[name], barrier.state[name]) for name in barrier.state)
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "microbatches", "validated"),
+    [("zb-h2", 1, 2, 6, True), ("zb-h2", 1, 2, 6, False), ("zb-h2", 2, 2, 4, True), ("dualpipe", 1, 4, 8, True)],
+)
+def test_calls_however_split_give_the_accounts_and_bits_of_one(
+    gpus, corpus, name, dp, pp, microbatches, validated, transport
+):
+    plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus, validated=validated), transport, "bfloat16")
+    whole = gpus.run(plan, [(0, 6)])
+    for calls in ([*((step, 1, True) for step in range(6)), (6, 0)], [(0, 2, True), (2, 0), (2, 3, True), (5, 1)]):
+        for a, b in zip(gpus.run(plan, calls), whole, strict=True):
+            assert [r.step for r in a.results] == list(range(6))
+            assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
+            assert all(torch.equal(a.state[name], b.state[name]) for name in b.state)

@@ -1,0 +1,96 @@
+"""Grouped products: each expert's rows by its own matrix, whatever lies behind the last row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from closeness import relative_error
+
+from pentad.kernels.moe.grouped_gemm import (
+    accumulate_grouped_gradient_,
+    accumulate_grouped_gradient_reference_,
+    grouped_gemm,
+    grouped_gemm_reference,
+)
+from pentad.kernels.moe.moe_permute import arrange, gate_rows, gate_rows_backward, gather_rows, sum_rows
+from pentad.workers.model.weight_grad import Grouped, accumulate
+
+COUNTS = [(3, 0, 5), (0, 0, 0), (0, 9, 0), (1, 70, 2), (4,)]
+
+
+def rows_of(counts: tuple[int, ...], junk: int, n: int, k: int, dtype: torch.dtype = torch.float64):
+    """(x [R, K], dy [R, N], weights [E, N, K], offsets), with NaN in the rows of nobody."""
+    total = sum(counts)
+    x, dy = torch.randn(total + junk, k, dtype=dtype), torch.randn(total + junk, n, dtype=dtype)
+    x[total:], dy[total:] = torch.nan, torch.nan
+    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+    return x, dy, torch.randn(len(counts), n, k, dtype=dtype), offsets
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_each_row_meets_the_matrix_of_its_expert(counts: tuple[int, ...]) -> None:
+    x, dy, weights, offsets = rows_of(counts, 3, 4, 6)
+    total = sum(counts)
+    each = weights[torch.repeat_interleave(torch.tensor(counts))]
+    wanted = torch.einsum("rnk,rk->rn", each, x[:total])
+    assert torch.allclose(grouped_gemm(x, weights, offsets)[:total], wanted, rtol=1e-12)
+    back = torch.einsum("rnk,rn->rk", each, dy[:total])
+    assert torch.allclose(grouped_gemm(dy, weights.transpose(1, 2), offsets)[:total], back, rtol=1e-12)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_the_gradient_is_added_to_what_is_there(counts: tuple[int, ...]) -> None:
+    x, dy, main, offsets = rows_of(counts, 3, 4, 6)
+    wanted = main.clone()
+    for row, expert in enumerate(torch.repeat_interleave(torch.tensor(counts)).tolist()):
+        wanted[expert] += torch.outer(dy[row], x[row])
+    accumulate_grouped_gradient_(main, dy, x, offsets)
+    assert torch.allclose(main, wanted, rtol=1e-12)
+
+
+def test_rows_of_w_may_be_named_by_number() -> None:
+    x, dy, main, offsets = rows_of((3, 0, 5), 3, 4, 6)
+    rows, wanted = torch.tensor([2, 1, 0, 2, 2, 1, 0, 0, 9, 9, 9]), main.clone()
+    accumulate_grouped_gradient_(wanted, dy[rows], x, offsets)
+    accumulate_grouped_gradient_(wanted, dy, x[rows], offsets)
+    accumulate([Grouped(main, dy, x, offsets, rows, None), Grouped(main, dy, x, offsets, None, rows)])
+    assert torch.equal(main, wanted)
+
+
+def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
+    experts = torch.tensor([[5, 2], [2, 3], [7, 0], [3, 5]])
+    rows = arrange(experts, torch.arange(8.0).view(4, 2), first=2, held=3)
+    assert rows.offsets.tolist() == [2, 4, 4]
+    assert rows.tokens[:4].tolist() == [0, 1, 1, 3] and rows.weights[:4].tolist() == [1, 2, 3, 6]
+    assert rows.positions.tolist() == [[-1, 0], [1, 2], [-1, -1], [3, -1]]
+    assert rows.tokens.shape == (8,)  # two experts of three are all that a token can visit
+    x = torch.randn(4, 3)
+    y = gather_rows(x, rows.tokens, rows.offsets)
+    y[4:] = torch.nan
+    assert torch.equal(sum_rows(y, rows.positions), x * torch.tensor([1.0, 2, 0, 1])[:, None])
+
+
+def test_gates_are_weighted() -> None:
+    rows = arrange(torch.tensor([[1, 0], [0, 2]]), torch.rand(2, 2, dtype=torch.float64), 0, 3)
+    gate_up = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
+    weights = rows.weights.clone().requires_grad_()
+    gate, up = gate_up.chunk(2, 1)
+    wanted = torch.nn.functional.silu(gate) * up * weights[:, None]
+    dy = torch.randn(4, 5, dtype=torch.float64)
+    dgate_up, dweights = torch.autograd.grad(wanted, (gate_up, weights), dy)
+    assert torch.allclose(gate_rows(gate_up.detach(), rows), wanted)
+    for found, there in zip(gate_rows_backward(dy, gate_up.detach(), rows), (dgate_up, wanted, dweights), strict=True):
+        assert torch.allclose(found, there)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 0), (1, 130, 2)])
+def test_the_reference_in_narrow_dtypes(counts: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+    x, dy, weights, offsets = rows_of(counts, 2, 4, 6, dtype)
+    total, main = sum(counts), torch.zeros(len(counts), 4, 6)
+    wide = main.double()
+    found = grouped_gemm(x, weights, offsets)[:total]
+    assert relative_error(found, grouped_gemm_reference(x.double(), weights.double(), offsets)[:total]) < bound
+    accumulate_grouped_gradient_(main, dy, x, offsets)
+    accumulate_grouped_gradient_reference_(wide, dy.double(), x.double(), offsets)
+    assert relative_error(main, wide) < 1e-5

@@ -1,0 +1,77 @@
+"""The Triton kernels of experts on a machine without a GPU, through Triton's interpreter, at sizes it can bear.
+
+As in test_kernels_interpreted.py: conftest.py asks for the interpreter, and a GPU runs the kernels themselves.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from closeness import relative_error
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs the kernels themselves", allow_module_level=True)
+pytest.importorskip("triton")
+
+from interpreted import fresh_memory_holds_nan, index_by_one_element
+
+from pentad.kernels.moe import grouped_gemm_triton, moe_permute_triton
+from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_reference_, grouped_gemm_reference
+from pentad.kernels.moe.moe_permute import (
+    arrange,
+    gate_rows_backward_reference,
+    gate_rows_reference,
+    gather_rows,
+    sum_rows_reference,
+)
+
+__all__ = ["fresh_memory_holds_nan", "index_by_one_element"]
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+# the interpreter multiplies the bits of a bf16, so products are tried with the other 16-bit numbers
+PRODUCTS = [(torch.float32, 1e-5), (torch.float16, 1e-2)]
+COUNTS = [(3, 0, 5), (0, 0, 0), (1, 130, 0, 2, 65), (4,)]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), PRODUCTS)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_grouped_products(counts: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+    total, experts = sum(counts), len(counts)
+    x, dy = torch.randn(total + 3, 33, dtype=dtype), torch.randn(total + 3, 70, dtype=dtype)
+    x[total:], dy[total:] = torch.nan, torch.nan
+    weights, offsets = torch.randn(experts, 70, 33, dtype=dtype), torch.tensor(counts).cumsum(0).to(torch.int32)
+    for rows, matrices in ((x, weights), (dy, weights.transpose(1, 2))):
+        found = grouped_gemm_triton.grouped_gemm(rows, matrices, offsets)[:total]
+        assert relative_error(found, grouped_gemm_reference(rows.double(), matrices.double(), offsets)[:total]) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_grouped_gradients(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    total = sum(counts)
+    dy, x = torch.randn(total + 3, 70, dtype=dtype), torch.randn(total + 3, 33, dtype=dtype)
+    dy[total:], x[total:] = torch.nan, torch.nan
+    main, offsets = torch.randn(len(counts), 70, 33), torch.tensor(counts).cumsum(0).to(torch.int32)
+    wanted = main.double()
+    accumulate_grouped_gradient_reference_(wanted, dy.double(), x.double(), offsets)
+    grouped_gemm_triton.accumulate_grouped_gradient_(main, dy, x, offsets)
+    assert relative_error(main, wanted) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("width", [5, 2100])
+def test_rows(width: int, dtype: torch.dtype, bound: float) -> None:
+    experts = torch.tensor([[5, 2], [2, 3], [7, 0], [3, 5]])
+    rows = arrange(experts, torch.rand(4, 2), first=2, held=3)
+    x, total = torch.randn(4, width, dtype=dtype), 4
+    gathered = moe_permute_triton.gather_rows(x, rows.tokens, rows.offsets)
+    assert torch.equal(gathered[:total], gather_rows(x, rows.tokens, rows.offsets)[:total])
+    summed = moe_permute_triton.sum_rows(gathered, rows.positions)
+    assert relative_error(summed, sum_rows_reference(gathered, rows.positions)) < bound
+    gate_up, dy = torch.randn(8, 2 * width, dtype=dtype), torch.randn(8, width, dtype=dtype)
+    wanted = gate_rows_reference(gate_up.double(), rows.weights.double())
+    found = moe_permute_triton.gate_rows(gate_up, rows.weights, rows.offsets)
+    assert relative_error(found[:total], wanted[:total]) < bound
+    back = moe_permute_triton.gate_rows_backward(dy, gate_up, rows.weights, rows.offsets)
+    there = gate_rows_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
+    for mine, other in zip(back, there, strict=True):
+        assert relative_error(mine[:total], other[:total]) < bound

@@ -1,0 +1,112 @@
+"""The Triton kernels themselves on a machine without a GPU, through Triton's interpreter, at sizes it can bear.
+
+conftest.py asks for the interpreter before Triton is first imported; kernels of this process then run interpreted, so
+this file steps aside where a GPU runs the real ones.
+"""
+
+import pytest
+import torch
+from closeness import relative_error
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs the kernels themselves", allow_module_level=True)
+pytest.importorskip("triton")
+
+from interpreted import fresh_memory_holds_nan, index_by_one_element
+
+from pentad.kernels import adamw_triton, cross_entropy_triton, rms_norm_triton, swiglu_triton
+from pentad.kernels.adamw import adamw_reference_, coefficients
+from pentad.kernels.attention import rope_triton
+from pentad.kernels.attention.rope import rope_reference_
+from pentad.kernels.attention.rope_tables import rope_tables
+from pentad.kernels.cross_entropy import IGNORE, cross_entropy_backward_reference_, cross_entropy_reference
+from pentad.kernels.rms_norm import rms_norm_backward_reference, rms_norm_reference
+from pentad.kernels.swiglu import swiglu_backward_reference
+
+__all__ = ["fresh_memory_holds_nan", "index_by_one_element"]
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 33), (7, 128), (5, 576)])
+def test_rms_norm(rows: int, width: int, fused: bool, dtype: torch.dtype, bound: float) -> None:
+    x, residual, dy, dsummed = torch.randn(4, rows, width, dtype=dtype)
+    weight = torch.randn(width, dtype=dtype)
+    r, d = (residual, dsummed) if fused else (None, None)
+    y, summed, rstd = rms_norm_triton.rms_norm(x, weight, 1e-5, r)
+    y64, summed64, rstd64 = rms_norm_reference(x.double(), weight.double(), 1e-5, None if r is None else r.double())
+    found = rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, d)
+    wanted = rms_norm_backward_reference(
+        dy.double(), summed64, weight.double(), rstd64, None if d is None else d.double()
+    )
+    for a, b in zip((y, summed, rstd, *found), (y64, summed64, rstd64, *wanted), strict=True):
+        assert relative_error(a, b) < bound
+
+
+def test_rms_norm_where_a_program_takes_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm_triton, "PROGRAMS", 2)
+    monkeypatch.setattr(rms_norm_triton, "TILE", 128)
+    summed, dy = torch.randn(2, 19, 64)
+    weight, rstd = torch.randn(64), torch.rand(19)
+    found = rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, None)
+    wanted = rms_norm_backward_reference(dy.double(), summed.double(), weight.double(), rstd.double(), None)
+    for a, b in zip(found, wanted, strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(("tokens", "length", "head_dim"), [(1, 1, 8), (14, 7, 40)])
+def test_rope(tokens: int, length: int, head_dim: int, inverse: bool, dtype: torch.dtype, bound: float) -> None:
+    packed = torch.randn(tokens, 5, head_dim, dtype=dtype)
+    wanted = packed.double()
+    rope_reference_(wanted[:, :3], *rope_tables(length, head_dim, 1e4, "cpu", torch.float64), inverse)
+    rope_triton.rope_(packed[:, :3], *rope_tables(length, head_dim, 1e4, "cpu"), inverse)
+    assert relative_error(packed, wanted) < bound
+    assert torch.equal(packed[:, 3:].double(), wanted[:, 3:])
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 33), (2, 2100)])
+def test_swiglu(rows: int, width: int, dtype: torch.dtype, bound: float) -> None:
+    gate_up, dy = torch.randn(rows, 2 * width, dtype=dtype), torch.randn(rows, width, dtype=dtype)
+    dgate_up, again = swiglu_triton.swiglu_backward(dy, gate_up)
+    want_dgate_up, want_y = swiglu_backward_reference(dy.double(), gate_up.double())
+    assert relative_error(swiglu_triton.swiglu(gate_up), want_y) < bound
+    assert relative_error(again, want_y) < bound
+    assert relative_error(dgate_up, want_dgate_up) < bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("vocabulary", [1, 5, 8193])
+def test_cross_entropy(vocabulary: int, dtype: torch.dtype, bound: float) -> None:
+    logits = 4 * torch.randn(4, vocabulary, dtype=dtype)
+    targets = torch.tensor([0, IGNORE, vocabulary - 1, -1])
+    want_loss, want_lse = cross_entropy_reference(logits.double(), targets)
+    wanted = logits.double()
+    cross_entropy_backward_reference_(wanted, targets, want_lse, 0.5)
+    loss, lse = cross_entropy_triton.cross_entropy(logits, targets)
+    assert torch.allclose(loss.double(), want_loss, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    cross_entropy_triton.cross_entropy_backward_(logits, targets, lse, 0.5)
+    assert torch.allclose(logits.double(), wanted, rtol=bound, atol=bound * 0.5)
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("n", [1, 1024, 2049])
+def test_adamw(n: int, cast: bool, bad: float | None) -> None:
+    c = coefficients(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=2)
+    master, m, grad = torch.randn(3, n)
+    v, out = torch.rand(n), torch.zeros(n, dtype=torch.bfloat16)
+    scale = torch.tensor([0.5 if bad is None else bad])
+    wanted = p64, m64, v64 = master.double(), m.double(), v.double()
+    adamw_reference_(p64, m64, v64, grad.double(), None, scale.double(), c)
+    adamw_triton.adamw_(master, m, v, grad, out if cast else None, scale, c)
+    for found, want in zip((master, m, v), wanted, strict=True):
+        assert relative_error(found, want) < 1e-6
+    if cast and bad is None:  # the interpreter cuts a bf16 off where a GPU rounds it
+        assert torch.allclose(out.float(), master, rtol=2**-7)
+    else:
+        assert not out.any()

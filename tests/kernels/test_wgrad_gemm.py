@@ -1,0 +1,44 @@
+"""The weight-gradient GEMM: adds, in the accumulator's width, what the definition says."""
+
+import pytest
+import torch
+
+from pentad.kernels.wgrad_gemm import accumulate_gradient_, accumulate_gradient_reference_
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_gradient_is_added_to_what_is_there(dtype: torch.dtype) -> None:
+    main, dy, x = torch.randn(3, 4, dtype=dtype), torch.randn(7, 3, dtype=dtype), torch.randn(7, 4, dtype=dtype)
+    wanted = main + torch.einsum("tn,tk->nk", dy, x)
+    accumulate_gradient_(main, dy, x)
+    assert torch.allclose(main, wanted, rtol=1e-5 if dtype == torch.float32 else 1e-13)
+
+
+def test_no_tokens_add_nothing() -> None:
+    main = torch.randn(3, 4)
+    before = main.clone()
+    accumulate_gradient_(main, torch.empty(0, 3), torch.empty(0, 4))
+    assert torch.equal(main, before)
+
+
+def test_half_precision_products_are_not_rounded() -> None:
+    main = torch.zeros(1, 1)
+    dy = torch.full((1, 1), 1.0 + 2**-7, dtype=torch.bfloat16)
+    accumulate_gradient_(main, dy, dy)
+    assert main.item() == (1.0 + 2**-7) ** 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 8, 8), (7, 33, 65), (257, 576, 1536), (4096, 1024, 2048)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_accumulator_stays_wide_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    tokens, n, k = shape
+    dy, x = torch.randn(tokens, n, device="cuda", dtype=dtype), torch.randn(tokens, k, device="cuda", dtype=dtype)
+    main = 100 * torch.randn(n, k, device="cuda")
+    wanted, again, address = main.double(), main.clone(), main.data_ptr()
+    accumulate_gradient_reference_(wanted, dy.double(), x.double())
+    accumulate_gradient_(main, dy, x)
+    accumulate_gradient_(again, dy, x)
+    assert main.dtype == torch.float32 and main.data_ptr() == address
+    assert float((main - wanted).norm() / wanted.norm()) < 1e-5
+    assert torch.equal(main, again)

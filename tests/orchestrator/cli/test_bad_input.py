@@ -1,0 +1,145 @@
+"""A user's mistake costs one sentence: no traceback, no process, no file; the exit status says so."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from footprint import Footprint
+
+from pentad.orchestrator.cli.cli import main
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.data.build import build_corpus
+from pentad.workers.data.sources import open_data
+
+SMALL = ["cluster.device=cpu", "cluster.dashboard=false", "run.steps=2", "model.vocab=300"]
+CASES = {
+    "unknown key": (["modle.layers=3"], ["modle.layers", "model.layers"]),
+    "unknown key of a section": (["optimizer.learning_rat=1"], ["optimizer.learning_rat", "optimizer.learning_rate"]),
+    "wrong kind": (["model.layers=many"], ["model.layers", "many"]),
+    "fewer layers than stages": (["model.layers=3"], ["model.layers is 3", "4"]),
+    "too few microbatches": (["schedule.name=dualpipe", "schedule.microbatches=4"], ["microbatches is 4", "8"]),
+    "odd microbatches": (["schedule.name=dualpipe", "schedule.microbatches=9", "batch.sequences=9"], ["9", "even"]),
+    "odd ranks": (["schedule.name=dualpipe", "mesh.pp=3"], ["mesh.pp", "3", "even"]),
+    "unknown schedule": (["schedule.name=zb-h3"], ["zb-h3", "zb-h"]),
+    "batch that does not divide": (["batch.sequences=15"], ["batch.sequences is 15", "8"]),
+    "axis that does not divide": (["mesh.tp=3"], ["model.heads is 8", "mesh.tp = 3"]),
+    "missing corpus": (["data.path=nowhere"], ["data.path", "nowhere"]),
+    "unknown builtin": (["data.path=builtin:everything"], ["builtin:everything", "builtin:pydoc"]),
+    "corpus of too many tokens": (["data.path=corpus", "model.vocab=256"], ["model.vocab is 256", "wanted at least 2"]),
+    "corpus shorter than a sequence": (["data.path=corpus", "batch.sequence_length=100000"], ["data.path", "100001"]),
+    "too few GPUs": (["cluster.device=cuda"], ["GPU", "4"]),
+    "no such cluster": (["cluster.address=127.0.0.1:1"], ["cluster.address", "127.0.0.1:1"]),
+    "no such file": (["nothing.yaml"], ["nothing.yaml"]),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("Every rank knows what it does, and when, and with whom. " * 200)
+    build_corpus(folder / "text.txt", folder / "corpus", tokenizer=None, vocab=300, progress=lambda line: None)
+    return folder / "corpus"
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Runs a command that must fail; returns its sentence."""
+    footprint = Footprint()
+    monkeypatch.setenv("FOOTPRINT", footprint.mark)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, files: int) -> str:
+        status = main(list(arguments))
+        printed = capsys.readouterr()
+        assert status == 1, printed
+        assert printed.err.startswith("pentad: ")
+        assert printed.err.count("\n") == 1, printed.err
+        assert "Traceback" not in printed.err
+        assert not footprint.processes()
+        assert len(list(tmp_path.rglob("*"))) == files
+        return printed.err
+
+    return run
+
+
+def lesser(corpus: Path, folder: Path) -> int:
+    """A copy of the corpus beside the test; how many files and folders that makes."""
+    shutil.copytree(corpus, folder / "corpus")
+    return len(list(folder.rglob("*")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_configuration_is_one_sentence(case, refused, corpus, tmp_path):
+    words, named = CASES[case]
+    files = lesser(corpus, tmp_path)
+    sentence = refused("train", *SMALL, *words, files=files)
+    assert all(word in sentence for word in named), sentence
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])
+def test_a_damaged_corpus_is_named(damage, refused, corpus, tmp_path):
+    lesser(corpus, tmp_path)
+    shard = tmp_path / "corpus" / "tokens-00000.arrow"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    match damage:
+        case "flipped":
+            shard.write_bytes(data)
+        case "cut":
+            shard.write_bytes(data[:-8])
+        case "missing":
+            shard.unlink()
+        case "empty":
+            shutil.rmtree(tmp_path / "corpus")
+            (tmp_path / "corpus").mkdir()
+    files = len(list(tmp_path.rglob("*")))
+    sentence = refused("train", *SMALL, "data.path=corpus", files=files)
+    assert ("corpus" if damage == "empty" else "tokens-00000.arrow") in sentence
+
+
+@pytest.mark.parametrize("key", ["cluster.dashboard_port", "metrics.port", "metrics.control_port"])
+def test_a_taken_port_is_named_with_its_holder(key, refused, corpus, tmp_path):
+    files = lesser(corpus, tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["data.path=corpus", "cluster.dashboard=true", f"{key}={port}"]
+        sentence = refused("train", *SMALL, *words, files=files)
+    assert f"{key} is {port}, but " in sentence
+    assert f"(pid {os.getpid()}) has that port" in sentence
+
+
+def test_a_live_runs_name_is_refused_before_anything_starts(refused, corpus, tmp_path):
+    lesser(corpus, tmp_path)
+    words = [*SMALL, "data.path=corpus", "run.name=alive"]
+    (tmp_path / "runs" / "alive").mkdir(parents=True)
+    with (tmp_path / "runs" / "alive" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write("4321")
+        held.flush()
+        sentence = refused("train", *words, "cluster.address=127.0.0.1:1", files=len(list(tmp_path.rglob("*"))))
+    assert sentence == "pentad: run.name is alive, which is running already (process 4321), wanted another\n"
+
+
+def test_ranks_that_read_another_corpus_than_the_driver_say_so(corpus):
+    found = open_data(str(corpus), 300, 8, "")
+    assert open_data(str(corpus), 300, 8, "", fingerprint=found.fingerprint).tokens == found.tokens
+    with pytest.raises(PentadError, match=r"data\.path is .*, a corpus of fingerprint .*, wanted 000000000000"):
+        open_data(str(corpus), 300, 8, "", fingerprint="0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--costs", "1,1,1e16"], ["--costs", "1e+16", "1e+06"]),
+        (["--costs", "1e-9,1,1e9"], ["--costs", "1e+18"]),
+        (["--ranks", "100000000"], ["ranks x microbatches", "100000000 x 8", "1000000"]),
+    ],
+)
+def test_sizes_and_costs_without_measure_are_refused(words, named, refused):
+    sentence = refused("schedule", "1f1b", "--ranks", "4", "--microbatches", "8", *words, files=0)
+    assert all(word in sentence for word in named), sentence

@@ -1,0 +1,114 @@
+"""Laws of `pentad import-hf` and `pentad export-hf`: what a person types, sees and gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hf_models
+import pytest
+import torch
+from commands import Pentad, pentad
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pentad.orchestrator.config.yaml_text import load_yaml
+from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint, read, write_shard
+from pentad.workers.data.tokenizer import train_tokenizer
+from pentad.workers.hf.config import of_section
+
+__all__ = ["pentad"]
+SECTION = "model: {family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 64, norm_eps: 1e-6}\n"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer."""
+    torch.manual_seed(0)
+    folder = hf_models.save(hf_models.make("llama"), tmp_path_factory.mktemp("files"))
+    train_tokenizer(["some text"], 300).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+def test_a_model_goes_in_and_out(pentad: Pentad, files: Path) -> None:
+    status, out, err = pentad("import-hf", str(files), "mine")
+    assert (status, out.count("\n")) == (0, 2), err
+    assert "llama, 19,616 parameters" in out and "read 76.6 KiB of 76.6 KiB" in err
+    found = open_checkpoint(folder_of(Path("mine/checkpoints"), 0))
+    assert found.step == 0
+    section = load_yaml(Path("mine/model.yaml").read_text(), "model.yaml")["model"]
+    assert section["family"] == "llama" and section["experts"] is None
+    assert of_section(section) == of_section(found.meta["model"])
+    for path in ("mine", str(found.folder)):
+        out_folder = f"out-{len(path)}"
+        status, out, err = pentad("export-hf", path, out_folder, "--json")
+        assert status == 0, err
+        facts = json.loads(out)
+        assert (facts["step"], facts["dtype"], facts["files"]) == (0, "float32", ["model.safetensors"])
+        before, after = (load_file(folder / "model.safetensors") for folder in (files, Path(out_folder)))
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        config = json.loads((Path(out_folder) / "config.json").read_text())
+        given = json.loads((files / "config.json").read_text())
+        kept = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+        assert [config[key] for key in kept] == [given[key] for key in kept]
+        assert AutoTokenizer.from_pretrained(out_folder).decode([1, 2]) is not None
+
+
+def test_narrow_files_in_several_parts_open_in_transformers(pentad: Pentad, files: Path) -> None:
+    assert pentad("import-hf", str(files), "mine", "--json")[0] == 0
+    status, out, err = pentad(
+        "export-hf", "mine", "narrow", "--dtype", "bfloat16", "--max-shard-size", "0.00001", "--json"
+    )
+    assert status == 0, err
+    facts = json.loads(out)
+    assert len(facts["files"]) > 2
+    assert all((Path("narrow") / file).stat().st_size < 15_000 for file in facts["files"])
+    model = AutoModelForCausalLM.from_pretrained("narrow")
+    assert model.dtype == torch.bfloat16
+    wanted = load_file(files / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, wanted[name].bfloat16())
+
+
+def test_a_runs_newest_checkpoint_goes_out_with_the_tokenizer_of_its_corpus(pentad: Pentad, files: Path) -> None:
+    assert pentad("import-hf", str(files), "mine", "--json")[0] == 0
+    found = open_checkpoint(folder_of(Path("mine/checkpoints"), 0))
+    Path("text.txt").write_text("some text " * 50)
+    assert pentad("data", "build", "text.txt", "corpus", "--vocab", "300", "--json")[0] == 0
+    for step in (2, 7):
+        folder = folder_of(Path("runs/ours/checkpoints"), step)
+        tensors = {name: tensor + step for name, tensor in read(found, found.where).items()}
+        halves = [dict(list(tensors.items())[start::2]) for start in (0, 1)]
+        shards = [write_shard(folder, f"stage-{number}.safetensors", half) for number, half in enumerate(halves)]
+        commit(folder, step=step, shards=shards, meta={"run": "ours"})
+    Path("runs/ours/config.yaml").write_text(SECTION + "batch: {sequence_length: 99}\ndata: {path: corpus}\n")
+    status, out, err = pentad("export-hf", "ours", "out", "--json")
+    assert status == 0, err
+    assert json.loads(out)["step"] == 7
+    before, after = (load_file(folder / "model.safetensors") for folder in (files, Path("out")))
+    assert all(torch.equal(before[name] + 7, after[name]) for name in before)
+    config = json.loads(Path("out/config.json").read_text())
+    assert (config["max_position_embeddings"], config["eos_token_id"], config["bos_token_id"]) == (99, 0, None)
+    assert AutoTokenizer.from_pretrained("out").eos_token_id == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["import-hf", "nowhere", "out"], ["DIR is 'nowhere'"]),
+        (["export-hf", "nowhere", "out"], ["RUN is 'nowhere'"]),
+        (["export-hf", "empty", "out"], ["no whole checkpoint"]),
+        (["export-hf", "bare", "out"], ["whose model is not known", "config.yaml"]),
+        (["export-hf", "step-00000003", "out"], ["step-00000003", "manifest.json"]),
+        (["export-hf", "bare", "out", "--dtype", "float16"], ["--dtype"]),
+    ],
+)
+def test_a_mistake_is_one_sentence(pentad: Pentad, arguments: list[str], words: list[str]) -> None:
+    Path("empty/checkpoints").mkdir(parents=True)
+    folder = folder_of(Path("bare/checkpoints"), 1)
+    commit(folder, step=1, shards=[write_shard(folder, "a.safetensors", {"model.norm": torch.ones(3)})], meta={})
+    status, out, err = pentad(*arguments)
+    assert status != 0 and out == "" and err.startswith("pentad: ") and err.count("\n") == 1
+    assert all(word in err for word in words), err
+    assert not Path("out").exists()

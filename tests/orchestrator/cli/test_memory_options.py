@@ -1,0 +1,70 @@
+"""What spares memory, on the command line: in programs, drawings and plans; mistakes are one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_cases import SIZES
+from commands import Pentad, pentad
+
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.draw.palette import look
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.schedule_spec import Options, Savings
+
+__all__ = ["pentad"]
+
+
+def test_what_spares_memory_is_in_the_program_and_its_drawings(pentad: Pentad, tmp_path: Path) -> None:
+    more = ("--recompute", "0,2", "--keep", "2", "--zero", "3", "--gathered", "1", "--prefetch", "2")
+    arguments = ("schedule", "interleaved", *SIZES, "--chunks", "2", *more, "--post-validation")
+    status, out, _ = pentad(*arguments, "--json")
+    facts = json.loads(out)
+    savings = Savings(3, 2, 1, frozenset({0, 2}), 2.0)
+    costs, options = Costs.uniform(8, chunks=2), Options(2)
+    program = compile_program(
+        "interleaved", 4, 8, costs=costs, options=options, savings=savings, validated=True, replicas=2
+    )
+    assert (status, facts["hash"]) == (0, program.hash)
+    assert max(facts["peak_activations"]) <= 2
+    status, out, _ = pentad(*arguments, "--svg", "a.svg", "--html", "a.html", "--grid")
+    assert (status, out.count("R0")) == (0, 2)
+    assert look("RECOMPUTE").light in (tmp_path / "a.svg").read_text()
+    page = (tmp_path / "a.html").read_text()
+    assert all(f'"{op}"' in page for op in ("RECOMPUTE", "OFFLOAD", "RELOAD", "ALL_GATHER", "FREE", "VALIDATE"))
+
+
+def test_a_plan_says_what_is_recomputed_and_what_waits_on_the_host(pentad: Pentad) -> None:
+    again = ("plan", "memory.recompute=full", "memory.recompute_stages=[0, 2]")
+    status, out, _ = pentad(*again, "--json")
+    facts = json.loads(out)
+    assert (status, facts["costs"]["recompute"][::2]) == (0, facts["costs"]["forward"][::2])
+    whole = json.loads(pentad("plan", "--json")[1])
+    kept = [[rank["memory"]["activations"] for rank in plan["ranks"]] for plan in (facts, whole)]
+    assert [less < more for less, more in zip(*kept, strict=True)] == [True, False, True, False]
+    assert "recompute  full of stages 0, 2" in pentad(*again)[1]
+    status, out, _ = pentad("plan", "memory.offload_keep=4", "--json")
+    parts = json.loads(out)["ranks"][0]["memory"]
+    assert parts["host"] > 0
+    assert parts["total"] == sum(size for name, size in parts.items() if name not in ("total", "host"))
+    assert "activations wait on its host" in " ".join(pentad("plan", "memory.offload_keep=4")[1].split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--recompute", "4"), "--recompute is '4', wanted all or stages of 0 to 3"),
+        (("--recompute", "x"), "--recompute is 'x', wanted all or stages of 0 to 3"),
+        (("--keep", "0"), "--keep is 0, wanted a number of activations greater than 0"),
+        (("--keep", "0.5"), "keeps 0.5 activations, but rank 0 needs 1 at once"),
+        (("--zero", "4"), "--zero is 4, wanted a stage of ZeRO, 0 to 3"),
+        (("--gathered", "1"), "--gathered is 1 with --zero 0, wanted at least 1 with"),
+        (("--prefetch", "1"), "--prefetch is 1 with --zero 0, wanted at least 0 with"),
+    ],
+)
+def test_a_bad_value_is_one_sentence_and_status_1(pentad: Pentad, arguments: tuple[str, ...], sentence: str) -> None:
+    status, out, err = pentad("schedule", "1f1b", *SIZES, *arguments)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert sentence in err

@@ -1,0 +1,216 @@
+"""Laws of the embedded cluster: who may reach it, that two get along, and that nothing of it stays."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from footprint import Footprint
+
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.cluster.cluster_join import refuse_unjoinable
+from pentad.orchestrator.cluster.ray_head import psutil
+from pentad.orchestrator.config.sections import ClusterSection
+from pentad.schedules.ir.errors import PentadError
+
+CPU = ClusterSection(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[clusters.Cluster]:
+    with clusters.start(CPU, 4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def ray_resources(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def have(**resources: float) -> None:
+        monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+
+    return have
+
+
+def test_a_local_cluster_has_room_for_the_ranks_and_their_workers_ahead(running: clusters.Cluster) -> None:
+    assert running.local
+    assert running.device == "cpu"
+    assert ray.cluster_resources()["CPU"] == 4
+    assert "GPU" not in ray.cluster_resources()
+
+
+def test_it_listens_on_the_loopback_interface_only(running: clusters.Cluster) -> None:
+    listening = psutil.net_connections("tcp")
+    ours = {process.pid for process in psutil.Process().children(recursive=True)}
+    hosts = {c.laddr.ip for c in listening if c.status == psutil.CONN_LISTEN and c.pid in ours}
+    assert hosts <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert hosts
+
+
+def test_it_demands_a_token_that_only_its_owner_can_read(running: clusters.Cluster) -> None:
+    address = f"{running.dashboard}/api/v0/actors"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(address, timeout=20)
+    assert running.token_file is not None
+    assert running.token_file.stat().st_mode & 0o777 == 0o600
+    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {running.token_file.read_text()}"})
+    assert urllib.request.urlopen(request, timeout=20).status == 200
+
+
+def test_the_users_home_gets_no_token_file(running: clusters.Cluster) -> None:
+    assert not (Path.home() / ".ray" / "auth_token").exists()
+
+
+def test_signals_stay_the_drivers(running: clusters.Cluster) -> None:
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Ctrl-C, which a shell's background process is born deaf to."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_until_ray_is_joined(heeded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    def init(**options: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append(options)
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(KeyboardInterrupt):
+        clusters._init(address="somewhere")
+    assert done
+
+
+def test_a_second_ctrl_c_does_not_wait_for_ray(heeded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second was held back too")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(KeyboardInterrupt):
+        clusters._init(address="somewhere")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_auto_means_gpus_if_there_are_enough(ray_resources: Callable[..., None]) -> None:
+    auto = ClusterSection()
+    ray_resources(CPU=8.0, GPU=4.0)
+    assert clusters._device(auto, 4, local=True) == ("cuda", "")
+    assert clusters._device(auto, 8, local=False) == ("cuda", "")
+    device, note = clusters._device(auto, 8, local=True)
+    assert device == "cpu"
+    assert note == "8 ranks want a GPU each, but this machine has 4: training on CPUs"
+    assert clusters._device(ClusterSection(device="cuda"), 8, local=True) == ("cuda", "")
+    ray_resources(CPU=8.0)
+    assert clusters._device(auto, 4, local=True) == ("cpu", "")
+
+
+def test_a_taken_dashboard_port_is_told_with_its_holder() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(
+                PentadError, match=rf"^cluster.dashboard_port is {port}, but .*pid {os.getpid()}.* or 0 for any$"
+            ),
+            clusters.start(ClusterSection(dashboard_port=port), 1),
+        ):
+            pytest.fail("the port was taken")
+
+
+JOIN = """
+import sys
+from pentad.orchestrator import cluster
+from pentad.orchestrator.config.sections import ClusterSection
+from pentad.schedules.ir.errors import PentadError
+import ray
+try:
+    with cluster.start(ClusterSection(**eval(sys.argv[1])), 2) as joined:
+        one = ray.remote(num_cpus=1)(lambda: 1)
+        print(sum(ray.get([one.remote(), one.remote()])), joined.local, joined.address, joined.token_file)
+except PentadError as error:
+    print(error)
+"""
+
+
+def join(section: dict[str, str], footprint: Footprint | None = None) -> str:
+    command = [sys.executable, "-c", JOIN, repr(section)]
+    environment = footprint.environment if footprint else None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=True, env=environment)
+    assert not done.stderr.strip(), done.stderr
+    return done.stdout.strip()
+
+
+def test_two_clusters_live_side_by_side_and_the_second_leaves_nothing(running: clusters.Cluster) -> None:
+    footprint = Footprint()
+    answer = join({"device": "cpu"}, footprint)
+    assert answer.startswith("2 True 127.0.0.1:")
+    assert answer.split()[2] != running.address
+    footprint.files.add(Path(answer.split()[3]).parent)
+    footprint.assert_gone()
+    assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
+
+
+def test_a_jobs_own_variables_are_not_passed_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("SECRET", "x")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    passed = clusters._passed_on()
+    assert {"NCCL_DEBUG", "NCCL_NVLS_ENABLE", "PYTHONPATH"} <= set(passed)
+    assert "SECRET" not in passed
+    job = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    assert set(passed) - set(clusters._passed_on()) == {"NCCL_DEBUG", "PYTHONPATH"}
+
+
+def test_an_existing_cluster_is_joined_and_stays(running: clusters.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert running.token_file is not None
+    monkeypatch.setenv("RAY_AUTH_TOKEN", running.token_file.read_text())
+    assert join({"address": running.address}) == f"2 False {running.address} None"
+    assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
+
+
+def test_an_address_where_no_cluster_answers_is_told() -> None:
+    answer = join({"address": "127.0.0.1:1"})
+    assert answer.startswith("cluster.address is '127.0.0.1:1', where no Ray cluster answers")
+
+
+@pytest.mark.parametrize(
+    ("variables", "mode", "told"),
+    [
+        ({"RAY_AUTH_TOKEN": "f" * 64}, "token", "the Ray cluster at {} refuses the token found here, wanted the"),
+        ({"RAY_AUTH_TOKEN": ""}, "token", "cluster.auth is 'token', but no token was found here, wanted the"),
+        ({"RAY_AUTH_MODE": "disabled"}, "disabled", "cluster.auth is 'disabled', but the Ray cluster at {} asks for"),
+    ],
+)
+def test_a_token_that_does_not_fit_is_told_at_once(
+    running: clusters.Cluster, variables: dict[str, str], mode: str, told: str, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    nowhere = {"HOME": str(tmp_path)}  # where Ray looks for a token last
+    with clusters._environment(nowhere | variables), pytest.raises(PentadError, match=told.format(running.address)):
+        refuse_unjoinable(running.address, mode)
+    assert time.monotonic() - began < 5
+    refuse_unjoinable(running.address, "token")
+
+
+def test_a_dashboard_is_no_address_of_a_cluster(running: clusters.Cluster) -> None:
+    address = str(running.dashboard).removeprefix("http://")
+    with pytest.raises(PentadError, match=f"^cluster.address is '{address}', where no Ray cluster answers .what list"):
+        refuse_unjoinable(address, "token")

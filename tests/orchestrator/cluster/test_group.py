@@ -1,0 +1,239 @@
+"""Laws of a group of workers, on one embedded cluster with room for four ranks that run without torch."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from paths import SUPPORT
+
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.cluster import worker
+from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.cluster.placement import reserve
+from pentad.orchestrator.cluster.ray_head import psutil
+from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.sections import ClusterSection
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import Plan
+
+FAKE = "fake_runner:FakeRunner"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[clusters.Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "7,5,6,4")
+        head = clusters._head
+        patch.setattr(clusters, "_head", lambda options: head({**options, "num_gpus": 4}))  # Ray believes it
+        with clusters.start(ClusterSection(dashboard=False), 4) as cluster:
+            yield cluster
+
+
+def config_of(behaviour: str, *overrides: str) -> RunConfig:
+    sizes = ["model.layers=4", "schedule.microbatches=4", "batch.sequences=8", "cluster.device=cpu", *overrides]
+    return load(None, [f'data.path="{behaviour}"', *sizes])
+
+
+def plan_of(behaviour: str = "fake:", *overrides: str) -> Plan:
+    return make_plan(config_of(behaviour, *overrides), "cpu")
+
+
+def start(plan: Plan, seconds: float = 30) -> WorkerGroup:
+    return WorkerGroup.start(plan, reserve(plan.mesh, "cpu", 10, fixed=True), seconds, runner=FAKE)
+
+
+def pids_of(group: WorkerGroup) -> list[int]:
+    return [at.pid for at in group.places]
+
+
+def assert_gone(pids: list[int], seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left
+
+
+def assert_all_free(seconds: float = 10) -> None:
+    """Ray counts what is free a little late."""
+    until = time.monotonic() + seconds
+    while (free := ray.available_resources().get("CPU")) != 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert free == 4
+
+
+def test_every_rank_runs_every_step_and_says_where_it_is(cluster: clusters.Cluster) -> None:
+    plan = plan_of("fake:", "mesh.pp=2", "mesh.dp=2")
+    with start(plan) as group:
+        group.restore(None)
+        results = group.run(0, 5)
+        assert [[result.step for result in mine] for mine in results] == [[0, 1, 2, 3, 4]] * 4
+        assert [{span.rank for result in mine for span in result.spans} for mine in results] == [{0}, {1}, {2}, {3}]
+        assert [len(mine[0].losses) for mine in results] == [0, 0, 4, 4]
+        assert group.offsets == (0.0,) * 4
+        assert len(set(pids_of(group))) == 4
+        named = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+        assert named == {f"pentad/quickstart/dp{dp}-pp{pp}" for dp in (0, 1) for pp in (0, 1)}
+        pids = pids_of(group)
+    assert_gone(pids)
+    assert_all_free()
+    group.stop()  # a second time does nothing
+
+
+def test_neighbours_in_the_pipeline_get_neighbouring_gpus(cluster: clusters.Cluster) -> None:
+    plan = make_plan(config_of("fake:", "mesh.pp=4"), "cuda")
+    group = WorkerGroup(plan, reserve(plan.mesh, "cuda", 10, fixed=True), runner=FAKE)
+    try:
+        group._create(time.monotonic() + 30)
+        assert [at.gpu for at in group.places] == [4, 5, 6, 7]  # Ray gives bundles 7, 5, 6 and 4
+    finally:
+        group.stop(kill=True)
+
+
+@pytest.mark.parametrize(("visible", "given", "index"), [(None, [3], 3), ("7,5,6,4", ["6"], 2), ("1", ["1"], 0)])
+def test_a_gpus_cuda_number_is_its_place_among_the_visible_ones(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, given: list, index: int
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: given)
+    assert worker._visible_index() == index
+
+
+def test_calls_handed_in_ahead_are_done_in_order(cluster: clusters.Cluster) -> None:
+    with start(plan_of("fake:seconds=0.05", "mesh.pp=2")) as group:
+        calls = [group.submit_run(0, 2), group.submit_run(2, 1), group.submit_run(3, 3)]
+        assert not group.ready(calls[2])
+        done = [[result.step for result in group.collect(call)[1]] for call in calls]
+        assert done == [[0, 1], [2], [3, 4, 5]]
+
+
+def test_a_status_says_what_a_busy_rank_does_and_never_waits(cluster: clusters.Cluster) -> None:
+    with start(plan_of("fake:seconds=1.0,rank=0,step=0,how=hang", "mesh.pp=2")) as group:
+        group.submit_run(0, 1)
+        seen: dict[int, Status] = {}
+        until = time.monotonic() + 20
+        while len([s for s in seen.values() if s.instruction]) < 2 and time.monotonic() < until:
+            started = time.monotonic()
+            seen = group.statuses()
+            assert time.monotonic() - started < 0.5
+            time.sleep(0.05)
+        stream = group.plan.program.streams[0]
+        assert seen[0].instruction == str(stream[2]).partition(" after ")[0]
+        assert (seen[0].step, seen[0].epoch) == (0, 1)
+        group.stop(kill=True)
+
+
+def test_statuses_are_told_every_second_however_short_the_calls_are(cluster: clusters.Cluster) -> None:
+    told: list[dict[int, Status]] = []
+    with start(plan_of("fake:seconds=0.3", "mesh.pp=2")) as group:
+        for step in range(9):
+            group.collect(group.submit_run(step, 1), tick=told.append)
+    assert len(told) >= 2
+
+
+def run_until_it_fails(plan: Plan) -> tuple[PentadError, list[int], float]:
+    """The error of a run of six steps in two calls, the ranks' processes, and the seconds that the last call took."""
+    with start(plan) as group:
+        group.run(0, 1)
+        began = time.monotonic()
+        with pytest.raises(PentadError) as caught:
+            group.run(1, 5)
+        return caught.value, pids_of(group), time.monotonic() - began
+
+
+def third_instruction(plan: Plan, rank: int) -> str:
+    """What the fake runner does when it obeys."""
+    return str(plan.program.streams[rank][2]).partition(" after ")[0]
+
+
+def test_a_killed_rank_is_named_within_seconds_and_the_others_go_too(cluster: clusters.Cluster) -> None:
+    plan = plan_of("fake:rank=1,step=3,how=die")
+    error, pids, seconds = run_until_it_fails(plan)
+    assert isinstance(error, WorkerError)
+    assert error.rank == 1
+    assert str(error) == (
+        f"rank 1 (dp0 pp1, node 127.0.0.1, pid {pids[1]}) died at step 3 in {third_instruction(plan, 1)}: "
+        "its process was killed or crashed"
+    )
+    assert seconds < 10
+    assert_gone(pids)
+    assert_all_free()
+
+
+def test_an_exception_of_a_rank_is_told_with_its_instruction(cluster: clusters.Cluster) -> None:
+    plan = plan_of("fake:rank=0,step=1,how=raise", "mesh.pp=2")
+    error, pids, seconds = run_until_it_fails(plan)
+    assert isinstance(error, WorkerError)
+    assert str(error) == (
+        f"rank 0 (dp0 pp0, node 127.0.0.1, pid {pids[0]}) failed at step 1 in {third_instruction(plan, 0)}: "
+        "ZeroDivisionError: no such number"
+    )
+    assert "fake_runner.py" in error.detail  # the traceback
+    assert seconds < 10
+    assert_gone(pids)
+
+
+def test_a_users_mistake_found_by_a_rank_is_told_in_its_own_words(cluster: clusters.Cluster) -> None:
+    error, pids, _ = run_until_it_fails(plan_of("fake:rank=0,step=1,how=mistake", "mesh.pp=2"))
+    assert type(error) is PentadError
+    assert str(error) == "data.path is wrong, wanted a right one"
+    assert_gone(pids)
+
+
+def test_a_runner_that_cannot_be_imported_is_told(cluster: clusters.Cluster) -> None:
+    plan = plan_of("fake:", "mesh.pp=2")
+    with pytest.raises(WorkerError, match=r"^rank . \(dp0 pp., node .*\) failed: ModuleNotFoundError: .*'nowhere'$"):
+        WorkerGroup.start(plan, reserve(plan.mesh, "cpu", 10, fixed=True), 30, runner="nowhere:Runner")
+    assert_all_free()
+
+
+def test_a_folder_that_a_node_lacks_is_told(cluster: clusters.Cluster, tmp_path: Path) -> None:
+    with start(plan_of("fake:", "mesh.pp=2")) as group:
+        group.check_folder(tmp_path)
+        with pytest.raises(PentadError, match=r"which rank 0 \(dp0 pp0, .*\) does not see, wanted storage"):
+            group.check_folder(tmp_path / "elsewhere")
+
+
+def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster: clusters.Cluster) -> None:
+    began = time.monotonic()
+    with pytest.raises(PentadError) as caught:
+        reserve(Mesh(dp=2, pp=4), "cpu", 60, fixed=True)
+    assert time.monotonic() - began < 5
+    assert str(caught.value) == "mesh dp2 x pp4 has 8 ranks and wants 8 CPUs, but the cluster has only 4 CPUs on 1 node"
+    with pytest.raises(
+        PentadError, match="wants 6 GPUs and 6 CPUs, but the cluster has only 4 GPUs and 4 CPUs on 1 node"
+    ):
+        reserve(Mesh(pp=6), "cuda", 60, fixed=True)
+
+
+def test_places_that_do_not_come_free_in_time_are_told_and_given_back(cluster: clusters.Cluster) -> None:
+    held = reserve(Mesh(pp=3), "cpu", 10, fixed=True)
+    try:
+        with pytest.raises(PentadError) as caught:
+            reserve(Mesh(pp=2), "cpu", 1, fixed=True)
+    finally:
+        ray.util.remove_placement_group(held)
+    assert str(caught.value).startswith(
+        "mesh pp2 has 2 ranks and wants 2 CPUs, but within cluster.start_timeout_seconds = 1 only "
+    )
+    assert "of 4 CPUs on 1 node were free" in str(caught.value)
+    assert_all_free()
+
+
+def test_ranks_that_do_not_start_in_time_are_named_and_killed(cluster: clusters.Cluster) -> None:
+    with pytest.raises(PentadError) as caught:
+        start(plan_of("fake:slow=30", "mesh.pp=2"), seconds=4)
+    assert str(caught.value).startswith(
+        "cluster.start_timeout_seconds was not enough: rank 0 (dp0 pp0, node 127.0.0.1, pid "
+    )
+    assert str(caught.value).endswith("did not start within it")
+    assert_all_free()

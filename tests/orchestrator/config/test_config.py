@@ -1,0 +1,267 @@
+"""Laws of the configuration: complete, strict, and one clear sentence for every mistake."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pentad.orchestrator.config.config import dump, keys, load
+from pentad.schedules.ir.errors import PentadError
+
+
+def text(**changes: str | None) -> str:
+    """The quickstart's YAML with whole sections replaced, left out (None) or added."""
+    lines = dict(line.split(": ", 1) for line in dump(load(None, [])).splitlines()) | changes
+    return "".join(f"{name}: {value}\n" for name, value in lines.items() if value is not None)
+
+
+def refusal(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(PentadError) as caught:
+        load(path, list(overrides))
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str | bytes], Path]:
+    def write(content: str | bytes) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+def test_the_quickstart_is_what_the_design_prints() -> None:
+    config = load(None, [])
+    assert (config.run.name, config.run.seed, config.run.steps) == ("quickstart", 0, 60)
+    assert (config.model.layers, config.model.hidden, config.model.heads, config.model.kv_heads) == (8, 128, 8, 4)
+    assert (config.model.ffn, config.model.vocab, config.mesh.dp, config.mesh.pp) == (384, 4096, 1, 4)
+    assert (config.schedule.name, config.schedule.microbatches) == ("zb-h2", 8)
+    assert (config.batch.sequences, config.batch.sequence_length) == (16, 128)
+    assert config.data.path == "builtin:pydoc"
+
+
+def test_every_field_says_what_it_means() -> None:
+    assert len(dict(keys())) > 40
+    assert all(len(meaning) > 10 for meaning in dict(keys()).values())
+
+
+@pytest.mark.parametrize(
+    ("recompute", "stages", "modes"),
+    [
+        ("none", "null", ()),
+        ("full", "null", ("full",) * 4),
+        ("selective", "[3, 1]", ("none", "selective", "none", "selective")),
+    ],
+)
+def test_every_stage_has_a_mode_of_recompute(recompute: str, stages: str, modes: tuple[str, ...]) -> None:
+    config = load(None, [f"memory.recompute={recompute}", f"memory.recompute_stages={stages}"])
+    assert config.memory.modes(4) == modes
+    assert config.memory.savings(4).recompute == {s for s, mode in enumerate(modes) if mode != "none"}
+    assert load(None, ["memory.offload_keep=5"]).memory.savings(4).keep == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["recompute=some"], "memory.recompute is 'some', wanted one of none, selective or full"),
+        (["recompute_stages=[0]"], "memory.recompute_stages is [0], but memory.recompute is none, wanted selective"),
+        (["recompute=full", "recompute_stages=[]"], "memory.recompute_stages is [], wanted at least one stage"),
+        (["recompute=full", "recompute_stages=[4]"], "memory.recompute_stages is [4], wanted stages 0 to 3"),
+        (["recompute=full", "recompute_stages=2"], "memory.recompute_stages is 2, wanted a list such as [0, 1]"),
+        (["recompute=full", "recompute_stages=[-1]"], "memory.recompute_stages.0 is -1, wanted at least 0"),
+        (["offload_keep=0"], "memory.offload_keep is 0, wanted more than 0"),
+        (["offload_keep=0.5"], "memory.offload_keep is 0.5, but rank 0 needs 1 at once"),
+        (["offload_keep=9", "recompute=selective"], "memory.offload_keep is 9, but memory.recompute is selective"),
+    ],
+)
+def test_savings_that_cannot_be_are_one_sentence(overrides: list[str], sentence: str) -> None:
+    assert sentence in refusal(None, *(f"memory.{override}" for override in overrides))
+
+
+def test_auto_chooses_the_stages_so_none_can_be_named() -> None:
+    chosen = ["schedule.name=auto", "memory.recompute=full"]
+    assert load(None, chosen).memory.recompute == "full"
+    sentence = refusal(None, *chosen, "memory.recompute_stages=[1]")
+    assert sentence == "memory.recompute_stages is [1], but schedule.name auto places them, wanted null"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=3",
+        "memory.offload_keep=5.5",
+        "run.name='1e3'",
+        "run.name=on",
+        "optimizer.eps=1e-12",
+        "data.path='a: b'",
+    ],
+)
+def test_what_is_dumped_loads_back_equal(file: Callable[[str | bytes], Path], override: str) -> None:
+    config = load(None, [override])
+    assert load(file(dump(config)), []) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.learning_rate=1e-4", 1e-4),
+        ("optimizer.learning_rate=1", 1.0),
+        ("optimizer.warmup_steps=null", None),
+        ("cluster.dashboard=false", False),
+        ("run.name=no", "no"),
+        ("run.name=2024-01-01", "2024-01-01"),
+        ("data.path=a=b", "a=b"),
+        ("run.steps=1_000", 1000),
+    ],
+)
+def test_overrides_are_yaml_scalars(override: str, value: object) -> None:
+    section, _, name = override.partition("=")[0].partition(".")
+    assert getattr(getattr(load(None, [override]), section), name) == value
+
+
+def test_later_overrides_win_and_overrides_win_over_the_file(file: Callable[[str | bytes], Path]) -> None:
+    assert load(file(text()), ["run.steps=3", "run.steps=5"]).run.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optimiser.learning_rat=1", "optimiser.learning_rat is unknown; did you mean optimizer.learning_rate?"),
+        ("optimizer.learning_rat=1", "did you mean optimizer.learning_rate?"),
+        ("model.learning_rate=1", "did you mean optimizer.learning_rate?"),
+        ("run.bananas=1", "run.bananas is unknown, wanted one of run.{name, seed, steps, folder}"),
+        ("tokens.count=1", "tokens.count is unknown, wanted a key in one of the sections run, model"),
+        ("mesh=2", "mesh=2 sets a whole section, wanted a single key such as mesh.dp=VALUE"),
+        ("run.name={a: 1}", "run.name is {'a': 1}, wanted a single value"),
+        ("run.name=[", "override run.name=[ line 1, column 2:"),
+        ("run.name=../x", "run.name is '../x', wanted letters, digits"),
+        ("run.name=.hidden", "run.name is '.hidden', wanted letters"),
+        ("run.name=", "run.name is null, wanted text"),
+        ("run.name=7", "run.name is 7, wanted text (in quotes"),
+        ("run.steps=0", "run.steps is 0, wanted at least 1"),
+        ("run.steps=2.5", "run.steps is 2.5, wanted a whole number"),
+        ("run.steps=true", "run.steps is true, wanted a whole number"),
+        ("run.name=" + 101 * "a", "aaa..., wanted at most 100 characters"),
+        ("=5", "'' is unknown, wanted a key in one of the sections"),
+        ("run.seed=-1", "run.seed is -1, wanted at least 0"),
+        ("model.layers=eight", "model.layers is 'eight', wanted a whole number"),
+        ("model.family=gpt", "model.family is 'gpt', wanted one of llama"),
+        ("model.vocab=1", "model.vocab is 1, wanted at least 2"),
+        ("schedule.slices=4", "slices is 4, but schedule zb-h2 does not take it, wanted no slices"),
+        ("schedule.slices=0", "schedule.slices is 0, wanted at least 1"),
+        ("model.hidden=100", "model.hidden is 100, wanted a multiple of model.heads = 8"),
+        ("model.kv_heads=3", "model.heads is 8, wanted a multiple of model.kv_heads = 3"),
+        ("model.hidden=24", "model.hidden / model.heads is 24 / 8 = 3, wanted an even head size"),
+        ("model.layers=3", "model.layers is 3, but 4 pipeline stages (mesh.pp) need"),
+        ("mesh.cp=3", "batch.sequence_length is 128, wanted a multiple of 2 x mesh.cp = 6"),
+        ("mesh.tp=3", "model.heads is 8, wanted a multiple of mesh.tp = 3"),
+        ("mesh.ep=2", "mesh.ep is 2, wanted 1 for a model without experts"),
+        ("mesh.pp=0", "mesh.pp is 0, wanted at least 1"),
+        ("schedule.name=zbh2", "schedule.name is 'zbh2' (did you mean 'zb-h2'?)"),
+        ("schedule.microbatches=0", "schedule.microbatches is 0, wanted at least 1"),
+        (
+            "batch.sequences=12",
+            "batch.sequences is 12, wanted a multiple of mesh.dp x schedule.microbatches = 1 x 8 = 8",
+        ),
+        ("mesh.dp=3", "batch.sequences is 16, wanted a multiple of mesh.dp x schedule.microbatches = 3 x 8 = 24"),
+        ("optimizer.learning_rate=0", "optimizer.learning_rate is 0, wanted more than 0"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate is inf, wanted a finite number"),
+        ("optimizer.beta2=1", "optimizer.beta2 is 1, wanted less than 1"),
+        ("optimizer.warmup_steps=61", "optimizer.warmup_steps is 61, wanted at most run.steps = 60"),
+        (
+            "optimizer.min_learning_rate=1",
+            "optimizer.min_learning_rate is 1, wanted at most optimizer.learning_rate = 0.003",
+        ),
+        ("precision.compute=fp8", "precision.compute is 'fp8', wanted one of auto, bfloat16, float32 or float64"),
+        ("checkpoint.keep=0", "checkpoint.keep is 0, wanted at least 1"),
+        ("cluster.dashboard=1", "cluster.dashboard is 1, wanted true or false"),
+        ("cluster.dashboard_port=70000", "cluster.dashboard_port is 70000, wanted at most 65535"),
+        ("cluster.device=tpu", "cluster.device is 'tpu', wanted one of auto, cpu or cuda"),
+        ("cluster.auth=none", "cluster.auth is 'none', wanted one of token or disabled"),
+    ],
+)
+def test_a_bad_override_is_one_sentence_with_key_found_and_wanted(override: str, sentence: str) -> None:
+    assert sentence in refusal(None, override)
+
+
+def test_a_schedule_s_own_constraints_are_checked() -> None:
+    assert "must be even" in refusal(None, "schedule.name=dualpipe", "mesh.pp=3")
+    assert "at least 2 x ranks (mesh.pp) = 8" in refusal(None, "schedule.name=dualpipe", "schedule.microbatches=4")
+
+
+def test_slices_divide_the_sequence() -> None:
+    sliced = "schedule.name=seq-1f1b"
+    wanted = "schedule.slices is 3, wanted a divisor of batch.sequence_length = 128"
+    assert wanted in refusal(None, sliced, "schedule.slices=3")
+    assert load(None, [sliced, "schedule.slices=2"]).options.slices == 2
+    for length, slices in ((128, 4), (126, 3), (122, 2), (127, 1)):  # as many as it likes, or fewer
+        assert load(None, [sliced, f"batch.sequence_length={length}"]).options.slices == slices
+    assert load(None, []).options.slices is None
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "holds nothing, wanted a mapping of the sections run, model"),
+        ("quickstart", "holds 'quickstart', wanted a mapping"),
+        ("- run", "holds ['run'], wanted a mapping"),
+        ("run: [", "run.yaml line 1, column 7: "),
+        ("run: {name: a}\nmodel: {}\nrun: {}", "run.yaml line 3, column 1: key 'run' appears twice"),
+        ("run: {name: a, name: b}", "line 1, column 16: key 'name' appears twice"),
+        ("run:\n\t- a", "line 2, column 1: "),
+        ("a: \x00", "special characters are not allowed"),
+        ("[" * 5000, "recursion"),
+        ("run: !!python/object:os.system x", "could not determine a constructor"),
+        (b"run: \xff", "is not UTF-8 text (byte 5)"),
+        (text(run="3"), "run is 3, wanted a mapping with keys such as run.name"),
+        (text(run="{name: a}"), "run.steps is missing, wanted a value: optimizer steps"),
+        (text(run=None), "section run is missing, wanted one with keys such as run.name"),
+        (
+            text(optimiser="{learning_rat: 1}"),
+            "optimiser.learning_rat is unknown; did you mean optimizer.learning_rate?",
+        ),
+        (text(optimiser="{beta1: 0, beta2: 0}"), "optimiser is unknown; did you mean optimizer?"),
+        (text(ghosts="{}"), "ghosts is unknown, wanted a key in one of the sections"),
+        (text(optimizer=""), "optimizer is null, wanted a mapping"),
+        (text() + "5: 6\n", "5 is unknown, wanted a key in one of the sections"),
+        (text() + "'': 6\n", "'' is unknown, wanted a key in one of the sections"),
+    ],
+)
+def test_a_bad_file_is_one_sentence(file: Callable[[str | bytes], Path], content: str | bytes, sentence: str) -> None:
+    assert sentence in refusal(file(content))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert re.search(r"CONFIG is '.*none.yaml', which cannot be read \(No such file", refusal(tmp_path / "none.yaml"))
+    assert "Is a directory" in refusal(tmp_path)
+
+
+def test_of_several_mistakes_the_unknown_key_comes_first_and_the_rest_is_counted(
+    file: Callable[[str | bytes], Path],
+) -> None:
+    assert refusal(file(text(run="{name: a, step: 3}"))) == "run.step is unknown; did you mean run.steps? (and 1 more)"
+
+
+def test_nothing_can_be_changed_after_loading() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(None, []).run.steps = 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("data.packed=true", "schedule.name=seq-1f1b"), "wanted 1 for data.packed = true"),
+        (("model.tied=true", "schedule.post_validation=true"), "wanted false for model.tied = true"),
+        (
+            ("schedule.post_validation=true", "model.family=mixtral", "model.experts.count=4", "model.experts.active=2",
+             "model.experts.ffn=64", "model.experts.bias_rate=0.01"),
+            "wanted false for model.experts.bias_rate > 0",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_schedule_would_leave_out_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refusal(None, *overrides)

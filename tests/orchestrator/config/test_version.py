@@ -1,0 +1,18 @@
+"""pentad says which one it is."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from paths import ROOT
+
+from pentad.orchestrator.cli.cli import main
+from pentad.orchestrator.config.version import release
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pentad {release()}\n"
+    assert release() in (wanted, "checkout")

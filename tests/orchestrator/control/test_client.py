@@ -1,0 +1,231 @@
+"""Laws of `pentad status` and its siblings: a live run answers, another one is told of in one sentence."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from controls import Served, later, once_printed, rank, seen, serving
+from rich.console import Console
+
+from pentad.orchestrator.cli.cli import main
+from pentad.orchestrator.cli.show_status import status_view
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.control.control_client import NotLive, connect, ended
+from pentad.orchestrator.control.server import Control
+from pentad.orchestrator.monitoring.run_state import Wishes
+from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.errors import PentadError
+
+AGREED = {"run", "step", "epoch", "state", "ranks", "endpoints"}
+OF_A_RANK = {"rank", "pid", "node", "coordinates", "state", "step", "instruction", "heartbeat_age_seconds"}
+Pentad = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """runs/trial of a run that did three steps in its second epoch and has not ended."""
+    monkeypatch.chdir(tmp_path)
+    config = load(None, ["run.name=trial"])
+    with RunFolder(config, make_plan(config, "cpu")) as run:
+        for step in range(3):
+            run.metrics({**dict.fromkeys(METRIC_KEYS, 0.5), "step": step, "epoch": 2})
+        run.event("start", epoch=2, step=0)
+        return run.path
+
+
+@pytest.fixture
+def pentad(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Pentad:
+    """Runs a command line beside the run's folder: (status, stdout, stderr)."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return main(list(arguments)), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[Served]:
+    with serving(folder) as made:
+        yield made
+
+
+def journal(folder: Path, event: str, **facts: Any) -> None:
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write(json.dumps({"time": 0.0, "event": event, **facts}) + "\n")
+
+
+def test_a_live_run_s_status_has_the_agreed_keys(pentad: Pentad, served: Served) -> None:
+    status, out, err = pentad("status", "trial", "--json")
+    assert (status, err, out.count("\n")) == (0, "", 1)
+    facts = json.loads(out)
+    assert facts.keys() >= AGREED
+    assert facts.keys() == ended(served.folder).keys()
+    assert (facts["state"], facts["step"], facts["epoch"], len(facts["ranks"])) == ("running", 5, 2, 2)
+    assert facts["ranks"][1].keys() >= OF_A_RANK
+    assert facts["ranks"][1]["coordinates"] == {"dp": 0, "pp": 1, "cp": 0, "tp": 0, "ep": 0}
+
+
+def test_a_person_sees_every_rank_and_for_whom_the_run_waits(pentad: Pentad, served: Served) -> None:
+    served.control.view(seen("recovering", rank(0), rank(1, "hung", age=9.0), verdict="rank 1 has not moved for 9 s"))
+    status, out, _ = pentad("status", "runs/trial")
+    assert status == 0
+    for text in ("recovering", "step 5/60", "epoch 2", "dp0 pp1", "hung", "rank 1 has not moved for 9 s"):
+        assert text in out
+    assert "\x1b" not in out
+
+
+def test_of_a_run_that_is_over_no_rank_and_no_endpoint_is_shown(pentad: Pentad, served: Served) -> None:
+    served.control.view(seen("finished", step=60))
+    out = pentad("status", "trial")[1]
+    assert "finished" in out
+    assert "dp0" not in out and "127.0.0.1" not in out
+
+
+def test_where_not_all_ranks_fit_those_in_trouble_are_shown() -> None:
+    view = seen("running", *(rank(number, "lost" if number == 70 else "running") for number in range(100)))
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(status_view(view.plain(), 5))
+    assert "lost" in captured.get()
+    assert "and 95 more" in captured.get()
+
+
+def test_watch_shows_each_change_until_the_run_is_over(pentad: Pentad, served: Served) -> None:
+    once_printed(served.control.view, seen("finished", step=60))
+    status, out, _ = pentad("status", "trial", "--watch", "--json")
+    assert status == 0
+    assert [json.loads(line)["state"] for line in out.splitlines()] == ["running", "finished"]
+
+
+def test_a_run_that_goes_while_it_is_watched_is_told_from_its_folder(pentad: Pentad, served: Served) -> None:
+    journal(served.folder, "stop")
+    timer = once_printed(served.control.close)
+    status, out, _ = pentad("status", "trial", "--watch", "--json")
+    timer.join()
+    assert status == 0
+    assert [json.loads(line)["state"] for line in out.splitlines()] == ["running", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "news", "said"),
+    [
+        ("pause", seen("paused", step=7), "trial paused after step 7"),
+        ("resume", seen(step=7), "trial goes on from step 7"),
+        ("abort", seen("stopped", step=7), "trial ended at step 7, without a checkpoint"),
+    ],
+)
+def test_a_wish_is_answered_when_it_has_come_true(
+    pentad: Pentad, served: Served, verb: str, news: Any, said: str
+) -> None:
+    served.control.view(seen("paused" if verb == "resume" else "running"))
+    later(served.control.view, news)
+    status, out, err = pentad(verb, "trial")
+    assert (status, out, err) == (0, f" {said}\n", "")
+
+
+def test_a_checkpoint_is_answered_with_its_step(pentad: Pentad, served: Served) -> None:
+    later(served.wishes.saved, 6)
+    status, out, _ = pentad("checkpoint", "trial", "--json")
+    assert (status, json.loads(out)) == (0, {"run": "trial", "state": "running", "step": 6, "epoch": 2})
+
+
+def test_a_wish_that_takes_too_long_is_one_sentence(pentad: Pentad, served: Served) -> None:
+    status, out, err = pentad("pause", "trial", "--timeout", "0.2")
+    assert (status, out) == (1, "")
+    told = "in which run trial has been told, but Pause is not done yet, wanted a longer one"
+    assert err == f"pentad: --timeout is 0.2 s, {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "verdict"),
+    [
+        ([("end", {})], "finished", ""),
+        ([("stop", {})], "stopped", ""),
+        ([("failure", {"error": "rank 1 died"})], "failed", "rank 1 died"),
+        ([("end", {}), ("start", {"epoch": 3})], "failed", "it left no last word: killed, or its machine is gone"),
+    ],
+)
+def test_a_run_that_is_over_is_told_from_its_folder(
+    pentad: Pentad, folder: Path, events: list[tuple[str, dict[str, Any]]], state: str, verdict: str
+) -> None:
+    for event, facts in events:
+        journal(folder, event, **facts)
+    status, out, err = pentad("status", "trial", "--json")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert told.keys() >= AGREED
+    assert (told["state"], told["step"], told["steps"], told["verdict"]) == (state, 3, 60, verdict)
+    assert (told["ranks"], told["endpoints"], told["loss"]) == ([], {}, 0.5)
+    assert state in pentad("status", "trial")[1]
+    status, _, err = pentad("pause", "trial")
+    assert (status, err) == (1, f"pentad: run trial is {state} at step 3, wanted a live one\n")
+
+
+def test_a_killed_run_s_endpoint_is_seen_through(pentad: Pentad, folder: Path) -> None:
+    with socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    (folder / "control.json").write_text(json.dumps({"address": address, "token": "t", "pid": 1}))
+    status, _, err = pentad("resume", "trial")
+    told = f"run trial is not running any more (nobody answers at {address}), its last known step is 3"
+    assert (status, err) == (1, f"pentad: {told}, wanted a live one\n")
+    status, out, _ = pentad("status", "trial", "--json")
+    assert (status, json.loads(out)["state"]) == (0, "failed")
+
+
+def test_a_folder_before_its_first_step_has_a_status(tmp_path: Path) -> None:
+    config = load(None, [f"run.folder={tmp_path}", "run.name=new"])
+    with RunFolder(config, make_plan(config, "cpu")) as run:
+        assert (ended(run.path)["state"], ended(run.path)["step"]) == ("stopped", 0)
+
+
+def test_a_port_that_another_run_has_now_is_told(folder: Path, tmp_path: Path) -> None:
+    with closing(Control(tmp_path, "127.0.0.1", 0, Wishes())) as other:
+        endpoint = {"address": other.address, "token": "of a run that was killed", "pid": 1}
+        (folder / "control.json").write_text(json.dumps(endpoint))
+        with (
+            connect("trial") as client,
+            pytest.raises(PentadError, match=r"has a token that .* refuses, wanted the file that run trial wrote"),
+        ):
+            client.status()
+
+
+@pytest.mark.parametrize("text", ["", "{", "5", "{}", '{"address": 1}', '{"address": "a", "token": null}', '"x"'])
+def test_a_damaged_endpoint_is_one_sentence(folder: Path, text: str) -> None:
+    (folder / "control.json").write_text(text)
+    with pytest.raises(PentadError, match=r"control.json is damaged, wanted address and token: remove it"):
+        connect("trial")
+
+
+def test_loopback_of_another_machine_is_not_called(folder: Path) -> None:
+    endpoint = {"address": "127.0.0.1:1", "token": "t", "pid": 1, "host": "elsewhere"}
+    (folder / "control.json").write_text(json.dumps(endpoint))
+    with pytest.raises(PentadError, match=r"run trial listens at 127.0.0.1:1 of elsewhere only, wanted that machine"):
+        connect("trial")
+
+
+def test_a_folder_that_cannot_be_read_is_one_sentence(folder: Path) -> None:
+    (folder / "control.json").mkdir()
+    with pytest.raises(PentadError, match=r"RUN is 'trial', which cannot be read \(Is a directory\)"):
+        connect("trial")
+
+
+def test_a_run_that_does_not_exist_is_one_sentence(pentad: Pentad) -> None:
+    status, out, err = pentad("status", "trail")
+    assert (status, out) == (1, "")
+    assert err.startswith("pentad: RUN is 'trail' (did you mean trial?), wanted a run's folder or a name under runs/")
+
+
+def test_a_run_that_is_not_live_says_what_it_was(folder: Path) -> None:
+    journal(folder, "end")
+    with pytest.raises(NotLive) as over:
+        connect(folder)
+    assert over.value.last["state"] == "finished"

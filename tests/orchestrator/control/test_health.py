@@ -1,0 +1,61 @@
+"""Laws of the health service: which ranks serve, whether the run does, and that probes need no token."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from controls import NOT_SERVING, SERVING, Served, rank, seen, serving
+from grpc_health.v1 import health_pb2
+
+from pentad.orchestrator.control.service import healths
+from pentad.orchestrator.monitoring.run_state import RANK_STATES, RunView
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("state", RANK_STATES)
+def test_a_rank_serves_while_it_answers(state: str) -> None:
+    expected = state in ("running", "waiting", "idle")
+    now = time.monotonic()
+    named = healths(seen("running", rank(3, state)), closed=False, now=now)
+    assert named == {"": True, "pentad.v1.Control": True, "pentad.rank.3": expected}
+    assert not healths(seen("running", rank(3, state, age=6.0)), closed=False, now=now)["pentad.rank.3"]
+
+
+@pytest.mark.parametrize(
+    ("view", "closed", "serves"),
+    [
+        (seen("paused"), False, True),
+        (seen("recovering"), False, True),
+        (seen("recovering", rank(0), rank(1, "lost")), False, False),
+        *((seen(state), False, False) for state in ("finished", "stopped", "failed")),
+        (seen(), True, False),
+    ],
+)
+def test_a_run_serves_unless_it_is_over_or_has_lost_ranks(view: RunView, closed: bool, serves: bool) -> None:
+    named = healths(view, closed=closed, now=time.monotonic())
+    assert named[""] is named["pentad.v1.Control"] is serves
+
+
+def test_probes_need_no_token_and_watch_a_rank_come_and_go(served: Served) -> None:
+    assert served.serves("")
+    assert served.serves("pentad.v1.Control")
+    assert served.serves("pentad.rank.1")
+    with pytest.raises(grpc.RpcError, match="service is unknown, wanted '', "):
+        served.serves("pentad.rank.2")
+    told = served.health.Watch(health_pb2.HealthCheckRequest(service="pentad.rank.1"), timeout=10)
+    assert next(told).status == SERVING
+    served.control.view(seen("running", rank(0), rank(1, "hung")))
+    assert next(told).status == NOT_SERVING
+    served.control.plan(seen("running", rank(0)))
+    assert next(told).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    served.control.view(seen())
+    assert next(told).status == SERVING
+    served.control.close()
+    assert [answer.status for answer in told] == [NOT_SERVING]

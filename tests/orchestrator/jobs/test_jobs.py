@@ -1,0 +1,345 @@
+"""Laws of submitted runs: what travels, how a job's end is told, and that stop and a second submission lose nothing."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from commands import Pentad, pentad
+from paths import ROOT
+
+from pentad.orchestrator.cli import show_jobs
+from pentad.orchestrator.cli.cli import main
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.sections import ClusterSection
+from pentad.orchestrator.jobs import job_log, job_package, jobs
+from pentad.orchestrator.jobs.job_log import follow, outcome
+from pentad.orchestrator.jobs.jobs import Job, Jobs, announce, failure
+from pentad.schedules.ir.errors import PentadError
+
+__all__ = ["pentad"]
+SMALL = [
+    *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
+    *("batch.sequences=2", "batch.sequence_length=16", "schedule.name=1f1b", "schedule.microbatches=2", "mesh.pp=2"),
+    *("cluster.device=cpu", "run.steps=400"),
+]
+JOB = Job("trial-1", "trial", "RUNNING", "pp2", "1f1b", "/runs/trial", 1e9, None, "", 120.0, {})
+OWN = """
+from pentad.schedules.generators.custom import BW, F
+
+def mine(rank, ranks, microbatches):
+    for mb in range(microbatches):
+        yield F(rank, mb)
+    for mb in range(microbatches):
+        yield BW(rank, mb)
+"""
+
+
+def tree(folder: Path) -> set[str]:
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in files if "__pycache__" not in path.parts}
+
+
+def test_the_package_travels_whole_and_a_job_prefers_it_to_an_installed_one(tmp_path: Path) -> None:
+    package = job_package.write_package(tmp_path / "one")
+    assert tree(package) == {f"{name}/{file}" for name in job_package.FOLDERS for file in tree(ROOT / name)}
+    assert not list(package.rglob("__pycache__"))
+    # From there it can be sent on: an installed package is copied like a checkout.
+    code = """
+import sys
+from pathlib import Path
+from pentad.orchestrator import cli, job_package
+print(cli.__file__, job_package.write_package(Path(sys.argv[1])))
+"""
+    command = [sys.executable, "-P", "-c", code, str(tmp_path / "two")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "one")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(package / "orchestrator" / "cli.py"), str(tmp_path / "two" / "pentad")]
+    assert tree(tmp_path / "two" / "pentad") == tree(package)
+
+
+def test_a_job_joins_its_own_cluster_and_its_folders_are_absolute() -> None:
+    given = load(None, ["run.folder=out/runs", "data.path=../corpus", "data.cache=~/cache", "cluster.address=h:1"])
+    config = job_package.for_cluster(given, Path("/home/me/here"))
+    assert config.run.folder == "/home/me/here/out/runs"
+    assert config.data.path == "/home/me/corpus"
+    assert config.data.cache == str(Path.home() / "cache")
+    assert (config.cluster.address, config.cluster.auth) == ("auto", "token")
+    assert job_package.for_cluster(config, Path("/elsewhere")) == config
+    assert job_package.for_cluster(load(None, []), Path("/")).data.path == "builtin:pydoc"
+    assert job_package.for_cluster(given, Path("/"), is_open=True).cluster.auth == "disabled"
+
+
+def test_a_schedule_of_the_users_own_goes_along_with_its_job(tmp_path: Path) -> None:
+    file = tmp_path / "mine" / "my.py"
+    file.parent.mkdir()
+    file.write_text(OWN)
+    config = load(None, [f"schedule.name={file}:mine"])
+    environment = job_package.runtime_environment(config, tmp_path)
+    work = Path(environment["working_dir"])
+    assert (work / "my.py").read_text() == OWN
+    written = (work / job_package.CONFIG).read_text()
+    assert "my.py:mine" in written
+    assert str(tmp_path) not in written
+
+
+def test_a_job_says_what_it_is_and_gets_its_time_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "3", "PYTHONPATH": "/x", "SECRET": "x"}.items():
+        monkeypatch.setenv(name, value)
+    config = job_package.for_cluster(load(None, ["run.name=trial", "cluster.stop_timeout_seconds=7.5"]), Path("/a"))
+    facts = job_package.metadata(config)
+    assert facts.keys() == {"job_name", *(f"pentad/{name}" for name in jobs._FACTS)}
+    assert facts["job_name"] == "trial"  # as the dashboard calls it
+    assert (facts["pentad/run"], facts["pentad/folder"]) == ("trial", "/a/runs/trial")
+    assert (facts["pentad/mesh"], facts["pentad/schedule"]) == ("pp4", "zb-h2")
+    assert RunConfig.model_validate(json.loads(facts["pentad/config"])) == config
+    environment = job_package.runtime_environment(config, tmp_path)
+    assert load(Path(environment["working_dir"]) / job_package.CONFIG, []) == config
+    variables = environment["env_vars"]
+    assert (variables["RAY_JOB_STOP_WAIT_TIME_S"], variables["OMP_NUM_THREADS"]) == ("8", "3")
+    assert not {"PYTHONPATH", "SECRET"} & set(variables)
+
+
+ENTRY = (
+    "Job entrypoint command failed with exit code {}, last available logs (truncated to 20,000 chars):\nRunning\n{}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (ENTRY.format(1, " Ray dashboard\npentad: mesh pp4 has 4 ranks"), "mesh pp4 has 4 ranks"),
+        (ENTRY.format(1, "Traceback\nValueError: x"), "ValueError: x"),
+        (
+            ENTRY.format(1, "ModuleNotFoundError: No module named 'torch'"),
+            "No module named 'torch', wanted what pentad",
+        ),
+        (ENTRY.format(2, "unknown option -P\nTry `python -h'"), "Try `python -h'"),
+        (ENTRY.format(127, "sh: 1: exec: python: not found"), "wanted a `python` on the PATH"),
+        (ENTRY.format(-9, "step 3"), "its driver was killed by signal 9"),
+        ("runtime_env setup failed: x\nOSError: no room", "OSError: no room"),
+        ("", "no reason given"),
+    ],
+)
+def test_a_failure_comes_down_to_one_sentence(message: str, sentence: str) -> None:
+    assert sentence in failure(message)
+    assert "\n" not in failure(message)
+
+
+@pytest.mark.parametrize(
+    ("status", "log", "ok", "words"),
+    [
+        ("SUCCEEDED", "step 5\n\n finished  6 steps\n loss 5\n", True, "finished; the run is in /runs/trial"),
+        ("STOPPED", "\n stopped   4 steps\n", True, "was stopped after 4 steps, with a checkpoint in /runs/trial"),
+        ("STOPPED", "\n finished  6 steps\n", True, "finished"),
+        ("STOPPED", "pentad: interrupted\n", True, "was stopped before it began to train"),
+        ("STOPPED", "step 1\nstep 2\n", False, "was killed: .* within cluster.stop_timeout_seconds = 120"),
+        ("FAILED", "\n stopped   4 steps\n", False, "failed: of this"),
+    ],
+)
+def test_the_end_of_a_job_is_told_and_decides_the_exit_status(status: str, log: str, ok: bool, words: str) -> None:
+    ended = outcome(JOB._replace(status=status, message="of this"), log)
+    assert ended.ok is ok
+    assert re.match(f"job trial-1 {words}", ended.sentence)
+
+
+def fake(tails: list[list[str | Exception]], answers: list[Job | Exception]) -> Any:
+    """Jobs whose log streams yield and raise what is told, and which are what `answers` say, one after the other."""
+
+    async def tail(job: str) -> AsyncIterator[str]:
+        for text in tails.pop(0):
+            await asyncio.sleep(0)
+            if isinstance(text, Exception):
+                raise text
+            yield text
+
+    def get(job: str) -> Job:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return SimpleNamespace(client=SimpleNamespace(tail_job_logs=tail), get=get, address="http://head:8265")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = asyncio.sleep
+    monkeypatch.setattr(job_log.asyncio, "sleep", lambda seconds: sleep(0))
+
+
+@pytest.mark.usefixtures("hasty")
+def test_following_goes_on_where_it_was_when_the_connection_breaks() -> None:
+    tails: list[list[str | Exception]] = [
+        ["one\ntw"],
+        [RuntimeError("broken")],
+        ["one\n", "two\nthree\n"],
+        ["one\ntwo\n"],
+    ]
+    ended = JOB._replace(status="SUCCEEDED")
+    seen: list[str] = []
+    found, result = follow(fake(tails, [JOB, PentadError("silent"), ended]), "trial-1", seen.append)
+    assert "".join(seen) == "one\ntwo\nthree\n"
+    assert (found, result.ok) == (ended, True)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_following_ends_when_the_cluster_is_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_log, "PATIENCE_SECONDS", 0.0)
+    with pytest.raises(PentadError, match="silent"):
+        follow(fake([["one\n"]], [PentadError("silent")]), "trial-1", lambda text: None)
+
+
+def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show_jobs, "follow", interrupted)
+    at = "--address http://head:8265"
+    ways = f"pentad logs trial-1 {at} --follow, stop it with pentad stop trial-1 {at}"
+    with pytest.raises(PentadError, match=f"^detached from job trial-1, which goes on: follow it with {ways}$"):
+        show_jobs._follow(fake([], []), JOB, as_json=False)
+
+
+def test_only_a_drivers_job_is_told_its_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert announce({"control": "127.0.0.1:1"}) is False
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert announce({"control": "127.0.0.1:1"}) is False
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[clusters.Cluster]:
+    """One node of two CPUs that asks for a token, which this process knows; its `python` is this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with clusters.start(ClusterSection(device="cpu"), 2) as running:
+            assert running.token_file is not None
+            # As `ray start` does: else a job may join another cluster of this machine.
+            ray._private.utils.write_ray_address(running.address, str(running.token_file.parent / "ray"))
+            yield running
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def steps(run: Path) -> list[tuple[Any, ...]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+def wait_for(path: Path, seconds: float = 40.0) -> None:
+    until = time.monotonic() + seconds
+    while not (path.exists() and path.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: clusters.Cluster, runs: Path) -> tuple[int, str, str]:
+    """Status, stdout and stderr of a run that was submitted as the job 'whole' and not stopped."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        patch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # --address counts
+        at = ("--name", "whole", "--address", str(cluster.dashboard))
+        status = main(["submit", *SMALL, f"run.folder={runs}", "run.name=whole", *at])
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.timeout(120)
+def test_a_submitted_run_trains_and_its_log_is_followed(whole: tuple[int, str, str], runs: Path) -> None:
+    status, out, err = whole
+    assert (status, err) == (0, ""), out
+    assert f"folder  {runs}/whole, on the cluster's" in out
+    assert "step 399  loss" in out
+    assert out.endswith(f"pentad: job whole finished; the run is in {runs}/whole\n")
+    assert len(steps(runs / "whole")) == 400
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("whole")
+@pytest.mark.slow
+def test_a_stopped_run_is_resumed_by_submitting_it_again_and_loses_nothing(
+    cluster: clusters.Cluster, pentad: Pentad, runs: Path
+) -> None:
+    at = ("--address", str(cluster.dashboard))
+    same = (*SMALL, f"run.folder={runs}", "run.name=parts", *at)
+    status, out, _ = pentad("submit", *same, "--name", "first", "--no-follow", "--json")
+    assert status == 0
+    assert json.loads(out)["status"] in ("PENDING", "RUNNING")
+    assert "run.name is parts, which job first is running already" in pentad("submit", *same)[2]
+    wait_for(runs / "parts" / "metrics.jsonl")
+    status, out, err = pentad("stop", "first", *at)
+    assert (status, err) == (0, "")
+    assert re.search(rf"job first was stopped after \d+ steps, with a checkpoint in {runs}/parts", out)
+    done = len(steps(runs / "parts"))
+    assert 0 < done < 400
+    assert list((runs / "parts" / "checkpoints").iterdir())
+    assert "--name is 'first', which was a job of this cluster already" in pentad("submit", *same, "--name", "first")[2]
+
+    status, out, _ = pentad("submit", *same, "--json")
+    ended = json.loads(out)
+    assert (status, ended["status"], ended["run"]) == (0, "SUCCEEDED", "parts")
+    assert f"resuming from step {done}" in pentad("logs", ended["job"], *at)[1]
+    assert steps(runs / "parts") == steps(runs / "whole")
+
+
+@pytest.mark.usefixtures("whole")
+def test_jobs_are_listed_with_what_their_drivers_announced(
+    cluster: clusters.Cluster, pentad: Pentad, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = ("--address", str(cluster.dashboard))
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": {"job_submission_id": "whole"}}))
+    assert announce({"control": "10.0.0.1:1234", "metrics": "10.0.0.1:5678"})
+    listed = {job["job"]: job for job in json.loads(pentad("jobs", *at, "--json")[1])["jobs"]}
+    announced = {"control": "10.0.0.1:1234", "metrics": "10.0.0.1:5678", "dashboard": cluster.dashboard}
+    assert listed["whole"]["endpoints"] == announced
+    assert (listed["whole"]["status"], listed["whole"]["folder"]) == ("SUCCEEDED", f"{runs}/whole")
+    out = pentad("jobs", *at)[1]
+    assert out.count("\n") == 1 + len(listed)
+    assert re.search(rf" whole +whole +SUCCEEDED +pp2 +\d{{4}}-\d\d-\d\d \d\d:\d\d +{runs}/whole", out)
+    ended = "a job that has ended already (SUCCEEDED), wanted a live one"
+    assert pentad("stop", "whole", *at)[2] == f"pentad: ID is 'whole', {ended}\n"
+
+
+@pytest.mark.parametrize("job", ["nobody", "../version", ""])
+def test_an_unknown_job_is_one_sentence(cluster: clusters.Cluster, pentad: Pentad, job: str) -> None:
+    for verb in ("logs", "stop"):
+        status, out, err = pentad(verb, job, "--address", str(cluster.dashboard))
+        assert (status, out) == (1, "")
+        assert re.match(f"pentad: ID is '{job}', which is no job that pentad submitted to {cluster.dashboard}, ", err)
+
+
+def test_a_jobs_name_is_plain(cluster: clusters.Cluster, pentad: Pentad) -> None:
+    err = pentad("submit", "--name", "a/b", "--address", str(cluster.dashboard))[2]
+    assert err == "pentad: --name is 'a/b', wanted letters, digits, '_', '-' and '.', the first no '-' or '.'\n"
+
+
+def test_what_a_driver_cannot_do_reaches_the_user(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
+    wide = ("mesh.dp=2", "batch.sequences=4", "cluster.start_timeout_seconds=1", f"run.folder={runs}", "run.name=wide")
+    status, out, err = pentad("submit", *SMALL, *wide, "--address", str(cluster.dashboard))
+    assert status == 1
+    assert re.fullmatch(r"pentad: job wide-\w+ failed: mesh dp2 x pp2 has 4 ranks and wants 4 CPUs, but .*\n", err)
+    assert out.count("\npentad: mesh dp2 x pp2 has 4 ranks") == 1
+
+
+def test_a_wrong_token_is_told_by_a_real_cluster(
+    cluster: clusters.Cluster, pentad: Pentad, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
+    assert "refuses the token found here" in pentad("jobs", "--address", str(cluster.dashboard))[2]
+    with pytest.raises(PentadError, match="refuses the token found here"):
+        Jobs(cluster.dashboard)

@@ -1,0 +1,176 @@
+"""The life of a run that is submitted to a cluster of two nodes with a token: seen, paused, stopped, sent again."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import ray
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+from pentad.orchestrator.cli.cli import main
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.cluster.ray_head import psutil
+from pentad.orchestrator.config.sections import ClusterSection
+
+STEPS = 400
+SMALL = (
+    *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
+    *("batch.sequences=2", "batch.sequence_length=16", "schedule.name=1f1b", "schedule.microbatches=2", "mesh.pp=2"),
+    *("cluster.device=cpu", f"run.steps={STEPS}", "checkpoint.every=20"),  # so that calls have 20 steps at most
+)
+
+
+class User:
+    """What a user of a cluster types and asks, with the token."""
+
+    def __init__(self, cluster: clusters.Cluster, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+        assert cluster.token_file is not None
+        self.cluster, self.capsys, self.words = cluster, capsys, (*SMALL, *words)
+        self.at = ("--address", str(cluster.dashboard))
+        self.headers = {"Authorization": f"Bearer {cluster.token_file.read_text()}"}
+
+    def pentad(self, *arguments: str) -> tuple[int, str, str]:
+        self.capsys.readouterr()
+        status = main(list(arguments))
+        return status, *self.capsys.readouterr()
+
+    def asked(self, *arguments: str) -> Any:
+        """The JSON of a command that does what it says."""
+        status, out, err = self.pentad(*arguments, "--json")
+        assert status == 0, (out, err)
+        return json.loads(out)
+
+    def submit(self, run: str, *more: str) -> Any:
+        return self.asked("submit", *self.words, f"run.name={run}", *self.at, *more)
+
+    def job(self, name: str) -> Any:
+        return next(job for job in self.asked("jobs", *self.at)["jobs"] if job["job"] == name)
+
+    def slices(self, name: str) -> set[tuple[str, str]]:
+        """Row and name of each of pentad's slices in the file for Perfetto that Ray's dashboard has of a job."""
+        number = self.dashboard(f"jobs/{name}")["driver_info"]["id"]
+        events = self.dashboard(f"v0/tasks/timeline?job_id={number}")
+        rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        ours = [e for e in events if e["ph"] == "X" and e["args"].get("func_or_class_name") == "pentad.step"]
+        return {(rows[e["pid"], e["tid"]], e["name"]) for e in ours}
+
+    def tasks(self) -> list[str]:
+        """Names of the calls that the cluster has heard of; it hears once a second."""
+        return [task["name"] for task in self.dashboard("v0/tasks?detail=1&limit=10000")["data"]["result"]["result"]]
+
+    def dashboard(self, path: str) -> Any:
+        request = urllib.request.Request(f"{self.cluster.dashboard}/api/{path}", headers=self.headers)
+        return json.loads(urllib.request.urlopen(request, timeout=20).read())
+
+
+@pytest.fixture
+def user(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> Iterator[User]:
+    """Of a cluster of two nodes with room for one rank each; jobs have this `python`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with clusters.start(ClusterSection(device="cpu"), 1) as head, second_node(head.address):
+            assert head.token_file is not None
+            # As `ray start` does: else a job may join another cluster of this machine.
+            ray._private.utils.write_ray_address(head.address, str(head.token_file.parent / "ray"))
+            yield User(head, capsys, (f"run.folder={tmp_path}", f"data.path={corpus}"))
+
+
+@contextmanager
+def second_node(address: str) -> Iterator[None]:
+    parameters = RayParams(
+        gcs_address=address,
+        node_ip_address=clusters.LOOPBACK,
+        num_cpus=1,
+        num_gpus=0,
+        object_store_memory=clusters.OBJECT_STORE_BYTES,
+        dashboard_agent_listen_port=0,
+        include_log_monitor=False,
+    )
+    node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=True)
+    try:
+        eventually(lambda: ray.cluster_resources().get("CPU"), lambda cpus: cpus == 2)
+        yield
+    finally:
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+def eventually(ask: Callable[[], Any], done: Callable[[Any], bool], seconds: float = 40.0) -> Any:
+    until = time.monotonic() + seconds
+    while not done(answer := ask()):
+        assert time.monotonic() < until, answer
+        time.sleep(0.05)
+    return answer
+
+
+def steps(run: Path) -> list[tuple[Any, ...]]:
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+def serves(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.timeout(150)
+def test_a_submitted_run_is_seen_paused_resumed_stopped_and_resubmitted_and_loses_nothing(
+    user: User, tmp_path: Path
+) -> None:
+    parts = tmp_path / "parts"
+    user.submit("parts", "--name", "first", "--no-follow")
+    eventually(lambda: steps(parts), bool)
+
+    paused = user.asked("pause", str(parts))
+    status = user.asked("status", str(parts))
+    assert (status["run"], status["state"], status["mesh"], status["epoch"]) == ("parts", "paused", "pp2", 1)
+    assert status["step"] == paused["step"] == len(steps(parts))
+    assert [rank["coordinates"]["pp"] for rank in status["ranks"]] == [0, 1]
+    assert len({psutil.Process(rank["pid"]).ppid() for rank in status["ranks"]}) == 2  # a node each
+    assert user.job("first")["endpoints"] == status["endpoints"]
+    actors = user.dashboard("v0/actors?detail=1")["data"]["result"]["result"]
+    assert {(a["repr_name"], a["name"], a["state"]) for a in actors if "pp" in a["repr_name"]} == {
+        (f"parts dp0 pp{pp}", f"pentad/parts/dp0-pp{pp}", "ALIVE") for pp in (0, 1)
+    }
+    eventually(user.tasks, lambda names: any(re.fullmatch(r"run\(\d+, \d+, True\) in epoch 1", n) for n in names))
+    metrics = urllib.request.urlopen(f"http://{status['endpoints']['metrics']}/metrics", timeout=5).read().decode()
+    assert re.search(r'^pentad_run_state\{.*"paused".*\} 1.0$', metrics, re.MULTILINE)
+
+    shown = eventually(lambda: user.slices("first"), lambda found: len({row for row, _ in found}) == 2)
+    names = {f"{stage}{op}{microbatch}" for stage in "01" for op in ("F", "BW") for microbatch in "01"}
+    assert {(f"worker:000{name[0]}", name) for name in names} <= shown
+
+    saved = user.asked("checkpoint", str(parts))["step"]
+    assert saved == paused["step"]
+    assert user.asked("resume", str(parts))["state"] == "running"
+    eventually(lambda: len(steps(parts)), lambda done: done > saved)
+    assert serves(status["endpoints"]["control"])
+    done = user.asked("pause", str(parts))["step"]  # for a fast machine: it would come to the end before the stop
+
+    stopped = user.asked("stop", "first", *user.at)
+    assert stopped["outcome"] == f"job first was stopped after {done} steps, with a checkpoint in {parts}"
+    assert saved < done == len(steps(parts)) < STEPS
+    assert user.asked("status", str(parts))["state"] == "stopped"
+    second = user.submit("parts", "--name", "second")
+    assert (second["status"], second["outcome"]) == ("SUCCEEDED", f"job second finished; the run is in {parts}")
+    assert f"resuming from step {done}" in user.pentad("logs", "second", *user.at)[1]
+    refused = (1, "", f"pentad: run parts is finished at step {STEPS}, wanted a live one\n")
+    assert user.pentad("pause", str(parts)) == refused
+
+    user.submit("whole")
+    assert steps(parts) == steps(tmp_path / "whole")
+    assert len(steps(parts)) == STEPS

@@ -1,0 +1,386 @@
+"""Laws of the exporter: what it is told is what Prometheus scrapes, under the agreed names and labels."""
+
+import os
+import re
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+import ray.util.metrics
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from promtool import promtool
+
+from pentad.orchestrator.monitoring import ray_metrics
+from pentad.orchestrator.monitoring.exporter import Exporter
+from pentad.orchestrator.monitoring.exposition import COARSE, FINE, METRICS, RANK
+from pentad.orchestrator.monitoring.ray_metrics import GAUGES, RayMetrics
+from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Op
+from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.spec.mesh import Mesh
+from pentad.workers.runtime.telemetry import GpuState
+
+ROW = {
+    **{"step": 0, "loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "tokens": 2048, "step_seconds": 0.3},
+    **{"tokens_per_second": 6826.0, "mfu": 0.4, "bubble_planned": 0.125, "bubble_measured": 0.25, "epoch": 1},
+    **{"skipped": False, "peak_bytes": 5 << 30, "host_seconds": 0.01},
+}
+GPU = GpuState(10 << 30, 80 << 30, 512.5, 1.98e9, 61.0, 2, ("power",))
+RECOVERED = {
+    **{"event": "recovered", "time": 1.7e9, "epoch": 2, "step": 3, "mesh": "pp3", "how": "shrink"},
+    **{"seconds": {"fence": 0.2, "place": 1.5, "connect": 0.4, "state": 0.1}, "steps_replayed": 2},
+}
+CHECKPOINT = {"event": "checkpoint", "time": 1.7e9, "epoch": 1, "step": 4, "seconds": 2.0, "bytes": 1000}
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    return {**ROW, "step": step, **changes}
+
+
+def view_of(mesh: Mesh, **changes: Any) -> RunView:
+    now = time.monotonic()
+    ranks = tuple(
+        RankView(rank, mesh.coordinates(rank), f"10.0.0.{rank // 8}", 100 + rank, rank % 8, "running", 3, "", now - 5)
+        for rank in range(mesh.size)
+    )
+    view = RunView("quick", "/runs/quick", "running", 3, 9, 1, str(mesh), "zb-h2", "abc", ranks=ranks)
+    return view._replace(**changes)
+
+
+def spans_of(ranks: int, each: int) -> tuple[Span, ...]:
+    ops = ("F", "B", "W", "SEND_F")
+    return tuple(
+        Span(0, rank, "compute", "", ops[k % 4], 0, k, -1, float(k), k + 0.003)
+        for rank in range(ranks)
+        for k in range(each)
+    )
+
+
+def scrape(exporter: Exporter) -> dict[str, list[Sample]]:
+    text = urllib.request.urlopen(f"http://{exporter.address}/metrics", timeout=10).read().decode()
+    found: dict[str, list[Sample]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample)
+    return found
+
+
+def value(samples: dict[str, list[Sample]], name: str, **labels: str) -> float:
+    (found,) = (s for s in samples[name] if labels.items() <= s.labels.items())
+    return found.value
+
+
+@pytest.fixture
+def exporter() -> Iterator[Exporter]:
+    made = Exporter("quick", "127.0.0.1", 0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def full(exporter: Exporter) -> Exporter:
+    """Has been told something of every kind."""
+    exporter.plan(view_of(Mesh(pp=4)))
+    exporter.steps([ROW], [spans_of(4, 100)])
+    exporter.gpus(dict.fromkeys(range(4), GPU))
+    for entry in (CHECKPOINT, RECOVERED, {"event": "lost", "rank": 1, "fault": "hang", "detector": "deadline"}):
+        exporter.event(entry)
+    return exporter
+
+
+def test_both_are_watchers(exporter: Exporter) -> None:
+    watchers: list[Watcher] = [exporter, RayMetrics("quick")]
+    assert watchers
+
+
+def test_every_metric_is_told_and_has_the_job(full: Exporter) -> None:
+    samples = scrape(full)
+    told = {re.sub(r"_(bucket|count|sum)$", "", name) for name in samples}
+    assert told == set(METRICS)
+    assert {s.labels["job"] for its in samples.values() for s in its} == {"quick"}
+
+
+def test_promtool_finds_no_fault_with_names_units_and_help(full: Exporter) -> None:
+    text = urllib.request.urlopen(f"http://{full.address}/metrics", timeout=10).read()
+    promtool("check", "metrics", given=text)
+
+
+def test_labels_are_of_few_values(full: Exporter) -> None:
+    own = {"version", "schedule_hash", "state", "tensor", "op", "fault", "detector", "phase", "stage", "tier"}
+    assert {label for metric in METRICS.values() for label in metric.labels} <= {*RANK, *own, "reason", "type"}
+    assert len(Op) * (len(COARSE) + 3) < 500
+    assert len(FINE) < 100
+
+
+def test_a_step_is_told_as_its_row_says(full: Exporter) -> None:
+    samples = scrape(full)
+    assert {name: value(samples, f"pentad_{name}") for name in ("loss", "grad_norm", "learning_rate")} == {
+        "loss": 2.5,
+        "grad_norm": 0.75,
+        "learning_rate": 1e-3,
+    }
+    assert value(samples, "pentad_model_flops_utilization_ratio") == 0.4
+    assert value(samples, "pentad_bubble_ratio") == 0.25
+    assert value(samples, "pentad_bubble_planned_ratio") == 0.125
+    assert value(samples, "pentad_tokens_total") == 2048
+    assert value(samples, "pentad_step_duration_seconds_sum") == 0.3
+    assert value(samples, "pentad_gpu_memory_peak_bytes") == 5 << 30
+
+
+def test_what_was_not_measured_is_not_told(exporter: Exporter) -> None:
+    exporter.steps([row(0, mfu=None, bubble_measured=None, peak_bytes=0)], [()])
+    missing = {"pentad_model_flops_utilization_ratio", "pentad_bubble_ratio", "pentad_gpu_memory_peak_bytes"}
+    assert not missing & set(scrape(exporter))
+
+
+def test_what_is_not_finite_is_nan_and_counted(exporter: Exporter) -> None:
+    exporter.steps([row(0), row(1, grad_norm=None, skipped=True)], [(), ()])
+    samples = scrape(exporter)
+    assert value(samples, "pentad_grad_norm") != value(samples, "pentad_grad_norm")
+    assert value(samples, "pentad_nonfinite_values_total", tensor="gradient") == 1
+    assert value(samples, "pentad_nonfinite_values_total", tensor="loss") == 0
+
+
+def test_spans_become_a_histogram_of_each_op(full: Exporter) -> None:
+    samples = scrape(full)
+    name = "pentad_instruction_duration_seconds"
+    assert {s.labels["op"]: s.value for s in samples[f"{name}_count"]} == dict.fromkeys(("F", "B", "W", "SEND_F"), 100)
+    assert value(samples, f"{name}_sum", op="F") == pytest.approx(0.3)
+    counts = {float(s.labels["le"]): s.value for s in samples[f"{name}_bucket"] if s.labels["op"] == "F"}
+    assert (counts[0.002], counts[0.005], counts[float("inf")]) == (0, 100, 100)
+
+
+def test_a_value_on_a_bucket_s_bound_is_inside(exporter: Exporter) -> None:
+    exporter.steps([row(0, step_seconds=0.1), row(1, step_seconds=1000.0)], [(), ()])
+    counts = {s.labels["le"]: s.value for s in scrape(exporter)["pentad_step_duration_seconds_bucket"]}
+    assert (counts["0.079"], counts["0.1"], counts["100.0"], counts["+Inf"]) == (0, 1, 1, 2)
+
+
+def test_buckets_are_spaced_evenly_from_100_us_to_100_s() -> None:
+    for buckets in (COARSE, FINE):
+        assert (buckets[0], buckets[-1]) == (1e-4, 100.0)
+        ratios = [b / a for a, b in pairwise(buckets)]
+        assert max(ratios) / min(ratios) < 1.3
+
+
+def test_ranks_have_all_coordinates_and_wall_clock_heartbeats(full: Exporter) -> None:
+    beats = scrape(full)["pentad_heartbeat_timestamp_seconds"]
+    assert [s.labels["rank"] for s in beats] == ["0", "1", "2", "3"]
+    want = {"rank": "2", "pp": "2", "dp": "0", "cp": "0", "tp": "0", "ep": "0", "node": "10.0.0.0", "job": "quick"}
+    assert beats[2].labels == want
+    assert all(abs(time.time() - 5 - s.value) < 2 for s in beats)
+
+
+def test_ranks_that_are_gone_vanish_and_so_do_their_gpus(full: Exporter) -> None:
+    full.plan(view_of(Mesh(pp=3), epoch=2))
+    samples = scrape(full)
+    ranks = {s.labels["rank"] for its in samples.values() for s in its if "rank" in s.labels}
+    assert ranks == {"0", "1", "2"}
+    assert not [name for name in samples if name.startswith("pentad_gpu_") and "peak" not in name]
+    assert value(samples, "pentad_world_size") == 3
+    assert value(samples, "pentad_membership_epoch") == 2
+    full.gpus({0: GPU, 3: GPU})
+    assert [s.labels["rank"] for s in scrape(full)["pentad_gpu_power_watts"]] == ["0"]
+
+
+def test_a_lost_rank_keeps_its_last_heartbeat_but_does_not_count(exporter: Exporter) -> None:
+    view = view_of(Mesh(pp=2))
+    exporter.plan(view)
+    exporter.view(view._replace(ranks=(view.ranks[0], view.ranks[1]._replace(state="lost"))))
+    samples = scrape(exporter)
+    assert value(samples, "pentad_world_size") == 1
+    assert len(samples["pentad_heartbeat_timestamp_seconds"]) == 2
+
+
+def test_a_gpu_that_does_not_tell_something_has_no_series_of_it(exporter: Exporter) -> None:
+    exporter.plan(view_of(Mesh(pp=2)))
+    exporter.gpus({0: GPU, 1: GpuState(power=100.0)})
+    samples = scrape(exporter)
+    assert [s.value for s in samples["pentad_gpu_power_watts"]] == [512.5, 100.0]
+    assert value(samples, "pentad_gpu_ecc_errors_total", rank="0", type="uncorrected") == 2
+    assert len(samples["pentad_gpu_ecc_errors_total"]) == 1
+    assert {s.labels["reason"]: s.value for s in samples["pentad_gpu_throttled"]} == {
+        "power": 1,
+        "thermal": 0,
+        "hardware": 0,
+    }
+
+
+def test_the_state_of_the_run_is_one_of_all(exporter: Exporter) -> None:
+    exporter.view(view_of(Mesh(), state="recovering"))
+    states = {s.labels["state"]: s.value for s in scrape(exporter)["pentad_run_state"]}
+    assert [state for state, on in states.items() if on] == ["recovering"]
+    assert len(states) == 8
+
+
+def test_counters_are_zero_before_anything_happens(exporter: Exporter) -> None:
+    samples = scrape(exporter)
+    counters = {name for name, metric in METRICS.items() if metric.kind == "counter" and "gpu" not in name}
+    assert counters <= set(samples)
+    assert not any(s.value for name in counters for s in samples[name])
+    assert value(samples, "pentad_recovery_duration_seconds_count", phase="connect") == 0
+
+
+def test_the_journal_is_counted(full: Exporter) -> None:
+    samples = scrape(full)
+    assert value(samples, "pentad_failures_total", fault="hang", detector="deadline") == 1
+    assert sum(s.value for s in samples["pentad_failures_total"]) == 1
+    assert value(samples, "pentad_recovery_duration_seconds_sum", phase="place") == 1.5
+    assert value(samples, "pentad_steps_discarded_total") == 2
+    assert value(samples, "pentad_checkpoint_last_success_timestamp_seconds", tier="disk") == 1.7e9
+    assert value(samples, "pentad_checkpoint_duration_seconds_sum", stage="disk") == 2.0
+    assert value(samples, "pentad_checkpoint_bytes_total") == 1000
+    full.event({"event": "checkpoint failed", "time": 1.7e9, "step": 5, "error": "no space"})
+    assert value(scrape(full), "pentad_checkpoint_failures_total") == 1
+
+
+@pytest.mark.parametrize("event", ["start", "place", "fence", "pause", "resume", "stop", "end", "failure", "new"])
+def test_other_events_are_none_of_its_business(exporter: Exporter, event: str) -> None:
+    exporter.event({"time": 1.7e9, "event": event})
+
+
+def test_steps_done_again_are_not_effective_time(exporter: Exporter) -> None:
+    exporter._began -= 100
+    exporter.steps([row(k, step_seconds=10.0) for k in (4, 5, 6, 7, 6, 7)], [()] * 6)
+    assert value(scrape(exporter), "pentad_effective_training_time_ratio") == pytest.approx(0.4, rel=0.05)
+
+
+def test_a_scrape_sees_a_step_whole_or_not_at_all(exporter: Exporter) -> None:
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.is_set():
+            exporter.steps([ROW], [spans_of(1, 8)])
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    try:
+        for _ in range(20):
+            samples = scrape(exporter)
+            steps = value(samples, "pentad_step_duration_seconds_count")
+            assert value(samples, "pentad_tokens_total") == 2048 * steps
+            assert all(s.value == 2 * steps for s in samples.get("pentad_instruction_duration_seconds_count", []))
+    finally:
+        over.set()
+        teller.join()
+
+
+def test_it_costs_next_to_nothing_even_for_64_ranks(exporter: Exporter) -> None:
+    """Seconds of this process, which both asks and answers: those of a clock are other programs' too."""
+    exporter.plan(view := view_of(Mesh(dp=4, pp=16)))
+    exporter.gpus(dict.fromkeys(range(64), GPU))
+    spans = spans_of(4, 100)
+    assert cost(lambda: exporter.steps([ROW], [spans])) < 0.001
+    assert cost(lambda: exporter.view(view)) < 0.001
+    assert cost(lambda: urllib.request.urlopen(f"http://{exporter.address}/metrics").read()) < 0.020
+
+
+def cost(work: Any) -> float:
+    """CPU seconds, the best of some; by a clock, which sees other programs too, the best is no wait either."""
+    times, waits = [], []
+    for _ in range(20):
+        began, clock = time.process_time(), time.monotonic()
+        work()
+        times.append(time.process_time() - began)
+        waits.append(time.monotonic() - clock)
+    assert min(waits) < 0.1
+    return min(times)
+
+
+def test_closing_frees_the_port_at_once_and_twice_is_once() -> None:
+    exporter = Exporter("a", "127.0.0.1", 0)
+    host, _, port = exporter.address.rpartition(":")
+    scrape(exporter)
+    began = time.monotonic()
+    exporter.close()
+    exporter.close()
+    assert time.monotonic() - began < 1
+    again = Exporter("b", host, int(port))
+    assert again.address == f"127.0.0.1:{port}"
+    again.close()
+
+
+def test_a_taken_port_is_told_with_its_holder(exporter: Exporter) -> None:
+    port = int(exporter.address.rpartition(":")[2])
+    wanted = rf"^metrics.port is {port}, but .*pid {os.getpid()}.* has that port .*; wanted a free one, or 0 for any$"
+    with pytest.raises(PentadError, match=wanted):
+        Exporter("b", "127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "no-such-host.invalid", "a..b"])
+def test_a_host_that_is_not_this_one_is_told(host: str) -> None:
+    with pytest.raises(PentadError, match=rf"^metrics.host is '{host}', where nothing can listen \(.*\), wanted an "):
+        Exporter("b", host, 0)
+
+
+def test_a_client_that_hangs_up_leaves_the_terminal_alone(full: Exporter, capfd: pytest.CaptureFixture[str]) -> None:
+    host, _, port = full.address.rpartition(":")
+    for request in (b"GET /metrics HTTP/1.1\r\n\r\n", b"", b"\x00\xff\r\n\r\n"):
+        with socket.create_connection((host, int(port))) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
+            client.sendall(request)
+    scrape(full)
+    assert capfd.readouterr() == ("", "")
+
+
+class FakeGauge:
+    made: ClassVar[dict[str, "FakeGauge"]] = {}
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        assert (description, tag_keys) == (GAUGES[name], ("job",))
+        self.told: list[Any] = []
+        self.made[name] = self
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.told.append((value, tags["job"]))
+
+
+@pytest.fixture
+def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeGauge]:
+    monkeypatch.setattr(ray_metrics, "Gauge", FakeGauge)
+    monkeypatch.setattr(FakeGauge, "made", {})
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    return FakeGauge.made
+
+
+def test_ray_is_told_a_few_figures(gauges: dict[str, FakeGauge]) -> None:
+    watcher = RayMetrics("quick")
+    watcher.plan(view_of(Mesh(pp=2)))
+    watcher.steps([row(2), row(3, loss=None)], [(), ()])
+    assert {name: gauge.told for name, gauge in gauges.items()} == {
+        "pentad_step": [(3, "quick")],
+        "pentad_world_size": [(2, "quick")],
+        "pentad_tokens_per_second": [(6826.0, "quick")],
+        "pentad_bubble_ratio": [(0.25, "quick")],
+    }
+    watcher.steps([row(4)], [()])
+    assert gauges["pentad_loss"].told == [(2.5, "quick")]
+    assert set(gauges) == set(GAUGES)
+
+
+def test_without_ray_nobody_is_told(gauges: dict[str, FakeGauge], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    watcher = RayMetrics("quick")
+    watcher.view(view_of(Mesh()))
+    watcher.close()
+    assert not gauges
+
+
+def test_what_ray_refuses_ends_no_run(gauges: dict[str, FakeGauge], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(FakeGauge, "set", refuse)
+    RayMetrics("quick").steps([ROW], [()])
+
+
+def test_rays_gauges_have_the_names_and_meanings_of_the_exporters() -> None:
+    own = {name for name in GAUGES if name in METRICS}
+    assert set(GAUGES) - own == {"pentad_tokens_per_second"}

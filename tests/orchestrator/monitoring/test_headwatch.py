@@ -1,0 +1,72 @@
+"""A head that answers again in time is no fault; one that does not is told of once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from pentad.orchestrator.monitoring import headwatch
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Watches an address; gives the event of its end, the one that ends it, and the thread."""
+    monkeypatch.setattr(headwatch, "LOOK_SECONDS", 0.02)
+    ends = []
+
+    def do(address: str, patience: float):
+        over, gone = threading.Event(), threading.Event()
+        thread = threading.Thread(target=headwatch.watch, args=(address, patience, over, gone.set))
+        thread.start()
+        ends.append((over, thread))
+        return gone, over, thread
+
+    yield do
+    for over, thread in ends:
+        over.set()
+        thread.join()
+
+
+def listener(port: int = 0) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port), backlog=100)
+
+
+def test_a_head_that_answers_is_there(watch):
+    with listener() as head:
+        gone, _, _ = watch(f"127.0.0.1:{head.getsockname()[1]}", 0.1)
+        assert not gone.wait(0.5)
+
+
+def test_a_head_that_does_not_is_gone_after_the_patience_and_no_sooner(watch):
+    with listener() as head:
+        port = head.getsockname()[1]
+    began = time.monotonic()
+    gone, _, thread = watch(f"127.0.0.1:{port}", 0.3)
+    assert gone.wait(5)
+    assert time.monotonic() >= began + 0.3
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_head_that_comes_back_in_time_is_no_fault(watch):
+    with listener() as head:
+        port = head.getsockname()[1]
+    gone, _, _ = watch(f"127.0.0.1:{port}", 2.0)
+    time.sleep(0.2)
+    with listener(port):
+        assert not gone.wait(2.5)
+
+
+def test_a_run_that_is_over_needs_no_head(watch):
+    with listener() as head:
+        port = head.getsockname()[1]
+    gone, over, thread = watch(f"127.0.0.1:{port}", 0.3)
+    over.set()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert not gone.is_set()

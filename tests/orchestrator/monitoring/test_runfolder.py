@@ -1,0 +1,220 @@
+"""Laws of the run folder: whole files, one live run, and nothing of a step that is about to be done again."""
+
+import errno
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from paths import SUPPORT
+
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder, read_lines, resolve_run, saved_config
+from pentad.orchestrator.planning.cost_model import guess_costs
+from pentad.orchestrator.planning.planning import make_plan, spread
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Timeline
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SUPPORT.parent / ".typings")}
+
+
+def config_in(folder: Path, *overrides: str) -> RunConfig:
+    return load(None, [f"run.folder={folder}", "run.name=trial", *overrides])
+
+
+def opened(folder: Path, *overrides: str) -> RunFolder:
+    config = config_in(folder, *overrides)
+    return RunFolder(config, make_plan(config, "cpu"))
+
+
+def row(step: int, **more: object) -> dict:
+    return {**dict.fromkeys(METRIC_KEYS, 0.5), "step": step, "mfu": None, **more}
+
+
+def test_a_new_run_writes_what_it_was_asked_to_do(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        assert not run.resumed
+        assert run.path == tmp_path / "trial"
+        assert run.checkpoints.is_dir()
+        assert saved_config(run.path) == config_in(tmp_path)
+        assert Program.load(run.path / "program.arrow").hash == run.plan.program.hash
+
+
+def test_ranks_find_the_checkpoints_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with opened(Path("runs")) as run:
+        assert run.path == Path("runs/trial")
+        assert run.checkpoints == tmp_path / "runs" / "trial" / "checkpoints"
+
+
+def test_metrics_and_journal_are_a_line_each(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        run.metrics(row(0, extra="kept"))
+        run.metrics(row(1, loss=math.nan, grad_norm=math.inf))
+        run.event("checkpoint", step=1)
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert set(METRIC_KEYS) <= set(lines[0])
+    assert lines[0]["extra"] == "kept"
+    assert lines[1]["loss"] is None
+    assert lines[1]["grad_norm"] is None
+    (event,) = read_lines(run.path / "journal.jsonl")
+    assert (event["event"], event["step"]) == ("checkpoint", 1)
+    assert event["time"] > 1e9
+
+
+def test_after_a_rewind_every_step_appears_once(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        for step in range(6):
+            run.metrics(row(step, epoch=1))
+    with opened(tmp_path) as run:
+        assert run.resumed
+        run.rewind(4)
+        for step in range(4, 8):
+            run.metrics(row(step, epoch=2))
+    lines = read_lines(run.path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(8))
+    assert [line["epoch"] for line in lines] == [1] * 4 + [2] * 4
+
+
+def test_a_line_torn_by_a_crash_is_dropped(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        run.metrics(row(0))
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "lo')
+    assert [line["step"] for line in read_lines(run.path / "metrics.jsonl")] == [0]
+    with opened(tmp_path) as run:
+        run.metrics(row(1))
+    assert [line["step"] for line in read_lines(run.path / "metrics.jsonl")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.ffn=256", "model.ffn is 256, but the run in .*trial has 384: choose another run.name than trial"),
+        ("batch.sequences=32", "batch.sequences is 32, but"),
+        ("data.path=elsewhere", "data.path is elsewhere, but"),
+        ("run.seed=1", "run.seed is 1, but"),
+    ],
+)
+def test_another_run_of_the_same_name_is_refused_and_untouched(tmp_path: Path, override: str, sentence: str) -> None:
+    with opened(tmp_path) as run:
+        before = (run.path / "config.yaml").read_text()
+    with pytest.raises(PentadError, match=sentence):
+        opened(tmp_path, override)
+    assert (run.path / "config.yaml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "override", ["run.steps=100", "optimizer.learning_rate=1e-4", "schedule.name=1f1b", "data.cache=x", "mesh.pp=2"]
+)
+def test_a_resumed_run_may_change_what_does_not_change_its_data_or_model(tmp_path: Path, override: str) -> None:
+    opened(tmp_path).close()
+    with opened(tmp_path, override) as run:
+        assert run.resumed
+        assert saved_config(run.path) == config_in(tmp_path)  # until there are steps of the new one
+        run.begin(config_in(tmp_path, override))
+        assert saved_config(run.path) == config_in(tmp_path, override)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trial").mkdir()
+    (tmp_path / "trial" / "thesis.tex").write_text("years of work")
+    with pytest.raises(PentadError, match=r"trial exists and is no run's folder, wanted a new one"):
+        opened(tmp_path)
+    assert os.listdir(tmp_path / "trial") == ["thesis.tex"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_user_s_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PentadError, match=r"run.folder is '.*file', where .* cannot be written"):
+        opened(tmp_path / "file")
+
+
+def test_two_live_runs_of_one_name_are_refused(tmp_path: Path) -> None:
+    with opened(tmp_path), pytest.raises(PentadError, match=f"is running already .process {os.getpid()}."):
+        opened(tmp_path)
+    opened(tmp_path).close()
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
+    code = f"import sys; sys.path.insert(0, {str(SUPPORT)!r})\n"
+    code += f"from test_runfolder import opened\nfrom pathlib import Path\nrun = opened(Path({str(tmp_path)!r}))\n"
+    code += "import os, signal; print('held', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert ended.stdout == "held\n"
+    with opened(tmp_path) as run:
+        assert run.resumed
+
+
+@pytest.mark.parametrize("line", ["{garbage", "5", '{"step": 1}', "\0"])
+def test_a_damaged_line_is_named_and_kept(tmp_path: Path, line: str) -> None:
+    with opened(tmp_path) as run:
+        run.metrics(row(0))
+        with (run.path / "metrics.jsonl").open("a") as file:
+            file.write(f"{line}\n")
+        with pytest.raises(PentadError, match=r"metrics.jsonl line 2 is .*, wanted an object.*: mend or remove"):
+            run.rewind(0)
+    assert (run.path / "metrics.jsonl").read_text().endswith(f"\n{line}\n")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "journal.jsonl", "program.arrow"])
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+    opened(tmp_path).close()
+    (tmp_path / "trial" / name).unlink(missing_ok=True)
+    (tmp_path / "trial" / name).mkdir()
+    with pytest.raises(PentadError, match=rf"{name} cannot be written"), opened(tmp_path) as run:
+        run.begin(config_in(tmp_path))
+    (tmp_path / "trial" / name).rmdir()
+    opened(tmp_path).close()  # the lock is free
+
+
+def test_timelines_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as run:
+        plan = run.plan
+        simulated = simulate(plan.program, guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype))
+        run.timelines(simulated, simulated)
+        files = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+
+        def full(self: Timeline, path: Path) -> None:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "Error writing bytes to file. Detail: [errno 28]")
+
+        monkeypatch.setattr(Timeline, "save", full)
+        with pytest.raises(PentadError, match=r"timeline.arrow cannot be written \(No space left on device\)"):
+            run.timelines(simulated, simulated)
+    assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == files
+
+
+def test_timelines_are_written_in_all_their_forms(tmp_path: Path) -> None:
+    with opened(tmp_path, "mesh.dp=2") as run:
+        plan = run.plan
+        simulated = simulate(plan.program, guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype))
+        measured = replace(spread(simulated, plan.mesh), source="measured")
+        run.timelines(measured, simulated)
+    assert Timeline.load(run.path / "timeline.arrow") == measured
+    events = json.loads(gzip.decompress((run.path / "trace.json.gz").read_bytes()))["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert "measured rank 5 (dp1 pp2)" in names
+    assert "<title>" in (run.path / "timeline.html").read_text()
+
+
+def test_a_run_is_found_by_name_and_by_path(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    assert resolve_run("trial", tmp_path) == tmp_path / "trial"
+    assert resolve_run(str(tmp_path / "trial")) == tmp_path / "trial"
+    with pytest.raises(
+        PentadError, match=r"RUN is 'trail' \(did you mean trial\?\), wanted a run's folder or a name under"
+    ):
+        resolve_run("trail", tmp_path)
+    with pytest.raises(PentadError, match="there are none"):
+        resolve_run("trial", tmp_path / "nowhere")

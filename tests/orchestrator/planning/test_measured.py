@@ -1,0 +1,45 @@
+"""The planner and what was measured on GPUs: the most that a rank had allocated, and the seconds of a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import TESTS
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.estimate import costs_of, memories
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.plan import Plan
+
+RESULTS = [json.loads(path.read_text()) for path in sorted((TESTS / "bench" / "results").glob("meshes-*.json"))]
+RUNS = [run for each in RESULTS for call in each["calls"] for run in call["runs"] if "peak_gib" in run]
+
+
+each_run = pytest.mark.parametrize(
+    "run", RUNS, ids=lambda run: f"{Path(run['config']).stem}-{run['mesh'].replace(' ', '')}"
+)
+
+
+def planned(run: dict[str, Any]) -> Plan:
+    plan = make_plan(load(TESTS.parent / run["config"], run["overrides"]), "cuda")
+    assert str(plan.mesh) == run["mesh"]
+    return plan
+
+
+@each_run
+def test_planned_bytes_are_those_of_h200s(run: dict[str, Any]) -> None:
+    most = max(each["total"] for each in memories(planned(run)))
+    assert most / 2**30 == pytest.approx(run["peak_gib"], rel=0.05)
+
+
+@each_run
+def test_predicted_seconds_are_near_those_of_h200s(run: dict[str, Any]) -> None:
+    """The assumed rates were chosen by these runs."""
+    plan = planned(run)
+    spans = simulate(plan.program, costs_of(plan)).spans
+    seconds = max(span.end for span in spans) - min(span.start for span in spans)
+    assert seconds == pytest.approx(run["step_seconds"], rel=0.2)

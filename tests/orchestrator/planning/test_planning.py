@@ -1,0 +1,213 @@
+"""Laws of planning: a plan is a pure function of its configuration, and its estimates are arithmetic."""
+
+from dataclasses import replace
+
+import pytest
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning import estimate
+from pentad.orchestrator.planning.cost_model import guess_costs
+from pentad.orchestrator.planning.estimate import flops_per_token, memory, peak_flops, read_costs, utilisation
+from pentad.orchestrator.planning.planning import make_plan, spread
+from pentad.schedules.catalogue import CATALOGUE
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Op, units_of
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import parameters
+from pentad.schedules.verify.check import check, peak_activations
+
+LLAMA_8B = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
+
+
+def plan_of(*overrides: str, device: str = "cpu", hosts: int = 1) -> Plan:
+    return make_plan(load(None, list(overrides)), device, hosts=hosts)
+
+
+def costs_of(plan: Plan) -> Costs:
+    return guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_schedule_becomes_a_proven_plan(name: str, device: str) -> None:
+    plan = plan_of(f"schedule.name={name}", "mesh.dp=2", device=device)
+    check(plan.program, replicas=2)
+    assert plan == plan_of(f"schedule.name={name}", "mesh.dp=2", device=device)
+    assert plan.mesh == Mesh(dp=2, pp=4)
+    assert len(plan.layers) == plan.program.stages
+
+
+def test_precision_and_transport_follow_the_device() -> None:
+    assert (plan_of().dtype, plan_of().transport) == ("float32", "gloo")
+    on_gpu = plan_of(device="cuda")
+    assert (on_gpu.dtype, on_gpu.transport, on_gpu.deterministic) == ("bfloat16", "peer", True)
+    assert plan_of("precision.compute=float64", device="cuda").dtype == "float64"
+    assert plan_of(device="cuda", hosts=2).transport == "nccl"
+    assert plan_of("cluster.transport=nccl", device="cuda").transport == "nccl"
+
+
+def test_only_nccl_receives_wait_for_the_compute_before_them() -> None:
+    peer, nccl = plan_of(device="cuda"), plan_of("cluster.transport=nccl", device="cuda")
+    assert peer.program.hash != nccl.program.hash
+
+
+def test_peer_transport_needs_one_host() -> None:
+    with pytest.raises(
+        PentadError, match=r"cluster.transport is peer, but the ranks are on 2 hosts, wanted auto or nccl"
+    ):
+        plan_of("cluster.transport=peer", device="cuda", hosts=2)
+
+
+def test_null_means_a_tenth() -> None:
+    optimizer = plan_of("run.steps=50", "optimizer.learning_rate=1e-3").optimizer
+    assert optimizer.warmup_steps == 5
+    assert optimizer.min_learning_rate == pytest.approx(1e-4)
+    given = plan_of("optimizer.warmup_steps=0", "optimizer.min_learning_rate=0").optimizer
+    assert (given.warmup_steps, given.min_learning_rate) == (0, 0)
+
+
+def test_flops_of_a_known_model_are_the_known_ones() -> None:
+    # 8.03e9 parameters without 0.525e9 of input embedding, attention halved or not.
+    assert flops_per_token(LLAMA_8B, 8192) == pytest.approx(51.47e9, rel=1e-3)
+    assert flops_per_token(LLAMA_8B, 8192, causal=False) == pytest.approx(57.91e9, rel=1e-3)
+    assert flops_per_token(LLAMA_8B, 131072) == pytest.approx(148.1e9, rel=1e-3)
+
+
+def test_utilisation_is_unknown_without_a_known_peak() -> None:
+    plan = plan_of(device="cuda")
+    ranks, flops = plan.mesh.size, flops_per_token(plan.model, plan.batch.length)
+    assert utilisation(ranks * 989e12 / flops, plan, "NVIDIA H200") == pytest.approx(1)
+    assert utilisation(1e4, plan_of(), "NVIDIA H200") is None
+    assert utilisation(1e4, plan, "cpu") is None
+    assert peak_flops("NVIDIA H200", "float32") is None
+
+
+def test_guessed_costs_grow_with_the_work() -> None:
+    plan = plan_of("model.layers=9", "model.vocab=256")
+    costs = costs_of(plan)
+    sizes = [end - first for first, end in plan.layers]
+    heavier, lighter = sizes.index(3), sizes.index(2)
+    assert costs.forward[heavier] > costs.forward[lighter]
+    assert all(b > f for f, b in zip(costs.forward, costs.backward, strict=True))
+    big_head = costs_of(plan_of("model.vocab=65536"))
+    assert big_head.forward[-1] > 5 * big_head.forward[1]
+    on_gpu = costs_of(plan_of(device="cuda"))
+    assert all(gpu < cpu for gpu, cpu in zip(on_gpu.forward, costs_of(plan_of()).forward, strict=True))
+
+
+def test_replicas_pay_for_reduction() -> None:
+    assert costs_of(plan_of("mesh.dp=2")).reduce > costs_of(plan_of()).reduce
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_costs_read_back_from_a_simulated_step_simulate_the_same_step(name: str) -> None:
+    plan = plan_of(f"schedule.name={name}")
+    timeline = simulate(plan.program, costs_of(plan))
+    costs = read_costs(plan.program, timeline)
+    assert costs is not None
+    again = simulate(plan.program, costs)
+    assert again.makespan == pytest.approx(timeline.makespan, rel=1e-2)  # a halved BW has half a launch
+    assert again.bubble().longest == pytest.approx(timeline.bubble().longest, abs=1e-2)
+
+
+def test_no_costs_are_read_from_half_a_step() -> None:
+    plan = plan_of()
+    timeline = simulate(plan.program, costs_of(plan))
+    half = type(timeline)("measured", tuple(span for span in timeline.spans if span.stage != 2))
+    assert read_costs(plan.program, half) is None
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_activations_with_a_whole_backward_are_whole_microbatches(name: str) -> None:
+    """F keeps and BW frees the same: middle ranks need their peak count times a microbatch, and BW's own operands."""
+    plan = plan_of(f"schedule.name={name}")
+    tokens, model = plan.batch.rows * plan.batch.length, plan.model
+    # two streams, two normed, q k v, attention out, gate and up: float32; two scales and a sum a head
+    layer = 4 * (4 * 128 + 2 * 128 + 2 * 64 + 2 * 384) + 4 * (2 + model.heads)
+    entry = 4 * 128  # lies in the slot of its transfer
+    peak = peak_activations(plan.program)[1]
+    found = memory(plan, 1)["activations"]
+    assert tokens * (2 * layer - entry) * peak <= found < tokens * (2 * layer - entry) * (peak + 1)
+
+
+def test_a_slice_costs_an_even_share_of_a_microbatch() -> None:
+    whole, sliced = (costs_of(plan_of("schedule.name=seq-1f1b", f"schedule.slices={k}")) for k in (1, 4))
+    for found, wanted in ((sliced.forward, whole.forward), (sliced.backward, whole.backward)):
+        assert found == pytest.approx([seconds / 4 for seconds in wanted])
+    assert sliced.weight[1] == pytest.approx(whole.weight[1] / 4)
+    assert whole.weight[0] / 4 < sliced.weight[0] < whole.weight[0]  # all rows of the embedding are filled each time
+    assert whole.transfer / 4 < sliced.transfer < whole.transfer  # the latency is paid each time
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_slices_keep_keys_and_values_of_whole_sequences(slices: int) -> None:
+    """One rank keeps, when the second microbatch comes: slices of both, as many as one has, keys and values of both,
+    and their gradients of the first one, but for its last slice."""
+    alone = ("mesh.pp=1", "model.layers=4")
+    plan = plan_of("schedule.name=seq-1f1b", f"schedule.slices={slices}", *alone)
+    whole = memory(plan_of("schedule.name=1f1b", *alone), 0)["activations"]
+    pairs = 4 * 2 * 64 * plan.batch.rows * plan.batch.length * 4  # layers, keys and values, width, tokens, float32
+    shared = pairs * (2 + (slices - 1) / slices) if slices > 1 else 0
+    assert 0.85 * whole + shared < memory(plan, 0)["activations"] <= whole + shared
+
+
+def test_memory_sums_up_and_counts_master_weights_once() -> None:
+    plan, on_gpu = plan_of(), plan_of(device="cuda")
+    for rank in range(4):
+        parts = memory(plan, rank)
+        assert parts["total"] == sum(value for name, value in parts.items() if name not in ("total", "host"))
+    whole = sum(memory(plan, rank)["parameters"] for rank in range(4))
+    assert whole == 4 * parameters(plan.model)
+    assert memory(plan, 0)["master"] == 0
+    parts = memory(on_gpu, 0)
+    assert (parts["master"], parts["gradients"], parts["optimizer"]) == tuple(
+        k * parts["parameters"] for k in (2, 2, 4)
+    )
+
+
+def test_dualpipe_holds_its_parameters_twice() -> None:
+    plan = plan_of("schedule.name=dualpipe")
+    assert sum(memory(plan, rank)["parameters"] for rank in range(4)) == 2 * 4 * parameters(plan.model)
+
+
+def test_a_rank_pays_for_each_of_its_receive_slots() -> None:
+    plan = plan_of()
+    tensor = plan.batch.rows * plan.batch.length * plan.model.hidden * 4
+    stream = plan.program.streams[0]
+    slots = {(part.op, part.slot) for part in units_of(stream) if part.op in (Op.RECV_F, Op.RECV_B)}
+    assert memory(plan, 0)["slots"] == len(slots) * tensor
+
+
+def test_spread_gives_every_replica_the_same_times() -> None:
+    mesh = Mesh(dp=2, pp=4)
+    plan = plan_of("mesh.dp=2")
+    timeline = simulate(plan.program, costs_of(plan))
+    wide = spread(timeline, mesh)
+    assert wide.ranks == tuple(range(8))
+    assert len(wide.spans) == 2 * len(timeline.spans)
+    for rank in range(8):
+        here = mesh.coordinates(rank)
+        own = [span for span in wide.spans if span.rank == rank]
+        model = [span for span in timeline.spans if span.rank == here.pp]
+        assert [(s.name, s.start, s.end) for s in own] == [(s.name, s.start, s.end) for s in model]
+        for span, of in zip(own, model, strict=True):
+            assert (span.peer < 0) == (of.peer < 0)
+            if span.peer >= 0:
+                assert mesh.coordinates(span.peer) == here._replace(pp=of.peer)
+    assert wide.bubble().makespan == pytest.approx(timeline.bubble().makespan)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_holder_steps_on_its_shard(zero):
+    """Half the seconds of STEP with two holders; all but the norm is guessed alike."""
+    words = ["mesh.dp=2", "schedule.name=1f1b", "schedule.microbatches=2"]
+    whole, cut = (
+        estimate.costs_of(make_plan(load(None, [*words, f"zero.stage={stage}"]), "cpu")) for stage in (0, zero)
+    )
+    assert cut.step == pytest.approx(whole.step / 2)
+    assert cut.norm < whole.norm
+    assert replace(cut, step=whole.step, norm=whole.norm) == whole

@@ -1,0 +1,83 @@
+"""The planner and what others have measured: what fits, and which of two configurations is better."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from published import MODELS, ROWS, Published
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.estimate import costs_of, flops_per_token, memory
+from pentad.orchestrator.planning.fit import room_of
+from pentad.orchestrator.planning.mesh_search import survey
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.tensors import head_in_layers, parameters
+
+ROOM = room_of("cuda", 79).bytes
+
+
+def planned(row: Published) -> Plan:
+    model, mesh = MODELS[row.model], Mesh(dp=row.dp, tp=row.tp, pp=row.pp)
+    program = compile_program("1f1b", row.pp, row.parts, replicas=row.dp, gated=True, savings=Savings(zero=row.zero))
+    return Plan(
+        name="published",
+        mesh=mesh,
+        program=program,
+        layers=split_layers(model.layers, program.placement, head_in_layers(model, 4096)),
+        model=model,
+        batch=BatchShape(256, 4096, row.parts, row.dp),
+        optimizer=OptimizerShape(1e-3, 1e-4, 0, 1, 0.9, 0.95, 1e-8, 0.1, clip_norm=1.0),
+        data="",
+        cache="",
+        seed=0,
+        dtype="bfloat16",
+        device="cuda",
+        transport="nccl",
+        deterministic=False,
+        zero=row.zero,
+        tensor_across_nodes=True,
+    )
+
+
+def needed(plan: Plan) -> int:
+    return max(memory(plan, plan.mesh.move(0, pp=pp))["total"] for pp in range(plan.mesh.pp))
+
+
+def used(plan: Plan) -> float:
+    """MFU in percent as the source counts it."""
+    spans = simulate(plan.program, costs_of(plan)).spans
+    seconds = max(span.end for span in spans) - min(span.start for span in spans)
+    work = plan.batch.tokens * flops_per_token(plan.model, plan.batch.length, causal=False)
+    return 100 * work / seconds / plan.mesh.size / 989e12
+
+
+def test_models_have_the_parameters_of_their_names() -> None:
+    sizes = {name: f"{parameters(model) / 1e9:.3g}B" for name, model in MODELS.items()}
+    assert sizes == {"1.34B": "1.34B", "3.57B": "3.57B", "8.86B": "8.86B", "80B": "80B"}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.nodes}-{row.model}")
+def test_what_fitted_in_80_gb_fits(row: Published) -> None:
+    plan = planned(row)
+    assert plan.batch.rows == row.rows
+    assert needed(plan) <= ROOM
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_eighty_billion_parameters_fit_on_no_mesh_of_two_nodes(nodes: int) -> None:
+    sizes = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 64, "ffn": 28672, "vocab": 131072}
+    batch = ["batch.sequences=256", "batch.sequence_length=4096", "schedule.name=1f1b"]
+    found = survey(
+        load(None, [*(f"model.{key}={value}" for key, value in sizes.items()), *batch]), 8 * nodes, room_of("cuda", 79)
+    )
+    assert found.fit == 0
+
+
+def test_the_order_of_predictions_is_that_of_measurements() -> None:
+    found = [used(planned(row)) for row in ROWS]
+    one, other = (np.argsort(np.argsort(values)) for values in (found, [row.mfu for row in ROWS]))
+    assert np.corrcoef(one, other)[0, 1] >= 0.8  # Spearman's

@@ -1,0 +1,287 @@
+"""Laws of a whole run: what it writes, how it goes on, how it ends. Ranks run without torch, on real Ray."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runner import loss_of
+from footprint import Footprint
+from paths import SUPPORT
+from rich.console import Console
+
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.sections import ClusterSection
+from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.run import driver
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.workers.checkpoint.checkpoint import newest
+
+Train = Callable[..., tuple[dict[str, Any], str]]
+FAKE = "fake_runner:FakeRunner"
+SIZES = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.sequences=8"]
+SMALL = [*SIZES, "cluster.device=cpu", "cluster.dashboard=false", "elastic.max_failures=0"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[clusters.Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
+        with clusters.start(ClusterSection(device="cpu", dashboard=False), 2) as running:
+
+            @contextmanager
+            def joined(section: ClusterSection, ranks: int) -> Iterator[clusters.Cluster]:
+                yield running
+
+            patch.setattr(clusters, "start", joined)
+            yield running
+
+
+@pytest.fixture
+def train(cluster: clusters.Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
+    """Trains on the module's cluster in a folder of the test; returns the summary and what was printed."""
+
+    def do(*overrides: str, behaviour: str = "fake:") -> tuple[dict[str, Any], str]:
+        result = driver.train(config_of(tmp_path, behaviour, *overrides), console=Console(width=200), runner=FAKE)
+        return result, capsys.readouterr().out
+
+    return do
+
+
+def config_of(folder: Path, behaviour: str, *overrides: str) -> RunConfig:
+    return load(None, [f"run.folder={folder}", f'data.path="{behaviour}"', *SMALL, *overrides])
+
+
+def events(folder: Path) -> list[tuple]:
+    return [(row["event"], row.get("step")) for row in read_lines(folder / "quickstart" / "journal.jsonl")]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return read_lines(folder / "quickstart" / "metrics.jsonl")
+
+
+def steps_saved(folder: Path) -> int:
+    found = newest(folder / "checkpoints").checkpoint
+    return found.step if found else 0
+
+
+def test_a_run_writes_all_that_it_promises(train: Train, tmp_path: Path) -> None:
+    result, printed = train("run.steps=5", "checkpoint.every=2", "metrics.timeline_steps=3")
+    folder = tmp_path / "quickstart"
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    losses = [sum(loss_of(step, number) for number in range(4)) / 1024 for step in range(5)]
+    assert [row["loss"] for row in rows] == pytest.approx(losses)
+    assert events(tmp_path) == [
+        ("start", 0), ("place", None), ("checkpoint", 2), ("checkpoint", 4), ("checkpoint", 5), ("end", 5),
+    ]  # fmt: skip
+    assert result["state"] == "finished"
+    assert (result["run"], result["folder"], result["steps"]) == ("quickstart", str(folder), 5)
+    assert (result["loss"], result["first_loss"]) == (rows[-1]["loss"], rows[0]["loss"])
+    assert result["tokens_per_second"] > 0
+    assert 0 < result["bubble_measured"] < 1
+    assert set(result["files"]) == set(driver.FILES)
+    assert Timeline.load(folder / "timeline.arrow").steps == (2, 3, 4)
+    assert Program.load(folder / "program.arrow").name == "zb-h2"
+    assert steps_saved(folder) == 5
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
+    assert "step 4" in printed
+    json.dumps(result)
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_and_doubles_no_line(train: Train, tmp_path: Path) -> None:
+    train("run.steps=4", "checkpoint.every=2", "checkpoint.keep=9")
+    with (tmp_path / "quickstart" / "metrics.jsonl").open("a") as file:  # as a crash after the checkpoint leaves it
+        file.write(json.dumps({**metrics(tmp_path)[-1], "step": 4}) + "\n")
+    result, printed = train("run.steps=7")
+    assert "resuming from step 4" in printed
+    assert [(row["step"], row["epoch"]) for row in metrics(tmp_path)] == [(s, 1 if s < 4 else 2) for s in range(7)]
+    assert events(tmp_path)[-4:] == [("start", 4), ("place", None), ("checkpoint", 7), ("end", 7)]
+    assert result["steps"] == 7
+
+    shard = tmp_path / "quickstart" / "checkpoints" / "step-00000007" / "stage-000.safetensors"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    result, printed = train("run.steps=8")
+    assert "checkpoint refused, and put aside as step-00000007.refused-3" in printed
+    assert "resuming from step 4" in printed
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(8))
+
+
+def test_a_run_that_has_all_its_steps_does_nothing_more(train: Train, tmp_path: Path) -> None:
+    train("run.steps=3")
+    before = events(tmp_path)
+    result, printed = train("run.steps=3")
+    assert "all of its run.steps = 3" in printed
+    assert (result["state"], result["steps"]) == ("finished", 3)
+    assert events(tmp_path) == before
+
+
+def test_a_step_whose_norm_is_not_finite_is_told(train: Train) -> None:
+    _, printed = train("run.steps=3", behaviour="fake:nan=1")
+    assert "step 1 had a gradient norm that is not finite: no weight changed" in printed
+
+
+def test_a_rank_that_fails_ends_the_run_with_whole_files(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as caught:
+        train("run.steps=9", behaviour="fake:rank=1,step=3,how=die")
+    folder = tmp_path / "quickstart"
+    assert str(caught.value).startswith("rank 1 (dp0 pp1, node 127.0.0.1, pid ")
+    assert str(caught.value).endswith(f"its process was killed or crashed (more in {folder / 'failure.txt'})")
+    assert "actor" in (folder / "failure.txt").read_text()
+    assert events(tmp_path) == [("start", 0), ("place", None), ("failure", None)]
+    assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2][: len(metrics(tmp_path))]
+    assert Timeline.load(folder / "timeline.arrow").steps
+    result, _ = train(
+        "run.steps=2", behaviour="fake:rank=1,step=3,how=die"
+    )  # the folder is free, and so are the places
+    assert result["state"] == "finished"
+
+
+def test_a_full_disk_at_the_end_is_a_failure(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(PentadError, match=r"^checkpoint.every finds the disk full$"):
+        train("run.steps=2", behaviour="fake:full=1")
+    assert events(tmp_path)[-1] == ("failure", None)
+
+
+RUN = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.run.driver import train
+try:
+    print(train(load(None, sys.argv[1:]), console=Console(), runner="fake_runner:FakeRunner"))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+class Started:
+    """A run in a process group of its own, as a shell would start it."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.footprint = Footprint()
+        path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+        arguments = [f"run.folder={folder}", *SMALL, "run.steps=100000", *overrides]
+        self.folder, self.out = folder, (folder / "out").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, *arguments],
+            stdout=self.out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**self.footprint.environment, "PYTHONPATH": path},
+        )
+
+    def printed(self) -> str:
+        return Path(self.out.name).read_text()
+
+    def wait_for(self, steps: int) -> None:
+        until = time.monotonic() + 45
+        while len(metrics(self.folder)) < steps:
+            assert self.process.poll() is None, self.printed()
+            assert time.monotonic() < until, self.printed()
+            time.sleep(0.05)
+        self.footprint.look()
+
+    def interrupt(self, number: int) -> None:
+        """As a terminal does: the whole group gets it, Ray's processes too."""
+        os.killpg(self.process.pid, number)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    runs: list[Started] = []
+
+    def do(name: str, *overrides: str) -> Started:
+        (tmp_path / name).mkdir()
+        runs.append(Started(tmp_path / name, *overrides))
+        return runs[-1]
+
+    yield do
+    for run in runs:
+        if run.process.poll() is None:
+            run.interrupt(signal.SIGKILL)
+            run.process.wait()
+
+
+def test_ctrl_c_and_sigterm_stop_with_a_checkpoint_and_leave_nothing(started: Callable[..., Started]) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    runs = [started(number.name, 'data.path="fake:seconds=0.05"') for number in numbers]  # side by side
+    for run in runs:
+        run.wait_for(3)
+    for run, number in zip(runs, numbers, strict=True):
+        run.interrupt(number)
+    for run in runs:
+        assert run.process.wait(30) == 0, run.printed()
+        done = len(metrics(run.folder))
+        assert f"stopped after step {done}" in run.printed()
+        assert "Traceback" not in run.printed()
+        assert steps_saved(run.folder / "quickstart") == done
+        assert events(run.folder)[-2:] == [("checkpoint", done), ("stop", done)]
+        assert (run.folder / "quickstart" / "timeline.html").exists()
+        run.footprint.assert_gone()
+
+
+@pytest.mark.parametrize("how", ["a second Ctrl-C", "SIGKILL"])
+def test_a_run_that_is_stopped_at_once_leaves_nothing(started: Callable[..., Started], how: str) -> None:
+    run = started("hung", 'data.path="fake:rank=0,step=3,how=hang"')
+    run.wait_for(2)
+    if how == "SIGKILL":
+        run.process.kill()
+        assert run.process.wait(20) == -signal.SIGKILL
+    else:
+        run.interrupt(signal.SIGINT)
+        time.sleep(0.5)
+        assert run.process.poll() is None  # the steps under way never end
+        run.interrupt(signal.SIGINT)
+        assert run.process.wait(20) == 130, run.printed()
+        assert events(run.folder)[-1][0] == "failure"
+    assert "Traceback" not in run.printed()
+    run.footprint.assert_gone()
+
+
+@pytest.mark.parametrize("which", ["pentad.orchestrator.cluster.ray_head", "gcs_server"])
+def test_a_run_whose_ray_head_is_gone_says_so_and_leaves_nothing(started: Callable[..., Started], which: str) -> None:
+    run = started("headless", 'data.path="fake:seconds=0.05"')
+    run.wait_for(2)
+    run.footprint.look()
+    (head,) = (line.split()[0] for line in run.footprint.processes() if which in line)
+    os.kill(int(head), signal.SIGKILL)
+    began = time.monotonic()
+    assert run.process.wait(20) == 1, run.printed()
+    assert time.monotonic() < began + 10
+    last = run.printed().strip().splitlines()[-1]
+    assert re.fullmatch(r"pentad: the Ray head at 127\S+ has not answered for 2 s; the same command resumes .*", last)
+    assert events(run.folder)[-1][0] == "failure"
+    run.footprint.assert_gone(10.0)
+
+
+def test_a_run_goes_on_with_the_corpus_it_began_with_or_not_at_all(cluster, tmp_path) -> None:
+    def run(steps: int, fingerprint: str) -> dict[str, Any]:
+        config = config_of(tmp_path, "fake:", f"run.steps={steps}")
+        return driver.train(config, console=Console(quiet=True), runner=FAKE, fingerprint=fingerprint)
+
+    run(2, "a" * 64)
+    with pytest.raises(PentadError, match=r"data\.path is .*fingerprint bbbb.*wanted aaaa"):
+        run(4, "b" * 64)
+    assert run(4, "a" * 64)["steps"] == 4
+
+
+def test_a_run_that_has_all_its_steps_keeps_the_program_it_ran(train, tmp_path) -> None:
+    train("run.steps=2", "schedule.name=1f1b")
+    train("run.steps=2", "schedule.name=gpipe")
+    assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "1f1b"
+    train("run.steps=3", "schedule.name=gpipe")
+    assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "gpipe"

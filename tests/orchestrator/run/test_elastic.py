@@ -1,0 +1,363 @@
+"""Laws of elastic restart: whatever is lost, the run ends by itself, and with the same bits if its mesh was repaired.
+
+Real ranks on a Ray cluster of several nodes on this machine. A reference is the same run without a fault.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_cases import LINE, SCHEDULES, SQUARE, STEPS, Outcome, Start, assert_recovered, assert_same, outcome
+from threenodes import Cluster, Run, kill, three_nodes
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.control.control_client import connect
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.run.regroup import Stock, complete
+from pentad.workers.runtime.progress_file import read_board
+
+SMALL = (
+    "model.layers=4",
+    "model.hidden=32",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn=64",
+    "model.vocab=300",
+    "batch.sequences=8",
+    "batch.sequence_length=32",
+    f"run.steps={STEPS}",
+    "elastic.hang_seconds=3",
+    "cluster.start_timeout_seconds=150",
+    "cluster.device=cpu",
+    "cluster.auth=disabled",
+)
+CUT = (*SQUARE, "zero.stage=3")  # replicas hold shards, and nothing is held twice
+TENSOR = ("mesh.dp=2", "mesh.pp=1", "mesh.tp=2", "schedule.microbatches=4")
+EXPERTS = (
+    *("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral"),
+    *(f"model.experts.{word}" for word in ("count=4", "active=2", "ffn=32", "bias_rate=0.01")),
+)
+CONTEXT = ("mesh.pp=1", "mesh.cp=4", "schedule.microbatches=4")
+FAKED = """
+import sys
+from rich.console import Console
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.run.driver import train
+from pentad.schedules.ir.errors import PentadError
+try:
+    train(load(None, sys.argv[1:]), console=Console(), runner="fake_runner:FakeRunner")
+except PentadError as error:
+    sys.exit(f"pentad: {error}")
+"""
+FAKE = (sys.executable, "-c", FAKED)
+
+slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    with three_nodes() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def do(*overrides: str, **options: Any) -> Run:
+        runs.append(Run(nodes, tmp_path / str(len(runs)), *SMALL, *overrides, **options))
+        return runs[-1]
+
+    yield do
+    for run in runs:
+        run.stop()
+
+
+@pytest.fixture(scope="module")
+def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """What a run without faults comes to, found once for each schedule and mesh."""
+    found: dict[tuple[str, tuple[str, ...], int], Outcome] = {}
+
+    def do(schedule: str, mesh: tuple[str, ...], steps: int = STEPS) -> Outcome:
+        if (schedule, mesh, steps) not in found:
+            nodes.hold(2, 2, 2)
+            words = [*SMALL, *mesh, f"schedule.name={schedule}", f"run.steps={steps}"]
+            run = Run(nodes, tmp_path_factory.mktemp("reference"), *words)
+            assert run.end() == 0, run.account()
+            found[schedule, mesh, steps] = outcome(run, steps)
+        return found[schedule, mesh, steps]
+
+    return do
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "how"),
+    [
+        pytest.param("1f1b", 1, signal.SIGKILL, marks=slow),
+        pytest.param("1f1b", 3, signal.SIGTERM, marks=slow),
+        pytest.param("dualpipe", 2, signal.SIGSTOP, marks=slow),
+        pytest.param("zb-h2", 1, signal.SIGKILL, marks=slow),
+        pytest.param("dualpipe", 1, signal.SIGKILL, marks=slow),
+        pytest.param("1f1b", 2, signal.SIGSTOP, marks=slow),
+        pytest.param("zb-h2", 2, signal.SIGSTOP, marks=slow),
+    ],
+)
+def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, reference, schedule, rank, how):
+    wanted = reference(schedule, SCHEDULES[schedule])
+    nodes.hold(2, 2, 2)
+    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
+    run.at_step(4)
+    run.hit(rank, how=how)
+    assert_recovered(run, "repair")
+    assert_same(run, wanted)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "how"),
+    [
+        pytest.param("zb-h2", 1, signal.SIGKILL, marks=slow),
+        pytest.param("zb-h2", 2, signal.SIGSTOP, marks=slow),
+        pytest.param("dualpipe", 3, signal.SIGKILL, marks=slow),
+    ],
+)
+def test_steps_ahead_of_their_norm_end_with_the_bits_of_those_that_wait(nodes, start, reference, schedule, rank, how):
+    wanted = reference(schedule, SCHEDULES[schedule])
+    nodes.hold(2, 2, 2)
+    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}", "schedule.post_validation=true")
+    run.at_step(4)
+    run.hit(rank, how=how)
+    assert_recovered(run, "repair")
+    assert_same(run, wanted)
+    limit = load(None, []).optimizer.clip_norm
+    assert any(norm > limit for _, norm in wanted[0]) and any(norm < limit for _, norm in wanted[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "rank", "how"),
+    [
+        (TENSOR, 1, signal.SIGKILL),
+        (TENSOR, 2, signal.SIGSTOP),
+        (EXPERTS, 1, signal.SIGKILL),
+        (EXPERTS, 2, signal.SIGSTOP),
+        (CONTEXT, 3, signal.SIGKILL),
+    ],
+)
+def test_ranks_that_share_layers_or_experts_do_so_again(nodes, start, reference, mesh, rank, how):
+    wanted = reference("1f1b", mesh)
+    nodes.hold(2, 2, 2)
+    run = start(*mesh, "schedule.name=1f1b")
+    run.at_step(4)
+    run.hit(rank, how=how)
+    assert_recovered(run, "repair")
+    assert_same(run, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["dualpipe", "zb-h2"])
+def test_two_ranks_at_once_that_leave_a_copy_of_everything(nodes, start, reference, schedule):
+    wanted = reference(schedule, SCHEDULES[schedule])
+    nodes.hold(2, 2, 2)
+    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
+    run.at_step(4)
+    run.hit(*((0, 1) if schedule == "dualpipe" else (0, 3)))
+    assert_recovered(run, "repair")
+    assert {row["rank"] for row in run.events("lost")} == ({0, 1} if schedule == "dualpipe" else {0, 3})
+    assert_same(run, wanted)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "ranks"),
+    [
+        pytest.param("1f1b", LINE, (1,), marks=slow),
+        pytest.param("dualpipe", LINE, (0, 3), marks=slow),
+        pytest.param("zb-h2", SQUARE, (0, 1), marks=slow),
+        pytest.param("1f1b", CUT, (3,), marks=slow),
+    ],
+)
+def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start, reference, schedule, mesh, ranks):
+    wanted = reference(schedule, mesh)
+    nodes.hold(2, 2, 2)
+    run = start(*mesh, f"schedule.name={schedule}", "checkpoint.every=10")
+    run.at_step(12)
+    run.hit(*ranks)
+    assert_recovered(run, "checkpoint")
+    (recovered,) = run.events("recovered")
+    assert recovered["step"] > 0 and recovered["step"] % 10 == 0
+    assert recovered["steps_replayed"] >= 0
+    assert_same(run, wanted)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "how"),
+    [
+        ("1f1b", signal.SIGKILL),
+        pytest.param("1f1b", signal.SIGTERM, marks=slow),
+        pytest.param("zb-h2", signal.SIGKILL, marks=slow),
+        pytest.param("dualpipe", signal.SIGKILL, marks=slow),
+    ],
+)
+def test_a_node_that_is_gone_is_replaced_by_another(nodes, start, reference, schedule, how):
+    wanted = reference(schedule, SCHEDULES[schedule])
+    nodes.hold(2, 2, 2)
+    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
+    run.at_step(4)
+    kill(nodes.node_of(run.pids()[0]), how)
+    assert_recovered(run, "repair")
+    assert_same(run, wanted)
+
+
+def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference):
+    steps = 300  # the cluster is asked for notices every two seconds: the run must not be over by then
+    wanted = reference("1f1b", SQUARE, steps)
+    nodes.hold(2, 2, 2)
+    run = start(*SQUARE, "schedule.name=1f1b", f"run.steps={steps}")
+    run.at_step(4)
+    going = nodes.node_of(run.pids()[0])
+    nodes.drain(going, 10)
+    run.wait_for(lambda: run.events("lost"))
+    kill(going)
+    assert_recovered(run, "repair")
+    assert {(row["fault"], row["detector"]) for row in run.events("lost")} == {("drain", "notice")}
+    assert run.events("recovered")[0]["steps_replayed"] == 0
+    assert_same(run, wanted, steps)
+
+
+@pytest.mark.parametrize("moment", ["hire", pytest.param("fence", marks=slow)])
+def test_a_fault_during_a_recovery(nodes, start, reference, moment):
+    wanted = reference("1f1b", SQUARE)
+    nodes.hold(2, 2, 2)
+    run = start(*SQUARE, "schedule.name=1f1b")
+    run.at_step(4)
+    run.hit(1)
+    run.wait_for(lambda: run.events("fence"))
+    if moment == "hire":
+        time.sleep(1.0)
+    run.hit(2)
+    assert_recovered(run, "repair")
+    assert_same(run, wanted)
+
+
+@slow
+def test_a_fault_while_a_checkpoint_is_read_again(nodes, start, reference):
+    wanted = reference("1f1b", LINE)
+    nodes.hold(2, 2, 2)
+    run = start(*LINE, "schedule.name=1f1b", "checkpoint.every=10")
+    run.at_step(12)
+    run.hit(1)
+    run.wait_for(lambda: run.events("fence"))
+    run.wait_for(lambda: read_board(nodes.board(run.pids()[2])).epoch == 2)  # it has given its old weights up
+    run.hit(2)
+    assert_recovered(run, "checkpoint")
+    assert_same(run, wanted)
+
+
+def test_ranks_that_have_no_state_yet_are_no_source_of_it():
+    plan = make_plan(load(None, [*SMALL, *SQUARE, "schedule.name=1f1b"]), "cpu")
+    assert complete(plan, Stock(0, (0, 1, 2, 3)))
+    assert complete(plan, Stock(7, (0, 3)))
+    assert not complete(plan, Stock(7, (0, 1)))
+    assert not complete(plan, Stock(-1, (0, 1, 2, 3)))
+
+
+def test_a_fault_in_the_first_step(nodes, start, reference):
+    wanted = reference("1f1b", SQUARE)
+    nodes.hold(2, 2, 2)
+    run = start(*SQUARE, "schedule.name=1f1b")
+    run.wait_for(lambda: run.events("place"))
+    board = nodes.board(run.pids()[3])
+    run.wait_for(lambda: read_board(board).counter >= 0)
+    run.hit(3)
+    assert_recovered(run, "repair")
+    assert run.events("recovered")[0]["step"] <= 1
+    assert_same(run, wanted)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "sizes", "small"),
+    [
+        ("1f1b", SQUARE, (2, 2), "pp2"),
+        pytest.param("dualpipe", LINE, (2, 2), "pp2", marks=slow),
+        pytest.param("1f1b", LINE, (3, 1), "pp3", marks=slow),
+        pytest.param("1f1b", CUT, (2, 2), "pp2", marks=slow),
+        pytest.param("1f1b", TENSOR, (2, 2), "tp2", marks=slow),
+        pytest.param("1f1b", EXPERTS, (2, 2), "ep2", marks=slow),
+    ],
+)
+def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, sizes, small):
+    wanted = reference(schedule, mesh)
+    nodes.hold(*sizes)
+    run = start(
+        *mesh, f"schedule.name={schedule}", "checkpoint.every=10", "elastic.min_ranks=2", "elastic.wait_seconds=1"
+    )
+    run.at_step(12)
+    kill(nodes.node_of(run.pids()[3]))
+    run.wait_for(lambda: run.events("recovered"))
+    with connect(run.folder) as client:  # while it is paused no step passes, however long nodes take
+        client.pause()
+        nodes.hold(*sizes)
+        run.wait_for(lambda: len(run.events("recovered")) == 2)
+        client.resume()
+    assert_recovered(run, "shrink", "grow")
+    assert [row["mesh"] for row in run.events("recovered")] == [small, "pp4" if mesh is LINE else f"dp2 x {small}"]
+    got, state = outcome(run)
+    assert got == [pytest.approx(pair, rel=1e-4) for pair in wanted[0]], run.account()
+    assert state.keys() == wanted[1].keys()
+    assert {row["tokens"] for row in run.rows()} == {256}
+
+
+@pytest.mark.slow
+def test_a_mesh_that_may_not_shrink_says_what_it_lacks(nodes, start):
+    nodes.hold(2, 2)
+    run = start(*SQUARE, "schedule.name=1f1b", "elastic.wait_seconds=1")
+    run.at_step(4)
+    kill(nodes.node_of(run.pids()[0]))
+    assert run.end() == 1
+    sentence = run.printed.read_text().strip().splitlines()[-1]
+    assert sentence.startswith("pentad: rank "), run.account()
+    assert "; no place came free within elastic.wait_seconds = 1, and 2 ranks make no mesh of" in sentence
+    assert "elastic.min_ranks = 4 or more (more in " in sentence
+    assert "Traceback" not in run.printed.read_text()
+    assert run.events()[-1]["event"] == "failure"
+    run.assert_gone()
+
+
+@pytest.mark.slow
+def test_a_run_may_be_told_to_end_at_the_first_fault(nodes, start):
+    nodes.hold(2, 2, 2)
+    run = start(*SQUARE, "schedule.name=1f1b", "elastic.max_failures=0")
+    run.at_step(4)
+    run.hit(1)
+    assert run.end() == 1
+    last = run.printed.read_text().strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"pentad: rank 1 \(dp1 pp0, .*\) died.*: its process was killed or crashed \(more in .*\)", last
+    ), run.account()
+    assert not run.events("fence", "recovered")
+    run.assert_gone()
+
+
+@pytest.mark.slow
+def test_a_fault_that_comes_again_and_again_ends_the_run_with_its_cause(nodes, start):
+    nodes.hold(2, 2)
+    run = start(
+        "mesh.pp=2",
+        "schedule.name=1f1b",
+        "schedule.microbatches=4",
+        'data.path="fake:rank=1,step=3,how=die"',
+        command=FAKE,
+    )
+    assert run.end() == 1
+    hows = [row["how"] for row in run.events("recovered")]  # once more where the second fault has an account more
+    assert hows in (["checkpoint"] * 3, ["checkpoint"] * 4), run.account()
+    last = run.printed.read_text().strip().splitlines()[-1]
+    assert re.fullmatch(r"pentad: rank 1 .* died.*: its process was killed or crashed.*", last), run.account()
+    run.assert_gone()

@@ -1,0 +1,101 @@
+"""When ranks count as hung: not before time, not for a pause, and then the right ones."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.run.health import Health
+from pentad.schedules.simulate.costs import Costs
+
+PLAN = make_plan(load(None, ["mesh.pp=2", "model.layers=4", "schedule.name=1f1b"]), "cpu")
+COSTS = Costs.uniform(2, 0.01, 0.01, 0.01)
+
+
+class Clock:
+    """Two ranks and the time, under the test's hand. `look` after each half second, as a driver does."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        patch.setattr(time, "monotonic", lambda: self.now)
+        self.heard = {0: self.now, 1: self.now}
+        self.group = SimpleNamespace(plan=PLAN, epoch=1, actors=[0, 1], heard=self.heard, peek=lambda rank: None)
+        self.health = Health(self.group, hang_seconds=4.0, first_seconds=60.0)  # type: ignore[arg-type]
+        self.at = {0: (7, 3), 1: (7, 3)}
+
+    def look(self, seconds: float, *, stepping: bool = True, costs: Costs | None = COSTS, moving: bool = False,
+             deaf: tuple[int, ...] = ()):  # fmt: skip
+        """The stalls seen within so many seconds."""
+        stalls = []
+        for _ in range(int(2 * seconds)):
+            self.now += 0.5
+            if moving:
+                self.at = {rank: (step, (counter + 1) % 4) for rank, (step, counter) in self.at.items()}
+            for rank in {0, 1} - set(deaf):
+                self.heard[rank] = self.now
+            statuses = {rank: Status(1, step, "x", 0.5, counter) for rank, (step, counter) in self.at.items()}
+            if stall := self.health.look(statuses, costs, stepping=stepping):
+                stalls.append(stall)
+        return stalls
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_ranks_that_move_are_never_late(clock: Clock) -> None:
+    assert clock.look(300, moving=True) == []
+
+
+def test_a_standstill_is_told_early_and_judged_at_its_deadline(clock: Clock) -> None:
+    clock.look(1, moving=True)
+    stalls = clock.look(5)
+    assert not stalls[0].late
+    assert stalls[0].seconds == 2.0
+    assert stalls[-1].late
+    assert [stall.late for stall in stalls].index(True) == 5  # 4.5 s: the first look after 4 s and the longest op
+
+
+def test_nothing_is_late_before_a_step_was_measured_but_after_the_time_to_start(clock: Clock) -> None:
+    assert not any(stall.late for stall in clock.look(59, costs=None))
+    assert clock.look(3, costs=None)[-1].late
+
+
+def test_a_pause_or_a_long_checkpoint_is_no_hang_nor_the_steps_after_it(clock: Clock) -> None:
+    assert clock.look(600, stepping=False) == []
+    assert clock.look(1.5) == []
+    assert clock.look(60, moving=True) == []
+
+
+def test_a_rank_that_does_not_answer_is_late_even_between_steps(clock: Clock) -> None:
+    stall = clock.look(8, stepping=False, deaf=(1,))[-1]
+    assert stall.late
+    assert stall.causes == (1,)
+    assert clock.health.fault(stall).detector == "heartbeat"
+
+
+def test_of_two_that_stand_the_one_that_does_not_answer_is_given_up(clock: Clock) -> None:
+    norm = next(i for i, unit in enumerate(PLAN.program.streams[0]) if "NORM" in str(unit.key))
+    other = next(i for i, unit in enumerate(PLAN.program.streams[1]) if "NORM" in str(unit.key))
+    clock.at = {0: (7, norm), 1: (7, other)}
+    assert clock.look(6, deaf=(0,))[-1].causes == (0,)
+
+
+def test_a_rank_that_does_not_answer_is_the_cause_though_its_partner_seems_to_lack_nothing(clock: Clock) -> None:
+    """A frozen process has posted a send that never left."""
+    streams = PLAN.program.streams
+    posted = next(i for i, unit in enumerate(streams[0]) if str(unit.key) == "0F2")
+    clock.at = {0: (7, posted), 1: (7, next(i for i, unit in enumerate(streams[1]) if str(unit.key) == "1F0"))}
+    assert clock.look(6, deaf=(0,))[-1].causes == (0,)
+
+
+def test_a_machine_that_slept_as_a_whole_has_no_late_rank(clock: Clock) -> None:
+    clock.look(1, moving=True)
+    clock.now += 3600.0
+    assert not any(stall.late for stall in clock.look(1))

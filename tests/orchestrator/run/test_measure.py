@@ -1,0 +1,112 @@
+"""Laws of what the ranks' accounts add up to."""
+
+import math
+
+import pytest
+from fake_runner import loss_of
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.run.measure import History, finite, mean_loss, typical_pace
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.workers.runtime.results import StepResult
+
+PLAN = make_plan(load(None, ["mesh.dp=2", "mesh.pp=2", "cluster.device=cpu"]), "cpu")
+COSTS = Costs((2.0, 3.0), (4.0, 5.0), (1.0, 1.5), transfer=0.25)
+STEP = simulate(PLAN.program, COSTS)
+SECONDS = max(span.end for span in STEP.spans)
+
+
+def account(rank: int, step: int, start: float, norm: float = 1.0) -> StepResult:
+    at, own = PLAN.mesh.coordinates(rank), PLAN.batch.microbatches
+    numbers = range(at.dp * own, (at.dp + 1) * own) if at.pp == 1 else ()
+    spans = (
+        s._replace(step=step, rank=rank, start=s.start + start, end=s.end + start)
+        for s in STEP.spans
+        if s.rank == at.pp
+    )
+    return StepResult(
+        step=step,
+        losses={number: loss_of(step, number) for number in numbers},
+        grad_norm=norm,
+        learning_rate=0.5,
+        skipped=not math.isfinite(norm),
+        spans=tuple(spans),
+        host_seconds=0.1 * rank,
+        instructions=1,
+        peak_bytes=rank,
+    )
+
+
+def call(first: int, starts: list[float], shift: float = 0.0) -> list[list[StepResult]]:
+    """[rank][step]; ranks of the second replica have a clock that is behind by `shift`."""
+    clocks = [0.0, -shift, 0.0, -shift]
+    return [[account(rank, first + k, start + clocks[rank]) for k, start in enumerate(starts)] for rank in range(4)]
+
+
+def test_the_loss_adds_microbatches_in_ascending_order_whoever_ran_them() -> None:
+    accounts = [account(rank, 3, 0.0) for rank in range(4)]
+    total = 0.0
+    for number in range(16):
+        total += loss_of(3, number)
+    for order in (accounts, accounts[::-1]):
+        assert mean_loss(order, 10) == total / 10
+
+
+def test_a_row_has_every_metric() -> None:
+    (row,) = History(PLAN, 7, keep=2).add(call(0, [5.0]))
+    assert set(METRIC_KEYS) <= set(row)
+    assert (row["step"], row["epoch"], row["lr"], row["tokens"], row["mfu"]) == (0, 7, 0.5, PLAN.batch.tokens, None)
+    assert row["step_seconds"] == pytest.approx(SECONDS)
+    assert row["tokens_per_second"] == pytest.approx(PLAN.batch.tokens / SECONDS)
+    assert row["bubble_measured"] == pytest.approx(STEP.bubble().makespan)
+    assert (row["peak_bytes"], row["host_seconds"]) == (3, pytest.approx(0.3))
+
+
+def test_a_steps_time_begins_with_the_end_of_the_one_before_unless_there_was_a_pause() -> None:
+    history = History(PLAN, 1, keep=2)
+    seconds = [row["step_seconds"] for row in history.add(call(0, [0.0, SECONDS + 1, 2 * SECONDS + 1]))]
+    assert seconds == pytest.approx([SECONDS, SECONDS + 1, SECONDS])
+    history.pause()
+    assert history.add(call(3, [1000.0]))[0]["step_seconds"] == pytest.approx(SECONDS)
+
+
+def test_the_planned_bubble_is_of_costs_as_measured() -> None:
+    history = History(PLAN, 1, keep=2)
+    (row,) = history.add(call(0, [0.0]))
+    assert history.costs.forward == pytest.approx(COSTS.forward)
+    assert history.costs.weight == pytest.approx(COSTS.weight)
+    assert row["bubble_planned"] == pytest.approx(STEP.bubble().makespan, abs=0.02)
+    assert history.simulated().makespan == pytest.approx(STEP.makespan, rel=0.05)
+
+
+def test_clocks_of_other_nodes_are_set_right() -> None:
+    right = History(PLAN, 1, keep=9).add(call(0, [0.0, SECONDS]))
+    shifted = History(PLAN, 1, keep=9, offsets=(0.0, 50.0, 0.0, 50.0)).add(call(0, [0.0, SECONDS], shift=50.0))
+    for key in ("step_seconds", "bubble_measured"):
+        assert [row[key] for row in shifted] == pytest.approx([row[key] for row in right])
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_the_timeline_keeps_the_last_steps(keep: int) -> None:
+    history = History(PLAN, 1, keep=keep)
+    history.add(call(0, [0.0, SECONDS]))
+    history.add(call(2, [2 * SECONDS]))
+    assert history.timeline.steps == tuple(range(3 - keep, 3))
+
+
+def test_what_is_not_finite_becomes_null() -> None:
+    assert finite(1.5) == 1.5
+    assert [finite(x) for x in (math.nan, math.inf)] == [None, None]
+    accounts = [[account(rank, 0, 0.0, norm=math.nan)] for rank in range(4)]
+    (row,) = History(PLAN, 1, keep=1).add(accounts)
+    assert row["skipped"]
+    assert row["grad_norm"] is None
+
+
+def test_the_first_step_warms_up_and_does_not_count() -> None:
+    rows = [{"tokens_per_second": pace} for pace in (1.0, 10.0, 12.0, 14.0)]
+    assert typical_pace(rows) == 12.0
+    assert typical_pace(rows[:1]) == 1.0

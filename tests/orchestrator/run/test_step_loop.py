@@ -1,0 +1,227 @@
+"""Laws of the calls that keep ranks busy, with a group that is a list of what it was asked."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.monitoring.event_bus import News
+from pentad.orchestrator.monitoring.run_state import Wishes
+from pentad.orchestrator.monitoring.runfolder import METRICS, RunFolder, read_lines
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.run.interrupts import Interrupts
+from pentad.orchestrator.run.measure import History
+from pentad.orchestrator.run.step_loop import AHEAD, Calls
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.runtime.results import StepResult
+
+
+class Ranks:
+    """Answers calls at once, each step `seconds` long; `waiting` is the largest number of calls handed in ahead."""
+
+    def __init__(self, plan: Plan, seconds: float) -> None:
+        self.plan, self.seconds, self.now = plan, seconds, 0.0
+        self.asked: list[tuple] = []
+        self.open: list[tuple] = []
+        self.kept: list[StepResult] = []  # the account of the newest step, while that is open
+        self.actors: list = []
+        self.epoch = 1
+        self.ahead = 0
+        self.broken: dict[tuple, PentadError] = {}
+        self.at: dict[int, Callable[[Calls], None]] = {}  # what somebody does during a step
+        self.calls: Calls | None = None
+        self.rests = 0
+
+    def _submit(self, *call: Any) -> list[tuple]:
+        if call[0] != "commit":
+            before = next((each for each in reversed(self.asked) if each[0] != "commit"), None)
+            assert call[0] == "run" or before is None or not before[-1], "a step is open, and no run follows"
+        self.asked.append(call)
+        if call[0] != "commit":
+            self.open.append(call)
+            self.ahead = max(self.ahead, len(self.open))
+        return [call]
+
+    def submit_run(self, first: int, count: int, *, more: bool = False) -> list[tuple]:
+        return self._submit("run", first, count, more)
+
+    def submit_save(self, folder: Path, step: int) -> list[tuple]:
+        assert folder.name == f"step-{step:08d}"
+        return self._submit("save", step, False)
+
+    def submit_commit(self, folder: Path, step: int, shards: list, keep: int) -> list[tuple]:
+        assert [shard["of"] for shard in shards] == [0, 1]
+        return self._submit("commit", step)
+
+    def ping(self, tick: Any) -> None:
+        assert not self.kept and not self.open
+        self.rests += 1
+        assert self.calls is not None
+        self.calls.wishes.resume()
+
+    def ready(self, refs: list[tuple]) -> bool:
+        return True
+
+    def collect(self, refs: list[tuple], *, tick: Any = None) -> list:
+        (call,) = refs
+        if call[0] != "commit":
+            assert call == self.open.pop(0)
+        if call[:2] in self.broken:
+            raise self.broken[call[:2]]
+        if call[0] == "save":
+            assert not self.kept, "a checkpoint is of steps that are accounted for"
+        if call[0] != "run":
+            return [[{"of": 0, "bytes": 1}], [{"of": 1, "bytes": 2}]] if call[0] == "save" else [None]
+        steps = [*self.kept, *(self._step(step) for step in range(call[1], call[1] + call[2]))]
+        steps, self.kept = (steps[:-1], steps[-1:]) if call[3] else (steps, [])
+        return [steps] * self.plan.mesh.size
+
+    def _step(self, step: int) -> StepResult:
+        if step in self.at and self.calls:
+            self.at.pop(step)(self.calls)
+        start, self.now = self.now, self.now + self.seconds
+        span = Span(step, 0, "compute", "0F0", "F", 0, 0, -1, start, self.now)
+        return StepResult(step, {0: 1.0}, 1.0, 0.1, False, (span,), 0.0, 1, 0)
+
+
+Run = Callable[..., tuple[Ranks, Calls]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs all calls of a configuration; returns the ranks with what they were asked, and the calls."""
+
+    def do(*overrides: str, seconds: float = 0.3, first: int = 0, prepare: Any = None) -> tuple[Ranks, Calls]:
+        sizes = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.sequences=8"]
+        config: RunConfig = load(None, [f"run.folder={tmp_path}", *sizes, *overrides])
+        plan = make_plan(config, "cpu")
+        ranks = Ranks(plan, seconds)
+        interrupts = Interrupts()
+        if prepare:
+            prepare(ranks)
+        with RunFolder(config, plan) as folder:
+            display = Display(Console(quiet=True), config.run.name, config.run.steps)
+            news = News(config, folder, display, first, None)
+            history, wishes = History(plan, 1, keep=2), Wishes()
+            calls = Calls(config, ranks, news, history, interrupts, wishes, first, first, lambda: False)  # type: ignore[arg-type]
+            ranks.calls = calls
+            calls.run()
+        assert not ranks.kept and not calls.pending and not calls.open
+        steps = [row["step"] for row in read_lines(folder.path / METRICS)]
+        assert steps == list(range(first, calls.done))
+        return ranks, calls
+
+    return do
+
+
+def runs(ranks: Ranks) -> list[tuple[int, int]]:
+    return [(call[1], call[2]) for call in ranks.asked if call[0] == "run" and call[2]]
+
+
+@pytest.mark.parametrize("every", [0, 1, 4, 7])
+@pytest.mark.parametrize("seconds", [0.01, 0.3, 5.0])
+def test_every_step_runs_once_and_calls_end_where_checkpoints_are(run: Run, every: int, seconds: float) -> None:
+    ranks, calls = run("run.steps=23", f"checkpoint.every={every}", seconds=seconds)
+    steps = [step for first, count in runs(ranks) for step in range(first, first + count)]
+    assert steps == list(range(23))
+    assert calls.done == 23
+    boundaries = [*(range(every, 23, every) if every else ()), 23]
+    assert [call[1] for call in ranks.asked if call[0] == "save"] == boundaries
+    assert [call[1] for call in ranks.asked if call[0] == "commit"] == boundaries
+    assert ranks.asked.index(("save", 23, False)) > max(k for k, call in enumerate(ranks.asked) if call[0] == "run")
+
+
+def test_calls_grow_to_about_a_second_and_the_first_is_one_step(run: Run) -> None:
+    ranks, _ = run("run.steps=200", seconds=0.04)
+    counts = [count for _, count in runs(ranks)]
+    assert counts[:2] == [1, 1]
+    assert max(counts) in (24, 25)
+    assert all(later <= 4 * before for before, later in pairwise(counts))
+
+
+def test_slow_steps_come_one_a_call(run: Run) -> None:
+    ranks, _ = run("run.steps=6", seconds=3.0)
+    assert runs(ranks) == [(step, 1) for step in range(6)]
+
+
+def test_a_call_is_always_handed_in_ahead_and_never_more(run: Run) -> None:
+    ranks, _ = run("run.steps=30", "checkpoint.every=5")
+    assert ranks.ahead == AHEAD
+
+
+def test_a_resumed_run_goes_on_where_it_was(run: Run) -> None:
+    ranks, _ = run("run.steps=12", "checkpoint.every=5", first=10)
+    assert runs(ranks)[0] == (10, 1)
+    assert [call[1] for call in ranks.asked if call[0] == "save"] == [12]
+
+
+def test_an_interrupt_ends_after_the_steps_under_way_with_a_checkpoint(run: Run) -> None:
+    def ask(calls: Calls) -> None:
+        calls.interrupts.asked = True
+
+    ranks, calls = run("run.steps=1000", "checkpoint.every=100", prepare=lambda r: r.at.update({20: ask}))
+    assert 20 < calls.done < 40
+    assert ranks.asked[-2:] == [("save", calls.done, False), ("commit", calls.done)]
+
+
+def test_a_change_of_mesh_begins_with_every_step_done_and_saved(run: Run) -> None:
+    def change(calls: Calls) -> None:
+        calls.changing = True
+
+    ranks, calls = run("run.steps=1000", prepare=lambda r: r.at.update({20: change}))
+    assert 20 < calls.done == calls.submitted == calls.durable < 40
+    assert ranks.asked[-3:] == [("run", calls.done, 0, False), ("save", calls.done, False), ("commit", calls.done)]
+
+
+def test_a_pause_begins_with_every_step_done_and_saves_nothing(run: Run) -> None:
+    ranks, _ = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: lambda c: c.wishes.pause()}))
+    assert ranks.rests == 1
+    (closed,) = (call[1] for call in ranks.asked if call[0] == "run" and not call[2])
+    assert 20 < closed < 25
+    assert [call[1] for call in ranks.asked if call[0] == "save"] == [50]
+
+
+def test_a_checkpoint_that_is_wished_for_is_of_steps_that_are_accounted_for(run: Run) -> None:
+    def wish(calls: Calls) -> None:
+        calls.wishes._wanted = calls.done  # as `checkpoint` notes it, which waits
+
+    ranks, calls = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: wish}))
+    first = next(call[1] for call in ranks.asked if call[0] == "save")
+    assert 20 < first < 25
+    assert ("run", first, 0, False) in ranks.asked
+    assert not calls.wishes.wants_checkpoint
+
+
+def test_steps_stay_open_between_calls_unless_something_else_follows(run: Run) -> None:
+    ranks, _ = run("run.steps=12", "checkpoint.every=5", seconds=3.0)
+    assert [call[1] for call in ranks.asked if call[0] == "run" and not call[3]] == [4, 9, 11]
+
+
+@pytest.mark.parametrize("what", ["save", "commit"])
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(run: Run, what: str) -> None:
+    ranks, calls = run(
+        "run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 8): PentadError("disk full")})
+    )
+    assert calls.done == 12
+    assert [call[1] for call in ranks.asked if call[0] == "commit"] == [4, *([8] if what == "commit" else []), 12]
+
+
+@pytest.mark.parametrize("what", ["save", "commit"])
+def test_the_last_checkpoint_must_be_written(run: Run, what: str) -> None:
+    with pytest.raises(PentadError, match="disk full"):
+        run("run.steps=12", prepare=lambda r: r.broken.update({(what, 12): PentadError("disk full")}))
+
+
+@pytest.mark.parametrize("what", ["save", "commit"])
+def test_a_rank_that_dies_while_it_saves_ends_the_run(run: Run, what: str) -> None:
+    died = WorkerError("rank 1 died", 1, "")
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        run("run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 4): died}))

@@ -1,0 +1,62 @@
+"""Colours that tell ops and chunks apart, to every kind of eye, on light and on dark ground."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations, pairwise
+
+import pytest
+
+from pentad.schedules.draw.palette import GROUNDS, LOOKS, shades
+
+# What eyes see that lack one kind of cone, on linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
+EYES = {
+    "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no long": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "no middle": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "no short": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+THEMES = {"light": GROUNDS[0], "dark": GROUNDS[1]}
+
+
+def lab(colour: str, eye: str) -> tuple[float, float, float]:
+    """CIELAB of #rrggbb: a distance of 2.3 is just noticed."""
+    values = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+    red, green, blue = (
+        min(max(sum(m * v for m, v in zip(row, linear, strict=True)), 0), 1) for row in EYES[eye]
+    )  # fmt: skip
+    xyz = (
+        (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505,
+        0.2126 * red + 0.7152 * green + 0.0722 * blue,
+        (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.0888,
+    )
+    x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def fills(theme: str, chunks: int) -> dict[str, list[str]]:
+    return {op: shades(getattr(LOOKS[op], theme), THEMES[theme], chunks) for op in ("F", "B", "W", "BW")}
+
+
+@pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize(("chunks", "least"), [(1, 23), (2, 12), (4, 7)])
+def test_ops_differ_in_every_chunk(theme: str, eye: str, chunks: int, least: float) -> None:
+    for one, other in combinations(fills(theme, chunks).values(), 2):
+        assert min(math.dist(lab(a, eye), lab(b, eye)) for a in one for b in other) > least
+
+
+@pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize("theme", THEMES)
+def test_chunks_differ_and_the_first_is_the_op_itself(theme: str, eye: str) -> None:
+    for chunks in (1, 2, 3, 4, 6):
+        for op, colours in fills(theme, chunks).items():
+            assert colours[0] == getattr(LOOKS[op], theme) and len(set(colours)) == chunks
+            assert all(math.dist(lab(a, eye), lab(b, eye)) > 16 / chunks for a, b in pairwise(colours))
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_the_palest_chunk_stands_out_from_the_ground(theme: str) -> None:
+    for colours in fills(theme, 4).values():
+        assert math.dist(lab(colours[-1], "all cones"), lab(THEMES[theme], "all cones")) > 15

@@ -1,0 +1,211 @@
+"""A program is the same thing as an object, a table, bytes, a file and a pickle, and its hash tells it from others."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutants import mutants
+
+from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Instruction, Key, Op, Overlap
+from pentad.schedules.ir.program import SCHEMA, VERSION, Program, index_of
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+
+compiled = cache(compile_program)
+NUMBERS = st.integers(-1, 2**31 - 1)
+KEYS = st.builds(Key, st.sampled_from(Op), st.integers(-1, 999), st.integers(-1, 999))
+PARTS = st.builds(
+    Instruction,
+    st.sampled_from(Op),
+    *[NUMBERS] * 3,
+    st.sampled_from(["", "pp", "stage3"]),
+    NUMBERS,
+    st.lists(KEYS, max_size=3).map(tuple),
+)
+STREAMS = st.lists(PARTS | st.builds(Overlap, PARTS, PARTS), max_size=6).map(tuple)
+STAGES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    rows = draw(st.lists(st.tuples(STREAMS, STAGES), min_size=1, max_size=4))
+    name = draw(st.text(st.characters(codec="utf-8"), max_size=9))
+    streams, placement = zip(*rows, strict=True)
+    return Program(name, streams, placement, draw(st.integers(0, 99)), draw(st.integers(1, 9)))
+
+
+@given(programs())
+@settings(max_examples=50)
+def test_every_form_of_a_program_says_the_same(program: Program) -> None:
+    forms = [
+        Program.from_arrow(program.to_arrow()),
+        Program.from_bytes(program.to_bytes()),
+        pickle.loads(pickle.dumps(program)),
+        copy.deepcopy(program),
+    ]
+    for form in forms:
+        assert form == program
+        assert form.hash == program.hash
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_file_holds_the_program(name: str, tmp_path: Path) -> None:
+    program = compile_program(name, 4, 8, replicas=2)
+    program.save(tmp_path / "program.arrow")
+    assert Program.load(tmp_path / "program.arrow") == program
+    table = pa.ipc.open_file(tmp_path / "program.arrow").read_all()  # anybody can read it
+    assert table.schema.equals(SCHEMA)
+    assert table.num_rows == sum(len(unit.parts) for stream in program.streams for unit in stream)
+
+
+def test_a_pickle_is_the_table() -> None:
+    program = compiled("dualpipe", 4, 8)
+    assert program.__reduce__() == (Program.from_bytes, (program.to_bytes(),))
+    assert program.to_bytes() in pickle.dumps(program)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "dualpipe"])
+def test_the_hash_changes_with_any_instruction(name: str) -> None:
+    program = compiled(name, 2, 4, replicas=2)
+    changed = [mutant.program for mutant in mutants(program, gated=False)]
+    assert program.hash not in {other.hash for other in changed}
+    assert len({other.hash for other in changed}) == len({other.streams for other in changed})
+
+
+def test_the_hash_is_of_what_runs_and_where_and_not_of_the_name() -> None:
+    program = compiled("1f1b", 2, 4)
+    assert replace(program, name="another").hash == program.hash
+    others = [replace(program, microbatches=5), replace(program, chunks=2), replace(program, placement=((1,), (0,)))]
+    others += [replace(program, streams=program.streams[::-1]), program.compute()]
+    assert len({other.hash for other in [program, *others]}) == 6
+    assert compile_program("1f1b", 2, 4).hash == program.hash
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_compute_takes_away_what_lowering_added(name: str) -> None:
+    assert compiled(name, 4, 8, gated=True, replicas=2).compute() == generate(name, 4, 8)
+
+
+def test_a_program_knows_who_holds_a_stage_and_who_runs_a_microbatch() -> None:
+    program = compiled("dualpipe", 4, 8)
+    assert (program.ranks, program.stages) == (4, 4)
+    assert program.holders(0) == (0, 3)
+    assert program.holders(4) == ()
+    assert [program.home[0, mb] for mb in range(8)] == [0] * 4 + [3] * 4
+    assert compiled("1f1b", 4, 8).home == {(stage, mb): stage for stage in range(4) for mb in range(8)}
+
+
+def test_a_key_is_found_where_it_first_stands_and_halves_of_a_pair_together() -> None:
+    pair = Overlap(Instruction(Op.F, 0, 1), Instruction(Op.BW, 1, 0))
+    stream = (Instruction(Op.F, 0, 0), pair, Instruction(Op.F, 0, 0))
+    assert index_of(stream) == {Key(Op.F, 0, 0): 0, Key(Op.F, 0, 1): 1, Key(Op.BW, 1, 0): 1}
+
+
+# What is no program is refused.
+
+
+def table_with(**columns: object) -> pa.Table:
+    """The table of a program with other values in its last row."""
+    table = compiled("1f1b", 2, 2).to_arrow()
+    for name, value in columns.items():
+        field = SCHEMA.field(name)
+        values = [*table.column(name).to_pylist()[:-1], value]
+        table = table.set_column(SCHEMA.get_field_index(name), field, pa.array(values, field.type))
+    return table
+
+
+FOREIGN = {
+    "shuffled": compiled("1f1b", 2, 2).to_arrow().take([1, 0, *range(2, compiled("1f1b", 2, 2).to_arrow().num_rows)]),
+    "unknown op": table_with(op="JUMP"),
+    "rank that is not placed": table_with(rank=2),
+    "negative rank": table_with(rank=-1),
+    "gap in the order": table_with(index=99),
+    "lane of another": table_with(lane="reduce"),
+    "null stage": table_with(stage=None),
+    "null waits": table_with(waits=None),
+    "wait for nothing": table_with(waits=[None]),
+    "wait for text": table_with(waits=["later"]),
+}
+
+
+@pytest.mark.parametrize("fault", FOREIGN)
+def test_a_table_whose_rows_are_not_a_program_is_refused(fault: str) -> None:
+    with pytest.raises(
+        PentadError, match=r"^the Arrow table has the columns of a program, but its rows are not those of one$"
+    ):
+        Program.from_arrow(FOREIGN[fault])
+
+
+def test_a_pair_of_three_is_refused() -> None:
+    table = generate("1f1b", 1, 3).to_arrow()
+    same = table.set_column(1, SCHEMA.field("index"), pa.array([0] * table.num_rows, pa.int32()))
+    with pytest.raises(PentadError, match="its rows are not those of one"):
+        Program.from_arrow(same)
+
+
+@pytest.mark.parametrize("change", [{"version": "0"}, {"version": None}, None])
+def test_a_table_of_another_version_is_refused(change: dict[str, str | None] | None) -> None:
+    table = compiled("1f1b", 2, 2).to_arrow()
+    meta = {key.decode(): value.decode() for key, value in table.schema.metadata.items()} | (change or {})
+    kept = {key: value for key, value in meta.items() if value is not None} if change else None
+    with pytest.raises(PentadError, match=f"^the Arrow table is not a program of version {VERSION}: columns "):
+        Program.from_arrow(table.replace_schema_metadata(kept))
+
+
+@pytest.mark.parametrize("key", ["name", "placement", "microbatches", "chunks"])
+def test_a_table_without_its_facts_is_refused(key: str) -> None:
+    table = compiled("1f1b", 2, 2).to_arrow()
+    meta = {k: v for k, v in table.schema.metadata.items() if k.decode() != key}
+    with pytest.raises(PentadError, match="its rows are not those of one"):
+        Program.from_arrow(table.replace_schema_metadata(meta))
+
+
+@pytest.mark.parametrize("type_", [pa.large_string(), pa.binary()])
+def test_a_table_of_other_types_is_refused(type_: pa.DataType) -> None:
+    table = compiled("1f1b", 2, 2).to_arrow()
+    meta, lane = table.schema.metadata, SCHEMA.get_field_index("lane")
+    table = table.set_column(lane, pa.field("lane", type_), table.column(lane).cast(type_))
+    with pytest.raises(PentadError, match="not a program of version"):
+        Program.from_arrow(table.replace_schema_metadata(meta))
+
+
+def test_a_file_that_is_no_program_is_refused_in_one_sentence_with_its_path(tmp_path: Path) -> None:
+    contents = {
+        "garbage": b"garbage",
+        "empty": b"",
+        "cut": compiled("1f1b", 2, 2).to_bytes()[:1000],
+        "stream": compiled("1f1b", 2, 2).to_bytes()[8:],
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    simulate(compiled("1f1b", 2, 2), Costs.uniform(2)).save(tmp_path / "timeline")
+    (tmp_path / "folder").mkdir()
+    for name in [*contents, "timeline", "folder", "missing"]:
+        with pytest.raises(PentadError) as caught:
+            Program.load(tmp_path / name)
+        assert str(caught.value).startswith(f"{tmp_path / name} is not a readable program: ")
+        assert "\n" not in str(caught.value)
+
+
+DATA = compile_program("dualpipe", 2, 4).to_bytes()
+
+
+@given(st.integers(0, len(DATA) - 1), st.integers(0, 255))
+def test_a_damaged_byte_is_refused_or_seen_in_the_hash(place: int, value: int) -> None:
+    original = Program.from_bytes(DATA)
+    try:
+        program = Program.from_bytes(DATA[:place] + bytes([value]) + DATA[place + 1 :])
+    except PentadError:
+        return
+    assert replace(program, name=original.name) == original or program.hash != original.hash

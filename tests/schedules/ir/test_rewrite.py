@@ -1,0 +1,82 @@
+"""What is woven into a program stands where it was put, and all else stays as it was."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.columns import pack
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Instruction, Key, Op, Unit, units_of
+from pentad.schedules.ir.program import Program, Streams
+from pentad.schedules.ir.rewrite import insert
+
+compiled = cache(compile_program)
+PROGRAMS = [("1f1b", 2, 3), ("zb-v", 2, 4), ("dualpipe", 2, 4), ("gpipe", 1, 2)]
+ADDED = st.builds(
+    Instruction,
+    st.sampled_from([Op.ALL_GATHER, Op.FREE, Op.RECOMPUTE, Op.OFFLOAD]),
+    st.integers(0, 3),
+    st.integers(-1, 9),
+    peer=st.just(-1),
+    slot=st.integers(-1, 3),
+    group=st.sampled_from(["", "a", "stage0", "zz"]),
+    waits=st.lists(st.builds(Key, st.sampled_from(Op), st.integers(-1, 3), st.integers(-1, 3)), max_size=2).map(tuple),
+)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+@given(data=st.data())
+@settings(max_examples=20)
+def test_additions_stand_before_their_positions_in_the_order_they_are_given(
+    name: str, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    program = compiled(name, ranks, microbatches, replicas=2)
+    wanted = [list(stream) for stream in program.streams]
+    rank = st.integers(0, ranks - 1)
+    places = data.draw(st.lists(st.tuples(rank, st.integers(0, 40), ADDED), max_size=8))
+    additions = [(r, min(at, len(program.streams[r])), part) for r, at, part in places]
+    for r in range(ranks):
+        mine = [(at, part) for where, at, part in additions if where == r]
+        for at in range(len(wanted[r]), -1, -1):
+            wanted[r][at:at] = [part for place, part in mine if place == at]
+    found = insert(program, additions)
+    assert found.streams == tuple(map(tuple, wanted))
+    assert found == program.with_streams(tuple(map(tuple, wanted)))
+    assert found.hash == program.with_streams(tuple(map(tuple, wanted))).hash
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+def test_more_waits_come_behind_those_that_are_there(name: str, ranks: int, microbatches: int) -> None:
+    program = compiled(name, ranks, microbatches, replicas=2)
+    more = {(rank, Key(Op.STEP, -1, -1)): (Key(Op.F, 0, 0), Key(Op.W, 1, 9)) for rank in range(ranks)}
+    found = insert(program, (), more)
+    for rank in range(ranks):
+        parts = {part.key: part for part in units_of(program.streams[rank])}
+        for part in units_of(found.streams[rank]):
+            assert part == parts[part.key]._replace(waits=parts[part.key].waits + more.get((rank, part.key), ()))
+
+
+def test_a_wait_of_what_is_not_there_is_refused() -> None:
+    with pytest.raises(KeyError, match="rank 1 has no 0F0"):
+        insert(compiled("1f1b", 2, 3), (), {(1, Key(Op.F, 0, 0)): (Key(Op.F, 0, 1),)})
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+def test_streams_are_what_they_were_packed_from(name: str, ranks: int, microbatches: int) -> None:
+    program = compiled(name, ranks, microbatches, gated=True, replicas=2)
+    streams: tuple[tuple[Unit, ...], ...] = tuple(program.streams)
+    again = Streams(pack(streams))
+    assert again == streams == program.streams
+    assert (again[-1], again[:1], len(again)) == (streams[-1], streams[:1], len(streams))
+    assert hash(again) == hash(streams)
+    assert Program(program.name, streams, program.placement, microbatches, program.chunks) == program
+
+
+def test_a_number_that_no_program_has_is_refused_in_one_sentence() -> None:
+    with pytest.raises(PentadError, match=r"^an instruction has the number 2147483648, but at most 2147483647 can be "):
+        Program("wide", ((Instruction(Op.F, 0, 2**31),),), ((0,),), 1)

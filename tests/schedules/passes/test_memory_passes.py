@@ -1,0 +1,219 @@
+"""The passes that spare memory: what they promise holds in every program, and `check` refuses what breaks it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from memory_pass_cases import drop
+from sizes import allows
+
+from pentad.schedules.catalogue import CATALOGUE
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import COMPUTE, Key, Op, units_of
+from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.pools import gradient_slots
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.dependencies import ScheduleError
+from pentad.schedules.simulate.memory import SHARE
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.verify.check import check, peak_activations
+
+READERS = (Op.F, Op.B, Op.BW, Op.RECOMPUTE)
+SIZES = [(n, p, m) for n in CATALOGUE for p, m in ((1, 3), (2, 5), (4, 8), (4, 12)) if allows(n, p, m)]
+CHUNKED = [("interleaved", 2, 4, 4), ("interleaved", 1, 3, 4), ("looped-bfs", 2, 6, 3), ("interleaved-zb", 4, 8, 3)]
+
+
+def with_savings(
+    name: str, p: int, m: int, savings: Savings, chunks: int | None = None, validated: bool = False
+) -> Program:
+    return compile_program(name, p, m, replicas=2, savings=savings, options=Options(chunks), validated=validated)
+
+
+def most_gathered(program: Program) -> int:
+    """Asserts that every reader's stage is there; returns how many stages are whole at once, at most."""
+    most = 0
+    for stream in program.streams:
+        here: set[int] = set()
+        for part in units_of(stream):
+            if part.op is Op.ALL_GATHER:
+                assert part.stage not in here
+                here.add(part.stage)
+            elif part.op is Op.FREE:
+                here.remove(part.stage)
+            elif part.op in READERS:
+                assert part.stage in here
+            most = max(most, len(here))
+    return most
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize(("name", "p", "m"), SIZES)
+def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(name, p, m, zero, validated):
+    program = with_savings(name, p, m, Savings(zero=zero), validated=validated)
+    assert most_gathered(program) == max(map(len, program.placement))
+    for stages, stream in zip(program.placement, program.streams, strict=True):
+        count = Counter((part.op, part.stage) for part in units_of(stream))
+        for stage in stages:
+            assert count[Op.ALL_GATHER, stage] == count[Op.REDUCE_SCATTER, stage] == 1
+            assert count[Op.FREE, stage] == (zero == 3)
+            assert not count[Op.ALL_REDUCE, stage]
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize(("name", "p", "m", "chunks"), [*((*size, None) for size in SIZES), *CHUNKED])
+def test_gradients_are_reduced_as_soon_as_all_holders_of_a_stage_are_done(name, p, m, chunks, zero):
+    """Once each; all ranks in one order; and with one holder in a pipeline nothing is computed in between."""
+    program = with_savings(name, p, m, Savings(zero=zero), chunks)
+    order: set[tuple[int, int]] = set()
+    for stream in program.streams:
+        parts = [part for part in units_of(stream) if part.op in (*COMPUTE, Op.ALL_REDUCE, Op.REDUCE_SCATTER)]
+        at = {part.key: place for place, part in enumerate(parts)}
+        reduced = [part for part in parts if part.op not in COMPUTE]
+        last = {part.stage: part.key for part in parts if part.op in (Op.W, Op.BW)}
+        assert {part.stage for part in reduced} == set(last)
+        for part in reduced:
+            assert part.waits == (last[part.stage],)
+            if len(program.holders(part.stage)) == 1:
+                between = parts[at[last[part.stage]] + 1 : at[part.key]]
+                assert not COMPUTE.intersection(each.op for each in between)
+        for before, after in pairwise(reduced):
+            order.add((before.stage, after.stage))
+    assert not any((after, before) in order for before, after in order)
+
+
+def test_stages_that_are_done_one_after_another_take_turns_on_two_gradients():
+    """Of which one is scattered while the other is added to: memory of ZeRO 2 does not grow with the stages."""
+    for chunks in (2, 4, 8):
+        program = with_savings("looped-bfs", 1, 2, Savings(zero=2), chunks)
+        slots, waits = gradient_slots(program, 0)
+        assert len(set(slots.values())) == 2
+        costs = Costs(*((1.0,) * chunks,) * 3, reduce=3.0)  # longer than the backward of a microbatch
+        assert simulate(program, costs).makespan == 2 * 3 * chunks  # nothing waits
+        assert len(waits) == chunks - 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("gathered", [1, 2, 3])
+@pytest.mark.parametrize(("name", "p", "m", "chunks"), CHUNKED)
+def test_no_more_stages_are_whole_than_are_allowed(name, p, m, chunks, gathered, prefetch):
+    program = with_savings(name, p, m, Savings(zero=3, gathered=gathered, prefetch=prefetch), chunks)
+    assert most_gathered(program) == gathered
+    simulate(program, Costs.uniform(program.stages))
+
+
+def test_room_for_all_gathers_less_often_and_prefetching_hides_it():
+    costs = Costs(*((1.0,) * 8,) * 3, reduce=1.6)
+    found = {}
+    for gathered, prefetch in ((1, 0), (2, 0), (3, 0), (3, 1), (4, 0)):
+        savings = Savings(zero=3, gathered=gathered, prefetch=prefetch)
+        program = with_savings("interleaved", 2, 4, savings, 4)
+        gathers = sum(part.op is Op.ALL_GATHER for stream in program.streams for part in units_of(stream))
+        found[gathered, prefetch] = (gathers, simulate(program, costs).makespan)
+    assert found[4, 0][0] == 8 < found[2, 0][0] < found[1, 0][0]
+    assert found[4, 0][1] < found[3, 1][1] < found[3, 0][1] < found[2, 0][1] < found[1, 0][1]
+
+
+@pytest.mark.parametrize(("name", "p", "m"), SIZES)
+def test_every_microbatch_of_a_stage_is_recomputed_once(name, p, m):
+    stages = frozenset(range(0, p, 2))
+    program = with_savings(name, p, m, Savings(recompute=stages))
+    again = Counter(
+        (part.stage, part.microbatch)
+        for stream in program.streams
+        for part in units_of(stream)
+        if part.op is Op.RECOMPUTE
+    )
+    assert again == {(stage, mb): 1 for stage in stages for mb in range(program.pieces)}
+
+
+def test_recompute_fills_the_wait_for_the_gradient():
+    """A rank that waits for a gradient recomputes meanwhile: a pipeline's bubble pays for some of it."""
+    plain, costs = compile_program("gpipe", 4, 4), Costs.uniform(4)
+    program = compile_program("gpipe", 4, 4, savings=Savings(recompute=frozenset({0, 1, 2})))
+    assert simulate(program, costs).makespan < simulate(plain, costs).makespan + 4
+
+
+def most_kept(program: Program) -> float:
+    most = 0.0
+    for stream in program.streams:
+        held = 0.0
+        for part in units_of(stream):
+            held += SHARE.get(part.op, 0.0)
+            most = max(most, held)
+    return most / (program.chunks * program.slices)
+
+
+@pytest.mark.parametrize("keep", [2.0, 2.5, 4.0])
+@pytest.mark.parametrize(("name", "p", "m"), [size for size in SIZES if size[0] != "dualpipe"])
+def test_no_more_activations_stay_than_are_allowed(name, p, m, keep):
+    plain = with_savings(name, p, m, Savings())
+    try:
+        program = with_savings(name, p, m, Savings(keep=keep))
+    except PentadError:  # B frees half of an activation: what is left for W cannot be sent away
+        assert Op.W in {part.op for stream in plain.streams for part in units_of(stream)}
+        return
+    assert most_kept(program) == max(peak_activations(program)) <= keep
+    moved = Counter(part.op for stream in program.streams for part in units_of(stream))
+    assert moved[Op.OFFLOAD] == moved[Op.RELOAD]
+    assert bool(moved[Op.OFFLOAD]) == (most_kept(plain) > keep)
+    simulate(program, Costs.uniform(program.stages))
+
+
+def test_all_of_it_together_is_proven():
+    savings = Savings(zero=3, gathered=2, recompute=frozenset({0, 5}), keep=2.0)
+    for validated in (False, True):
+        program = with_savings("interleaved", 4, 8, savings, 3, validated=validated)
+        assert max(peak_activations(program)) <= 2
+        assert {part.op for stream in program.streams for part in units_of(stream)} >= {
+            Op.ALL_GATHER, Op.FREE, Op.REDUCE_SCATTER, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD,
+        }  # fmt: skip
+        assert Program.from_bytes(program.to_bytes()) == program
+
+
+BAD = [
+    ("gpipe", 2, 4, Savings(zero=4), "zero is 4, wanted a stage of ZeRO, 0 to 3"),
+    ("gpipe", 2, 4, Savings(zero=3, gathered=0), "gathered is 0, but rank 0 reads 1 stages in one unit"),
+    ("dualpipe", 2, 4, Savings(zero=3, gathered=1), "gathered is 1, but rank 0 reads 2 stages in one unit"),
+    ("gpipe", 2, 4, Savings(recompute=frozenset({7})), "recompute names stage 7, but the stages are 0 to 1"),
+    ("gpipe", 2, 4, Savings(keep=0.5), "offload keeps 0.5 activations, but rank 0 needs 1 at once"),
+]
+
+
+@pytest.mark.parametrize(("name", "p", "m", "savings", "words"), BAD)
+def test_what_cannot_be_is_told_in_one_sentence(name, p, m, savings, words):
+    with pytest.raises(PentadError) as caught:
+        compile_program(name, p, m, savings=savings)
+    assert str(caught.value) == words
+
+
+def change(program: Program, rank: int, key: Key, **fields) -> Program:
+    streams = list(program.streams)
+    streams[rank] = tuple(u._replace(**fields) if u.key == key else u for u in streams[rank])
+    return program.with_streams(tuple(streams))
+
+
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.FREE, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_SCATTER])
+def test_a_program_that_lacks_one_of_them_is_refused(op):
+    program = with_savings("interleaved", 2, 6, Savings(zero=3, gathered=1, keep=2.0), 3)
+    check(program, replicas=2)
+    for rank, stream in enumerate(program.streams):
+        for key in [part.key for part in units_of(stream) if part.op is op]:
+            with pytest.raises(ScheduleError):
+                check(drop(program, rank, key), replicas=2)
+
+
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.OFFLOAD, Op.F, Op.BW, Op.RECOMPUTE])
+def test_a_program_that_does_not_wait_for_them_is_refused(op):
+    program = with_savings("interleaved", 2, 6, Savings(zero=3, gathered=1, keep=2.0), 3)
+    for rank, stream in enumerate(program.streams):
+        for part in units_of(stream):
+            for key in part.waits:
+                if part.op is op and key.op in (Op.ALL_GATHER, Op.FREE, Op.F, Op.RELOAD):
+                    less = tuple(other for other in part.waits if other != key)
+                    with pytest.raises(ScheduleError):
+                        check(change(program, rank, part.key, waits=less), replicas=2)

@@ -1,0 +1,115 @@
+"""The critical path has no gap, is as long as the step, and every instruction of it is held by the one before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.simulate.analysis import Step, critical_path, shares
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import COMPUTE
+
+SECONDS = st.floats(0.1, 4)
+PROGRAMS = [("gpipe", 1, 3), ("1f1b", 4, 6), ("zb-h1", 3, 5), ("zb-h2", 3, 6), ("zb-v", 3, 6), ("dualpipe", 4, 8)]
+compiled = cache(compile_program)
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, stages: int, *, tail: bool = True) -> Costs:
+    each = st.tuples(*[SECONDS] * stages)
+    reduce, norm, step = (draw(SECONDS) if tail else 0.0 for _ in range(3))
+    transfer, overlap = draw(st.sampled_from([0.0, 0.3, 2.0])), draw(st.sampled_from([0.0, 0.4]))
+    return Costs(draw(each), draw(each), draw(each), transfer, reduce, norm, step, overlap=overlap)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+@given(data=st.data())
+@settings(max_examples=5, deadline=None)
+def test_the_path_has_no_gap_and_is_as_long_as_the_step(
+    name: str, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    program = compiled(name, ranks, microbatches, gated=data.draw(st.booleans()), replicas=2)
+    costs = data.draw(costs_of(program.stages))
+    path = critical_path(program, costs)
+    spans = {(span.rank, span.name): span for span in simulate(program, costs).spans}
+    assert path[0].start == 0
+    assert path[-1].end == max(span.end for span in spans.values())
+    assert all(one.end == other.start for one, other in pairwise(path))
+    assert all((step.start, step.end) == spans[step.rank, step.key][8:] for step in path)
+    assert sum(step.end - step.start for step in path) == pytest.approx(path[-1].end)
+    by_op, by_rank = shares(path)
+    assert sum(by_op.values()) == pytest.approx(path[-1].end)
+    assert sum(by_rank.values()) == pytest.approx(path[-1].end)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+@given(data=st.data())
+@settings(max_examples=5, deadline=None)
+def test_without_a_tail_the_path_is_as_long_as_the_makespan(
+    name: str, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    program = compiled(name, ranks, microbatches, replicas=2)
+    costs = data.draw(costs_of(program.stages, tail=False))
+    path = critical_path(program, costs)
+    assert path[-1].end == simulate(program, costs).makespan
+    assert sum(step.end - step.start for step in path) == pytest.approx(path[-1].end)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+@given(data=st.data())
+@settings(max_examples=5, deadline=None)
+def test_each_is_held_by_the_one_before(name: str, ranks: int, microbatches: int, data: st.DataObject) -> None:
+    program = compiled(name, ranks, microbatches, gated=data.draw(st.booleans()), replicas=2)
+    units = {(r, str(p.key)): (u, p) for r, s in enumerate(program.streams) for u in s for p in u.parts}
+    costs = data.draw(costs_of(program.stages))
+    path = critical_path(program, costs)
+    ends = {(span.rank, span.name): span.end for span in simulate(program, costs).spans}
+    assert [step.why == "start" for step in path] == [k == 0 for k in range(len(path))]
+    for one, step in pairwise(path):
+        unit, part = units[step.rank, step.key]
+        waits = {str(key) for key in unit.waits}
+        before, last = units[one.rank, one.key]
+        if step.why == "data":
+            assert one.rank == step.rank and one.op in COMPUTE
+            assert waits & {str(key.key) for key in before.parts}
+        elif step.why == "transfer":
+            brought = [key for key in waits if units[step.rank, key][1].op not in COMPUTE]
+            assert last.op not in COMPUTE and step.start in {ends[step.rank, key] for key in brought}
+        elif part.op in COMPUTE:
+            assert step.why == "order" and one.rank == step.rank and last.lane == "compute"
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+@given(data=st.data())
+@settings(max_examples=4, deadline=None)
+def test_a_slower_rank_costs_at_least_its_share_of_the_path(
+    name: str, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    program = compiled(name, ranks, microbatches)
+    costs = replace(data.draw(costs_of(program.stages)), overlap=0.0)
+    path = critical_path(program, costs)
+    for rank in range(ranks):
+        compute = sum(step.end - step.start for step in path if step.rank == rank and step.op in COMPUTE)
+        slow = replace(costs, slow=tuple(1.5 if r == rank else 1.0 for r in range(ranks)))
+        assert critical_path(program, slow)[-1].end >= path[-1].end + compute / 2 - 1e-9
+
+
+def test_one_microbatch_goes_down_the_ranks_and_back() -> None:
+    path = critical_path(compiled("1f1b", 2, 1), Costs.uniform(2, 1.0, 2.0, 0.5, transfer=0.25))
+    assert path == (
+        Step(0, "0F0", "F", 0.0, 1.0, "start"),
+        Step(0, "0SEND_F0", "SEND_F", 1.0, 1.25, "data"),
+        Step(1, "1F0", "F", 1.25, 2.25, "transfer"),
+        Step(1, "1BW0", "BW", 2.25, 4.75, "order"),
+        Step(1, "1SEND_B0", "SEND_B", 4.75, 5.0, "data"),
+        Step(0, "0BW0", "BW", 5.0, 7.5, "transfer"),
+    )
+    assert shares(path).by_op == {"F": 2.0, "SEND_F": 0.25, "BW": 5.0, "SEND_B": 0.25}
+    assert shares(path).by_rank == {0: 3.75, 1: 3.75}

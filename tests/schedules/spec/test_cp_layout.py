@@ -1,0 +1,138 @@
+"""Who holds which positions, what of the attention falls to each, and that no masked pair of blocks is computed."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.cp_layout import (
+    PLACEMENTS,
+    Placement,
+    Variant,
+    attended,
+    balance,
+    check_context,
+    document_positions,
+    positions,
+)
+from pentad.workers.parallel.cp_blocks import Block, plan
+
+SIZES = (1, 2, 3, 4, 8)
+BOTH: tuple[Placement, ...] = ("zigzag", "contiguous")
+
+
+@st.composite
+def rows(draw, parts: int) -> tuple[int, tuple[int, ...]]:
+    """A length and where documents begin in it."""
+    length = parts * draw(st.integers(1, 6))
+    return length, (0, *sorted(draw(st.sets(st.integers(1, length - 1)) if length > 1 else st.just(set()))))
+
+
+@pytest.mark.parametrize(("cp", "placement"), list(product(SIZES, BOTH)))
+def test_every_position_has_one_holder_and_all_hold_as_many(cp, placement):
+    held = [positions(48, cp, rank, placement) for rank in range(cp)]
+    assert {len(each) for each in held} == {48 // cp}
+    assert sorted(np.concatenate(held)) == list(range(48))
+    assert all((np.diff(each) > 0).all() for each in held)
+
+
+@pytest.mark.parametrize("cp", SIZES[1:])
+def test_zigzag_is_level_and_contiguous_is_not(cp):
+    length = 4096 * 2 * cp
+    assert balance(length, cp, "zigzag") == 1.0
+    assert balance(length, cp, "contiguous") == pytest.approx(2 * cp - 1, rel=1e-3)
+
+
+@pytest.mark.parametrize(("cp", "documents"), list(product(SIZES[1:], (4, 64, 512))))
+def test_zigzag_stays_level_with_equal_documents(cp, documents):
+    length = 6 * 8192
+    starts = range(0, length, length // documents)
+    assert balance(length, cp, "zigzag", starts) <= (1.05 if documents >= 64 else 2.0)
+
+
+@given(data=st.data(), cp=st.sampled_from(SIZES), placement=st.sampled_from(BOTH))
+def test_work_of_all_ranks_is_the_work_of_the_sequence(data, cp, placement):
+    length, starts = data.draw(rows(2 * cp))
+    ends = [*starts[1:], length]
+    whole = sum((end - start) * (end - start + 1) // 2 for start, end in zip(starts, ends, strict=True))
+    assert sum(attended(length, cp, rank, placement, starts) for rank in range(cp)) == whole
+
+
+@given(data=st.data())
+def test_positions_are_counted_from_the_start_of_a_document(data):
+    length, starts = data.draw(rows(1))
+    found = document_positions(starts, length)
+    assert [p for p in range(length) if found[p] == 0] == list(starts)
+    assert all(found[p] in (0, found[p - 1] + 1) for p in range(1, length))
+
+
+@given(data=st.data(), cp=st.sampled_from(SIZES), variant=st.sampled_from(tuple(PLACEMENTS)))
+def test_blocks_hold_each_pair_that_sees_each_other_once(data, cp, variant):
+    length, starts = data.draw(rows(2 * cp))
+    distance = document_positions(starts, length)
+    for rank in range(cp):
+        mine = positions(length, cp, rank, "zigzag") if variant != "exchange" else np.arange(length)
+        seen = np.zeros((len(mine), length), dtype=int)
+        for step, blocks in enumerate(plan(variant, cp, rank, length, [(slice(0, 1), starts)])):
+            source = positions(length, cp, (rank - step) % cp, "zigzag")
+            keys = source if variant != "exchange" and cp > 1 else np.arange(length)
+            for at in blocks:
+                visible = _visible(at, len(mine), len(keys))
+                seen[:, keys] += visible
+        wanted = (np.arange(length) <= mine[:, None]) & (np.arange(length) >= (mine - distance[mine])[:, None])
+        assert (seen == wanted).all()
+
+
+def _visible(at: Block, queries: int, keys: int) -> np.ndarray:
+    """[queries, keys] which pairs a block computes and does not mask."""
+    found = np.zeros((queries, keys), dtype=int)
+    rows, columns = range(queries)[at.queries], range(keys)[at.keys]
+    lengths = at.lengths
+    starts = lengths.queries.tolist() if lengths else [0, len(rows)]
+    befores = lengths.keys.tolist() if lengths else [0, len(columns)]
+    for q0, q1, k0, k1 in zip(starts, starts[1:], befores, befores[1:], strict=False):
+        for i in range(q0, q1):
+            last = k1 - (q1 - i) + 1 if at.causal else k1
+            found[rows[i], columns[k0] : columns[k0] + last - k0] = 1
+    return found
+
+
+@pytest.mark.parametrize("cp", SIZES[1:])
+def test_each_step_of_a_ring_computes_half_of_its_pairs(cp):
+    for rank in range(cp):
+        steps = plan("ring", cp, rank, 16 * cp, [(slice(None), (0,))])
+        assert len(steps) == cp
+        for (at,) in steps[1:]:
+            assert not at.causal
+            assert len(range(16)[at.queries]) * len(range(16)[at.keys]) == 16 * 16 // 2
+
+
+def test_no_block_is_left_where_no_document_reaches_over():
+    for rank in range(4):
+        steps = plan("ring", 4, rank, 32, [(slice(0, 1), (0, 4, 8, 12, 16, 20, 24, 28))])
+        assert [len(blocks) for blocks in steps] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "cp", "variant", "tp", "said"),
+    [
+        (36, 4, 4, 4, "ring", 1, "batch.sequence_length is 36, wanted a multiple of 2 x mesh.cp = 8"),
+        (36, 8, 8, 8, "exchange", 1, "batch.sequence_length is 36, wanted a multiple of mesh.cp = 8"),
+        (32, 6, 2, 4, "exchange", 1, "model.heads is 6, wanted a multiple of mesh.cp x mesh.tp = 4"),
+        (32, 4, 4, 4, "exchange", 2, "model.heads is 4, wanted a multiple of mesh.cp x mesh.tp = 8"),
+        (32, 12, 3, 4, "exchange", 1, "model.kv_heads is 3, wanted a multiple or a divisor of mesh.cp x mesh.tp = 4"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(length, heads, kv_heads, cp, variant: Variant, tp, said):
+    with pytest.raises(PentadError, match=said):
+        check_context(length, heads, kv_heads, cp, variant, tp)
+
+
+@pytest.mark.parametrize(("kv_heads", "variant"), [(1, "exchange"), (4, "exchange"), (8, "exchange"), (3, "ring")])
+def test_what_can_be_shared_is_not_refused(kv_heads, variant: Variant):
+    check_context(32, 8 * kv_heads, kv_heads, 4, variant, 2)

@@ -1,0 +1,40 @@
+"""Compiling takes as long for an instruction of a large program as for one of a small program, and ranks share streams.
+
+`tests/bench/compile_speed.py` has the figures; here is only what holds on any machine.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import pytest
+
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.spec.mesh import Mesh
+
+
+def seconds_each(name: str, ranks: int) -> float:
+    """CPU seconds an instruction, the least of three."""
+    found = []
+    for _ in range(3):
+        started = time.process_time()
+        program = compile_program(name, ranks, 4 * ranks)
+        found.append((time.process_time() - started) / program.columns.rows)
+    return min(found)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+def test_an_instruction_of_a_larger_program_takes_no_longer(name: str) -> None:
+    assert seconds_each(name, 32) < 1.5 * seconds_each(name, 8)
+
+
+def test_the_streams_of_16384_ranks_are_those_of_16() -> None:
+    mesh = Mesh(dp=64, pp=16, cp=2, tp=8)
+    tracemalloc.start()
+    program = compile_program("interleaved", 16, 64, replicas=mesh.dp)
+    streams = [program.streams[mesh.coordinates(rank).pp] for rank in range(mesh.size)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(streams), len(set(map(id, streams)))) == (16_384, 16)
+    assert peak < 2**27

@@ -1,0 +1,79 @@
+"""A host may be held at whatever it computes until its GPU is through with all it was given, and every program goes on.
+
+CUDA's documents say where a driver may: at a kernel's first use (programming guide, lazy loading) and where its stack
+grows (cuCtxSetLimit). Reductions hold nobody, since groups of ranks meet before the first step (parallel/groups.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from proof import Place, partner
+from sizes import allows
+
+from pentad.schedules.catalogue import CATALOGUE
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.instruction import COLLECTIVES, SENDS, Op, Unit, parse
+from pentad.schedules.ir.program import Stream
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.schedule_spec import Savings
+
+
+def held_for_ever(streams: Sequence[Stream], free: frozenset[Op] = COLLECTIVES) -> list[Unit]:
+    """Where hosts stand in the end that issue transfers and what is `free`, and at anything else wait until both ends
+    of all transfers that they have issued are there."""
+    parts = [((rank, unit.key), unit.parts[0]) for rank, stream in enumerate(streams) for unit in stream]
+    ends = {place: partner(place, part) for place, part in parts if part.op in SENDS}
+    ends |= {there: here for here, there in ends.items()}
+    at, issued, wanted = [0] * len(streams), set[Place](), [set[Place]() for _ in streams]
+    moved = True
+    while moved:
+        moved = False
+        for rank, stream in enumerate(streams):
+            while at[rank] < len(stream):
+                place = rank, stream[at[rank]].key
+                if place in ends:
+                    issued.add(place)
+                    wanted[rank].add(ends[place])
+                elif place[1].op not in free and not wanted[rank] <= issued:
+                    break
+                at[rank] += 1
+                moved = True
+    return [stream[k] for stream, k in zip(streams, at, strict=True) if k < len(stream)]
+
+
+COST = st.floats(0.05, 20)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@settings(max_examples=60)
+@given(st.data())
+def test_hosts_that_are_held_at_what_they_compute_get_to_the_end(name: str, data: st.DataObject) -> None:
+    sizes = [(pp, m) for pp in (1, 2, 3, 4, 6, 8) for m in (pp, pp + 1, 2 * pp, 4 * pp) if allows(name, pp, m)]
+    ranks, microbatches = data.draw(st.sampled_from(sizes))
+    stages = compile_program(name, ranks, microbatches).stages
+    each = st.lists(COST, min_size=stages, max_size=stages).map(tuple)
+    costs = Costs(data.draw(each), data.draw(each), data.draw(each), transfer=data.draw(st.floats(0, 20)))
+    savings = data.draw(st.sampled_from([Savings(), Savings(buckets=(3,) * stages), Savings(zero=3)]))
+    gated, validated = data.draw(st.booleans()), data.draw(st.booleans())
+    program = compile_program(
+        name, ranks, microbatches, costs=costs, gated=gated, replicas=2, validated=validated, savings=savings
+    )
+    assert not held_for_ever(program.streams)
+
+
+def test_hosts_that_grant_behind_what_they_compute_are_held_for_ever() -> None:
+    first = "0F0 | 0SEND_F0>1 after 0F0 | 0F1 | 1RECV_F2<1@0 | 1F2 after 1RECV_F2"
+    second = "0F2 | 0SEND_F2>0 after 0F2 | 0F3 | 1RECV_F0<0@0 | 1F0 after 1RECV_F0"
+    streams = tuple(tuple(map(parse, text.split(" | "))) for text in (first, second))
+    assert list(map(str, held_for_ever(streams))) == ["0F1", "0F3"]
+
+
+def test_reductions_must_hold_nobody() -> None:
+    """Mirrors next to each other reduce before they grant what the other has sent (seen on GPUs)."""
+    streams = compile_program("dualpipe", 2, 8).streams
+    assert not held_for_ever(streams)
+    assert [unit.key.op for unit in held_for_ever(streams, free=frozenset())] == [Op.ALL_REDUCE, Op.ALL_REDUCE]

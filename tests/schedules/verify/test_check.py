@@ -1,0 +1,232 @@
+"""`check` accepts what an independent proof accepts, and refuses every damaged program, naming the damage."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutants import Mutant, mutants
+from proof import prove, stuck
+from sizes import allows
+
+from pentad.schedules.catalogue import CATALOGUE
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Key, Op, Overlap, parse
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.dependencies import ScheduleError
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.verify.check import check
+
+compiled = cache(compile_program)
+
+
+def refusal(program: Program) -> ScheduleError | None:
+    """What `check` says against a program of two replicas."""
+    try:
+        check(program, replicas=2)
+    except ScheduleError as error:
+        return error
+    return None
+
+
+TAKES_LONG = (
+    "zb-v",
+    "zb-1p",
+    "zb-2p",
+    "v-half",
+    "v-min",
+    "1f1b-eager",
+    "interleaved",
+    "looped-bfs",
+    "interleaved-zb",
+    "dualpipev",
+    "seq-1f1b",
+)  # at (4, 8)
+
+
+def allowed(name: str, ranks: int) -> list[int]:
+    """Fewer microbatches than ranks, as many, odd, and many; what the schedule allows of them."""
+    tried = {1, max(1, ranks - 1), ranks, ranks + 1, 2 * ranks, 2 * ranks + 2, 2 * ranks + 3, 4 * ranks}
+    return [microbatches for microbatches in sorted(tried) if allows(name, ranks, microbatches)]
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("gated", [False, True], ids=["posted", "gated"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_program_that_compiles_is_right(name: str, gated: bool, replicas: int) -> None:
+    for ranks in (1, 2, 3, 4, 8):
+        for microbatches in allowed(name, ranks):
+            program = compile_program(name, ranks, microbatches, gated=gated, replicas=replicas)
+            check(program, replicas=replicas)
+            prove(program, replicas)
+
+
+def names_a_culprit(error: ScheduleError, mutant: Mutant) -> bool:
+    """The instruction pointed at is a culprit, or the first sentence has a culprit's key as a word."""
+    pointed = mutant.program.streams[error.rank][error.index].parts
+    if any((error.rank, part.key) in mutant.culprits for part in pointed):
+        return True
+    words = set(re.findall(r"\w+", str(error).splitlines()[0]))
+    return any(str(key) in words for _, key in mutant.culprits)
+
+
+SMALL: list[Any] = [(name, 2, 4) for name in CATALOGUE] + [(name, 4, 8) for name in CATALOGUE if name not in TAKES_LONG]
+SMALL += [pytest.param(name, 4, 8, marks=pytest.mark.slow) for name in TAKES_LONG]
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), SMALL)
+@pytest.mark.parametrize("gated", [False, True], ids=["posted", "gated"])
+def test_every_mutant_is_refused_and_its_culprit_named(name: str, ranks: int, microbatches: int, gated: bool) -> None:
+    program = compiled(name, ranks, microbatches, gated=gated, replicas=2)
+    kinds: Counter[str] = Counter()
+    for mutant in mutants(program, gated=gated):
+        error = refusal(mutant.program)
+        if error:
+            assert names_a_culprit(error, mutant), (mutant.kind, mutant.where, str(error))
+            kinds[mutant.kind] += 1
+        else:
+            assert not mutant.fatal, (mutant.kind, mutant.where)
+            prove(mutant.program, 2)
+    assert kinds["dropped"] == sum(map(len, program.streams))
+
+
+KEYS = st.builds(Key, st.sampled_from(Op), st.integers(-1, 4), st.integers(-1, 4))
+ANYTHING = st.builds(
+    Instruction,
+    st.sampled_from(Op),
+    st.integers(-1, 4),
+    st.integers(-1, 4),
+    st.integers(-1, 4),
+    st.sampled_from(["", "pp", "stage0", "stage1", "none"]),
+    st.integers(-1, 2),
+    st.lists(KEYS, max_size=2).map(tuple),
+)
+PLACEMENTS = st.lists(st.lists(st.integers(-1, 4), max_size=2).map(tuple), max_size=4).map(tuple)
+TANGLES = ["move", "move", "wait", "wait", "slot"]
+WILD = ["insert", "overlap", "replace", "placement", "microbatches", "empty"]
+
+
+def edit(draw: st.DrawFn, program: Program, kind: str) -> Program:
+    """One random change of this kind."""
+    streams = [list(stream) for stream in program.streams]
+    stream = draw(st.sampled_from(streams or [[]]))
+    index = draw(st.integers(0, max(len(stream) - 1, 0)))
+    unit = stream[index] if stream else Instruction(Op.F)
+    match kind:
+        case "move":
+            stream.insert(max(0, index + draw(st.integers(-6, 6))), stream.pop(index) if stream else unit)
+        case "wait" if isinstance(unit, Instruction) and index:
+            stream[index] = unit._replace(waits=(*unit.waits, draw(st.sampled_from(stream[:index])).key))
+        case "slot" if isinstance(unit, Instruction) and unit.slot >= 0:
+            stream[index] = unit._replace(slot=draw(st.integers(0, 2)))
+        case "insert":
+            stream.insert(index, draw(ANYTHING))
+        case "overlap":
+            stream.insert(index, draw(st.builds(Overlap, ANYTHING, st.just(unit.parts[0]) | ANYTHING)))
+        case "replace" if stream:
+            stream[index] = draw(ANYTHING)
+        case "empty":
+            stream.clear()
+    microbatches = draw(st.integers(-1, 9)) if kind == "microbatches" else program.microbatches
+    placement = draw(PLACEMENTS) if kind == "placement" else program.placement
+    return Program(program.name, tuple(map(tuple, streams)), placement, microbatches)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> Program:
+    """A right program with a few random changes: half the time only such as keep every instruction in place or near."""
+    name = draw(st.sampled_from(["1f1b", "zb-h1", "zb-h2", "dualpipe"]))
+    ranks = draw(st.sampled_from([1, 2, 4] if name != "dualpipe" else [2, 4]))
+    program = compiled(name, ranks, 2 * ranks, gated=draw(st.booleans()), replicas=2)
+    for kind in draw(
+        st.lists(st.sampled_from(draw(st.sampled_from([TANGLES, TANGLES + WILD]))), min_size=1, max_size=4)
+    ):
+        program = edit(draw, program, kind)
+    return program
+
+
+@settings(max_examples=600)
+@given(damaged())
+def test_check_refuses_or_proves_whatever_it_is_given(program: Program) -> None:
+    error = refusal(program)
+    if error is None:
+        prove(program, 2)
+        timeline = simulate(program, Costs.uniform(program.stages, transfer=0.5))
+        assert len(timeline.spans) == sum(len(unit.parts) for stream in program.streams for unit in stream)
+        return
+    assert -1 <= error.rank < program.ranks
+    assert error.rank < 0 or -1 <= error.index < len(program.streams[error.rank])
+    if "deadlock" in str(error):
+        assert stuck(program)
+
+
+@st.composite
+def tangled(draw: st.DrawFn) -> Program:
+    """A right program where receives also wait for earlier sends of their rank: only a deadlock can be wrong."""
+    name, ranks = draw(st.sampled_from([("1f1b", 2), ("zb-h2", 2), ("zb-h1", 4), ("dualpipe", 2)]))
+    program = compiled(name, ranks, 2 * ranks, gated=draw(st.booleans()), replicas=2)
+    streams = [list(stream) for stream in program.streams]
+    for _ in range(draw(st.integers(1, 16))):
+        stream = draw(st.sampled_from(streams))
+        index = draw(st.sampled_from([k for k, unit in enumerate(stream) if unit.parts[0].op in RECEIVES]))
+        sent = [unit.key for unit in stream[:index] if unit.parts[0].op in SENDS]
+        (part,) = stream[index].parts
+        stream[index] = part._replace(waits=(*part.waits, *sent[-draw(st.integers(1, 3)) :][:1]))
+    return program.with_streams(tuple(map(tuple, streams)))
+
+
+@settings(max_examples=300)
+@given(tangled())
+def test_just_what_would_hang_is_refused_as_a_deadlock(program: Program) -> None:
+    error = refusal(program)
+    assert bool(error) == bool(stuck(program))
+    assert error is None or "refused: deadlock: " in str(error)
+
+
+def two_ranks(*streams: str) -> Program:
+    return Program("by hand", tuple(tuple(map(parse, text.split(" | "))) for text in streams), ((0,), (1,)), 2)
+
+
+def test_a_send_that_a_waiting_host_would_never_issue_is_refused() -> None:
+    """Lanes alone would run it; a host that waits at 0BW0 for its gradient never gets to the send behind it."""
+    first = "0F0 | 0RECV_B0<1@0 | 0BW0 after 0RECV_B0 | 0SEND_F0>1 after 0F0 | 0ALL_REDUCE#stage0 after 0BW0"
+    second = "1RECV_F0<0@0 | 1F0 after 1RECV_F0 | 1BW0 | 1SEND_B0>0 after 1BW0 | 1ALL_REDUCE#stage1 after 1BW0"
+    first += " | NORM#pp after 0BW0,0ALL_REDUCE | STEP after NORM"
+    second += " | NORM#pp after 1BW0,1ALL_REDUCE | STEP after NORM"
+    program = Program("by hand", two_ranks(first, second).streams, ((0,), (1,)), 1)
+    assert "deadlock: " in str(refusal(program))
+
+
+def test_a_reduction_without_a_partner_is_refused() -> None:
+    program = compiled("1f1b", 2, 4, gated=False, replicas=2)
+    with pytest.raises(ScheduleError, match=r"rank 0 reduces the gradients of stage 0, which no other rank holds"):
+        check(program, replicas=1)
+
+
+def test_a_deadlock_that_buffering_would_hide_is_refused_and_its_cycle_spelled_out() -> None:
+    first = (
+        "0F0 | 0SEND_F0>1 after 0F0 | 0F1 | 0SEND_F1>1 after 0F1 | 0RECV_B0<1@0 after 0SEND_F1 | 0BW0 after 0RECV_B0"
+        " | 0RECV_B1<1@1 | 0BW1 after 0RECV_B1 | NORM#pp after 0BW1 | STEP after NORM"
+    )
+    second = (
+        "1RECV_F0<0@0 | 1F0 after 1RECV_F0 | 1BW0 | 1SEND_B0>0 after 1BW0 | 1RECV_F1<0@1 after 1SEND_B0"
+        " | 1F1 after 1RECV_F1 | 1BW1 | 1SEND_B1>0 after 1BW1 | NORM#pp after 1BW1 | STEP after NORM"
+    )
+    program = two_ranks(first, second)
+    assert not stuck(program, buffered=True)
+    assert stuck(program)
+    with pytest.raises(ScheduleError) as caught:
+        check(program)
+    transfers = ["0SEND_F1 (rank 0) with 1RECV_F1 (rank 1)", "0RECV_B0 (rank 0) with 1SEND_B0 (rank 1)"]
+    spelled = str(caught.value).splitlines()[0]
+    assert all(words in spelled for transfer in transfers for words in transfer.split(" with "))
+    assert spelled.count("waits for") == 2
+    assert f">{program.streams[caught.value.rank][caught.value.index].key}<" in str(caught.value)
+    check(two_ranks(first.replace(" after 0SEND_F1", ""), second))
+    check(two_ranks(first, second.replace(" after 1SEND_B0", "")))

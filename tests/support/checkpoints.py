@@ -1,0 +1,27 @@
+"""Small checkpoints for the tests of the store."""
+
+from pathlib import Path
+
+import torch
+
+from pentad.workers.checkpoint.checkpoint import commit, folder_of, write_shard
+
+META = {"seed": 7, "config": "ab12", "cursor": {"step": 20, "sample": 320}, "mesh": {"dp": 1, "pp": 2}, "lr": 3e-4}
+
+
+def save(root: Path, step: int, stages: int = 2) -> Path:
+    """A committed checkpoint of two tensors a stage; every value tells step and stage."""
+    folder = folder_of(root, step)
+    shards = []
+    for stage in range(stages):
+        value = torch.full((3, 4), float(step + stage))
+        tensors = {f"model.layers.{stage}.attention.qkv": value, f"optimizer.m.layers.{stage}": value.double()}
+        shards.append(write_shard(folder, f"stage-{stage}.safetensors", tensors))
+    commit(folder, step=step, shards=shards, meta=META | {"step": step})
+    return folder
+
+
+def flip(path: Path, at: int, bit: int = 1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= bit
+    path.write_bytes(data)

@@ -1,0 +1,3 @@
+"""What test_cli.py shares with other tests."""
+
+SIZES = ("--ranks", "4", "--microbatches", "8")

@@ -1,0 +1,84 @@
+"""A live control service without a run, and views of made-up runs."""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pentad.orchestrator.control.control_client import Client
+from pentad.orchestrator.control.server import Control
+from pentad.orchestrator.monitoring.run_state import RankView, RunView, Wishes
+from pentad.schedules.spec.mesh import Coordinates
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Served(Client):
+    """A live service, and a client of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.wishes = Wishes()
+        self.control = Control(folder, "127.0.0.1", 0, self.wishes)
+        self.endpoint = json.loads((folder / "control.json").read_text())
+        super().__init__(folder, self.endpoint)
+        self.health = health_pb2_grpc.HealthStub(self._channel)
+
+    def serves(self, service: str) -> bool:
+        return self.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status == SERVING
+
+
+def rank(number: int, state: str = "running", age: float = 0.0) -> RankView:
+    at = Coordinates(0, number, 0, 0, 0)
+    return RankView(number, at, "10.0.0.1", 100 + number, -1, state, 4, "0F1", time.monotonic() - age)
+
+
+def seen(state: str = "running", *ranks: RankView, **more: Any) -> RunView:
+    facts = {"loss": 2.5, "tokens_per_second": 1e3, "ranks": ranks or (rank(0), rank(1)), **more}
+    endpoints = {"control": "127.0.0.1:1", "dashboard": "http://127.0.0.1:2"}
+    view = RunView("trial", "runs/trial", state, 5, 60, 2, "dp1 pp2", "zb-h2", "abc", endpoints=endpoints)
+    return view._replace(**facts)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Served]:
+    """A service that has seen a run of two ranks."""
+    made = Served(folder)
+    made.control.view(seen())
+    try:
+        yield made
+    finally:
+        made.close()
+        made.control.close()
+
+
+def connected(folder: Path) -> Client:
+    """A client of the service of a folder that need not be a run's."""
+    return Client(folder, json.loads((folder / "control.json").read_text()))
+
+
+def later(do: Callable[..., object], *arguments: object) -> threading.Timer:
+    """Does something in a moment, in another thread."""
+    timer = threading.Timer(0.1, do, arguments)
+    timer.start()
+    return timer
+
+
+def once_printed(do: Callable[..., object], *arguments: object) -> threading.Thread:
+    """Does something in another thread when this one has printed its first line, under `capsys`."""
+
+    def wait() -> None:
+        until = time.monotonic() + 30
+        while "\n" not in cast(Any, sys.stdout).getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+        do(*arguments)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread

@@ -1,0 +1,54 @@
+"""What test_elastic.py shares with other tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from threenodes import Run
+
+from pentad.workers.checkpoint.checkpoint import newest, read
+
+STEPS = 60
+
+
+SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas are copies of each other
+
+
+LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # only dualpipe's mirrors are
+
+
+SCHEDULES = {"1f1b": SQUARE, "zb-h2": SQUARE, "dualpipe": LINE}
+
+
+Start = Callable[..., Run]
+
+
+Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+
+
+def outcome(run: Run, steps: int = STEPS) -> Outcome:
+    """Loss and gradient norm of each step, and the state in the last checkpoint; audits the steps."""
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(steps)), run.account()
+    found = newest(run.folder / "checkpoints").checkpoint
+    assert found is not None and found.step == steps
+    return [(row["loss"], row["grad_norm"]) for row in rows], read(found, found.where)
+
+
+def assert_same(run: Run, wanted: Outcome, steps: int = STEPS) -> None:
+    got = outcome(run, steps)
+    assert got[0] == wanted[0], run.account()
+    assert got[1].keys() == wanted[1].keys()
+    assert all(torch.equal(got[1][key], value) for key, value in wanted[1].items()), run.account()
+
+
+def assert_recovered(run: Run, *how: str) -> None:
+    """The journal has loss, fence and recovery in this order, and one recovery for each of `how`."""
+    assert run.end() == 0, run.account()
+    recovered = run.events("recovered")
+    assert tuple(row["how"] for row in recovered) == how, run.account()
+    kinds = [row["event"] for row in run.events("lost", "fence", "recovered")]
+    if "grow" not in how:
+        assert kinds[0] == "lost" and kinds[-2:] == ["fence", "recovered"], run.account()
+    run.assert_gone()

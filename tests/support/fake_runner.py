@@ -1,0 +1,144 @@
+"""A Runner without torch: it keeps a board and makes up results. `data.path` tells it how, 'fake:key=value,...'.
+
+| key | what |
+|---|---|
+| seconds | length of a step |
+| rank, step, how | there and then: raise, mistake (a user's), die or hang; the other ranks wait forever |
+| slow | seconds that `__init__` takes |
+| full | 1: every save finds the disk full |
+| nan | 1: the gradient norm of step 1 is not a number |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.runtime.abort import Fenced
+from pentad.workers.runtime.progress_file import Board
+from pentad.workers.runtime.results import Stand, StepResult
+
+
+class FakeRunner:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        board: Path,
+        epoch: int = 1,
+        gpu: int = 0,
+        before: FakeRunner | None = None,
+        *,
+        blank: bool = False,
+    ) -> None:
+        self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
+        self.orders = dict(pair.split("=") for pair in plan.data.partition("fake:")[2].split(",") if "=" in pair)
+        self.board = Board(board, epoch)
+        time.sleep(float(self.orders.get("slow", 0)))
+        step = simulate(plan.program, Costs.uniform(plan.program.stages))
+        self.seconds = float(self.orders.get("seconds", 0.002))
+        scale = self.seconds / max(span.end for span in step.spans)
+        self.spans = [s._replace(start=s.start * scale, end=s.end * scale) for s in step.spans if s.rank == self.pp]
+        self.steps: int = before.steps if before is not None else 0
+        self.freed = threading.Event()
+        self.results: list[StepResult] = []
+        self.open: list[StepResult] = []  # accounts for the next call
+
+    def serve(self, host: str, timeout_seconds: float) -> str:
+        return f"{host}:0"
+
+    def connect(self, address: str, timeout_seconds: float) -> None:
+        assert address.count(":") == 1
+
+    def position(self) -> None:
+        return None
+
+    def fence(self) -> None:
+        self.freed.set()
+
+    def leave(self) -> Stand:
+        self.results, self.open = [*self.results, *self.open], []
+        return Stand(self.steps, False, 1.0, tuple(self.results))
+
+    def receive(self, sources: dict[int, int], step: int) -> None:
+        assert set(sources) <= set(range(self.plan.program.stages))
+        self.steps = step
+
+    def restore(self, folder: str | None, step: int = 0) -> None:
+        self.steps = 0
+        if folder:
+            from safetensors.torch import load_file
+
+            self.steps = int(load_file(Path(folder, "stage-000.safetensors"))["steps"])
+
+    def run(self, first_step: int, count: int, more: bool = False) -> list[StepResult]:
+        results = [*self.open, *(self._step(step) for step in range(first_step, first_step + count))]
+        self.results, self.open = (results[:-1], results[-1:]) if more else (results, [])
+        return self.results
+
+    def save(self, folder: str, step: int, stages: tuple[int, ...] | None = None) -> list[dict]:
+        assert not self.open, "whoever asks for a checkpoint knows the steps in it"
+        if "full" in self.orders:
+            raise PentadError("checkpoint.every finds the disk full")
+        if self.rank:
+            return []
+        import torch
+
+        from pentad.workers.checkpoint.checkpoint import write_shard
+
+        return [write_shard(Path(folder), "stage-000.safetensors", {"steps": torch.tensor(self.steps)}).plain()]
+
+    def close(self) -> None:
+        pass
+
+    def _step(self, step: int) -> StepResult:
+        assert self.rank or self.steps == step, "steps come in order, and a restored run goes on where it stopped"
+        start = time.monotonic()
+        for counter in range(len(self.plan.program.streams[self.pp])):
+            self.board.write(step, counter)
+            if step == int(self.orders.get("step", -1)) and counter == 2:
+                self._obey(self.rank == int(self.orders["rank"]), self.orders["how"])
+        time.sleep(max(0.0, start + self.seconds - time.monotonic()))
+        self.board.write(step, -1)
+        self.steps = step + 1
+        last = self.pp == self.plan.mesh.pp - 1
+        at = self.plan.mesh.coordinates(self.rank)
+        numbers = range(at.dp * self.plan.batch.microbatches, (at.dp + 1) * self.plan.batch.microbatches)
+        return StepResult(
+            step=step,
+            losses={number: loss_of(step, number) for number in numbers} if last else {},
+            grad_norm=float("nan") if "nan" in self.orders and step == 1 else 1.0,
+            learning_rate=self.plan.optimizer.rate(step),
+            skipped="nan" in self.orders and step == 1,
+            spans=tuple(self._span(span, step, start) for span in self.spans),
+            host_seconds=0.001,
+            instructions=len(self.spans),
+            peak_bytes=self.rank,
+        )
+
+    def _span(self, span: Span, step: int, start: float) -> Span:
+        return span._replace(step=step, rank=self.rank, start=span.start + start, end=span.end + start)
+
+    def _obey(self, mine: bool, how: str) -> None:
+        if mine and how == "raise":
+            raise ZeroDivisionError("no such number")
+        if mine and how == "mistake":
+            raise PentadError("data.path is wrong, wanted a right one")
+        if mine and how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how != "none":
+            self.freed.wait(3600)  # as in a collective whose other member never comes
+            raise Fenced
+
+
+def loss_of(step: int, number: int) -> float:
+    """The loss sum of a microbatch: no two alike, and their sum depends on the order in its last bits."""
+    return 100.0 / (step + 1) + 0.1 * number

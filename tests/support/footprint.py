@@ -1,0 +1,59 @@
+"""What a run leaves on this machine, told apart from what other programs do meanwhile by a mark in its environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import uuid
+from pathlib import Path
+
+from pentad.orchestrator.cluster.ray_head import psutil
+
+
+class Footprint:
+    """Start a run with `environment`, `look` while it is there, and `assert_gone` afterwards.
+
+    A port is gone with its process. Files are the temporary folders that commands name and shared memory in use.
+    """
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self.files: set[Path] = set()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "FOOTPRINT": self.mark}
+
+    def processes(self) -> list[str]:
+        return [f"{process.pid} {command}" for process, command in self._marked()]
+
+    def look(self) -> None:
+        for process, command in self._marked():
+            self.files |= {Path(found) for found in re.findall(r"/tmp/pentad-ray-\w+", command)}
+            try:
+                maps = process.memory_maps()
+            except psutil.Error:
+                continue
+            self.files |= {Path(found.path) for found in maps if found.path.startswith("/dev/shm/")}
+        assert self.files, "looked too early or too late"
+
+    def assert_gone(self, seconds: float = 5.0) -> None:
+        until = time.monotonic() + seconds
+        while (left := self._left()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not left
+
+    def _left(self) -> list[str]:
+        return [*self.processes(), *(str(file) for file in self.files if file.exists())]
+
+    def _marked(self) -> list[tuple[psutil.Process, str]]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                # A zombie is gone: only its parent has yet to take note.
+                if process.environ().get("FOOTPRINT") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((process, " ".join(process.cmdline())))
+            except psutil.Error:
+                continue
+        return found

@@ -1,0 +1,63 @@
+"""What tests of Hugging Face files do with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.checkpoint import open_checkpoint, read
+from pentad.workers.hf.importer import Imported, import_folder
+from pentad.workers.model.stage import Stage
+from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.parameters import create
+from pentad.workers.params.sharded_state import read_whole
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def take(source: Path, out: Path, **how: Any) -> Imported:
+    return import_folder(source, out, render=json.dumps, progress=lambda done, total: None, **how)
+
+
+def tensors_of(done: Imported) -> dict[str, torch.Tensor]:
+    found = open_checkpoint(done.folder)
+    return read(found, found.where)
+
+
+def stage_of(plan: Plan, folder: Path) -> Stage:
+    """The one stage of a plan for one process, with the weights of a checkpoint."""
+    held = {share: create(plan, share, torch.device("cpu"), blank=True) for share in plan.shares_of(0)}
+    stage, found = Stage(plan, 0, banks_of(plan, 0, 0, held)), open_checkpoint(folder)
+    for parameters in held.values():
+        for local, view in zip(parameters.locals, parameters.views(parameters.master).values(), strict=True):
+            view.copy_(read_whole(found, f"model.{local.name}", local.tensor.shape))
+        for key, bias in parameters.biases.named.items():
+            bias.copy_(read_whole(found, f"model.{key}", tuple(bias.shape)))
+    return stage
+
+
+def change(files: Path, **tensors: torch.Tensor | None) -> None:
+    """Puts tensors into the file, by names with '__' for '.', or takes them out."""
+    state = load_file(files / SINGLE)
+    for key, tensor in tensors.items():
+        name = key.replace("__", ".")
+        state.pop(name, None)
+        if tensor is not None:
+            state[name] = tensor
+    save_file(state, files / SINGLE, metadata={"format": "pt"})
+
+
+def refused(source: Path, out: Path, *words: str) -> None:
+    with pytest.raises(PentadError) as caught:
+        take(source, out / "deep" / "out")
+    text = str(caught.value)
+    assert all(word in text for word in words), text
+    assert "\n" not in text and ", wanted " in text
+    assert not (out / "deep").exists()

@@ -1,0 +1,134 @@
+"""What test_activation_memory.py shares with other tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from plans import MODEL, plan_of
+
+from pentad.schedules.spec.model import Experts, Latent
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.model import experts, moe
+from pentad.workers.model.stage import Stage
+from pentad.workers.parallel import cp_all_gather, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
+from pentad.workers.parallel.async_ops import Coming, Turns, here
+from pentad.workers.parallel.context_parallel import Context
+from pentad.workers.parallel.cp_blocks import Block
+from pentad.workers.parallel.expert_parallel import Site
+from pentad.workers.parallel.process_groups import Inner
+from pentad.workers.parallel.tensor_parallel import TensorRanks
+from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.parameters import create
+
+MIXED = Experts(count=4, active=2, ffn=12, auxiliary=0.1)
+
+
+DEEP = Experts(count=8, active=3, ffn=12, shared=8, score="sigmoid", groups=2, active_groups=1, bias_rate=0.01, dense=1)
+
+
+LATENT = Latent(rank=6, query_rank=10, plain=8, rotary=4, value=6)
+
+
+SMALL = replace(MODEL, layers=4, hidden=32, heads=16, kv_heads=8)  # several heads a rank, whatever shares them out
+
+
+FAMILIES = {
+    "llama": SMALL,
+    "qwen3": replace(SMALL, qk_norm=True, head_size=6),
+    "mixtral": replace(SMALL, experts=MIXED),
+    "deepseek": replace(SMALL, experts=DEEP, latent=LATENT),
+    "deepseek, further tokens": replace(SMALL, experts=DEEP, latent=LATENT, predicted=2),
+    "deepseek-lite": replace(SMALL, experts=DEEP, latent=replace(LATENT, query_rank=0)),
+}
+
+
+class Group(NamedTuple):
+    """A group of which the others are not there."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return 1
+
+
+def passed(group: Any, sent: torch.Tensor, room: torch.Tensor) -> Coming[torch.Tensor]:
+    """A step of a ring in which what is sent comes back."""
+    return here(room.copy_(sent))
+
+
+def gathered(whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool = False) -> None:
+    whole.copy_(part.repeat(whole.shape[0] // part.shape[0], *[1] * (part.dim() - 1)))
+
+
+def scattered(own: torch.Tensor, whole: torch.Tensor, group: Any, async_op: bool = False) -> None:
+    own.copy_(whole[: own.shape[0]])
+
+
+def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are shared with ranks which are not there."""
+    monkeypatch.setattr(cp_ring, "pass_on", passed)
+    for module in (cp_all_gather, expert_parallel):
+        monkeypatch.setattr(module, "_gather", gathered)
+        monkeypatch.setattr(module, "_scatter", scattered)
+    monkeypatch.setattr(tensor_parallel, "gather_all", gathered)
+    monkeypatch.setattr(tensor_parallel, "scatter_sum", scattered)
+    monkeypatch.setattr(cp_ulysses, "_exchange", exchanged)
+    monkeypatch.setattr(experts, "open_route", route)
+    monkeypatch.setattr(moe.dist, "all_reduce", lambda load, group, async_op=False: None)
+
+
+def exchanged(group: Any, sent: list[torch.Tensor], laid: Any) -> Coming[list[torch.Tensor]]:
+    return here([laid(each.clone()) for each in sent])
+
+
+def route(chosen: torch.Tensor, held: int, group: Any, way: str) -> Turns[expert_parallel.Route]:
+    yield from ()
+    return expert_parallel.Stay() if group is None else expert_parallel.Gather(group, group.size())
+
+
+def made(plan: Plan, index: int) -> Stage:
+    device, mesh = torch.device("cpu"), plan.mesh
+    rank = next(rank for rank in range(mesh.size) if index in plan.stages_of(rank))
+    held = {at: create(plan, at, device, rank=rank) for at in plan.shares_of(rank) if at.stage == index}
+    stage = Stage(plan, index, banks_of(plan, rank, index, held), rank)
+    groups: list[Any] = [Group(size) if size > 1 else None for size in (mesh.tp, mesh.cp, mesh.ep)]
+    context = Context(groups[1], mesh.cp, 1 if mesh.cp > 1 else 0, plan.context)
+    stage.join(Inner(TensorRanks(groups[0], mesh.tp), context, Site(groups[2], 0, "gather")))
+    return stage
+
+
+def storages(nested: object) -> Iterator[torch.UntypedStorage]:
+    """What can be reached, of autograd's graphs as well; where documents begin is every layer's."""
+    if isinstance(nested, torch.Tensor):
+        yield nested.untyped_storage()
+        yield from graphs(nested.grad_fn)
+    elif isinstance(nested, tuple | list) and not isinstance(nested, Block):
+        for each in nested:
+            yield from storages(each)
+
+
+def graphs(node: Any) -> Iterator[torch.UntypedStorage]:
+    if node is not None:
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        values = [getattr(node, name) for name in names]
+        yield from (each.untyped_storage() for each in values if isinstance(each, torch.Tensor))
+        for before, _ in node.next_functions:
+            yield from graphs(before)
+
+
+def size(nested: object, *besides: torch.Tensor | None) -> int:
+    """Bytes of all distinct storages but those of `besides`."""
+    out = {each.untyped_storage().data_ptr() for each in besides if each is not None}
+    found = {each.data_ptr(): each.nbytes() for each in storages(nested)}
+    return sum(nbytes for address, nbytes in found.items() if address not in out)
+
+
+def plan(corpus: str, family: str, mode: str, **axes: Any) -> Plan:
+    return plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes)

@@ -1,0 +1,124 @@
+"""A program as a graph: what must have ended before what starts, over all ranks, lanes and communicators.
+
+Transfers and collectives have rendezvous semantics: no buffering is assumed, so a SEND and its RECV (and the members
+of a collective) are one event that starts when the last of them is reached.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Unit
+from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.validation import NORM, is_validated
+
+
+class Node(NamedTuple):
+    """A unit: the `at`-th of its rank's stream."""
+
+    rank: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`members[event]` are the nodes that happen together; `before[event]` the events that must have ended."""
+
+    nodes: tuple[Node, ...]
+    event: dict[Node, int]
+    members: tuple[tuple[Node, ...], ...]
+    before: tuple[tuple[int, ...], ...]
+
+
+def meetings(program: Program) -> dict[tuple, dict[int, list[Node]]]:
+    """Communicator -> rank (or side of a transfer) -> its operations there, in order.
+
+    The k-th operation of each meets the k-th of the others. A transfer's communicator is (kind, source, target), that
+    of a collective (lane, ranks).
+    """
+    found: dict[tuple, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
+    for rank, stream in enumerate(program.streams):
+        for index, unit in enumerate(stream):
+            op, node = unit.parts[0].op, Node(rank, index)
+            if op in SENDS:
+                found[op, rank, unit.parts[0].peer][rank].append(node)
+            elif op in RECEIVES:
+                found[RECEIVES[op], unit.parts[0].peer, rank][rank].append(node)
+            elif op in COLLECTIVES and unit.parts[0].group:
+                found[unit.lane, ranks_of(program, unit)][rank].append(node)
+    return found
+
+
+def ranks_of(program: Program, unit: Unit) -> tuple[int, ...]:
+    """Pipeline ranks that take part in a collective."""
+    part = unit.parts[0]
+    return tuple(range(program.ranks)) if part.group == "pp" else program.holders(part.stage)
+
+
+def build(program: Program, *, issued: bool = False) -> Graph:
+    """The graph of a program whose transfers and collectives match (see `check`).
+
+    With `issued`, a host that waits at every compute unit, as on CPUs, also keeps what follows in the stream from
+    starting before that unit has ended; without, only lanes and waits order.
+    """
+    nodes = tuple(Node(r, i) for r, stream in enumerate(program.streams) for i in range(len(stream)))
+    together = [nodes for sides in meetings(program).values() for nodes in zip(*sides.values(), strict=True)]
+    event = {node: number for number, group in enumerate(together) for node in group}
+    members = list(map(tuple, together))
+    for node in nodes:
+        if node not in event:
+            event[node] = len(members)
+            members.append((node,))
+    before: list[set[int]] = [set() for _ in members]
+    for rank, stream in enumerate(program.streams):
+        position = program.positions[rank]
+        last: dict[str, int] = {}
+        for index, unit in enumerate(stream):
+            here = before[event[Node(rank, index)]]
+            here.update(event[Node(rank, position[key])] for key in unit.waits)
+            if unit.lane in last:
+                here.add(event[Node(rank, last[unit.lane])])
+            if issued and "compute" in last:
+                here.add(event[Node(rank, last["compute"])])
+            last[unit.lane] = index
+    for rank, position in enumerate(program.positions):
+        if rank and is_validated(program):
+            before[event[Node(rank, position[NORM])]].add(event[Node(rank - 1, program.positions[rank - 1][NORM])])
+    return Graph(nodes, event, tuple(members), tuple(map(tuple, before)))
+
+
+def ordered(graph: Graph) -> list[int]:
+    """Events in an order that respects `before`; shorter than the events when there is a cycle."""
+    after: list[list[int]] = [[] for _ in graph.members]
+    left = [len(events) for events in graph.before]
+    for event, events in enumerate(graph.before):
+        for earlier in events:
+            after[earlier].append(event)
+    ready = deque(event for event, count in enumerate(left) if not count)
+    done = []
+    while ready:
+        event = ready.popleft()
+        done.append(event)
+        for later in after[event]:
+            left[later] -= 1
+            if not left[later]:
+                ready.append(later)
+    return done
+
+
+def cycle(graph: Graph) -> tuple[int, ...]:
+    """The events of one cycle, each waiting for the next; empty when there is none."""
+    done = set(ordered(graph))
+    stuck = [event for event in range(len(graph.members)) if event not in done]
+    if not stuck:
+        return ()
+    path: list[int] = []
+    seen: dict[int, int] = {}
+    event = stuck[0]
+    while event not in seen:
+        seen[event] = len(path)
+        path.append(event)
+        event = next(earlier for earlier in graph.before[event] if earlier not in done)
+    return tuple(path[seen[event] :])

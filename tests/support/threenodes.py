@@ -1,0 +1,210 @@
+"""A Ray cluster of several nodes on this machine, whose nodes can be taken away; and runs of `pentad train` on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import gpus
+import ray
+from footprint import Footprint
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.cluster.ray_head import psutil
+from pentad.orchestrator.monitoring.runfolder import read_lines
+
+# Before anything is known, the head looks at its nodes once a second and gives them up after three times nothing.
+HEALTH = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
+PREEMPTION = 2
+RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+COMMAND = (sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train")
+
+
+class Cluster:
+    """A head without room for ranks, and nodes with room for some each: on GPUs, one of the `places` a rank."""
+
+    def __init__(self, folder: Path, places: int = 0) -> None:
+        self.folder, self.places = folder, places
+        self.head = self._node(0)
+        self.nodes: list[Node] = []
+
+    @property
+    def address(self) -> str:
+        return self.head.gcs_address
+
+    def hold(self, *sizes: int) -> None:
+        """Adds and takes away nodes until there is one with room for so many ranks for each of `sizes`."""
+        wanted = Counter(sizes)
+        for node in list(self.nodes):
+            if _raylet(node).poll() is None and wanted[node.cpus] > 0:
+                wanted[node.cpus] -= 1
+            else:
+                self.nodes.remove(node)
+                node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        for cpus in wanted.elements():
+            self.nodes.append(self._node(cpus))
+
+    def node_of(self, pid: int) -> Node:
+        """The node of a rank's process."""
+        parent = psutil.Process(pid).ppid()
+        return next(node for node in self.nodes if _raylet(node).pid == parent)
+
+    def ranks(self) -> list[str]:
+        """Processes of ranks, whether they run, are stopped or wait for their end."""
+        titles = []
+        for node in self.nodes:
+            with suppress(psutil.Error):
+                titles += [" ".join(process.cmdline()) for process in psutil.Process(_raylet(node).pid).children()]
+        return [title for title in titles if title.startswith("ray::") and not title.startswith(RAYS_OWN)]
+
+    def board(self, pid: int) -> Path:
+        """The file where a rank says what it does."""
+        return Path(self.node_of(pid).get_session_dir_path()) / f"pentad-board-{pid}"
+
+    def drain(self, node: Node, seconds: float) -> None:
+        """Gives notice, as a cloud does before it takes a machine back."""
+        deadline = int((time.time() + seconds) * 1000)
+        accepted, reason = ray._raylet.GcsClient(address=self.address).drain_node(
+            node.node_id, PREEMPTION, "test", deadline
+        )
+        assert accepted, reason
+
+    def stop(self) -> None:
+        self.hold()
+        self.head.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+    def _node(self, cpus: int) -> Node:
+        head = not hasattr(self, "head")
+        where = {} if head else {"gcs_address": self.address, "redis_address": self.address}
+        taken = [] if head else [place for node in self.nodes for place in node.places]
+        free = [place for place in range(self.places) if place not in taken][:cpus]
+        parameters = RayParams(
+            num_cpus=cpus,
+            num_gpus=len(free),
+            object_store_memory=100 << 20,
+            temp_dir=str(self.folder),
+            include_dashboard=False,
+            include_log_monitor=False,
+            no_monitor=True,
+            node_manager_port=0,
+            dashboard_agent_listen_port=0,
+            min_worker_port=0,
+            max_worker_port=0,
+            **where,
+        )
+        known = self._logs()
+        with clusters._environment(gpus.node_of(free) if self.places else {}):
+            try:
+                node = Node(parameters, head=head, shutdown_at_exit=True, spawn_reaper=True)
+            except Exception as error:  # Ray's own says no more than that it waited
+                new = [f"{file.name}: {file.read_text(errors='replace')[-1500:]}" for file in self._logs() - known]
+                raise RuntimeError("\n".join([f"{error} Its logs: {len(new)}", *new])) from None
+        node.cpus, node.places = cpus, free
+        return node
+
+    def _logs(self) -> set[Path]:
+        return set(self.folder.glob("session_[0-9]*/logs/*.*"))
+
+
+def kill(node: Node, how: int = signal.SIGKILL) -> None:
+    """Pulls a node's plug, as far as a process can, or tells it to end."""
+    _raylet(node).send_signal(how)
+    _raylet(node).wait()
+
+
+def _raylet(node: Node) -> subprocess.Popen[bytes]:
+    return node.all_processes["raylet"][0].process
+
+
+@contextmanager
+def three_nodes(places: int = 0) -> Iterator[Cluster]:
+    """Nothing of it stays behind."""
+    variables = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
+    variables |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    folder = Path(tempfile.mkdtemp(prefix="pentad-nodes-", dir="/tmp"))  # short: socket paths have at most 107 bytes
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.enter_context(clusters._environment(variables))
+        stack.enter_context(clusters._loopback_only())
+        cluster = Cluster(folder, places)
+        stack.callback(cluster.stop)
+        yield cluster
+
+
+class Run:
+    """`pentad train` in a process of its own, on a cluster that is there."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *overrides: str, command: tuple[str, ...] = COMMAND) -> None:
+        self.cluster, self.folder, self.footprint = cluster, folder / "run", Footprint()
+        arguments = [f"run.folder={folder}", "run.name=run", f"cluster.address={cluster.address}", *overrides]
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = {**self.footprint.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        folder.mkdir(exist_ok=True)
+        self.printed = folder / "printed"
+        with self.printed.open("w") as out:
+            self.process = subprocess.Popen(
+                [*command, *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def rows(self) -> list[dict[str, Any]]:
+        return read_lines(self.folder / "metrics.jsonl")
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [row for row in read_lines(self.folder / "journal.jsonl") if row["event"] in kinds or not kinds]
+
+    def pids(self) -> list[int]:
+        """Of the ranks as they were placed first."""
+        return [rank["pid"] for rank in self.events("place")[0]["ranks"]]
+
+    def wait_for(self, true: Callable[[], object], seconds: float = 120.0) -> None:
+        until = time.monotonic() + seconds
+        while not true():
+            assert self.process.poll() is None, self.account()
+            assert time.monotonic() < until, self.account()
+            time.sleep(0.01)
+
+    def at_step(self, step: int) -> None:
+        self.wait_for(lambda: len(self.rows()) > step)
+
+    def hit(self, *ranks: int, how: int = signal.SIGKILL) -> None:
+        for pid in [self.pids()[rank] for rank in ranks]:
+            os.kill(pid, how)
+
+    def end(self, seconds: float = 200.0) -> int:
+        return self.process.wait(seconds)
+
+    def assert_gone(self) -> None:
+        """No process of it is left, on no node, nor a port, which is gone with its process."""
+        self.footprint.assert_gone()
+        until = time.monotonic() + 5
+        while (left := self.cluster.ranks()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not left, left
+
+    def account(self) -> str:
+        """All that one wants to see of a run that went wrong."""
+        events = "\n".join(json.dumps(row) for row in self.events())
+        return f"{self.printed.read_text()}\n{events}\nsteps {[row['step'] for row in self.rows()]}"
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()

@@ -1,0 +1,236 @@
+"""A checkpoint is believed only with proof: damage, forgery and strangers are refused, and the file is named."""
+
+import copy
+import hashlib
+import inspect
+import json
+import random
+import resource
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import flip, save
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint import atomic_io, checkpoint, manifest
+from pentad.workers.checkpoint.checkpoint import (
+    MANIFEST,
+    discard_older,
+    folder_of,
+    newest,
+    open_checkpoint,
+    write_shard,
+)
+from pentad.workers.checkpoint.manifest import Manifest, Shard, decode, encode
+
+
+def forge(folder: Path, **changes: Any) -> None:
+    """Rewrites the manifest with a right checksum, as an attacker would: the checks behind it must hold alone."""
+    body = json.loads((folder / MANIFEST).read_bytes())
+    manifest = Manifest(body["step"], body["meta"], tuple(Shard.from_plain(shard) for shard in body["shards"]))
+    (folder / MANIFEST).write_bytes(encode(replace(manifest, **changes)))
+
+
+def canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def shards_of(folder: Path) -> tuple[Shard, ...]:
+    return decode((folder / MANIFEST).read_bytes()).shards
+
+
+def refusal(root: Path) -> str:
+    """Why step 20 is refused; step 10 must be found instead."""
+    found, refused = newest(root)
+    assert found is not None
+    assert found.step == 10
+    ((folder, why),) = refused
+    assert folder == folder_of(root, 20)
+    with pytest.raises(PentadError) as raised:
+        open_checkpoint(folder)
+    assert str(raised.value) == why
+    assert str(folder) in why
+    return why
+
+
+@pytest.mark.parametrize("file", ["stage-1.safetensors", MANIFEST])
+@pytest.mark.parametrize("bit", [1, 128])
+def test_one_flipped_bit_in_any_byte_is_refused_and_the_file_named(tmp_path: Path, file: str, bit: int) -> None:
+    folder = save(tmp_path, 20)
+    path = folder / file
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        flip(path, at, bit)
+        with pytest.raises(PentadError, match=file):
+            open_checkpoint(folder)
+        path.write_bytes(whole)
+    open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("file", ["stage-0.safetensors", MANIFEST])
+def test_newest_passes_a_damaged_checkpoint_and_tells(tmp_path: Path, file: str) -> None:
+    save(tmp_path, 10)
+    flip(save(tmp_path, 20) / file, 40)
+    assert file in refusal(tmp_path)
+
+
+def test_every_damaged_checkpoint_is_told_and_nothing_valid_is_none(tmp_path: Path) -> None:
+    folders = [save(tmp_path, step) for step in (10, 20)]
+    for folder in folders:
+        flip(folder / MANIFEST, 9)
+    found, refused = newest(tmp_path)
+    assert found is None
+    assert [folder for folder, _ in refused] == folders[::-1]
+
+
+def test_no_root_means_no_checkpoint(tmp_path: Path) -> None:
+    assert newest(tmp_path / "none") == (None, ())
+    assert discard_older(tmp_path / "none", keep=1) == ()
+
+
+def test_a_missing_a_truncated_a_grown_and_a_linked_shard_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    path = save(tmp_path, 20) / "stage-1.safetensors"
+    whole = path.read_bytes()
+    path.unlink()
+    assert "stage-1.safetensors cannot be read: No such file" in refusal(tmp_path)
+    path.write_bytes(whole[:-1])
+    assert f"stage-1.safetensors has {len(whole) - 1} bytes, wanted {len(whole)}" in refusal(tmp_path)
+    path.write_bytes(whole + b"x")
+    assert "bytes, wanted" in refusal(tmp_path)
+    path.unlink()
+    (tmp_path / "elsewhere").write_bytes(whole)
+    path.symlink_to(tmp_path / "elsewhere")
+    assert "stage-1.safetensors is not a plain file" in refusal(tmp_path)
+
+
+FOREIGN = [
+    b"",
+    b"{}",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"weight_map":{"a":"b"}}',
+    b'{"checksum":"0"}',
+    b'{"checksum":NaN}',
+    b"[" * 100_000,
+    b'{"checksum":' + b"9" * 5000 + b"}",
+]
+
+
+@pytest.mark.parametrize("data", FOREIGN, ids=lambda data: data[:16])
+def test_foreign_json_is_refused(tmp_path: Path, data: bytes) -> None:
+    save(tmp_path, 10)
+    (save(tmp_path, 20) / MANIFEST).write_bytes(data)
+    assert "manifest.json is" in refusal(tmp_path)
+
+
+def test_a_manifest_too_large_to_be_one_is_not_read(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    with open(save(tmp_path, 20) / MANIFEST, "r+b") as file:
+        file.truncate(1 << 40)
+    assert "bytes, wanted at most" in refusal(tmp_path)
+
+
+def test_blanks_that_json_ignores_are_still_damage(tmp_path: Path) -> None:
+    path = save(tmp_path, 20) / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b",", b", ", 1))
+    with pytest.raises(PentadError, match="checksum"):
+        open_checkpoint(path.parent)
+
+
+@pytest.mark.parametrize(
+    "file", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "a.pt", ".a", "", 3]
+)
+def test_a_file_that_escapes_the_folder_is_refused_by_writer_and_reader(tmp_path: Path, file: Any) -> None:
+    (tmp_path / "x.safetensors").touch()
+    with pytest.raises(PentadError, match="wanted a plain name"):
+        write_shard(folder_of(tmp_path, 1), file, {"x": torch.zeros(2)})
+    save(tmp_path, 10)
+    folder = save(tmp_path, 20)
+    forge(folder, shards=(replace(shards_of(folder)[0], file=file), shards_of(folder)[1]))
+    assert "a shard's file, a plain name" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"bytes": -1}, "bytes"),
+        ({"bytes": True}, "bytes"),
+        ({"sha256": "00"}, "sha256"),
+        ({"tensors": {"x": {"dtype": "F32", "shape": [-1]}}}, "tensor 'x'"),
+        ({"tensors": {"x": {"dtype": "F32"}}}, "tensor 'x'"),
+    ],
+)
+def test_a_forged_field_is_refused_by_name(tmp_path: Path, changed: dict[str, Any], word: str) -> None:
+    save(tmp_path, 10)
+    folder = save(tmp_path, 20)
+    forge(folder, shards=(replace(shards_of(folder)[0], **changed), shards_of(folder)[1]))
+    assert word in refusal(tmp_path)
+
+
+def test_any_forged_content_is_taken_or_refused_but_never_breaks_the_reader(tmp_path: Path) -> None:
+    body = json.loads((save(tmp_path, 20) / MANIFEST).read_bytes())
+    del body["checksum"]
+    dice = random.Random(0)
+    strange: list[Any] = [None, True, -1, 1.5, "", "..", [], {}, [[]], {"": []}, 1 << 70, "\ud800"]
+    for _ in range(2000):
+        forged = copy.deepcopy(body)
+        place: Any = forged
+        while True:
+            key = dice.choice(sorted(place) if isinstance(place, dict) else range(len(place)))
+            if not isinstance(place[key], (dict, list)) or not place[key] or dice.random() < 0.2:
+                break
+            place = place[key]
+        if isinstance(place, dict) and dice.random() < 0.2:
+            place[str(dice.choice(strange))] = place.pop(key)
+        else:
+            place[key] = dice.choice(strange)
+        forged["checksum"] = hashlib.sha256(canonical(forged)).hexdigest()
+        with suppress(PentadError):
+            decode(canonical(forged))
+
+
+def test_a_header_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    folder = save(tmp_path, 20)
+    first, second = shards_of(folder)
+    name = "model.layers.0.attention.qkv"
+    tensors = first.tensors | {name: {"dtype": "F32", "shape": [4, 3]}}
+    forge(folder, shards=(replace(first, tensors=tensors), second))
+    assert "stage-0.safetensors has a header that differs" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("length", [1 << 60, (1 << 64) - 1, 1 << 33])
+def test_a_header_that_claims_to_be_huge_is_refused_without_allocating(tmp_path: Path, length: int) -> None:
+    save(tmp_path, 10)
+    folder = save(tmp_path, 20)
+    first, second = shards_of(folder)
+    data = length.to_bytes(8, "little") + (folder / first.file).read_bytes()[8:]
+    (folder / first.file).write_bytes(data)
+    forge(folder, shards=(replace(first, sha256=hashlib.sha256(data).hexdigest()), second))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "stage-0.safetensors cannot be read" in refusal(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def test_a_renamed_step_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 15).rename(folder_of(tmp_path, 20))
+    assert "step is 15, wanted 20" in refusal(tmp_path)
+
+
+def test_a_copy_under_another_name_opens(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 20), tmp_path / "best")
+    assert open_checkpoint(tmp_path / "best").step == 20
+
+
+def test_nothing_here_can_unpickle() -> None:
+    for module in (checkpoint, atomic_io, manifest):
+        source = inspect.getsource(module)
+        assert not any(word in source for word in ("import pickle", "torch.load", "eval(", "yaml"))

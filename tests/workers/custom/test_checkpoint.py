@@ -1,0 +1,116 @@
+"""A model of a user's own from checkpoint to job: other meshes go on with it, and its file goes along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fleet import Fleet, assembled, losses_of
+from own_models import GPT, made, reference
+from plans import STEPS, close, plan_of
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.jobs import job_package
+from pentad.orchestrator.planning.planning import make_plan, smaller
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.cut import cut_layers
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import Savings
+from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.manifest import Shard
+from pentad.workers.hf.config import of_section
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("zb-h1", 2, 2, 2, 3), ("1f1b", 1, 4, 4, 0)), (("dualpipe", 1, 2, 4, 0), ("gpipe", 2, 1, 2, 2))],
+)
+def test_another_mesh_goes_on_with_a_checkpoint(fleet: Fleet, corpus: str, tmp_path: Path, before, after) -> None:
+    """With the dropout of one that was never stopped, for the microbatches are the same."""
+    model = made(tmp_path, "dropping", layers=4)
+    first, second = (plan(corpus, model, *size) for size in (before, after))
+    folder = tmp_path / "step-00000002"
+    saved = fleet.run(first, [(0, 2)], save=str(folder))
+    shards = [Shard.from_plain(shard) for outcome in saved for shard in outcome.shards]
+    checkpoint.commit(folder, step=2, shards=shards, meta={})
+    outcomes = fleet.run(second, [(2, 1)], restore=str(folder))
+    losses, _, _, weights = reference(second)
+    sums = losses_of(outcomes)
+    assert sum(sums.values()) / second.batch.tokens == pytest.approx(losses[STEPS - 1], rel=1e-10)
+    parts = [{n.removeprefix("model."): v for n, v in o.state.items() if n.startswith("model.")} for o in outcomes]
+    assert all(close(value, weights[name]) for name, value in assembled(parts, weights).items())
+
+
+def plan(corpus, model, name: str, dp: int, pp: int, microbatches: int, zero: int) -> Plan:
+    return plan_of(name, dp, pp, microbatches, corpus, model=model, savings=Savings(zero=zero))
+
+
+def test_its_file_goes_along_with_its_job(tmp_path: Path) -> None:
+    file = tmp_path / "mine" / "my.py"
+    file.parent.mkdir()
+    file.write_text(GPT)
+    config = load(None, [f"model.own={file}:gpt"])
+    environment = job_package.runtime_environment(config, tmp_path)
+    work = Path(environment["working_dir"])
+    assert (work / "model" / "my.py").read_text() == GPT
+    written = (work / job_package.CONFIG).read_text()
+    assert "model/my.py:gpt" in written
+    assert str(tmp_path) not in written
+
+
+def test_ranks_get_the_files_text_and_a_smaller_mesh_the_same_model(tmp_path: Path) -> None:
+    file = tmp_path / "my.py"
+    file.write_text(GPT)
+    config = load(None, [f"model.own={file}:gpt", "mesh.dp=2", "elastic.min_ranks=1"])
+    full = make_plan(config, "cpu")
+    assert full.model.own is not None
+    assert full.model.own.source == GPT
+    less = smaller(config, 3)
+    assert less is not None
+    file.write_text(GPT.replace("4 * hidden", "5 * hidden"))  # while it trains
+    assert make_plan(less, "cpu", model=full.model).model == full.model
+    assert make_plan(less, "cpu").model != full.model
+
+
+def test_sizes_that_the_function_does_not_take_may_be_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "my.py"
+    file.write_text("from torch import nn\n\n\ndef two(vocab, hidden):\n")
+    with file.open("a") as more:
+        more.write("    return [nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)]\n")
+    (tmp_path / "run.yaml").write_text(
+        f"run: {{name: two, steps: 1}}\nmodel: {{own: '{file}:two', hidden: 8, vocab: 300}}\n"
+        "schedule: {name: zb-h1, microbatches: 2}\nmesh: {pp: 2}\nbatch: {sequences: 4, sequence_length: 8}\n"
+        "data: {path: 'builtin:pydoc'}\n"
+    )
+    found = make_plan(load(tmp_path / "run.yaml", []), "cpu")
+    assert (found.model.layers, found.layers) == (2, ((0, 1), (1, 2)))
+    assert [found.size(share) for share in found.shares] == [300 * 8, 300 * 8 + 300]
+
+
+def test_it_is_no_model_for_files_of_others() -> None:
+    with pytest.raises(PentadError, match=r"model.own is my.py:two, wanted null"):
+        of_section({"own": "my.py:two", "layers": 2, "hidden": 8, "vocab": 300})
+
+
+@pytest.mark.parametrize(
+    ("costs", "placement", "wanted"),
+    [
+        ([0, 1, 1, 1, 3], [[0], [1]], ((0, 4), (4, 5))),
+        ([5, 1, 1, 1, 1, 1], [[0], [1]], ((0, 1), (1, 6))),
+        ([1, 1, 1, 1], [[0, 3], [1, 2]], ((0, 1), (1, 2), (2, 3), (3, 4))),
+        ([0, 0, 0], [[0], [1]], ((0, 1), (1, 3))),
+        ([1, 1, 1, 1, 1, 6], [[0, 3], [1, 2]], ((0, 1), (1, 3), (3, 5), (5, 6))),
+    ],
+)
+def test_layers_are_cut_by_their_costs(costs, placement, wanted) -> None:
+    found = cut_layers(costs, placement)
+    assert found[0][0] == 0 and found[-1][1] == len(costs)
+    assert found == wanted
+
+
+def test_random_numbers_do_not_depend_on_what_was_drawn_before(tmp_path: Path, corpus: str, fleet: Fleet) -> None:
+    model = made(tmp_path, "dropping")
+    torch.manual_seed(1)
+    losses = [fleet.run(plan(corpus, model, "gpipe", 1, pp, 2, 0), [(0, 1)]) for pp in (1, 2)]
+    assert losses[0][0].results[0].losses == pytest.approx(losses[1][1].results[0].losses, rel=1e-12)

@@ -1,0 +1,82 @@
+"""Laws of the built-in corpora: built once, reused after, whoever races."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.data.builtin import builtin_corpus
+from pentad.workers.data.corpus import open_corpus
+from pentad.workers.data.tokenizer import decode, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def pydoc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return builtin_corpus("pydoc", 512, tmp_path_factory.mktemp("cache"))
+
+
+def test_pydoc_is_built_once_and_then_reused(pydoc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("pentad.workers.data.builtin.write_corpus")
+
+    def times() -> dict[str, int]:
+        return {file.name: file.stat().st_mtime_ns for file in pydoc.iterdir()}
+
+    before = times()
+    assert builtin_corpus("pydoc", 512, pydoc.parent) == pydoc
+    assert times() == before and sorted(before) == ["index.json", "tokenizer.json", "tokens-00000.arrow"]
+
+
+def test_pydoc_holds_the_language_reference(pydoc: Path) -> None:
+    corpus = open_corpus(pydoc, verify=True)
+    assert corpus.vocab_size == 512 and corpus.documents > 50 and corpus.tokens > 100_000
+    text = decode(load_tokenizer(pydoc / "tokenizer.json"), corpus.read(0, 200).tolist())
+    assert text.startswith('The "assert" statement')
+
+
+def test_an_unknown_builtin_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PentadError, match=r"data.path is builtin:wiki, wanted one of builtin:pydoc"):
+        builtin_corpus("wiki", 512, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PentadError, match=r"data.cache is '.*file', where pydoc.* cannot be written \(File exists\)"):
+        builtin_corpus("pydoc", 300, tmp_path / "file")
+
+
+def test_a_vocabulary_too_small_for_bytes_is_the_models(tmp_path: Path) -> None:
+    with pytest.raises(PentadError, match=r"model.vocab is 100, wanted at least 257"):
+        builtin_corpus("pydoc", 100, tmp_path)
+
+
+RACE = """
+import sys, time
+from pathlib import Path
+from pentad.workers.data.builtin import builtin_corpus
+cache = Path(sys.argv[1])
+(cache / f"ready-{sys.argv[2]}").touch()
+while len(list(cache.glob("ready-*"))) < 2:
+    time.sleep(0.001)
+print(builtin_corpus("pydoc", 300, cache))
+"""
+
+
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_racing_builds_both_end_with_the_same_corpus(tmp_path: Path) -> None:
+    racers = [
+        subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path), name], stdout=subprocess.PIPE, text=True, env=ENV)
+        for name in ("a", "b")
+    ]
+    found = {racer.communicate(timeout=50)[0].strip() for racer in racers}
+    assert [racer.returncode for racer in racers] == [0, 0] and len(found) == 1
+    corpus = open_corpus(found.pop(), verify=True)
+    assert [entry for entry in tmp_path.iterdir() if not entry.name.startswith("ready")] == [corpus.path]
+    assert np.all(corpus.read(0, corpus.tokens) < 300)

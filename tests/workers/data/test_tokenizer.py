@@ -1,0 +1,29 @@
+"""Laws of the tokenizer: the same texts give the same one, and text never turns into its special tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.data.tokenizer import encode, load_tokenizer, train_tokenizer
+
+POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
+
+
+def test_training_is_deterministic_and_the_end_token_is_0() -> None:
+    first, second = (train_tokenizer(iter([POEM, "the theme of them"]), 280) for _ in range(2))
+    assert first.to_str() == second.to_str()
+    assert first.token_to_id("<|endoftext|>") == 0 and first.get_vocab_size() <= 280
+    assert all(0 not in ids for ids in encode(first, [POEM, "<|endoftext|>"]))
+
+
+def test_a_bad_tokenizer_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(PentadError, match=r"t.json', which is unreadable \(.*\); wanted a tokenizer.json"):
+        load_tokenizer(tmp_path / "t.json")
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
+    with pytest.raises(PentadError, match=r"t.json' has no end-of-document token, wanted one of <\|endoftext\|>, "):
+        load_tokenizer(tmp_path / "t.json")

@@ -1,0 +1,236 @@
+"""Laws of models that come from Hugging Face files: the same numbers come out of them, and the same files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hf_models
+import pytest
+import reference_families as reference
+import torch
+from hf_models import MODELS
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pentad.schedules.spec.model import ModelShape
+from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checkpoint, read
+from pentad.workers.hf.config import config_of, of_section, section_of, shape_of
+from pentad.workers.hf.exporter import Request, export_checkpoint
+from pentad.workers.hf.importer import import_folder
+from pentad.workers.hf.names import Layout, table
+
+
+class Case(NamedTuple):
+    """A model, its files, and what import makes of them."""
+
+    model: Any
+    files: Path
+    family: str
+    shape: ModelShape
+    found: Checkpoint
+    tensors: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def get(name: str) -> Case:
+        if name not in made:
+            torch.manual_seed(0)
+            root = tmp_path_factory.mktemp(name)
+            model = hf_models.make(name)
+            files = hf_models.save(model, root / "files")
+            done = import_folder(files, root / "out", render=json.dumps, progress=lambda done, total: None)
+            found = open_checkpoint(done.folder)
+            tensors = {key.removeprefix("model."): tensor for key, tensor in read(found, found.where).items()}
+            made[name] = Case(model, files, done.family, done.shape, found, tensors)
+        return made[name]
+
+    return get
+
+
+def batch(length: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and those one further on."""
+    rows = torch.randint(64, (2, length + 1), generator=torch.Generator().manual_seed(1))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def farthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert found.shape == wanted.shape
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(case: Callable[[str], Case], name: str) -> None:
+    it, (tokens, _) = case(name), batch()
+    with torch.no_grad():
+        assert farthest(reference.forward(it.shape, it.tensors, tokens), it.model(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_in_float64_are_those_of_transformers_without_its_float32(
+    case: Callable[[str], Case], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, (tokens, _) = case(name), batch()
+    wide = {key: tensor.double() for key, tensor in it.tensors.items()}
+    with hf_models.widened(name, monkeypatch), torch.no_grad():
+        model = hf_models.make(name).double()
+        model.load_state_dict(it.model.state_dict())
+        wanted = model(tokens).logits
+    found = reference.forward(it.shape, wide, tokens)
+    assert found.dtype == wanted.dtype == torch.float64
+    assert farthest(found, wanted) < 1e-12
+
+
+def test_predicted_layers_give_the_logits_of_transformers(case: Callable[[str], Case]) -> None:
+    it, (tokens, targets) = case("deepseek-v3-predicted"), batch()
+    ahead = hf_models.predicted_model(it.model)
+    with torch.no_grad():
+        found = reference.predictions(it.shape, it.tensors, tokens, targets)
+        hidden = it.model.model(tokens).last_hidden_state
+        assert len(found) == it.shape.predicted == 2
+        for number, logits in enumerate(found):
+            count = tokens.shape[1] - 1 - number
+            hidden = ahead.forward_layer(
+                number,
+                hidden[:, :count],
+                torch.arange(number + 1, number + 1 + count)[None],
+                None,
+                input_ids=targets[:, number:-1],
+            )
+            assert farthest(logits, it.model.lm_head(hidden)) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_files_that_go_through_a_checkpoint_are_the_same_files(
+    case: Callable[[str], Case], name: str, tmp_path: Path
+) -> None:
+    it, (tokens, _) = case(name), batch()
+    request = Request(it.family, it.shape, positions=64, tokens={}, limit=30_000)
+    done = export_checkpoint(it.found, tmp_path / "out", request, lambda done, total: None)
+    assert len(done.files) > 1
+    places = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
+    again = {key: tensor for file in done.files for key, tensor in load_file(tmp_path / "out" / file).items()}
+    assert {key: file for file in done.files for key in load_file(tmp_path / "out" / file)} == places
+    if it.model.config.model_type != "deepseek_v3" or it.model.config.rope_interleave:
+        before = load_file(it.files / "model.safetensors")
+        assert before.keys() == again.keys()
+        assert all(torch.equal(before[key], again[key]) for key in before)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", experts_implementation="eager"
+    )
+    assert_same_state(model, it.model)
+    with torch.no_grad():
+        found, wanted = model(tokens).logits, it.model(tokens).logits
+    assert farthest(found, wanted) < 1e-6  # of halves: another order of the same sum
+    if name != "deepseek-v3-halves":
+        assert torch.equal(found, wanted)
+
+
+def assert_same_state(found: Any, wanted: Any) -> None:
+    mine, theirs = found.state_dict(), wanted.state_dict()
+    assert mine.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        turned = found.config.to_dict().get("rope_interleave") != wanted.config.to_dict().get("rope_interleave")
+        if not (turned and key.endswith(("q_b_proj.weight", "kv_a_proj_with_mqa.weight"))):
+            assert mine[key].dtype == tensor.dtype and torch.equal(mine[key], tensor), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_names_every_tensor_of_the_files_once(case: Callable[[str], Case], name: str) -> None:
+    it = case(name)
+    names = table(it.family, it.shape)
+    parts = [part for entry in names.entries for part in entry.parts]
+    assert len({part.name for part in parts}) == len(parts)
+    assert len({entry.name for entry in names.entries}) == len(names.entries)
+    files = load_file(it.files / "model.safetensors")
+    copies = names.copies.keys() - ({"lm_head.weight"} if it.shape.tied else set())
+    assert {part.name: part.shape for part in parts} == {
+        key: tuple(tensor.shape) for key, tensor in files.items() if key not in copies
+    }
+    assert copies <= files.keys()
+    assert not names.zeros
+    for entry in names.entries:
+        count = sum(torch.Size(part.shape).numel() for part in entry.parts)
+        assert count == torch.Size(entry.shape).numel()
+
+
+def test_a_checkpoint_holds_the_names_and_shapes_that_all_parts_agreed_on(case: Callable[[str], Case]) -> None:
+    h, ffn, narrow, count, heads = 32, 48, 16, 8, 4
+    wanted: dict[str, tuple[int, ...]] = {"embedding": (64, h), "head": (64, h), "norm": (h,)}
+    for layer in range(5):
+        wanted |= {
+            f"layers.{layer}.{name}": sizes
+            for name, sizes in {
+                "attention_norm": (h,),
+                "mlp_norm": (h,),
+                "attention.query_down": (24, h),
+                "attention.query_norm": (24,),
+                "attention.query": (heads * 16, 24),
+                "attention.latent": (16 + 8, h),
+                "attention.latent_norm": (16,),
+                "attention.keys_values": (heads * (8 + 12), 16),
+                "attention.out": (h, heads * 12),
+            }.items()
+        }
+    wanted |= {"layers.0.mlp.gate_up": (2 * ffn, h), "layers.0.mlp.down": (h, ffn)}
+    for layer in range(1, 5):
+        wanted |= {
+            f"layers.{layer}.experts.router": (count, h),
+            f"layers.{layer}.experts.bias": (count,),
+            f"layers.{layer}.experts.gate_up": (count, 2 * narrow, h),
+            f"layers.{layer}.experts.down": (count, h, narrow),
+            f"layers.{layer}.shared.gate_up": (2 * narrow, h),
+            f"layers.{layer}.shared.down": (h, narrow),
+        }
+    for number in range(2):
+        norms = {f"predicted.{number}.{kind}": (h,) for kind in ("hidden_norm", "embedding_norm", "norm")}
+        wanted |= {**norms, f"predicted.{number}.join": (h, 2 * h)}
+    found = case("deepseek-v3-predicted").tensors
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == wanted
+    assert all(tensor.dtype == torch.float32 for tensor in found.values())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "predicted" not in name])
+def test_the_fused_table_names_what_transformers_holds_in_memory(case: Callable[[str], Case], name: str) -> None:
+    it = case(name)
+    names = table(it.family, it.shape, Layout(fused=True))
+    held = {key: tuple(tensor.shape) for key, tensor in it.model.state_dict().items() if key not in names.copies}
+    assert {part.name: part.shape for entry in names.entries for part in entry.parts} == held
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3"])
+def test_files_with_fused_experts_are_the_same_model(case: Callable[[str], Case], name: str, tmp_path: Path) -> None:
+    it = case(name)
+    it.model.save_pretrained(tmp_path / "files", save_original_format=False)
+    assert any(key.endswith("experts.gate_up_proj") for key in load_file(tmp_path / "files/model.safetensors"))
+    done = import_folder(tmp_path / "files", tmp_path / "out", render=json.dumps, progress=lambda done, total: None)
+    found = open_checkpoint(done.folder)
+    assert done.shape == it.shape
+    for key, tensor in read(found, found.where).items():
+        assert torch.equal(tensor, it.tensors[key.removeprefix("model.")]), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shape_returns_from_its_config_and_from_its_section(case: Callable[[str], Case], name: str) -> None:
+    it = case(name)
+    config = json.loads(json.dumps(config_of(it.family, it.shape, positions=64)))
+    family, again = shape_of(config)
+    assert family == it.family
+    assert_close(section_of(family, again), section_of(family, it.shape))
+    section = json.loads(json.dumps(section_of(it.family, it.shape)))
+    assert of_section(section) == (it.family, it.shape)
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    """The same but for the last digits of YaRN's factors, which config.json spells in another way."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            assert_close(found[key], wanted[key])
+    else:
+        assert found == (pytest.approx(wanted, rel=1e-11) if isinstance(wanted, float) else wanted)

@@ -1,0 +1,149 @@
+"""Laws of tensors on their way: no more than two are ever held, and each arrives as what it was."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+from hf_files import SINGLE, change, refused, take, tensors_of
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.model import ModelShape
+from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint, read, write_shard
+from pentad.workers.hf.exporter import Request, export_checkpoint
+from pentad.workers.params.sharded_state import read_whole
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """The files of a model; not to be changed."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = hf_models.save(hf_models.make(name), tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of float32 that results of torch's operations hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.made = [*(each for each in self.made if each() is not None), weakref.ref(out)]
+            rooms = [tensor.untyped_storage() for each in self.made if (tensor := each()) is not None]
+            self.peak = max(self.peak, sum({room.data_ptr(): room.nbytes() for room in rooms}.values()))
+        return out
+
+
+def test_no_more_than_two_tensors_are_held_on_either_way(saved, tmp_path: Path) -> None:
+    source = tmp_path / "half"
+    stored = {name: tensor.bfloat16() for name, tensor in load_file(saved("deepseek-v3") / SINGLE).items()}
+    source.mkdir()
+    save_file(stored, source / SINGLE)
+    (source / "config.json").write_bytes((saved("deepseek-v3") / "config.json").read_bytes())
+    with Live() as live:
+        done = take(source, tmp_path / "out")
+    largest = 4 * max(tensor.numel() for tensor in stored.values())
+    assert largest <= live.peak <= 2 * largest < done.bytes / 10
+    found = open_checkpoint(done.folder)
+    whole = 4 * max(tensor.numel() for tensor in read(found, found.where).values())
+    request = Request(done.family, done.shape, 64, {}, dtype="bfloat16")
+    with Live() as live:
+        export_checkpoint(found, tmp_path / "again", request, lambda done, total: None)
+    assert 0 < live.peak <= 2 * whole < done.bytes / 2
+    again = load_file(tmp_path / "again" / SINGLE)
+    assert again.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(again[name], tensor.float() if "correction" in name else tensor), name
+
+
+def test_eight_bit_blocks_are_read_with_their_factors(saved, tmp_path: Path) -> None:
+    source, plain = tmp_path / "eight", load_file(saved("deepseek-v3-predicted") / SINGLE)
+    stored, wanted = dict(plain), dict(plain)
+    for name, tensor in plain.items():
+        if "_proj" in name and "eh_proj" not in name:
+            blocks = tuple(-(-size // 12) for size in tensor.shape)
+            factors = torch.rand(blocks) + 0.5
+            stored[name], stored[f"{name}_scale_inv"] = (tensor * 20).to(torch.float8_e4m3fn), factors
+            spread = factors.repeat_interleave(12, 0).repeat_interleave(12, 1)[: tensor.shape[0], : tensor.shape[1]]
+            wanted[name] = stored[name].float() * spread
+    for folder, state in ((source, stored), (tmp_path / "wide", wanted)):
+        folder.mkdir()
+        save_file(state, folder / SINGLE)
+        (folder / "config.json").write_bytes((saved("deepseek-v3-predicted") / "config.json").read_bytes())
+    refused(source, tmp_path, "F8_E4M3")
+    hf_models.rewrite(source, quantization_config={"quant_method": "gptq"})
+    refused(source, tmp_path, "quantization_config", "gptq")
+    hf_models.rewrite(source, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [12, 12]})
+    mine, theirs = (tensors_of(take(tmp_path / name, tmp_path / f"{name}-out")) for name in ("eight", "wide"))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    change(source, model__layers__0__mlp__down_proj__weight_scale_inv=torch.ones(1, 1))
+    refused(source, tmp_path, "down_proj.weight_scale_inv", "[1, 1]")
+
+
+def test_predicted_layers_that_transformers_left_out_are_not_missed(saved, tmp_path: Path) -> None:
+    source, kept = tmp_path / "files", load_file(saved("deepseek-v3-predicted") / SINGLE)
+    source.mkdir()
+    (source / "config.json").write_bytes((saved("deepseek-v3-predicted") / "config.json").read_bytes())
+    save_file(
+        {name: tensor for name, tensor in kept.items() if not name.startswith(("model.layers.3", "model.layers.4"))},
+        source / SINGLE,
+    )
+    assert take(source, tmp_path / "out").shape.predicted == 0
+    state = {name: tensor for name, tensor in kept.items() if not name.startswith("model.layers.4.eh_proj")}
+    save_file(state, source / SINGLE)
+    refused(source, tmp_path, "model.layers.4.eh_proj.weight")
+
+
+def test_a_model_that_never_had_a_bias_is_written_with_zeros(saved, tmp_path: Path) -> None:
+    done = take(saved("deepseek-v3"), tmp_path / "in")
+    shape = done.shape
+    assert shape.experts is not None
+    even = ModelShape(**{**shape.__dict__, "experts": replace(shape.experts, bias_rate=0.0)})
+    tensors = {name: tensor for name, tensor in tensors_of(done).items() if not name.endswith("bias")}
+    folder = folder_of(tmp_path / "run", 3)
+    commit(folder, step=3, shards=[write_shard(folder, "a.safetensors", tensors)], meta={})
+    request = Request(done.family, even, 64, {})
+    export_checkpoint(open_checkpoint(folder), tmp_path / "out", request, lambda done, total: None)
+    found = load_file(tmp_path / "out" / SINGLE)
+    assert found.keys() == load_file(saved("deepseek-v3") / SINGLE).keys()
+    assert not any(tensor.any() for name, tensor in found.items() if "correction" in name)
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path: Path) -> None:
+    done = take(saved("llama"), tmp_path / "in")
+    for changes, words in (({"layers": 3}, "layers.2"), ({"ffn": 47}, r"\[96, 32\], wanted \[94, 32\]")):
+        request = Request(done.family, ModelShape(**{**done.shape.__dict__, **changes}), 64, {})
+        with pytest.raises(PentadError, match=words):
+            export_checkpoint(open_checkpoint(done.folder), tmp_path / "out", request, lambda done, total: None)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_begins_with_weights_begins_with_moments_of_zero(saved, tmp_path: Path) -> None:
+    found = open_checkpoint(take(saved("llama"), tmp_path / "in").folder)
+    assert torch.equal(read_whole(found, "optimizer.m.norm", (32,)), torch.zeros(32))
+    assert torch.equal(read_whole(found, "model.norm", (32,)), load_file(saved("llama") / SINGLE)["model.norm.weight"])
+    with pytest.raises(PentadError, match=r"model\.nothing"):
+        read_whole(found, "model.nothing", (32,))
+    folder = folder_of(tmp_path / "run", 1)
+    moments = {"model.norm": torch.ones(32), "optimizer.m.head": torch.ones(3)}
+    commit(folder, step=1, shards=[write_shard(folder, "a.safetensors", moments)], meta={})
+    with pytest.raises(PentadError, match=r"optimizer\.m\.norm"):
+        read_whole(open_checkpoint(folder), "optimizer.m.norm", (32,))

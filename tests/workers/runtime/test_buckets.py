@@ -1,0 +1,258 @@
+"""Gradients that are reduced in several parts, the last first: one result for any number, and the memory planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+
+import pytest
+import torch
+from axes_cases import FAMILIES, MIXED
+from axes_cases import equals_one_process as equals
+from memory_pass_cases import drop
+from plans import MODEL, plan_of
+from proof import prove
+from sizes import allows
+from zero_cases import equals_one_process
+from zero_state_cases import resumed
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.comm_volume import Flow, flows, traffic
+from pentad.orchestrator.planning.estimate import memory
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import REDUCTIONS, Instruction, Key, Op, parse, units_of
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.dependencies import ScheduleError
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.plan import LINE, Plan
+from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.tensors import parameters
+from pentad.schedules.verify.check import check
+from pentad.workers.checkpoint import checkpoint
+from pentad.workers.model.stage import Stage
+from pentad.workers.parallel.async_ops import alone, between
+from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.parameters import create
+
+slow = pytest.mark.slow
+SIZES = [(n, p, m) for n in CATALOGUE for p, m in ((1, 3), (2, 5), (4, 8)) if allows(n, p, m)]
+
+
+def buckets_for(name: str, p: int, m: int, chunks: int | None = None, most: int = 4) -> tuple[int, ...]:
+    """1 to `most` of them, by stage."""
+    stages = generate(name, p, m, Options(chunks)).stages
+    return tuple(most - stage % most for stage in range(stages))
+
+
+def plan_in_buckets(name, dp, pp, m, corpus, most, zero=0, dtype="float64", chunks=None, gathered=None, **more) -> Plan:
+    found = buckets_for(name, pp, m, chunks, most)
+    savings = Savings(zero=zero, gathered=gathered, buckets=found)
+    return plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, savings=savings, **more)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize(("name", "p", "m"), SIZES)
+def test_every_bucket_is_reduced_once_behind_the_last_w_the_last_one_first(name, p, m, zero, validated):
+    wanted = buckets_for(name, p, m)
+    savings = Savings(zero=zero, buckets=wanted)
+    program = compile_program(name, p, m, replicas=2, savings=savings, validated=validated)
+    assert program.buckets == wanted
+    for stages, stream in zip(program.placement, program.streams, strict=True):
+        parts = list(units_of(stream))
+        last = {part.stage: part.key for part in parts if part.op in (Op.W, Op.BW)}
+        for stage in stages:
+            found = [part for part in parts if part.op in REDUCTIONS and part.stage == stage]
+            numbers = [part.microbatch for part in found]
+            assert numbers == ([-1] if wanted[stage] == 1 else list(reversed(range(wanted[stage]))))
+            assert all(part.waits == (last[stage],) for part in found)
+    if not zero and not validated:
+        prove(program, 2, wanted)
+    assert Program.from_bytes(program.to_bytes()) == program
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_program_that_lacks_a_bucket_or_has_one_too_many_is_refused(zero):
+    wanted = (3, 1)
+    program = compile_program("zb-h2", 2, 5, replicas=2, savings=Savings(zero=zero, buckets=wanted))
+    check(program, replicas=2, buckets=wanted)
+    for other in ((), (2, 1), (3, 2), (4, 1)):
+        with pytest.raises(ScheduleError, match=r"bucket|reduces the gradients of stage"):
+            check(program, replicas=2, buckets=other)
+    for part in [part for part in units_of(program.streams[0]) if part.op in REDUCTIONS]:
+        with pytest.raises(ScheduleError, match=rf"never reduces .* \(bucket {part.microbatch}\)"):
+            check(drop(program, 0, part.key), replicas=2, buckets=wanted)
+
+
+def test_as_many_counts_as_stages_are_wanted():
+    for found in ((2,), (2, 2, 2), (2, 0)):
+        with pytest.raises(PentadError, match=r"buckets are .*, wanted one count of at least 1 for each of 2 stages"):
+            compile_program("1f1b", 2, 4, replicas=2, savings=Savings(buckets=found))
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_all_of_a_stage_take_as_long_as_one_would(zero):
+    """One after another, with nothing else to wait for."""
+    ends = []
+    for counts in ((1,), (4,)):
+        program = compile_program("gpipe", 1, 3, replicas=2, savings=Savings(zero=zero, buckets=counts))
+        spans = simulate(program, Costs((1.0,), (1.0,), (1.0,), reduce=2.0)).spans
+        ends.append(max(span.end for span in spans))
+    assert ends[0] == ends[1] == 9 + (2.0 if zero == 0 else 1.0 + 1.0)
+
+
+SPREAD = [("1f1b", 4, 1, 3, 5, 0), ("zb-h2", 2, 2, 4, 3, 1), ("dualpipe", 1, 4, 8, 3, 0), ("1f1b", 2, 1, 2, 7, 3)]
+MORE = [("1f1b", 2, 2, 3, 4, 1), ("zb-v", 2, 2, 5, 3, 2), ("dualpipe", 2, 2, 4, 2, 3), ("1f1b", 4, 1, 3, 6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "m", "most", "zero"),
+    [*SPREAD, *(pytest.param(*case, marks=slow) for case in MORE)],
+)
+def test_any_number_of_buckets_equals_one_process(fleet, corpus, name, dp, pp, m, most, zero):
+    """The bytes that ranks hold are the planned ones, too."""
+    equals_one_process(fleet, plan_in_buckets(name, dp, pp, m, corpus, most, zero))
+
+
+@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=slow)])
+def test_stages_that_take_turns_on_buffers_do_so_in_buckets_too(fleet, corpus, zero):
+    gathered = 2 if zero == 3 else None
+    equals_one_process(fleet, plan_in_buckets("looped-bfs", 2, 1, 3, corpus, 3, zero, chunks=4, gathered=gathered))
+
+
+SHARED = [
+    ("1f1b", {"dp": 2, "tp": 2}, {"model": replace(MODEL, kv_heads=1)}, 1),
+    ("dualpipe", {"ep": 2, "pp": 2}, {"model": MIXED}, 3),
+    ("1f1b", {"cp": 2, "pp": 2}, {}, 1),
+    ("interleaved", {"cp": 2}, {"chunks": 4}, 1),
+    pytest.param("1f1b", {"dp": 2, "pp": 2}, {"model": FAMILIES["qwen3"]}, 2, marks=slow),
+    pytest.param("zb-h2", {"cp": 2, "pp": 2}, {"model": replace(FAMILIES["deepseek-v3"], predicted=1)}, 1, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "more", "zero"), SHARED)
+def test_copies_and_experts_are_whole_in_buckets_too(fleet, corpus, name, sizes, more, zero):
+    mesh = {"dp": 1, "pp": 1, **sizes}
+    equals(fleet, plan_in_buckets(name, mesh.pop("dp"), mesh.pop("pp"), 4, corpus, 3, zero, **mesh, **more))
+
+
+def test_what_was_saved_in_some_buckets_is_restored_in_others(fleet, corpus, tmp_path: Path):
+    """Bit for bit: two ranks' sums have one order."""
+    ends = []
+    for folder, (before, after) in enumerate(((3, 5), (1, 1))):
+        plans = [plan_in_buckets("1f1b", 2, 1, 4, corpus, most, 3, "float32", clip=1e9) for most in (before, after)]
+        at = checkpoint.folder_of(tmp_path / str(folder), 2)
+        ends.append(resumed(fleet, plans[1], at, 2, [(2, 2)], before=plans[0]))
+    for some, one in zip(*ends, strict=True):
+        assert [r.losses for r in some.results] == [r.losses for r in one.results]
+
+
+MODELS = {"llama": MODEL, "tied": FAMILIES["qwen3"], "mixed": MIXED}
+MODELS["ahead"] = replace(FAMILIES["deepseek-v3"], predicted=1)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("stage_index", [0, 1, 2])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_bucket_is_whole_once_a_backward_pass_has_come_down_to_its_layer(corpus, model, stage_index, zero):
+    """What is in it then is what is in it at the end; most are before that."""
+    torch.manual_seed(1)
+    count = 6
+    savings = Savings(zero=zero, buckets=(count,) * 3)
+    plan = plan_of("1f1b", 2, 3, 1, corpus, model=replace(model, layers=12), savings=savings)
+    rank = plan.mesh.move(0, pp=stage_index)
+    held = {share: create(plan, share, torch.device("cpu"), rank=rank) for share in plan.shares_of(rank)}
+    stage = Stage(plan, stage_index, banks_of(plan, rank, stage_index, held))
+    for bank in stage.banks:
+        if bank.parameters.gradients is None:
+            bank.accumulate_in(torch.zeros(bank.parameters.cut.whole, dtype=torch.float64))
+    stage.bind()
+    tokens = torch.arange(plan.piece_tokens) % 300
+    received, dy = torch.randn(2, plan.piece_tokens, plan.model.hidden, dtype=torch.float64)
+    further = tokens.expand(plan.model.predicted, -1) if stage.last else None
+    ends = tokens if stage.first else None, tokens if stage.last else None
+    alone(stage.forward(0, None if stage.first else received, *ends, further))
+    whole: dict[tuple[int, int], torch.Tensor] = {}
+    turns: list[int] = []  # of W, how many were whole behind each
+
+    def act() -> None:
+        stage.backward_weight(0)
+        for number, bank in enumerate(stage.banks):
+            for place, bucket in enumerate(bank.buckets):
+                assert bank.whole is not None
+                if bucket.layer >= stage.reached and (number, place) not in whole:
+                    whole[number, place] = bank.whole[bucket.span].clone()
+        turns.append(len(whole))
+
+    alone(between(stage.backward_input(0, None if stage.last else dy), act))
+    assert turns[-1] == count * len(stage.banks)
+    assert turns[-3] >= 2
+    for (number, place), found in whole.items():
+        bank = stage.banks[number]
+        assert bank.whole is not None
+        assert torch.equal(found, bank.whole[bank.buckets[place].span]), (number, place)
+    for bank in stage.banks:
+        spans = [bucket.span for bucket in bank.buckets]
+        assert spans[0].start == 0
+        assert spans[-1].stop == bank.parameters.cut.whole
+        assert all(one.stop == two.start for one, two in pairwise(spans))
+
+
+SMALL = ["mesh.dp=2", "schedule.name=1f1b", "schedule.microbatches=2"]
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_bucket_has_as_many_bytes_as_it_may(zero):
+    """So there are bytes / size of them, rounded up, and what is moved and held stays the same but for filling up."""
+    whole = make_plan(load(None, [*SMALL, f"zero.stage={zero}"]), "cpu")
+    for size in (0.05, 0.2, 1.5):
+        plan = make_plan(load(None, [*SMALL, f"zero.stage={zero}", f"zero.bucket_mib={size}"]), "cpu")
+        stages = [4 * parameters(plan.model, *span) for span in plan.layers]
+        counts = [ceil(held / (size * 2**20)) for held in stages]
+        assert list(plan.program.buckets) == counts
+        for rank in range(plan.mesh.size):
+            (stage,) = plan.stages_of(rank)
+            found, kind = flows(plan, rank), "REDUCE_SCATTER" if zero else "ALL_REDUCE"
+            assert found[Flow("dp", kind)].operations == counts[stage]
+            if zero:
+                assert found[Flow("dp", "ALL_GATHER")].operations == counts[stage]
+            for op, moved in traffic(plan, rank).items():
+                assert moved == pytest.approx(traffic(whole, rank)[op], abs=8 * 2 * LINE * counts[stage])
+            total = memory(whole, rank)["total"]
+            assert total <= memory(plan, rank)["total"] <= total + 2 * LINE * counts[stage] * 24
+
+
+BAD = [
+    ("zero.bucket_mib=0", "zero.bucket_mib is 0, wanted more than 0"),
+    ("zero.bucket_mib=wide", "zero.bucket_mib is 'wide'"),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), BAD)
+def test_what_is_no_size_is_refused_in_one_sentence(override, words):
+    with pytest.raises(PentadError) as caught:
+        load(None, [override])
+    assert words in str(caught.value)
+
+
+def test_too_many_buckets_are_refused_with_the_least_size():
+    with pytest.raises(PentadError, match=r"^zero\.bucket_mib is 1e-06, wanted at least [0-9.e-]+: .* 16384 parts$"):
+        make_plan(load(None, [*SMALL, "zero.bucket_mib=0.000001"]), "cpu")
+
+
+def test_a_rank_with_nobody_to_reduce_with_has_no_buckets():
+    plan = make_plan(load(None, ["schedule.name=1f1b", "zero.bucket_mib=0.01"]), "cpu")
+    assert set(plan.program.buckets) == {1}
+    assert Key(Op.ALL_REDUCE, 0, 0) not in {part.key for part in units_of(plan.program.streams[0])}
+
+
+def test_a_bucket_s_instruction_is_read_as_it_is_written():
+    part = Instruction(Op.REDUCE_SCATTER, 2, 3, group="stage2", waits=(Key(Op.W, 2, 5),))
+    assert str(part) == "2REDUCE_SCATTER3#stage2 after 2W5"
+    assert parse(str(part)) == part

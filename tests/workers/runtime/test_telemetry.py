@@ -1,0 +1,117 @@
+"""Laws of GPU telemetry: base units, and what a GPU does not tell is None."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from pentad.workers.runtime import telemetry
+from pentad.workers.runtime.telemetry import THROTTLES, GpuState, read_gpu
+
+ANSWERS: dict[str, Any] = {
+    "nvmlInit": None,
+    "nvmlDeviceGetHandleByIndex": "handle",
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=10 << 30, total=80 << 30),
+    "nvmlDeviceGetPowerUsage": 512_500,
+    "nvmlDeviceGetClockInfo": 1980,
+    "nvmlDeviceGetTemperature": 61,
+    "nvmlDeviceGetTotalEccErrors": 2,
+    "nvmlDeviceGetCurrentClocksEventReasons": 0x4 | 0x40 | 0x1,
+}
+FIELDS = {
+    "nvmlDeviceGetMemoryInfo": ("memory_used", "memory_total"),
+    "nvmlDeviceGetPowerUsage": ("power",),
+    "nvmlDeviceGetClockInfo": ("clock",),
+    "nvmlDeviceGetTemperature": ("temperature",),
+    "nvmlDeviceGetTotalEccErrors": ("ecc_errors",),
+    "nvmlDeviceGetCurrentClocksEventReasons": ("throttles",),
+}
+STATE = GpuState(10 << 30, 80 << 30, 512.5, 1.98e9, 61, 2, ("power", "thermal"))
+Refuse = Callable[..., list[str]]
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuse]:
+    """Fakes NVML; the result makes some of its functions fail from then on, and lists the calls so far."""
+    calls: list[str] = []
+    refused: set[str] = set()
+
+    def fake(name: str) -> Callable[..., Any]:
+        def answer(*_: Any) -> Any:
+            calls.append(name)
+            if name in refused:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return ANSWERS[name]
+
+        return answer
+
+    for name in ANSWERS:
+        monkeypatch.setattr(pynvml, name, fake(name))
+    telemetry._handle.cache_clear()
+
+    def refuse(*names: str) -> list[str]:
+        refused.clear()
+        refused.update(names)
+        return calls
+
+    yield refuse
+    telemetry._handle.cache_clear()
+
+
+def test_a_gpu_tells_its_state_in_base_units(nvml: Refuse) -> None:
+    assert read_gpu(3) == STATE
+
+
+@pytest.mark.parametrize("function", FIELDS)
+def test_what_a_gpu_does_not_tell_is_none(nvml: Refuse, function: str) -> None:
+    nvml(function)
+    assert read_gpu(0) == STATE._replace(**dict.fromkeys(FIELDS[function]))
+
+
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetHandleByIndex"])
+def test_without_nvml_or_the_gpu_there_is_no_state_until_it_comes(nvml: Refuse, function: str) -> None:
+    nvml(function)
+    assert read_gpu(0) is None
+    nvml()
+    assert read_gpu(0) == STATE
+
+
+def test_a_gpu_that_tells_nothing_any_more_has_no_state(nvml: Refuse) -> None:
+    assert read_gpu(0) is not None
+    nvml(*FIELDS)
+    assert read_gpu(0) is None
+
+
+def test_nvml_is_started_once(nvml: Refuse) -> None:
+    read_gpu(0)
+    read_gpu(0)
+    calls = nvml()
+    assert calls.count("nvmlInit") == 1
+    assert calls.count("nvmlDeviceGetTemperature") == 2
+
+
+def test_an_idle_gpu_is_not_held_down(nvml: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ANSWERS, "nvmlDeviceGetCurrentClocksEventReasons", pynvml.nvmlClocksEventReasonGpuIdle)
+    assert read_gpu(0) == STATE._replace(throttles=())
+    assert not any(bits & pynvml.nvmlClocksEventReasonGpuIdle for bits in THROTTLES.values())
+
+
+def test_a_state_travels(nvml: Refuse) -> None:
+    assert pickle.loads(pickle.dumps(read_gpu(0))) == STATE
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_tells_what_it_has() -> None:
+    state = read_gpu(0)
+    assert state is not None
+    assert state.memory_used is not None
+    assert state.memory_total is not None
+    assert 0 < state.memory_used < state.memory_total
+    assert state.power is None or 10 < state.power < 2000
+    assert state.clock is None or 1e8 < state.clock < 5e9
+    assert state.temperature is None or 10 < state.temperature < 110
+    assert state.ecc_errors is None or state.ecc_errors >= 0
+    assert read_gpu(999) is None

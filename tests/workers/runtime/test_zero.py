@@ -1,0 +1,37 @@
+"""ZeRO (arXiv 1910.02054): shards of the state, one result."""
+
+from __future__ import annotations
+
+import pytest
+from plans import plan_of
+from zero_cases import equals_one_process
+
+from pentad.schedules.spec.schedule_spec import Savings
+
+slow = pytest.mark.slow
+MESHES = [("1f1b", 2, 2, 3), ("zb-h2", 2, 2, 4), ("zb-v", 2, 2, 5), ("dualpipe", 1, 2, 4), ("dualpipe", 1, 4, 8)]
+MESHES += [("dualpipe", 2, 2, 4), ("dualpipev", 2, 2, 5), ("1f1b", 4, 1, 3), ("1f1b", 2, 1, 2), ("zb-v", 2, 1, 3)]
+OFTEN = [("zb-h2", 2, 2, 4, 1), ("1f1b", 4, 1, 3, 2), ("dualpipe", 1, 4, 8, 3)]
+CHUNKED = [("interleaved", 2, 2, 4, 4, 1), ("looped-bfs", 2, 2, 3, 4, 1), ("looped-bfs", 2, 1, 3, 4, 2),
+           ("interleaved", 2, 2, 4, 2, 1), ("interleaved-zb", 2, 2, 4, 2, 2)]  # fmt: skip
+
+
+def cases() -> list:
+    found = [(*mesh, zero) for mesh in MESHES for zero in (1, 2, 3)]
+    return [pytest.param(*case, marks=[] if case in OFTEN else [slow]) for case in found]
+
+
+def few_at_once() -> list:
+    found = [(*case, zero) for case in CHUNKED for zero in (2, 3)]
+    return [pytest.param(*case, marks=[slow] if index > 1 else []) for index, case in enumerate(found)]
+
+
+@pytest.mark.parametrize(("name", "dp", "pp", "m", "zero"), cases())
+def test_shards_on_any_mesh_equal_one_process(fleet, corpus, name, dp, pp, m, zero):
+    equals_one_process(fleet, plan_of(name, dp, pp, m, corpus, savings=Savings(zero=zero)))
+
+
+@pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks", "gathered", "zero"), few_at_once())
+def test_stages_that_take_turns_on_buffers_equal_one_process(fleet, corpus, name, dp, pp, m, chunks, gathered, zero):
+    savings = Savings(zero=zero, gathered=gathered if zero == 3 else None)
+    equals_one_process(fleet, plan_of(name, dp, pp, m, corpus, chunks=chunks, savings=savings))

@@ -1,0 +1,153 @@
+"""What a checkpoint says about itself: the list of shards, the tensors in each, and a checksum over all of it."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypedDict
+
+from pentad.schedules.ir.errors import PentadError
+
+VERSION = 1
+LIMIT = 1 << 27  # bytes of a manifest: about a million tensors; a larger file is foreign and is never read
+
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FIELDS = {"bytes", "checksum", "meta", "shards", "step", "version"}
+
+
+class Spec(TypedDict):
+    """Type (as safetensors spells it: F32, BF16, ...) and shape of a tensor."""
+
+    dtype: str
+    shape: list[int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a checkpoint, as it was written: name in the folder, size, sha256, and its tensors by name."""
+
+    file: str
+    bytes: int
+    sha256: str
+    tensors: dict[str, Spec]
+
+    def plain(self) -> dict[str, Any]:
+        """As dicts, lists, strings and integers."""
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(plain: Any) -> "Shard":
+        """The inverse of `plain`; PentadError for anything else, a file name that leaves the folder included."""
+        _check(isinstance(plain, dict) and plain.keys() == {"file", "bytes", "sha256", "tensors"}, "a shard", plain)
+        _check(is_file_name(plain["file"]), "a shard's file, a plain name that ends in .safetensors,", plain["file"])
+        _check(_is_count(plain["bytes"]), "a shard's bytes", plain["bytes"])
+        sha256 = plain["sha256"]
+        _check(isinstance(sha256, str) and _SHA256.fullmatch(sha256) is not None, "a shard's sha256", sha256)
+        _check(isinstance(plain["tensors"], dict), "a shard's tensors", plain["tensors"])
+        for name, spec in plain["tensors"].items():
+            _check(isinstance(name, str) and _is_spec(spec), f"dtype and shape of tensor {name!r}", spec)
+        return Shard(**plain)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's step, the driver's plain JSON about it, and its shards."""
+
+    step: int
+    meta: dict[str, Any]
+    shards: tuple[Shard, ...]
+
+
+def is_file_name(name: object) -> bool:
+    """Whether `name` can name a shard: letters, digits, `.`, `_`, `-`, no folder, ending in .safetensors."""
+    return isinstance(name, str) and _FILE.fullmatch(name) is not None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json; PentadError where `meta` is not plain JSON or a tensor or a file occurs twice."""
+    where_each_is(manifest.shards)
+    _check(_is_count(manifest.step), "step", manifest.step)
+    try:
+        unchanged = json.loads(_canonical(manifest.meta)) == manifest.meta
+    except (TypeError, ValueError, RecursionError):
+        unchanged = False
+    _check(unchanged, "meta, JSON with string keys, lists and finite numbers only,", manifest.meta)
+    body = {
+        "bytes": sum(shard.bytes for shard in manifest.shards),
+        "meta": manifest.meta,
+        "shards": [shard.plain() for shard in manifest.shards],
+        "step": manifest.step,
+        "version": VERSION,
+    }
+    data = _canonical(body | {"checksum": _checksum(body)})
+    _check(len(data) <= LIMIT, f"a manifest of at most {LIMIT} bytes", len(data))
+    return data
+
+
+def decode(data: bytes) -> Manifest:
+    """The inverse of `encode`; PentadError unless `data` is, byte for byte, what `encode` writes for its content."""
+    try:
+        body = json.loads(data)
+        again = _canonical(body)
+    except (ValueError, RecursionError):
+        raise PentadError("manifest.json is not JSON, or is damaged") from None
+    if not isinstance(body, dict) or "checksum" not in body:
+        raise PentadError("manifest.json is not a manifest of pentad")
+    rest = {key: value for key, value in body.items() if key != "checksum"}
+    if again != data or body["checksum"] != _checksum(rest):  # the first also refuses a changed blank or escape
+        raise PentadError("manifest.json is damaged: its checksum is wrong")
+    _check(body.get("version") == VERSION, f"version {VERSION}", body.get("version"))
+    _check(body.keys() == _FIELDS, f"the fields {sorted(_FIELDS)}", sorted(body))
+    _check(_is_count(body["step"]), "step", body["step"])
+    _check(isinstance(body["meta"], dict), "meta", body["meta"])
+    _check(isinstance(body["shards"], list), "shards", body["shards"])
+    shards = tuple(Shard.from_plain(plain) for plain in body["shards"])
+    _check(body["bytes"] == sum(shard.bytes for shard in shards), "bytes, the sum over the shards,", body["bytes"])
+    where_each_is(shards)
+    return Manifest(body["step"], body["meta"], shards)
+
+
+def where_each_is(shards: Sequence[Shard]) -> dict[str, str]:
+    """The file of each tensor; PentadError if a tensor or a file occurs twice, or there is no shard."""
+    _check(len(shards) > 0, "at least one shard", "none")
+    for file in _repeated(shard.file for shard in shards):
+        raise PentadError(f"manifest.json lists the file {file} twice, wanted once")
+    where = {name: shard.file for shard in shards for name in shard.tensors}
+    for name in _repeated(name for shard in shards for name in shard.tensors):
+        files = [shard.file for shard in shards if name in shard.tensors]
+        raise PentadError(f"manifest.json lists the tensor {name} in the files {' and '.join(files)}, wanted one file")
+    return where
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(body)).hexdigest()
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_spec(spec: object) -> bool:
+    return (
+        isinstance(spec, dict)
+        and spec.keys() == {"dtype", "shape"}
+        and isinstance(spec["dtype"], str)
+        and isinstance(spec["shape"], list)
+        and all(_is_count(size) for size in spec["shape"])
+    )
+
+
+def _check(holds: bool, wanted: str, found: object) -> None:
+    if not holds:
+        raise PentadError(f"manifest.json wants {wanted} and has {str(found)[:200]}")

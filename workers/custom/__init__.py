@@ -1,0 +1,1 @@
+"""Models from a user's own torch modules."""

@@ -1,0 +1,90 @@
+"""`data build` and `data inspect`: text into a corpus, and a look at one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.data.corpus import Corpus, open_corpus, read_index
+from pentad.workers.data.corpus_writer import write_corpus
+from pentad.workers.data.samples import sequence, window_count
+from pentad.workers.data.text_sources import Piece, read_pieces, source_files
+from pentad.workers.data.tokenizer import decode, load_tokenizer, train_tokenizer
+
+_REPORTED = 2**26  # characters between two lines of progress
+
+
+def build_corpus(
+    source: Path,
+    out: Path,
+    *,
+    tokenizer: Path | None,
+    vocab: int,
+    field: str = "text",
+    shard_tokens: int = 2**26,
+    progress: Callable[[str], None],
+) -> Corpus:
+    """Builds the corpus `out` from a text file, a JSONL or Parquet file, or a folder of them, and opens it.
+
+    With no `tokenizer` file one of `vocab` tokens is trained on all of the text, in a first pass. Raises PentadError
+    for a source that cannot be read, an empty one, and an `out` that is not empty; `out` is then as it was.
+    """
+    if shard_tokens < 1:
+        raise PentadError(f"shard_tokens is {shard_tokens}, wanted at least 1")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise _not_empty(out)
+    files = source_files(source)
+    progress(f"{source}: {len(files)} files")
+    if tokenizer is None:
+        texts = (piece.text for piece in _reported(read_pieces(files, field), "training the tokenizer", progress))
+        trained = train_tokenizer(texts, vocab)
+    else:
+        trained = load_tokenizer(tokenizer)
+    try:
+        pieces = _reported(read_pieces(files, field), "encoding", progress)
+        write_corpus(out, pieces, trained, shard_tokens, progress)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and out.exists():
+            raise _not_empty(out) from None
+        reason = error.strerror or str(error)
+        raise PentadError(f"OUT is '{out}', which cannot be written ({reason}), wanted a folder with room") from None
+    return open_corpus(out, verify=False, argument="OUT")
+
+
+def inspect_corpus(path: Path, samples: int, length: int, seed: int) -> dict[str, Any]:
+    """What the corpus at `path` holds, as plain data, with the first `samples` sequences of an epoch as text.
+
+    A corpus shorter than `length` + 1 tokens shows one shorter sequence. Everything is verified first.
+    """
+    corpus = open_corpus(path, verify=True, argument="PATH")
+    index = read_index(path, "PATH")
+    tokenizer = load_tokenizer(path / index.tokenizer_file)
+    length = max(1, min(length, corpus.tokens - 1))
+    count = min(samples, window_count(corpus, length)) if corpus.tokens > 1 else 0
+    texts = [decode(tokenizer, sequence(corpus, seed, number, length).tolist()) for number in range(count)]
+    return {
+        "path": str(path),
+        "vocab_size": corpus.vocab_size,
+        "tokens": corpus.tokens,
+        "documents": corpus.documents,
+        "fingerprint": corpus.fingerprint,
+        "tokenizer": {"file": index.tokenizer_file, "sha256": index.tokenizer_sha256},
+        "shards": [shard._asdict() for shard in index.shards],
+        "samples": texts,
+    }
+
+
+def _reported(pieces: Iterable[Piece], phase: str, progress: Callable[[str], None]) -> Iterator[Piece]:
+    characters = reported = 0
+    for piece in pieces:
+        yield piece
+        characters += len(piece.text)
+        if characters - reported >= _REPORTED:
+            progress(f"{phase}: {characters} characters read")
+            reported = characters
+
+
+def _not_empty(out: Path) -> PentadError:
+    return PentadError(f"OUT is '{out}', which exists and is not empty; wanted a new or an empty folder")

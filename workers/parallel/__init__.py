@@ -1,0 +1,1 @@
+"""Process groups, and tensor, context and expert parallelism."""

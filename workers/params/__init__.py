@@ -1,0 +1,1 @@
+"""Parameters, their shards, and the optimizer."""

@@ -1,0 +1,1 @@
+"""Point-to-point transfers between pipeline ranks."""
