@@ -4,8 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.adamw import Coefficients
-
 # Four elements a thread: all tensors, 4 or 2 bytes wide, keep one layout, and none is reshuffled for the cast.
 BLOCK = 1024
 WARPS = 8
@@ -60,7 +58,7 @@ def _step(
 
 
 def adamw_(
-    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: Coefficients
+    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: tuple[float, ...]
 ) -> None:
     """Launches the kernel; see `pentad.kernels.adamw.adamw_`."""
     assert all(t.is_contiguous() for t in (master, m, v, grad))
@@ -71,7 +69,7 @@ def adamw_(
     )  # fmt: skip
 
 
-def adamw_ahead_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> None:
+def adamw_ahead_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: tuple[float, ...]) -> None:
     """Launches the kernel; see `pentad.kernels.adamw.adamw_ahead_`."""
     assert all(t.is_contiguous() for t in (out, master, m, v, grad))
     n = master.numel()

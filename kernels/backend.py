@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+IGNORE_INDEX = -100  # target of a token without a loss or a gradient, as in torch.nn.functional.cross_entropy
+
 
 def runs_in_triton(x: Tensor) -> bool:
     """True for a tensor on a GPU in a dtype that is trained in; float64 serves proofs and takes the torch reference."""

@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import accumulator, runs_in_triton
-
-# The target of a token that has no loss and gives no gradient.
-IGNORE = -100
+from pentad.kernels.backend import IGNORE_INDEX, accumulator, runs_in_triton
 
 
 def _onehot_at(targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -21,7 +18,7 @@ def cross_entropy_reference(logits: Tensor, targets: Tensor) -> tuple[Tensor, Te
     column, inside = _onehot_at(targets, logits.shape[1])
     chosen = wide.gather(1, column[:, None])[:, 0]
     loss = lse - torch.where(inside, chosen, 0.0)
-    return torch.where(targets == IGNORE, 0.0, loss), lse
+    return torch.where(targets == IGNORE_INDEX, 0.0, loss), lse
 
 
 def cross_entropy_backward_reference_(logits: Tensor, targets: Tensor, lse: Tensor, scale: float) -> None:
@@ -29,7 +26,7 @@ def cross_entropy_backward_reference_(logits: Tensor, targets: Tensor, lse: Tens
     grad = torch.exp(logits.to(lse.dtype) - lse[:, None])
     column, inside = _onehot_at(targets, logits.shape[1])
     grad.scatter_add_(1, column[:, None], -inside.to(grad.dtype)[:, None])
-    grad.mul_(scale).masked_fill_((targets == IGNORE)[:, None], 0.0)
+    grad.mul_(scale).masked_fill_((targets == IGNORE_INDEX)[:, None], 0.0)
     logits.copy_(grad)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.cross_entropy import IGNORE
+from pentad.kernels.backend import IGNORE_INDEX
 
 LANES = 2048
 DEPTH = 4
@@ -21,7 +21,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 @triton.jit
 def _forward(
     logits, targets, loss, lse, V,
-    LANES: tl.constexpr, DEPTH: tl.constexpr, IGNORE: tl.constexpr,
+    LANES: tl.constexpr, DEPTH: tl.constexpr, IGNORE_INDEX: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * V
@@ -40,11 +40,11 @@ def _forward(
     inside = (target >= 0) & (target < V)
     chosen = tl.load(base + target, mask=inside, other=0.0).to(tl.float32)
     tl.store(lse + row, logsum)
-    tl.store(loss + row, tl.where(target == IGNORE, 0.0, logsum - chosen))
+    tl.store(loss + row, tl.where(target == IGNORE_INDEX, 0.0, logsum - chosen))
 
 
 @triton.jit
-def _backward(logits, targets, lse, scale, V, BLOCK: tl.constexpr, IGNORE: tl.constexpr):
+def _backward(logits, targets, lse, scale, V, BLOCK: tl.constexpr, IGNORE_INDEX: tl.constexpr):
     pieces = tl.cdiv(V, BLOCK)
     row = tl.program_id(0) // pieces
     columns = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
@@ -54,7 +54,7 @@ def _backward(logits, targets, lse, scale, V, BLOCK: tl.constexpr, IGNORE: tl.co
     x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     grad = tl.exp(x - tl.load(lse + row))
     grad = tl.where(columns == target, grad - 1.0, grad) * scale
-    grad = tl.where(target == IGNORE, 0.0, grad)
+    grad = tl.where(target == IGNORE_INDEX, 0.0, grad)
     tl.store(place, grad.to(logits.dtype.element_ty), mask=mask)
 
 
@@ -64,7 +64,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     tokens, vocabulary = logits.shape
     loss = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
-    _forward[(tokens,)](logits, targets, loss, lse, vocabulary, LANES=LANES, DEPTH=DEPTH, IGNORE=IGNORE, num_warps=8)
+    _forward[(tokens,)](
+        logits, targets, loss, lse, vocabulary, LANES=LANES, DEPTH=DEPTH, IGNORE_INDEX=IGNORE_INDEX, num_warps=8
+    )
     return loss, lse
 
 
@@ -73,5 +75,5 @@ def cross_entropy_backward_(logits: Tensor, targets: Tensor, lse: Tensor, scale:
     assert logits.is_contiguous() and targets.is_contiguous() and lse.is_contiguous()
     tokens, vocabulary = logits.shape
     _backward[(tokens * triton.cdiv(vocabulary, BACKWARD_BLOCK),)](
-        logits, targets, lse, scale, vocabulary, BLOCK=BACKWARD_BLOCK, IGNORE=IGNORE, num_warps=8
+        logits, targets, lse, scale, vocabulary, BLOCK=BACKWARD_BLOCK, IGNORE_INDEX=IGNORE_INDEX, num_warps=8
     )

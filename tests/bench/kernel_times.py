@@ -391,8 +391,8 @@ def main() -> int:
         if any(part in name for part in arguments.only):
             rows.append(measure_apart(name))
             print(line(rows[-1]), flush=True)
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": rows}
     if arguments.json:
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": rows}
         arguments.json.write_text(json.dumps(about, indent=1) + "\n")
     return 0 if rows and all(row["ok"] for row in rows) else 1
 

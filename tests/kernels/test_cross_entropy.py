@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pentad.kernels.cross_entropy import (
-    IGNORE,
+    IGNORE_INDEX,
     cross_entropy,
     cross_entropy_backward_,
     cross_entropy_backward_reference_,
@@ -24,7 +24,7 @@ def _fresh_memory_holds_nan() -> Iterator[None]:
 
 def test_the_reference_agrees_with_torch() -> None:
     logits = (5 * torch.randn(6, 11, dtype=torch.float64)).requires_grad_()
-    targets = torch.tensor([0, 10, IGNORE, 3, 3, IGNORE])
+    targets = torch.tensor([0, 10, IGNORE_INDEX, 3, 3, IGNORE_INDEX])
     wanted = F.cross_entropy(logits, targets, reduction="none")
     (0.25 * wanted).sum().backward()
     buffer = logits.detach().clone()
@@ -37,18 +37,18 @@ def test_the_reference_agrees_with_torch() -> None:
 
 def test_two_shards_of_the_vocabulary_make_the_whole() -> None:
     logits = 5 * torch.randn(6, 10, dtype=torch.float64)
-    targets = torch.tensor([0, 9, IGNORE, 3, 5, 4])
+    targets = torch.tensor([0, 9, IGNORE_INDEX, 3, 5, 4])
     want_loss, want_lse = cross_entropy(logits, targets)
     whole = logits.clone()
     cross_entropy_backward_(whole, targets, want_lse, 0.5)
 
     shards = [logits[:, :5].clone(), logits[:, 5:].clone()]
     low = torch.where(targets >= 5, -1, targets)
-    high = torch.where(targets == IGNORE, IGNORE, torch.where(targets < 5, -1, targets - 5))
+    high = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, torch.where(targets < 5, -1, targets - 5))
     parts = [cross_entropy(shard, local) for shard, local in zip(shards, (low, high), strict=True)]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     chosen = sum(part_lse - loss for loss, part_lse in parts)
-    assert torch.allclose(torch.where(targets == IGNORE, 0.0, lse - chosen), want_loss, atol=1e-13)
+    assert torch.allclose(torch.where(targets == IGNORE_INDEX, 0.0, lse - chosen), want_loss, atol=1e-13)
     for shard, local in zip(shards, (low, high), strict=True):
         cross_entropy_backward_(shard, local, lse, 0.5)
     assert torch.allclose(torch.cat(shards, dim=1), whole, atol=1e-15)
@@ -67,7 +67,7 @@ def test_triton_agrees_with_the_reference(rows: int, vocabulary: int, dtype: tor
     logits = 4 * torch.randn(rows, vocabulary, device="cuda", dtype=dtype)
     targets = torch.randint(vocabulary, (rows,), device="cuda")
     targets[2::7] = -1
-    targets[1::3] = IGNORE
+    targets[1::3] = IGNORE_INDEX
     want_loss, want_lse = cross_entropy_reference(logits.double(), targets)
     wanted = logits.double()
     cross_entropy_backward_reference_(wanted, targets, want_lse, 0.125)

@@ -19,7 +19,7 @@ from pentad.kernels.adamw import adamw_reference_, coefficients
 from pentad.kernels.attention import rope_triton
 from pentad.kernels.attention.rope import rope_reference_
 from pentad.kernels.attention.rope_tables import rope_tables
-from pentad.kernels.cross_entropy import IGNORE, cross_entropy_backward_reference_, cross_entropy_reference
+from pentad.kernels.backend import IGNORE_INDEX, cross_entropy_backward_reference_, cross_entropy_reference
 from pentad.kernels.rms_norm import rms_norm_backward_reference, rms_norm_reference
 from pentad.kernels.swiglu import swiglu_backward_reference
 
@@ -82,7 +82,7 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype, bound: float) -> None
 @pytest.mark.parametrize("vocabulary", [1, 5, 8193])
 def test_cross_entropy(vocabulary: int, dtype: torch.dtype, bound: float) -> None:
     logits = 4 * torch.randn(4, vocabulary, dtype=dtype)
-    targets = torch.tensor([0, IGNORE, vocabulary - 1, -1])
+    targets = torch.tensor([0, IGNORE_INDEX, vocabulary - 1, -1])
     want_loss, want_lse = cross_entropy_reference(logits.double(), targets)
     wanted = logits.double()
     cross_entropy_backward_reference_(wanted, targets, want_lse, 0.5)

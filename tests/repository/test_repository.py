@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from os import environ
 from pathlib import Path
 
@@ -37,6 +39,14 @@ MAY_IMPORT = {
         *("pentad.orchestrator", "pentad.workers", "pentad.schedules"),
     },
 }
+# Sub-folders, upper ones first: each imports only from those below it. "" is the package's own folder.
+LAYERS = {
+    "schedules": ("search", "", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
+    "kernels": ("attention", "moe", ""),
+    "workers": ("runtime", "hf", "data", "custom", "model", "transport", "parallel", "params", "checkpoint", ""),
+    "orchestrator": ("cli", "run", "control", "jobs", "monitoring", "cluster", "planning", "config", ""),
+}
+MOST_FILES = 16  # of a source folder
 RUNS_WHAT_IT_READS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 # In parts, so that this file does not hold what it forbids.
 FORBIDDEN_WORDS = [
@@ -86,6 +96,21 @@ def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
                     yield name, node
 
 
+def _modules(path: Path, known: set[str]) -> Iterator[str]:
+    """The modules of pentad that a file needs to be imported or run; what only type checkers see is left out."""
+    tree = parse(path)
+    unseen = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in unseen:
+            found = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            yield from found & known
+
+
 def is_within(module: str, packages: set[str]) -> bool:
     return any(module == package or module.startswith(package + ".") for package in packages)
 
@@ -109,6 +134,40 @@ def test_imports_follow_the_arrows(folder: str) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("package", FOLDERS)
+def test_sub_folders_import_downward_only(package: str) -> None:
+    layers = LAYERS[package]
+    assert {path.parent.relative_to(ROOT / package).as_posix() for path in sources(package)} == {
+        layer or "." for layer in layers
+    }
+    wrong = []
+    for path in sources(package):
+        upper = layers.index(path.parent.relative_to(ROOT / package).as_posix().removeprefix("."))
+        for module, node in imports(path):
+            if is_within(module, {f"pentad.{package}"}):
+                parts = module.split(".")[2:]
+                lower = layers.index(parts[0] if parts and parts[0] in layers else "")
+                if lower < upper:
+                    wrong.append(f"{place(path, node)} imports {module}, which lies above it")
+    assert not wrong
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Circles are looked for at every level, and count even where an import stands inside a function."""
+    names = {
+        path: f"pentad.{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.')}"
+        for path in sources(*FOLDERS)
+    }
+    graph = {name: {m for m in _modules(path, set(names.values())) if m != name} for path, name in names.items()}
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def test_no_source_folder_holds_too_many_files() -> None:
+    folders = {path.parent for path in git_files() if path.relative_to(ROOT).parts[0] in FOLDERS}
+    counts = {folder: sum(path.is_file() for path in folder.iterdir()) for folder in folders}
+    assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}
+
+
 def test_no_file_imports_a_folder_by_its_bare_name() -> None:
     wrong = [
         f"{place(path, node)} imports {module}"
@@ -120,7 +179,8 @@ def test_no_file_imports_a_folder_by_its_bare_name() -> None:
 
 
 def test_schedules_load_neither_torch_nor_ray() -> None:
-    modules = [f"pentad.schedules.{path.stem}" for path in sources("schedules") if path.stem != "__init__"]
+    files = [path.relative_to(ROOT).with_suffix("") for path in sources("schedules") if path.stem != "__init__"]
+    modules = [f"pentad.{'.'.join(file.parts)}" for file in files]
     heavy = ("torch", "ray", "triton", "pydantic", "pentad.workers", "pentad.kernels", "pentad.orchestrator")
     code = f"import sys, {', '.join(modules)}; print([name for name in {heavy!r} if name in sys.modules])"
     answer = subprocess.run(
@@ -180,6 +240,15 @@ def test_link_farm_mirrors_the_folders() -> None:
     farm = ROOT / ".typings" / "pentad"
     assert {link.name: link.resolve() for link in farm.iterdir()} == {name: ROOT / name for name in FOLDERS}
     assert not (farm / "__init__.py").exists()
+
+
+def test_every_folder_of_sources_is_a_package_of_the_wheel() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert listed == sorted(
+        f"pentad.{path.parent.relative_to(ROOT).as_posix().replace('/', '.')}"
+        for path in git_files()
+        if path.name == "__init__.py" and path.relative_to(ROOT).parts[0] in FOLDERS
+    )
 
 
 def test_wheel_holds_every_file_of_the_tree(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pentad.kernels.cross_entropy import IGNORE
+from pentad.kernels.backend import IGNORE_INDEX
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.samples import document_starts, microbatch
@@ -68,6 +68,6 @@ class Feed:
 def _further(targets: np.ndarray, count: int) -> list[np.ndarray]:
     """[rows, length] each: the tokens 1 to `count` behind the targets."""
     rows, length = targets.shape
-    beyond = np.full((rows, count), IGNORE)
+    beyond = np.full((rows, count), IGNORE_INDEX)
     longer = np.concatenate([targets, beyond], axis=1)
     return [longer[:, number : number + length] for number in range(1, count + 1)]

@@ -24,8 +24,6 @@ from pentad.workers.parallel import cp_all_gather, cp_ring, cp_ulysses, expert_p
 from pentad.workers.parallel.async_ops import Coming
 from pentad.workers.parallel.async_ops import alone as at_once
 
-__all__ = ["alone"]
-
 
 @pytest.fixture
 def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
