@@ -4,9 +4,8 @@
 
 Each case runs in a process of its own, so that one that crashes hides no other, checks its result against float64, and
 measures in the same process the rate it is compared with: a device copy (bytes read and written) or a square bf16 GEMM.
-Times are medians of device time: calls over several sets of inputs, together larger than the L2 cache, are captured in
-a CUDA graph, so that the host is not part of the figure; what cannot be captured is timed between events ("events" in
-the JSON). The exit status is 0 only if every check passed.
+Times are medians of device time: calls over inputs that together exceed the L2 cache are captured in a CUDA graph, or
+timed between events ("events" in the JSON). The exit status is 0 only if every check passed.
 """
 
 import argparse

@@ -19,7 +19,8 @@ from pentad.kernels.adamw import adamw_reference_, coefficients
 from pentad.kernels.attention import rope_triton
 from pentad.kernels.attention.rope import rope_reference_
 from pentad.kernels.attention.rope_tables import rope_tables
-from pentad.kernels.backend import IGNORE_INDEX, cross_entropy_backward_reference_, cross_entropy_reference
+from pentad.kernels.backend import IGNORE_INDEX
+from pentad.kernels.cross_entropy import cross_entropy_backward_reference_, cross_entropy_reference
 from pentad.kernels.rms_norm import rms_norm_backward_reference, rms_norm_reference
 from pentad.kernels.swiglu import swiglu_backward_reference
 
