@@ -21,33 +21,33 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Unit
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.schedule_spec import Options, Shape
+from pentad.schedules.spec.schedule_spec import Options, ScheduleSpec
 
 LARGEST = 10**6  # ranks x microbatches x chunks x slices
 NONE = Options()
 Streams = Sequence[Stream]
 
 
-def looped(rank: int, shape: Shape) -> tuple[int, ...]:
+def looped(rank: int, shape: ScheduleSpec) -> tuple[int, ...]:
     """Every `ranks`-th stage."""
     return tuple(range(rank, shape.stages, shape.ranks))
 
 
-def mirrored(rank: int, shape: Shape) -> tuple[int, ...]:
+def mirrored(rank: int, shape: ScheduleSpec) -> tuple[int, ...]:
     """A stage and its mirror, each on two ranks."""
     return rank, shape.ranks - 1 - rank
 
 
-def v_shaped(rank: int, shape: Shape) -> tuple[int, ...]:
+def v_shaped(rank: int, shape: ScheduleSpec) -> tuple[int, ...]:
     """Two of twice as many stages, down and up again."""
     return rank, 2 * shape.ranks - 1 - rank
 
 
-def _any_size(shape: Shape) -> str:
+def _any_size(shape: ScheduleSpec) -> str:
     return ""
 
 
-def _bidirectional(shape: Shape) -> str:
+def _bidirectional(shape: ScheduleSpec) -> str:
     if shape.ranks % 2:
         return f"ranks (mesh.pp) is {shape.ranks}, but it must be even: each rank mirrors another"
     if shape.microbatches % 2:
@@ -55,14 +55,14 @@ def _bidirectional(shape: Shape) -> str:
     return _two_a_rank(shape)
 
 
-def _two_a_rank(shape: Shape) -> str:
+def _two_a_rank(shape: ScheduleSpec) -> str:
     if shape.microbatches < 2 * shape.ranks:
         least = 2 * shape.ranks
         return f"microbatches is {shape.microbatches}, but it must be at least 2 x ranks (mesh.pp) = {least}"
     return ""
 
 
-def _whole_groups(shape: Shape) -> str:
+def _whole_groups(shape: ScheduleSpec) -> str:
     if shape.group < min(shape.ranks, shape.microbatches):
         least = min(shape.ranks, shape.microbatches)
         return f"group is {shape.group}, but a group of fewer than {least} microbatches leaves ranks without work"
@@ -78,19 +78,19 @@ class Entry:
     what is wrong with a size, in a few words.
     """
 
-    generate: Callable[[Shape], Streams]
-    placement: Callable[[int, Shape], tuple[int, ...]] = looped
+    generate: Callable[[ScheduleSpec], Streams]
+    placement: Callable[[int, ScheduleSpec], tuple[int, ...]] = looped
     chunks: int = 1
     slices: int = 1
     takes: frozenset[str] = frozenset()
-    refusal: Callable[[Shape], str] = _any_size
+    refusal: Callable[[ScheduleSpec], str] = _any_size
 
 
-def _of_sizes(generate: Callable[[int, int, int], Iterator[Unit]], shape: Shape) -> Streams:
+def _of_sizes(generate: Callable[[int, int, int], Iterator[Unit]], shape: ScheduleSpec) -> Streams:
     return tuple(tuple(generate(rank, shape.ranks, shape.microbatches)) for rank in range(shape.ranks))
 
 
-def _of_shape(generate: Callable[[int, Shape], Iterator[Unit]], shape: Shape) -> Streams:
+def _of_shape(generate: Callable[[int, ScheduleSpec], Iterator[Unit]], shape: ScheduleSpec) -> Streams:
     return tuple(tuple(generate(rank, shape)) for rank in range(shape.ranks))
 
 
@@ -127,7 +127,9 @@ def entry(name: str) -> Entry:
     return CATALOGUE[name]
 
 
-def shape_of(name: str, ranks: int, microbatches: int, asked: Options = NONE, costs: Costs | None = None) -> Shape:
+def shape_of(
+    name: str, ranks: int, microbatches: int, asked: Options = NONE, costs: Costs | None = None
+) -> ScheduleSpec:
     """What a schedule is to be made for. Raises PentadError on sizes it does not allow and options it does not take."""
     found = OWN if ":" in name else FILED if name.endswith(FILES) else entry(name)
     _refuse_options(name, found, asked)
@@ -140,7 +142,7 @@ def shape_of(name: str, ranks: int, microbatches: int, asked: Options = NONE, co
         text += f", in {slices} slices each" * (slices > 1)
         raise PentadError(f"schedule {name}: {text}, but at most {LARGEST} are compiled at once")
     turn = (asked.group or ranks) if "group" in found.takes else microbatches
-    shape = Shape(ranks, microbatches, chunks, min(turn, microbatches), costs, asked.limit, slices)
+    shape = ScheduleSpec(ranks, microbatches, chunks, min(turn, microbatches), costs, asked.limit, slices)
     if refusal := found.refusal(shape):
         raise PentadError(f"schedule {name}: {refusal}")
     return shape

@@ -6,7 +6,7 @@ from typing import Any
 
 from pentad.schedules.catalogue import NONE, generate
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.gc_pause import uncollected
+from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload import add_offload
 from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
@@ -17,10 +17,10 @@ from pentad.schedules.passes.validation import add_validated_step
 from pentad.schedules.passes.zero import add_gathers
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
 from pentad.schedules.verify.check import check, check_order, peak_activations
 
-ALL_KEPT = Savings()
+ALL_KEPT = MemoryOptions()
 
 
 def compile_program(
@@ -33,7 +33,7 @@ def compile_program(
     replicas: int = 1,
     validated: bool = False,
     options: Options = NONE,
-    savings: Savings = ALL_KEPT,
+    savings: MemoryOptions = ALL_KEPT,
     order: Program | None = None,
 ) -> Program:
     """A program for one replica of `ranks` pipeline ranks, proven. `costs` decide where receives stand (default: equal
@@ -44,7 +44,7 @@ def compile_program(
 
     Raises PentadError on sizes the schedule does not allow and ScheduleError when the proof fails.
     """
-    with uncollected():
+    with gc_paused():
         order = order or generate(name, ranks, microbatches, options, costs)
         known = costs or Costs.uniform(order.stages)
         return lower(order, known, gated=gated, replicas=replicas, validated=validated, savings=savings)
@@ -57,7 +57,7 @@ def lower(
     gated: bool = False,
     replicas: int = 1,
     validated: bool = False,
-    savings: Savings = ALL_KEPT,
+    savings: MemoryOptions = ALL_KEPT,
 ) -> Program:
     """The program that runs a compute order (see `compile_program`), proven. Raises ScheduleError when it is none."""
     check_order(order)
@@ -73,7 +73,7 @@ def lower(
     return program
 
 
-def add_savings(program: Program, savings: Savings) -> Program:
+def add_savings(program: Program, savings: MemoryOptions) -> Program:
     """The program with all that is to spare memory. Raises PentadError on what it does not allow."""
     if not 0 <= savings.zero <= 3:
         raise PentadError(f"zero is {savings.zero}, wanted a stage of ZeRO, 0 to 3")

@@ -29,7 +29,7 @@ from pentad.schedules.simulate.dependencies import ScheduleError
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.simulate.whatif import what_if
-from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _build(request: Request) -> tuple[Program, Costs, str]:
     return program, costs, chosen
 
 
-def _savings(request: Request, order: Program) -> Savings:
+def _savings(request: Request, order: Program) -> MemoryOptions:
     """Raises PentadError on options that have no meaning, or none without another."""
     zero, prefetch = request.zero or 0, 1 if request.prefetch is None else request.prefetch
     if not 0 <= zero <= 3:
@@ -172,7 +172,7 @@ def _savings(request: Request, order: Program) -> Savings:
         raise PentadError(f"--prefetch is {prefetch} with --zero {zero}, wanted at least 0 with --zero 1, 2 or 3")
     if request.keep is not None and not 0 < request.keep < inf:
         raise PentadError(f"--keep is {request.keep:g}, wanted a number of activations greater than 0")
-    return Savings(zero, prefetch, request.gathered, _stages(request.recompute, order), request.keep)
+    return MemoryOptions(zero, prefetch, request.gathered, _stages(request.recompute, order), request.keep)
 
 
 def _stages(text: str | None, order: Program) -> frozenset[int]:

@@ -19,7 +19,7 @@ from pentad.orchestrator.cluster.faults import Failure, WorkerError, patience
 from pentad.orchestrator.cluster.placement import Place, bundle_places, order_places, release
 from pentad.orchestrator.cluster.worker import RUNNER, Actor, Status, Where, read_status
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.plan import Plan, Share
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.runtime.results import StepResult
 
 Refs = Sequence[Any]  # one pending answer a rank
@@ -90,7 +90,7 @@ class WorkerGroup:
         """Fills every rank's state from a checkpoint of `step` steps; None leaves the first values."""
         self._collect(self._do("restore", str(folder) if folder else None, step), tick=tick)
 
-    def receive(self, sources: dict[Share, int], step: int, tick: Tick | None = None) -> None:
+    def receive(self, sources: dict[ParamShard, int], step: int, tick: Tick | None = None) -> None:
         """Has the ranks `sources[share]` give their state of `step` steps to all holders of a share."""
         self._collect(self._do("receive", sources, step), tick=tick)
 
@@ -117,7 +117,7 @@ class WorkerGroup:
     def submit_save(self, folder: Path, step: int) -> Refs:
         return self._do("save", str(folder), step)
 
-    def save_shares(self, folder: Path, step: int, shares: dict[int, tuple[Share, ...]]) -> list[dict[str, Any]]:
+    def save_shares(self, folder: Path, step: int, shares: dict[int, tuple[ParamShard, ...]]) -> list[dict[str, Any]]:
         """Has each rank of `shares` write these; for an epoch that some ranks have not survived."""
         refs = {r: self.actors[r].do.remote(self.epoch, "save", str(folder), step, its) for r, its in shares.items()}
         return [shard for rank, ref in refs.items() for shard in self.answer(rank, ref)]

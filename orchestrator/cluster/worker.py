@@ -20,7 +20,7 @@ import ray
 from pentad.schedules.ir.instruction import Unit
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.progress_file import State, read_board
-from pentad.workers.runtime.results import Stand
+from pentad.workers.runtime.results import RankSnapshot
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
 
 RUNNER = "pentad.workers.runtime.runner:Runner"
@@ -95,7 +95,7 @@ class Worker:
             raise Stale(f"epoch {epoch} is over, it is {self.epoch} now")
         if self.runner is None:  # a rank that was lost before it began
             assert method == "leave", method
-            return Stand(-1, False, 0.0, ())
+            return RankSnapshot(-1, False, 0.0, ())
         return getattr(self.runner, method)(*arguments)
 
     @ray.method(concurrency_group="control")

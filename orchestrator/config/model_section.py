@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from pentad.orchestrator.config.sections import Count, NonNegative, Positive, Section
-from pentad.schedules.spec.model import Experts, Latent, ModelShape, Scaling
+from pentad.schedules.spec.model import MLA, Experts, ModelShape, RopeScaling
 
 Family = Literal["llama", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3"]
 
@@ -151,6 +151,6 @@ class ModelSection(Section):
     @property
     def shape(self) -> ModelShape:
         found = self.model_dump(exclude={"family", "own"})
-        parts = {"scaling": Scaling, "latent": Latent, "experts": Experts}
+        parts = {"scaling": RopeScaling, "latent": MLA, "experts": Experts}
         made = {name: part(**found[name]) if found[name] else None for name, part in parts.items()}
         return ModelShape(**{**found, **made}, qk_norm=FAMILIES[self.family].qk_norm)

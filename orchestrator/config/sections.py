@@ -15,7 +15,7 @@ from pentad.schedules.compiler import add_savings
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
 
 MOST_BUCKETS = 2**14  # of a stage's gradients
 Count = Annotated[int, Field(ge=1)]
@@ -174,10 +174,10 @@ class MemorySection(Section):
         chosen = range(stages) if self.recompute_stages is None else self.recompute_stages
         return tuple(self.recompute if s in chosen else "none" for s in range(stages) if self.recompute != "none")
 
-    def savings(self, stages: int) -> Savings:
+    def savings(self, stages: int) -> MemoryOptions:
         """What a program of so many stages does to need less memory."""
         again = frozenset(stage for stage, mode in enumerate(self.modes(stages)) if mode != "none")
-        return Savings(recompute=again, keep=self.offload_keep)
+        return MemoryOptions(recompute=again, keep=self.offload_keep)
 
 
 class ZeroSection(Section):

@@ -20,7 +20,7 @@ from pentad.orchestrator.cluster.ports import refuse_taken
 from pentad.orchestrator.control.control_messages import ENDPOINT
 from pentad.orchestrator.control.interceptors import make_server
 from pentad.orchestrator.control.service import Board, Health, Methods
-from pentad.orchestrator.monitoring.run_state import RunView, Wishes
+from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView
 from pentad.orchestrator.monitoring.runfolder import _whole
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
@@ -32,7 +32,7 @@ _PATIENCE_SECONDS = 10.0  # with grpc, which takes milliseconds
 class Control:
     """Listens from the start until `close`; `address` is its HOST:PORT."""
 
-    def __init__(self, folder: Path, host: str, port: int, wishes: Wishes) -> None:
+    def __init__(self, folder: Path, host: str, port: int, wishes: ControlRequests) -> None:
         """Port 0 is a free one. Raises PentadError when the port is taken, or the folder cannot be written."""
         refuse_taken("metrics.control_port", host, port)  # grpc itself would fail with many lines on stderr
         self._wishes, self._file = wishes, folder / ENDPOINT

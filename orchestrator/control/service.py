@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from pentad.orchestrator.control.control_messages import MESSAGES, SERVICE, status_of
-from pentad.orchestrator.monitoring.run_state import RunView, Wishes
+from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView
 
 OVER = ("finished", "stopped", "failed")
 HEARTBEAT_SECONDS = 5.0  # a rank that has not answered for so long is not serving
@@ -76,7 +76,7 @@ class Board:
 class Methods:
     """The methods of pentad.v1.Control, under their names in control.proto."""
 
-    def __init__(self, board: Board, wishes: Wishes) -> None:
+    def __init__(self, board: Board, wishes: ControlRequests) -> None:
         self.board, self.wishes = board, wishes
 
     async def GetStatus(self, _request: Any, _write: _Write) -> Any:

@@ -35,7 +35,7 @@ COLOURS = {  # of the states of ranks and runs
 OVER = ("finished", "stopped", "failed")  # states of a run without ranks
 
 
-class Seat(NamedTuple):
+class RankPlacement(NamedTuple):
     """Where a rank sits. `device` is say 'GPU 0' or 'CPU'; `pid` -1 where no process runs yet."""
 
     rank: int
@@ -73,7 +73,7 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def plan(self, plan: Plan, costs: Costs, seats: Sequence[Seat] = ()) -> None:
+    def plan(self, plan: Plan, costs: Costs, seats: Sequence[RankPlacement] = ()) -> None:
         """Prints what will run, where, in how much memory, and a step as simulated with `costs`."""
         for part in plan_view(self.console, plan, costs, seats):
             self.console.print(part)
@@ -161,7 +161,7 @@ def ending(console: Console, summary: dict[str, Any]) -> None:
             console.print(Text.assemble((f" {name:<9} ", "dim"), fact), soft_wrap=True)
 
 
-def plan_view(console: Console, plan: Plan, costs: Costs, seats: Sequence[Seat]) -> list[RenderableType]:
+def plan_view(console: Console, plan: Plan, costs: Costs, seats: Sequence[RankPlacement]) -> list[RenderableType]:
     """The parts of a plan, to be printed one below the other."""
     coloured = is_coloured(console)
     timeline = simulate(plan.program, costs)
@@ -202,7 +202,7 @@ def facts_table(plan: Plan) -> Table:
     return table
 
 
-def seats_table(plan: Plan, seats: Sequence[Seat]) -> Table:
+def seats_table(plan: Plan, seats: Sequence[RankPlacement]) -> Table:
     """A row a rank: its place in the mesh, its layers, where it runs and the most memory it needs."""
     table = table_of("rank>", "place", "layers", *(("node", "device", "pid>") if seats else ()), "memory>")
     table.columns[2].no_wrap = False  # of many chunks

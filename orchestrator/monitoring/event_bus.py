@@ -16,7 +16,7 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.workers.runtime.telemetry import GpuState
 
 
-class News:
+class EventBus:
     """Of one run, over all its epochs."""
 
     def __init__(

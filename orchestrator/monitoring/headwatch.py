@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from pentad.orchestrator.cluster.cluster import Cluster
-from pentad.orchestrator.monitoring.event_bus import News
+from pentad.orchestrator.monitoring.event_bus import EventBus
 
 LOOK_SECONDS = 0.5
 LOCAL_SECONDS = 2.0  # nobody starts a local head again
@@ -20,7 +20,7 @@ END_SECONDS = 8.0
 
 
 @contextmanager
-def watched_head(cluster: Cluster, news: News) -> Iterator[None]:
+def watched_head(cluster: Cluster, news: EventBus) -> Iterator[None]:
     """Ends this process with one sentence when the head is gone for good: no call into Ray returns then."""
     over = threading.Event()
     patience = LOCAL_SECONDS if cluster.local else JOINED_SECONDS

@@ -95,7 +95,7 @@ class Watcher(Protocol):
         """The run is over."""
 
 
-class Wishes:
+class ControlRequests:
     """What people ask of a run; the driver looks between two calls, and at `aborted` ten times a second."""
 
     def __init__(self) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pentad.schedules.spec.cp_layout import Variant
+from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import Experts, Latent, ModelShape
+from pentad.schedules.spec.model import MLA, Experts, ModelShape
 from pentad.schedules.spec.plan import Plan
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     device: str = "cpu"
     slices: int = 1
     mesh: Mesh = Mesh()
-    context: Variant = "ring"
+    context: CpMethod = "ring"
     packed: bool = False
     deterministic: bool = True
 
@@ -120,7 +120,7 @@ def attention(model: ModelShape, piece: Piece) -> Half:
     )
 
 
-def latent(model: ModelShape, of: Latent, piece: Piece) -> Half:
+def latent(model: ModelShape, of: MLA, piece: Piece) -> Half:
     """Keys and values from a vector a token, which is gathered; what comes before it is made where tokens are."""
     tokens, part, hidden, c, m = piece.tokens, piece.part, model.hidden, piece.compute, piece.main
     heads, width, again = model.heads // piece.mesh.tp, of.plain + of.rotary, piece.gathered

@@ -14,7 +14,7 @@ from operator import add
 from pentad.orchestrator.planning.activation_memory import Half, Piece, attention, experts, gated, latent, piece_of
 from pentad.orchestrator.planning.endings import End, ahead, head, looked
 from pentad.schedules.ir.instruction import Instruction, Op, units_of
-from pentad.schedules.spec.model import ModelShape, Own
+from pentad.schedules.spec.model import CustomModel, ModelShape
 from pentad.schedules.spec.plan import Plan
 
 BACKWARD = (Op.B, Op.BW)
@@ -142,7 +142,7 @@ def _shares(model: ModelShape, span: tuple[int, int], first: bool, last: bool, p
     )
 
 
-def _own_shares(model: ModelShape, own: Own, span: tuple[int, int], piece: Piece) -> Shares:
+def _own_shares(model: ModelShape, own: CustomModel, span: tuple[int, int], piece: Piece) -> Shares:
     """Of a user's own layers: what they keep is counted on tensors without values."""
     import torch  # a model of the user's own is made of it
 

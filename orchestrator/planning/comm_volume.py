@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 from pentad.orchestrator.planning.activation_memory import BYTES, INDEX, Piece, piece_of
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, units_of
 from pentad.schedules.spec.mesh import Axis
-from pentad.schedules.spec.model import Experts, Latent, ModelShape
-from pentad.schedules.spec.plan import Plan, Share, part_of, tiles
+from pentad.schedules.spec.model import MLA, Experts, ModelShape
+from pentad.schedules.spec.plan import ParamShard, Plan, part_of, tiles
 
 Inside = Literal["F", "B", "again", "leaves"]  # `leaves`: what selective recompute does; `again`: what full does
 
@@ -58,7 +58,7 @@ def traffic(plan: Plan, rank: int) -> dict[str, int]:
     return dict(found)
 
 
-def shares_at(plan: Plan, rank: int, stage: int) -> list[Share]:
+def shares_at(plan: Plan, rank: int, stage: int) -> list[ParamShard]:
     """What a rank holds of a stage."""
     return [share for share in plan.shares_of(rank) if share.stage == stage]
 
@@ -122,7 +122,7 @@ def layer_flows(model: ModelShape, has_experts: bool, piece: Piece, when: Inside
     return found
 
 
-def _of_share(plan: Plan, part: Instruction, share: Share) -> Sent:
+def _of_share(plan: Plan, part: Instruction, share: ParamShard) -> Sent:
     """A gather is of all buckets, one operation each; a reduction is of one."""
     holders, whole = len(plan.holders(share)), plan.shards(share) * plan.shard_size(share)
     if part.op is Op.ALL_GATHER:
@@ -152,7 +152,7 @@ def _half(found: Flows, piece: Piece, when: Inside, hidden: int, tiles: int) -> 
         _tensor(found, piece, "scatter", tiles, stream)
 
 
-def _narrow(found: Flows, piece: Piece, when: Inside, hidden: int, of: Latent) -> None:
+def _narrow(found: Flows, piece: Piece, when: Inside, hidden: int, of: MLA) -> None:
     """Latent attention gathers narrow vectors."""
     token, both, queries = piece.tokens * piece.compute, of.rank + of.rotary, of.query_rank or hidden
     if when == "B":

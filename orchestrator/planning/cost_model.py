@@ -15,7 +15,7 @@ from pentad.orchestrator.planning.activations import shares
 from pentad.orchestrator.planning.comm_volume import Inside, stage_flows
 from pentad.orchestrator.planning.hardware import GUESSES, Rates, crosses, link
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.cp_layout import Variant
+from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import ModelShape
 from pentad.schedules.spec.plan import BatchShape
@@ -36,7 +36,7 @@ def guess_costs(
     slices: int = 1,
     modes: Sequence[str] = (),
     mesh: Mesh = ALONE,
-    context: Variant = "ring",
+    context: CpMethod = "ring",
     zero: int = 0,
 ) -> Costs:
     """Seconds from FLOPs and bytes at assumed rates (GUESSES); embedding and head count to the first and last stage.

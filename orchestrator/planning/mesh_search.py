@@ -21,7 +21,7 @@ from pentad.orchestrator.planning.planning import buckets_of, draft
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import add_savings, compile_program
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.gc_pause import uncollected
+from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.optimizer_pass import add_reduce
 from pentad.schedules.passes.pools import add_turns
@@ -32,7 +32,7 @@ from pentad.schedules.simulate.dependencies import unit_times
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import BatchShape, Plan, split_layers
-from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
 from pentad.schedules.spec.tensors import head_in_layers
 from pentad.schedules.spec.validate import require_fit
 
@@ -68,7 +68,7 @@ def survey(config: RunConfig, gpus: int, room: Room) -> Survey:
     """Of the legal meshes of `gpus` ranks."""
     guesses: list[Found] = []
     reasons: dict[str, tuple[str, int]] = {}
-    with uncollected():
+    with gc_paused():
         for mesh in meshes(gpus):
             try:
                 guesses.append(_best(config, mesh, room))
@@ -168,7 +168,7 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
             gathered = config.zero.gathered if zero == 3 else None
             again = frozenset(range(order.stages)) if mode != "none" else frozenset()
             # one of shards of the optimizer's state needs no other buffers
-            savings = Savings(zero=zero if zero > 1 else 0, gathered=gathered, recompute=again)
+            savings = MemoryOptions(zero=zero if zero > 1 else 0, gathered=gathered, recompute=again)
             program = _program(name, mesh.pp, few, options, savings)
             modes = (mode,) * order.stages if again else ()
             yield replace(plan, mesh=mesh, batch=batch, program=program, zero=zero, recompute=modes)
@@ -214,7 +214,7 @@ def _compiled(config: RunConfig, guess: Found) -> Found:
         gated=plan.transport == "nccl",
         replicas=plan.batch.replicas * plan.mesh.cp,
         options=config.options,
-        savings=Savings(
+        savings=MemoryOptions(
             zero=plan.zero,
             gathered=config.zero.gathered if plan.zero == 3 else None,
             recompute=again,
@@ -233,7 +233,7 @@ def _order(name: str, ranks: int, microbatches: int, options: Options) -> Progra
 
 
 @lru_cache(maxsize=512)
-def _program(name: str, ranks: int, microbatches: int, options: Options, savings: Savings) -> Program:
+def _program(name: str, ranks: int, microbatches: int, options: Options, savings: MemoryOptions) -> Program:
     """With all that takes memory, and no proof: nobody runs it."""
     order = _order(name, ranks, microbatches, options)
     spared = add_savings(add_transfers(order, Costs.uniform(order.stages), gated=False), savings)

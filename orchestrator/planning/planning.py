@@ -25,7 +25,7 @@ from pentad.schedules.spec.cut import cut_layers
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelShape
 from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan, split_layers
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import head_in_layers
 
 
@@ -115,7 +115,7 @@ def draft(
 
 def _savings(
     config: RunConfig, order: Program, model: ModelShape, layers: tuple[tuple[int, int], ...], dtype: str
-) -> Savings:
+) -> MemoryOptions:
     """As configured; no ZeRO where no stage has a second holder. Raises PentadError for too many buckets."""
     alone = config.mesh.copies == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages))
     section, found = config.zero, config.memory.savings(order.stages)
@@ -132,7 +132,7 @@ def _savings(
 def buckets_of(
     config: RunConfig, model: ModelShape, layers: Sequence[tuple[int, int]], mesh: Mesh, dtype: str
 ) -> tuple[int, ...]:
-    """In how many parts the gradients of each stage are reduced (see `Savings`)."""
+    """In how many parts the gradients of each stage are reduced (see `MemoryOptions`)."""
     size = max(BYTES[dtype], BYTES["float32"])
     return config.zero.buckets([size * parameters_held(model, first, end, mesh) for first, end in layers])
 

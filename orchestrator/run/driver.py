@@ -17,10 +17,10 @@ from pentad.orchestrator.cluster.placement import hosts, release, reserve
 from pentad.orchestrator.cluster.worker import RUNNER
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import runfolder
-from pentad.orchestrator.monitoring.display import Display, Seat
-from pentad.orchestrator.monitoring.event_bus import News
+from pentad.orchestrator.monitoring.display import Display, RankPlacement
+from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.headwatch import watched_head
-from pentad.orchestrator.monitoring.run_state import Wishes
+from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run.interrupts import Interrupts
@@ -69,7 +69,7 @@ def train(
         if first >= config.run.steps:
             display.note(f"the run has all of its run.steps = {config.run.steps} already")
             return _summary(config, folder, first, "finished")
-        news, wishes = News(config, folder, display, first, cluster.dashboard), Wishes()
+        news, wishes = EventBus(config, folder, display, first, cluster.dashboard), ControlRequests()
         with watched_head(cluster, news), watched(config, news, wishes), _told(news):
             folder.begin(config)
             news.event("start", epoch=epoch, step=first, program=plan.program.hash)
@@ -87,7 +87,7 @@ def train(
 
 
 def _epochs(
-    config: RunConfig, group: WorkerGroup, news: News, interrupts: Interrupts, wishes: Wishes, first: int
+    config: RunConfig, group: WorkerGroup, news: EventBus, interrupts: Interrupts, wishes: ControlRequests, first: int
 ) -> int:
     """Steps from `first` on, epoch after epoch, until the run is done or stopped; returns how many are done."""
 
@@ -154,7 +154,7 @@ def _resume(folder: RunFolder, display: Display) -> tuple[int, Path | None, int]
 
 
 @contextmanager
-def _told(news: News) -> Iterator[None]:
+def _told(news: EventBus) -> Iterator[None]:
     """Puts a failure into the journal, and a rank's whole account of it into a file that the error names."""
     try:
         yield
@@ -178,10 +178,10 @@ def _ranks(group: WorkerGroup) -> list[dict[str, Any]]:
     ]
 
 
-def _seats(group: WorkerGroup) -> list[Seat]:
+def _seats(group: WorkerGroup) -> list[RankPlacement]:
     mesh = group.plan.mesh
     return [
-        Seat(rank, mesh.coordinates(rank), at.ip, f"GPU {at.gpu}" if at.gpu >= 0 else "CPU", at.pid)
+        RankPlacement(rank, mesh.coordinates(rank), at.ip, f"GPU {at.gpu}" if at.gpu >= 0 else "CPU", at.pid)
         for rank, at in enumerate(group.places)
     ]
 

@@ -9,7 +9,7 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import STATUS_SECONDS, WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.verify.hang_diagnosis import Position, Verdict, find_cause
+from pentad.schedules.verify.hang_diagnosis import Diagnosis, Position, find_cause
 
 SILENT_SECONDS = 2.0  # an idle rank answers within milliseconds
 QUIET_SECONDS = 2.0  # after which a person wants to know for whom the run waits
@@ -21,7 +21,7 @@ class Stall(NamedTuple):
 
     seconds: float
     late: bool
-    verdict: Verdict
+    verdict: Diagnosis
     causes: tuple[int, ...]
 
 
@@ -70,14 +70,14 @@ class Health:
         heard = self.group.heard
         return {rank for rank in range(len(self.group.actors)) if now - heard.get(rank, now) > SILENT_SECONDS}
 
-    def _verdict(self, statuses: dict[int, Status]) -> Verdict:
+    def _verdict(self, statuses: dict[int, Status]) -> Diagnosis:
         plan = self.group.plan
         none = Status(self.group.epoch, -1, "", 0.0)
         found = [self.group.peek(rank) or statuses.get(rank, none) for rank in range(plan.mesh.size)]
         return find_cause(plan.program, plan.mesh, [Position(s.step, s.counter, s.age) for s in found])
 
 
-def _causes(verdict: Verdict, silent: set[int], ranks: int) -> tuple[int, ...]:
+def _causes(verdict: Diagnosis, silent: set[int], ranks: int) -> tuple[int, ...]:
     """Ranks that do not even answer, of those that lack nothing if there are such: what a frozen process has sent may
     not have left it, and then its partner seems to lack nothing. Of all ranks at once none is the cause."""
     quiet = tuple(rank for rank in verdict.roots if rank in silent) or tuple(sorted(silent))

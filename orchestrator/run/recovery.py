@@ -11,10 +11,10 @@ from pentad.orchestrator.cluster.group import Tick, WorkerGroup
 from pentad.orchestrator.cluster.placement import Place, draining, living_bundles, order_places
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.event_bus import News
+from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.planning.planning import make_plan, smaller
 from pentad.orchestrator.run import regroup
-from pentad.orchestrator.run.regroup import Stock
+from pentad.orchestrator.run.regroup import RecoveryState
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
@@ -33,7 +33,7 @@ class Recovery:
     """Of one run: `fault` and `change` put the ranks of `group` together anew and say what is left: the run
     goes on from step `version`."""
 
-    def __init__(self, config: RunConfig, group: WorkerGroup, news: News, restless: Callable[[], bool]) -> None:
+    def __init__(self, config: RunConfig, group: WorkerGroup, news: EventBus, restless: Callable[[], bool]) -> None:
         self.config, self.group, self.news, self.restless = config, group, news, restless
         self.full = group.plan
         self.faults = self.standing = 0
@@ -41,7 +41,7 @@ class Recovery:
         self.leaving: tuple[int, ...] = ()
         self.notice = 0.0  # seconds until the node being left is gone: no earlier does Ray move its places
 
-    def fault(self, fault: WorkerError, done: int) -> Stock:
+    def fault(self, fault: WorkerError, done: int) -> RecoveryState:
         """After a fault with `done` steps accounted for. Raises the fault when the run cannot or should not go on."""
         self.faults += 1
         self.standing = self.standing + 1 if done <= self.furthest else 1  # accounts come with the call behind
@@ -55,7 +55,7 @@ class Recovery:
             self._tell_lost(rank, fault)
         return self._again(lost, fault, done)
 
-    def change(self, done: int) -> Stock:
+    def change(self, done: int) -> RecoveryState:
         """At a step boundary whose checkpoint is committed: leaves nodes that drain, or grows back."""
         if self.leaving:
             names = ", ".join(map(self.group.label, self.leaving))
@@ -80,8 +80,8 @@ class Recovery:
         short = self.group.plan.mesh.size < self.full.mesh.size
         return bool(self.leaving) or (short and len(living_bundles(self.group.placement)) >= self.full.mesh.size)
 
-    def _again(self, lost: dict[int, str], fault: WorkerError | None, done: int) -> Stock:
-        began, stock = time.monotonic(), Stock(seconds={"detect": fault.after if fault else 0.0})
+    def _again(self, lost: dict[int, str], fault: WorkerError | None, done: int) -> RecoveryState:
+        began, stock = time.monotonic(), RecoveryState(seconds={"detect": fault.after if fault else 0.0})
         self.news.state("recovering")
         for _ in range(ATTEMPTS):
             try:
@@ -118,7 +118,7 @@ class Recovery:
         self.news.event("lost", epoch=self.group.epoch, rank=rank, **facts)
         self.news.lost(rank)
 
-    def _refit(self, lost: dict[int, str], stock: Stock) -> str:
+    def _refit(self, lost: dict[int, str], stock: RecoveryState) -> str:
         """Repairs the mesh, or makes do with a smaller one; says how."""
         group, whole = self.group, regroup.complete(self.group.plan, stock)
         began = time.monotonic()
@@ -137,7 +137,7 @@ class Recovery:
         stock.took("state", began)
         return "repair" if whole else "checkpoint"
 
-    def _shrink(self, lost: dict[int, str], stock: Stock, whole: bool) -> str:
+    def _shrink(self, lost: dict[int, str], stock: RecoveryState, whole: bool) -> str:
         """The living ranks take a smaller mesh, from a checkpoint made for them of what they hold."""
         group = self.group
         living = [rank for rank in range(len(group.actors)) if rank not in lost]
@@ -165,7 +165,7 @@ class Recovery:
         stock.took("state", began)
         return "shrink"
 
-    def _grow(self, stock: Stock) -> str:
+    def _grow(self, stock: RecoveryState) -> str:
         """All of the mesh again, from the checkpoint of this step boundary."""
         group, plan = self.group, self.full
         before = group.plan, group.bundles, group.actors, group.places
@@ -204,12 +204,12 @@ class Recovery:
         group.plan = plan
         self.news.folder.replan(plan)
 
-    def _begin(self, stock: Stock, *, keep: bool) -> None:
+    def _begin(self, stock: RecoveryState, *, keep: bool) -> None:
         began = time.monotonic()
         self.group.begin(began + self.config.cluster.start_timeout_seconds, keep=keep)
         stock.took("connect", began)
 
-    def _save(self, stock: Stock) -> None:
+    def _save(self, stock: RecoveryState) -> None:
         """A checkpoint of the newest steps, every stage written by a rank that has it."""
         began, group, path = time.monotonic(), self.group, self.news.folder.checkpoint(stock.version)
         if self._newest() == stock.version:
@@ -223,7 +223,7 @@ class Recovery:
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
         self.news.event("checkpoint", epoch=group.epoch, step=stock.version, seconds=seconds, bytes=size)
 
-    def _restore(self, stock: Stock) -> None:
+    def _restore(self, stock: RecoveryState) -> None:
         from pentad.workers.checkpoint.checkpoint import (
             newest,  # imports torch, which a run without faults does not need here
         )

@@ -22,15 +22,15 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.placement import living_bundles
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.plan import Plan, Share
-from pentad.workers.runtime.results import Stand, StepResult
+from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.runtime.results import RankSnapshot, StepResult
 
 FENCE_SECONDS, LEAVE_SECONDS, HIRE_SECONDS = 5.0, 10.0, 30.0
 Tell = Callable[..., None]  # event, facts: a line of the journal
 
 
 @dataclass
-class Stock:
+class RecoveryState:
     """What is left of an epoch: `version` steps are in the newest weights, those of the ranks `current`.
 
     `results[step][rank]` are accounts of steps done. `seconds` are by phase.
@@ -45,7 +45,7 @@ class Stock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - since
 
 
-def fence(group: WorkerGroup, lost: dict[int, str], stock: Stock, tell: Tell) -> None:
+def fence(group: WorkerGroup, lost: dict[int, str], stock: RecoveryState, tell: Tell) -> None:
     """Ends the epoch on every living rank and takes stock; ranks that do not follow are `lost` as well, with a cause.
 
     Raises PentadError when no rank is left.
@@ -56,7 +56,7 @@ def fence(group: WorkerGroup, lost: dict[int, str], stock: Stock, tell: Tell) ->
     if group.plan.device == "cuda":
         _ask(group, lost, "abort", FENCE_SECONDS, tell)
     kill(group, lost)
-    stands: dict[int, Stand] = _ask(group, lost, "leave", LEAVE_SECONDS, tell)
+    stands: dict[int, RankSnapshot] = _ask(group, lost, "leave", LEAVE_SECONDS, tell)
     kill(group, lost)
     if not stands:
         raise PentadError("no rank is left of the run; the same command resumes from the newest checkpoint")
@@ -73,7 +73,7 @@ def fence(group: WorkerGroup, lost: dict[int, str], stock: Stock, tell: Tell) ->
     tell("fence", epoch=group.epoch, step=stock.version, seconds=round(time.monotonic() - began, 3))
 
 
-def complete(plan: Plan, stock: Stock) -> bool:
+def complete(plan: Plan, stock: RecoveryState) -> bool:
     """Whether the ranks that are current hold every share: one holder of each will do, but all where they hold a shard
     each."""
     if stock.version < 0:  # a recovery was cut short before any rank had a state again
@@ -82,7 +82,7 @@ def complete(plan: Plan, stock: Stock) -> bool:
     return all(len(current.intersection(plan.holders(share))) >= plan.shards(share) for share in plan.shares)
 
 
-def sources(plan: Plan, current: Iterable[int]) -> dict[Share, int]:
+def sources(plan: Plan, current: Iterable[int]) -> dict[ParamShard, int]:
     """Share -> the current rank that gives its state, for the shares that a rank which is not current holds."""
     newest = set(current)
     behind = {share for rank in range(plan.mesh.size) if rank not in newest for share in plan.shares_of(rank)}

@@ -12,8 +12,8 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import Refs, WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.event_bus import News
-from pentad.orchestrator.monitoring.run_state import Wishes
+from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.run.health import Health
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import History
@@ -44,10 +44,10 @@ class Calls:
         self,
         config: RunConfig,
         group: WorkerGroup,
-        news: News,
+        news: EventBus,
         history: History,
         interrupts: Interrupts,
-        wishes: Wishes,
+        wishes: ControlRequests,
         first: int,
         saved: int,
         change: Callable[[], bool],

@@ -10,11 +10,11 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.sections import MetricsSection
 from pentad.orchestrator.control.server import Control
 from pentad.orchestrator.jobs.jobs import announce
-from pentad.orchestrator.monitoring.event_bus import News
+from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.exporter import Exporter
 from pentad.orchestrator.monitoring.ray_metrics import RayMetrics
 from pentad.orchestrator.monitoring.ray_timeline import RayTimeline
-from pentad.orchestrator.monitoring.run_state import Wishes
+from pentad.orchestrator.monitoring.run_state import ControlRequests
 
 
 def refuse_taken_ports(section: MetricsSection) -> None:
@@ -24,7 +24,7 @@ def refuse_taken_ports(section: MetricsSection) -> None:
 
 
 @contextmanager
-def watched(config: RunConfig, news: News, wishes: Wishes) -> Iterator[None]:
+def watched(config: RunConfig, news: EventBus, wishes: ControlRequests) -> Iterator[None]:
     """Starts the watchers of a run, which end with it. Raises PentadError when a port is taken."""
     section = config.metrics
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from pentad.schedules.generators.custom_file import function_of, is_chunked, mis
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COMPUTE, Instruction, Op, Overlap, Unit, parse, units_of
 from pentad.schedules.ir.program import Program, Stream
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 MOST_STAGES = 256  # of one rank: no model has as many layers
 WANTED = "F(stage, microbatch), B, W or BW, or text such as '2F0'"
@@ -42,7 +42,7 @@ def BW(stage: int, microbatch: int) -> Instruction:
     return Instruction(Op.BW, stage, microbatch)
 
 
-def program(text: str, shape: Shape) -> Program:
+def program(text: str, shape: ScheduleSpec) -> Program:
     """The compute order of the function that `text` names. Stages are where they run, in order of first appearance.
 
     `shape.chunks` above 1 must be what comes out: stages a rank, or 1 where two ranks hold a stage. Raises PentadError.
@@ -53,7 +53,7 @@ def program(text: str, shape: Shape) -> Program:
     return made
 
 
-def load(text: str) -> Callable[[Shape], tuple[Stream, ...]]:
+def load(text: str) -> Callable[[ScheduleSpec], tuple[Stream, ...]]:
     """The streams, by shape, of the function that `text` = 'path/my.py:my_schedule' names.
 
     It takes (rank, ranks, microbatches), and `chunks` if it has a parameter of that name, and yields the compute
@@ -63,7 +63,7 @@ def load(text: str) -> Callable[[Shape], tuple[Stream, ...]]:
     function = function_of(text)
     chunked = is_chunked(text, function)
 
-    def streams(shape: Shape) -> tuple[Stream, ...]:
+    def streams(shape: ScheduleSpec) -> tuple[Stream, ...]:
         def yielded(rank: int) -> Iterator[Any]:
             sizes = {"rank": rank, "ranks": shape.ranks, "microbatches": shape.microbatches}
             return _yielded(text, function, sizes | ({"chunks": shape.chunks} if chunked else {}))

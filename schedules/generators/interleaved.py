@@ -15,27 +15,27 @@ from pentad.schedules.generators.orders import streams
 from pentad.schedules.ir.columns import CODE, Array
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Streams
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 
-def interleaved(shape: Shape) -> Streams:
+def interleaved(shape: ScheduleSpec) -> Streams:
     """1F1B over turns: a chunk's share of the bubble, for (chunks - 1) x group more activations of a chunk."""
     return _lagging(shape, {Op.F: _ranks(shape) * 0, Op.BW: _warm_up(shape, 2, shape.chunks * shape.microbatches)})
 
 
-def interleaved_zb(shape: Shape) -> Streams:
+def interleaved_zb(shape: ScheduleSpec) -> Streams:
     """ZB-H1 over turns (Qi et al. 2023, arXiv 2401.10241): half the slope of warm-up, and W lags by `rank` turns."""
     warm_up, ranks = _warm_up(shape, 1, shape.chunks * shape.microbatches - 1), _ranks(shape)
     return _lagging(shape, {Op.F: ranks * 0, Op.B: warm_up, Op.W: warm_up + ranks})
 
 
-def looped_bfs(shape: Shape) -> Streams:
+def looped_bfs(shape: ScheduleSpec) -> Streams:
     """All microbatches forward through chunk after chunk, then all backward: each chunk's weights are needed twice a
     step, once each way (Lamy-Poirier 2022, arXiv 2211.05953)."""
     return _lagging(shape, {Op.F: _ranks(shape) * 0, Op.BW: _ranks(shape) * 0 + shape.chunks * shape.microbatches})
 
 
-def group_sizes(shape: Shape) -> list[int]:
+def group_sizes(shape: ScheduleSpec) -> list[int]:
     """Microbatches of each group: all of them in groups of `group` or, where that leaves a rest, a few more, because
     a group smaller than the pipeline would not fill it."""
     groups = shape.microbatches // shape.group
@@ -43,16 +43,16 @@ def group_sizes(shape: Shape) -> list[int]:
     return [share + (number < rest) for number in range(groups)]
 
 
-def _ranks(shape: Shape) -> Array:
+def _ranks(shape: ScheduleSpec) -> Array:
     return np.arange(shape.ranks)
 
 
-def _warm_up(shape: Shape, slope: int, most: int) -> Array:
+def _warm_up(shape: ScheduleSpec, slope: int, most: int) -> Array:
     """Forwards of every rank until the first group has been through all chunks of the last rank."""
     return np.minimum(slope * _ranks(shape)[::-1] + (shape.chunks - 1) * group_sizes(shape)[0], most)
 
 
-def _lagging(shape: Shape, lags: dict[Op, Array]) -> Streams:
+def _lagging(shape: ScheduleSpec, lags: dict[Op, Array]) -> Streams:
     """Every op takes all turns in order, `lags` turns of its rank late."""
     turns = np.arange(shape.chunks * shape.microbatches)
     moments = [(turns + lag[:, None]) * len(lags) + at for at, lag in enumerate(lags.values())]
@@ -62,7 +62,7 @@ def _lagging(shape: Shape, lags: dict[Op, Array]) -> Streams:
     return streams(op[order], chunk[order] * shape.ranks + _ranks(shape)[:, None], mb[order])
 
 
-def _turns(shape: Shape, *, down: bool) -> Array:
+def _turns(shape: ScheduleSpec, *, down: bool) -> Array:
     """(chunk, microbatch) in order: a group through one chunk, then through the next."""
     chunks = range(shape.chunks - 1, -1, -1) if down else range(shape.chunks)
     turns, start = [], 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pentad.schedules.ir.instruction import Instruction, Op, Unit
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 
-def seq_1f1b(rank: int, shape: Shape) -> Iterator[Unit]:
+def seq_1f1b(rank: int, shape: ScheduleSpec) -> Iterator[Unit]:
     """The bubble of 1F1B over `slices`, for `ranks - rank - 1 + slices` slices kept, at most, of all microbatches.
 
     The queue of the backward is ordered in part: microbatches first in, first out, as in 1F1B, and of a microbatch the

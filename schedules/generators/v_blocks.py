@@ -20,7 +20,7 @@ from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Instruction, Op
 from pentad.schedules.ir.program import Streams
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 PERIOD = 6  # slots: F, B and W of two chunks
 LEGS = (Op.F, Op.F, Op.B, Op.B)  # of a microbatch's way: down and up the V forward, down and up again backward
@@ -49,14 +49,14 @@ IN_PLACE = Rule(False, inf)  # no gap is filled, W runs where the block has it: 
 FILLING = (Rule(False, 0.5), Rule(True, 0.0), Rule(True, 0.5), Rule(True, 1.0))
 
 
-def v_half(shape: Shape) -> Streams:
+def v_half(shape: ScheduleSpec) -> Streams:
     """Keeps at most `(ranks + 2) // 2` microbatches a rank, each until its W. At equal costs and from 3 ranks on, the
     busiest rank idles for (3 ranks - 7) / 2 times its F, 1.5 more if ranks are odd; that of 1F1B for 3 ranks - 3."""
     even = shape.ranks % 2 == 0
     return _shortest(shape, [Block(2, 1, (0, 3 if even else 0, 1))], (shape.ranks + 2) // 2)
 
 
-def v_min(shape: Shape) -> Streams:
+def v_min(shape: ScheduleSpec) -> Streams:
     """Keeps at most `(ranks + 4) // 3` microbatches a rank, each until its W. At equal costs and from 2 ranks on, the
     busiest rank idles for at most (4 ranks - 5) / 2 times its F."""
     # The first two are the paper's (the second where ranks are a multiple of 3); the third has slack at every turn,
@@ -65,7 +65,7 @@ def v_min(shape: Shape) -> Streams:
     return _shortest(shape, blocks, (shape.ranks + 4) // 3)
 
 
-def _shortest(shape: Shape, blocks: list[Block], keep: int) -> Streams:
+def _shortest(shape: ScheduleSpec, blocks: list[Block], keep: int) -> Streams:
     """The shortest step, by its busiest rank and then from end to end, that keeps at most `keep` microbatches."""
     costs = shape.costs or Costs.uniform(2 * shape.ranks, chunks=2)
     tried = (
@@ -78,7 +78,7 @@ def _shortest(shape: Shape, blocks: list[Block], keep: int) -> Streams:
     return _streams(best, shape.microbatches)
 
 
-def _order(block: Block, rank: int, shape: Shape, *, in_place: bool) -> list[int]:
+def _order(block: Block, rank: int, shape: ScheduleSpec, *, in_place: bool) -> list[int]:
     """Legs in the order in which a rank runs them, the blocks of all microbatches repeated; each W in the first free
     slot after its B if they run `in_place`, else left out."""
     begin = 0
@@ -191,7 +191,7 @@ class _Rank:
         return leg
 
 
-def _run(orders: list[list[int]], rule: Rule, shape: Shape, costs: Costs, keep: int) -> list[_Rank]:
+def _run(orders: list[list[int]], rule: Rule, shape: ScheduleSpec, costs: Costs, keep: int) -> list[_Rank]:
     """All ranks after their step, `keep` chunks kept at most."""
     ranks = [_Rank(rank, shape.ranks, order, costs) for rank, order in enumerate(orders)]
     for _ in range(shape.microbatches):

@@ -17,20 +17,20 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Streams
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 
-def zb_1p(shape: Shape) -> Streams:
+def zb_1p(shape: ScheduleSpec) -> Streams:
     """With the memory of 1F1B, unless `shape.limit` says otherwise. Raises PentadError if that is less than 1."""
     return zb_auto(shape, "zb-1p", shape.ranks)
 
 
-def zb_2p(shape: Shape) -> Streams:
+def zb_2p(shape: ScheduleSpec) -> Streams:
     """With twice the memory of 1F1B, unless `shape.limit` says otherwise. Raises PentadError if that is less than 1."""
     return zb_auto(shape, "zb-2p", 2 * shape.ranks)
 
 
-def zb_auto(shape: Shape, name: str = "zb-auto", usual: float = inf) -> Streams:
+def zb_auto(shape: ScheduleSpec, name: str = "zb-auto", usual: float = inf) -> Streams:
     """One stage a rank; of all orders tried the one with the least `longest`, then makespan, then memory.
 
     No rank keeps more than `shape.limit` microbatches of activations (`usual` where that is None). Never slower than

@@ -11,13 +11,13 @@ from pentad.schedules.generators.orders import numbered, streams
 from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Streams
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 F0, F1, B0, B1, W0, W1 = range(6)  # op and chunk
 _OPS = np.array([CODE[op] for op in (Op.F, Op.B, Op.W)])
 
 
-def zb_v(shape: Shape) -> Streams:
+def zb_v(shape: ScheduleSpec) -> Streams:
     """No bubble without a barrier at equal costs of F, B and W from `2 * ranks - 1` microbatches on, with the
     activations of 1F1B on every rank. Chunk 0 of a rank is stage `rank`, chunk 1 stage `2 * ranks - 1 - rank`."""
     ranks, most = shape.ranks, max(2 * shape.ranks - 1, shape.microbatches)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """There are no cycles to find, and looking at all that is kept, over and over as it grows, takes as long as the
     work itself."""
     enabled = gc.isenabled()

@@ -12,7 +12,7 @@ import numpy as np
 
 from pentad.schedules.ir.columns import OPS, Array
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.gc_pause import uncollected
+from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.instruction import Instruction, Key
 from pentad.schedules.ir.lookup import IS_COMPUTE
 from pentad.schedules.ir.program import Program
@@ -40,7 +40,7 @@ def simulate(program: Program, costs: Costs, *, step: int = 0, jitter: float = 0
     for the same seed, rank and instruction. The program must have passed `check`; compute-only programs are simulated
     once their transfers are added. Raises PentadError on costs that are not of the program's ranks.
     """
-    with uncollected():
+    with gc_paused():
         events = proven_events(program)
         rows = _rows(program, step, events, times_of(program, events, costs, jitter=jitter, seed=seed))
         # as Span._make does, less a call of Python for each

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pentad.schedules.ir.errors import PentadError
 
 Placement = Literal["zigzag", "contiguous"]
-Variant = Literal["ring", "gather", "exchange"]
-PLACEMENTS: dict[Variant, Placement] = {"ring": "zigzag", "gather": "zigzag", "exchange": "contiguous"}
+CpMethod = Literal["ring", "gather", "exchange"]
+PLACEMENTS: dict[CpMethod, Placement] = {"ring": "zigzag", "gather": "zigzag", "exchange": "contiguous"}
 
 
 def chunks(length: int, cp: int, rank: int, placement: Placement) -> tuple[range, ...]:
@@ -40,7 +40,7 @@ def positions(length: int, cp: int, rank: int, placement: Placement) -> NDArray[
     return np.concatenate([np.arange(c.start, c.stop, dtype=np.int64) for c in chunks(length, cp, rank, placement)])
 
 
-def check_context(length: int, heads: int, kv_heads: int, cp: int, variant: Variant, tp: int = 1) -> None:
+def check_context(length: int, heads: int, kv_heads: int, cp: int, variant: CpMethod, tp: int = 1) -> None:
     """Raises PentadError unless cp ranks can share sequences of `length` tokens and, for 'exchange', the heads that tp
     ranks have cut already. Key-value heads that are fewer than ranks are exchanged to several of these."""
     chunks(length, cp, 0, PLACEMENTS[variant])

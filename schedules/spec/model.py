@@ -8,7 +8,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Latent:
+class MLA:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from a vector of
     `rank` a token; a head's query and key are `plain` + `rotary` wide, its value `value`.
 
@@ -49,7 +49,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class RopeScaling:
     """Longer wavelengths for the rotary embedding, as Llama 3.1 ('llama3') and YaRN (arXiv 2309.00071, 'yarn') do.
 
     `original` is the length that the model was first trained with; `low` and `high` are Llama's frequency factors, or
@@ -66,7 +66,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class OwnLayer:
+class CustomLayer:
     """A layer of a user's own: its parameters by name and shape, the FLOPs that products count in the forward of one
     sequence, and whether it draws random numbers."""
 
@@ -76,7 +76,7 @@ class OwnLayer:
 
 
 @dataclass(frozen=True)
-class Own:
+class CustomModel:
     """A model of a user's own for sequences of `length` tokens: what `text` = 'FILE.py:FUNCTION' returns, called with
     these `sizes` by name. `source` is what the file held when the run began."""
 
@@ -84,7 +84,7 @@ class Own:
     source: str
     length: int
     sizes: tuple[tuple[str, int], ...]
-    layers: tuple[OwnLayer, ...]
+    layers: tuple[CustomLayer, ...]
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,12 @@ class ModelShape:
     head_size: int = 0
     qk_norm: bool = False
     tied: bool = False
-    scaling: Scaling | None = None
-    latent: Latent | None = None
+    scaling: RopeScaling | None = None
+    latent: MLA | None = None
     experts: Experts | None = None
     predicted: int = 0
     predicted_weight: float = 0.3
-    own: Own | None = None
+    own: CustomModel | None = None
 
     @property
     def head_dim(self) -> int:

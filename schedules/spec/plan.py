@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
-from pentad.schedules.spec.cp_layout import Variant
+from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 from pentad.schedules.spec.model import ModelShape
 from pentad.schedules.spec.tensors import local_size
@@ -63,7 +63,7 @@ class OptimizerShape:
         return low + 0.5 * (self.learning_rate - low) * (1 + math.cos(math.pi * left))
 
 
-class Share(NamedTuple):
+class ParamShard(NamedTuple):
     """A part of a stage's parameters that all of its holders have alike: that of a tensor rank and, where it is that of
     the `experts`, of an expert rank (else `ep` is 0)."""
 
@@ -108,7 +108,7 @@ class Plan:
     fingerprint: str = ""
     recompute: tuple[str, ...] = ()
     zero: int = 0
-    context: Variant = "ring"
+    context: CpMethod = "ring"
     tensor_across_nodes: bool = False
     packed: bool = False
 
@@ -137,18 +137,18 @@ class Plan:
         more = self.model.predicted if end == self.model.layers else 0
         return tuple(range(max(first, experts.dense), end + more))
 
-    def shares_of(self, rank: int) -> tuple[Share, ...]:
+    def shares_of(self, rank: int) -> tuple[ParamShard, ...]:
         """What a rank of the mesh holds, by stage."""
         at = self.mesh.coordinates(rank)
         return tuple(share for stage in self.stages_of(rank) for share in self._shares(stage, at.tp, at.ep))
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[ParamShard, ...]:
         """All that the mesh holds, once."""
         places = product(range(self.program.stages), range(self.mesh.tp), range(self.mesh.ep))
         return tuple(dict.fromkeys(share for place in places for share in self._shares(*place)))
 
-    def holders(self, share: Share) -> tuple[int, ...]:
+    def holders(self, share: ParamShard) -> tuple[int, ...]:
         """Ranks of the mesh that hold a share, lowest first: mirrors, replicas, and those that have other parts of a
         sequence."""
         eps = (share.ep,) if share.experts else range(self.mesh.ep)
@@ -156,30 +156,30 @@ class Plan:
         held = product(range(self.mesh.dp), pps, range(self.mesh.cp), (share.tp,), eps)
         return tuple(sorted(self.mesh.rank(Coordinates(*at)) for at in held))
 
-    def owner(self, share: Share) -> int:
+    def owner(self, share: ParamShard) -> int:
         """The rank that saves a share: its first holder in the first replica."""
         return self.mesh.rank(Coordinates(0, self.program.holders(share.stage)[0], 0, share.tp, share.ep))
 
-    def size(self, share: Share) -> int:
+    def size(self, share: ParamShard) -> int:
         """Elements of a share."""
         return local_size(self.model, *self.layers[share.stage], self.mesh, experts=share.experts)
 
-    def shards(self, share: Share) -> int:
+    def shards(self, share: ParamShard) -> int:
         """Equal parts that the state of a share is cut into, in the order of its holders."""
         return len(self.holders(share)) if self.zero else 1
 
-    def buckets(self, share: Share) -> int:
+    def buckets(self, share: ParamShard) -> int:
         """Equal parts, one behind the other, of which each shard has its part of each."""
         return self.program.buckets[share.stage] if self.shards(share) > 1 else 1
 
-    def shard_size(self, share: Share) -> int:
+    def shard_size(self, share: ParamShard) -> int:
         """Elements of a shard, of every bucket as many; what lacks in the end is filled up."""
         buckets = self.buckets(share)
         return buckets * part_of(self.size(share), buckets * self.shards(share))
 
-    def _shares(self, stage: int, tp: int, ep: int) -> tuple[Share, ...]:
-        experts = (Share(stage, tp, True, ep),) if self.has_experts(stage) else ()
-        return (Share(stage, tp), *experts)
+    def _shares(self, stage: int, tp: int, ep: int) -> tuple[ParamShard, ...]:
+        experts = (ParamShard(stage, tp, True, ep),) if self.has_experts(stage) else ()
+        return (ParamShard(stage, tp), *experts)
 
     @property
     def piece_tokens(self) -> int:

@@ -17,7 +17,7 @@ class Options(NamedTuple):
     slices: int | None = None
 
 
-class Savings(NamedTuple):
+class MemoryOptions(NamedTuple):
     """What a program does to need less memory.
 
     `zero` is the stage of ZeRO, 0 to 3; with 3 a rank has at most `gathered` stages' parameters whole at once (None:
@@ -36,7 +36,7 @@ class Savings(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shape:
+class ScheduleSpec:
     """`ranks` pipeline ranks and `microbatches` of one step.
 
     `chunks` is the number of parts that a rank's layers are cut into, `group` how many microbatches go through a chunk

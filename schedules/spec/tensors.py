@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import Experts, Latent, ModelShape, Own
+from pentad.schedules.spec.model import MLA, CustomModel, Experts, ModelShape
 
 Range = tuple[int, int]
 
@@ -134,7 +134,7 @@ def _predicted(model: ModelShape, *, alone: bool) -> Iterator[Tensor]:
         yield Tensor("predicted.embedding", (model.vocab, h), 0.02, cut, like="embedding")
 
 
-def _own(own: Own, first: int, end: int) -> Iterator[Tensor]:
+def _own(own: CustomModel, first: int, end: int) -> Iterator[Tensor]:
     """Their first values are made by the user's file."""
     for number in range(first, end):
         yield from (Tensor(f"layers.{number}.{name}", shape, 0.0) for name, shape in own.layers[number].tensors)
@@ -165,7 +165,7 @@ def _attention(model: ModelShape, at: str, deep: float) -> Iterator[Tensor]:
         yield Tensor(f"{at}.key_norm", (d,), 0.0)
 
 
-def _latent(model: ModelShape, latent: Latent, at: str, deep: float) -> Iterator[Tensor]:
+def _latent(model: ModelShape, latent: MLA, at: str, deep: float) -> Iterator[Tensor]:
     h, n = model.hidden, model.heads
     queries, both = n * model.head_dim, n * (latent.plain + latent.value)
     if latent.query_rank:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.cp_layout import Variant, check_context
+from pentad.schedules.spec.cp_layout import CpMethod, check_context
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelShape
 
 
 def require_fit(
-    model: ModelShape, mesh: Mesh, length: int, rows: int, slices: int = 1, context: Variant = "ring"
+    model: ModelShape, mesh: Mesh, length: int, rows: int, slices: int = 1, context: CpMethod = "ring"
 ) -> None:
     """Raises PentadError for the first part of the model that an axis does not divide.
 
@@ -38,7 +38,7 @@ def _require_tensor(model: ModelShape, mesh: Mesh) -> None:
         raise PentadError(f"model.kv_heads is {model.kv_heads}, wanted {wanted}")
 
 
-def _require_context(model: ModelShape, mesh: Mesh, length: int, slices: int, context: Variant) -> None:
+def _require_context(model: ModelShape, mesh: Mesh, length: int, slices: int, context: CpMethod) -> None:
     if mesh.cp == 1:
         return
     if slices > 1:

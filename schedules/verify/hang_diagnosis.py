@@ -44,7 +44,7 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """`roots` are the causes, the one that has stood longest first; `waits` the blocked ranks; `sentence` says it.
 
     A root is a rank inside a step that lacks nothing, or one between steps for which another waits. When all ranks of
@@ -58,7 +58,7 @@ class Verdict:
     sentence: str
 
 
-def find_cause(program: Program, mesh: Mesh, positions: Sequence[Position]) -> Verdict:
+def find_cause(program: Program, mesh: Mesh, positions: Sequence[Position]) -> Diagnosis:
     """`positions[rank]` is of a rank of the mesh; all are of one moment, or of ranks that no longer move."""
     scene = _Scene(program, mesh, positions)
     lacks = _lacks(scene)
@@ -67,7 +67,7 @@ def find_cause(program: Program, mesh: Mesh, positions: Sequence[Position]) -> V
     free = {rank for rank, at in enumerate(positions) if rank not in lacks and (at.counter >= 0 or rank in awaited)}
     roots = tuple(sorted(free, key=lambda rank: (-positions[rank].since, rank)))
     cycle = _cycle(waits)
-    return Verdict(roots, waits, cycle, _sentence(scene, roots, waits, cycle))
+    return Diagnosis(roots, waits, cycle, _sentence(scene, roots, waits, cycle))
 
 
 class _Scene:

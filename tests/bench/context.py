@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.spec.cp_layout import PLACEMENTS, Variant, attended
-from pentad.workers.parallel.async_ops import alone
+from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, attended
+from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.context_parallel import Context
 
 WARM, TIMED = 3, 10
@@ -34,7 +34,7 @@ def serve(args: argparse.Namespace, rank: int, store: str, results: SimpleQueue)
         "nccl", store=dist.FileStore(store, args.gpus), rank=rank, world_size=args.gpus, device_id=device
     )
     for cp, deterministic in product(sorted({1, args.gpus}), (False, True)):
-        variants: tuple[Variant, ...] = tuple(PLACEMENTS) if cp > 1 else ("ring",)
+        variants: tuple[CpMethod, ...] = tuple(PLACEMENTS) if cp > 1 else ("ring",)
         for variant in variants:
             context = Context(dist.group.WORLD if cp > 1 else None, cp, rank % cp, variant)
             seconds = torch.tensor(measure(args, context, device, deterministic), device=device)
@@ -56,9 +56,9 @@ def measure(args: argparse.Namespace, context: Context, device: torch.device, de
     for _ in range(WARM + TIMED):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         marks[0].record()
-        out, kept = alone(context.attend(q, k, v, documents, deterministic))
+        out, kept = run_to_completion(context.attend(q, k, v, documents, deterministic))
         marks[1].record()
-        alone(context.attend_backward(out, kept))
+        run_to_completion(context.attend_backward(out, kept))
         marks[2].record()
         torch.cuda.synchronize()
         for found, begin, end in zip(times, marks, marks[1:], strict=False):

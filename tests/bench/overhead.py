@@ -29,13 +29,13 @@ from rich.console import Console
 
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.monitoring.event_bus import News
+from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.run import driver
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.step_loop import Calls
 from pentad.schedules.compiler import compile_program
-from pentad.workers.runtime.progress_file import Board
-from pentad.workers.runtime.streams import HostLanes
+from pentad.workers.runtime.progress_file import ProgressFile
+from pentad.workers.runtime.streams import HostStreams
 
 
 class Switch:
@@ -54,7 +54,7 @@ class Switch:
     def patch(self) -> None:
         self._gate(WorkerGroup, "statuses", dict)
         self._gate(Calls, "_tick", lambda: None)
-        add, tell, say = History.add, News.steps, News.say
+        add, tell, say = History.add, EventBus.steps, EventBus.say
         switch = self
 
         def timed_add(history: History, results: Any) -> Any:
@@ -63,15 +63,15 @@ class Switch:
             switch.accounts += [(time.thread_time() - began) / len(rows)] * len(rows)
             return rows
 
-        def steps(news: News, rows: Any, spans: Any) -> None:
+        def steps(news: EventBus, rows: Any, spans: Any) -> None:
             for row, its in zip(rows, spans, strict=True):
                 switch.steps.append((min(s.start for s in its), max(s.end for s in its), row["step_seconds"]))
             _quietly(news, lambda: tell(news, rows, spans), switch.on(), switch.told)
 
-        def view(news: News, **changes: Any) -> None:
+        def view(news: EventBus, **changes: Any) -> None:
             _quietly(news, lambda: say(news, **changes), switch.on(), switch.told)
 
-        History.add, News.steps, News.say = timed_add, steps, view  # type: ignore[method-assign, assignment]
+        History.add, EventBus.steps, EventBus.say = timed_add, steps, view  # type: ignore[method-assign, assignment]
 
     def watch(self, seconds: float) -> None:
         """Once steps come: notes CPU seconds at each change; ends the run as a signal would."""
@@ -97,7 +97,7 @@ class Switch:
         setattr(kind, name, gated)
 
 
-def _quietly(news: News, tell: Callable[[], None], on: bool, told: list[float]) -> None:
+def _quietly(news: EventBus, tell: Callable[[], None], on: bool, told: list[float]) -> None:
     watchers = news.watchers
     news.watchers = watchers if on else []
     began = time.thread_time()
@@ -124,9 +124,9 @@ def cpu_seconds() -> float:
 def span_seconds() -> float:
     """What a rank spends to write down where it is and when an instruction ran."""
     stream = compile_program("1f1b", 4, 8).streams[0]
-    part, lanes, count = stream[0].parts[0], HostLanes(), 20_000
+    part, lanes, count = stream[0].parts[0], HostStreams(), 20_000
     with tempfile.TemporaryDirectory() as folder:
-        board = Board(Path(folder, "board"), 1)
+        board = ProgressFile(Path(folder, "board"), 1)
         lanes.begin()
         began = time.thread_time()
         for number in range(count):
@@ -138,10 +138,10 @@ def span_seconds() -> float:
 
 def gpu_span_seconds() -> float:
     """What a GPU spends on the two timed events of an instruction and the word that counts it, over one event."""
-    from pentad.workers.runtime.streams import CudaLanes
+    from pentad.workers.runtime.streams import CudaStreams
 
     stream = compile_program("1f1b", 4, 8).streams[0]
-    part, lanes, count = stream[0].parts[0], CudaLanes(torch.device("cuda", 0), {"compute"}), 2_000
+    part, lanes, count = stream[0].parts[0], CudaStreams(torch.device("cuda", 0), {"compute"}), 2_000
     seconds = []
     for spans in (True, False) * 3:
         lanes.begin()

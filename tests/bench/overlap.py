@@ -33,12 +33,12 @@ from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Experts, ModelShape
 from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel.async_ops import Turns, alone, between, by_turns
+from pentad.workers.parallel.async_ops import Turns, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.context_parallel import Context
-from pentad.workers.parallel.expert_parallel import Site
+from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.parallel.process_groups import Inner
 from pentad.workers.parallel.tensor_parallel import TensorRanks
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import create
 
 RANKS, WARM, TIMED, TRACED = 2, 3, 8, 2
@@ -76,8 +76,8 @@ def stage_of(args: argparse.Namespace, number: int, device: torch.device) -> Sta
     for parameters in held.values():
         parameters.master.normal_(0, 0.02)
         parameters.refresh()
-    stage = Stage(plan, 1, banks_of(plan, rank, 1, held), rank)
-    stage.join(Inner(TensorRanks(), Context(), Site(dist.group.WORLD, number, args.way)))
+    stage = Stage(plan, 1, buffers_of(plan, rank, 1, held), rank)
+    stage.join(Inner(TensorRanks(), Context(), ExpertParallelGroup(dist.group.WORLD, number, args.way)))
     stage.begin(0)
     return stage
 
@@ -87,12 +87,12 @@ def forward(stage: Stage, microbatch: int, received: torch.Tensor) -> Turns[None
 
 
 def backward(stage: Stage, microbatch: int, dy: torch.Tensor) -> Turns[None]:
-    yield from between(stage.backward_input(microbatch, dy), partial(stage.backward_weight, microbatch))
+    yield from on_yield(stage.backward_input(microbatch, dy), partial(stage.backward_weight, microbatch))
 
 
 def in_order(*works: Turns[None]) -> None:
     for work in works:
-        alone(work)
+        run_to_completion(work)
 
 
 def pairs(
@@ -100,14 +100,14 @@ def pairs(
 ) -> list[tuple[float, float]]:
     """(all, the host's) milliseconds of each."""
     found = []
-    alone(forward(stage, 0, streams[0]))
+    run_to_completion(forward(stage, 0, streams[0]))
     with watched:
         for number in range(count):
             dist.barrier()
             with Clock(streams.is_cuda) as clock:
                 run(backward(stage, number, streams[1]), forward(stage, number + 1, streams[0]))
             found.append((clock.all, clock.host))
-    alone(backward(stage, count, streams[1]))
+    run_to_completion(backward(stage, count, streams[1]))
     return found
 
 
@@ -170,9 +170,9 @@ def serve(args: argparse.Namespace, number: int, store: str, results: SimpleQueu
     stage = stage_of(args, number, device)
     size = (2, args.rows * args.length, args.hidden)
     streams = torch.randn(size, device=device).to(stage.banks[0].parameters.compute.dtype)
-    for run in (by_turns, in_order):
+    for run in (interleave, in_order):
         pairs(stage, streams, run, WARM)
-    for run in (by_turns, in_order, by_turns, in_order):
+    for run in (interleave, in_order, interleave, in_order):
         times = [statistics.median(each) for each in zip(*pairs(stage, streams, run, TIMED), strict=True)]
         found = dict(zip(("pair_ms", "host_ms"), times, strict=True))
         if cuda:

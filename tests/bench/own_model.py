@@ -24,13 +24,13 @@ from record import record
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.schedules.spec.plan import Plan, Share
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.loader import build
-from pentad.workers.custom.stage import OwnStage
+from pentad.workers.custom.stage import CustomStage
 from pentad.workers.model.stage import Stage
 from pentad.workers.model.stage_protocol import StageProtocol
-from pentad.workers.parallel.async_ops import alone
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.parallel.async_ops import run_to_completion
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import create
 
 LLAMA = """
@@ -117,16 +117,16 @@ def over(some: list[float], others: list[float]) -> float:
 
 def staged(plan: Plan) -> Callable[[Times], None]:
     """F, B and W of the plan's only stage."""
-    banks = banks_of(plan, 0, 0, {Share(0): create(plan, Share(0), torch.device("cpu"))})
-    stage: StageProtocol = Stage(plan, 0, banks) if plan.model.own is None else OwnStage(plan, 0, banks)
+    banks = buffers_of(plan, 0, 0, {ParamShard(0): create(plan, ParamShard(0), torch.device("cpu"))})
+    stage: StageProtocol = Stage(plan, 0, banks) if plan.model.own is None else CustomStage(plan, 0, banks)
     tokens = torch.randint(plan.model.vocab, (plan.piece_tokens,))
 
     def run(seconds: Times) -> None:
         stage.begin(0)
         times = [time.thread_time()]
-        alone(stage.forward(0, None, tokens, tokens))
+        run_to_completion(stage.forward(0, None, tokens, tokens))
         times.append(time.thread_time())
-        alone(stage.backward_input(0, None))
+        run_to_completion(stage.backward_input(0, None))
         times.append(time.thread_time())
         stage.backward_weight(0)
         times.append(time.thread_time())

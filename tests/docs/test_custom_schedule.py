@@ -14,7 +14,7 @@ from pentad.schedules.catalogue import generate
 from pentad.schedules.generators.custom import program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 from pentad.schedules.verify.check import peak_activations
 
 PAGE = (ROOT / "docs" / "own-schedule.md").read_text()
@@ -63,13 +63,13 @@ def test_the_file_at_the_end_is_short_and_counted_rightly() -> None:
 )
 def test_what_the_page_calls_by_a_known_name_is_that(folder: Path, function: str, extra: int, name: str) -> None:
     (folder / "my.py").write_text(CODE.replace("EAGER = 2", f"EAGER = {extra}"))
-    assert program(f"my.py:{function}", Shape(4, 8)).hash == generate(name, 4, 8).hash
+    assert program(f"my.py:{function}", ScheduleSpec(4, 8)).hash == generate(name, 4, 8).hash
 
 
 def test_each_eager_forward_takes_away_one_idle_unit(folder: Path) -> None:
     for extra in range(4):
         (folder / "my.py").write_text(CODE.replace("EAGER = 2", f"EAGER = {extra}"))
-        order = program("my.py:eager", Shape(4, 8))
+        order = program("my.py:eager", ScheduleSpec(4, 8))
         spans = [(times[0][0], times[-1][1]) for times in compute_times(order, Costs.uniform(4))]
         assert max(end - start for start, end in spans) == 3 * 8 + 3 - extra
         assert max(peak_activations(order)) == 4 + extra

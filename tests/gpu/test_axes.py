@@ -14,7 +14,7 @@ from gpus import room
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,10 +32,10 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("1f1b", {"ep": 2}, {"model": MIXED}),
     ("1f1b", {"ep": 4}, {"model": MIXED}),
     ("dualpipe", {"ep": 2, "pp": 2}, {"model": MIXED}),
-    ("1f1b", {"ep": 2, "dp": 2}, {"model": MIXED, "savings": Savings(zero=3)}),
+    ("1f1b", {"ep": 2, "dp": 2}, {"model": MIXED, "savings": MemoryOptions(zero=3)}),
     ("zb-h2", {"tp": 2, "pp": 2}, {"model": FAMILIES["deepseek-v3"]}),
     ("zb-v", {"tp": 2, "pp": 2}, {"model": replace(FAMILIES["deepseek-v3"], predicted=1, tied=True)}),
-    ("1f1b", {"tp": 2, "dp": 2}, {"model": FAMILIES["qwen3"], "savings": Savings(zero=1)}),
+    ("1f1b", {"tp": 2, "dp": 2}, {"model": FAMILIES["qwen3"], "savings": MemoryOptions(zero=1)}),
 ]
 TWICE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("zb-h2", {"tp": 2, "pp": 2}, {"model": WIDE}),
@@ -53,7 +53,7 @@ def gpus():
     found.stop()
 
 
-def on_gpu(plan: Plan, dtype: str, savings: Savings) -> Plan:
+def on_gpu(plan: Plan, dtype: str, savings: MemoryOptions) -> Plan:
     if plan.mesh.size > room():
         pytest.skip(f"{plan.mesh.size} GPUs are needed")
     copies = plan.mesh.dp * plan.mesh.cp * plan.mesh.ep
@@ -65,14 +65,14 @@ def on_gpu(plan: Plan, dtype: str, savings: Savings) -> Plan:
 
 @pytest.mark.parametrize(("name", "sizes", "more"), CASES)
 def test_ranks_that_share_layers_equal_one_process(gpus, corpus, name, sizes, more):
-    savings = more.get("savings", Savings())
+    savings = more.get("savings", MemoryOptions())
     equals_one_process(gpus, on_gpu(made(corpus, name, sizes, **more), "float64", savings))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("name", "sizes", "more"), TWICE)
 def test_two_runs_have_the_same_bits_and_the_wide_ones_losses(gpus, corpus, name, sizes, more, dtype):
-    plan = on_gpu(made(corpus, name, sizes, **more), dtype, Savings())
+    plan = on_gpu(made(corpus, name, sizes, **more), dtype, MemoryOptions())
     one, two = (gpus.run(plan, [(0, 3)]) for _ in range(2))
     for first, second in zip(one, two, strict=True):
         assert first.state.keys() == second.state.keys()

@@ -29,11 +29,11 @@ from pentad.kernels.moe.moe_permute import (
 from pentad.schedules.spec.model import Experts
 from pentad.workers.model import experts
 from pentad.workers.model.weight_grad import accumulate
-from pentad.workers.parallel.async_ops import alone
-from pentad.workers.parallel.expert_parallel import Site
+from pentad.workers.parallel.async_ops import run_to_completion
+from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.params.router_bias import moved_bias
 
-ALONE = Site()
+ALONE = ExpertParallelGroup()
 pytestmark = pytest.mark.gpu
 DTYPES = [(torch.bfloat16, 1e-2), (torch.float32, 1e-5), (torch.float64, 1e-12)]
 COUNTS = [(300, 0, 77, 1), (0, 0), (5,), (0, 1000, 0), (1,) * 64]
@@ -103,13 +103,15 @@ def test_rows(dtype: torch.dtype, close: float, width: int) -> None:
 
 
 def run(
-    shape: Experts, state: State, tokens: torch.Tensor, gradient: torch.Tensor, site: Site = ALONE
+    shape: Experts, state: State, tokens: torch.Tensor, gradient: torch.Tensor, site: ExpertParallelGroup = ALONE
 ) -> dict[str, torch.Tensor]:
     """F, RECOMPUTE, B and W of a rank that has all experts, and the bias of the next step."""
     w, g = bound(state)
-    mixed, kept, _ = alone(experts.forward(w, shape, tokens, state["bias"], site))
+    mixed, kept, _ = run_to_completion(experts.forward(w, shape, tokens, state["bias"], site))
     remade = experts.remade(w, tokens, kept)
-    dnormed, work = alone(experts.backward(w, g, shape, tokens, kept, remade, gradient, scale=1 / len(tokens)))
+    dnormed, work = run_to_completion(
+        experts.backward(w, g, shape, tokens, kept, remade, gradient, scale=1 / len(tokens))
+    )
     accumulate(work)
     found = {"mixed": mixed, "dnormed": dnormed, "bias": moved_bias(state["bias"], kept.routed.load, 1e-3)}
     return found | {name: each for name, each in g._asdict().items() if each is not None}
@@ -154,7 +156,7 @@ def test_a_layer_of_full_width_makes_the_same_bits_twice(one_rank: dist.ProcessG
     state = {name: torch.randn(*size, device="cuda", dtype=torch.bfloat16) / 30 for name, size in sizes.items()}
     state["bias"] = torch.zeros(32, device="cuda")
     tokens, gradient = (torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    site = Site(one_rank, 0, "gather")
+    site = ExpertParallelGroup(one_rank, 0, "gather")
     first = run(shape, state, tokens, gradient, site)
     with no_waiting():
         second = run(shape, state, tokens, gradient, site)

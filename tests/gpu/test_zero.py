@@ -13,11 +13,11 @@ from zero_cases import equals_one_process
 from pentad.orchestrator.planning.estimate import memory
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
 from pentad.workers.model.stage import Stage
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import create
-from pentad.workers.runtime.zero import Shards
+from pentad.workers.runtime.zero import ZeroShards
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
@@ -28,7 +28,7 @@ BUFFERS = ("parameters", "master", "gradients", "optimizer")
 def on_gpu(name, dp, pp, m, chunks, zero, corpus, dtype, *, validated=False, buckets=(), model=MODEL) -> Plan:
     if dp * pp > room():
         pytest.skip(f"{dp * pp} GPUs are needed")
-    savings = Savings(zero=zero, gathered=2 if chunks and zero == 3 else None, buckets=buckets)
+    savings = MemoryOptions(zero=zero, gathered=2 if chunks and zero == 3 else None, buckets=buckets)
     plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, validated=validated, savings=savings, model=model)
     program = compile_program(
         name, pp, m, gated=True, replicas=dp, validated=validated, options=Options(chunks), savings=savings
@@ -106,15 +106,15 @@ def test_a_checkpoint_of_shards_is_whole(gpus, corpus, tmp_path):
 def test_what_a_gpu_allocates_is_what_is_planned(corpus, zero, dtype):
     """The allocator rounds every tensor up to 512 bytes."""
     chunks, device = 4, torch.device("cuda", 0)
-    savings = Savings(zero=zero, gathered=1 if zero == 3 else None)
+    savings = MemoryOptions(zero=zero, gathered=1 if zero == 3 else None)
     plan = plan_of("looped-bfs", 2, 1, 3, corpus, dtype, chunks=chunks, savings=savings)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)
     held = {at: create(plan, at, device, rank=1, blank=True) for at in plan.shares_of(1)}
     state = torch.cuda.memory_allocated(device) - before
-    stages = {s: Stage(plan, s, banks_of(plan, 1, s, held)) for s in plan.stages_of(1)}
+    stages = {s: Stage(plan, s, buffers_of(plan, 1, s, held)) for s in plan.stages_of(1)}
     tables = torch.cuda.memory_allocated(device) - before - state  # rotations and loss sums
-    shards = Shards(plan, 1, stages)
+    shards = ZeroShards(plan, 1, stages)
     found = torch.cuda.memory_allocated(device) - before - tables
     planned = memory(plan, 1)
     tensors = 6 * len(held) + len(shards.weights) + len(shards.gradients)

@@ -10,7 +10,7 @@ import torch
 from fleet import Fleet, assembled, losses_of
 from plans import MODEL, STEPS, close, plan_of, reference
 
-from pentad.schedules.spec.model import Experts, Latent, Scaling
+from pentad.schedules.spec.model import MLA, Experts, RopeScaling
 from pentad.schedules.spec.plan import Plan
 
 HEADS = replace(MODEL, kv_heads=4)  # for ranks that exchange heads
@@ -23,7 +23,7 @@ MIXED = replace(MODEL, experts=ROUTED)
 
 
 FAMILIES = {
-    "llama 3.1": replace(MODEL, scaling=Scaling("llama3", 4.0, 4, 1.0, 4.0)),
+    "llama 3.1": replace(MODEL, scaling=RopeScaling("llama3", 4.0, 4, 1.0, 4.0)),
     "qwen3": replace(MODEL, head_size=6, qk_norm=True, tied=True),
     "mixtral": replace(MODEL, experts=Experts(count=4, active=2, ffn=12)),
     "qwen3-moe": replace(MODEL, head_size=6, qk_norm=True, experts=Experts(4, 3, 8, normalized=False)),
@@ -31,11 +31,11 @@ FAMILIES = {
         MODEL,
         layers=4,
         kv_heads=4,
-        latent=Latent(rank=6, query_rank=10, plain=4, rotary=2, value=3),
+        latent=MLA(rank=6, query_rank=10, plain=4, rotary=2, value=3),
         experts=Experts(8, 3, 6, 4, "sigmoid", True, 2.5, groups=4, active_groups=2, bias_rate=0.01, dense=1),
-        scaling=Scaling("yarn", 4.0, 4, 1.0, 32.0, attention=1.2, softmax=1.3),
+        scaling=RopeScaling("yarn", 4.0, 4, 1.0, 32.0, attention=1.2, softmax=1.3),
     ),
-    "deepseek-v2-lite": replace(MODEL, kv_heads=4, latent=Latent(rank=6, query_rank=0, plain=4, rotary=2, value=8)),
+    "deepseek-v2-lite": replace(MODEL, kv_heads=4, latent=MLA(rank=6, query_rank=0, plain=4, rotary=2, value=8)),
 }
 
 

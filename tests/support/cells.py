@@ -20,7 +20,7 @@ from fleet import named
 from gpus import RANKS_A_GPU, gpu_of
 
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.abort import Fenced
+from pentad.workers.runtime.abort import Aborted
 
 PATIENCE = 60.0 * RANKS_A_GPU  # seconds; a run's first step compiles kernels
 
@@ -170,7 +170,7 @@ def _lose_one(cells: list[Cell], plan: Plan, steps: int, how: int | None) -> Non
     if how is None:
         with pytest.raises(RuntimeError, match="closed by peer"):
             cells[1].answer(asked[1][0])
-        with pytest.raises(Fenced):  # it must not go on in the middle of what the others are at
+        with pytest.raises(Aborted):  # it must not go on in the middle of what the others are at
             cells[1].answer(asked[1][1])
     else:
         cells[1].wait_for(3)
@@ -179,7 +179,7 @@ def _lose_one(cells: list[Cell], plan: Plan, steps: int, how: int | None) -> Non
     version, stands = repair(cells, [1], plan, 2)
     assert 0 < version < steps, "the fault came too early or too late for this test"
     for rank in stands:
-        with pytest.raises((Fenced, RuntimeError)):
+        with pytest.raises((Aborted, RuntimeError)):
             cells[rank].answer(asked[rank][-1])
     known = [list(stand.results) for stand in stands.values()]
     losses, state = outcome(cells, known + together(cells, "run", version, steps - version), 0)

@@ -18,9 +18,9 @@ from pool import Pool
 from torch import Tensor
 
 from pentad.kernels.attention.attention import attention_reference
-from pentad.schedules.spec.cp_layout import PLACEMENTS, Variant, positions
+from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, positions
 from pentad.workers.parallel import cp_ring
-from pentad.workers.parallel.async_ops import Coming, alone
+from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
 from pentad.workers.parallel.context_parallel import Context
 
 Rows = Sequence[Sequence[int]]
@@ -31,7 +31,7 @@ class Case:
     """An attention of rows of `length` positions by `cp` ranks; `documents` begin at these positions of each row."""
 
     cp: int
-    variant: Variant
+    variant: CpMethod
     batch: int = 1
     heads: int = 4
     kv_heads: int = 2
@@ -113,7 +113,7 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
 
         return both
 
-    def seen(group: dist.ProcessGroup, sent: Tensor, room: Tensor) -> Coming[Tensor]:
+    def seen(group: dist.ProcessGroup, sent: Tensor, room: Tensor) -> AsyncResult[Tensor]:
         if not keys or sent.data_ptr() in keys:
             log.append("keys")
             rooms.add(room.data_ptr())
@@ -133,13 +133,13 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
         for _ in range(case.times):
             log.clear()
             q, k, v, dout = (x.to(device)[:, :, mine] for x in case.inputs())
-            out, kept = alone(context.attend(q, k, v, documents, case.deterministic))
+            out, kept = run_to_completion(context.attend(q, k, v, documents, case.deterministic))
             size = elements(kept)
             most = max(most, len(rooms))
             rooms.clear()
             keys.clear()
             log.append("backward")
-            runs.append([out, *alone(context.attend_backward(dout, kept))])
+            runs.append([out, *run_to_completion(context.attend_backward(dout, kept))])
             most = max(most, len(rooms))
             rooms.clear()
             keys.clear()

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pentad.orchestrator.control.control_client import Client
 from pentad.orchestrator.control.server import Control
-from pentad.orchestrator.monitoring.run_state import RankView, RunView, Wishes
+from pentad.orchestrator.monitoring.run_state import ControlRequests, RankView, RunView
 from pentad.schedules.spec.mesh import Coordinates
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -24,7 +24,7 @@ class Served(Client):
     """A live service, and a client of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.wishes = Wishes()
+        self.wishes = ControlRequests()
         self.control = Control(folder, "127.0.0.1", 0, self.wishes)
         self.endpoint = json.loads((folder / "control.json").read_text())
         super().__init__(folder, self.endpoint)

@@ -19,8 +19,8 @@ from pentad.schedules.spec.model import Experts
 from pentad.workers.model import experts
 from pentad.workers.model.weight_grad import accumulate
 from pentad.workers.parallel import expert_parallel
-from pentad.workers.parallel.async_ops import alone
-from pentad.workers.parallel.expert_parallel import Way
+from pentad.workers.parallel.async_ops import run_to_completion
+from pentad.workers.parallel.expert_parallel import DispatchMode
 
 State = dict[str, torch.Tensor]
 
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     state: State
     tokens: torch.Tensor
     gradients: torch.Tensor
-    way: Way = "exchange"
+    way: DispatchMode = "exchange"
     scale: float = 0.25
     remake: bool = False
 
@@ -76,14 +76,16 @@ def case_of(shape: Experts, ranks: int, tokens: int, bias: torch.Tensor | None =
 def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None) -> Answer:
     """F, B and W of one rank."""
     shape, normed = case.shape, case.tokens[rank].clone()
-    site, held = expert_parallel.Site(group, rank, case.way), shape.count // ranks
+    site, held = expert_parallel.ExpertParallelGroup(group, rank, case.way), shape.count // ranks
     mine = slice(rank * held, (rank + 1) * held)
     parts = {k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()}
     w, g = bound(parts)
-    mixed, kept, remade = alone(experts.forward(w, shape, normed, case.state.get("bias"), site))
+    mixed, kept, remade = run_to_completion(experts.forward(w, shape, normed, case.state.get("bias"), site))
     if case.remake:
         remade = experts.remade(w, normed, kept)
-    dnormed, work = alone(experts.backward(w, g, shape, normed, kept, remade, case.gradients[rank], scale=case.scale))
+    dnormed, work = run_to_completion(
+        experts.backward(w, g, shape, normed, kept, remade, case.gradients[rank], scale=case.scale)
+    )
     accumulate(work)
     gradients = {name: each for name, each in g._asdict().items() if each is not None}
     return Answer(mixed, dnormed, gradients, kept.routed.load, len(normed if kept.tokens is None else kept.tokens))

@@ -22,9 +22,9 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.abort import Fenced
-from pentad.workers.runtime.progress_file import Board
-from pentad.workers.runtime.results import Stand, StepResult
+from pentad.workers.runtime.abort import Aborted
+from pentad.workers.runtime.progress_file import ProgressFile
+from pentad.workers.runtime.results import RankSnapshot, StepResult
 
 
 class FakeRunner:
@@ -41,7 +41,7 @@ class FakeRunner:
     ) -> None:
         self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
         self.orders = dict(pair.split("=") for pair in plan.data.partition("fake:")[2].split(",") if "=" in pair)
-        self.board = Board(board, epoch)
+        self.board = ProgressFile(board, epoch)
         time.sleep(float(self.orders.get("slow", 0)))
         step = simulate(plan.program, Costs.uniform(plan.program.stages))
         self.seconds = float(self.orders.get("seconds", 0.002))
@@ -64,9 +64,9 @@ class FakeRunner:
     def fence(self) -> None:
         self.freed.set()
 
-    def leave(self) -> Stand:
+    def leave(self) -> RankSnapshot:
         self.results, self.open = [*self.results, *self.open], []
-        return Stand(self.steps, False, 1.0, tuple(self.results))
+        return RankSnapshot(self.steps, False, 1.0, tuple(self.results))
 
     def receive(self, sources: dict[int, int], step: int) -> None:
         assert set(sources) <= set(range(self.plan.program.stages))
@@ -136,7 +136,7 @@ class FakeRunner:
             os.kill(os.getpid(), signal.SIGKILL)
         if how != "none":
             self.freed.wait(3600)  # as in a collective whose other member never comes
-            raise Fenced
+            raise Aborted
 
 
 def loss_of(step: int, number: int) -> float:

@@ -15,7 +15,7 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import open_checkpoint, read
 from pentad.workers.hf.importer import Imported, import_folder
 from pentad.workers.model.stage import Stage
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import create
 from pentad.workers.params.sharded_state import read_whole
 
@@ -34,7 +34,7 @@ def tensors_of(done: Imported) -> dict[str, torch.Tensor]:
 def stage_of(plan: Plan, folder: Path) -> Stage:
     """The one stage of a plan for one process, with the weights of a checkpoint."""
     held = {share: create(plan, share, torch.device("cpu"), blank=True) for share in plan.shares_of(0)}
-    stage, found = Stage(plan, 0, banks_of(plan, 0, 0, held)), open_checkpoint(folder)
+    stage, found = Stage(plan, 0, buffers_of(plan, 0, 0, held)), open_checkpoint(folder)
     for parameters in held.values():
         for local, view in zip(parameters.locals, parameters.views(parameters.master).values(), strict=True):
             view.copy_(read_whole(found, f"model.{local.name}", local.tensor.shape))

@@ -16,10 +16,10 @@ from pentad.workers.model.stage import Stage
 from pentad.workers.parallel import cp_all_gather, expert_parallel, tensor_parallel
 from pentad.workers.parallel.async_ops import Turns
 from pentad.workers.parallel.context_parallel import Context
-from pentad.workers.parallel.expert_parallel import Site, Way
+from pentad.workers.parallel.expert_parallel import DispatchMode, ExpertParallelGroup
 from pentad.workers.parallel.process_groups import Inner
 from pentad.workers.parallel.tensor_parallel import TensorRanks
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import create
 
 COMPUTES = {"mm", "bmm", "addmm_", "mul", "exp"}  # one of which is in all that stands between two operations
@@ -112,16 +112,16 @@ def late(log: Log) -> Iterator[None]:
         yield
 
 
-def stage_of(plan: Plan, way: Way) -> Stage:
+def stage_of(plan: Plan, way: DispatchMode) -> Stage:
     """The middle one of three stages, on the first rank of the mesh that has it."""
     cpu, mesh, group = torch.device("cpu"), plan.mesh, Group()
     rank = mesh.move(0, pp=1)
     held = {share: create(plan, share, cpu) for share in plan.shares_of(rank)}
-    stage = Stage(plan, 1, banks_of(plan, rank, 1, held), rank)
+    stage = Stage(plan, 1, buffers_of(plan, rank, 1, held), rank)
 
     def of(size: int) -> Any:
         return group if size > 1 else None
 
-    tensor, experts = TensorRanks(of(mesh.tp), mesh.tp), Site(of(mesh.ep), 0, way)
+    tensor, experts = TensorRanks(of(mesh.tp), mesh.tp), ExpertParallelGroup(of(mesh.ep), 0, way)
     stage.join(Inner(tensor, Context(of(mesh.cp), mesh.cp, 0, plan.context), experts))
     return stage

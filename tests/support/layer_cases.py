@@ -10,18 +10,18 @@ import pytest
 import torch
 from plans import MODEL, plan_of
 
-from pentad.schedules.spec.model import Experts, Latent
+from pentad.schedules.spec.model import MLA, Experts
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model import experts, moe
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel import cp_all_gather, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
-from pentad.workers.parallel.async_ops import Coming, Turns, here
+from pentad.workers.parallel.async_ops import AsyncResult, Turns, ready
 from pentad.workers.parallel.context_parallel import Context
 from pentad.workers.parallel.cp_blocks import Block
-from pentad.workers.parallel.expert_parallel import Site
+from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.parallel.process_groups import Inner
 from pentad.workers.parallel.tensor_parallel import TensorRanks
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import create
 
 MIXED = Experts(count=4, active=2, ffn=12, auxiliary=0.1)
@@ -30,7 +30,7 @@ MIXED = Experts(count=4, active=2, ffn=12, auxiliary=0.1)
 DEEP = Experts(count=8, active=3, ffn=12, shared=8, score="sigmoid", groups=2, active_groups=1, bias_rate=0.01, dense=1)
 
 
-LATENT = Latent(rank=6, query_rank=10, plain=8, rotary=4, value=6)
+LATENT = MLA(rank=6, query_rank=10, plain=8, rotary=4, value=6)
 
 
 SMALL = replace(MODEL, layers=4, hidden=32, heads=16, kv_heads=8)  # several heads a rank, whatever shares them out
@@ -58,9 +58,9 @@ class Group(NamedTuple):
         return 1
 
 
-def passed(group: Any, sent: torch.Tensor, room: torch.Tensor) -> Coming[torch.Tensor]:
+def passed(group: Any, sent: torch.Tensor, room: torch.Tensor) -> AsyncResult[torch.Tensor]:
     """A step of a ring in which what is sent comes back."""
-    return here(room.copy_(sent))
+    return ready(room.copy_(sent))
 
 
 def gathered(whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool = False) -> None:
@@ -84,8 +84,8 @@ def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe.dist, "all_reduce", lambda load, group, async_op=False: None)
 
 
-def exchanged(group: Any, sent: list[torch.Tensor], laid: Any) -> Coming[list[torch.Tensor]]:
-    return here([laid(each.clone()) for each in sent])
+def exchanged(group: Any, sent: list[torch.Tensor], laid: Any) -> AsyncResult[list[torch.Tensor]]:
+    return ready([laid(each.clone()) for each in sent])
 
 
 def route(chosen: torch.Tensor, held: int, group: Any, way: str) -> Turns[expert_parallel.Route]:
@@ -97,10 +97,10 @@ def made(plan: Plan, index: int) -> Stage:
     device, mesh = torch.device("cpu"), plan.mesh
     rank = next(rank for rank in range(mesh.size) if index in plan.stages_of(rank))
     held = {at: create(plan, at, device, rank=rank) for at in plan.shares_of(rank) if at.stage == index}
-    stage = Stage(plan, index, banks_of(plan, rank, index, held), rank)
+    stage = Stage(plan, index, buffers_of(plan, rank, index, held), rank)
     groups: list[Any] = [Group(size) if size > 1 else None for size in (mesh.tp, mesh.cp, mesh.ep)]
     context = Context(groups[1], mesh.cp, 1 if mesh.cp > 1 else 0, plan.context)
-    stage.join(Inner(TensorRanks(groups[0], mesh.tp), context, Site(groups[2], 0, "gather")))
+    stage.join(Inner(TensorRanks(groups[0], mesh.tp), context, ExpertParallelGroup(groups[2], 0, "gather")))
     return stage
 
 

@@ -9,11 +9,11 @@ from reference_model import Trained, is_balanced, train
 
 from pentad.schedules.compiler import ALL_KEPT, compile_program
 from pentad.schedules.ir.program import Program
-from pentad.schedules.spec.cp_layout import Variant
+from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelShape
 from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan, split_layers
-from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.samples import document_starts, microbatch
 
@@ -36,17 +36,17 @@ def plan_of(
     recompute: str = "none",
     keep: float | None = None,
     chunks: int | None = None,
-    savings: Savings = ALL_KEPT,
+    savings: MemoryOptions = ALL_KEPT,
     tp: int = 1,
     cp: int = 1,
     ep: int = 1,
     model: ModelShape = MODEL,
-    context: Variant = "ring",
+    context: CpMethod = "ring",
     packed: bool = False,
 ) -> Plan:
     mesh = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)
 
-    def compiled(savings: Savings) -> Program:
+    def compiled(savings: MemoryOptions) -> Program:
         options = Options(chunks=chunks, slices=slices)
         return compile_program(
             name, pp, microbatches, replicas=dp * cp * ep, validated=validated, options=options, savings=savings

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentad.schedules.spec.model import Experts, Latent, ModelShape, Scaling
+from pentad.schedules.spec.model import MLA, Experts, ModelShape, RopeScaling
 
 Tensors = dict[str, Tensor]
 
@@ -119,7 +119,7 @@ def rope_table(shape: ModelShape, length: int) -> tuple[Tensor, Tensor]:
     return by * angle.cos(), by * angle.sin()
 
 
-def _frequency(theta: float, width: int, pair: int, scaling: Scaling | None) -> float:
+def _frequency(theta: float, width: int, pair: int, scaling: RopeScaling | None) -> float:
     plain = theta ** (-2 * pair / width)
     if scaling is None:
         return plain
@@ -207,7 +207,7 @@ def _attention(shape: ModelShape, t: Tensors, at: str, x: Tensor) -> Tensor:
 
 def _latent_attention(shape: ModelShape, t: Tensors, at: str, x: Tensor) -> Tensor:
     latent, eps = shape.latent, shape.norm_eps
-    assert isinstance(latent, Latent)
+    assert isinstance(latent, MLA)
     queries = x
     if latent.query_rank:
         queries = _norm(x @ t[f"{at}.query_down"].T, t[f"{at}.query_norm"], eps)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pentad.schedules.spec.model import ModelShape
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import tensors
-from pentad.workers.params.param_init import first_values
+from pentad.workers.params.param_init import initial_values
 
 State = dict[str, torch.Tensor]
 Trained = tuple[list[float], list[State], list[float], State]  # losses, gradients, norms; last weights
@@ -18,7 +18,7 @@ Trained = tuple[list[float], list[State], list[float], State]  # losses, gradien
 def initial(plan: Plan) -> dict[str, torch.Tensor]:
     """Parameters by global name, float64, requiring gradients."""
     found = [each for each in tensors(plan.model, 0, plan.model.layers) if not each.like]
-    return {s.name: first_values(s, plan.seed).double().requires_grad_() for s in found}
+    return {s.name: initial_values(s, plan.seed).double().requires_grad_() for s in found}
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

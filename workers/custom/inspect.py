@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from pentad.schedules.generators.custom_file import mistake, raised, source_of
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.model import Own, OwnLayer
+from pentad.schedules.spec.model import CustomLayer, CustomModel
 from pentad.workers.custom.loader import MODEL, arguments, call, layer_of, narrow
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
 COUNTS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}  # which torch does not count
 
 
-def look(text: str, sizes: Mapping[str, int], dtype: torch.dtype) -> Own:
+def look(text: str, sizes: Mapping[str, int], dtype: torch.dtype) -> CustomModel:
     """The model that `text` = 'FILE.py:FUNCTION' makes of those sizes that its function takes; of them 'vocab',
     'hidden' and 'length' bind its results. Raises PentadError for what cannot be trained, naming the layer."""
     source = source_of(text, MODEL)
@@ -41,7 +41,7 @@ def look(text: str, sizes: Mapping[str, int], dtype: torch.dtype) -> Own:
 @lru_cache(16)
 def _look(
     text: str, source: str, sizes: tuple[tuple[str, int], ...], vocab: int, hidden: int, length: int, dtype: torch.dtype
-) -> Own:
+) -> CustomModel:
     rows = 2
     with FakeTensorMode(allow_non_fake_inputs=True):
         made = call(text, source, sizes)
@@ -57,11 +57,11 @@ def _look(
                 wanted = (rows, length, vocab if last else hidden)
                 _require_result(text, number, y, wanted, "model.vocab" if last else "model.hidden", dtype)
             tensors = tuple((name, tuple(map(int, p.shape))) for name, p in layer.named_parameters())
-            found.append(OwnLayer(tensors, flops // rows, is_random))
+            found.append(CustomLayer(tensors, flops // rows, is_random))
             x = y.detach()
         if made.loss is not None:
             _require_loss(text, made.loss, x, torch.zeros(rows, length, dtype=torch.int64))
-    return Own(text, source, length, sizes, tuple(found))
+    return CustomModel(text, source, length, sizes, tuple(found))
 
 
 class _Draws(TorchDispatchMode):

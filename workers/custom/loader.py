@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pentad.schedules.generators.custom_file import Kind, function_of, mistake, raised
-from pentad.schedules.spec.model import Own
+from pentad.schedules.spec.model import CustomModel
 
 MODEL = Kind("model", "(vocab, hidden, layers, ...)", "my.py:my_model")
 WANTED = "a list of at least one torch.nn.Module, or such a list and a loss"
@@ -81,7 +81,7 @@ def layer_of(text: str, number: int, given: Any) -> nn.Module:
     return made
 
 
-def build(own: Own, seed: int, first: int, end: int) -> tuple[list[nn.Module], Loss | None]:
+def build(own: CustomModel, seed: int, first: int, end: int) -> tuple[list[nn.Module], Loss | None]:
     """Layers `first` to `end` on the CPU with first values, which are the same wherever they are made."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(key(seed, "model"))
@@ -93,7 +93,7 @@ def build(own: Own, seed: int, first: int, end: int) -> tuple[list[nn.Module], L
     return layers, made.loss
 
 
-def first_values(own: Own, seed: int, first: int, end: int) -> dict[str, torch.Tensor]:
+def initial_values(own: CustomModel, seed: int, first: int, end: int) -> dict[str, torch.Tensor]:
     """Parameters by global name."""
     layers, _ = build(own, seed, first, end)
     return {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pentad.schedules.spec.model import Own
+from pentad.schedules.spec.model import CustomModel
 from pentad.workers.custom.autograd import Owner, Tape, Watch, bound, end_of, storage_of
 from pentad.workers.custom.loader import build, homes, narrow
 from pentad.workers.model.weight_grad import Deferred
@@ -30,7 +30,7 @@ class Bytes(NamedTuple):
 
 
 @lru_cache(256)
-def bytes_of(own: Own, first: int, end: int, hidden: int, rows: int, dtype: torch.dtype) -> Bytes:
+def bytes_of(own: CustomModel, first: int, end: int, hidden: int, rows: int, dtype: torch.dtype) -> Bytes:
     """As kernels on a CPU keep it: those of a GPU may keep other statistics of attention and norms."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True):

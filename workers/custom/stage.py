@@ -20,7 +20,7 @@ from pentad.workers.model.layer_context import Around
 from pentad.workers.model.weight_grad import Deferred, accumulate
 from pentad.workers.parallel.async_ops import Turns
 from pentad.workers.parallel.process_groups import Inner
-from pentad.workers.params.param_buffers import Bank
+from pentad.workers.params.param_buffers import ParamBuffers
 
 
 class Kept(NamedTuple):
@@ -37,14 +37,14 @@ class Kept(NamedTuple):
     lse: Tensor | None = None
 
 
-class OwnStage(Owner):
+class CustomStage(Owner):
     """F, B and W of layers that are torch modules (see stage_protocol.py).
 
     They read [rows, S, H] and give the same; the first one gets tokens [rows, S], and the last one gives logits
     [rows, S, V], or what the user's loss takes. Random numbers depend on seed, step, microbatch and layer alone.
     """
 
-    def __init__(self, plan: Plan, index: int, banks: list[Bank], rank: int = 0) -> None:
+    def __init__(self, plan: Plan, index: int, banks: list[ParamBuffers], rank: int = 0) -> None:
         assert plan.model.own is not None
         self.plan, self.index, self.banks, self.own = plan, index, banks, plan.model.own
         self.first, self.last = index == 0, index == plan.program.stages - 1

@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
     documents: tuple[tuple[int, ...], ...]
 
 
-class Feed:
+class BatchLoader:
     """The tokens of every step for one rank; what they are depends on seed, step and sequence number alone."""
 
     def __init__(self, plan: Plan, rank: int, corpus: Corpus, device: torch.device) -> None:

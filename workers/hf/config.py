@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.model import Experts, Latent, ModelShape, Scaling
+from pentad.schedules.spec.model import MLA, Experts, ModelShape, RopeScaling
 from pentad.workers.hf.config_moe import experts_keys, experts_of, wanted_of_experts
 from pentad.workers.hf.config_rope import rope_keys, rope_of
 from pentad.workers.hf.hf_keys import Keys
@@ -117,7 +117,7 @@ def of_section(section: dict[str, Any]) -> tuple[str, ModelShape]:
     family = str(made.pop("family", "llama"))
     made["qk_norm"] = family in _QK_NORMED
     try:
-        for key, kind in (("scaling", Scaling), ("latent", Latent), ("experts", Experts)):
+        for key, kind in (("scaling", RopeScaling), ("latent", MLA), ("experts", Experts)):
             if made.get(key) is not None:
                 made[key] = kind(**made[key])
         return family, ModelShape(**made)
@@ -166,9 +166,9 @@ def _refuse_foreign(keys: Keys, family: str) -> None:
             keys.require(key, right)
 
 
-def _latent(keys: Keys) -> Latent:
+def _latent(keys: Keys) -> MLA:
     keys.require("num_key_value_heads", keys.count("num_attention_heads"))
-    return Latent(
+    return MLA(
         rank=keys.count("kv_lora_rank"),
         query_rank=keys.count("q_lora_rank", default=0),
         plain=keys.count("qk_nope_head_dim"),

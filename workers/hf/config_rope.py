@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pentad.schedules.spec.model import Scaling
+from pentad.schedules.spec.model import RopeScaling
 from pentad.workers.hf.hf_keys import Keys
 
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def rope_of(keys: Keys, theta: float, *, softmax: bool) -> tuple[float, Scaling | None]:
+def rope_of(keys: Keys, theta: float, *, softmax: bool) -> tuple[float, RopeScaling | None]:
     """(base, scaling) of `rope_parameters` (transformers 5) or of `rope_theta` and `rope_scaling` (before), `theta`
     where neither says it. Only with `softmax` does YaRN scale the scores too, as DeepSeek-V3's attention does.
     """
@@ -33,21 +33,23 @@ def rope_of(keys: Keys, theta: float, *, softmax: bool) -> tuple[float, Scaling 
     original = nearest.count(_ORIGINAL, default=keys.count("max_position_embeddings", default=2048))
     if kind == "llama3":
         low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
-        return base, Scaling("llama3", factor, original, low, high)
+        return base, RopeScaling("llama3", factor, original, low, high)
     inner.require("truncate", True)
     low, high = inner.number("beta_slow", default=1.0), inner.number("beta_fast", default=32.0)
     some, all_of_it = inner.number("mscale", default=0.0), inner.number("mscale_all_dim", default=0.0)
     usual = _mscale(factor, some) / _mscale(factor, all_of_it) if some and all_of_it else _mscale(factor, 1.0)
     scores = _mscale(factor, all_of_it) ** 2 if softmax and all_of_it else 1.0
-    return base, Scaling("yarn", factor, original, low, high, inner.number("attention_factor", default=usual), scores)
+    return base, RopeScaling(
+        "yarn", factor, original, low, high, inner.number("attention_factor", default=usual), scores
+    )
 
 
-def rope_keys(theta: float, scaling: Scaling | None) -> dict[str, Any]:
+def rope_keys(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     """The spelling that both transformers 4 and 5 read."""
     return {"rope_theta": theta, "rope_scaling": None if scaling is None else _scaling_keys(scaling)}
 
 
-def _scaling_keys(scaling: Scaling) -> dict[str, Any]:
+def _scaling_keys(scaling: RopeScaling) -> dict[str, Any]:
     common = {
         "rope_type": scaling.kind,
         "factor": scaling.factor,

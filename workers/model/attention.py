@@ -14,7 +14,7 @@ from pentad.kernels.attention.rope import rope_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.workers.model.layer_context import Around, Place, Views
 from pentad.workers.model.weight_grad import Deferred, Product, Sum
-from pentad.workers.parallel.async_ops import Turns, both
+from pentad.workers.parallel.async_ops import Turns, gather2
 from pentad.workers.parallel.context_parallel import Kept
 
 
@@ -82,7 +82,7 @@ def backward(
             part.copy_(dheads.view(part.shape))
             norms.append(Sum(gradient, dnorm))
     dqkv = dqkv.view(dqkv.shape[0], -1)
-    whole, dx = yield from both(around.tensor.gather(x), around.tensor.product(dqkv, w.qkv))
+    whole, dx = yield from gather2(around.tensor.gather(x), around.tensor.product(dqkv, w.qkv))
     return dx, [Product(g.out, dy, roots.heads), Product(g.qkv, dqkv, whole), *norms]
 
 

@@ -21,8 +21,8 @@ from pentad.schedules.spec.model import Experts
 from pentad.workers.model import router
 from pentad.workers.model.router import Routed
 from pentad.workers.model.weight_grad import Deferred, Grouped, Product
-from pentad.workers.parallel.async_ops import Coming, Turns, both, here
-from pentad.workers.parallel.expert_parallel import Route, Site, Stay, open_route, pack, unpack
+from pentad.workers.parallel.async_ops import AsyncResult, Turns, gather2, ready
+from pentad.workers.parallel.expert_parallel import ExpertParallelGroup, Route, Stay, open_route, pack, unpack
 
 
 class Weights(NamedTuple):
@@ -59,7 +59,7 @@ class Given(NamedTuple):
 
 
 def forward(
-    w: Weights, shape: Experts, normed: torch.Tensor, bias: torch.Tensor | None, site: Site
+    w: Weights, shape: Experts, normed: torch.Tensor, bias: torch.Tensor | None, site: ExpertParallelGroup
 ) -> Turns[tuple[torch.Tensor, Kept, Remade]]:
     """What the experts and the shared network make of tokens `normed` [T, H], and what B needs. `kept.routed.load`
     counts the visits of these tokens."""
@@ -73,18 +73,20 @@ def forward(
     return mixed if shared is None else mixed + shared, kept, Remade(gate_up, wide)
 
 
-def dispatch(w: Weights, normed: torch.Tensor, routed: Routed, route: Route, site: Site) -> Coming[Kept]:
+def dispatch(
+    w: Weights, normed: torch.Tensor, routed: Routed, route: Route, site: ExpertParallelGroup
+) -> AsyncResult[Kept]:
     """F's communication on the way out: tokens, choices and weights to the ranks of the experts."""
     held = w.gate_up.shape[0]
     if isinstance(route, Stay):
-        return here(Kept(routed, route, arrange(routed.experts, routed.weights, 0, held), None))
+        return ready(Kept(routed, route, arrange(routed.experts, routed.weights, 0, held), None))
     packed, tokens = route.out(pack(routed.experts, routed.weights)), route.out(normed)
 
     def kept() -> Kept:
         rows = arrange(*unpack(packed.made()), site.number * held, held)
         return Kept(routed, route, rows, tokens.made())
 
-    return Coming((*packed.works, *tokens.works), kept, packed, tokens)
+    return AsyncResult((*packed.works, *tokens.works), kept, packed, tokens)
 
 
 def compute(w: Weights, normed: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,10 +126,10 @@ def backward(
     """
     dout = yield from kept.route.out(dmixed)
     given, work = compute_backward(w, g, normed, kept, remade.gate_up, dout)
-    coming = both(kept.route.home(given.tokens), kept.route.home(given.weights))
+    coming = gather2(kept.route.home(given.tokens), kept.route.home(given.weights))
     dwide, shared = compute_shared_backward(w, g, normed, remade.shared, dmixed)
     came = yield from coming
-    pull = router.pull_of(kept.routed, shape, scale, load) if shape.auxiliary and scale else None
+    pull = router.aux_loss_grad(kept.routed, shape, scale, load) if shape.auxiliary and scale else None
     dlogits, dnormed = router.backward(kept.routed, w.router, shape, came[1], pull)
     dnormed += came[0]
     if dwide is not None and w.shared_gate_up is not None:

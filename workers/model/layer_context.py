@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pentad.schedules.spec.model import ModelShape
-from pentad.workers.model.sliced_kv_cache import Past
+from pentad.workers.model.sliced_kv_cache import SlicedKVCache
 from pentad.workers.model.weight_grad import Deferred
 from pentad.workers.parallel.async_ops import Turns
 from pentad.workers.parallel.context_parallel import Context, Documents
-from pentad.workers.parallel.expert_parallel import Site
+from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.parallel.tensor_parallel import TensorRanks
 
 Views = dict[str, torch.Tensor]
@@ -26,7 +26,7 @@ class Around(NamedTuple):
     loss_scale: float
     tensor: TensorRanks = TensorRanks()
     context: Context = Context()
-    experts: Site = Site()
+    experts: ExpertParallelGroup = ExpertParallelGroup()
     counted: bool = True
 
 
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     are packed documents, what of them a rank attends to."""
 
     rotation: Rotation
-    past: Past
+    past: SlicedKVCache
     documents: Documents | None = None
 
 

@@ -11,7 +11,7 @@ import torch
 
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.workers.model.weight_grad import Deferred, Lookup, Product
-from pentad.workers.parallel.async_ops import both
+from pentad.workers.parallel.async_ops import gather2
 from pentad.workers.parallel.tensor_parallel import TensorRanks
 
 
@@ -65,7 +65,7 @@ def score_backward(
     become their gradient."""
     dlogits = scores.logits
     cross_entropy_backward_(dlogits, scores.targets, scores.lse, scale)
-    dnormed, normed = both(ranks.product(dlogits, weight), ranks.gather(scores.normed)).now()
+    dnormed, normed = gather2(ranks.product(dlogits, weight), ranks.gather(scores.normed)).now()
     return dnormed, [Product(gradient, dlogits, normed)]
 
 
@@ -81,6 +81,6 @@ def _whole(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and sums over the whole vocabulary from each rank's over its own words."""
     chosen = torch.where(targets == -100, 0.0, lse - losses)  # the target's logit, where it is this rank's
-    both = ranks.sums(torch.stack((lse, chosen))).now()  # [tp, 2, T]
-    whole = torch.logsumexp(both[:, 0], 0)
-    return torch.where(targets == -100, 0.0, whole - both[:, 1].sum(0)), whole
+    sums = ranks.sums(torch.stack((lse, chosen))).now()  # [tp, 2, T]
+    whole = torch.logsumexp(sums[:, 0], 0)
+    return torch.where(targets == -100, 0.0, whole - sums[:, 1].sum(0)), whole

@@ -14,10 +14,10 @@ import torch
 
 from pentad.kernels.attention.rope import rope_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
-from pentad.schedules.spec.model import Latent
+from pentad.schedules.spec.model import MLA
 from pentad.workers.model.layer_context import Around, Place, Views
 from pentad.workers.model.weight_grad import Deferred, Product, Sum
-from pentad.workers.parallel.async_ops import Coming, Turns, both
+from pentad.workers.parallel.async_ops import AsyncResult, Turns, gather2
 from pentad.workers.parallel.context_parallel import Kept
 
 
@@ -63,7 +63,7 @@ def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> Turns[
     own = torch.mm(x, w.latent.t())
     pairs = _narrow(own[:, : latent.rank].contiguous(), w.latent_norm, around)
     own = torch.cat((pairs.normed, own[:, latent.rank :]), dim=1)
-    wide, gathered = yield from both(coming, tensor.gather(own))  # [T, Q], [T, R + O]
+    wide, gathered = yield from gather2(coming, tensor.gather(own))  # [T, Q], [T, R + O]
     q = torch.mm(wide, w.query.t())
     q = q.view(q.shape[0], -1, latent.plain + latent.rotary)  # [T, N, P + O]
     rope_(q[:, :, latent.plain :], cos, sin)
@@ -93,8 +93,8 @@ def backward(
     dkv = torch.cat((dk[:, :, : latent.plain], dv), dim=2).flatten(1)
     coming = tensor.gather(roots.pairs.normed)
     partial = torch.cat((torch.mm(dkv, w.keys_values), shared), dim=1)  # [T, R + O]
-    coming_too = both(tensor.scatter(partial), _queries_coming(w, around, x, roots.queries, dq.flatten(1)))
-    pairs, (own, gathered) = yield from both(coming, coming_too)  # own [t, R + O]
+    coming_too = gather2(tensor.scatter(partial), _queries_coming(w, around, x, roots.queries, dq.flatten(1)))
+    pairs, (own, gathered) = yield from gather2(coming, coming_too)  # own [t, R + O]
     dentry, dnorm = rms_norm_backward(
         own[:, : latent.rank].contiguous(), roots.pairs.entry, w.latent_norm, roots.pairs.scale
     )
@@ -111,9 +111,9 @@ def backward(
 
 def _queries_coming(
     w: Weights, around: Around, x: torch.Tensor, queries: Narrow | None, dq: torch.Tensor
-) -> Coming[tuple[torch.Tensor, torch.Tensor]]:
+) -> AsyncResult[tuple[torch.Tensor, torch.Tensor]]:
     """(the gradient [t, Q] of what queries are made of, all tokens' [T, Q] of that)."""
-    return both(around.tensor.product(dq, w.query), around.tensor.gather(x if queries is None else queries.normed))
+    return gather2(around.tensor.product(dq, w.query), around.tensor.gather(x if queries is None else queries.normed))
 
 
 def _queries_backward(
@@ -163,6 +163,6 @@ def _rows(x: torch.Tensor, place: Place) -> torch.Tensor:
     return x.view(-1, place.rotation.cos.shape[0], *x.shape[1:]).transpose(1, 2)
 
 
-def _latent(around: Around) -> Latent:
+def _latent(around: Around) -> MLA:
     assert around.model.latent is not None
     return around.model.latent

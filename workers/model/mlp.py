@@ -9,7 +9,7 @@ import torch
 from pentad.kernels.swiglu import swiglu, swiglu_backward
 from pentad.workers.model.layer_context import Around, Place, Views
 from pentad.workers.model.weight_grad import Deferred, Product
-from pentad.workers.parallel.async_ops import Turns, both
+from pentad.workers.parallel.async_ops import Turns, gather2
 
 
 class Weights(NamedTuple):
@@ -49,5 +49,5 @@ def backward(
 ) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
     dy = yield from around.tensor.gather(dy)
     dgate_up, gated = swiglu_backward(torch.mm(dy, w.down), leaves)
-    whole, dx = yield from both(around.tensor.gather(x), around.tensor.product(dgate_up, w.gate_up))
+    whole, dx = yield from gather2(around.tensor.gather(x), around.tensor.product(dgate_up, w.gate_up))
     return dx, [Product(g.down, dy, gated), Product(g.gate_up, dgate_up, whole)]

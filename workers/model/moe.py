@@ -14,7 +14,7 @@ from pentad.schedules.spec.model import Experts
 from pentad.workers.model import experts
 from pentad.workers.model.layer_context import Around, Place, Views
 from pentad.workers.model.weight_grad import Deferred
-from pentad.workers.parallel.async_ops import Coming, Turns, both, here
+from pentad.workers.parallel.async_ops import AsyncResult, Turns, gather2, ready
 
 
 class Weights(NamedTuple):
@@ -48,7 +48,7 @@ def forward(
     partial, kept, remade = yield from experts.forward(w.experts, _shape(around), whole, w.bias, around.experts)
     if around.counted and w.load is not None:
         w.load.add_(kept.routed.load)
-    mixed, load = yield from both(around.tensor.scatter(partial), _load(around, kept))
+    mixed, load = yield from gather2(around.tensor.scatter(partial), _load(around, kept))
     return mixed, Roots(kept, load), remade
 
 
@@ -66,7 +66,7 @@ def backward(
     leaves: experts.Remade,
     dy: torch.Tensor,
 ) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
-    whole, dmixed = yield from both(around.tensor.gather(x), around.tensor.gather(dy))
+    whole, dmixed = yield from gather2(around.tensor.gather(x), around.tensor.gather(dy))
     saved, scale = (roots.kept, leaves), around.loss_scale / around.tensor.size
     dnormed, work = yield from experts.backward(
         w.experts, g.experts, _shape(around), whole, *saved, dmixed, scale=scale, load=roots.load
@@ -75,12 +75,12 @@ def backward(
     return dx, work
 
 
-def _load(around: Around, kept: experts.Kept) -> Coming[torch.Tensor | None]:
+def _load(around: Around, kept: experts.Kept) -> AsyncResult[torch.Tensor | None]:
     """Visits of a microbatch's tokens, of which context ranks have parts."""
     if not _shape(around).auxiliary or around.context.size == 1:
-        return here(None)
+        return ready(None)
     load = kept.routed.load.clone()
-    return Coming((dist.all_reduce(load, group=around.context.group, async_op=True),), lambda: load)
+    return AsyncResult((dist.all_reduce(load, group=around.context.group, async_op=True),), lambda: load)
 
 
 def _shape(around: Around) -> Experts:

@@ -15,7 +15,7 @@ from pentad.schedules.spec.model import ModelShape
 from pentad.workers.model import layer, lm_head
 from pentad.workers.model.layer_context import Around, Place, Views
 from pentad.workers.model.weight_grad import Deferred, Product, Sum
-from pentad.workers.parallel.async_ops import alone
+from pentad.workers.parallel.async_ops import run_to_completion
 
 
 class Weights(NamedTuple):
@@ -73,7 +73,7 @@ def forward(
     embedded, *embedding = rms_norm(lm_head.embed(w.embedding, known, around.tensor), w.embedding_norm, eps)
     before, *stream = rms_norm(hidden, w.hidden_norm, eps)
     joined = torch.cat((embedded, before), dim=1)
-    branch, middle, roots, leaves = alone(
+    branch, middle, roots, leaves = run_to_completion(
         layer.forward(w.layer, halves, around, place, torch.mm(joined, w.join.t()), None)
     )
     normed, *end = rms_norm(branch, w.norm, eps, middle)
@@ -98,7 +98,7 @@ def backward(
     dend = dend if dnormed is None else dend + dnormed
     dstream, dnorm = rms_norm_backward(dend, saved.end.entry, w.norm, saved.end.scale)
     turns = layer.backward(w.layer, g.layer, halves, around, place, saved.roots, saved.leaves, dstream)
-    dentry, more = alone(turns)
+    dentry, more = run_to_completion(turns)
     dembedded, dbefore = (half.contiguous() for half in torch.mm(dentry, w.join).chunk(2, dim=1))
     dtoken, dembedding_norm = rms_norm_backward(
         dembedded, saved.embedding.entry, w.embedding_norm, saved.embedding.scale

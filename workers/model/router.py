@@ -104,10 +104,10 @@ def balance_loss(routed: Routed, shape: Experts, load: torch.Tensor | None = Non
     """
     scores = routed.scores
     shares = scores if shape.score == "softmax" else scores / (scores.sum(1, keepdim=True) + TINY)
-    return (pull_of(routed, shape, 1.0, load) * shares.mean(0)).sum()
+    return (aux_loss_grad(routed, shape, 1.0, load) * shares.mean(0)).sum()
 
 
-def pull_of(routed: Routed, shape: Experts, scale: float, load: torch.Tensor | None = None) -> torch.Tensor:
+def aux_loss_grad(routed: Routed, shape: Experts, scale: float, load: torch.Tensor | None = None) -> torch.Tensor:
     """[E]: the gradient of (tokens x scale) times the balance loss with respect to a token's shares. With 1 / (tokens
     of a step) as `scale` a step's balance loss is the mean of those of its tokens' microbatches. `load` as in
     `balance_loss`. Counts have no gradient."""

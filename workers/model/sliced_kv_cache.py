@@ -9,7 +9,7 @@ from pentad.kernels.backend import accumulator
 Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values, each [B, M, positions, D]
 
 
-class Past:
+class SlicedKVCache:
     """One layer's keys and values of one microbatch, whose slices come in order and go back in reverse.
 
     `length` is that of a whole sequence. Gradients of earlier positions are kept in float32 or wider until their own

@@ -12,12 +12,12 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.model import layer, lm_head, mtp
 from pentad.workers.model.layer_context import Around, Place
 from pentad.workers.model.positions import rotations
-from pentad.workers.model.sliced_kv_cache import Past
+from pentad.workers.model.sliced_kv_cache import SlicedKVCache
 from pentad.workers.model.weight_grad import Deferred, Sum, accumulate
-from pentad.workers.parallel.async_ops import Turns, alone
+from pentad.workers.parallel.async_ops import Turns, run_to_completion
 from pentad.workers.parallel.context_parallel import Context, Documents
 from pentad.workers.parallel.process_groups import Inner
-from pentad.workers.params.param_buffers import Bank
+from pentad.workers.params.param_buffers import ParamBuffers
 from pentad.workers.params.router_bias import Balance
 
 
@@ -70,12 +70,12 @@ class Stage:
     step that was begun last; tensor ranks have the same ones.
     """
 
-    def __init__(self, plan: Plan, index: int, banks: list[Bank], rank: int = 0) -> None:
+    def __init__(self, plan: Plan, index: int, banks: list[ParamBuffers], rank: int = 0) -> None:
         self.model, self.index, self.banks = plan.model, index, banks
         self.first, self.last = index == 0, index == plan.program.stages - 1
         self.mode = plan.mode(index)
-        alone = Context(scale=plan.model.softmax_scale)
-        self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens, context=alone)
+        one_rank = Context(scale=plan.model.softmax_scale)
+        self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens, context=one_rank)
         master = banks[0].parameters.master
         device = master.device
         self.is_alone = True
@@ -93,7 +93,7 @@ class Stage:
         self.bound: dict[tuple[int, ...], Bound] = {(): Bound({}, {}, [], [])}
         self.bind()
         self.kept: dict[int, Kept] = {}
-        self.pasts: dict[int, list[Past]] = {}  # by microbatch, of every layer
+        self.pasts: dict[int, list[SlicedKVCache]] = {}  # by microbatch, of every layer
         self.deferred: dict[int, list[Deferred]] = {}
         self.reached = self.left = plan.model.layers + 1
         self.sums = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=device)
@@ -143,7 +143,7 @@ class Stage:
         documents = context.documents(starts, whole, self.sums.device) if starts else None
         given = Given(received, tokens, targets, further, documents)
         if number == 0:
-            self.pasts[microbatch] = [Past(self.length) for _ in self.now.layers]
+            self.pasts[microbatch] = [SlicedKVCache(self.length) for _ in self.now.layers]
         branch, stream, self.kept[piece], losses = yield from self._through(piece, given, self.mode, self.around)
         if losses is None:
             return branch + stream
@@ -155,7 +155,7 @@ class Stage:
         kept = self.kept[piece]
         if self.mode == "full":
             again = self.around._replace(counted=False)
-            self.kept[piece] = alone(self._through(piece, kept.given, "none", again))[2]
+            self.kept[piece] = run_to_completion(self._through(piece, kept.given, "none", again))[2]
         else:
             each = zip(self.now.layers, self.halves, kept.roots, strict=True)
             kept.leaves.extend(layer.leaves(w, halves, self.around, roots) for (w, _), halves, roots in each)
@@ -269,14 +269,14 @@ class Stage:
 
     def _ahead(self, given: Given) -> Place:
         """Of layers that predict further tokens: sequences are whole there."""
-        return Place(self.rotations[0], Past(self.length), given.documents)
+        return Place(self.rotations[0], SlicedKVCache(self.length), given.documents)
 
 
-def _read(bank: Bank) -> layer.Views:
+def _read(bank: ParamBuffers) -> layer.Views:
     return bank.weights
 
 
-def _added(bank: Bank) -> layer.Views:
+def _added(bank: ParamBuffers) -> layer.Views:
     return bank.gradients
 
 

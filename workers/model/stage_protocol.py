@@ -18,7 +18,7 @@ import torch
 from pentad.workers.model.layer_context import Around
 from pentad.workers.parallel.async_ops import Turns
 from pentad.workers.parallel.process_groups import Inner
-from pentad.workers.params.param_buffers import Bank
+from pentad.workers.params.param_buffers import ParamBuffers
 from pentad.workers.params.router_bias import Balance
 
 
@@ -32,7 +32,7 @@ class StageProtocol(Protocol):
     [2, microbatches]: the row of the step before may still be on its way to other ranks.
     """
 
-    banks: list[Bank]
+    banks: list[ParamBuffers]
     last: bool
     is_alone: bool
     around: Around

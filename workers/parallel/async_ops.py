@@ -17,7 +17,7 @@ T = TypeVar("T")
 Turns = Generator[None, None, T]
 
 
-class Coming(Generic[T]):
+class AsyncResult(Generic[T]):
     """What operations between ranks, which have been started, will bring.
 
     `yield from` it gives up the turn, unless nothing had to be started, and waits when it is resumed: on a GPU the
@@ -40,17 +40,17 @@ class Coming(Generic[T]):
         return self.made()
 
 
-def here(value: T) -> Coming[T]:
+def ready(value: T) -> AsyncResult[T]:
     """What no rank has to bring."""
-    return Coming((), lambda: value)
+    return AsyncResult((), lambda: value)
 
 
-def both(first: Coming[S], second: Coming[T]) -> Coming[tuple[S, T]]:
+def gather2(first: AsyncResult[S], second: AsyncResult[T]) -> AsyncResult[tuple[S, T]]:
     """Awaited in one turn."""
-    return Coming((*first.works, *second.works), lambda: (first.made(), second.made()), first.held, second.held)
+    return AsyncResult((*first.works, *second.works), lambda: (first.made(), second.made()), first.held, second.held)
 
 
-def alone(turns: Turns[T]) -> T:
+def run_to_completion(turns: Turns[T]) -> T:
     """All of it at once."""
     while True:
         try:
@@ -59,7 +59,7 @@ def alone(turns: Turns[T]) -> T:
             return end.value
 
 
-def between(turns: Turns[T], act: Callable[[], None]) -> Turns[T]:
+def on_yield(turns: Turns[T], act: Callable[[], None]) -> Turns[T]:
     """Acts whenever a turn is given up, before it is, and at the end."""
     while True:
         try:
@@ -71,7 +71,7 @@ def between(turns: Turns[T], act: Callable[[], None]) -> Turns[T]:
         yield
 
 
-def by_turns(*works: Turns[None]) -> None:
+def interleave(*works: Turns[None]) -> None:
     """Each as far as it gets, in this order, until all have ended."""
     left = list(works)
     try:

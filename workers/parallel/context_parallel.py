@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pentad.kernels.attention.attention import SavedAttention, attention, attention_backward
 from pentad.kernels.attention.attention_partial import Gradients
-from pentad.schedules.spec.cp_layout import Variant
+from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.workers.parallel import cp_all_gather, cp_ring
 from pentad.workers.parallel.async_ops import Turns
 from pentad.workers.parallel.cp_blocks import Step, plan
@@ -48,7 +48,7 @@ class Context:
     group: dist.ProcessGroup | None = None
     size: int = 1
     rank: int = 0
-    variant: Variant = "ring"
+    variant: CpMethod = "ring"
     scale: float | None = None
 
     def documents(
@@ -114,6 +114,6 @@ def _whole_backward(dout: torch.Tensor, saved: SavedAttention | Saved) -> Gradie
 
 
 @lru_cache
-def _undivided(variant: Variant, size: int, rank: int, length: int) -> tuple[Step, ...]:
+def _undivided(variant: CpMethod, size: int, rank: int, length: int) -> tuple[Step, ...]:
     """What a rank computes of rows that are one document each."""
     return plan(variant, size, rank, length, [(slice(None), (0,))])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pentad.kernels.attention.attention_partial import Gradients, merge_
 from pentad.kernels.backend import accumulator
-from pentad.workers.parallel.async_ops import Coming, Turns
+from pentad.workers.parallel.async_ops import AsyncResult, Turns
 from pentad.workers.parallel.cp_blocks import Block, Step
 from pentad.workers.parallel.cp_parts import Given, Saved, packed, part, part_backward, unpacked
 from pentad.workers.parallel.tensor_parallel import gather_all as _gather
@@ -53,16 +53,16 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turn
             total[at.rows, :, at.keys] += more
     mine = by_rank.new_empty(by_rank.shape[1])
     work = _scatter(mine, by_rank.view(-1), group=group, async_op=True)
-    dk, dv = unpacked((yield from Coming((work,), lambda: mine, by_rank)), k, v)
+    dk, dv = unpacked((yield from AsyncResult((work,), lambda: mine, by_rank)), k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _everything(group: dist.ProcessGroup, k: torch.Tensor, v: torch.Tensor) -> Coming[list[Pair]]:
+def _everything(group: dist.ProcessGroup, k: torch.Tensor, v: torch.Tensor) -> AsyncResult[list[Pair]]:
     """Keys and values of whole sequences, by rank."""
     own = packed(k, v)
     by_rank = own.new_empty(group.size(), own.numel())
     work = _gather(by_rank.view(-1), own, group=group, async_op=True)
-    return Coming((work,), lambda: [unpacked(each, k, v) for each in by_rank], own)
+    return AsyncResult((work,), lambda: [unpacked(each, k, v) for each in by_rank], own)
 
 
 def _others(group: dist.ProcessGroup, steps: Sequence[Step]) -> Iterator[tuple[Block, int]]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from pentad.kernels.attention.attention_reference import Lengths
-from pentad.schedules.spec.cp_layout import PLACEMENTS, Variant, chunks
+from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, chunks
 
 Rows = Sequence[tuple[slice, Sequence[int]]]  # rows of a batch, and where their documents begin
 
@@ -36,7 +36,7 @@ Step = tuple[Block, ...]  # all that is computed with the same keys at hand
 
 
 def plan(
-    variant: Variant, size: int, rank: int, length: int, rows: Rows, device: torch.device | str = "cpu"
+    variant: CpMethod, size: int, rank: int, length: int, rows: Rows, device: torch.device | str = "cpu"
 ) -> tuple[Step, ...]:
     """The steps of a rank, of sequences of `length` tokens.
 

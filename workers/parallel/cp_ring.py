@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pentad.kernels.attention.attention_partial import Gradients, merge_
 from pentad.kernels.backend import accumulator
-from pentad.workers.parallel.async_ops import Coming, Turns
+from pentad.workers.parallel.async_ops import AsyncResult, Turns
 from pentad.workers.parallel.cp_parts import Given, Saved, packed, part, part_backward, unpacked
 
 
@@ -43,7 +43,7 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turn
     rooms = [torch.empty_like(held) for _ in range(min(2, size - 1))]
     sums = [torch.empty_like(held, dtype=wide) for _ in range(2)]
     dq = q.new_zeros(q.shape, dtype=wide)
-    returning: Coming[torch.Tensor] | None = None
+    returning: AsyncResult[torch.Tensor] | None = None
     for number, blocks in enumerate(saved.steps):
         coming = None if number == size - 1 else pass_on(group, held, rooms[number % 2])
         parts = [(at, *part_backward(saved, dout, at, keys, values)) for at in blocks]
@@ -65,7 +65,7 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turn
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def pass_on(group: dist.ProcessGroup, sent: torch.Tensor, room: torch.Tensor) -> Coming[torch.Tensor]:
+def pass_on(group: dist.ProcessGroup, sent: torch.Tensor, room: torch.Tensor) -> AsyncResult[torch.Tensor]:
     """One step of the ring: what is sent to the next rank, while what comes from the one before gets the room.
 
     In one call of torch: when an epoch ends between the parts of its batch_isend_irecv, NCCL's group stays open, and of
@@ -74,4 +74,4 @@ def pass_on(group: dist.ProcessGroup, sent: torch.Tensor, room: torch.Tensor) ->
     size, rank, count = group.size(), group.rank(), sent.numel()
     to, source = ([count * (other == peer % size) for other in range(size)] for peer in (rank + 1, rank - 1))
     work = dist.all_to_all_single(room, sent, source, to, group=group, async_op=True)
-    return Coming((work,), lambda: room, sent)
+    return AsyncResult((work,), lambda: room, sent)

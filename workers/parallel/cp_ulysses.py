@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from pentad.kernels.backend import accumulator
-from pentad.workers.parallel.async_ops import Coming
+from pentad.workers.parallel.async_ops import AsyncResult
 
 
-def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Coming[list[torch.Tensor]]:
+def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> AsyncResult[list[torch.Tensor]]:
     """[B, heads, S / cp, D] each, as [B, heads / cp, S, D]: the same for fewer heads than ranks, 1 head."""
     size = group.size()
     sent = [_cut(x.repeat_interleave(max(1, size // x.shape[1]), dim=1), 1, size) for x in tensors]
     return _exchange(group, sent, lambda x: x.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
 
-def to_positions(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Coming[list[torch.Tensor]]:
+def to_positions(group: dist.ProcessGroup, *tensors: torch.Tensor) -> AsyncResult[list[torch.Tensor]]:
     """The way back: [B, heads, S, D] each, as [B, cp heads, S / cp, D]."""
     sent = [_cut(x, 2, group.size()) for x in tensors]
     return _exchange(group, sent, lambda x: x.permute(1, 0, 2, 3, 4).flatten(1, 2))
@@ -42,7 +42,7 @@ def _cut(x: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
 
 def _exchange(
     group: dist.ProcessGroup, sent: list[torch.Tensor], joined: Callable[[torch.Tensor], torch.Tensor]
-) -> Coming[list[torch.Tensor]]:
+) -> AsyncResult[list[torch.Tensor]]:
     """[cp, ...] each, of which every rank gets one, in one message a pair of ranks; `joined` are what came."""
     flat = torch.cat([x.flatten(1) for x in sent], dim=1)
     got = torch.empty_like(flat)
@@ -53,4 +53,4 @@ def _exchange(
         parts = got.split([shape.numel() for shape in shapes], dim=1)
         return [joined(part.unflatten(1, shape)) for part, shape in zip(parts, shapes, strict=True)]
 
-    return Coming((work,), made, flat)
+    return AsyncResult((work,), made, flat)

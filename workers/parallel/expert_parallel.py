@@ -13,29 +13,29 @@ import torch
 import torch.distributed as dist
 
 from pentad.kernels.moe.moe_permute import sum_rows
-from pentad.workers.parallel.async_ops import Coming, Turns, here
+from pentad.workers.parallel.async_ops import AsyncResult, Turns, ready
 from pentad.workers.parallel.tensor_parallel import gather_all as _gather
 from pentad.workers.parallel.tensor_parallel import scatter_sum as _scatter
 
-Way = Literal["exchange", "gather"]
+DispatchMode = Literal["exchange", "gather"]
 
 
-class Site(NamedTuple):
+class ExpertParallelGroup(NamedTuple):
     """This rank's place among those that share the experts; `group` is None where it has them all."""
 
     group: dist.ProcessGroup | None = None
     number: int = 0
-    way: Way = "exchange"
+    way: DispatchMode = "exchange"
 
 
 class Stay(NamedTuple):
     """All experts are here."""
 
-    def out(self, x: torch.Tensor) -> Coming[torch.Tensor]:
-        return here(x)
+    def out(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        return ready(x)
 
-    def home(self, x: torch.Tensor) -> Coming[torch.Tensor]:
-        return here(x)
+    def home(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        return ready(x)
 
 
 class Gather(NamedTuple):
@@ -45,13 +45,13 @@ class Gather(NamedTuple):
     group: dist.ProcessGroup
     ranks: int
 
-    def out(self, x: torch.Tensor) -> Coming[torch.Tensor]:
+    def out(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
         whole, x = x.new_empty(self.ranks * x.shape[0], *x.shape[1:]), x.contiguous()
-        return Coming((_gather(whole, x, group=self.group, async_op=True),), lambda: whole, x)
+        return AsyncResult((_gather(whole, x, group=self.group, async_op=True),), lambda: whole, x)
 
-    def home(self, x: torch.Tensor) -> Coming[torch.Tensor]:
+    def home(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
         mine, x = x.new_empty(x.shape[0] // self.ranks, *x.shape[1:]), x.contiguous()
-        return Coming((_scatter(mine, x, group=self.group, async_op=True),), lambda: mine, x)
+        return AsyncResult((_scatter(mine, x, group=self.group, async_op=True),), lambda: mine, x)
 
 
 class Exchange(NamedTuple):
@@ -63,21 +63,21 @@ class Exchange(NamedTuple):
     sent: list[int]  # rows, by rank
     received: list[int]
 
-    def out(self, x: torch.Tensor) -> Coming[torch.Tensor]:
+    def out(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
         came, rows = x.new_empty(sum(self.received), *x.shape[1:]), x[self.tokens]
         work = dist.all_to_all_single(came, rows, self.received, self.sent, group=self.group, async_op=True)
-        return Coming((work,), lambda: came, rows)
+        return AsyncResult((work,), lambda: came, rows)
 
-    def home(self, x: torch.Tensor) -> Coming[torch.Tensor]:
+    def home(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
         back, x = x.new_empty(sum(self.sent), *x.shape[1:]), x.contiguous()
         work = dist.all_to_all_single(back, x, self.sent, self.received, group=self.group, async_op=True)
-        return Coming((work,), lambda: sum_rows(back, self.positions), x)
+        return AsyncResult((work,), lambda: sum_rows(back, self.positions), x)
 
 
 Route = Stay | Gather | Exchange
 
 
-def open_route(experts: torch.Tensor, held: int, group: dist.ProcessGroup | None, way: Way) -> Turns[Route]:
+def open_route(experts: torch.Tensor, held: int, group: dist.ProcessGroup | None, way: DispatchMode) -> Turns[Route]:
     """For tokens that visit `experts` [T, K], `held` of which are on each rank of the group (None: all are here)."""
     if group is None:
         return Stay()
@@ -88,7 +88,7 @@ def open_route(experts: torch.Tensor, held: int, group: dist.ProcessGroup | None
     visits.scatter_(1, experts // held, True)
     counts = visits.sum(0)
     theirs = torch.empty_like(counts)
-    coming = Coming((dist.all_to_all_single(theirs, counts, group=group, async_op=True),), lambda: theirs, counts)
+    coming = AsyncResult((dist.all_to_all_single(theirs, counts, group=group, async_op=True),), lambda: theirs, counts)
     by_rank = visits.t()
     places = (by_rank.flatten().cumsum(0) - 1).view_as(by_rank)
     positions = torch.where(by_rank, places, -1).t().contiguous()

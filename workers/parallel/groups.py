@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Op, units_of
 from pentad.schedules.spec.mesh import Axis, Mesh
-from pentad.schedules.spec.plan import Plan, Share
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.parallel.context_parallel import Context
-from pentad.workers.parallel.expert_parallel import Site
+from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.parallel.process_groups import Inner
 from pentad.workers.parallel.tensor_parallel import TensorRanks
 
@@ -110,7 +110,7 @@ def _ends(plan: Plan) -> list[tuple[int, ...]]:
     if not plan.is_tied:
         return []
     last = plan.program.stages - 1
-    both = [[plan.holders(Share(stage, tp)) for stage in (0, last)] for tp in range(plan.mesh.tp)]
+    both = [[plan.holders(ParamShard(stage, tp)) for stage in (0, last)] for tp in range(plan.mesh.tp)]
     return [tuple(sorted({*first, *end})) for first, end in both]
 
 
@@ -121,7 +121,7 @@ def _inner(plan: Plan, rank: int) -> Inner:
         TensorRanks(tensor, mesh.tp, at.tp),
         Context(context, mesh.cp, at.cp, plan.context, model.softmax_scale),
         # a GPU's host is not to wait for what tokens have chosen
-        Site(experts, at.ep, "gather" if plan.device == "cuda" else "exchange"),
+        ExpertParallelGroup(experts, at.ep, "gather" if plan.device == "cuda" else "exchange"),
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pentad.workers.parallel.context_parallel import Context
-from pentad.workers.parallel.expert_parallel import Site
+from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.parallel.tensor_parallel import TensorRanks
 
 
 class Inner(NamedTuple):
     tensor: TensorRanks
     context: Context
-    experts: Site
+    experts: ExpertParallelGroup
 
     @property
     def is_alone(self) -> bool:

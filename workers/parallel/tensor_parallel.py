@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import tiles
-from pentad.workers.parallel.async_ops import Coming, here
+from pentad.workers.parallel.async_ops import AsyncResult, ready
 
 # torch 2.13 gives them new names
 scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -26,21 +26,21 @@ class TensorRanks:
     def __init__(self, group: dist.ProcessGroup | None = None, size: int = 1, number: int = 0) -> None:
         self.group, self.size, self.number = group, size, number
 
-    def gather(self, part: torch.Tensor) -> Coming[torch.Tensor]:
+    def gather(self, part: torch.Tensor) -> AsyncResult[torch.Tensor]:
         """All tokens' rows [T, ...] from those of this rank [T / size, ...]."""
         if self.size == 1:
-            return here(part)
+            return ready(part)
         whole, part = part.new_empty(self.size * part.shape[0], *part.shape[1:]), part.contiguous()
-        return Coming((gather_all(whole, part, group=self.group, async_op=True),), lambda: whole, part)
+        return AsyncResult((gather_all(whole, part, group=self.group, async_op=True),), lambda: whole, part)
 
-    def scatter(self, partial: torch.Tensor) -> Coming[torch.Tensor]:
+    def scatter(self, partial: torch.Tensor) -> AsyncResult[torch.Tensor]:
         """This rank's rows [T / size, ...] of the sum of all ranks' partial results [T, ...]."""
         if self.size == 1:
-            return here(partial)
+            return ready(partial)
         own, partial = partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:]), partial.contiguous()
-        return Coming((scatter_sum(own, partial, group=self.group, async_op=True),), lambda: own, partial)
+        return AsyncResult((scatter_sum(own, partial, group=self.group, async_op=True),), lambda: own, partial)
 
-    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> Coming[torch.Tensor]:
+    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> AsyncResult[torch.Tensor]:
         """This rank's rows [T / size, N] of the sum of all ranks' x [T, K] @ matrix [K, N].
 
         Tile by tile, some rows of each rank: they are added up while the next tile is computed. A batched product
@@ -57,8 +57,8 @@ class TensorRanks:
             partial = torch.bmm(rows[:, start:end], matrices).flatten(0, 1)
             works.append(scatter_sum(own[start:end], partial, group=self.group, async_op=True))
             partials.append(partial)
-        return Coming(works, lambda: own, partials)
+        return AsyncResult(works, lambda: own, partials)
 
-    def sums(self, values: torch.Tensor) -> Coming[torch.Tensor]:
+    def sums(self, values: torch.Tensor) -> AsyncResult[torch.Tensor]:
         """Each rank's values [...], side by side [size, ...]."""
         return self.gather(values[None])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from pentad.schedules.spec.plan import Plan, Share
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.params.buckets import Bucket, buckets_of
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.tp_replicated import Copies
 
 
-class Bank:
+class ParamBuffers:
     """`weights` and `gradients` are views by name; there are no weights to read before `read` or after `forget` where
     stages take turns on a buffer."""
 
@@ -52,10 +52,10 @@ class Bank:
         return self.made[at]
 
 
-def banks_of(plan: Plan, rank: int, stage: int, parameters: dict[Share, Parameters]) -> list[Bank]:
+def buffers_of(plan: Plan, rank: int, stage: int, parameters: dict[ParamShard, Parameters]) -> list[ParamBuffers]:
     """Those of a stage, from all that a rank holds."""
     found = []
     for held in (held for share, held in parameters.items() if share.stage == stage):
         buckets = buckets_of(plan, stage, held.cut, ((local.tensor, local.shape) for local in held.locals))
-        found.append(Bank(held, Copies(plan, rank, held), buckets))
+        found.append(ParamBuffers(held, Copies(plan, rank, held), buckets))
     return found

@@ -19,7 +19,7 @@ HALVES = 8  # numbers of 16 bits added up
 _SPREAD = math.sqrt(HALVES * (2**32 - 1) / 12)  # standard deviation of their sum
 
 
-def first_values(
+def initial_values(
     tensor: Tensor, seed: int, ranges: list[list[Range]] | None = None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """float32, of those elements whose place is in `ranges` of every dimension; of all, if none are given."""

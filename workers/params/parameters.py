@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from pentad.schedules.passes.validation import is_validated
-from pentad.schedules.spec.plan import Plan, Share
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import Range, Tensor, tensors
 from pentad.workers.params.buckets import Cut, Place
-from pentad.workers.params.param_init import first_values
+from pentad.workers.params.param_init import initial_values
 from pentad.workers.params.router_bias import Biases
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -122,7 +122,7 @@ class Parameters:
 
 def create(
     plan: Plan,
-    share: Share,
+    share: ParamShard,
     device: torch.device,
     *,
     rank: int = 0,
@@ -159,20 +159,20 @@ def create(
         if initial is not None:
             part = local.of(initial[local.name])
         else:
-            part = first_values(local.tensor, plan.seed, local.ranges, device)
+            part = initial_values(local.tensor, plan.seed, local.ranges, device)
         piece.values.copy_(part.flatten()[piece.span])
     parameters.refresh()
     return parameters
 
 
-def locals_of(plan: Plan, share: Share) -> tuple[Local, ...]:
+def locals_of(plan: Plan, share: ParamShard) -> tuple[Local, ...]:
     """The parts of tensors that a share is made of."""
     rank = plan.owner(share)
     found = tensors(plan.model, *plan.layers[share.stage])
     return tuple(Local(each, each.ranges(plan.mesh, rank)) for each in found if each.experts is share.experts)
 
 
-def cut_of(plan: Plan, share: Share, rank: int) -> Cut:
+def cut_of(plan: Plan, share: ParamShard, rank: int) -> Cut:
     """The shard of a rank: that of its place among the holders."""
     size, parts = plan.size(share), plan.shards(share)
     return Cut(size, parts, plan.holders(share).index(rank), plan.buckets(share)) if parts > 1 else Cut(size)

@@ -11,21 +11,21 @@ from itertools import accumulate, product
 import torch
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.plan import Plan, Share
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import Range
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.params.parameters import Local, Parameters
 
 
-def file_of(plan: Plan, share: Share) -> str:
+def file_of(plan: Plan, share: ParamShard) -> str:
     """The file that a share is saved in."""
     tensor = f"-tp{share.tp}" if plan.mesh.tp > 1 else ""
     experts = f"-experts{share.ep}" if share.experts else ""
     return f"stage-{share.stage:03d}{experts}{tensor}.safetensors"
 
 
-def named(parameters: Parameters, state: dict[str, torch.Tensor], share: Share) -> dict[str, torch.Tensor]:
+def named(parameters: Parameters, state: dict[str, torch.Tensor], share: ParamShard) -> dict[str, torch.Tensor]:
     """Tensors by kind and name, of whole flat buffers by kind, and biases; of what all tensor ranks hold, the first
     one's."""
     found = {}

@@ -13,14 +13,14 @@ if TYPE_CHECKING:  # the driver reads Fenced out of its workers' answers, and do
     import torch.distributed as dist
 
     from pentad.workers.runtime.executor import Executor
-    from pentad.workers.runtime.streams import CudaLanes
-    from pentad.workers.transport.stream_flags import Signals
+    from pentad.workers.runtime.streams import CudaStreams
+    from pentad.workers.transport.stream_flags import StreamFlags
 
 STILL_SECONDS = 0.3
 RUN_OUT_SECONDS = 4.0  # the driver waits regroup.FENCE_SECONDS
 
 
-class Fenced(Exception):
+class Aborted(Exception):
     """The epoch of this call is over; nothing that it began counts."""
 
 
@@ -31,7 +31,7 @@ def listening() -> frozenset[int]:
     return frozenset(c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN)
 
 
-class Wires:
+class SocketRegistry:
     """The TCP connections of one epoch (gloo's and the store's), which another thread can cut.
 
     gloo knows no abort: a wait for a lost rank, or for a living one that itself waits, ends when the connection does.
@@ -61,7 +61,7 @@ class Wires:
         return count
 
 
-def run_out(executor: Executor, signals: Signals | None, lanes: CudaLanes, longest: float) -> None:
+def run_out(executor: Executor, signals: StreamFlags | None, lanes: CudaStreams, longest: float) -> None:
     """Lets a GPU run out: no step counts any more, and no transfer waits; returns when nothing moves, for longer than
     the `longest` instruction takes (transfers inside one are not to be cut short), or when time is up.
 

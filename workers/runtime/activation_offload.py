@@ -10,12 +10,12 @@ from collections import defaultdict
 
 import torch
 
-from pentad.workers.runtime.streams import CudaLanes, Lanes
+from pentad.workers.runtime.streams import CudaStreams, Lanes
 
 Piece = tuple[int, int]  # stage and microbatch
 
 
-class Away:
+class ActivationOffload:
     """What one rank has on the host, piece by piece. `send` and `bring_back` are called on the lane of copies.
 
     Buffers on the host are used again by size: the lane's order keeps one copy from another. On a CPU both sides are
@@ -23,7 +23,7 @@ class Away:
     """
 
     def __init__(self, lanes: Lanes) -> None:
-        self.compute = lanes.compute if isinstance(lanes, CudaLanes) else None
+        self.compute = lanes.compute if isinstance(lanes, CudaStreams) else None
         self.held: dict[Piece, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
         self.spare: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size
 

@@ -12,16 +12,16 @@ from pentad.schedules.ir.instruction import REDUCTIONS, Instruction, Key, Op, un
 from pentad.schedules.ir.program import Stream
 from pentad.workers.data.batch_loader import Tokens
 from pentad.workers.model.stage_protocol import StageProtocol
-from pentad.workers.parallel.async_ops import Turns, alone, between, by_turns
+from pentad.workers.parallel.async_ops import Turns, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.groups import Groups
-from pentad.workers.runtime.abort import Fenced
-from pentad.workers.runtime.activation_offload import Away
+from pentad.workers.runtime.abort import Aborted
+from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import Barrier, PostValidated
-from pentad.workers.runtime.progress_file import Board
+from pentad.workers.runtime.progress_file import ProgressFile
 from pentad.workers.runtime.streams import Lanes
-from pentad.workers.runtime.zero import Shards
+from pentad.workers.runtime.zero import ZeroShards
 from pentad.workers.transport.p2p import Transport
-from pentad.workers.transport.p2p_ipc import PeerCopy
+from pentad.workers.transport.p2p_ipc import IpcTransport
 
 
 class Executor:
@@ -36,17 +36,17 @@ class Executor:
         stream: Stream,
         stages: dict[int, StageProtocol],
         groups: Groups,
-        transport: Transport | PeerCopy,
+        transport: Transport | IpcTransport,
         lanes: Lanes,
-        board: Board,
+        board: ProgressFile,
         end: Barrier | PostValidated,
-        shards: Shards,
+        shards: ZeroShards,
     ) -> None:
         self.stream, self.stages, self.end, self.shards = stream, stages, end, shards
         self.groups, self.transport, self.lanes, self.board = groups, transport, lanes, board
         self.fenced = self.again = False
         self.valid = True
-        self.away = Away(lanes)
+        self.away = ActivationOffload(lanes)
         # by the last W of a stage whose gradients are reduced in several parts
         self.reductions: dict[Key, list[Instruction]] = {}
         for part in units_of(stream):
@@ -69,7 +69,7 @@ class Executor:
             self.refuse_if_fenced()
             self.lanes.near(self.refuse_if_fenced)
             # A backward has operations to start before it computes anything, so of a pair it is the first.
-            by_turns(*map(self._execute, reversed(self.stream[counter].parts)))
+            interleave(*map(self._execute, reversed(self.stream[counter].parts)))
             counter += 1
             if self.again:
                 self._start_again()
@@ -99,9 +99,9 @@ class Executor:
                 dy = self._input(part, Op.RECV_B, (Op.B, Op.BW), stage + 1)
                 turns = self.stages[stage].backward_input(mb, dy)
                 if part.op is Op.BW:  # W of a layer runs while operations of the one before it do
-                    turns = between(turns, partial(self._weigh, part))
+                    turns = on_yield(turns, partial(self._weigh, part))
                 # with no one to wait for, the other of a pair would only delay it
-                self.results[part.key] = alone(turns) if self.stages[stage].is_alone else (yield from turns)
+                self.results[part.key] = run_to_completion(turns) if self.stages[stage].is_alone else (yield from turns)
             case Op.W:
                 self._weigh(part)
             case Op.RECOMPUTE:
@@ -175,4 +175,4 @@ class Executor:
 
     def refuse_if_fenced(self) -> None:
         if self.fenced:
-            raise Fenced
+            raise Aborted

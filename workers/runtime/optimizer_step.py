@@ -20,7 +20,7 @@ from pentad.workers.parallel.groups import Groups
 from pentad.workers.params import optimizer
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.runtime.tied import Tied
-from pentad.workers.transport.norm_reducer import Courier, Parcel
+from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
 
 Check = Callable[[], None]
 
@@ -168,7 +168,7 @@ class PostValidated:
     The attributes are those of `Barrier`. The gradients stay until then, and so does all that the step was made from.
     """
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol], courier: Courier) -> None:
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol], courier: NormReducer) -> None:
         self.plan, self.stages, self.courier = plan, stages, courier
         self.sums = Sums(plan, rank, stages)
         device = self.sums.values.device
@@ -187,12 +187,12 @@ class PostValidated:
         values = self.sums.fill()
         self.ahead = step
         if values.device.type == "cpu":
-            self.courier.bring(Parcel(step, values.clone(), lambda: True))
+            self.courier.bring(NormPartial(step, values.clone(), lambda: True))
             return
         here = on_host(values)
         arrived = torch.cuda.Event()
         arrived.record()
-        self.courier.bring(Parcel(step, here, arrived.query))
+        self.courier.bring(NormPartial(step, here, arrived.query))
 
     def take(self, step: int) -> None:
         """STEP, ahead of the norm."""

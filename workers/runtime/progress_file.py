@@ -20,7 +20,7 @@ class State(NamedTuple):
     since: float
 
 
-class Board:
+class ProgressFile:
     """Written by the train thread before every instruction, at the cost of one copy of 32 bytes."""
 
     def __init__(self, path: Path, epoch: int) -> None:
@@ -30,7 +30,7 @@ class Board:
         self.epoch = epoch
         self.write(-1, -1)
 
-    def renew(self, epoch: int) -> Board:
+    def renew(self, epoch: int) -> ProgressFile:
         """The same board in a later epoch."""
         self.epoch = epoch
         self.write(-1, -1)

@@ -29,7 +29,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Stand:
+class RankSnapshot:
     """Where a rank stands after its epoch was ended from outside.
 
     `version` steps are in its weights. `ready` says that its gradients of the next step are whole, so that the step's

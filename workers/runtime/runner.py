@@ -17,29 +17,29 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import units_of
 from pentad.schedules.passes.validation import is_validated
 from pentad.schedules.simulate.timeline import Span
-from pentad.schedules.spec.plan import Plan, Share
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint import checkpoint
-from pentad.workers.custom.loader import first_values as own_values
-from pentad.workers.custom.stage import OwnStage
-from pentad.workers.data.batch_loader import Feed
+from pentad.workers.custom.loader import initial_values as own_values
+from pentad.workers.custom.stage import CustomStage
+from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_data
 from pentad.workers.model.stage import Stage
 from pentad.workers.model.stage_protocol import StageProtocol
 from pentad.workers.parallel.groups import abort_all, columns, connect, meet, serve
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import DTYPES, Parameters, create, cut_of
 from pentad.workers.params.sharded_state import file_of, named, read_whole
-from pentad.workers.runtime.abort import Fenced, Wires, run_out
+from pentad.workers.runtime.abort import Aborted, SocketRegistry, run_out
 from pentad.workers.runtime.executor import Executor
 from pentad.workers.runtime.optimizer_step import Barrier, PostValidated, Taken
-from pentad.workers.runtime.progress_file import Board, State
-from pentad.workers.runtime.results import Stand, StepResult
-from pentad.workers.runtime.streams import CudaLanes, HostLanes, Lanes, Times
-from pentad.workers.runtime.zero import Shards, collect
-from pentad.workers.transport.norm_reducer import Courier
+from pentad.workers.runtime.progress_file import ProgressFile, State
+from pentad.workers.runtime.results import RankSnapshot, StepResult
+from pentad.workers.runtime.streams import CudaStreams, HostStreams, Lanes, Times
+from pentad.workers.runtime.zero import ZeroShards, collect
+from pentad.workers.transport.norm_reducer import NormReducer
 from pentad.workers.transport.p2p import Transport
-from pentad.workers.transport.p2p_ipc import PeerCopy, channels
-from pentad.workers.transport.stream_flags import Signals
+from pentad.workers.transport.p2p_ipc import IpcTransport, channels
+from pentad.workers.transport.stream_flags import StreamFlags
 
 CALLS_KEPT = 4  # whose results the driver may ask for again
 
@@ -67,24 +67,24 @@ class Runner:
         self.device = torch.device(plan.device, gpu) if plan.device == "cuda" else torch.device("cpu")
         self._prepare()
         self.epoch = epoch
-        self.board: Board = Board(board, epoch) if before is None else before.board.renew(epoch)
+        self.board: ProgressFile = ProgressFile(board, epoch) if before is None else before.board.renew(epoch)
         held = before.parameters if before is not None and before.plan.layers == plan.layers else {}
         held = {at: parameters for at, parameters in held.items() if _fits(plan, rank, at, parameters)}
-        self.parameters: dict[Share, Parameters] = {
+        self.parameters: dict[ParamShard, Parameters] = {
             at: held[at] if at in held else _create(plan, at, self.device, rank, blank=blank)
             for at in plan.shares_of(rank)
         }
-        kind = Stage if plan.model.own is None else OwnStage
+        kind = Stage if plan.model.own is None else CustomStage
         self.stages: dict[int, StageProtocol] = {
-            s: kind(plan, s, banks_of(plan, rank, s, self.parameters), rank) for s in plan.stages_of(rank)
+            s: kind(plan, s, buffers_of(plan, rank, s, self.parameters), rank) for s in plan.stages_of(rank)
         }
         if before is not None:  # its other buffers make room
             before.stages.clear()
             before.shards.clear()
-        self.shards: Shards = Shards(plan, rank, self.stages)
+        self.shards: ZeroShards = ZeroShards(plan, rank, self.stages)
         length, fingerprint = plan.batch.length, plan.fingerprint
         corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint)
-        self.feed = Feed(plan, rank, corpus, self.device)
+        self.feed = BatchLoader(plan, rank, corpus, self.device)
         self.kept: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
         self.accounts: list[StepResult] = []  # of steps that are complete, for the next `run` to return
         # Steps in the weights; -1: they are nobody's yet.
@@ -92,9 +92,9 @@ class Runner:
         self.fenced = False
         self.reached = (0, -1, 0.0)  # steps behind the host, counter, and since when
         self.store: dist.TCPStore | None = None
-        self.wires: Wires | None = None
-        self.signals: Signals | None = None
-        self.transport: Transport | PeerCopy | None = None
+        self.wires: SocketRegistry | None = None
+        self.signals: StreamFlags | None = None
+        self.transport: Transport | IpcTransport | None = None
         self.executor: Executor | None = None
         self.lanes: Lanes | None = None
 
@@ -106,7 +106,7 @@ class Runner:
     def connect(self, address: str, timeout_seconds: float) -> None:
         """Joins the other ranks at 'HOST:PORT', where rank 0 does `serve`."""
         if self.device.type == "cpu":
-            self.wires = Wires(int(address.rpartition(":")[2]))
+            self.wires = SocketRegistry(int(address.rpartition(":")[2]))
         size = self.plan.mesh.size
         with self._unless_fenced():
             store, self.store = self.store or meet(address, size, timeout_seconds), None
@@ -118,7 +118,7 @@ class Runner:
                 self.wires.exchange(store, self.rank, size)
         stream = self.plan.program.streams[self.at.pp]
         lanes = {part.lane for part in units_of(stream)}
-        self.lanes = CudaLanes(self.device, lanes) if self.device.type == "cuda" else HostLanes()
+        self.lanes = CudaStreams(self.device, lanes) if self.device.type == "cuda" else HostStreams()
         self.transport = self._transport(store)
         self.executor = Executor(
             stream, self.stages, self.groups, self.transport, self.lanes, self.board, end, self.shards
@@ -140,7 +140,7 @@ class Runner:
                     bias.copy_(read_whole(found, f"model.{name}", tuple(bias.shape)))
         self._begin(step)
 
-    def receive(self, sources: Mapping[Share, int], step: int) -> None:
+    def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
         """Takes the state of `step` steps from living copies: `sources[share]` is the rank of the mesh that gives it.
 
         All holders of a share take part, those that have it already included.
@@ -173,7 +173,7 @@ class Runner:
             self.kept.append(results)
             return results
 
-    def save(self, folder: str, step: int, shares: tuple[Share, ...] | None = None) -> list[dict]:
+    def save(self, folder: str, step: int, shares: tuple[ParamShard, ...] | None = None) -> list[dict]:
         """Writes shares (those that this rank owns, if none are named); the driver commits the manifest.
 
         `step` steps are done, once that which is open is.
@@ -206,14 +206,14 @@ class Runner:
         self.fenced = True
         if self.executor is not None:
             self.executor.fenced = True
-            if isinstance(self.lanes, CudaLanes):
+            if isinstance(self.lanes, CudaStreams):
                 run_out(self.executor, self.signals, self.lanes, self._longest())
         if self.wires is not None:
             self.wires.cut()
 
     def position(self) -> State | None:
         """How far a GPU has come, which runs behind its host; None on a CPU, whose board says it. From any thread."""
-        if not isinstance(self.lanes, CudaLanes) or self.executor is None or self.executor.fenced:
+        if not isinstance(self.lanes, CudaStreams) or self.executor is None or self.executor.fenced:
             return None
         reached = self.lanes.reached()
         if reached is None:
@@ -229,7 +229,7 @@ class Runner:
         if self.device.type == "cuda" and dist.is_initialized():
             abort_all()
 
-    def leave(self) -> Stand:
+    def leave(self) -> RankSnapshot:
         """After `fence`, from the train thread: gives the epoch's communicators up and says where this rank stands."""
         norm, ready = 0.0, False
         if self.executor is not None:
@@ -239,7 +239,7 @@ class Runner:
         self.close()
         known = (result for call in (*self.kept, self.accounts) for result in call)
         results = tuple(result for result in known if result.step < self.version)
-        return Stand(self.version, ready, norm, results)
+        return RankSnapshot(self.version, ready, norm, results)
 
     def advance(self, norm: float) -> None:
         """Takes the step whose gradients were whole when the epoch ended, with its global norm."""
@@ -276,16 +276,16 @@ class Runner:
             return Barrier(self.plan, self.groups, self.stages)
         mesh, firsts = self.plan.mesh, columns(self.plan.mesh)
         pipeline = firsts.index(mesh.move(self.rank, pp=0))
-        courier = Courier(meet(address, mesh.size, timeout_seconds), pipeline, self.at.pp, len(firsts), mesh.pp)
+        courier = NormReducer(meet(address, mesh.size, timeout_seconds), pipeline, self.at.pp, len(firsts), mesh.pp)
         return PostValidated(self.plan, self.rank, self.stages, courier)
 
-    def _transport(self, store: dist.TCPStore) -> Transport | PeerCopy:
+    def _transport(self, store: dist.TCPStore) -> Transport | IpcTransport:
         shape = (self.plan.stream_tokens, self.plan.model.hidden)
         dtype = DTYPES[self.plan.dtype]
         if self.plan.transport == "peer":
             count = 2 * len(channels(self.plan))
-            self.signals = Signals(store, self.rank, self.plan.mesh.size, count, self.epoch)
-            return PeerCopy(self.plan, self.rank, shape, dtype, self.device, store, self.signals)
+            self.signals = StreamFlags(store, self.rank, self.plan.mesh.size, count, self.epoch)
+            return IpcTransport(self.plan, self.rank, shape, dtype, self.device, store, self.signals)
         return Transport(self.groups, self.plan.mesh, shape, dtype, self.device)
 
     def _begin(self, step: int) -> None:
@@ -349,21 +349,21 @@ class Runner:
             self._refuse_if_fenced()
         except Exception as error:
             if self.fenced:
-                raise Fenced(str(error)) from None
+                raise Aborted(str(error)) from None
             self.fenced = True
             raise
 
     def _refuse_if_fenced(self) -> None:
         if self.fenced:
-            raise Fenced
+            raise Aborted
 
 
-def _create(plan: Plan, at: Share, device: torch.device, rank: int, *, blank: bool) -> Parameters:
+def _create(plan: Plan, at: ParamShard, device: torch.device, rank: int, *, blank: bool) -> Parameters:
     own = plan.model.own
     initial = None if own is None or blank else own_values(own, plan.seed, *plan.layers[at.stage])
     return create(plan, at, device, rank=rank, blank=blank, initial=initial)
 
 
-def _fits(plan: Plan, rank: int, at: Share, held: Parameters) -> bool:
+def _fits(plan: Plan, rank: int, at: ParamShard, held: Parameters) -> bool:
     """Whether a rank can go on with the parameters of an earlier plan's share."""
     return at in plan.shares_of(rank) and held.cut == cut_of(plan, at, rank)

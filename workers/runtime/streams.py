@@ -34,7 +34,7 @@ class Issued(NamedTuple):
     spans: list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]]
 
 
-class HostLanes:
+class HostStreams:
     """CPU: compute is synchronous; a transfer or reduction runs in the background until somebody waits for it."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class HostLanes:
         spans[index] = (part, start, time.monotonic())
 
 
-class CudaLanes:
+class CudaStreams:
     """GPU: a stream a lane, an event before and after every instruction; the host waits for no event in a step."""
 
     def __init__(self, device: torch.device, lanes: set[str]) -> None:
@@ -225,4 +225,4 @@ class CudaLanes:
         return self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
 
 
-Lanes = HostLanes | CudaLanes
+Lanes = HostStreams | CudaStreams

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.stage_protocol import StageProtocol
 from pentad.workers.params.buckets import Place
-from pentad.workers.params.param_buffers import Bank
+from pentad.workers.params.param_buffers import ParamBuffers
 
 
 class Copy(NamedTuple):
@@ -41,7 +41,7 @@ class Tied:
                 gives = bank.parameters.cut.parts > 1 or plan.owner(share) == rank
                 self._add(bank, gives)
 
-    def _add(self, bank: Bank, gives: bool) -> None:
+    def _add(self, bank: ParamBuffers, gives: bool) -> None:
         parameters = bank.parameters
         for local in parameters.locals:
             if "embedding" in (local.name, local.tensor.like):

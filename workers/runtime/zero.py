@@ -18,14 +18,14 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.stage_protocol import StageProtocol
 from pentad.workers.parallel.groups import Groups
 from pentad.workers.parallel.tensor_parallel import gather_all, scatter_sum
-from pentad.workers.params.param_buffers import Bank
+from pentad.workers.params.param_buffers import ParamBuffers
 from pentad.workers.params.parameters import Parameters
 
 CHUNK = 2**24  # elements of a shard that travel at once to who saves it
 Slot = tuple[int, int]  # number of the buffer and of the bank
 
 
-class Shards:
+class ZeroShards:
     """Runs ALL_GATHER, FREE and REDUCE_SCATTER of a rank. A stage that it alone holds is whole all the time."""
 
     def __init__(self, plan: Plan, rank: int, stages: Mapping[int, StageProtocol]) -> None:
@@ -113,5 +113,5 @@ def _buffers(slots: Slots, stages: Mapping[int, StageProtocol], like: str) -> di
     return found
 
 
-def _whole(buffer: torch.Tensor, bank: Bank) -> torch.Tensor:
+def _whole(buffer: torch.Tensor, bank: ParamBuffers) -> torch.Tensor:
     return buffer[: bank.parameters.cut.whole]

@@ -17,7 +17,7 @@ POLL_SECONDS = 5e-4
 PATIENCE = timedelta(milliseconds=200)
 
 
-class Parcel(NamedTuple):
+class NormPartial(NamedTuple):
     """This rank's part of a step's sums: float64 on the host, whole once `arrived` says so."""
 
     step: int
@@ -25,7 +25,7 @@ class Parcel(NamedTuple):
     arrived: Callable[[], bool]
 
 
-class Courier:
+class NormReducer:
     """One rank's courier: it adds this rank's part to what comes from the rank before and passes the sum on.
 
     The last rank's sum of every pipeline is what `hear` returns on all ranks. Few bytes a step, so they go by the store
@@ -34,7 +34,7 @@ class Courier:
 
     def __init__(self, store: dist.TCPStore, pipeline: int, pp: int, pipelines: int, ranks: int) -> None:
         self.store, self.pipeline, self.pp, self.pipelines, self.ranks = store, pipeline, pp, pipelines, ranks
-        self.parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self.parcels: queue.SimpleQueue[NormPartial | None] = queue.SimpleQueue()
         self.whole: dict[int, torch.Tensor] = {}
         self.given = -1  # the last step whose part was whole
         self.closed = False
@@ -42,7 +42,7 @@ class Courier:
         self.failed: Exception | None = None
         threading.Thread(target=self._run, name="courier", daemon=True).start()
 
-    def bring(self, parcel: Parcel) -> None:
+    def bring(self, parcel: NormPartial) -> None:
         self.parcels.put(parcel)
 
     def hear(self, step: int, check: Callable[[], None]) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Courier:
                 self.failed = error
                 self.news.notify_all()
 
-    def _carry(self, parcel: Parcel) -> None:
+    def _carry(self, parcel: NormPartial) -> None:
         while not parcel.arrived():
             if self.closed:
                 return

@@ -16,7 +16,7 @@ from pentad.schedules.ir.instruction import RECEIVES, Instruction, Op, units_of
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.parallel.groups import Channel, channel, columns, edges
 from pentad.workers.transport.ipc import Opened, offer
-from pentad.workers.transport.stream_flags import LINE, Signals
+from pentad.workers.transport.stream_flags import LINE, StreamFlags
 
 
 def slot_counts(plan: Plan, pipeline_rank: int) -> Counter[Op]:
@@ -39,7 +39,7 @@ def channels(plan: Plan) -> dict[Channel, int]:
     return {name: number for number, name in enumerate(ends)}
 
 
-class PeerCopy:
+class IpcTransport:
     """Transfers of one rank; the same calls as `Transport`. All ranks of the mesh must be on one host.
 
     A rank's buffer holds its slots, activations first, then gradients; those who send to it have it mapped. A channel
@@ -54,7 +54,7 @@ class PeerCopy:
         dtype: torch.dtype,
         device: torch.device,
         store: dist.Store,
-        signals: Signals,
+        signals: StreamFlags,
     ) -> None:
         self.plan, self.rank, self.shape, self.dtype, self.signals = plan, rank, shape, dtype, signals
         self.at = plan.mesh.coordinates(rank)

@@ -24,7 +24,7 @@ _PORTABLE_AND_MAPPED = 3
 SHARED = Path("/dev/shm")
 
 
-class Signals:
+class StreamFlags:
     """`count` words, all 0, that the ranks which meet at `store` share; rank 0 makes the file, which has no name left
     when everybody has it open."""
 

@@ -12,7 +12,7 @@ from commands import Pentad, pentad
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.palette import look
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
 
 __all__ = ["pentad"]
 
@@ -22,7 +22,7 @@ def test_what_spares_memory_is_in_the_program_and_its_drawings(pentad: Pentad, t
     arguments = ("schedule", "interleaved", *SIZES, "--chunks", "2", *more, "--post-validation")
     status, out, _ = pentad(*arguments, "--json")
     facts = json.loads(out)
-    savings = Savings(3, 2, 1, frozenset({0, 2}), 2.0)
+    savings = MemoryOptions(3, 2, 1, frozenset({0, 2}), 2.0)
     costs, options = Costs.uniform(8, chunks=2), Options(2)
     program = compile_program(
         "interleaved", 4, 8, costs=costs, options=options, savings=savings, validated=True, replicas=2

@@ -16,7 +16,7 @@ from pentad.orchestrator.cli.show_status import status_view
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.control.control_client import NotLive, connect, ended
 from pentad.orchestrator.control.server import Control
-from pentad.orchestrator.monitoring.run_state import Wishes
+from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -188,7 +188,7 @@ def test_a_folder_before_its_first_step_has_a_status(tmp_path: Path) -> None:
 
 
 def test_a_port_that_another_run_has_now_is_told(folder: Path, tmp_path: Path) -> None:
-    with closing(Control(tmp_path, "127.0.0.1", 0, Wishes())) as other:
+    with closing(Control(tmp_path, "127.0.0.1", 0, ControlRequests())) as other:
         endpoint = {"address": other.address, "token": "of a run that was killed", "pid": 1}
         (folder / "control.json").write_text(json.dumps(endpoint))
         with (

@@ -28,7 +28,7 @@ from pentad.orchestrator.control import interceptors
 from pentad.orchestrator.control.control_client import NotLive
 from pentad.orchestrator.control.control_messages import METHODS, plain, status_of
 from pentad.orchestrator.control.server import Control
-from pentad.orchestrator.monitoring.run_state import RunView, Wishes
+from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView
 from pentad.schedules.ir.errors import PentadError
 
 FOLDER = ROOT / "orchestrator"
@@ -124,7 +124,7 @@ def test_no_method_answers_without_the_token(served: Served, generated: Path, to
 
 
 def test_the_endpoint_is_for_the_user_only_and_ends_with_the_run(tmp_path: Path) -> None:
-    control = Control(tmp_path, "127.0.0.1", 0, Wishes())
+    control = Control(tmp_path, "127.0.0.1", 0, ControlRequests())
     path = tmp_path / "control.json"
     assert path.stat().st_mode & 0o777 == 0o600
     endpoint = json.loads(path.read_text())
@@ -142,7 +142,7 @@ def test_a_service_that_cannot_say_where_it_is_does_not_run(tmp_path: Path) -> N
     before = threading.active_count()
     (tmp_path / "control.json").mkdir()
     with pytest.raises(PentadError, match=r"control.json cannot be written"):
-        Control(tmp_path, "127.0.0.1", 0, Wishes())
+        Control(tmp_path, "127.0.0.1", 0, ControlRequests())
     assert threading.active_count() <= before + 1  # grpc keeps a poller of its own
     assert "control" not in {thread.name for thread in threading.enumerate()}
 
@@ -158,22 +158,22 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path, reusable: bool, capfd: pyt
             rf"metrics.control_port is {port}, but .*pid {os.getpid()}.* has that port .*; wanted a free one, or 0"
         )
         with pytest.raises(PentadError, match=sentence):
-            Control(tmp_path, "127.0.0.1", port, Wishes())
+            Control(tmp_path, "127.0.0.1", port, ControlRequests())
     assert capfd.readouterr().err == ""
-    with closing(Control(tmp_path, "127.0.0.1", port, Wishes())) as control:
+    with closing(Control(tmp_path, "127.0.0.1", port, ControlRequests())) as control:
         assert control.address == f"127.0.0.1:{port}"
         with pytest.raises(PentadError, match=f"metrics.control_port is {port}"):
-            Control(tmp_path / "other", "127.0.0.1", port, Wishes())
+            Control(tmp_path / "other", "127.0.0.1", port, ControlRequests())
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.invalid", "x" * 100])
 def test_a_host_that_is_not_this_machine_is_one_sentence(tmp_path: Path, host: str) -> None:
     with pytest.raises(PentadError, match=rf"metrics.host is '{host}', where nothing can listen \(.*\), wanted an a"):
-        Control(tmp_path, host, 0, Wishes())
+        Control(tmp_path, host, 0, ControlRequests())
 
 
 def test_all_interfaces_are_told_as_an_address_that_others_reach(tmp_path: Path) -> None:
-    with closing(Control(tmp_path, "0.0.0.0", 0, Wishes())) as control:
+    with closing(Control(tmp_path, "0.0.0.0", 0, ControlRequests())) as control:
         assert not control.address.startswith("0.0.0.0")
         with connected(tmp_path) as client:
             assert client.status()["state"] == "starting"

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.monitoring.display import Display, RankState, Seat, ending, layers_text
+from pentad.orchestrator.monitoring.display import Display, RankPlacement, RankState, ending, layers_text
 from pentad.orchestrator.monitoring.progress_bars import bars, coloured_grid, sparkline
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.planning import make_plan
@@ -44,11 +44,11 @@ def row(step: int, **more: object) -> dict:
     return {**facts, **rates, **more}
 
 
-def planned(*overrides: str) -> tuple[Plan, Costs, list[Seat]]:
+def planned(*overrides: str) -> tuple[Plan, Costs, list[RankPlacement]]:
     plan = make_plan(load(None, list(overrides)), "cpu")
     costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
     at = plan.mesh.coordinates
-    return plan, costs, [Seat(rank, at(rank), "node-1", "CPU", 4000 + rank) for rank in range(plan.mesh.size)]
+    return plan, costs, [RankPlacement(rank, at(rank), "node-1", "CPU", 4000 + rank) for rank in range(plan.mesh.size)]
 
 
 def states(plan: Plan, step: int) -> list[RankState]:

@@ -19,7 +19,7 @@ from layer_cases import (
 from pentad.orchestrator.planning.activations import shares_of
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel.async_ops import alone as at_once
+from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.parameters import DTYPES
 
 MODES = ("none", "selective", "full")
@@ -40,7 +40,7 @@ def check(plan: Plan, index: int) -> None:
     fixed = [*gradients(stage), received, tokens]
     further = tokens.expand(plan.model.predicted, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
-    at_once(stage.forward(0, received, *ends, further, starts))
+    run_to_completion(stage.forward(0, received, *ends, further, starts))
     saved = of.saved - (0 if stage.first else of.entry)
     said = {"none": saved, "selective": saved - of.leaves, "full": 0}[mode]
     found = size(stage.kept[0][1:], *fixed)
@@ -52,7 +52,7 @@ def check(plan: Plan, index: int) -> None:
     stays = found - sum(each.nbytes() for each in stage.movable(0))
     assert stays == of.still
     dy = None if stage.last else torch.randn(shape).to(dtype)
-    at_once(stage.backward_input(0, dy))
+    run_to_completion(stage.backward_input(0, dy))
     found = size(stage.deferred[0], *fixed, dy)
     assert found == of.deferred - of.given
 

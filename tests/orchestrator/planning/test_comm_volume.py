@@ -17,12 +17,12 @@ from pentad.orchestrator.planning.comm_volume import Flow, Flows, flows, layer_f
 from pentad.orchestrator.planning.hardware import NODE, crosses
 from pentad.schedules.spec import plan as plan_module
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import LINE, Plan, Share
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.plan import LINE, ParamShard, Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import parameters
 from pentad.workers.parallel import cp_all_gather, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
-from pentad.workers.parallel.async_ops import Coming
-from pentad.workers.parallel.async_ops import alone as at_once
+from pentad.workers.parallel.async_ops import AsyncResult
+from pentad.workers.parallel.async_ops import run_to_completion as at_once
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
     """All that layers send, from here on; products have tiles."""
     found, caches = Flows(), (stage_flows, layer_flows)
 
-    def pass_on(group: Group, sent: torch.Tensor, room: torch.Tensor) -> Coming[torch.Tensor]:
+    def pass_on(group: Group, sent: torch.Tensor, room: torch.Tensor) -> AsyncResult[torch.Tensor]:
         found.add("cp", "ring", 1, sent.nbytes)
         return passed(group, sent, room)
 
@@ -41,7 +41,7 @@ def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
 
         return call
 
-    def exchange(group: Group, sent: list[torch.Tensor], laid: Any) -> Coming[list[torch.Tensor]]:
+    def exchange(group: Group, sent: list[torch.Tensor], laid: Any) -> AsyncResult[list[torch.Tensor]]:
         found.add("cp", "exchange", 1, sum(each.nbytes for each in sent) * (group.size() - 1) // group.size())
         return exchanged(group, sent, laid)
 
@@ -93,10 +93,10 @@ def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
     piece, mode = piece_of(plan)._replace(device=device), plan.mode(index)
     further = tokens.expand(plan.model.predicted, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
-    steps: list[Any] = [("F", lambda: at_once(stage.forward(0, received, *ends, further)))]
+    steps: list[Any] = [("F", lambda: run_to_completion(stage.forward(0, received, *ends, further)))]
     if mode != "none":
         steps.append(("again" if mode == "full" else "leaves", lambda: stage.recompute(0)))
-    steps.append(("B", lambda: at_once(stage.backward_input(0, dy))))
+    steps.append(("B", lambda: run_to_completion(stage.backward_input(0, dy))))
     for when, do in steps:
         log.clear()
         do()
@@ -104,7 +104,7 @@ def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
 
 
 def test_a_step_is_the_sum_of_its_instructions(corpus: str) -> None:
-    plan = plan_of("1f1b", 2, 2, 4, corpus, tp=2, savings=Savings(zero=1))
+    plan = plan_of("1f1b", 2, 2, 4, corpus, tp=2, savings=MemoryOptions(zero=1))
     found, piece = flows(plan, 0), piece_of(plan)
     once: Counter[Flow] = Counter()
     for when in ("F", "B"):
@@ -120,9 +120,9 @@ def test_a_step_is_the_sum_of_its_instructions(corpus: str) -> None:
 @pytest.mark.parametrize("zero", range(4))
 def test_a_step_moves_what_the_paper_says(corpus: str, zero: int) -> None:
     """arXiv 1910.02054, section 7: 2N of gradients and weights, 3N where weights are gathered for both directions."""
-    plan = plan_of("gpipe", 4, 1, 2, corpus, savings=Savings(zero=zero))
+    plan = plan_of("gpipe", 4, 1, 2, corpus, savings=MemoryOptions(zero=zero))
     found = {flow.kind: sent for flow, sent in flows(plan, 0).items()}
-    size = plan.shards(Share(0)) * plan.shard_size(Share(0))
+    size = plan.shards(ParamShard(0)) * plan.shard_size(ParamShard(0))
     assert 0 <= size - parameters(MODEL) < 4 * LINE, "shards are filled up"
     moved = sum(sent.bytes for sent in found.values()) / 8 / size
     assert moved == pytest.approx(2 * 3 / 4, rel=1e-3)  # (n - 1) / n of 2N; a whole rank is gathered but once

@@ -14,7 +14,7 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan, split_layers
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import head_in_layers, parameters
 
 ROOM = room_of("cuda", 79).bytes
@@ -22,7 +22,9 @@ ROOM = room_of("cuda", 79).bytes
 
 def planned(row: Published) -> Plan:
     model, mesh = MODELS[row.model], Mesh(dp=row.dp, tp=row.tp, pp=row.pp)
-    program = compile_program("1f1b", row.pp, row.parts, replicas=row.dp, gated=True, savings=Savings(zero=row.zero))
+    program = compile_program(
+        "1f1b", row.pp, row.parts, replicas=row.dp, gated=True, savings=MemoryOptions(zero=row.zero)
+    )
     return Plan(
         name="published",
         mesh=mesh,

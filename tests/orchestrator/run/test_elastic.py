@@ -20,7 +20,7 @@ from threenodes import Cluster, Run, kill, three_nodes
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.control.control_client import connect
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.run.regroup import Stock, complete
+from pentad.orchestrator.run.regroup import RecoveryState, complete
 from pentad.workers.runtime.progress_file import read_board
 
 SMALL = (
@@ -262,10 +262,10 @@ def test_a_fault_while_a_checkpoint_is_read_again(nodes, start, reference):
 
 def test_ranks_that_have_no_state_yet_are_no_source_of_it():
     plan = make_plan(load(None, [*SMALL, *SQUARE, "schedule.name=1f1b"]), "cpu")
-    assert complete(plan, Stock(0, (0, 1, 2, 3)))
-    assert complete(plan, Stock(7, (0, 3)))
-    assert not complete(plan, Stock(7, (0, 1)))
-    assert not complete(plan, Stock(-1, (0, 1, 2, 3)))
+    assert complete(plan, RecoveryState(0, (0, 1, 2, 3)))
+    assert complete(plan, RecoveryState(7, (0, 3)))
+    assert not complete(plan, RecoveryState(7, (0, 1)))
+    assert not complete(plan, RecoveryState(-1, (0, 1, 2, 3)))
 
 
 def test_a_fault_in_the_first_step(nodes, start, reference):

@@ -11,8 +11,8 @@ from rich.console import Console
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.event_bus import News
-from pentad.orchestrator.monitoring.run_state import Wishes
+from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import METRICS, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run.interrupts import Interrupts
@@ -109,8 +109,8 @@ def run(tmp_path: Path) -> Run:
             prepare(ranks)
         with RunFolder(config, plan) as folder:
             display = Display(Console(quiet=True), config.run.name, config.run.steps)
-            news = News(config, folder, display, first, None)
-            history, wishes = History(plan, 1, keep=2), Wishes()
+            news = EventBus(config, folder, display, first, None)
+            history, wishes = History(plan, 1, keep=2), ControlRequests()
             calls = Calls(config, ranks, news, history, interrupts, wishes, first, first, lambda: False)  # type: ignore[arg-type]
             ranks.calls = calls
             calls.run()

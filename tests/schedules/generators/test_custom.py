@@ -18,11 +18,11 @@ from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import ScheduleError
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 from pentad.schedules.verify.check import check
 
 Write = Callable[[str], str]  # the code of a file -> the text that names its `plan`
-SMALL = Shape(2, 4)
+SMALL = ScheduleSpec(2, 4)
 HEAD = "from pentad.schedules.generators.custom import BW, B, F, W\n"
 PLAN = "def plan(rank, ranks, microbatches):\n"
 
@@ -40,7 +40,7 @@ def plan(*lines: str) -> str:
     return PLAN + "".join(f"    {line}\n" for line in lines)
 
 
-def told(text: str, shape: Shape = SMALL) -> str:
+def told(text: str, shape: ScheduleSpec = SMALL) -> str:
     with pytest.raises(PentadError) as error:
         program(text, shape)
     said = str(error.value)
@@ -79,42 +79,43 @@ def test_the_constructors_are_the_four_compute_instructions() -> None:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 4), (4, 8)])
 def test_an_own_gpipe_is_the_catalogue_s(write: Write, ranks: int, microbatches: int) -> None:
-    made = program(write(GPIPE), Shape(ranks, microbatches))
+    made = program(write(GPIPE), ScheduleSpec(ranks, microbatches))
     assert made.hash == generate("gpipe", ranks, microbatches).hash
     compiled(made)
 
 
 def test_the_catalogue_s_generators_are_own_schedules(tmp_path: Path) -> None:
     file = ROOT / "schedules" / "generators" / "zero_bubble.py"
-    assert program(f"{file}:zb_h2", Shape(4, 8)).hash == generate("zb-h2", 4, 8).hash
+    assert program(f"{file}:zb_h2", ScheduleSpec(4, 8)).hash == generate("zb-h2", 4, 8).hash
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_chunks_reach_a_function_that_has_the_parameter(write: Write, chunks: int) -> None:
-    made = program(write(LOOPED), Shape(2, 4, chunks))
+    made = program(write(LOOPED), ScheduleSpec(2, 4, chunks))
     assert (made.chunks, made.stages) == (chunks, 2 * chunks)
     assert made.placement == tuple(tuple(range(rank, 2 * chunks, 2)) for rank in range(2))
     compiled(made)
 
 
 def test_chunks_that_the_stages_do_not_make_are_refused(write: Write) -> None:
-    assert "chunks is 2" in told(write(GPIPE), Shape(2, 4, 2))
+    assert "chunks is 2" in told(write(GPIPE), ScheduleSpec(2, 4, 2))
 
 
 def test_text_is_an_instruction_too(write: Write) -> None:
-    made = program(write(plan("yield '0F0'", "yield F(0, 1)", "yield '0B0'", "yield '(0F2+0BW1)'")), Shape(1, 3))
+    made = program(write(plan("yield '0F0'", "yield F(0, 1)", "yield '0B0'", "yield '(0F2+0BW1)'")), ScheduleSpec(1, 3))
     assert made.streams[0] == (F(0, 0), F(0, 1), B(0, 0), Overlap(F(0, 2), BW(0, 1)))
 
 
 def test_numpy_s_numbers_are_whole_numbers(write: Write) -> None:
     made = program(
-        write("import numpy\n" + plan("yield from (F(numpy.int64(rank), mb) for mb in numpy.arange(2))")), Shape(1, 2)
+        write("import numpy\n" + plan("yield from (F(numpy.int64(rank), mb) for mb in numpy.arange(2))")),
+        ScheduleSpec(1, 2),
     )
     assert all(type(number) is int for unit in made.streams[0] for part in unit.parts for number in part[1:3])
 
 
 def test_a_list_is_as_good_as_a_generator(write: Write) -> None:
-    made = program(write(plan("return [F(rank, 0), BW(rank, 0)]")), Shape(2, 1))
+    made = program(write(plan("return [F(rank, 0), BW(rank, 0)]")), ScheduleSpec(2, 1))
     assert made.streams[1] == (F(1, 0), BW(1, 0))
 
 
@@ -122,7 +123,7 @@ def test_stages_on_two_ranks_make_one_chunk(write: Write) -> None:
     """Half of the microbatches enter at each end, as in DualPipe."""
     lines = ["for mb, stage in ((0, rank), (1, ranks - 1 - rank)):", "    yield F(stage, mb)"]
     lines += ["for mb, stage in ((0, rank), (1, ranks - 1 - rank)):", "    yield BW(stage, mb)"]
-    made = program(write(plan(*lines)), Shape(2, 2))
+    made = program(write(plan(*lines)), ScheduleSpec(2, 2))
     assert (made.placement, made.chunks) == (((0, 1), (1, 0)), 1)
     compiled(made)
 
@@ -211,6 +212,6 @@ REFUSED = {
 def test_a_wrong_order_is_refused_and_its_culprit_named(write: Write, lines: list[str], words: str) -> None:
     ranks = 2 if "rank == 0" in lines[0] else 1
     with pytest.raises(ScheduleError) as error:
-        compiled(program(write(plan(*lines)), Shape(ranks, 2)))
+        compiled(program(write(plan(*lines)), ScheduleSpec(ranks, 2)))
     assert words in str(error.value)
     assert error.value.rank == 0 and error.value.index >= 0

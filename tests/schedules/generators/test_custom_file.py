@@ -10,7 +10,7 @@ import pytest
 
 from pentad.schedules.generators.custom import F, load, program
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 Write = Callable[[str], str]  # the code of a file -> the text that names its `plan`
 HEAD = "from pentad.schedules.generators.custom import BW, B, F, W\n"
@@ -32,23 +32,23 @@ def plan(*lines: str) -> str:
 
 def told(text: str) -> str:
     with pytest.raises(PentadError) as error:
-        program(text, Shape(2, 4))
+        program(text, ScheduleSpec(2, 4))
     said = str(error.value)
     assert said.startswith(f"schedule {text}: ") and "\n" not in said and len(said) < 600
     return said
 
 
 def test_the_file_runs_anew_each_time_and_leaves_nothing_beside_it(write: Write, tmp_path: Path) -> None:
-    assert len(program(write(plan("yield F(0, 0)")), Shape(1, 1)).streams[0]) == 1
-    assert len(program(write(plan("yield F(0, 1)")), Shape(1, 1)).streams[0]) == 1
-    assert program(write(plan("yield F(0, 2)")), Shape(1, 1)).streams[0] == (F(0, 2),)
+    assert len(program(write(plan("yield F(0, 0)")), ScheduleSpec(1, 1)).streams[0]) == 1
+    assert len(program(write(plan("yield F(0, 1)")), ScheduleSpec(1, 1)).streams[0]) == 1
+    assert program(write(plan("yield F(0, 2)")), ScheduleSpec(1, 1)).streams[0] == (F(0, 2),)
     assert [path.name for path in tmp_path.iterdir()] == ["my.py"]
     assert str(tmp_path) not in sys.path
 
 
 def test_a_file_knows_where_it_is(write: Write) -> None:
     text = write("from pathlib import Path\nassert Path(__file__).read_text()\n" + plan("yield F(rank, 0)"))
-    assert program(text, Shape(2, 4)).ranks == 2
+    assert program(text, ScheduleSpec(2, 4)).ranks == 2
 
 
 def test_a_file_may_hold_dataclasses_and_its_future_is_its_own(write: Write, tmp_path: Path) -> None:
@@ -57,11 +57,11 @@ def test_a_file_may_hold_dataclasses_and_its_future_is_its_own(write: Write, tmp
         "yield from (F(rank, mb) for mb in range(Phase(2).count))"
     )
     (tmp_path / "my.py").write_text(code)
-    assert len(load(f"{tmp_path}/my.py:plan")(Shape(1, 2))[0]) == 2
+    assert len(load(f"{tmp_path}/my.py:plan")(ScheduleSpec(1, 2))[0]) == 2
 
 
 def test_what_the_file_prints_is_not_on_stdout(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    program(write("print('loaded')\n" + plan("print('asked')", "yield F(rank, 0)")), Shape(1, 1))
+    program(write("print('loaded')\n" + plan("print('asked')", "yield F(rank, 0)")), ScheduleSpec(1, 1))
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err == "loaded\nasked\n"
 
@@ -112,4 +112,4 @@ def test_a_file_that_fails_is_told_with_its_line(write: Write, code: str, words:
 
 def test_ctrl_c_is_not_the_file_s_mistake(write: Write) -> None:
     with pytest.raises(KeyboardInterrupt):
-        program(write("raise KeyboardInterrupt\n"), Shape(1, 1))
+        program(write("raise KeyboardInterrupt\n"), ScheduleSpec(1, 1))

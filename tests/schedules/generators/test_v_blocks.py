@@ -17,7 +17,7 @@ from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 from pentad.schedules.verify.check import check, peak_activations
 
 GENERATORS = {"v-half": v_half, "v-min": v_min}
@@ -27,7 +27,7 @@ names = pytest.mark.parametrize("name", GENERATORS)
 
 
 def program_of(name: str, p: int, m: int, costs: Costs | None = None) -> Program:
-    streams = GENERATORS[name](Shape(p, m, chunks=2, costs=costs))
+    streams = GENERATORS[name](ScheduleSpec(p, m, chunks=2, costs=costs))
     return Program(name, streams, tuple((r, 2 * p - 1 - r) for r in range(p)), m, 2)
 
 

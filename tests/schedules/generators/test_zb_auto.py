@@ -18,7 +18,7 @@ from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times
-from pentad.schedules.spec.schedule_spec import Shape
+from pentad.schedules.spec.schedule_spec import ScheduleSpec
 from pentad.schedules.verify.check import check, peak_activations
 
 Streams = Sequence[tuple[Unit, ...]]
@@ -42,13 +42,13 @@ LIMITS = st.one_of(st.integers(1, 12), st.floats(1, 12))
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> Shape:
+def shapes(draw: st.DrawFn) -> ScheduleSpec:
     """Every stage costs something else, on any scale."""
     ranks, scale = draw(st.integers(1, 6)), draw(st.sampled_from([1e-6, 1.0, 1e3]))
     each = st.tuples(*[st.floats(0.01, 10).map(lambda cost: cost * scale)] * ranks)
     transfer, launch = (scale * draw(st.floats(0, 3)) for _ in range(2))
     costs = Costs(draw(each), draw(each), draw(each), transfer=transfer, launch=launch)
-    return Shape(ranks, draw(st.integers(1, 12)), costs=costs, limit=draw(LIMITS))
+    return ScheduleSpec(ranks, draw(st.integers(1, 12)), costs=costs, limit=draw(LIMITS))
 
 
 def program(streams: Streams, microbatches: int) -> Program:
@@ -65,7 +65,7 @@ def spans(streams: Streams, microbatches: int, costs: Costs) -> tuple[float, flo
 def test_bubble_rates_are_no_higher_than_published(
     ranks: int, microbatches: int, f: float, b: float, w: float, transfer: float, rate_1p: float, rate_2p: float
 ) -> None:
-    shape = Shape(ranks, microbatches, costs=Costs.uniform(ranks, f, b, w, transfer=transfer))
+    shape = ScheduleSpec(ranks, microbatches, costs=Costs.uniform(ranks, f, b, w, transfer=transfer))
     assert shape.costs
     for schedule, published in ((zb_1p, rate_1p), (zb_2p, rate_2p)):
         longest, _ = spans(schedule(shape), microbatches, shape.costs)
@@ -80,7 +80,7 @@ def test_four_ranks_reach_the_optimum(
     microbatches: int, costs: tuple[float, float, float, float], longest_1p: float, longest_2p: float
 ) -> None:
     f, b, w, transfer = costs
-    shape = Shape(4, microbatches, costs=Costs.uniform(4, f, b, w, transfer=transfer))
+    shape = ScheduleSpec(4, microbatches, costs=Costs.uniform(4, f, b, w, transfer=transfer))
     assert shape.costs
     assert spans(zb_1p(shape), microbatches, shape.costs)[0] == longest_1p
     assert spans(zb_2p(shape), microbatches, shape.costs)[0] == longest_2p
@@ -88,7 +88,7 @@ def test_four_ranks_reach_the_optimum(
 
 @given(shape=shapes())
 @settings(max_examples=25)
-def test_every_order_is_whole_and_proven(shape: Shape) -> None:
+def test_every_order_is_whole_and_proven(shape: ScheduleSpec) -> None:
     order = program(zb_auto(shape), shape.microbatches)
     for rank, stream in enumerate(order.streams):
         for op in (Op.F, Op.B, Op.W):
@@ -99,14 +99,14 @@ def test_every_order_is_whole_and_proven(shape: Shape) -> None:
 
 @given(shape=shapes())
 @settings(max_examples=50)
-def test_no_rank_keeps_more_than_its_limit(shape: Shape) -> None:
+def test_no_rank_keeps_more_than_its_limit(shape: ScheduleSpec) -> None:
     assert shape.limit
     assert max(peak_activations(program(zb_auto(shape), shape.microbatches))) <= shape.limit
 
 
 @given(shape=shapes())
 @settings(max_examples=50)
-def test_never_longer_than_zb_h1_or_zb_h2_within_the_limit(shape: Shape) -> None:
+def test_never_longer_than_zb_h1_or_zb_h2_within_the_limit(shape: ScheduleSpec) -> None:
     assert shape.limit and shape.costs
     longest, _ = spans(zb_auto(shape), shape.microbatches, shape.costs)
     for known in (zb_h1, zb_h2):
@@ -117,31 +117,31 @@ def test_never_longer_than_zb_h1_or_zb_h2_within_the_limit(shape: Shape) -> None
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (4, 1), (4, 3), (4, 8), (5, 13)])
 def test_one_microbatch_a_rank_runs_them_one_after_the_other(ranks: int, microbatches: int) -> None:
-    streams = zb_auto(Shape(ranks, microbatches, limit=1))
+    streams = zb_auto(ScheduleSpec(ranks, microbatches, limit=1))
     assert all([part.op for part in units_of(stream)] == [Op.F, Op.B, Op.W] * microbatches for stream in streams)
 
 
 @pytest.mark.parametrize(("limit", "longest"), [(2, 289), (4, 151), (6, 109), (8, 103), (16, 96), (None, 96)])
 def test_more_memory_leaves_less_bubble(limit: float | None, longest: float) -> None:
-    streams = zb_auto(Shape(8, 32, limit=limit))
+    streams = zb_auto(ScheduleSpec(8, 32, limit=limit))
     assert spans(streams, 32, Costs.uniform(8))[0] <= longest
 
 
 def test_a_slow_last_stage_is_the_only_bottleneck() -> None:
     costs = Costs((1, 1, 1, 1.4), (1, 1, 1, 1.4), (1, 1, 1, 1.4))
-    longest, _ = spans(zb_2p(Shape(4, 16, costs=costs)), 16, costs)
+    longest, _ = spans(zb_2p(ScheduleSpec(4, 16, costs=costs)), 16, costs)
     assert longest == pytest.approx(16 * 3 * 1.4)
 
 
 def test_an_explicit_limit_is_used_instead() -> None:
-    assert zb_2p(Shape(4, 8, limit=4)) == zb_1p(Shape(4, 8))
-    assert zb_1p(Shape(4, 8, limit=8)) == zb_2p(Shape(4, 8))
+    assert zb_2p(ScheduleSpec(4, 8, limit=4)) == zb_1p(ScheduleSpec(4, 8))
+    assert zb_1p(ScheduleSpec(4, 8, limit=8)) == zb_2p(ScheduleSpec(4, 8))
 
 
 def test_the_unit_of_costs_does_not_matter() -> None:
     """Sums of floats that should be equal differ in their last bit, and must not decide anything."""
     orders = {
-        zb_2p(Shape(8, 64, costs=Costs.uniform(8, 18.546 * s, 18.097 * s, 9.321 * s, transfer=0.762 * s)))
+        zb_2p(ScheduleSpec(8, 64, costs=Costs.uniform(8, 18.546 * s, 18.097 * s, 9.321 * s, transfer=0.762 * s)))
         for s in (1, 1e-3, 1e3)
     }
     assert len(orders) == 1
@@ -151,14 +151,14 @@ def test_the_unit_of_costs_does_not_matter() -> None:
 def test_a_limit_below_one_microbatch_is_refused(limit: float) -> None:
     message = f"schedule zb-2p: memory limit is {limit:g}, but at least 1 microbatch a rank is needed"
     with pytest.raises(PentadError, match=message):
-        zb_2p(Shape(4, 8, limit=limit))
+        zb_2p(ScheduleSpec(4, 8, limit=limit))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "seconds"), [(8, 32, 0.15), (32, 128, 3)])
 def test_planning_is_quick(ranks: int, microbatches: int, seconds: float) -> None:
     def took() -> float:
         start = time.process_time()
-        zb_2p(Shape(ranks, microbatches))
+        zb_2p(ScheduleSpec(ranks, microbatches))
         return time.process_time() - start
 
     assert min(took() for _ in range(2)) < seconds

@@ -19,7 +19,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import ScheduleError
 from pentad.schedules.simulate.memory import SHARE
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
 from pentad.schedules.verify.check import check, peak_activations
 
 READERS = (Op.F, Op.B, Op.BW, Op.RECOMPUTE)
@@ -28,7 +28,7 @@ CHUNKED = [("interleaved", 2, 4, 4), ("interleaved", 1, 3, 4), ("looped-bfs", 2,
 
 
 def with_savings(
-    name: str, p: int, m: int, savings: Savings, chunks: int | None = None, validated: bool = False
+    name: str, p: int, m: int, savings: MemoryOptions, chunks: int | None = None, validated: bool = False
 ) -> Program:
     return compile_program(name, p, m, replicas=2, savings=savings, options=Options(chunks), validated=validated)
 
@@ -54,7 +54,7 @@ def most_gathered(program: Program) -> int:
 @pytest.mark.parametrize("validated", [False, True])
 @pytest.mark.parametrize(("name", "p", "m"), SIZES)
 def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(name, p, m, zero, validated):
-    program = with_savings(name, p, m, Savings(zero=zero), validated=validated)
+    program = with_savings(name, p, m, MemoryOptions(zero=zero), validated=validated)
     assert most_gathered(program) == max(map(len, program.placement))
     for stages, stream in zip(program.placement, program.streams, strict=True):
         count = Counter((part.op, part.stage) for part in units_of(stream))
@@ -68,7 +68,7 @@ def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(nam
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), [*((*size, None) for size in SIZES), *CHUNKED])
 def test_gradients_are_reduced_as_soon_as_all_holders_of_a_stage_are_done(name, p, m, chunks, zero):
     """Once each; all ranks in one order; and with one holder in a pipeline nothing is computed in between."""
-    program = with_savings(name, p, m, Savings(zero=zero), chunks)
+    program = with_savings(name, p, m, MemoryOptions(zero=zero), chunks)
     order: set[tuple[int, int]] = set()
     for stream in program.streams:
         parts = [part for part in units_of(stream) if part.op in (*COMPUTE, Op.ALL_REDUCE, Op.REDUCE_SCATTER)]
@@ -89,7 +89,7 @@ def test_gradients_are_reduced_as_soon_as_all_holders_of_a_stage_are_done(name, 
 def test_stages_that_are_done_one_after_another_take_turns_on_two_gradients():
     """Of which one is scattered while the other is added to: memory of ZeRO 2 does not grow with the stages."""
     for chunks in (2, 4, 8):
-        program = with_savings("looped-bfs", 1, 2, Savings(zero=2), chunks)
+        program = with_savings("looped-bfs", 1, 2, MemoryOptions(zero=2), chunks)
         slots, waits = gradient_slots(program, 0)
         assert len(set(slots.values())) == 2
         costs = Costs(*((1.0,) * chunks,) * 3, reduce=3.0)  # longer than the backward of a microbatch
@@ -101,7 +101,7 @@ def test_stages_that_are_done_one_after_another_take_turns_on_two_gradients():
 @pytest.mark.parametrize("gathered", [1, 2, 3])
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), CHUNKED)
 def test_no_more_stages_are_whole_than_are_allowed(name, p, m, chunks, gathered, prefetch):
-    program = with_savings(name, p, m, Savings(zero=3, gathered=gathered, prefetch=prefetch), chunks)
+    program = with_savings(name, p, m, MemoryOptions(zero=3, gathered=gathered, prefetch=prefetch), chunks)
     assert most_gathered(program) == gathered
     simulate(program, Costs.uniform(program.stages))
 
@@ -110,7 +110,7 @@ def test_room_for_all_gathers_less_often_and_prefetching_hides_it():
     costs = Costs(*((1.0,) * 8,) * 3, reduce=1.6)
     found = {}
     for gathered, prefetch in ((1, 0), (2, 0), (3, 0), (3, 1), (4, 0)):
-        savings = Savings(zero=3, gathered=gathered, prefetch=prefetch)
+        savings = MemoryOptions(zero=3, gathered=gathered, prefetch=prefetch)
         program = with_savings("interleaved", 2, 4, savings, 4)
         gathers = sum(part.op is Op.ALL_GATHER for stream in program.streams for part in units_of(stream))
         found[gathered, prefetch] = (gathers, simulate(program, costs).makespan)
@@ -121,7 +121,7 @@ def test_room_for_all_gathers_less_often_and_prefetching_hides_it():
 @pytest.mark.parametrize(("name", "p", "m"), SIZES)
 def test_every_microbatch_of_a_stage_is_recomputed_once(name, p, m):
     stages = frozenset(range(0, p, 2))
-    program = with_savings(name, p, m, Savings(recompute=stages))
+    program = with_savings(name, p, m, MemoryOptions(recompute=stages))
     again = Counter(
         (part.stage, part.microbatch)
         for stream in program.streams
@@ -134,7 +134,7 @@ def test_every_microbatch_of_a_stage_is_recomputed_once(name, p, m):
 def test_recompute_fills_the_wait_for_the_gradient():
     """A rank that waits for a gradient recomputes meanwhile: a pipeline's bubble pays for some of it."""
     plain, costs = compile_program("gpipe", 4, 4), Costs.uniform(4)
-    program = compile_program("gpipe", 4, 4, savings=Savings(recompute=frozenset({0, 1, 2})))
+    program = compile_program("gpipe", 4, 4, savings=MemoryOptions(recompute=frozenset({0, 1, 2})))
     assert simulate(program, costs).makespan < simulate(plain, costs).makespan + 4
 
 
@@ -151,9 +151,9 @@ def most_kept(program: Program) -> float:
 @pytest.mark.parametrize("keep", [2.0, 2.5, 4.0])
 @pytest.mark.parametrize(("name", "p", "m"), [size for size in SIZES if size[0] != "dualpipe"])
 def test_no_more_activations_stay_than_are_allowed(name, p, m, keep):
-    plain = with_savings(name, p, m, Savings())
+    plain = with_savings(name, p, m, MemoryOptions())
     try:
-        program = with_savings(name, p, m, Savings(keep=keep))
+        program = with_savings(name, p, m, MemoryOptions(keep=keep))
     except PentadError:  # B frees half of an activation: what is left for W cannot be sent away
         assert Op.W in {part.op for stream in plain.streams for part in units_of(stream)}
         return
@@ -165,7 +165,7 @@ def test_no_more_activations_stay_than_are_allowed(name, p, m, keep):
 
 
 def test_all_of_it_together_is_proven():
-    savings = Savings(zero=3, gathered=2, recompute=frozenset({0, 5}), keep=2.0)
+    savings = MemoryOptions(zero=3, gathered=2, recompute=frozenset({0, 5}), keep=2.0)
     for validated in (False, True):
         program = with_savings("interleaved", 4, 8, savings, 3, validated=validated)
         assert max(peak_activations(program)) <= 2
@@ -176,11 +176,11 @@ def test_all_of_it_together_is_proven():
 
 
 BAD = [
-    ("gpipe", 2, 4, Savings(zero=4), "zero is 4, wanted a stage of ZeRO, 0 to 3"),
-    ("gpipe", 2, 4, Savings(zero=3, gathered=0), "gathered is 0, but rank 0 reads 1 stages in one unit"),
-    ("dualpipe", 2, 4, Savings(zero=3, gathered=1), "gathered is 1, but rank 0 reads 2 stages in one unit"),
-    ("gpipe", 2, 4, Savings(recompute=frozenset({7})), "recompute names stage 7, but the stages are 0 to 1"),
-    ("gpipe", 2, 4, Savings(keep=0.5), "offload keeps 0.5 activations, but rank 0 needs 1 at once"),
+    ("gpipe", 2, 4, MemoryOptions(zero=4), "zero is 4, wanted a stage of ZeRO, 0 to 3"),
+    ("gpipe", 2, 4, MemoryOptions(zero=3, gathered=0), "gathered is 0, but rank 0 reads 1 stages in one unit"),
+    ("dualpipe", 2, 4, MemoryOptions(zero=3, gathered=1), "gathered is 1, but rank 0 reads 2 stages in one unit"),
+    ("gpipe", 2, 4, MemoryOptions(recompute=frozenset({7})), "recompute names stage 7, but the stages are 0 to 1"),
+    ("gpipe", 2, 4, MemoryOptions(keep=0.5), "offload keeps 0.5 activations, but rank 0 needs 1 at once"),
 ]
 
 
@@ -199,7 +199,7 @@ def change(program: Program, rank: int, key: Key, **fields) -> Program:
 
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.FREE, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_SCATTER])
 def test_a_program_that_lacks_one_of_them_is_refused(op):
-    program = with_savings("interleaved", 2, 6, Savings(zero=3, gathered=1, keep=2.0), 3)
+    program = with_savings("interleaved", 2, 6, MemoryOptions(zero=3, gathered=1, keep=2.0), 3)
     check(program, replicas=2)
     for rank, stream in enumerate(program.streams):
         for key in [part.key for part in units_of(stream) if part.op is op]:
@@ -209,7 +209,7 @@ def test_a_program_that_lacks_one_of_them_is_refused(op):
 
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.OFFLOAD, Op.F, Op.BW, Op.RECOMPUTE])
 def test_a_program_that_does_not_wait_for_them_is_refused(op):
-    program = with_savings("interleaved", 2, 6, Savings(zero=3, gathered=1, keep=2.0), 3)
+    program = with_savings("interleaved", 2, 6, MemoryOptions(zero=3, gathered=1, keep=2.0), 3)
     for rank, stream in enumerate(program.streams):
         for part in units_of(stream):
             for key in part.waits:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.cp_layout import (
     PLACEMENTS,
+    CpMethod,
     Placement,
-    Variant,
     attended,
     balance,
     check_context,
@@ -128,11 +128,11 @@ def test_no_block_is_left_where_no_document_reaches_over():
         (32, 12, 3, 4, "exchange", 1, "model.kv_heads is 3, wanted a multiple or a divisor of mesh.cp x mesh.tp = 4"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(length, heads, kv_heads, cp, variant: Variant, tp, said):
+def test_what_cannot_be_shared_is_refused(length, heads, kv_heads, cp, variant: CpMethod, tp, said):
     with pytest.raises(PentadError, match=said):
         check_context(length, heads, kv_heads, cp, variant, tp)
 
 
 @pytest.mark.parametrize(("kv_heads", "variant"), [(1, "exchange"), (4, "exchange"), (8, "exchange"), (3, "ring")])
-def test_what_can_be_shared_is_not_refused(kv_heads, variant: Variant):
+def test_what_can_be_shared_is_not_refused(kv_heads, variant: CpMethod):
     check_context(32, 8 * kv_heads, kv_heads, 4, variant, 2)

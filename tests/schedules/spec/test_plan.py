@@ -13,7 +13,7 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelShape
-from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan, Share, split_layers
+from pentad.schedules.spec.plan import BatchShape, OptimizerShape, ParamShard, Plan, split_layers
 from pentad.schedules.spec.tensors import active, head_in_layers, parameters
 
 MODEL = ModelShape(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096)
@@ -129,7 +129,7 @@ def plan(name: str, mesh: Mesh) -> Plan:
 def test_every_stage_has_one_owner_and_it_holds_the_stage(name: str) -> None:
     made = plan(name, Mesh(dp=2, pp=4))
     for stage in range(made.program.stages):
-        owner = made.owner(Share(stage))
+        owner = made.owner(ParamShard(stage))
         assert stage in made.stages_of(owner)
         assert made.mesh.coordinates(owner).dp == 0
         assert owner == min(rank for rank in range(made.mesh.size) if stage in made.stages_of(rank))

@@ -19,7 +19,7 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.instruction import COLLECTIVES, SENDS, Op, Unit, parse
 from pentad.schedules.ir.program import Stream
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 
 def held_for_ever(streams: Sequence[Stream], free: frozenset[Op] = COLLECTIVES) -> list[Unit]:
@@ -57,7 +57,7 @@ def test_hosts_that_are_held_at_what_they_compute_get_to_the_end(name: str, data
     stages = compile_program(name, ranks, microbatches).stages
     each = st.lists(COST, min_size=stages, max_size=stages).map(tuple)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each), transfer=data.draw(st.floats(0, 20)))
-    savings = data.draw(st.sampled_from([Savings(), Savings(buckets=(3,) * stages), Savings(zero=3)]))
+    savings = data.draw(st.sampled_from([MemoryOptions(), MemoryOptions(buckets=(3,) * stages), MemoryOptions(zero=3)]))
     gated, validated = data.draw(st.booleans()), data.draw(st.booleans())
     program = compile_program(
         name, ranks, microbatches, costs=costs, gated=gated, replicas=2, validated=validated, savings=savings

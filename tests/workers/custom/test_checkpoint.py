@@ -16,7 +16,7 @@ from pentad.orchestrator.planning.planning import make_plan, smaller
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.cut import cut_layers
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.hf.config import of_section
@@ -43,7 +43,7 @@ def test_another_mesh_goes_on_with_a_checkpoint(fleet: Fleet, corpus: str, tmp_p
 
 
 def plan(corpus, model, name: str, dp: int, pp: int, microbatches: int, zero: int) -> Plan:
-    return plan_of(name, dp, pp, microbatches, corpus, model=model, savings=Savings(zero=zero))
+    return plan_of(name, dp, pp, microbatches, corpus, model=model, savings=MemoryOptions(zero=zero))
 
 
 def test_its_file_goes_along_with_its_job(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from reference_model import Trained
 
 from pentad.schedules.spec.model import ModelShape
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 CASES = [
     ("gpipe", 1, 1, 2),
@@ -80,7 +80,7 @@ def test_any_schedule_equals_one_process(fleet, corpus, models, model, name, dp,
 )
 @pytest.mark.parametrize("model", ["dropping", pytest.param("made", marks=SLOW)])
 def test_shards_of_zero_equal_one_process(fleet, corpus, models, model, name, dp, pp, microbatches, zero) -> None:
-    plan = plan_of(name, dp, pp, microbatches, corpus, model=models[model], savings=Savings(zero=zero))
+    plan = plan_of(name, dp, pp, microbatches, corpus, model=models[model], savings=MemoryOptions(zero=zero))
     equals_one_process(fleet, plan)
 
 

@@ -10,13 +10,13 @@ from own_models import made
 from plans import plan_of
 
 from pentad.orchestrator.planning.activations import shares_of
-from pentad.schedules.spec.plan import Plan, Share
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.autograd import storage_of
-from pentad.workers.custom.loader import first_values
-from pentad.workers.custom.stage import OwnStage
+from pentad.workers.custom.loader import initial_values
+from pentad.workers.custom.stage import CustomStage
 from pentad.workers.model.weight_grad import Lookup, Product, Sum
-from pentad.workers.parallel.async_ops import alone
-from pentad.workers.params.param_buffers import Bank, banks_of
+from pentad.workers.parallel.async_ops import run_to_completion
+from pentad.workers.params.param_buffers import ParamBuffers, buffers_of
 from pentad.workers.params.parameters import Parameters, create
 
 CPU = torch.device("cpu")
@@ -25,11 +25,11 @@ NAMES = ("gpt", "dropping", "made")
 
 def parameters_of(plan: Plan, index: int) -> Parameters:
     assert plan.model.own is not None
-    return create(plan, Share(index), CPU, initial=first_values(plan.model.own, plan.seed, *plan.layers[index]))
+    return create(plan, ParamShard(index), CPU, initial=initial_values(plan.model.own, plan.seed, *plan.layers[index]))
 
 
-def stage_of(plan: Plan, index: int) -> OwnStage:
-    return OwnStage(plan, index, banks_of(plan, 0, index, {Share(index): parameters_of(plan, index)}))
+def stage_of(plan: Plan, index: int) -> CustomStage:
+    return CustomStage(plan, index, buffers_of(plan, 0, index, {ParamShard(index): parameters_of(plan, index)}))
 
 
 Given = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -53,7 +53,7 @@ def test_what_a_stage_keeps_is_what_the_estimate_says(tmp_path: Path, corpus: st
     plan = plan_of("gpipe", 1, 3, 2, corpus, model=made(tmp_path, name))
     stage, of = stage_of(plan, index), shares_of(plan, index)
     inputs = given(plan, index)
-    alone(stage.forward(0, *inputs))
+    run_to_completion(stage.forward(0, *inputs))
     kept = stage.kept[0]
     assert kept.tape is not None
     tensors = [*kept.tape.saved, *(each for each in (inputs[0], kept.logits, kept.lse) if each is not None)]
@@ -64,7 +64,7 @@ def test_what_a_stage_keeps_is_what_the_estimate_says(tmp_path: Path, corpus: st
     assert movable == pytest.approx(of.saved - of.entry - of.still, rel=0.02)
     dy = None if index == 2 else gradient_of(plan, index)
     del kept, tensors
-    alone(stage.backward_input(0, dy))
+    run_to_completion(stage.backward_input(0, dy))
     work = [each for item in stage.deferred[0] for name, each in item._asdict().items() if name != "gradient"]
     found = {storage_of(each): each.untyped_storage().nbytes() for each in work}
     assert sum(found.values()) == pytest.approx(of.deferred, rel=0.02, abs=256)
@@ -73,8 +73,8 @@ def test_what_a_stage_keeps_is_what_the_estimate_says(tmp_path: Path, corpus: st
 def test_linear_layers_and_lookups_wait_for_w(tmp_path: Path, corpus: str) -> None:
     plan = plan_of("gpipe", 1, 3, 2, corpus, model=made(tmp_path, "gpt"))
     stage = stage_of(plan, 0)
-    alone(stage.forward(0, *given(plan, 0)))
-    alone(stage.backward_input(0, gradient_of(plan, 0)))
+    run_to_completion(stage.forward(0, *given(plan, 0)))
+    run_to_completion(stage.backward_input(0, gradient_of(plan, 0)))
     work, blocks = stage.deferred[0], len(stage.span) - 1
     kinds = [type(item) for item in work]
     assert kinds.count(Product) == 4 * blocks
@@ -93,8 +93,8 @@ def test_w_reads_no_memory_of_transfers(tmp_path: Path, corpus: str, name: str) 
     for spoiled in (False, True):
         torch.manual_seed(3)
         stage, inputs, dy = stage_of(plan, 1), given(plan, 1), gradient_of(plan, 1)
-        alone(stage.forward(0, *inputs))
-        alone(stage.backward_input(0, dy))
+        run_to_completion(stage.forward(0, *inputs))
+        run_to_completion(stage.backward_input(0, dy))
         for slot in (inputs[0], dy) if spoiled else ():
             assert slot is not None
             slot.fill_(torch.nan)
@@ -110,17 +110,17 @@ def test_weights_may_lie_elsewhere_in_b(tmp_path: Path, corpus: str) -> None:
     for moved in (False, True):
         torch.manual_seed(3)
         stage, inputs, dy = stage_of(plan, 1), given(plan, 1), gradient_of(plan, 1)
-        alone(stage.forward(0, *inputs))
+        run_to_completion(stage.forward(0, *inputs))
         if moved:
             move(stage, stage.banks[0])
-        result = alone(stage.backward_input(0, dy))
+        result = run_to_completion(stage.backward_input(0, dy))
         stage.backward_weight(0)
         assert result is not None
         found.append(torch.cat([result.flatten(), stage.banks[0].parameters.gradient.flatten()]))
     assert torch.equal(*found)
 
 
-def move(stage: OwnStage, bank: Bank) -> None:
+def move(stage: CustomStage, bank: ParamBuffers) -> None:
     weights = bank.parameters.weights
     assert weights is not None
     bank.read(torch.cat([weights.new_zeros(8), weights])[8:])
@@ -131,11 +131,11 @@ def move(stage: OwnStage, bank: Bank) -> None:
 def test_a_layer_that_changes_what_b_needs_is_told(tmp_path: Path, corpus: str) -> None:
     plan = plan_of("gpipe", 1, 3, 2, corpus, model=made(tmp_path, "gpt"))
     stage, inputs = stage_of(plan, 1), given(plan, 1)
-    alone(stage.forward(0, *inputs))
+    run_to_completion(stage.forward(0, *inputs))
     assert inputs[0] is not None
     inputs[0].zero_()
     with pytest.raises(RuntimeError, match="changed in place"):
-        alone(stage.backward_input(0, gradient_of(plan, 1)))
+        run_to_completion(stage.backward_input(0, gradient_of(plan, 1)))
 
 
 def test_first_values_are_those_of_the_users_file_wherever_they_are_made(tmp_path: Path, corpus: str) -> None:

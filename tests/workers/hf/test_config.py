@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.model import Experts, Latent, ModelShape, Scaling
+from pentad.schedules.spec.model import MLA, Experts, ModelShape, RopeScaling
 from pentad.workers.hf.config import config_of, of_section, section_of, shape_of
 
 LLAMA: dict[str, Any] = {
@@ -86,7 +86,7 @@ QWEN = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mo
 
 
 def test_llama_3_1_is_read_in_the_old_spelling_and_in_the_new_one() -> None:
-    scaling = Scaling("llama3", 8.0, 8192, 1.0, 4.0)
+    scaling = RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
     wanted = ModelShape(32, 4096, 32, 8, 14336, 128256, 500000.0, 1e-5, scaling=scaling)
     old = {**LLAMA, "rope_scaling": LLAMA3}
     new = {**LLAMA, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}
@@ -97,7 +97,7 @@ def test_llama_3_1_is_read_in_the_old_spelling_and_in_the_new_one() -> None:
 def test_deepseek_v3_is_read_as_it_was_released() -> None:
     family, shape = shape_of(DEEPSEEK)
     assert (family, shape.layers, shape.predicted, shape.norm_eps) == ("deepseek-v3", 61, 1, 1e-6)
-    assert shape.latent == Latent(rank=512, query_rank=1536, plain=128, rotary=64, value=128)
+    assert shape.latent == MLA(rank=512, query_rank=1536, plain=128, rotary=64, value=128)
     assert shape.experts == Experts(256, 8, 2048, 2048, "sigmoid", True, 2.5, 8, 4, 0.0, 0.001, 3)
     assert shape.scaling is not None
     assert shape.scaling.attention == 1.0
@@ -173,7 +173,7 @@ def test_qwen3_moe_may_begin_with_dense_layers_however_that_is_said() -> None:
         ("mixtral", {"experts": Experts(4, 2, 48, shared=8)}, "experts.shared"),
         ("qwen3-moe", {"qk_norm": True, "experts": Experts(4, 2, 8, score="sigmoid")}, "experts.score"),
         ("deepseek-v3", {"norm_eps": 1e-6}, "latent"),
-        ("llama", {"scaling": Scaling("yarn", 4.0, 32, 1, 32, softmax=2.0)}, "scaling.softmax"),
+        ("llama", {"scaling": RopeScaling("yarn", 4.0, 32, 1, 32, softmax=2.0)}, "scaling.softmax"),
         ("gpt2", {}, "family"),
     ],
 )

@@ -30,7 +30,7 @@ from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.samples import microbatch, window_count
 from pentad.workers.data.tokenizer import encode, load_tokenizer
 from pentad.workers.hf.config import of_section
-from pentad.workers.parallel.async_ops import alone
+from pentad.workers.parallel.async_ops import run_to_completion
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())"]
 TOLERANCE = 1e-4
@@ -92,7 +92,9 @@ def test_its_loss_on_real_text_is_that_of_transformers(source: Path, home: Path)
     plan = replace(plan_of("gpipe", 1, 1, 1, "", "float32", model=shape), batch=BatchShape(1, READ, 1, 1))
     stage = stage_of(plan, folder)
     with torch.no_grad():
-        alone(stage.forward(0, None, inputs.flatten(), targets.flatten(), torch.empty(0, READ, dtype=torch.int64)))
+        run_to_completion(
+            stage.forward(0, None, inputs.flatten(), targets.flatten(), torch.empty(0, READ, dtype=torch.int64))
+        )
     ending = stage.kept[0].ending
     assert ending is not None
     assert stage.loss_sums.item() / READ == pytest.approx(loss, rel=TOLERANCE)

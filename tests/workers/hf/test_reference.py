@@ -18,7 +18,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from pentad.schedules.spec.model import Experts, ModelShape
 from pentad.schedules.spec.tensors import tensors as tensors_of_model
-from pentad.workers.params.param_init import first_values
+from pentad.workers.params.param_init import initial_values
 
 ROWS = torch.randint(64, (3, 21), generator=torch.Generator().manual_seed(2))
 TOKENS, TARGETS = ROWS[:, :-1], ROWS[:, 1:]
@@ -42,7 +42,7 @@ def test_names_and_shapes_of_a_llama_are_those_that_ranks_hold(tmp_path: Path) -
 def test_a_llamas_loss_and_gradients_are_those_of_the_older_reference() -> None:
     shape = ModelShape(2, 24, 4, 2, 40, 64, rope_theta=100.0)
     found = tensors_of_model(shape, 0, 2)
-    mine, theirs = ({s.name: first_values(s, 0).double().requires_grad_() for s in found} for _ in range(2))
+    mine, theirs = ({s.name: initial_values(s, 0).double().requires_grad_() for s in found} for _ in range(2))
     ours = reference.loss(shape, mine, TOKENS, TARGETS)
     wanted = reference_model.loss(theirs, shape, TOKENS, TARGETS)
     assert torch.allclose(ours, wanted, rtol=1e-13)

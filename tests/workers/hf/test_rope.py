@@ -16,7 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 
 from pentad.kernels.attention.rope import rope_reference_
 from pentad.kernels.attention.rope_tables import inverse_frequencies, rope_tables
-from pentad.schedules.spec.model import ModelShape, Scaling
+from pentad.schedules.spec.model import ModelShape, RopeScaling
 from pentad.workers.hf.config_rope import rope_keys, rope_of
 from pentad.workers.hf.hf_keys import Keys
 from pentad.workers.hf.layout import to_halves, to_pairs
@@ -46,7 +46,7 @@ def test_scaled_tables_are_those_of_transformers(said: dict[str, Any], theta: fl
 scalings = st.one_of(
     st.none(),
     st.builds(
-        Scaling,
+        RopeScaling,
         kind=st.sampled_from(["llama3", "yarn"]),
         factor=st.floats(1, 64),
         original=st.integers(8, 10_000),
@@ -58,7 +58,7 @@ scalings = st.one_of(
 
 
 @given(theta=st.floats(10, 1e7), width=st.integers(1, 64), scaling=scalings)
-def test_two_ways_to_write_a_table_agree(theta: float, width: int, scaling: Scaling | None) -> None:
+def test_two_ways_to_write_a_table_agree(theta: float, width: int, scaling: RopeScaling | None) -> None:
     shape = ModelShape(1, 2 * width, 1, 1, 1, 2, rope_theta=theta, scaling=scaling)
     found = rope_tables(50, 2 * width, theta, "cpu", torch.float64, scaling)
     for mine, theirs in zip(found, reference.rope_table(shape, 50), strict=True):

@@ -19,7 +19,7 @@ from pentad.schedules.spec.model import Experts
 from pentad.workers.model import experts, router
 from pentad.workers.model.weight_grad import accumulate
 from pentad.workers.parallel import expert_parallel
-from pentad.workers.parallel.async_ops import alone
+from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params import router_bias
 
 HIDDEN, TOKENS = 16, 11
@@ -105,8 +105,10 @@ def test_results_and_gradients_are_those_of_transformers(name: str) -> None:
     wanted = block(x[None])[0]
     dx, *gradients = torch.autograd.grad(wanted, (x, *p.values()), dy)
     w, g = bound(ours(p))
-    mixed, kept, remade = alone(experts.forward(w, shape, x.detach(), bias_of(block), expert_parallel.Site()))
-    dnormed, work = alone(experts.backward(w, g, shape, x.detach(), kept, remade, dy))
+    mixed, kept, remade = run_to_completion(
+        experts.forward(w, shape, x.detach(), bias_of(block), expert_parallel.ExpertParallelGroup())
+    )
+    dnormed, work = run_to_completion(experts.backward(w, g, shape, x.detach(), kept, remade, dy))
     accumulate(work)
     assert relative_error(mixed, wanted.detach()) < 1e-5 and relative_error(dnormed, dx) < 1e-5
     for part, gradient in ours(dict(zip(p, gradients, strict=True))).items():
@@ -123,7 +125,7 @@ def test_the_balance_loss_is_that_of_transformers() -> None:
     routed = router.route(x, weights, None, shape)
     assert torch.allclose(router.balance_loss(routed, shape), wanted.detach())
     (dproducts,) = torch.autograd.grad(wanted, products)
-    pull = router.pull_of(routed, shape, 1 / TOKENS)
+    pull = router.aux_loss_grad(routed, shape, 1 / TOKENS)
     dlogits, _ = router.backward(routed, weights, shape, torch.zeros_like(routed.weights), pull)
     assert torch.allclose(dlogits, dproducts, atol=1e-7)
 
@@ -140,7 +142,7 @@ def test_parts_of_a_microbatch_make_its_balance_loss_together(score) -> None:
     assert torch.allclose(losses.mean(), router.balance_loss(whole, shape))
 
     def gradient(routed: router.Routed) -> torch.Tensor:
-        pull = router.pull_of(routed, shape, 1 / 12, load)
+        pull = router.aux_loss_grad(routed, shape, 1 / 12, load)
         return router.backward(routed, weights, shape, torch.zeros_like(routed.weights), pull)[0]
 
     assert torch.allclose(torch.cat([gradient(part) for part in parts]), gradient(whole), rtol=1e-12, atol=1e-15)

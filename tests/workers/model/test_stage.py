@@ -8,11 +8,11 @@ import pytest
 import torch
 from plans import MODEL, plan_of
 
-from pentad.schedules.spec.plan import Share
+from pentad.schedules.spec.plan import ParamShard
 from pentad.workers.model import layer
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel.async_ops import alone
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.parallel.async_ops import run_to_completion
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import create
 
 
@@ -20,9 +20,9 @@ def test_a_layer_frees_what_only_b_needs_before_the_next_layer_runs(
     corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of("gpipe", 1, 1, 1, corpus)
-    stage = Stage(plan, 0, banks_of(plan, 0, 0, {Share(0): create(plan, Share(0), torch.device("cpu"))}))
+    stage = Stage(plan, 0, buffers_of(plan, 0, 0, {ParamShard(0): create(plan, ParamShard(0), torch.device("cpu"))}))
     tokens = torch.arange(plan.batch.rows * plan.batch.length)
-    alone(stage.forward(0, None, tokens, tokens))
+    run_to_completion(stage.forward(0, None, tokens, tokens))
     kept = [weakref.ref(leaves.mlp) for leaves in stage.kept[0].leaves]
     alive, backward = [], layer.backward
 
@@ -31,7 +31,7 @@ def test_a_layer_frees_what_only_b_needs_before_the_next_layer_runs(
         return backward(*arguments)
 
     monkeypatch.setattr(layer, "backward", watched)
-    alone(stage.backward_input(0, None))
+    run_to_completion(stage.backward_input(0, None))
     assert alive == list(range(MODEL.layers, 0, -1))
     stage.backward_weight(0)
     assert not stage.kept

@@ -6,12 +6,12 @@ import pytest
 import torch
 from plans import MODEL, close, plan_of
 
-from pentad.schedules.spec.plan import Share
-from pentad.workers.data.batch_loader import Feed
+from pentad.schedules.spec.plan import ParamShard
+from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel.async_ops import alone
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.parallel.async_ops import run_to_completion
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import Parameters, create
 
 CPU = torch.device("cpu")
@@ -23,9 +23,9 @@ def made(
 ) -> list[tuple[Stage, Parameters]]:
     plan = plan_of("seq-1f1b", 1, ranks, 2, corpus, dtype, slices)
     assert (plan.batch.rows, plan.batch.length, plan.piece_tokens) == (ROWS, LENGTH, ROWS * LENGTH // slices)
-    parameters = [create(plan, Share(index), device) for index in range(ranks)]
+    parameters = [create(plan, ParamShard(index), device) for index in range(ranks)]
     return [
-        (Stage(plan, index, banks_of(plan, 0, index, {Share(index): held})), held)
+        (Stage(plan, index, buffers_of(plan, 0, index, {ParamShard(index): held})), held)
         for index, held in enumerate(parameters)
     ]
 
@@ -47,14 +47,16 @@ def step(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """One microbatch through two stages: what the first gives on, and the gradient that it gets back, by slice."""
     (first, _), (last, _) = pairs
-    between = [tensor(alone(first.forward(k, None, part, None))) for k, part in enumerate(sliced(tokens, slices))]
+    between = [
+        tensor(run_to_completion(first.forward(k, None, part, None))) for k, part in enumerate(sliced(tokens, slices))
+    ]
     for k, part in enumerate(sliced(targets, slices)):
-        alone(last.forward(k, between[k], None, part))
+        run_to_completion(last.forward(k, between[k], None, part))
     back: list[torch.Tensor] = []
     for k in reversed(range(slices)):
-        dy = tensor(alone(last.backward_input(k, None)))
+        dy = tensor(run_to_completion(last.backward_input(k, None)))
         last.backward_weight(k)
-        alone(first.backward_input(k, dy))
+        run_to_completion(first.backward_input(k, dy))
         first.backward_weight(k)
         back.insert(0, dy)
     return between, back
@@ -80,15 +82,15 @@ def test_microbatches_that_are_under_way_together_keep_their_keys_apart(corpus: 
     tokens, targets = torch.randint(MODEL.vocab, (2, 2 * ROWS * LENGTH)).unflatten(1, (2, -1))
     wanted, found = (made(corpus, slices, ranks=1)[0] for slices in (1, 2))
     for mb in range(2):
-        alone(wanted[0].forward(mb, None, tokens[mb], targets[mb]))
-        alone(wanted[0].backward_input(mb, None))
+        run_to_completion(wanted[0].forward(mb, None, tokens[mb], targets[mb]))
+        run_to_completion(wanted[0].backward_input(mb, None))
         wanted[0].backward_weight(mb)
     pieces = [pair for mb in range(2) for pair in zip(sliced(tokens[mb], 2), sliced(targets[mb], 2), strict=True)]
     for op, piece in (("F", 0), ("F", 1), ("B", 1), ("F", 2), ("B", 0), ("F", 3), ("B", 3), ("B", 2)):
         if op == "F":
-            alone(found[0].forward(piece, None, *pieces[piece]))
+            run_to_completion(found[0].forward(piece, None, *pieces[piece]))
         else:
-            alone(found[0].backward_input(piece, None))
+            run_to_completion(found[0].backward_input(piece, None))
             found[0].backward_weight(piece)
     assert close(found[1].gradient, wanted[1].gradient, 1e-12)
     assert close(found[0].loss_sums, wanted[0].loss_sums, 1e-12)
@@ -100,8 +102,10 @@ def test_gradients_of_keys_add_up_wider_than_bfloat16(corpus: str) -> None:
     tokens, targets = torch.randint(MODEL.vocab, (2, ROWS * LENGTH))
     (first, _), (last, _) = pairs
     for k, part in enumerate(sliced(targets, 4)):
-        alone(last.forward(k, alone(first.forward(k, None, sliced(tokens, 4)[k], None)), None, part))
-    alone(last.backward_input(3, None))
+        run_to_completion(
+            last.forward(k, run_to_completion(first.forward(k, None, sliced(tokens, 4)[k], None)), None, part)
+        )
+    run_to_completion(last.backward_input(3, None))
     gradients = [past.gradients for past in last.pasts[0]]
     assert all(pair is not None and {each.dtype for each in pair} == {torch.float32} for pair in gradients)
 
@@ -129,8 +133,8 @@ def test_slices_on_a_gpu_give_the_gradients_of_whole_sequences_twice_with_the_sa
 def test_the_feed_cuts_what_it_feeds(corpus: str, slices: int) -> None:
     plan = plan_of("seq-1f1b", 1, 2, 3, corpus, slices=slices)
     data = open_corpus(corpus, verify=False)
-    whole = Feed(plan_of("1f1b", 1, 2, 3, corpus), 1, data, CPU)(5)
-    found = Feed(plan, 1, data, CPU)(5)
+    whole = BatchLoader(plan_of("1f1b", 1, 2, 3, corpus), 1, data, CPU)(5)
+    found = BatchLoader(plan, 1, data, CPU)(5)
     assert sorted(found) == list(range(3 * slices))
     for piece, tokens in found.items():
         mb, k = divmod(piece, slices)

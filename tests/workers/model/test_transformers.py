@@ -18,7 +18,7 @@ from pentad.schedules.spec.model import ModelShape
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.samples import microbatch
-from pentad.workers.parallel.async_ops import alone
+from pentad.workers.parallel.async_ops import run_to_completion
 
 ROWS, TOLERANCE = 4, 1e-4
 NAMES = [name for name in hf_models.MODELS if not name.endswith("predicted")]
@@ -85,7 +85,7 @@ def test_logits_are_those_of_transformers(corpus, theirs, name):
     for number in range(plan.batch.microbatches):
         rows = slice(2 * number, 2 * number + 2)
         further = torch.empty(0, inputs[rows].numel(), dtype=torch.int64)
-        alone(stage.forward(number, None, inputs[rows].flatten(), targets[rows].flatten(), further))
+        run_to_completion(stage.forward(number, None, inputs[rows].flatten(), targets[rows].flatten(), further))
         ending = stage.kept[number].ending
         assert ending is not None
         assert close(ending.scores.logits.view(2, 8, -1), there.logits[rows], TOLERANCE)

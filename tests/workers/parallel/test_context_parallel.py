@@ -11,10 +11,10 @@ from closeness import relative_error
 from context_ranks import Case, Ranks, run_rank
 
 from pentad.kernels.attention.attention import attention, attention_backward
-from pentad.schedules.spec.cp_layout import Variant
+from pentad.schedules.spec.cp_layout import CpMethod
 
 pytestmark = pytest.mark.timeout(60)
-VARIANTS: tuple[Variant, ...] = ("ring", "gather", "exchange")
+VARIANTS: tuple[CpMethod, ...] = ("ring", "gather", "exchange")
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 # of 3 rows of 32 positions: across all, on the borders of chunks, inside one chunk, single positions
 PACKED = ((0, 8, 16, 24), (0, 3, 4, 5, 7, 19), (0, 30, 31))

@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from pentad.schedules.spec.tensors import Tensor
-from pentad.workers.params.param_init import first_values
+from pentad.workers.params.param_init import initial_values
 
 LARGE = Tensor("layers.3.mlp.down", (512, 1024), 0.02)
 
 
 def test_any_part_is_that_of_the_whole() -> None:
-    whole = first_values(Tensor("a", (7, 6, 5), 0.5), 3)
+    whole = initial_values(Tensor("a", (7, 6, 5), 0.5), 3)
     ranges = [[(1, 2), (4, 7)], [(0, 6)], [(2, 3), (4, 5)]]
     rows = torch.cat([whole[1:2], whole[4:7]])
-    assert torch.equal(first_values(Tensor("a", (7, 6, 5), 0.5), 3, ranges), rows[:, :, [2, 4]])
+    assert torch.equal(initial_values(Tensor("a", (7, 6, 5), 0.5), 3, ranges), rows[:, :, [2, 4]])
 
 
 def test_they_are_spread_as_normal_numbers_are() -> None:
-    values = first_values(LARGE, 0).double() / 0.02
+    values = initial_values(LARGE, 0).double() / 0.02
     assert values.mean().item() == pytest.approx(0, abs=0.005)
     assert values.std().item() == pytest.approx(1, abs=0.005)
     assert values.pow(4).mean().item() == pytest.approx(3 - 0.15, abs=0.05)
@@ -28,8 +28,8 @@ def test_they_are_spread_as_normal_numbers_are() -> None:
 
 
 def test_neighbours_names_and_seeds_have_nothing_in_common() -> None:
-    values = first_values(LARGE, 0) / 0.02
-    others = [first_values(LARGE, 1) / 0.02, first_values(LARGE._replace(name="layers.4.mlp.down"), 0) / 0.02]
+    values = initial_values(LARGE, 0) / 0.02
+    others = [initial_values(LARGE, 1) / 0.02, initial_values(LARGE._replace(name="layers.4.mlp.down"), 0) / 0.02]
     pairs = [(values[:, 1:], values[:, :-1]), (values[1:], values[:-1]), *((values, other) for other in others)]
     for one, other in pairs:
         assert (one * other).mean().item() == pytest.approx(0, abs=0.006)
@@ -37,8 +37,8 @@ def test_neighbours_names_and_seeds_have_nothing_in_common() -> None:
 
 def test_a_copy_begins_as_what_it_copies_and_norms_with_ones() -> None:
     one, copy = Tensor("embedding", (4, 4), 0.02), Tensor("head", (4, 4), 0.02, like="embedding")
-    assert torch.equal(first_values(one, 5), first_values(copy, 5))
-    assert torch.equal(first_values(Tensor("norm", (9,), 0.0), 5), torch.ones(9))
+    assert torch.equal(initial_values(one, 5), initial_values(copy, 5))
+    assert torch.equal(initial_values(Tensor("norm", (9,), 0.0), 5), torch.ones(9))
 
 
 KNOWN = [
@@ -49,5 +49,5 @@ KNOWN = [
 
 def test_the_bits_are_for_ever() -> None:
     """Runs that began long ago are to begin again as they did."""
-    found = first_values(Tensor("embedding", (2, 3), 1.0), 7).flatten().tolist()
+    found = initial_values(Tensor("embedding", (2, 3), 1.0), 7).flatten().tolist()
     assert found == KNOWN

@@ -15,10 +15,10 @@ from plans import plan_of
 
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
-from pentad.workers.runtime.abort import Fenced
+from pentad.workers.runtime.abort import Aborted
 from pentad.workers.runtime.runner import Runner
 
 pytestmark = pytest.mark.timeout(150)
@@ -67,7 +67,7 @@ def test_a_call_behind_one_that_failed_does_nothing(cells, corpus, name, axes):
     asked = [[cell.call("run", first, 4) for first in (0, 4)] for cell in ranks]
     with pytest.raises(RuntimeError, match="closed by peer"):
         ranks[1].answer(asked[1][0])
-    with pytest.raises(Fenced):  # the others are in the step behind by then, and would take part in any
+    with pytest.raises(Aborted):  # the others are in the step behind by then, and would take part in any
         ranks[1].answer(asked[1][1])
     ranks[0].wait_for(missed + 1)
     for cell in ranks:
@@ -82,7 +82,7 @@ def test_a_call_behind_one_that_failed_does_nothing(cells, corpus, name, axes):
 
 def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     """Ranks that live through it keep their processes, and the part that they hold of every stage is not enough."""
-    plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", savings=Savings(zero=3))
+    plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", savings=MemoryOptions(zero=3))
     join(cells, plan, 1)
     together(cells, "restore", None, 0)
     together(cells, "run", 0, 6)
@@ -100,7 +100,7 @@ def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     cells[1].signal(signal.SIGKILL)
     for rank in (0, 2, 3):
         cells[rank].answer(cells[rank].now("fence"))
-        with pytest.raises((Fenced, RuntimeError)):
+        with pytest.raises((Aborted, RuntimeError)):
             cells[rank].answer(asked[rank])
         cells[rank].answer(cells[rank].call("leave"))
     cells[1].stop()

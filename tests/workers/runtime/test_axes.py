@@ -10,7 +10,7 @@ from axes_cases import FAMILIES, HEADS, MIXED, ROUTED, equals_one_process, like,
 from fleet import assembled, losses_of
 from plans import MODEL, close, plan_of, reference
 
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
 
@@ -78,7 +78,7 @@ def test_tensor_ranks_equal_one_process(fleet, corpus, name, sizes):
 
 @pytest.mark.parametrize(("zero", "sizes"), SHARDED)
 def test_shards_of_tensor_ranks_equal_one_process(fleet, corpus, zero, sizes):
-    equals_one_process(fleet, made(corpus, "1f1b", sizes, savings=Savings(zero=zero)))
+    equals_one_process(fleet, made(corpus, "1f1b", sizes, savings=MemoryOptions(zero=zero)))
 
 
 @pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=SLOW)])
@@ -89,7 +89,7 @@ def test_tensor_ranks_recompute_as_one_process(fleet, corpus, recompute):
 @pytest.mark.parametrize(("name", "sizes", "zero"), TIED)
 def test_tied_embeddings_equal_one_process(fleet, corpus, name, sizes, zero):
     tied = replace(MODEL, tied=True)
-    equals_one_process(fleet, made(corpus, name, sizes, model=tied, savings=Savings(zero=zero)))
+    equals_one_process(fleet, made(corpus, name, sizes, model=tied, savings=MemoryOptions(zero=zero)))
 
 
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=SLOW)])
@@ -111,7 +111,7 @@ def test_layers_that_predict_further_tokens_equal_one_process(fleet, corpus, nam
 
 @pytest.mark.parametrize(("name", "sizes", "zero"), EXPERTS)
 def test_experts_equal_one_process(fleet, corpus, name, sizes, zero):
-    equals_one_process(fleet, made(corpus, name, sizes, model=MIXED, savings=Savings(zero=zero)))
+    equals_one_process(fleet, made(corpus, name, sizes, model=MIXED, savings=MemoryOptions(zero=zero)))
 
 
 MOVES = [
@@ -131,7 +131,7 @@ def test_any_mesh_goes_on_from_what_another_saved(fleet, corpus, tmp_path, befor
         axes = {axis: size for axis, size in sizes.items() if axis != "zero"}
         replicas = axes.get("dp", 1) * axes.get("ep", 1)
         rest = {axis: size for axis, size in axes.items() if axis not in ("dp", "pp")}
-        savings = Savings(zero=sizes.get("zero", 0))
+        savings = MemoryOptions(zero=sizes.get("zero", 0))
         name = "zb-h2" if axes.get("pp") else "gpipe"
         plan = plan_of(
             name, axes.get("dp", 1), axes.get("pp", 1), 4 // replicas, corpus, **rest, model=model, savings=savings

@@ -31,13 +31,13 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import ScheduleError
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.plan import LINE, Plan
-from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
 from pentad.schedules.spec.tensors import parameters
 from pentad.schedules.verify.check import check
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel.async_ops import alone, between
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.parallel.async_ops import on_yield, run_to_completion
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import create
 
 slow = pytest.mark.slow
@@ -52,7 +52,7 @@ def buckets_for(name: str, p: int, m: int, chunks: int | None = None, most: int 
 
 def plan_in_buckets(name, dp, pp, m, corpus, most, zero=0, dtype="float64", chunks=None, gathered=None, **more) -> Plan:
     found = buckets_for(name, pp, m, chunks, most)
-    savings = Savings(zero=zero, gathered=gathered, buckets=found)
+    savings = MemoryOptions(zero=zero, gathered=gathered, buckets=found)
     return plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, savings=savings, **more)
 
 
@@ -61,7 +61,7 @@ def plan_in_buckets(name, dp, pp, m, corpus, most, zero=0, dtype="float64", chun
 @pytest.mark.parametrize(("name", "p", "m"), SIZES)
 def test_every_bucket_is_reduced_once_behind_the_last_w_the_last_one_first(name, p, m, zero, validated):
     wanted = buckets_for(name, p, m)
-    savings = Savings(zero=zero, buckets=wanted)
+    savings = MemoryOptions(zero=zero, buckets=wanted)
     program = compile_program(name, p, m, replicas=2, savings=savings, validated=validated)
     assert program.buckets == wanted
     for stages, stream in zip(program.placement, program.streams, strict=True):
@@ -80,7 +80,7 @@ def test_every_bucket_is_reduced_once_behind_the_last_w_the_last_one_first(name,
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_program_that_lacks_a_bucket_or_has_one_too_many_is_refused(zero):
     wanted = (3, 1)
-    program = compile_program("zb-h2", 2, 5, replicas=2, savings=Savings(zero=zero, buckets=wanted))
+    program = compile_program("zb-h2", 2, 5, replicas=2, savings=MemoryOptions(zero=zero, buckets=wanted))
     check(program, replicas=2, buckets=wanted)
     for other in ((), (2, 1), (3, 2), (4, 1)):
         with pytest.raises(ScheduleError, match=r"bucket|reduces the gradients of stage"):
@@ -93,7 +93,7 @@ def test_a_program_that_lacks_a_bucket_or_has_one_too_many_is_refused(zero):
 def test_as_many_counts_as_stages_are_wanted():
     for found in ((2,), (2, 2, 2), (2, 0)):
         with pytest.raises(PentadError, match=r"buckets are .*, wanted one count of at least 1 for each of 2 stages"):
-            compile_program("1f1b", 2, 4, replicas=2, savings=Savings(buckets=found))
+            compile_program("1f1b", 2, 4, replicas=2, savings=MemoryOptions(buckets=found))
 
 
 @pytest.mark.parametrize("zero", [0, 2])
@@ -101,7 +101,7 @@ def test_all_of_a_stage_take_as_long_as_one_would(zero):
     """One after another, with nothing else to wait for."""
     ends = []
     for counts in ((1,), (4,)):
-        program = compile_program("gpipe", 1, 3, replicas=2, savings=Savings(zero=zero, buckets=counts))
+        program = compile_program("gpipe", 1, 3, replicas=2, savings=MemoryOptions(zero=zero, buckets=counts))
         spans = simulate(program, Costs((1.0,), (1.0,), (1.0,), reduce=2.0)).spans
         ends.append(max(span.end for span in spans))
     assert ends[0] == ends[1] == 9 + (2.0 if zero == 0 else 1.0 + 1.0)
@@ -164,11 +164,11 @@ def test_a_bucket_is_whole_once_a_backward_pass_has_come_down_to_its_layer(corpu
     """What is in it then is what is in it at the end; most are before that."""
     torch.manual_seed(1)
     count = 6
-    savings = Savings(zero=zero, buckets=(count,) * 3)
+    savings = MemoryOptions(zero=zero, buckets=(count,) * 3)
     plan = plan_of("1f1b", 2, 3, 1, corpus, model=replace(model, layers=12), savings=savings)
     rank = plan.mesh.move(0, pp=stage_index)
     held = {share: create(plan, share, torch.device("cpu"), rank=rank) for share in plan.shares_of(rank)}
-    stage = Stage(plan, stage_index, banks_of(plan, rank, stage_index, held))
+    stage = Stage(plan, stage_index, buffers_of(plan, rank, stage_index, held))
     for bank in stage.banks:
         if bank.parameters.gradients is None:
             bank.accumulate_in(torch.zeros(bank.parameters.cut.whole, dtype=torch.float64))
@@ -177,7 +177,7 @@ def test_a_bucket_is_whole_once_a_backward_pass_has_come_down_to_its_layer(corpu
     received, dy = torch.randn(2, plan.piece_tokens, plan.model.hidden, dtype=torch.float64)
     further = tokens.expand(plan.model.predicted, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
-    alone(stage.forward(0, None if stage.first else received, *ends, further))
+    run_to_completion(stage.forward(0, None if stage.first else received, *ends, further))
     whole: dict[tuple[int, int], torch.Tensor] = {}
     turns: list[int] = []  # of W, how many were whole behind each
 
@@ -190,7 +190,7 @@ def test_a_bucket_is_whole_once_a_backward_pass_has_come_down_to_its_layer(corpu
                     whole[number, place] = bank.whole[bucket.span].clone()
         turns.append(len(whole))
 
-    alone(between(stage.backward_input(0, None if stage.last else dy), act))
+    run_to_completion(on_yield(stage.backward_input(0, None if stage.last else dy), act))
     assert turns[-1] == count * len(stage.banks)
     assert turns[-3] >= 2
     for (number, place), found in whole.items():

@@ -12,7 +12,7 @@ import pytest
 from axes_cases import HEADS, MIXED, equals_one_process, made
 from fleet import Fleet
 
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 AXES = ("dp", "pp", "cp", "tp", "ep")
@@ -65,7 +65,7 @@ def test_three_axes(octet, corpus, sizes):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_with_experts_and_shards(fleet, corpus, name, zero):
-    equals_one_process(fleet, made(corpus, name, {"ep": 2, "pp": 2}, model=MIXED, savings=Savings(zero=zero)))
+    equals_one_process(fleet, made(corpus, name, {"ep": 2, "pp": 2}, model=MIXED, savings=MemoryOptions(zero=zero)))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -77,4 +77,4 @@ def test_every_schedule_makes_again_what_it_did_not_keep(fleet, corpus, name, re
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_shards_of_experts_over_replicas(octet, corpus, zero):
     sizes = {"dp": 2, "ep": 2, "tp": 2}
-    equals_one_process(octet, made(corpus, "1f1b", sizes, model=MIXED, savings=Savings(zero=zero)))
+    equals_one_process(octet, made(corpus, "1f1b", sizes, model=MIXED, savings=MemoryOptions(zero=zero)))

@@ -14,7 +14,7 @@ from post_validation_cases import agree
 
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
-from pentad.workers.runtime.abort import Fenced
+from pentad.workers.runtime.abort import Aborted
 
 pytestmark = pytest.mark.timeout(150)
 SPLITS = {
@@ -139,7 +139,7 @@ def test_a_fault_amid_open_calls_loses_no_account(cells, corpus, name, validated
         for number in asked[rank]:
             try:
                 told += cells[rank].answer(number)
-            except (Fenced, RuntimeError):
+            except (Aborted, RuntimeError):
                 continue
         assert {result.step for result in told} == set(range(stand.version))
     done = together(cells, "run", version, STEPS - version)

@@ -14,13 +14,13 @@ from late import Event, Log, late, stage_of
 from overlap_cases import MESHES, apart
 from plans import close, plan_of, reference
 
-from pentad.schedules.spec.model import Latent
+from pentad.schedules.spec.model import MLA
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel.async_ops import Turns, alone, between, by_turns
-from pentad.workers.parallel.expert_parallel import Way
+from pentad.workers.parallel.async_ops import Turns, interleave, on_yield, run_to_completion
+from pentad.workers.parallel.expert_parallel import DispatchMode
 
-LATENT = replace(MIXED, latent=Latent(rank=6, query_rank=10, plain=4, rotary=2, value=4))
+LATENT = replace(MIXED, latent=MLA(rank=6, query_rank=10, plain=4, rotary=2, value=4))
 SLOW = pytest.mark.slow
 CASES = [
     ({"ep": 2}, "exchange", MIXED, "ring"),
@@ -59,29 +59,29 @@ def forward(stage: Stage, piece: int, received: torch.Tensor) -> Turns[None]:
 
 def backward(stage: Stage, piece: int, dy: torch.Tensor, whole: bool) -> Turns[None]:
     turns = stage.backward_input(piece, dy)
-    yield from between(turns, partial(stage.backward_weight, piece)) if whole else turns
+    yield from on_yield(turns, partial(stage.backward_weight, piece)) if whole else turns
 
 
-def pair(plan: Plan, way: Way, whole: bool, run: Callable[..., None]) -> tuple[list[Event], torch.Tensor]:
+def pair(plan: Plan, way: DispatchMode, whole: bool, run: Callable[..., None]) -> tuple[list[Event], torch.Tensor]:
     """What happens while `run` has a backward and the forward of the next microbatch, and the gradients of both."""
     log = Log()
     streams = torch.randn(3, plan.piece_tokens // plan.mesh.cp // plan.mesh.tp, plan.model.hidden, dtype=torch.float64)
     with late(log):
         stage = stage_of(plan, way)
         stage.begin(0)
-        alone(forward(stage, 0, streams[0]))
+        run_to_completion(forward(stage, 0, streams[0]))
         before = len(log.events)
         run(log.of("B", backward(stage, 0, streams[1], whole)), log.of("F", forward(stage, 1, streams[2])))
         events = log.events[before:]
         if not whole:
             stage.backward_weight(0)
-        alone(backward(stage, 1, streams[1], True))
+        run_to_completion(backward(stage, 1, streams[1], True))
     return events, torch.cat([bank.parameters.gradient.flatten() for bank in stage.banks])
 
 
 def in_order(*works: Turns[None]) -> None:
     for work in works:
-        alone(work)
+        run_to_completion(work)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["B", "BW"])
@@ -91,7 +91,7 @@ def test_while_one_of_a_pair_has_operations_under_way_the_other_computes(
 ) -> None:
     plan = plan_of("gpipe", 1, 3, 2, corpus, model=replace(model, layers=6), context=context, **sizes)
     torch.manual_seed(1)
-    events, found = pair(plan, way, whole, by_turns)
+    events, found = pair(plan, way, whole, interleave)
     torch.manual_seed(1)
     lonely, wanted = pair(plan, way, whole, in_order)
     assert torch.isfinite(found).all() and torch.equal(found, wanted)
@@ -120,5 +120,5 @@ def test_when_one_of_a_pair_fails_the_other_ends() -> None:
             ended.append(name)
 
     with pytest.raises(ValueError, match="short"):
-        by_turns(long("long", 5), long("short", 2))
+        interleave(long("long", 5), long("short", 2))
     assert ended == ["short", "long"]

@@ -15,13 +15,13 @@ from plans import plan_of
 
 from pentad.orchestrator.planning.activations import peaks, shares_of
 from pentad.schedules.ir.instruction import Op, units_of
-from pentad.schedules.spec.plan import Plan, Share
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel.async_ops import alone
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.parallel.async_ops import run_to_completion
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import Parameters, create
-from pentad.workers.runtime.activation_offload import Away
-from pentad.workers.runtime.streams import HostLanes
+from pentad.workers.runtime.activation_offload import ActivationOffload
+from pentad.workers.runtime.streams import HostStreams
 
 CPU = torch.device("cpu")
 MODES = ("none", "selective", "full")
@@ -78,8 +78,8 @@ def test_a_step_that_is_begun_once_more_forgets_what_is_on_the_host(fleet: Fleet
 
 
 def made(plan: Plan, index: int = 0) -> tuple[Stage, Parameters]:
-    parameters = create(plan, Share(index), CPU)
-    return Stage(plan, index, banks_of(plan, 0, index, {Share(index): parameters})), parameters
+    parameters = create(plan, ParamShard(index), CPU)
+    return Stage(plan, index, buffers_of(plan, 0, index, {ParamShard(index): parameters})), parameters
 
 
 def storages(nested: object) -> Iterator[torch.UntypedStorage]:
@@ -106,7 +106,7 @@ def through(stage: Stage, plan: Plan, piece: int) -> torch.Tensor | None:
     """F of one piece; returns what lies in the slot of a transfer."""
     tokens = torch.arange(plan.piece_tokens) + piece
     received = None if stage.first else torch.randn(plan.piece_tokens, plan.model.hidden, dtype=torch.float64)
-    alone(stage.forward(piece, received, tokens if stage.first else None, tokens if stage.last else None))
+    run_to_completion(stage.forward(piece, received, tokens if stage.first else None, tokens if stage.last else None))
     return received
 
 
@@ -137,7 +137,7 @@ def test_what_is_on_the_host_is_on_the_device_no_more(corpus, name, slices, inde
     plan = plan_of(name, 1, 3, 1, corpus, slices=slices)
     stage, _ = made(plan, index)
     slots = [through(stage, plan, piece) for piece in range(plan.program.pieces)]
-    before, away, of = held(stage, *slots), Away(HostLanes()), shares_of(plan, index)
+    before, away, of = held(stage, *slots), ActivationOffload(HostStreams()), shares_of(plan, index)
     bits = [each.clone() for each in tensors(stage)]
     movable = {piece: stage.movable(piece) for piece in stage.kept}
     for piece, found in movable.items():

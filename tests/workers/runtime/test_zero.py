@@ -6,7 +6,7 @@ import pytest
 from plans import plan_of
 from zero_cases import equals_one_process
 
-from pentad.schedules.spec.schedule_spec import Savings
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 slow = pytest.mark.slow
 MESHES = [("1f1b", 2, 2, 3), ("zb-h2", 2, 2, 4), ("zb-v", 2, 2, 5), ("dualpipe", 1, 2, 4), ("dualpipe", 1, 4, 8)]
@@ -28,10 +28,10 @@ def few_at_once() -> list:
 
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "zero"), cases())
 def test_shards_on_any_mesh_equal_one_process(fleet, corpus, name, dp, pp, m, zero):
-    equals_one_process(fleet, plan_of(name, dp, pp, m, corpus, savings=Savings(zero=zero)))
+    equals_one_process(fleet, plan_of(name, dp, pp, m, corpus, savings=MemoryOptions(zero=zero)))
 
 
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks", "gathered", "zero"), few_at_once())
 def test_stages_that_take_turns_on_buffers_equal_one_process(fleet, corpus, name, dp, pp, m, chunks, gathered, zero):
-    savings = Savings(zero=zero, gathered=gathered if zero == 3 else None)
+    savings = MemoryOptions(zero=zero, gathered=gathered if zero == 3 else None)
     equals_one_process(fleet, plan_of(name, dp, pp, m, corpus, chunks=chunks, savings=savings))

@@ -15,20 +15,20 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.comm_volume import traffic
 from pentad.orchestrator.planning.estimate import memory
 from pentad.orchestrator.planning.planning import make_plan, smaller
-from pentad.orchestrator.run.regroup import Stock, complete
+from pentad.orchestrator.run.regroup import RecoveryState, complete
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key, Op, units_of
 from pentad.schedules.passes.pools import gradient_slots, weight_slots
-from pentad.schedules.spec.plan import LINE, Share
-from pentad.schedules.spec.schedule_spec import Options, Savings
+from pentad.schedules.spec.plan import LINE, ParamShard
+from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
 from pentad.schedules.spec.tensors import parameters
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.model.stage import Stage
-from pentad.workers.params.param_buffers import banks_of
+from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import create
-from pentad.workers.runtime.zero import Shards
+from pentad.workers.runtime.zero import ZeroShards
 
 slow = pytest.mark.slow
 
@@ -43,7 +43,7 @@ RUNS = [("zb-h2", 2, 2, 4, 1), ("interleaved", 2, 2, 4, 3), ("dualpipe", 1, 4, 8
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "zero"), some(RUNS, {1}))
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=slow)])
 def test_two_runs_and_a_resumed_one_are_bit_identical(fleet, corpus, tmp_path, name, dp, pp, m, zero, dtype):
-    savings = Savings(zero=zero, gathered=1 if (name, zero) == ("interleaved", 3) else None)
+    savings = MemoryOptions(zero=zero, gathered=1 if (name, zero) == ("interleaved", 3) else None)
     plan = plan_of(name, dp, pp, m, corpus, dtype, savings=savings)
     once, again = fleet.run(plan, [(0, 4)]), fleet.run(plan, [(0, 1), (1, 3)])
     later = resumed(fleet, plan, checkpoint.folder_of(tmp_path, 2), 2, [(2, 2)])
@@ -69,7 +69,7 @@ AHEAD = [
 def test_a_step_ahead_of_its_norm_gives_the_bits_of_one_that_waits(fleet, corpus, name, dp, pp, m, zero, clip):
     ends = []
     for validated in (True, False):
-        savings = Savings(zero=zero)
+        savings = MemoryOptions(zero=zero)
         plan = plan_of(name, dp, pp, m, corpus, "float32", clip=clip, validated=validated, savings=savings)
         ends.append(fleet.run(plan, [(0, 4), (4, 1)]))
     agree(*ends)
@@ -83,7 +83,7 @@ def test_any_mesh_and_stage_restores_what_another_saved(fleet, corpus, tmp_path,
     """Bit for bit, and the file is the one that a mesh without shards would have written."""
     ends = []
     for dp, pp, zero in (before, after):
-        plan = plan_of("1f1b", dp, pp, 8 // dp, corpus, "float32", savings=Savings(zero=zero))
+        plan = plan_of("1f1b", dp, pp, 8 // dp, corpus, "float32", savings=MemoryOptions(zero=zero))
         ends.append(plan)
     folder = checkpoint.folder_of(tmp_path, 1)
     outcomes = fleet.run(ends[0], [(0, 1)], save=str(folder))
@@ -108,12 +108,12 @@ SIZES = [("1f1b", 1, 2, 4, None), ("1f1b", 2, 2, 4, None), ("zb-v", 2, 2, 4, Non
 @pytest.mark.parametrize("validated", [False, True])
 def test_what_is_allocated_is_what_is_planned(corpus, name, dp, pp, m, chunks, zero, dtype, validated):
     gathered = 1 if chunks and zero == 3 else None
-    savings = Savings(zero=zero if dp > 1 or name == "dualpipe" else 0, gathered=gathered)
+    savings = MemoryOptions(zero=zero if dp > 1 or name == "dualpipe" else 0, gathered=gathered)
     plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, savings=savings, validated=validated)
     for rank in range(plan.mesh.size):
         held = {at: create(plan, at, torch.device("cpu"), rank=rank, blank=True) for at in plan.shares_of(rank)}
-        stages = {s: Stage(plan, s, banks_of(plan, rank, s, held)) for s in plan.stages_of(rank)}
-        shards = Shards(plan, rank, stages)
+        stages = {s: Stage(plan, s, buffers_of(plan, rank, s, held)) for s in plan.stages_of(rank)}
+        shards = ZeroShards(plan, rank, stages)
         planned = memory(plan, rank)
         assert buffers(held, shards) == {
             kind: planned[kind] for kind in ("parameters", "gradients", "optimizer", "master")
@@ -125,9 +125,9 @@ def test_what_is_allocated_is_what_is_planned(corpus, name, dp, pp, m, chunks, z
 def test_bytes_are_those_of_the_paper(corpus, zero, holders):
     """Section 5 of the paper for mixed precision, with gradients in four bytes: 2N + 4N + 12N, and what is cut."""
     plan = plan_of(
-        "1f1b", holders, 1, 8 // holders, corpus, "bfloat16", savings=Savings(zero=zero if holders > 1 else 0)
+        "1f1b", holders, 1, 8 // holders, corpus, "bfloat16", savings=MemoryOptions(zero=zero if holders > 1 else 0)
     )
-    size = plan.shards(Share(0)) * plan.shard_size(Share(0))
+    size = plan.shards(ParamShard(0)) * plan.shard_size(ParamShard(0))
     assert 0 <= size - parameters(plan.model) < holders * LINE, "shards are filled up"
     cut = [holders if zero >= stage else 1 for stage in (1, 2, 3)]
     found = memory(plan, 0)
@@ -141,7 +141,7 @@ def test_volumes_are_those_of_the_paper(corpus):
     """2N a step, and 3N where weights go between forward and backward: all stages but the last twice."""
     elements = {}
     for zero in range(4):
-        savings = Savings(zero=zero, gathered=1 if zero == 3 else None)
+        savings = MemoryOptions(zero=zero, gathered=1 if zero == 3 else None)
         plan = plan_of("looped-bfs", 2, 2, 3, corpus, chunks=4, savings=savings)
         sent = traffic(plan, 0)
         counts = [p.op for p in units_of(plan.program.streams[0]) if p.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER)]
@@ -149,7 +149,7 @@ def test_volumes_are_those_of_the_paper(corpus):
         assert counts.count(Op.REDUCE_SCATTER) == (0, 4, 4, 4)[zero]
         elements[zero] = sum(sent.values()) / 8
     sizes = [parameters(plan.model, *plan.layers[stage]) for stage in plan.stages_of(0)]
-    filled = [2 * plan.shard_size(Share(stage)) for stage in plan.stages_of(0)]
+    filled = [2 * plan.shard_size(ParamShard(stage)) for stage in plan.stages_of(0)]
     assert all(0 <= more - size < 2 * LINE for size, more in zip(sizes, filled, strict=True))
     assert elements[0] == sum(sizes)  # (n - 1) / n of 2N
     assert elements[1] == elements[2] == sum(filled)
@@ -168,7 +168,13 @@ def test_no_buffer_has_two_stages_at_once(name, p, m, chunks, gathered, validate
     gradients, and one more that is scattered meanwhile."""
     gathered = None if name == "dualpipe" else gathered
     program = compile_program(
-        name, p, m, replicas=2, savings=Savings(zero=3, gathered=gathered), options=Options(chunks), validated=validated
+        name,
+        p,
+        m,
+        replicas=2,
+        savings=MemoryOptions(zero=3, gathered=gathered),
+        options=Options(chunks),
+        validated=validated,
     )
     for rank, stream in enumerate(program.streams):
         weights, (gradients, _) = weight_slots(program, rank), gradient_slots(program, rank)
@@ -197,11 +203,11 @@ def test_no_buffer_has_two_stages_at_once(name, p, m, chunks, gathered, validate
 def test_a_lost_rank_takes_its_shard_along(corpus):
     plan = plan_of("1f1b", 2, 2, 4, corpus)
     cut = replace(plan, zero=1)
-    assert complete(plan, Stock(7, (0, 3)))
-    assert complete(plan, Stock(7, (0, 1, 2)))
-    assert not complete(cut, Stock(7, (0, 1, 2)))
-    assert complete(cut, Stock(7, (0, 1, 2, 3)))
-    assert not complete(cut, Stock(-1, (0, 1, 2, 3)))
+    assert complete(plan, RecoveryState(7, (0, 3)))
+    assert complete(plan, RecoveryState(7, (0, 1, 2)))
+    assert not complete(cut, RecoveryState(7, (0, 1, 2)))
+    assert complete(cut, RecoveryState(7, (0, 1, 2, 3)))
+    assert not complete(cut, RecoveryState(-1, (0, 1, 2, 3)))
 
 
 BAD = [
