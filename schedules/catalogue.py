@@ -142,7 +142,7 @@ def shape_of(
         text += f", in {slices} slices each" * (slices > 1)
         raise PentadError(f"schedule {name}: {text}, but at most {LARGEST} are compiled at once")
     turn = (asked.group or ranks) if "group" in found.takes else microbatches
-    shape = ScheduleSpec(ranks, microbatches, chunks, min(turn, microbatches), costs, asked.limit, slices)
+    shape = ScheduleSpec(ranks, microbatches, chunks, min(turn, microbatches), costs, asked.memory_limit, slices)
     if refusal := found.refusal(shape):
         raise PentadError(f"schedule {name}: {refusal}")
     return shape

@@ -80,8 +80,8 @@ def add_savings(program: Program, savings: MemoryOptions) -> Program:
     if savings.recompute:
         program = add_recompute(program, savings.recompute)
     if savings.zero:
-        program = add_gathers(program, zero=savings.zero, prefetch=savings.prefetch, gathered=savings.gathered)
-    return program if savings.keep is None else add_offload(program, savings.keep)
+        program = add_gathers(program, zero=savings.zero, prefetch=savings.prefetch, gathered=savings.max_gathered)
+    return program if savings.max_resident is None else add_offload(program, savings.max_resident)
 
 
 def summary(program: Program, costs: Costs) -> dict[str, Any]:

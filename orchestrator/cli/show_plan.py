@@ -30,7 +30,7 @@ from pentad.schedules.spec.tensors import parameters
 def show_plan(config: RunConfig, device: str, room: Room, console: Console, *, as_json: bool) -> int:
     """Prints what would run on 'cpu' or 'cuda', with guessed costs. Returns the exit status: 1 where it has no room."""
     if device == "cuda":
-        refuse_wide(config.mesh.mesh, across=config.mesh.tensor_across_nodes)
+        refuse_wide(config.mesh.mesh, across=config.mesh.tp_across_nodes)
     plan = make_plan(config, device)
     costs, fit = costs_of(plan), fit_of(plan, room)
     if as_json:
@@ -88,11 +88,11 @@ def _pace(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def _placed(plan: Plan) -> str:
-    return PLACEMENTS[plan.context]
+    return PLACEMENTS[plan.cp_method]
 
 
 def _balance(plan: Plan) -> float:
-    return 1.0 if plan.context == "exchange" else balance(plan.batch.length, plan.mesh.cp, PLACEMENTS[plan.context])
+    return 1.0 if plan.cp_method == "ulysses" else balance(plan.batch.length, plan.mesh.cp, PLACEMENTS[plan.cp_method])
 
 
 def _facts(plan: Plan, costs: Costs, fit: Fit) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def status_view(status: dict[str, Any], most: int) -> RenderableType:
         (f" {status['run']}", "bold"),
         "  ",
         (state, COLOURS.get(state, "")),
-        f"  step {status['step']}/{status['steps']}  epoch {status['epoch']}",
+        f"  step {status['step']}/{status['steps']}  generation {status['generation']}",
     )
     what = Text(f" {status['mesh']}  {status['schedule']}  {hashed}", "dim")
     pace = f" loss {number(status['loss'], '.4f')}  {number(status['tokens_per_second'], ',.0f')} tokens/s"

@@ -36,8 +36,8 @@ LOG_CHARACTERS = 10_000
 class WorkerGroup:
     """Workers by rank. Every call goes to all of them and is answered by all of them, or raises WorkerError."""
 
-    def __init__(self, plan: Plan, placement: PlacementGroup, epoch: int = 1, runner: str = RUNNER) -> None:
-        self.plan, self.placement, self.epoch, self.runner = plan, placement, epoch, runner
+    def __init__(self, plan: Plan, placement: PlacementGroup, generation: int = 1, runner: str = RUNNER) -> None:
+        self.plan, self.placement, self.generation, self.runner = plan, placement, generation, runner
         self.actors: list[Any] = []
         self.bundles: list[int] = []  # where each rank sits in the placement group
         self.places: tuple[Where, ...] = ()
@@ -51,14 +51,14 @@ class WorkerGroup:
 
     @staticmethod
     def start(
-        plan: Plan, placement: PlacementGroup, timeout_seconds: float, *, epoch: int = 1, runner: str = RUNNER
+        plan: Plan, placement: PlacementGroup, timeout_seconds: float, *, generation: int = 1, runner: str = RUNNER
     ) -> WorkerGroup:
         """Creates and connects a worker a rank in the places reserved for them, which are the group's from now on.
 
         Raises PentadError, with nothing left, when that fails or takes longer.
         """
         deadline = time.monotonic() + timeout_seconds
-        group = WorkerGroup(plan, placement, epoch, runner)
+        group = WorkerGroup(plan, placement, generation, runner)
         try:
             group._create(deadline)
             group.begin(deadline, keep=False)
@@ -68,14 +68,16 @@ class WorkerGroup:
         return group
 
     def begin(self, deadline: float, *, keep: bool) -> None:
-        """Makes a runner on every rank for this plan and epoch (which may `keep` what one before holds), and joins
+        """Makes a runner on every rank for this plan and generation (which may `keep` what one before holds), and joins
         them. Raises WorkerError, or PentadError when it takes until after the monotonic second `deadline`."""
         shared = ray.put(self.plan)
-        calls = [actor.start.remote(self.epoch, shared, rank, keep) for rank, actor in enumerate(self.actors)]
+        calls = [actor.start.remote(self.generation, shared, rank, keep) for rank, actor in enumerate(self.actors)]
         self.device_name = self._collect(calls, deadline)[0]
         self.offsets = tuple(map(self._offset, range(self.plan.mesh.size)))
         left = max(0.1, deadline - time.monotonic())
-        (address,) = self._collect([self.actors[0].do.remote(self.epoch, "serve", self.places[0].ip, left)], deadline)
+        (address,) = self._collect(
+            [self.actors[0].do.remote(self.generation, "serve", self.places[0].ip, left)], deadline
+        )
         self._collect(self._do("connect", address, left), deadline)
 
     def check_folder(self, folder: Path) -> None:
@@ -118,14 +120,21 @@ class WorkerGroup:
         return self._do("save", str(folder), step)
 
     def save_shares(self, folder: Path, step: int, shares: dict[int, tuple[ParamShard, ...]]) -> list[dict[str, Any]]:
-        """Has each rank of `shares` write these; for an epoch that some ranks have not survived."""
-        refs = {r: self.actors[r].do.remote(self.epoch, "save", str(folder), step, its) for r, its in shares.items()}
+        """Has each rank of `shares` write these; for a generation that some ranks have not survived."""
+        refs = {
+            r: self.actors[r].do.remote(self.generation, "save", str(folder), step, its) for r, its in shares.items()
+        }
         return [shard for rank, ref in refs.items() for shard in self.answer(rank, ref)]
 
     def submit_commit(self, folder: Path, step: int, shards: list[dict[str, Any]], keep: int, rank: int = 0) -> Refs:
         """Has a rank commit a checkpoint and discard older ones, beside the training."""
         plan = self.plan
-        meta = {"run": plan.name, "epoch": self.epoch, "program": plan.program.hash, "mesh": asdict(plan.mesh)}
+        meta = {
+            "run": plan.name,
+            "generation": self.generation,
+            "program": plan.program.hash,
+            "mesh": asdict(plan.mesh),
+        }
         meta["data"] = plan.fingerprint
         return [self.actors[rank].commit.remote(str(folder), step, shards, meta, keep)]
 
@@ -176,7 +185,7 @@ class WorkerGroup:
 
     def _create(self, deadline: float) -> None:
         """Creates actors in the order of their nodes, then, if their GPUs ask for another order, once more in that."""
-        mesh, across = self.plan.mesh, self.plan.tensor_across_nodes
+        mesh, across = self.plan.mesh, self.plan.tp_across_nodes
         order = order_places(bundle_places(self.placement), mesh, tensor_across_nodes=across)
         for _ in range(2):
             self.bundles = list(order)
@@ -213,21 +222,21 @@ class WorkerGroup:
     def hire(self, rank: int) -> Any:
         """A new actor for a rank, in its place; it may take a while until it answers."""
         at, bundle = self.plan.mesh.coordinates(rank), self.bundles[rank]
-        again = f"-{self.epoch}" if self.places else ""  # the name of one that is gone may not be free yet
+        again = f"-{self.generation}" if self.places else ""  # the name of one that is gone may not be free yet
         kind = Actor.options(
             name=f"pentad/{self.plan.name}/{str(at).replace(' ', '-')}{again}",
             num_gpus=1 if self.plan.device == "cuda" else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=bundle),
         )
-        since = f", since epoch {self.epoch}" if self.places else ""
+        since = f", since generation {self.generation}" if self.places else ""
         return kind.remote(f"{self.plan.name} {at}{since}", self.runner)
 
     def _call(self, method: str, *arguments: Any) -> Refs:
         return [getattr(actor, method).remote(*arguments) for actor in self.actors]
 
     def _do(self, method: str, *arguments: Any) -> Refs:
-        do = f"{method}{arguments} in epoch {self.epoch}"  # what the actor's page shows it at
-        return [actor.do.options(name=do).remote(self.epoch, method, *arguments) for actor in self.actors]
+        do = f"{method}{arguments} in generation {self.generation}"  # what the actor's page shows it at
+        return [actor.do.options(name=do).remote(self.generation, method, *arguments) for actor in self.actors]
 
     def _collect(self, refs: Refs, deadline: float = float("inf"), tick: Tick | None = None) -> list[Any]:
         pending = {ref: rank for rank, ref in enumerate(refs)}

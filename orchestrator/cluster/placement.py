@@ -33,7 +33,7 @@ def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bo
     size = Counter(place.node for place in places)
     if not tensor_across_nodes and any(count % mesh.tp for count in size.values()):
         offers = ", ".join(map(str, sorted(size.values(), reverse=True)))
-        wanted = "wanted multiples of mesh.tp, or mesh.tensor_across_nodes = true"
+        wanted = "wanted multiples of mesh.tp, or mesh.tp_across_nodes = true"
         raise PentadError(f"mesh.tp is {mesh.tp}, but nodes have room for {offers} ranks, {wanted}")
     replica = mesh.size // mesh.dp
     line = sorted(places, key=lambda p: (size[p.node] % replica > 0, -size[p.node], p.node, p.gpu, p.bundle))

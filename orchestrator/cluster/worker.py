@@ -1,8 +1,8 @@
 """The thin Ray actor around a Runner: one process, one rank.
 
-Every call that changes a rank carries the number of its epoch, and one of an epoch that is over is refused. Calls of
-the runner share one thread (a CUDA device is chosen for a thread), and a second group of threads answers
-while that one is stuck in a collective.
+Every call that changes a rank carries the number of its generation, and one of a generation that is over is refused.
+Calls of the runner share one thread (a CUDA device is chosen for a thread), and a second group of threads answers while
+that one is stuck in a collective.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Status(NamedTuple):
     """What a rank does: `counter` is the index in its stream, -1 between steps, and `instruction` the text of that
     instruction, '' between steps; `age` are the seconds since it began. `gpu` is what a GPU said of itself lately."""
 
-    epoch: int
+    generation: int
     step: int
     instruction: str
     age: float
@@ -50,7 +50,7 @@ class Status(NamedTuple):
 
 
 class Stale(Exception):
-    """A call of an epoch that is over."""
+    """A call of a generation that is over."""
 
 
 class Worker:
@@ -61,7 +61,7 @@ class Worker:
         self.label, self.module, self.name = label, module, name
         session = ray._private.worker.global_worker.node.get_session_dir_path()
         self.stream: tuple[Unit, ...] = ()
-        self.epoch, self.changing = 0, threading.Lock()
+        self.generation, self.changing = 0, threading.Lock()
         self.gpu, self.gpu_read = -1, 0.0
         self.gpu_state: GpuState | None = None
         self.runner: Any = None
@@ -71,8 +71,8 @@ class Worker:
         return self.label
 
     @ray.method(concurrency_group="train")
-    def start(self, epoch: int, plan: Plan, rank: int, keep: bool) -> str:
-        """Makes the runner. In an epoch that is to `keep` the state of the one before, it takes over what this rank
+    def start(self, generation: int, plan: Plan, rank: int, keep: bool) -> str:
+        """Makes the runner. In a generation that is to `keep` the state of the one before, it takes over what this rank
         holds of it, and is blank where another rank's is to come.
 
         Returns the name of its GPU, '' on a CPU.
@@ -80,38 +80,39 @@ class Worker:
         kind = getattr(importlib.import_module(self.module), self.name)
         gpu = _visible_index() if plan.device == "cuda" else 0
         self.gpu = next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), -1)
-        runner = kind(plan, rank, self.board, epoch, gpu, self.runner if keep else None, blank=keep)
+        runner = kind(plan, rank, self.board, generation, gpu, self.runner if keep else None, blank=keep)
         with self.changing:
-            if epoch < self.epoch:
-                raise Stale(f"epoch {epoch} is over")
-            self.epoch, self.runner = epoch, runner
+            if generation < self.generation:
+                raise Stale(f"generation {generation} is over")
+            self.generation, self.runner = generation, runner
             self.stream = plan.program.streams[plan.mesh.coordinates(rank).pp]
         return _device_name(gpu) if plan.device == "cuda" else ""
 
     @ray.method(concurrency_group="train")
-    def do(self, epoch: int, method: str, *arguments: Any) -> Any:
+    def do(self, generation: int, method: str, *arguments: Any) -> Any:
         """Calls a method of the runner: serve, connect, restore, receive, advance, run, save or leave."""
-        if epoch != self.epoch:
-            raise Stale(f"epoch {epoch} is over, it is {self.epoch} now")
+        if generation != self.generation:
+            raise Stale(f"generation {generation} is over, it is {self.generation} now")
         if self.runner is None:  # a rank that was lost before it began
             assert method == "leave", method
             return RankSnapshot(-1, False, 0.0, ())
         return getattr(self.runner, method)(*arguments)
 
     @ray.method(concurrency_group="control")
-    def fence(self, epoch: int) -> None:
-        """Ends the epoch before `epoch`: what the train thread does is freed and forgotten, late calls are refused."""
+    def fence(self, generation: int) -> None:
+        """Ends the generation before `generation`: what the train thread does is freed and forgotten, late calls are
+        refused."""
         with self.changing:
-            if epoch <= self.epoch:
-                raise Stale(f"epoch {epoch} is over, it is {self.epoch} now")
-            self.epoch = epoch
+            if generation <= self.generation:
+                raise Stale(f"generation {generation} is over, it is {self.generation} now")
+            self.generation = generation
         if self.runner is not None:
             self.runner.fence()
 
     @ray.method(concurrency_group="control")
-    def abort(self, epoch: int) -> None:
+    def abort(self, generation: int) -> None:
         """Ends the collective operations of a fenced GPU, once all are still."""
-        if self.runner is not None and epoch == self.epoch:
+        if self.runner is not None and generation == self.generation:
             self.runner.abort()
 
     @ray.method(concurrency_group="control")
@@ -151,9 +152,9 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        """Once `start` has made the runner; before that a status without an epoch."""
+        """Once `start` has made the runner; before that a status without a generation."""
         if self.runner is None or not self.board.exists():
-            return Status(self.epoch, -1, "", 0.0)
+            return Status(self.generation, -1, "", 0.0)
         state = self.runner.position() or read_board(self.board)
         return status_of(state, self.stream)._replace(gpu=self._telemetry())
 
@@ -183,7 +184,7 @@ def read_status(board: Path, stream: tuple[Unit, ...]) -> Status:
 
 def status_of(state: State, stream: tuple[Unit, ...]) -> Status:
     text = instruction_text(stream[state.counter]) if state.counter >= 0 else ""
-    return Status(state.epoch, state.step, text, time.monotonic() - state.since, state.counter)
+    return Status(state.generation, state.step, text, time.monotonic() - state.since, state.counter)
 
 
 def instruction_text(unit: Unit) -> str:

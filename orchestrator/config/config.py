@@ -11,8 +11,8 @@ from typing import Any, get_args
 from pydantic import ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from pentad.orchestrator.config.custom_model import require_layers, require_plain, shape_of
 from pentad.orchestrator.config.model_section import ModelSection
-from pentad.orchestrator.config.own_model import require_layers, require_plain, shape_of
 from pentad.orchestrator.config.sections import (
     BatchSection,
     CheckpointSection,
@@ -62,13 +62,13 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _batch_divides(self) -> RunConfig:
         share = self.mesh.dp * self.mesh.ep * self.schedule.microbatches
-        if self.batch.sequences % share:
+        if self.batch.global_batch_size % share:
             axes, sizes = "mesh.dp", f"{self.mesh.dp}"
             if self.mesh.ep > 1:
                 axes, sizes = "mesh.dp x mesh.ep", f"{self.mesh.dp} x {self.mesh.ep}"
             parts = f"{sizes} x {self.schedule.microbatches} = {share}"
             wanted = f"a multiple of {axes} x schedule.microbatches = {parts}"
-            raise ValueError(f"batch.sequences is {self.batch.sequences}, wanted {wanted}")
+            raise ValueError(f"batch.global_batch_size is {self.batch.global_batch_size}, wanted {wanted}")
         return self
 
     @model_validator(mode="after")
@@ -84,18 +84,18 @@ class RunConfig(Section):
         try:
             if schedule.name == AUTO:  # chosen when the device is known: zb-1p is there for any size and limit
                 refuse_chosen(schedule.options)
-                asked = Options(limit=schedule.memory_limit)
+                asked = Options(memory_limit=schedule.memory_limit)
                 program = generate("zb-1p", self.mesh.pp, schedule.microbatches, asked)
             else:
                 program = generate(schedule.name, self.mesh.pp, schedule.microbatches, self.options)
-            if self.model.own is not None:
-                packed, recompute = self.data.packed, self.memory.recompute
-                require_plain(self.model.own, self.mesh.mesh, program.slices, packed=packed, recompute=recompute)
+            if self.model.custom is not None:
+                packed, recompute = self.data.document_mask, self.memory.recompute
+                require_plain(self.model.custom, self.mesh.mesh, program.slices, packed=packed, recompute=recompute)
             shape = self.shape()
             require_layers(shape, program.stages)
             split_layers(shape.layers, program.placement)
-            if self.zero.gathered is not None:
-                require_room(program, self.zero.gathered)
+            if self.zero.max_gathered is not None:
+                require_room(program, self.zero.max_gathered)
         except PentadError as error:
             raise ValueError(str(error)) from None
         if self.batch.sequence_length % program.slices:
@@ -104,32 +104,34 @@ class RunConfig(Section):
         self._require_whole_steps(shape, program)
         self.memory.require(program, placed=schedule.name != AUTO)
         try:
-            rows = self.batch.sequences // (self.mesh.dp * self.mesh.ep * schedule.microbatches)
+            rows = self.batch.global_batch_size // (self.mesh.dp * self.mesh.ep * schedule.microbatches)
             sizes = self.batch.sequence_length, rows, program.slices
-            require_fit(shape, self.mesh.mesh, *sizes, self.mesh.context)
+            require_fit(shape, self.mesh.mesh, *sizes, self.mesh.cp_method)
         except PentadError as error:
             raise ValueError(str(error)) from None
         return self
 
     def shape(self, dtype: str = "float32") -> ModelShape:
         """Of the model, in the dtype of compute. Raises PentadError for a user's model that cannot be trained."""
-        return self.model.shape if self.model.own is None else shape_of(self.model, self.batch.sequence_length, dtype)
+        return (
+            self.model.shape if self.model.custom is None else shape_of(self.model, self.batch.sequence_length, dtype)
+        )
 
     def _require_whole_steps(self, shape: ModelShape, program: Program) -> None:
         """What is summed over ranks before the norm, or over a whole sequence, leaves no room for some schedules."""
         experts = shape.experts
         ahead = {
-            "model.tied = true": shape.tied and program.stages > 1,
-            f"model.predicted = {shape.predicted}": shape.predicted and program.stages > 1,
-            "model.experts.bias_rate > 0": experts is not None and experts.bias_rate > 0,
+            "model.tie_word_embeddings = true": shape.tie_word_embeddings and program.stages > 1,
+            f"model.mtp_layers = {shape.mtp_layers}": shape.mtp_layers and program.stages > 1,
+            "model.experts.bias_update_rate > 0": experts is not None and experts.bias_update_rate > 0,
         }
         for name in (name for name, found in ahead.items() if found and self.schedule.post_validation):
             wanted = f"false for {name}, which sums over ranks before the norm"
             raise ValueError(f"schedule.post_validation is true, wanted {wanted}")
         cut = {
-            "data.packed = true": self.data.packed,
-            f"model.predicted = {shape.predicted}": shape.predicted,
-            "model.experts.auxiliary > 0": experts is not None and experts.auxiliary > 0,
+            "data.document_mask = true": self.data.document_mask,
+            f"model.mtp_layers = {shape.mtp_layers}": shape.mtp_layers,
+            "model.experts.aux_loss_coef > 0": experts is not None and experts.aux_loss_coef > 0,
         }
         for name in (name for name, found in cut.items() if found and program.slices > 1):
             raise ValueError(f"schedule.slices is {program.slices}, wanted 1 for {name}, which sees whole sequences")

@@ -45,12 +45,12 @@ class MeshSection(Section):
     cp: Count = Field(default=1, description="ranks that split a sequence")
     tp: Count = Field(default=1, description="ranks that split a layer's heads, ffn and vocabulary, and tokens between")
     ep: Count = Field(default=1, description="ranks that split experts and hold different samples")
-    context: Literal["ring", "gather", "exchange"] = Field(
+    cp_method: Literal["ring", "all_gather", "ulysses"] = Field(
         default="ring",
         description="how cp ranks attend to each other's tokens: keys and values go round, are gathered, or heads for "
         "tokens are exchanged",
     )
-    tensor_across_nodes: bool = Field(default=False, description="whether tp ranks may be on several nodes")
+    tp_across_nodes: bool = Field(default=False, description="whether tp ranks may be on several nodes")
 
     @property
     def mesh(self) -> Mesh:
@@ -89,13 +89,15 @@ class ScheduleSection(Section):
 
 
 class BatchSection(Section):
-    sequences: Count = Field(description="sequences a step over the whole mesh, a multiple of dp x microbatches")
+    global_batch_size: Count = Field(
+        description="sequences a step over the whole mesh, a multiple of dp x microbatches"
+    )
     sequence_length: Count = Field(description="tokens a sequence")
 
 
 class DataSection(Section):
     path: str = Field(min_length=1, description="folder that `pentad data build` wrote, or builtin:pydoc")
-    packed: bool = Field(default=False, description="whether attention stops at the ends of documents")
+    document_mask: bool = Field(default=False, description="whether attention stops at the ends of documents")
     cache: str = Field(default="~/.cache/pentad", min_length=1, description="folder where builtin data is built once")
 
 
@@ -136,7 +138,7 @@ class MemorySection(Section):
     recompute_stages: list[NonNegative] | None = Field(
         default=None, description="pipeline stages that recompute; null: all"
     )
-    offload_keep: Positive | None = Field(
+    max_resident_microbatches: Positive | None = Field(
         default=None,
         description="activations that stay on a device, in microbatches of a whole rank; others wait on the host; "
         "null: all stay",
@@ -149,8 +151,8 @@ class MemorySection(Section):
         if self.recompute_stages is not None and self.recompute == "none":
             found = f"memory.recompute_stages is {self.recompute_stages}, but memory.recompute is none"
             raise ValueError(f"{found}, wanted selective or full")
-        if self.offload_keep is not None and self.recompute == "selective":
-            found = f"memory.offload_keep is {self.offload_keep:g}, but memory.recompute is selective"
+        if self.max_resident_microbatches is not None and self.recompute == "selective":
+            found = f"memory.max_resident_microbatches is {self.max_resident_microbatches:g}, but memory.recompute is selective"
             raise ValueError(f"{found}, wanted none or full")
         return self
 
@@ -167,7 +169,9 @@ class MemorySection(Section):
             add_savings(program, self.savings(program.stages))
         except PentadError as error:
             why = str(error).partition(", but ")[2]
-            raise ValueError(f"memory.offload_keep is {self.offload_keep:g}, but {why}") from None
+            raise ValueError(
+                f"memory.max_resident_microbatches is {self.max_resident_microbatches:g}, but {why}"
+            ) from None
 
     def modes(self, stages: int) -> tuple[str, ...]:
         """What each of so many stages recomputes (see Plan); empty where none does."""
@@ -177,7 +181,7 @@ class MemorySection(Section):
     def savings(self, stages: int) -> MemoryOptions:
         """What a program of so many stages does to need less memory."""
         again = frozenset(stage for stage, mode in enumerate(self.modes(stages)) if mode != "none")
-        return MemoryOptions(recompute=again, keep=self.offload_keep)
+        return MemoryOptions(recompute=again, max_resident=self.max_resident_microbatches)
 
 
 class ZeroSection(Section):
@@ -188,7 +192,7 @@ class ZeroSection(Section):
         description="what replicas and mirrors keep a shard of each: 1 master weights and optimizer state, "
         "2 gradients too, 3 compute weights too; a rank whose stages no other holds keeps all",
     )
-    gathered: Count | None = Field(
+    max_gathered: Count | None = Field(
         default=None, description="pipeline stages whose weights a rank has whole at once, with stage 3; null: all"
     )
     prefetch: NonNegative = Field(
@@ -214,9 +218,9 @@ class ZeroSection(Section):
 
     @model_validator(mode="after")
     def _gathers(self) -> ZeroSection:
-        if self.gathered is not None and self.stage < 3:
+        if self.max_gathered is not None and self.stage < 3:
             wanted = "wanted null, since only with zero.stage = 3 are weights ever not whole"
-            raise ValueError(f"zero.gathered is {self.gathered} with zero.stage = {self.stage}, {wanted}")
+            raise ValueError(f"zero.max_gathered is {self.max_gathered} with zero.stage = {self.stage}, {wanted}")
         if self.prefetch != 1 and self.stage < 3:
             wanted = "wanted 1, since only with zero.stage = 3 do gathers wait for their turn"
             raise ValueError(f"zero.prefetch is {self.prefetch} with zero.stage = {self.stage}, {wanted}")

@@ -36,7 +36,8 @@ class NotLive(PentadError):
 class Client:
     """One live run. Its methods raise NotLive when it is over, and PentadError for what else goes wrong.
 
-    `timeout_seconds` is the longest wait for the answer; `epoch` that which the caller believes the run is in, 0: any.
+    `timeout_seconds` is the longest wait for the answer; `generation` that which the caller believes the run is in, 0:
+    any.
     """
 
     def __init__(self, folder: Path, endpoint: dict[str, Any]) -> None:
@@ -62,19 +63,19 @@ class Client:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # the service limits each stream
                     raise self._told("WatchStatus", error, 0.0) from None
 
-    def pause(self, timeout_seconds: float = 60.0, epoch: int = 0) -> dict[str, Any]:
-        """Until the run is paused: {"run", "state", "step", "epoch"}."""
-        return self._ask("Pause", MESSAGES["Wish"](epoch=epoch), timeout_seconds)
+    def pause(self, timeout_seconds: float = 60.0, generation: int = 0) -> dict[str, Any]:
+        """Until the run is paused: {"run", "state", "step", "generation"}."""
+        return self._ask("Pause", MESSAGES["Wish"](generation=generation), timeout_seconds)
 
-    def resume(self, timeout_seconds: float = 60.0, epoch: int = 0) -> dict[str, Any]:
-        return self._ask("Resume", MESSAGES["Wish"](epoch=epoch), timeout_seconds)
+    def resume(self, timeout_seconds: float = 60.0, generation: int = 0) -> dict[str, Any]:
+        return self._ask("Resume", MESSAGES["Wish"](generation=generation), timeout_seconds)
 
-    def checkpoint(self, timeout_seconds: float = 600.0, epoch: int = 0) -> dict[str, Any]:
+    def checkpoint(self, timeout_seconds: float = 600.0, generation: int = 0) -> dict[str, Any]:
         """Until a checkpoint is whole: 'step' is its steps."""
-        return self._ask("Checkpoint", MESSAGES["Wish"](epoch=epoch), timeout_seconds)
+        return self._ask("Checkpoint", MESSAGES["Wish"](generation=generation), timeout_seconds)
 
-    def abort(self, timeout_seconds: float = 60.0, epoch: int = 0) -> dict[str, Any]:
-        return self._ask("Abort", MESSAGES["Wish"](epoch=epoch), timeout_seconds)
+    def abort(self, timeout_seconds: float = 60.0, generation: int = 0) -> dict[str, Any]:
+        return self._ask("Abort", MESSAGES["Wish"](generation=generation), timeout_seconds)
 
     def close(self) -> None:
         self._channel.close()
@@ -136,8 +137,8 @@ def gone(folder: Path, address: str) -> NotLive:
 def ended(folder: Path) -> dict[str, Any]:
     """What the folder of a run that is not live knows, in the shape of a status; `step` is the number of steps done."""
     config = saved_config(folder)
-    rows, events = read_lines(folder / METRICS, ["step", "epoch"]), read_lines(folder / JOURNAL, ["event"])
-    row = rows[-1] if rows else {"step": -1, "epoch": 0}
+    rows, events = read_lines(folder / METRICS, ["step", "generation"]), read_lines(folder / JOURNAL, ["event"])
+    row = rows[-1] if rows else {"step": -1, "generation": 0}
     told = [event for event in events if event["event"] in ("start", *_ENDINGS)]
     state = _ENDINGS.get(told[-1]["event"], "failed") if told else "stopped"
     return {
@@ -146,7 +147,7 @@ def ended(folder: Path) -> dict[str, Any]:
         "state": state,
         "step": row["step"] + 1,
         "steps": config.run.steps,
-        "epoch": max([row["epoch"], *(event.get("epoch", 0) for event in events)]),
+        "generation": max([row["generation"], *(event.get("generation", 0) for event in events)]),
         "mesh": str(config.mesh.mesh),
         "schedule": config.schedule.name,
         "program": Program.load(folder / PROGRAM).hash if (folder / PROGRAM).is_file() else "",

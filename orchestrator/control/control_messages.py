@@ -55,7 +55,7 @@ def status_of(view: RunView) -> Any:
     """The Status of a view as it is now: ages of heartbeats grow between two views."""
     now = time.monotonic()
     status = MESSAGES["Status"](endpoints=view.endpoints)
-    for name in ("run", "folder", "state", "step", "steps", "epoch", "mesh", "schedule", "program", "verdict"):
+    for name in ("run", "folder", "state", "step", "steps", "generation", "mesh", "schedule", "program", "verdict"):
         setattr(status, name, getattr(view, name))
     for name in ("loss", "tokens_per_second"):
         value = getattr(view, name)

@@ -118,10 +118,10 @@ class Methods:
         return _outcome(view, state=view.state if view.state in OVER else "stopped")
 
     async def _admit(self, request: Any) -> RunView:
-        """The present view. Raises Refused when the run is over, or in another epoch than the caller believes."""
+        """The present view. Raises Refused when the run is over, or in another generation than the caller believes."""
         view = await self.board.until(lambda _: not self.board.over)
-        if request.epoch not in (0, view.epoch):
-            sentence = f"epoch is {request.epoch}, but run {view.run} is in {view.epoch}, wanted that or 0 for any"
+        if request.generation not in (0, view.generation):
+            sentence = f"generation is {request.generation}, but run {view.run} is in {view.generation}, wanted that or 0 for any"
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         return view
 
@@ -174,5 +174,5 @@ def healths(view: RunView, *, closed: bool, now: float) -> dict[str, bool]:
 
 
 def _outcome(view: RunView, **other: Any) -> Any:
-    facts = {"run": view.run, "state": view.state, "step": view.step, "epoch": view.epoch}
+    facts = {"run": view.run, "state": view.state, "step": view.step, "generation": view.generation}
     return MESSAGES["Outcome"](**{**facts, **other})

@@ -48,7 +48,7 @@ def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
 
 def _with_files(config: RunConfig, work: Path) -> RunConfig:
     """The configuration with a schedule and a model of the user's own found where the job stands: files go along."""
-    name, own = config.schedule.name, config.model.own
+    name, own = config.schedule.name, config.model.custom
     if ":" in name or name.endswith(FILES):
         file, colon, function = name.rpartition(":") if ":" in name else (name, "", "")
         shutil.copy(file, work)

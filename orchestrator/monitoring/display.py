@@ -184,11 +184,11 @@ def facts_table(plan: Plan) -> Table:
     table.add_column(overflow="fold")
     kinds = f"{plan.dtype} on {'GPUs' if plan.device == 'cuda' else 'CPUs'}, {plan.transport} transfers"
     table.add_row(Text(" run"), Text(plan.name, "bold"))
-    own = f"{m.own.text}, " if m.own is not None else ""
+    own = f"{m.custom.text}, " if m.custom is not None else ""
     table.add_row(
         " model", f"{own}{count(parameters(m))} parameters: {m.layers} layers of {m.hidden}, vocabulary of {m.vocab:,}"
     )
-    table.add_row(" batch", f"{b.sequences} sequences of {b.length} = {b.tokens:,} tokens a step")
+    table.add_row(" batch", f"{b.global_batch_size} sequences of {b.length} = {b.tokens:,} tokens a step")
     table.add_row(" mesh", f"{plan.mesh}: {plan.mesh.size} ranks, {kinds}")
     parts = f"{program.microbatches} microbatches of {b.rows}" + f" in {program.slices} slices" * (program.slices > 1)
     if plan.zero:
@@ -233,7 +233,7 @@ def layers_text(plan: Plan, *stages: int) -> str:
     for first, end in (plan.layers[stage] for stage in stages):
         spans = [*spans[:-1], (spans[-1][0], end)] if spans and spans[-1][1] == first else [*spans, (first, end)]
     text = ", ".join(f"{first}-{end - 1}" if end - first > 1 else str(first) for first, end in spans)
-    if plan.model.own is not None:
+    if plan.model.custom is not None:
         return text
     ends = any(plan.layers[stage][1] == plan.model.layers for stage in stages)
     return f"{'embed ' if 0 in stages else ''}{text}{' head' if ends else ''}"

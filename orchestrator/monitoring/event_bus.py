@@ -17,7 +17,7 @@ from pentad.workers.runtime.telemetry import GpuState
 
 
 class EventBus:
-    """Of one run, over all its epochs."""
+    """Of one run, over all its generations."""
 
     def __init__(
         self, config: RunConfig, folder: RunFolder, display: Display, first: int, dashboard: str | None
@@ -40,7 +40,7 @@ class EventBus:
         )
         mesh, program = str(plan.mesh), plan.program
         self.view = self.view._replace(
-            ranks=ranks, epoch=group.epoch, mesh=mesh, schedule=program.name, program=program.hash
+            ranks=ranks, generation=group.generation, mesh=mesh, schedule=program.name, program=program.hash
         )
         for watcher in self.watchers:
             watcher.plan(self.view)

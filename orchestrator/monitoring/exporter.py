@@ -68,7 +68,7 @@ class Exporter:
         with values.lock:
             values.replace("pentad_run_state", {(state,): float(state == view.state) for state in RUN_STATES})
             values.put("pentad_step", view.step)
-            values.put("pentad_membership_epoch", view.epoch)
+            values.put("pentad_generation", view.generation)
             values.put("pentad_world_size", sum(rank.state != "lost" for rank in view.ranks))
             self._ranks = {rank.rank: rank_labels(rank) for rank in view.ranks}
             heard = {self._ranks[rank.rank]: round(past + rank.heartbeat, 3) for rank in view.ranks}

@@ -57,7 +57,7 @@ METRICS = {
     # the ranks
     "pentad_heartbeat_timestamp_seconds": Metric("gauge", "Unix time at which the rank last answered.", RANK),
     "pentad_world_size": Metric("gauge", "Ranks of the mesh that are not lost."),
-    "pentad_membership_epoch": Metric("gauge", "Incarnation of the group of ranks."),
+    "pentad_generation": Metric("gauge", "Incarnation of the group of ranks."),
     "pentad_failures_total": Metric(
         "counter", "Ranks lost, by what befell them and who saw it.", ("fault", "detector")
     ),

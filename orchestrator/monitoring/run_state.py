@@ -46,7 +46,7 @@ class RunView(NamedTuple):
     state: str
     step: int
     steps: int
-    epoch: int
+    generation: int
     mesh: str
     schedule: str
     program: str

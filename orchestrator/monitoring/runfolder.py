@@ -28,7 +28,7 @@ TIMELINE, TRACE, PAGE, CHECKPOINTS = "timeline.arrow", "trace.json.gz", "timelin
 # Every line of metrics.jsonl has these; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second"),
-    *("mfu", "bubble_planned", "bubble_measured", "epoch"),
+    *("mfu", "bubble_planned", "bubble_measured", "generation"),
 )
 _FIXED = ("model.", "batch.", "data.path", "run.seed")  # what a resumed run may not change
 
@@ -174,7 +174,7 @@ def comparison_page(plan: Plan, measured: Timeline, simulated: Timeline) -> str:
         "schedule": f"{program.name}, {program.microbatches} microbatches",
         "mesh": str(plan.mesh),
         "model": f"{parameters(plan.model):,} parameters, {plan.model.layers} layers",
-        "batch": f"{plan.batch.sequences} x {plan.batch.length} tokens",
+        "batch": f"{plan.batch.global_batch_size} x {plan.batch.length} tokens",
         "program": program.hash[:12],
     }
     return timeline_page(spread(simulated, plan.mesh), measured, title=f"pentad run {plan.name}", facts=facts)

@@ -95,12 +95,12 @@ class Attended(NamedTuple):
 def piece_of(plan: Plan) -> Piece:
     length = plan.batch.length // plan.program.slices // plan.mesh.cp
     sizes = plan.batch.rows, length, plan.dtype, plan.device, plan.program.slices
-    return Piece(*sizes, plan.mesh, plan.context, plan.packed, plan.deterministic)
+    return Piece(*sizes, plan.mesh, plan.cp_method, plan.document_mask, plan.deterministic)
 
 
 def attention(model: ModelShape, piece: Piece) -> Half:
     """Queries, keys and values in one tensor."""
-    tokens, hidden, width, c = piece.tokens, model.hidden, model.head_dim, piece.compute
+    tokens, hidden, width, c = piece.tokens, model.hidden, model.qk_head_dim, piece.compute
     heads, pairs = model.heads // piece.mesh.tp, max(1, model.kv_heads // piece.mesh.tp)
     every, out, stream = (heads + 2 * pairs) * width, heads * width, tokens * hidden * c
     apart = (heads + 2 * max(pairs, piece.mesh.cp)) * width  # where context ranks exchange them
@@ -123,26 +123,30 @@ def attention(model: ModelShape, piece: Piece) -> Half:
 def latent(model: ModelShape, of: MLA, piece: Piece) -> Half:
     """Keys and values from a vector a token, which is gathered; what comes before it is made where tokens are."""
     tokens, part, hidden, c, m = piece.tokens, piece.part, model.hidden, piece.compute, piece.main
-    heads, width, again = model.heads // piece.mesh.tp, of.plain + of.rotary, piece.gathered
-    queries, both, out = heads * width, heads * (of.plain + of.value), heads * of.value
-    mixed = _attended(piece, heads, heads, (width, of.value), 2 * queries + both, 2 * queries + out)
-    narrow = of.rank + of.query_rank
-    scales = part * m * (1 + bool(of.query_rank))
+    heads, width, again = model.heads // piece.mesh.tp, of.qk_nope_head_dim + of.qk_rope_head_dim, piece.gathered
+    queries, both, out = heads * width, heads * (of.qk_nope_head_dim + of.v_head_dim), heads * of.v_head_dim
+    mixed = _attended(piece, heads, heads, (width, of.v_head_dim), 2 * queries + both, 2 * queries + out)
+    narrow = of.kv_lora_rank + of.q_lora_rank
+    scales = part * m * (1 + bool(of.q_lora_rank))
     stream, norms = tokens * hidden * c, narrow * m
     # what the products read: narrow vectors of all tokens, and the normed stream where these are made
     reads = tokens * narrow * c + part * hidden * c
-    if not of.query_rank and again:
+    if not of.q_lora_rank and again:
         reads += stream
     return Half(
         roots=tokens * out * c + mixed.kept + 2 * part * narrow * c + scales,
         leaves=0,
         still=mixed.still + scales,
-        deferred=stream + tokens * (out + both + queries) * c + part * (narrow + of.rotary) * c + reads + norms,
+        deferred=stream
+        + tokens * (out + both + queries) * c
+        + part * (narrow + of.qk_rope_head_dim) * c
+        + reads
+        + norms,
         shared=tokens * out * c + (part * hidden * c if again else reads),
         given=stream * (1 - again),
-        forward=mixed.forward + tokens * (narrow + of.rotary) * c + again * stream,
+        forward=mixed.forward + tokens * (narrow + of.qk_rope_head_dim) * c + again * stream,
         backward=mixed.backward + tokens * (2 * queries + 2 * out) * c + again * stream,
-        pairs=tokens * heads * (width + of.value),
+        pairs=tokens * heads * (width + of.v_head_dim),
     )
 
 
@@ -166,21 +170,30 @@ def experts(hidden: int, of: Experts, piece: Piece) -> Half:
     """As many rows as there can be: where a group gathers its tokens there is room for them, and where it exchanges
     them (on CPUs) no more than these come."""
     tokens, c, m, ep, again = piece.tokens, piece.compute, piece.main, piece.mesh.ep, piece.gathered
-    held, width, beside = of.count // ep, of.ffn // piece.mesh.tp, of.shared // piece.mesh.tp
+    held, width, beside = (
+        of.num_experts // ep,
+        of.intermediate_size // piece.mesh.tp,
+        of.shared_intermediate_size // piece.mesh.tp,
+    )
     came = ep * tokens
-    rows, stream, alone = came * min(of.active, held), tokens * hidden * c, ep == 1
+    rows, stream, alone = came * min(of.top_k, held), tokens * hidden * c, ep == 1
     far = 0 if alone else came * hidden * c
-    routed = tokens * of.count * m + tokens * of.active * m
-    counted = of.count * INDEX * (1 + (of.auxiliary > 0 and piece.mesh.cp > 1))
-    arranged = rows * (INDEX + m) + came * of.active * INDEX + held * 4
-    still = tokens * of.active * INDEX + counted + arranged
+    routed = tokens * of.num_experts * m + tokens * of.top_k * m
+    counted = of.num_experts * INDEX * (1 + (of.aux_loss_coef > 0 and piece.mesh.cp > 1))
+    arranged = rows * (INDEX + m) + came * of.top_k * INDEX + held * 4
+    still = tokens * of.top_k * INDEX + counted + arranged
     numbers = rows * INDEX + held * 4
-    given = stream * (alone or of.shared > 0)
+    given = stream * (alone or of.shared_intermediate_size > 0)
     return Half(
         roots=routed + still + far,
         leaves=2 * rows * width * c + 2 * tokens * beside * c,
         still=still,
-        deferred=3 * (rows * width + tokens * beside) * c + tokens * of.count * c + numbers + 2 * far + given + stream,
+        deferred=3 * (rows * width + tokens * beside) * c
+        + tokens * of.num_experts * c
+        + numbers
+        + 2 * far
+        + given
+        + stream,
         shared=numbers + far + stream * (1 - again),
         given=given * (1 - again),
         forward=again * stream + max(rows * hidden, rows * (hidden + width) + came * hidden) * c,
@@ -194,18 +207,20 @@ def _attended(piece: Piece, heads: int, pairs: int, widths: tuple[int, int], eve
     exchanged for heads of whole sequences; `widths` are of a query and of a value."""
     tokens, c, m = piece.tokens, piece.compute, piece.main
     query, value = widths
-    exchanged = piece.mesh.cp > 1 and piece.context == "exchange"
+    exchanged = piece.mesh.cp > 1 and piece.context == "ulysses"
     whole = piece.mesh.cp == 1 or exchanged
     sums, out = heads * m, heads * value * c
     inputs = (apart if exchanged else every) * c
     seen = heads * piece.length * piece.slices * piece.mesh.cp  # of a token
     written = 4 * seen * m
     moved = pairs * (query + value) * c  # keys and values on their way between context ranks
-    around = 0 if piece.mesh.cp == 1 else {"ring": 3, "gather": piece.mesh.cp + 1, "exchange": 4}[piece.context] * moved
+    around = (
+        0 if piece.mesh.cp == 1 else {"ring": 3, "all_gather": piece.mesh.cp + 1, "ulysses": 4}[piece.context] * moved
+    )
     if piece.is_fusable or piece.packed or not whole:  # blocks that stand in no graph
         again = out if exchanged or not piece.is_fusable else 0
         merged = 0 if whole else heads * value * m
-        back = {"ring": 2, "gather": 3, "exchange": 1}[piece.context] * around  # what moves has sums in float32
+        back = {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.context] * around  # what moves has sums in float32
         forward = _padded(piece, heads, widths) if piece.is_fusable else written
         backward = _workspace(piece, heads, pairs, widths) if piece.is_fusable else written
         kept = tokens * (inputs + sums + again)

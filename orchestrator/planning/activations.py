@@ -56,7 +56,7 @@ class Shares:
 @lru_cache(maxsize=4096)
 def layer_shares(model: ModelShape, has_experts: bool, piece: Piece) -> tuple[Half, Half, int]:
     """Attention and feed-forward half of a layer, and bytes of one residual stream."""
-    first = attention(model, piece) if model.latent is None else latent(model, model.latent, piece)
+    first = attention(model, piece) if model.mla is None else latent(model, model.mla, piece)
     if has_experts and model.experts is not None:
         return first, experts(model.hidden, model.experts, piece), piece.part * model.hidden * piece.compute
     return first, gated(model.hidden, model.ffn, piece), piece.part * model.hidden * piece.compute
@@ -102,14 +102,14 @@ def layer_of(model: ModelShape, has_experts: bool, piece: Piece) -> Layer:
 
 
 def shares(model: ModelShape, layers: Sequence[tuple[int, int]], stage: int, piece: Piece) -> Shares:
-    if model.own is not None:
-        return _own_shares(model, model.own, layers[stage], piece)
+    if model.custom is not None:
+        return _own_shares(model, model.custom, layers[stage], piece)
     return _shares(model, layers[stage], stage == 0, stage == len(layers) - 1, piece)
 
 
 @lru_cache(maxsize=4096)
 def _shares(model: ModelShape, span: tuple[int, int], first: bool, last: bool, piece: Piece) -> Shares:
-    dense = 0 if model.experts is None else model.experts.dense
+    dense = 0 if model.experts is None else model.experts.first_k_dense
     each = [layer_of(model, model.experts is not None and number >= dense, piece) for number in range(*span)]
     stream, words = piece.part * model.hidden * piece.compute, model.vocab // piece.mesh.tp
     end = _end(model, piece) if last else End()
@@ -119,11 +119,11 @@ def _shares(model: ModelShape, span: tuple[int, int], first: bool, last: bool, p
     during = [kept + of.backward for of, kept in zip(each, below, strict=True)]
     # the embedding's gradient is made whole, in the width of the main one
     wide = (words + piece.tokens * (piece.main > piece.compute)) * model.hidden * piece.main
-    reads = first or (last and model.predicted > 0)
+    reads = first or (last and model.mtp_layers > 0)
     # what W of BW finds: it follows at once, or when operations of the layer before are under way
     behind = [*deferred[1:], end.deferred] if piece.is_late else [0] * len(each)
     after = [kept - own + left + of.weight for of, kept, own, left in zip(each, below, saved, deferred, strict=True)]
-    ending = below[-1] + end.deferred + max(end.roots - end.shared, wide if last and model.predicted else 0)
+    ending = below[-1] + end.deferred + max(end.roots - end.shared, wide if last and model.mtp_layers else 0)
     pairs = sum(of.pairs for of in each) if piece.slices > 1 else 0
     return Shares(
         roots=sum(of.roots for of in each) + end.roots,
@@ -158,7 +158,7 @@ def _own_shares(model: ModelShape, own: CustomModel, span: tuple[int, int], piec
 def _end(model: ModelShape, piece: Piece) -> End:
     of = layer_of(model, model.experts is not None, piece)
     layer = End(of.roots + of.leaves, of.still, of.deferred, of.shared)
-    return head(model, piece).plus(ahead(model, piece, layer), model.predicted)
+    return head(model, piece).plus(ahead(model, piece, layer), model.mtp_layers)
 
 
 def shares_of(plan: Plan, stage: int) -> Shares:

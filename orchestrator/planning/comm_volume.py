@@ -86,10 +86,10 @@ def flows(plan: Plan, rank: int) -> Flows:
 @lru_cache(maxsize=4096)
 def stage_flows(model: ModelShape, span: tuple[int, int], piece: Piece, when: Inside) -> Flows:
     """Of one piece on one stage, inside its layers and at the ends of the model."""
-    found, dense = Flows(), model.experts.dense if model.experts is not None else model.layers
+    found, dense = Flows(), model.experts.first_k_dense if model.experts is not None else model.layers
     for number in range(*span):
         found.include(layer_flows(model, number >= dense, piece, when))
-    ahead = model.predicted if span[1] == model.layers and when != "leaves" else 0
+    ahead = model.mtp_layers if span[1] == model.layers and when != "leaves" else 0
     found.include(layer_flows(model, model.experts is not None, piece, when), ahead)
     if piece.mesh.tp > 1 and when != "leaves":
         for _ in range((span[0] == 0) + ahead):
@@ -109,10 +109,10 @@ def layer_flows(model: ModelShape, has_experts: bool, piece: Piece, when: Inside
     found = Flows()
     if piece.mesh.tp > 1:
         if when != "leaves":
-            if model.latent is None:
+            if model.mla is None:
                 _half(found, piece, when, model.hidden, tiles(piece.tokens))
             else:
-                _narrow(found, piece, when, model.hidden, model.latent)
+                _narrow(found, piece, when, model.hidden, model.mla)
         _half(found, piece, when, model.hidden, 1 if has_experts else tiles(piece.tokens))
     if when != "leaves":
         if piece.mesh.cp > 1:
@@ -154,9 +154,9 @@ def _half(found: Flows, piece: Piece, when: Inside, hidden: int, tiles: int) -> 
 
 def _narrow(found: Flows, piece: Piece, when: Inside, hidden: int, of: MLA) -> None:
     """Latent attention gathers narrow vectors."""
-    token, both, queries = piece.tokens * piece.compute, of.rank + of.rotary, of.query_rank or hidden
+    token, both, queries = piece.tokens * piece.compute, of.kv_lora_rank + of.qk_rope_head_dim, of.q_lora_rank or hidden
     if when == "B":
-        _tensor(found, piece, "gather", 3, token * (hidden + of.rank + queries))
+        _tensor(found, piece, "gather", 3, token * (hidden + of.kv_lora_rank + queries))
         _tensor(found, piece, "scatter", 1 + tiles(piece.tokens), token * (both + queries))
     else:
         _tensor(found, piece, "gather", 2, token * (queries + both))
@@ -165,10 +165,10 @@ def _narrow(found: Flows, piece: Piece, when: Inside, hidden: int, of: MLA) -> N
 
 def _context(found: Flows, model: ModelShape, piece: Piece, when: Inside) -> None:
     cp, tokens, heads = piece.mesh.cp, piece.tokens, model.heads // piece.mesh.tp
-    pairs = heads if model.latent is not None else max(1, model.kv_heads // piece.mesh.tp)
-    query, value = model.head_dim, model.head_dim if model.latent is None else model.latent.value
+    pairs = heads if model.mla is not None else max(1, model.kv_heads // piece.mesh.tp)
+    query, value = model.qk_head_dim, model.qk_head_dim if model.mla is None else model.mla.v_head_dim
     both = tokens * pairs * (query + value)
-    if piece.context == "exchange":
+    if piece.context == "ulysses":
         out, inputs = tokens * heads * value, tokens * (heads * query + max(pairs, cp) * (query + value))
         found.add("cp", "exchange", 2, (out + inputs) * piece.compute * (cp - 1) // cp)
         return
@@ -185,9 +185,9 @@ def _experts(found: Flows, hidden: int, of: Experts, piece: Piece, when: Inside)
     """Tokens go out and results come home, with choices and weights on the way forward and weights' gradients back. On
     a GPU all ranks of a group get all tokens; on a CPU those that want them, here as many as an even choice gives."""
     ep, tokens, gathers = piece.mesh.ep, piece.tokens, piece.device == "cuda"
-    reached = 1.0 if gathers else _reached(of, of.count // ep)
+    reached = 1.0 if gathers else _reached(of, of.num_experts // ep)
     others = round(tokens * (ep - 1) * reached)
-    small = of.active * (piece.main if when == "B" else 2 * (INDEX if piece.dtype == "float64" else 4))
+    small = of.top_k * (piece.main if when == "B" else 2 * (INDEX if piece.dtype == "float64" else 4))
     row = hidden * piece.compute
     ways = ("gather", "scatter") if gathers else ("exchange", "exchange")
     found.add("ep", ways[0], 1, others * row)
@@ -200,6 +200,6 @@ def _experts(found: Flows, hidden: int, of: Experts, piece: Piece, when: Inside)
 def _reached(of: Experts, held: int) -> float:
     """The share of tokens that have at least one of their experts among `held` of all."""
     none = 1.0
-    for drawn in range(of.active):
-        none *= max(0, of.count - held - drawn) / (of.count - drawn)
+    for drawn in range(of.top_k):
+        none *= max(0, of.num_experts - held - drawn) / (of.num_experts - drawn)
     return 1 - none

@@ -85,19 +85,19 @@ class Work(NamedTuple):
 
 def _work(model: ModelShape, span: tuple[int, int], piece: Piece, length: int, rates: Rates) -> Work:
     first, end = span
-    if model.own is not None:
-        own = piece.rows * sum(layer.flops for layer in model.own.layers[first:end]) / rates.flops
+    if model.custom is not None:
+        own = piece.rows * sum(layer.flops for layer in model.custom.layers[first:end]) / rates.flops
         return Work(own, own, own, 0.0)
-    ahead = model.predicted if end == model.layers else 0
+    ahead = model.mtp_layers if end == model.layers else 0
     end += ahead
     count, tokens, width = end - first, piece.tokens, rates.flops * piece.mesh.tp
-    value = model.head_dim if model.latent is None else model.latent.value
+    value = model.qk_head_dim if model.mla is None else model.mla.v_head_dim
     # one layer's scores and mixture, half of them masked
-    square = tokens * length * model.heads * (model.head_dim + value) / width
+    square = tokens * length * model.heads * (model.qk_head_dim + value) / width
     linear = 2 * tokens * sum(_active(model, layer) for layer in range(first, end)) / width
     if model.experts is not None:
-        visited = max(0, end - max(first, model.experts.dense)) * model.experts.active
-        grouped = 3 * model.hidden * model.experts.ffn * visited
+        visited = max(0, end - max(first, model.experts.first_k_dense)) * model.experts.top_k
+        grouped = 3 * model.hidden * model.experts.intermediate_size * visited
         linear += 2 * tokens * grouped * (1 / GROUPED - 1) / width
     head = 2 * tokens * model.vocab * model.hidden * (1 + ahead) / width if end - ahead == model.layers else 0.0
     linear += 2 * tokens * 2 * model.hidden**2 * ahead / width  # what joins streams and embeddings
@@ -115,7 +115,9 @@ def _work(model: ModelShape, span: tuple[int, int], piece: Piece, length: int, r
 def _widths(model: ModelShape) -> int:
     """Of a token's feed-forward networks in a layer."""
     experts = model.experts
-    return model.ffn if experts is None else experts.active * experts.ffn + experts.shared
+    return (
+        model.ffn if experts is None else experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
+    )
 
 
 class Sent(NamedTuple):
@@ -132,7 +134,7 @@ class Sent(NamedTuple):
 def _inside(model: ModelShape, span: tuple[int, int], piece: Piece, when: Inside, rates: Rates) -> Sent:
     """Along each axis the latency of its operations, and its bytes."""
     links, operations = 0.0, 0
-    flows = stage_flows(model, span, piece, when) if model.own is None else {}
+    flows = stage_flows(model, span, piece, when) if model.custom is None else {}
     for flow, sent in flows.items():
         latency, speed = link(rates, piece.mesh, flow.axis)
         links += sent.operations * latency + sent.bytes / speed

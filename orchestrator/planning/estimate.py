@@ -29,7 +29,7 @@ CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 def costs_of(plan: Plan) -> Costs:
     """The guess of a plan's costs."""
     sizes = plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices
-    return guess_costs(*sizes, plan.recompute, plan.mesh, plan.context, plan.zero)
+    return guess_costs(*sizes, plan.recompute, plan.mesh, plan.cp_method, plan.zero)
 
 
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:
@@ -77,12 +77,12 @@ def flops_per_token(model: ModelShape, length: int, *, causal: bool = True) -> f
 
     Recomputed work is not counted. With `causal` false the masked half counts too, 12 L A S, as many others report it.
     """
-    if model.own is not None:  # what products count, of attention's square all: nothing says what is masked
-        return 3.0 * sum(layer.flops for layer in model.own.layers) / length
-    layers, value = model.layers + model.predicted, model.latent.value if model.latent else model.head_dim
-    attention = layers * model.heads * (model.head_dim + value) / 2 * length
+    if model.custom is not None:  # what products count, of attention's square all: nothing says what is masked
+        return 3.0 * sum(layer.flops for layer in model.custom.layers) / length
+    layers, value = model.layers + model.mtp_layers, model.mla.v_head_dim if model.mla else model.qk_head_dim
+    attention = layers * model.heads * (model.qk_head_dim + value) / 2 * length
     met = sum(active(model, layer) for layer in range(layers)) + model.hidden
-    met += (1 + model.predicted) * model.vocab * model.hidden + 2 * model.predicted * model.hidden**2
+    met += (1 + model.mtp_layers) * model.vocab * model.hidden + 2 * model.mtp_layers * model.hidden**2
     return 6.0 * met + (6.0 if causal else 12.0) * attention
 
 
@@ -151,9 +151,9 @@ def stage_memory(plan: Plan, rank: int) -> list[dict[str, int]]:
 def _tables(plan: Plan, rank: int) -> int:
     """Cosines and sines of each stage, the tokens of a step on ranks that read them, and cuBLAS's workspace."""
     model, stages = plan.model, plan.stages_of(rank)
-    width = model.latent.rotary if model.latent is not None else model.head_dim
+    width = model.mla.qk_rope_head_dim if model.mla is not None else model.qk_head_dim
     part = plan.batch.length // plan.mesh.cp
-    tokens = (2 + model.predicted) * plan.batch.rows * part * plan.batch.microbatches * INDEX
+    tokens = (2 + model.mtp_layers) * plan.batch.rows * part * plan.batch.microbatches * INDEX
     reads = {0, plan.program.stages - 1} & set(stages)
     turned = len(stages) * part * width * max(BYTES[plan.dtype], BYTES["float32"])
     return turned + (tokens if reads else 0) + (CUBLAS if plan.device == "cuda" else 0)

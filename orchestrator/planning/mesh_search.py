@@ -104,13 +104,13 @@ def changed(plan: Plan) -> dict[str, str | int]:
 
 def _best(config: RunConfig, mesh: Mesh, room: Room) -> Found:
     """The quickest estimate of a mesh that has room. Raises PentadError where there is none."""
-    refuse_wide(mesh, across=config.mesh.tensor_across_nodes)
+    refuse_wide(mesh, across=config.mesh.tp_across_nodes)
     replicas, batch = mesh.dp * mesh.ep, config.batch
-    if batch.sequences % replicas:
+    if batch.global_batch_size % replicas:
         wanted = f"a multiple of mesh.dp x mesh.ep = {replicas}"
-        raise PentadError(f"batch.sequences is {batch.sequences}, wanted {wanted}")
+        raise PentadError(f"batch.global_batch_size is {batch.global_batch_size}, wanted {wanted}")
     _require_state(config, mesh, room)
-    share, found, leanest = batch.sequences // replicas, list[Found](), 0
+    share, found, leanest = batch.global_batch_size // replicas, list[Found](), 0
     refused: PentadError | None = None
     for rows in (rows for rows in ROWS if share % rows == 0):
         try:
@@ -133,10 +133,10 @@ def _require_state(config: RunConfig, mesh: Mesh, room: Room) -> None:
     """Raises PentadError where there is none for weights and gradients (6 bytes a parameter) and for shards of master
     weights and moments (12), as ranks have on average."""
     model = config.model.shape
-    require_fit(model, mesh, config.batch.sequence_length, mesh.tp, context=config.mesh.context)
+    require_fit(model, mesh, config.batch.sequence_length, mesh.tp, context=config.mesh.cp_method)
     held = parameters_held(model, 0, model.layers, mesh) / mesh.pp
     least = held * (6 + 12 / (mesh.size / mesh.tp / mesh.pp))
-    if least > room.bytes and not config.zero.gathered:
+    if least > room.bytes and not config.zero.max_gathered:
         raise _no_room(mesh, room, least)
 
 
@@ -154,21 +154,21 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
     few = microbatches if name in LINEAR else min(microbatches, 2 * mesh.pp + 2)
     order = _order(name, mesh.pp, few, options)
     replicas = mesh.dp * mesh.ep
-    rows = config.batch.sequences // (replicas * microbatches)
-    require_fit(model, mesh, length, rows, order.slices, config.mesh.context)
+    rows = config.batch.global_batch_size // (replicas * microbatches)
+    require_fit(model, mesh, length, rows, order.slices, config.mesh.cp_method)
     layers = split_layers(model.layers, order.placement, head_in_layers(model, length))
     alone = replicas * mesh.cp == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages))
     # stages that are alone on a rank are whole in a buffer anyway: to shard more spares nothing
     stages = [0] if alone else [0, 1] if order.chunks == 1 else [0, 1, 2, 3]
-    batch = BatchShape(config.batch.sequences, length, microbatches, replicas)
+    batch = BatchShape(config.batch.global_batch_size, length, microbatches, replicas)
     transport = "peer" if mesh.size <= NODE and mesh.pp > 1 else "nccl"
     plan = draft(config, "cuda", order, layers, transport=transport)
     for mode in MODES:
         for zero in stages:
-            gathered = config.zero.gathered if zero == 3 else None
+            gathered = config.zero.max_gathered if zero == 3 else None
             again = frozenset(range(order.stages)) if mode != "none" else frozenset()
             # one of shards of the optimizer's state needs no other buffers
-            savings = MemoryOptions(zero=zero if zero > 1 else 0, gathered=gathered, recompute=again)
+            savings = MemoryOptions(zero=zero if zero > 1 else 0, max_gathered=gathered, recompute=again)
             program = _program(name, mesh.pp, few, options, savings)
             modes = (mode,) * order.stages if again else ()
             yield replace(plan, mesh=mesh, batch=batch, program=program, zero=zero, recompute=modes)
@@ -216,7 +216,7 @@ def _compiled(config: RunConfig, guess: Found) -> Found:
         options=config.options,
         savings=MemoryOptions(
             zero=plan.zero,
-            gathered=config.zero.gathered if plan.zero == 3 else None,
+            max_gathered=config.zero.max_gathered if plan.zero == 3 else None,
             recompute=again,
             buckets=buckets_of(config, plan.model, plan.layers, plan.mesh, plan.dtype),
         ),

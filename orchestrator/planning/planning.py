@@ -42,7 +42,9 @@ def make_plan(
     mesh, dtype = config.mesh.mesh, _dtype(config, device)
     model = config.shape(dtype) if model is None else model
     replicas = mesh.dp * mesh.ep
-    batch = BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, replicas)
+    batch = BatchShape(
+        config.batch.global_batch_size, config.batch.sequence_length, config.schedule.microbatches, replicas
+    )
     options = config.options
     chosen = _chosen(config, model, batch, device, dtype)
     order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
@@ -57,7 +59,7 @@ def make_plan(
         order.slices,
         config.memory.modes(order.stages),
         mesh,
-        config.mesh.context,
+        config.mesh.cp_method,
         savings.zero,
     )
     program = compile_program(
@@ -95,7 +97,9 @@ def draft(
         program=program,
         layers=layers,
         model=config.model.shape,
-        batch=BatchShape(config.batch.sequences, config.batch.sequence_length, config.schedule.microbatches, replicas),
+        batch=BatchShape(
+            config.batch.global_batch_size, config.batch.sequence_length, config.schedule.microbatches, replicas
+        ),
         optimizer=_optimizer(config),
         data=_data(config.data.path),
         cache=os.path.abspath(os.path.expanduser(config.data.cache)),
@@ -106,9 +110,9 @@ def draft(
         deterministic=config.precision.deterministic,
         fingerprint=fingerprint,
         zero=zero,
-        context=config.mesh.context,
-        packed=config.data.packed,
-        tensor_across_nodes=config.mesh.tensor_across_nodes,
+        cp_method=config.mesh.cp_method,
+        document_mask=config.data.document_mask,
+        tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.stages),
     )
 
@@ -124,7 +128,7 @@ def _savings(
     return found._replace(
         zero=section.stage,
         prefetch=section.prefetch,
-        gathered=section.gathered,
+        max_gathered=section.max_gathered,
         buckets=buckets_of(config, model, layers, config.mesh.mesh, dtype),
     )
 
@@ -157,8 +161,8 @@ def _chosen(config: RunConfig, model: ModelShape, batch: BatchShape, device: str
 
 def _cut(model: ModelShape, order: Program, length: int) -> tuple[tuple[int, int], ...]:
     """The layers of each stage. Raises PentadError for fewer layers than stages."""
-    if model.own is not None:
-        return cut_layers([layer.flops for layer in model.own.layers], order.placement)
+    if model.custom is not None:
+        return cut_layers([layer.flops for layer in model.custom.layers], order.placement)
     return split_layers(model.layers, order.placement, head_in_layers(model, length))
 
 

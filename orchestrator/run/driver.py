@@ -65,31 +65,34 @@ def train(
         stack.callback(release, placement)
         plan = make_plan(config, cluster.device, hosts=hosts(placement), fingerprint=fingerprint)
         folder = stack.enter_context(RunFolder(config, plan))
-        first, checkpoint, epoch = _resume(folder, display)
+        first, checkpoint, generation = _resume(folder, display)
         if first >= config.run.steps:
             display.note(f"the run has all of its run.steps = {config.run.steps} already")
             return _summary(config, folder, first, "finished")
         news, wishes = EventBus(config, folder, display, first, cluster.dashboard), ControlRequests()
         with watched_head(cluster, news), watched(config, news, wishes), _told(news):
             folder.begin(config)
-            news.event("start", epoch=epoch, step=first, program=plan.program.hash)
-            group = stack.enter_context(WorkerGroup.start(plan, placement, patience, epoch=epoch, runner=runner))
-            news.event("place", epoch=epoch, ranks=_ranks(group))
+            news.event("start", generation=generation, step=first, program=plan.program.hash)
+            group = stack.enter_context(
+                WorkerGroup.start(plan, placement, patience, generation=generation, runner=runner)
+            )
+            news.event("place", generation=generation, ranks=_ranks(group))
             group.check_folder(folder.path.resolve())
             group.restore(checkpoint, first)
-            done = _epochs(config, group, news, interrupts, wishes, first)
+            done = _generations(config, group, news, interrupts, wishes, first)
             state = "finished" if done == config.run.steps else "stopped"
-            news.event("end" if state == "finished" else "stop", epoch=group.epoch, step=done)
+            news.event("end" if state == "finished" else "stop", generation=group.generation, step=done)
             news.state(state)
         if state == "stopped":
             display.note(f"stopped after step {done}")
         return _summary(config, folder, done, state)
 
 
-def _epochs(
+def _generations(
     config: RunConfig, group: WorkerGroup, news: EventBus, interrupts: Interrupts, wishes: ControlRequests, first: int
 ) -> int:
-    """Steps from `first` on, epoch after epoch, until the run is done or stopped; returns how many are done."""
+    """Steps from `first` on, generation after generation, until the run is done or stopped; returns how many are
+    done."""
 
     def restless() -> bool:
         return interrupts.asked or wishes.stopping or wishes.aborted
@@ -97,7 +100,7 @@ def _epochs(
     recovery, saved, shown = Recovery(config, group, news, restless), first, None
     while True:
         keep = config.metrics.timeline_steps
-        history = History(group.plan, group.epoch, keep=keep, offsets=group.offsets, device_name=group.device_name)
+        history = History(group.plan, group.generation, keep=keep, offsets=group.offsets, device_name=group.device_name)
         if group.plan is not shown:
             shown = group.plan
             news.display.plan(shown, history.costs, _seats(group))
@@ -131,26 +134,26 @@ def _greet(display: Display, cluster: Cluster) -> None:
 
 
 def _resume(folder: RunFolder, display: Display) -> tuple[int, Path | None, int]:
-    """The first step to do, the checkpoint to begin with, and the number of this epoch.
+    """The first step to do, the checkpoint to begin with, and the number of this generation.
 
     Checkpoints that are newer but damaged are put aside under another name: their steps come again.
     """
-    epoch = 1 + max((row.get("epoch", 0) for row in read_lines(folder.path / JOURNAL, ["event"])), default=0)
+    generation = 1 + max((row.get("generation", 0) for row in read_lines(folder.path / JOURNAL, ["event"])), default=0)
     if not any(folder.checkpoints.iterdir()):
         folder.rewind(0)
-        return 0, None, epoch
+        return 0, None, generation
     from pentad.workers.checkpoint.checkpoint import newest  # imports torch, which a fresh run's driver does not need
 
     found = newest(folder.checkpoints)
     for path, reason in found.refused:
-        aside = path.rename(path.with_name(f"{path.name}.refused-{epoch}"))
+        aside = path.rename(path.with_name(f"{path.name}.refused-{generation}"))
         display.note(f"checkpoint refused, and put aside as {aside.name}: {reason}")
     if found.checkpoint and found.checkpoint.meta.get("data"):
         check_same(folder.plan.data, folder.plan.fingerprint, found.checkpoint.meta["data"])
     first = found.checkpoint.step if found.checkpoint else 0
     display.note(f"resuming from step {first}" if found.checkpoint else "no whole checkpoint: starting from step 0")
     folder.rewind(first)
-    return first, found.checkpoint.folder if found.checkpoint else None, epoch
+    return first, found.checkpoint.folder if found.checkpoint else None, generation
 
 
 @contextmanager
@@ -187,7 +190,7 @@ def _seats(group: WorkerGroup) -> list[RankPlacement]:
 
 
 def _summary(config: RunConfig, folder: RunFolder, steps: int, state: str) -> dict[str, Any]:
-    """What the run has come to, over all its epochs; the pace is of the last one."""
+    """What the run has come to, over all its generations; the pace is of the last one."""
     rows = read_lines(folder.path / METRICS)
     last = rows[-1] if rows else {}
     files = {name: str(folder.path / file) for name, file in FILES.items() if (folder.path / file).exists()}
@@ -197,7 +200,9 @@ def _summary(config: RunConfig, folder: RunFolder, steps: int, state: str) -> di
         "steps": steps,
         "loss": last.get("loss"),
         "first_loss": rows[0]["loss"] if rows else None,
-        "tokens_per_second": typical_pace([row for row in rows if row["epoch"] == last["epoch"]]) if rows else None,
+        "tokens_per_second": typical_pace([row for row in rows if row["generation"] == last["generation"]])
+        if rows
+        else None,
         "bubble_planned": last.get("bubble_planned"),
         "bubble_measured": last.get("bubble_measured"),
         "state": state,

@@ -72,7 +72,7 @@ class Health:
 
     def _verdict(self, statuses: dict[int, Status]) -> Diagnosis:
         plan = self.group.plan
-        none = Status(self.group.epoch, -1, "", 0.0)
+        none = Status(self.group.generation, -1, "", 0.0)
         found = [self.group.peek(rank) or statuses.get(rank, none) for rank in range(plan.mesh.size)]
         return find_cause(plan.program, plan.mesh, [Position(s.step, s.counter, s.age) for s in found])
 

@@ -19,15 +19,15 @@ COST_STEPS = 10  # last steps whose spans tell what an instruction costs
 
 
 class History:
-    """The steps of one epoch so far. `costs` are guessed until every op of the program has been measured.
+    """The steps of one generation so far. `costs` are guessed until every op of the program has been measured.
 
     `offsets[rank]` seconds bring a rank's clock to the driver's; `keep` is the number of steps that `timeline` has.
     """
 
     def __init__(
-        self, plan: Plan, epoch: int, *, keep: int, offsets: Sequence[float] = (), device_name: str = ""
+        self, plan: Plan, generation: int, *, keep: int, offsets: Sequence[float] = (), device_name: str = ""
     ) -> None:
-        self.plan, self.epoch, self.keep, self.device_name = plan, epoch, keep, device_name
+        self.plan, self.generation, self.keep, self.device_name = plan, generation, keep, device_name
         self.offsets = offsets or (0.0,) * plan.mesh.size
         self.recent: deque[tuple[Span, ...]] = deque(maxlen=max(keep, COST_STEPS))
         self.costs = costs_of(plan)
@@ -87,7 +87,7 @@ class History:
             "mfu": utilisation(tokens / seconds, self.plan, self.device_name),
             "bubble_planned": planned,
             "bubble_measured": timeline.bubble().makespan if timeline.compute else None,
-            "epoch": self.epoch,
+            "generation": self.generation,
             "skipped": step[0].skipped,
             "peak_bytes": max(result.peak_bytes for result in step),
             "host_seconds": max(result.host_seconds for result in step),

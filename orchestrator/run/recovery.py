@@ -102,7 +102,7 @@ class Recovery:
         seconds = {phase: round(took, 3) for phase, took in stock.seconds.items()}
         self.news.event(
             "recovered",
-            epoch=self.group.epoch,
+            generation=self.group.generation,
             step=step,
             how=how,
             mesh=str(self.group.plan.mesh),
@@ -115,7 +115,7 @@ class Recovery:
 
     def _tell_lost(self, rank: int, fault: WorkerError) -> None:
         facts = {"fault": fault.fault, "detector": fault.detector, "cause": str(fault)}
-        self.news.event("lost", epoch=self.group.epoch, rank=rank, **facts)
+        self.news.event("lost", generation=self.group.generation, rank=rank, **facts)
         self.news.lost(rank)
 
     def _refit(self, lost: dict[int, str], stock: RecoveryState) -> str:
@@ -176,7 +176,7 @@ class Recovery:
         places = [
             Place(bundle, node, here[bundle][1].gpu if bundle in here else -1) for bundle, node in sorted(nodes.items())
         ]
-        order = order_places(places, plan.mesh, tensor_across_nodes=plan.tensor_across_nodes)
+        order = order_places(places, plan.mesh, tensor_across_nodes=plan.tp_across_nodes)
         group.plan, group.bundles = plan, list(order)
         blank = next(iter(here.values()))
         group.actors = [here.get(bundle, blank)[0] for bundle in order]
@@ -221,7 +221,7 @@ class Recovery:
         refs = group.submit_commit(path, stock.version, shards, self.config.checkpoint.keep, min(shares))
         group.answer(min(shares), refs[0])
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
-        self.news.event("checkpoint", epoch=group.epoch, step=stock.version, seconds=seconds, bytes=size)
+        self.news.event("checkpoint", generation=group.generation, step=stock.version, seconds=seconds, bytes=size)
 
     def _restore(self, stock: RecoveryState) -> None:
         from pentad.workers.checkpoint.checkpoint import (

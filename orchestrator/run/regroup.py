@@ -1,8 +1,8 @@
 """After a fault: frees the living ranks, replaces the lost or makes do without them, and hands the newest state on.
 
 A rank that is lost takes its part of the step under way along, and nothing else, as long as another rank holds the same
-stages; a shard of them (zero.stage) is in the newest checkpoint only. The epoch's number grows with every attempt; what
-comes late from an earlier one is refused by the workers.
+stages; a shard of them (zero.stage) is in the newest checkpoint only. The generation's number grows with every attempt;
+what comes late from an earlier one is refused by the workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tell = Callable[..., None]  # event, facts: a line of the journal
 
 @dataclass
 class RecoveryState:
-    """What is left of an epoch: `version` steps are in the newest weights, those of the ranks `current`.
+    """What is left of a generation: `version` steps are in the newest weights, those of the ranks `current`.
 
     `results[step][rank]` are accounts of steps done. `seconds` are by phase.
     """
@@ -46,12 +46,13 @@ class RecoveryState:
 
 
 def fence(group: WorkerGroup, lost: dict[int, str], stock: RecoveryState, tell: Tell) -> None:
-    """Ends the epoch on every living rank and takes stock; ranks that do not follow are `lost` as well, with a cause.
+    """Ends the generation on every living rank and takes stock; ranks that do not follow are `lost` as well, with a
+    cause.
 
     Raises PentadError when no rank is left.
     """
     began = time.monotonic()
-    group.epoch += 1
+    group.generation += 1
     _ask(group, lost, "fence", FENCE_SECONDS, tell)
     if group.plan.device == "cuda":
         _ask(group, lost, "abort", FENCE_SECONDS, tell)
@@ -70,7 +71,7 @@ def fence(group: WorkerGroup, lost: dict[int, str], stock: RecoveryState, tell: 
         for result in stand.results:
             stock.results.setdefault(result.step, {})[rank] = result
     stock.took("fence", began)
-    tell("fence", epoch=group.epoch, step=stock.version, seconds=round(time.monotonic() - began, 3))
+    tell("fence", generation=group.generation, step=stock.version, seconds=round(time.monotonic() - began, 3))
 
 
 def complete(plan: Plan, stock: RecoveryState) -> bool:
@@ -128,7 +129,7 @@ def kill(group: WorkerGroup, ranks: Iterable[int]) -> None:
 
 
 def _order(group: WorkerGroup, rank: int, method: str, *arguments: Any) -> Any:
-    return group.actors[rank].do.remote(group.epoch, method, *arguments)
+    return group.actors[rank].do.remote(group.generation, method, *arguments)
 
 
 def _ask(group: WorkerGroup, lost: dict[int, str], what: str, seconds: float, tell: Tell) -> dict[int, Any]:
@@ -137,11 +138,11 @@ def _ask(group: WorkerGroup, lost: dict[int, str], what: str, seconds: float, te
     if what == "leave":
         refs = {rank: _order(group, rank, what) for rank in living}
     else:
-        refs = {rank: getattr(group.actors[rank], what).remote(group.epoch) for rank in living}
+        refs = {rank: getattr(group.actors[rank], what).remote(group.generation) for rank in living}
     answers, missing = group.gather(refs, seconds)
     for rank, cause in missing.items():
         lost[rank] = cause
-        tell("lost", epoch=group.epoch, rank=rank, fault="killed", detector="heartbeat", cause=cause)
+        tell("lost", generation=group.generation, rank=rank, fault="killed", detector="heartbeat", cause=cause)
     return answers
 
 

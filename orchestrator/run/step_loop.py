@@ -36,8 +36,8 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """The steps of one epoch: from `first` to the last one, until somebody asks to stop, or until `change` says that
-    the ranks should be placed anew (it is asked about once a second). `done` steps are complete, `saved` are in a
+    """The steps of one generation: from `first` to the last one, until somebody asks to stop, or until `change` says
+    that the ranks should be placed anew (it is asked about once a second). `done` steps are complete, `saved` are in a
     checkpoint."""
 
     def __init__(
@@ -156,14 +156,16 @@ class Calls:
             self._not_written(call.step, error)
             return
         seconds = round(time.monotonic() - call.since, 3)
-        self.news.event("checkpoint", epoch=self.group.epoch, step=call.step, seconds=seconds, bytes=self.bytes)
+        self.news.event(
+            "checkpoint", generation=self.group.generation, step=call.step, seconds=seconds, bytes=self.bytes
+        )
         self.durable = call.step
         self.wishes.saved(call.step)
 
     def _not_written(self, step: int, error: PentadError) -> None:
         if self.ending and step == self.submitted:
             raise error
-        self.news.event("checkpoint failed", epoch=self.group.epoch, step=step, error=str(error))
+        self.news.event("checkpoint failed", generation=self.group.generation, step=step, error=str(error))
         self.news.display.note(f"no checkpoint of step {step}, training goes on: {error}")
 
     def _checkpoint(self, step: int) -> Path:
@@ -172,7 +174,7 @@ class Calls:
     def _pause(self) -> None:
         """The ranks wait between two steps until somebody says resume."""
         if self.news.view.state != "paused":
-            self.news.event("pause", epoch=self.group.epoch, step=self.done)
+            self.news.event("pause", generation=self.group.generation, step=self.done)
             self.news.display.note(f"paused after step {self.done}; `pentad resume {self.config.run.name}` goes on")
             self.news.state("paused")
         self._committed(wait=False)
@@ -180,7 +182,7 @@ class Calls:
         self.history.pause()
         self.wishes.wait(PAUSE_SECONDS)
         if not self.wishes.paused:
-            self.news.event("resume", epoch=self.group.epoch, step=self.done)
+            self.news.event("resume", generation=self.group.generation, step=self.done)
             self.news.display.note("resumed")
             self.news.state("running")
 

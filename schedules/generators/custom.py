@@ -1,6 +1,6 @@
 """Schedules that a user writes: a generator function in a Python file, named as in 'path/my.py:my_schedule'.
 
-`docs/own-schedule.md` builds one in steps. Positions in a rank's stream count from 0.
+`docs/custom-schedule.md` builds one in steps. Positions in a rank's stream count from 0.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def zb_auto(shape: ScheduleSpec, name: str = "zb-auto", usual: float = inf) -> S
     ZB-H1 or ZB-H2 where they keep to the limit too. Without `shape.costs` F, B and W take equally long. Raises
     PentadError if the limit is less than 1.
     """
-    limit = usual if shape.limit is None else shape.limit
+    limit = usual if shape.memory_limit is None else shape.memory_limit
     if not limit >= 1:
         raise PentadError(f"schedule {name}: memory limit is {limit:g}, but at least 1 microbatch a rank is needed")
     costs = shape.costs or Costs.uniform(shape.ranks)

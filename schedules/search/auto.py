@@ -90,10 +90,10 @@ def choose(
     when nothing fits, and on options that it chooses itself.
     """
     refuse_chosen(asked)
-    twice = asked.limit is None if twice is None else twice
+    twice = asked.memory_limit is None if twice is None else twice
     found: list[Candidate] = []
     places: dict[tuple[tuple[int, ...], ...], Placed] = {}
-    for name, options in _tried(ranks, microbatches, asked.limit):
+    for name, options in _tried(ranks, microbatches, asked.memory_limit):
         if not twice and CATALOGUE[name].placement is mirrored:
             continue
         placed = generate(name, ranks, microbatches, options)
@@ -102,11 +102,11 @@ def choose(
             costs = costs_of(placed)
             if costs is None:
                 continue
-            places[key] = Placed(placed, costs, lower_bound(placed, costs, asked.limit, by))
+            places[key] = Placed(placed, costs, lower_bound(placed, costs, asked.memory_limit, by))
         costs = places[key].costs
         program = generate(name, ranks, microbatches, options, costs) if "costs" in CATALOGUE[name].takes else placed
         found.append(_candidate(name, options, program, costs))
-    fitting = [each for each in found if asked.limit is None or each.peak <= asked.limit + 1e-9]
+    fitting = [each for each in found if asked.memory_limit is None or each.peak <= asked.memory_limit + 1e-9]
     if effort:
         fitting += _searched(places, fitting, asked, by, effort)
     if not fitting:
@@ -138,8 +138,8 @@ def refuse_chosen(asked: Options) -> None:
     for option, value in (("chunks", asked.chunks), ("group", asked.group), ("slices", asked.slices)):
         if value is not None:
             raise PentadError(f"{option} is {value}, but schedule {AUTO} chooses it, wanted no {option}")
-    if asked.limit is not None and not asked.limit >= 1:
-        raise PentadError(f"schedule {AUTO}: memory_limit is {asked.limit:g}, but at least 1 is needed")
+    if asked.memory_limit is not None and not asked.memory_limit >= 1:
+        raise PentadError(f"schedule {AUTO}: memory_limit is {asked.memory_limit:g}, but at least 1 is needed")
 
 
 def _searched(
@@ -156,7 +156,7 @@ def _searched(
     for key, place in sorted(hopeful.items(), key=lambda pair: pair[1].bound.time):
         if len({stage for held in key for stage in held}) < sum(map(len, key)):
             continue  # a stage on two ranks, as dualpipe has it
-        limit, chunks = asked.limit, place.program.chunks
+        limit, chunks = asked.memory_limit, place.program.chunks
         room = room_of(limit, chunks, place.program.ranks, place.program.microbatches)
         if min(room) < 2 * chunks:
             continue

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pentad.schedules.ir.errors import PentadError
 
 Placement = Literal["zigzag", "contiguous"]
-CpMethod = Literal["ring", "gather", "exchange"]
-PLACEMENTS: dict[CpMethod, Placement] = {"ring": "zigzag", "gather": "zigzag", "exchange": "contiguous"}
+CpMethod = Literal["ring", "all_gather", "ulysses"]
+PLACEMENTS: dict[CpMethod, Placement] = {"ring": "zigzag", "all_gather": "zigzag", "ulysses": "contiguous"}
 
 
 def chunks(length: int, cp: int, rank: int, placement: Placement) -> tuple[range, ...]:
@@ -44,7 +44,7 @@ def check_context(length: int, heads: int, kv_heads: int, cp: int, variant: CpMe
     """Raises PentadError unless cp ranks can share sequences of `length` tokens and, for 'exchange', the heads that tp
     ranks have cut already. Key-value heads that are fewer than ranks are exchanged to several of these."""
     chunks(length, cp, 0, PLACEMENTS[variant])
-    if variant != "exchange" or cp == 1:
+    if variant != "ulysses" or cp == 1:
         return
     ranks = cp * tp
     why = f"mesh.cp x mesh.tp = {ranks} where context ranks exchange heads"

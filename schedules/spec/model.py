@@ -15,11 +15,11 @@ class MLA:
     `query_rank` is the width that queries come from; 0: straight from the residual stream.
     """
 
-    rank: int
-    query_rank: int
-    plain: int
-    rotary: int
-    value: int
+    kv_lora_rank: int
+    q_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Experts:
     there is no bias. The first `dense` layers of the model have no experts.
     """
 
-    count: int
-    active: int
-    ffn: int
-    shared: int = 0
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalized: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    active_groups: int = 1
-    auxiliary: float = 0.0
-    bias_rate: float = 0.0
-    dense: int = 0
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    aux_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
+    first_k_dense: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class RopeScaling:
     YaRN's beta_slow and beta_fast; `attention` is what YaRN multiplies cos and sin by, and `softmax` the scores.
     """
 
-    kind: Literal["llama3", "yarn"]
+    rope_type: Literal["llama3", "yarn"]
     factor: float
-    original: int
-    low: float
-    high: float
-    attention: float = 1.0
-    softmax: float = 1.0
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+    attention_factor: float = 1.0
+    softmax_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -106,26 +106,26 @@ class ModelShape:
     vocab: int
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    head_size: int = 0
+    head_dim: int = 0
     qk_norm: bool = False
-    tied: bool = False
-    scaling: RopeScaling | None = None
-    latent: MLA | None = None
+    tie_word_embeddings: bool = False
+    rope_scaling: RopeScaling | None = None
+    mla: MLA | None = None
     experts: Experts | None = None
-    predicted: int = 0
-    predicted_weight: float = 0.3
-    own: CustomModel | None = None
+    mtp_layers: int = 0
+    mtp_loss_weight: float = 0.3
+    custom: CustomModel | None = None
 
     @property
-    def head_dim(self) -> int:
+    def qk_head_dim(self) -> int:
         """Width of a query and of a key."""
-        if self.latent is not None:
-            return self.latent.plain + self.latent.rotary
-        return self.head_size or self.hidden // self.heads
+        if self.mla is not None:
+            return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+        return self.head_dim or self.hidden // self.heads
 
     @property
     def softmax_scale(self) -> float | None:
         """What attention scores are multiplied by, where it is not 1 / sqrt(head_dim)."""
-        if self.scaling is None or self.scaling.softmax == 1.0:
+        if self.rope_scaling is None or self.rope_scaling.softmax_factor == 1.0:
             return None
-        return self.scaling.softmax / math.sqrt(self.head_dim)
+        return self.rope_scaling.softmax_factor / math.sqrt(self.qk_head_dim)

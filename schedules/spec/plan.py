@@ -24,7 +24,7 @@ class BatchShape:
     """`sequences` of `length` tokens a step over the whole mesh, cut into `microbatches` a replica; there are
     dp x ep `replicas`, which hold different samples."""
 
-    sequences: int
+    global_batch_size: int
     length: int
     microbatches: int
     replicas: int
@@ -32,12 +32,12 @@ class BatchShape:
     @property
     def rows(self) -> int:
         """Sequences of one microbatch."""
-        return self.sequences // (self.microbatches * self.replicas)
+        return self.global_batch_size // (self.microbatches * self.replicas)
 
     @property
     def tokens(self) -> int:
         """Tokens of a step over the whole mesh."""
-        return self.sequences * self.length
+        return self.global_batch_size * self.length
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Plan:
     fingerprint: str = ""
     recompute: tuple[str, ...] = ()
     zero: int = 0
-    context: CpMethod = "ring"
-    tensor_across_nodes: bool = False
-    packed: bool = False
+    cp_method: CpMethod = "ring"
+    tp_across_nodes: bool = False
+    document_mask: bool = False
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""
@@ -123,19 +123,19 @@ class Plan:
     @property
     def is_tied(self) -> bool:
         """Whether two stages have copies of the embedding, which is the head too or read by predicted layers."""
-        return (self.model.tied or self.model.predicted > 0) and self.program.stages > 1
+        return (self.model.tie_word_embeddings or self.model.mtp_layers > 0) and self.program.stages > 1
 
     def has_experts(self, stage: int) -> bool:
         experts = self.model.experts
-        return experts is not None and self.layers[stage][1] > experts.dense
+        return experts is not None and self.layers[stage][1] > experts.first_k_dense
 
     def balanced(self, stage: int) -> tuple[int, ...]:
         """Layers of a stage whose experts are evened out by biases; those that predict further tokens come last."""
         experts, (first, end) = self.model.experts, self.layers[stage]
-        if experts is None or not experts.bias_rate or not self.has_experts(stage):
+        if experts is None or not experts.bias_update_rate or not self.has_experts(stage):
             return ()
-        more = self.model.predicted if end == self.model.layers else 0
-        return tuple(range(max(first, experts.dense), end + more))
+        more = self.model.mtp_layers if end == self.model.layers else 0
+        return tuple(range(max(first, experts.first_k_dense), end + more))
 
     def shares_of(self, rank: int) -> tuple[ParamShard, ...]:
         """What a rank of the mesh holds, by stage."""

@@ -13,7 +13,7 @@ class Options(NamedTuple):
 
     chunks: int | None = None
     group: int | None = None
-    limit: float | None = None
+    memory_limit: float | None = None
     slices: int | None = None
 
 
@@ -29,9 +29,9 @@ class MemoryOptions(NamedTuple):
 
     zero: int = 0
     prefetch: int = 1
-    gathered: int | None = None
+    max_gathered: int | None = None
     recompute: frozenset[int] = frozenset()
-    keep: float | None = None
+    max_resident: float | None = None
     buckets: tuple[int, ...] = ()
 
 
@@ -50,7 +50,7 @@ class ScheduleSpec:
     chunks: int = 1
     group: int = 0
     costs: Costs | None = None
-    limit: float | None = None
+    memory_limit: float | None = None
     slices: int = 1
 
     @property

@@ -72,7 +72,7 @@ def tensors(model: ModelShape, first: int, end: int) -> list[Tensor]:
     Norms come first, matrices [out, in] behind them: weight decay is for matrices only, and a backward pass is done
     with the last ones first.
     """
-    found = list(_all(model, first, end) if model.own is None else _own(model.own, first, end))
+    found = list(_all(model, first, end) if model.custom is None else _own(model.custom, first, end))
     return [each for each in found if len(each.shape) < 2] + [each for each in found if len(each.shape) > 1]
 
 
@@ -83,21 +83,21 @@ def parameters(model: ModelShape, first: int = 0, end: int | None = None) -> int
 
 def active(model: ModelShape, layer: int) -> int:
     """Parameters of a decoder layer that one token meets: of its experts those that it visits."""
-    if model.own is not None:
+    if model.custom is not None:
         return parameters(model, layer, layer + 1)
     sizes = [(math.prod(each.shape), each.experts) for each in _layer(model, layer)]
     visited = sum(size for size, experts in sizes if experts)
     if model.experts is not None:
-        visited = visited * model.experts.active // model.experts.count
+        visited = visited * model.experts.top_k // model.experts.num_experts
     return visited + sum(size for size, experts in sizes if not experts)
 
 
 def head_in_layers(model: ModelShape, length: int) -> float:
     """Multiplications of the output head, and of layers that predict further tokens, over those of a decoder layer, at
     a sequence length (causal attention)."""
-    layer = active(model, model.layers - 1) + length * model.heads * model.head_dim
+    layer = active(model, model.layers - 1) + length * model.heads * model.qk_head_dim
     head = model.vocab * model.hidden / layer
-    return head + model.predicted * (1 + head)
+    return head + model.mtp_layers * (1 + head)
 
 
 @lru_cache(maxsize=4096)
@@ -114,8 +114,8 @@ def _all(model: ModelShape, first: int, end: int) -> Iterator[Tensor]:
     for layer in range(first, end):
         yield from _layer(model, layer)
     if end == model.layers:
-        if not model.tied or first > 0:
-            yield Tensor("head", (model.vocab, h), std, words, like="embedding" if model.tied else "")
+        if not model.tie_word_embeddings or first > 0:
+            yield Tensor("head", (model.vocab, h), std, words, like="embedding" if model.tie_word_embeddings else "")
         yield Tensor("norm", (h,), 0.0)
         yield from _predicted(model, alone=first == 0)
 
@@ -123,13 +123,13 @@ def _all(model: ModelShape, first: int, end: int) -> Iterator[Tensor]:
 def _predicted(model: ModelShape, *, alone: bool) -> Iterator[Tensor]:
     """Of layers that predict further tokens; on a stage that has no embedding they need a copy of it."""
     h = model.hidden
-    for number in range(model.predicted):
+    for number in range(model.mtp_layers):
         at = f"predicted.{number}"
         yield Tensor(f"{at}.join", (h, 2 * h), 0.02)
         for name in ("hidden_norm", "embedding_norm", "norm"):
             yield Tensor(f"{at}.{name}", (h,), 0.0)
         yield from _layer(model, model.layers + number)
-    if model.predicted and not model.tied and not alone:
+    if model.mtp_layers and not model.tie_word_embeddings and not alone:
         cut = (_rows(model.vocab, model.vocab),)
         yield Tensor("predicted.embedding", (model.vocab, h), 0.02, cut, like="embedding")
 
@@ -143,11 +143,11 @@ def _own(own: CustomModel, first: int, end: int) -> Iterator[Tensor]:
 def _layer(model: ModelShape, layer: int) -> Iterator[Tensor]:
     at, h = f"layers.{layer}", model.hidden
     deep = 0.02 / math.sqrt(2 * model.layers)
-    if model.latent is None:
+    if model.mla is None:
         yield from _attention(model, f"{at}.attention", deep)
     else:
-        yield from _latent(model, model.latent, f"{at}.attention", deep)
-    if model.experts is None or layer < model.experts.dense:
+        yield from _latent(model, model.mla, f"{at}.attention", deep)
+    if model.experts is None or layer < model.experts.first_k_dense:
         yield from _gated(f"{at}.mlp", h, model.ffn, deep)
     else:
         yield from _experts(model.experts, at, h, deep)
@@ -156,7 +156,7 @@ def _layer(model: ModelShape, layer: int) -> Iterator[Tensor]:
 
 
 def _attention(model: ModelShape, at: str, deep: float) -> Iterator[Tensor]:
-    h, d, n, m = model.hidden, model.head_dim, model.heads, model.kv_heads
+    h, d, n, m = model.hidden, model.qk_head_dim, model.heads, model.kv_heads
     runs = Run(n * d, n), Run(m * d, m), Run(m * d, m)
     yield Tensor(f"{at}.qkv", ((n + 2 * m) * d, h), 0.02, (Cut("tp", 0, runs),))
     yield Tensor(f"{at}.out", (h, n * d), deep, (_columns(n * d, n),))
@@ -167,15 +167,15 @@ def _attention(model: ModelShape, at: str, deep: float) -> Iterator[Tensor]:
 
 def _latent(model: ModelShape, latent: MLA, at: str, deep: float) -> Iterator[Tensor]:
     h, n = model.hidden, model.heads
-    queries, both = n * model.head_dim, n * (latent.plain + latent.value)
-    if latent.query_rank:
-        yield Tensor(f"{at}.query_down", (latent.query_rank, h), 0.02)
-        yield Tensor(f"{at}.query_norm", (latent.query_rank,), 0.0)
-    yield Tensor(f"{at}.query", (queries, latent.query_rank or h), 0.02, (_rows(queries, n),))
-    yield Tensor(f"{at}.latent", (latent.rank + latent.rotary, h), 0.02)
-    yield Tensor(f"{at}.latent_norm", (latent.rank,), 0.0)
-    yield Tensor(f"{at}.keys_values", (both, latent.rank), 0.02, (_rows(both, n),))
-    yield Tensor(f"{at}.out", (h, n * latent.value), deep, (_columns(n * latent.value, n),))
+    queries, both = n * model.qk_head_dim, n * (latent.qk_nope_head_dim + latent.v_head_dim)
+    if latent.q_lora_rank:
+        yield Tensor(f"{at}.query_down", (latent.q_lora_rank, h), 0.02)
+        yield Tensor(f"{at}.query_norm", (latent.q_lora_rank,), 0.0)
+    yield Tensor(f"{at}.query", (queries, latent.q_lora_rank or h), 0.02, (_rows(queries, n),))
+    yield Tensor(f"{at}.latent", (latent.kv_lora_rank + latent.qk_rope_head_dim, h), 0.02)
+    yield Tensor(f"{at}.latent_norm", (latent.kv_lora_rank,), 0.0)
+    yield Tensor(f"{at}.keys_values", (both, latent.kv_lora_rank), 0.02, (_rows(both, n),))
+    yield Tensor(f"{at}.out", (h, n * latent.v_head_dim), deep, (_columns(n * latent.v_head_dim, n),))
 
 
 def _gated(at: str, hidden: int, ffn: int, deep: float) -> Iterator[Tensor]:
@@ -184,15 +184,15 @@ def _gated(at: str, hidden: int, ffn: int, deep: float) -> Iterator[Tensor]:
 
 
 def _experts(experts: Experts, at: str, hidden: int, deep: float) -> Iterator[Tensor]:
-    count, ffn = experts.count, experts.ffn
+    count, ffn = experts.num_experts, experts.intermediate_size
     own = Cut("ep", 0, (Run(count, count),))
     yield Tensor(f"{at}.experts.router", (count, hidden), 0.02)
     shape, cuts = (count, 2 * ffn, hidden), (own, Cut("tp", 1, 2 * (Run(ffn, ffn),)))
     yield Tensor(f"{at}.experts.gate_up", shape, 0.02, cuts, experts=True)
     shape, cuts = (count, hidden, ffn), (own, Cut("tp", 2, (Run(ffn, ffn),)))
     yield Tensor(f"{at}.experts.down", shape, deep, cuts, experts=True)
-    if experts.shared:
-        yield from _gated(f"{at}.shared", hidden, experts.shared, deep)
+    if experts.shared_intermediate_size:
+        yield from _gated(f"{at}.shared", hidden, experts.shared_intermediate_size, deep)
 
 
 def _rows(size: int, units: int) -> Cut:

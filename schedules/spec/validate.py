@@ -29,11 +29,14 @@ def require_fit(
 def _require_tensor(model: ModelShape, mesh: Mesh) -> None:
     sizes = {"heads": model.heads, "ffn": model.ffn, "vocab": model.vocab}
     if model.experts is not None:
-        sizes |= {"experts.ffn": model.experts.ffn, "experts.shared": model.experts.shared}
+        sizes |= {
+            "experts.ffn": model.experts.intermediate_size,
+            "experts.shared": model.experts.shared_intermediate_size,
+        }
     for name, size in sizes.items():
         if size % mesh.tp:
             raise PentadError(f"model.{name} is {size}, wanted a multiple of mesh.tp = {mesh.tp}")
-    if model.latent is None and model.kv_heads % mesh.tp and mesh.tp % model.kv_heads:
+    if model.mla is None and model.kv_heads % mesh.tp and mesh.tp % model.kv_heads:
         wanted = f"a multiple or a divisor of mesh.tp = {mesh.tp}"
         raise PentadError(f"model.kv_heads is {model.kv_heads}, wanted {wanted}")
 
@@ -50,5 +53,7 @@ def _require_experts(model: ModelShape, mesh: Mesh) -> None:
     if model.experts is None:
         if mesh.ep > 1:
             raise PentadError(f"mesh.ep is {mesh.ep}, wanted 1 for a model without experts")
-    elif model.experts.count % mesh.ep:
-        raise PentadError(f"model.experts.count is {model.experts.count}, wanted a multiple of mesh.ep = {mesh.ep}")
+    elif model.experts.num_experts % mesh.ep:
+        raise PentadError(
+            f"model.experts.num_experts is {model.experts.num_experts}, wanted a multiple of mesh.ep = {mesh.ep}"
+        )

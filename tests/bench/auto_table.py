@@ -139,7 +139,9 @@ def row(case: Case, effort: int = EFFORT) -> dict[str, Any]:
     """Times in milliseconds."""
     limit = None if case.limit is None else case.limit * case.ranks
     began = time.process_time()
-    choice = choose(case.ranks, case.microbatches, case.costs, Options(limit=limit), case.by, effort, twice=False)
+    choice = choose(
+        case.ranks, case.microbatches, case.costs, Options(memory_limit=limit), case.by, effort, twice=False
+    )
     seconds = time.process_time() - began
     best, known = choice.best, choice.catalogued
     found, before = getattr(best, case.by), getattr(known, case.by) if known else None

@@ -34,7 +34,7 @@ HANG_SECONDS = 3.0
 SAMPLE_STEPS = 250
 LIMIT_SECONDS = 90.0
 ELASTIC = ("elastic.max_failures=1000000", "run.steps=1000000", f"elastic.hang_seconds={HANG_SECONDS:g}")
-TINY = ("mesh.dp=1", "mesh.pp=2", "batch.sequences=4", "batch.sequence_length=32")  # steps of some 10 ms
+TINY = ("mesh.dp=1", "mesh.pp=2", "batch.global_batch_size=4", "batch.sequence_length=32")  # steps of some 10 ms
 
 
 def strike(run: LiveRun, chance: random.Random, hit: Callable[[], None]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def strike(run: LiveRun, chance: random.Random, hit: Callable[[], None]) -> dict
         "cause": lost["cause"],
         "noticed": lost["time"] - struck,
         "recovered": recovered["time"] - lost["time"],
-        "stepped": run.step_seen(recovered["epoch"], LIMIT_SECONDS) - lost["time"],
+        "stepped": run.step_seen(recovered["generation"], LIMIT_SECONDS) - lost["time"],
         "how": recovered["how"],
         "phases": recovered["seconds"],
         "steps_replayed": recovered["steps_replayed"],

@@ -22,7 +22,7 @@ POLL_SECONDS = 0.02
 COMMAND = (sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train")
 MODEL = (
     *("model.layers=4", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=192", "model.vocab=300"),
-    *("mesh.dp=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=4", "batch.sequences=8"),
+    *("mesh.dp=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=4", "batch.global_batch_size=8"),
     *("batch.sequence_length=64", "cluster.device=cpu", "cluster.dashboard=false", "run.name=bench"),
 )
 
@@ -92,20 +92,20 @@ class LiveRun:
     def _last(self) -> dict[str, Any]:
         path = self.folder / METRICS
         if not path.exists():
-            return {"step": -1, "epoch": 0}
+            return {"step": -1, "generation": 0}
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
             lines = [line for line in file.read().split(b"\n")[:-1] if line.endswith(b"}")]
-        return json.loads(lines[-1]) if lines else {"step": -1, "epoch": 0}
+        return json.loads(lines[-1]) if lines else {"step": -1, "generation": 0}
 
     def wait_steps(self, count: int, seconds: float = 90.0) -> None:
         """Until that many more steps are done."""
         first = self.position()
         self.wait_until(lambda: self.position() >= first + count, seconds)
 
-    def step_seen(self, epoch: int, seconds: float) -> float:
-        """When the first step of an epoch was seen done: Unix time."""
-        self.wait_until(lambda: self._last()["epoch"] >= epoch, seconds)
+    def step_seen(self, generation: int, seconds: float) -> float:
+        """When the first step of a generation was seen done: Unix time."""
+        self.wait_until(lambda: self._last()["generation"] >= generation, seconds)
         return time.time()
 
     def event(self, kind: str, seconds: float, since: float = 0.0) -> dict[str, Any]:

@@ -48,7 +48,7 @@ UNWATCHED = nullcontext()
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """Three stages, of which the middle one is run."""
-    experts = Experts(args.experts, args.active, args.width, args.width, score="sigmoid")
+    experts = Experts(args.experts, args.active, args.width, args.width, scoring_func="sigmoid")
     heads = args.hidden // args.head_size
     model = ModelShape(args.layers + 2, args.hidden, heads, max(1, heads // 8), args.width, 128, experts=experts)
     return Plan(
@@ -212,7 +212,7 @@ def main() -> None:
     for name, value in (sizes | {"rows": 2, "length": 4096}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--way", choices=["gather", "exchange"], default="gather")
+    parser.add_argument("--way", choices=["all_gather", "all_to_all"], default="all_gather")
     parser.add_argument("--links", choices=["direct", "host"], default="direct")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

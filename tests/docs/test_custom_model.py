@@ -1,4 +1,4 @@
-"""What docs/own-model.md shows is what happens: its code is run, its commands print what stands below them."""
+"""What docs/custom-model.md shows is what happens: its code is run, its commands print what stands below them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paths import ROOT, TESTS
 
 from pentad.orchestrator.cli.cli import main
 
-PAGE = (ROOT / "docs" / "own-model.md").read_text()
+PAGE = (ROOT / "docs" / "custom-model.md").read_text()
 BLOCKS = re.findall(r"^```(python|console)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 CODE = "\n\n".join(block for kind, block in BLOCKS if kind == "python")
 MOST_LINES = 60
@@ -44,7 +44,7 @@ def test_the_file_is_short_and_counted_rightly() -> None:
 
 def test_the_cost_is_what_was_measured() -> None:
     """The figures of the page stand in the file that the benchmark wrote."""
-    file = TESTS / "bench" / "results" / "own-model.json"
+    file = TESTS / "bench" / "results" / "custom-model.json"
     found = json.loads(file.read_text())["adapter, cpu"]
     one, other = found["modules over builtin"], found["modules over torch alone"]
     text = " ".join(PAGE.split())

@@ -1,4 +1,4 @@
-"""What docs/own-schedule.md shows is what happens: its code is run, its commands print what stands below them."""
+"""What docs/custom-schedule.md shows is what happens: its code is run, its commands print what stands below them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pentad.schedules.simulate.dependencies import compute_times
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
 from pentad.schedules.verify.check import peak_activations
 
-PAGE = (ROOT / "docs" / "own-schedule.md").read_text()
+PAGE = (ROOT / "docs" / "custom-schedule.md").read_text()
 BLOCKS = re.findall(r"^```(python|console)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 CODE = "\n\n".join(block for kind, block in BLOCKS if kind == "python")  # two empty lines before a function
 MOST_LINES = 60

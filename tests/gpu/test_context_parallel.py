@@ -14,7 +14,7 @@ from gpus import room
 from pentad.schedules.spec.cp_layout import CpMethod
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-VARIANTS: tuple[CpMethod, ...] = ("ring", "gather", "exchange")
+VARIANTS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DOCUMENTS = ((0, 256, 512, 768), (0, 3, 300, 1000), (0,))
 SHAPES = {

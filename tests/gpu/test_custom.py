@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from custom_models import made, reference
 from fleet import Fleet, assembled, losses_of
-from own_models import made, reference
 from plans import STEPS, close, plan_of
 
 from pentad.schedules.spec.plan import Plan

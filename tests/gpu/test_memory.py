@@ -43,7 +43,7 @@ def test_less_memory_changes_no_bit(gpus, corpus, name, m, slices, mode, keep, d
 
 def wide(corpus: str, mode: str, keep: float | None, *, deterministic: bool) -> Plan:
     plan = replace(plan_of("gpipe", 1, 1, 6, corpus, recompute=mode, keep=keep), model=WIDE)
-    plan = replace(plan, batch=BatchShape(sequences=12, length=2048, microbatches=6, replicas=1))
+    plan = replace(plan, batch=BatchShape(global_batch_size=12, length=2048, microbatches=6, replicas=1))
     return on_gpu(replace(plan, deterministic=deterministic), "nccl", "bfloat16")
 
 

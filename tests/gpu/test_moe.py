@@ -120,7 +120,7 @@ def run(
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("dtype", "close"), DTYPES)
 def test_a_layer_is_that_of_a_cpu_and_the_host_waits_for_nothing(dtype: torch.dtype, close: float, score) -> None:
-    shape = Experts(8, 2, 40, 24, score, groups=4, active_groups=2, auxiliary=0.1, bias_rate=1e-3)
+    shape = Experts(8, 2, 40, 24, score, num_groups=4, topk_groups=2, aux_loss_coef=0.1, bias_update_rate=1e-3)
     # far from any tie, so that rounding does not change a choice: each token's experts are those of its number
     case = case_of(shape, 1, 64, torch.zeros(8))
     state, tokens = dict(case.state), case.tokens[0]
@@ -150,13 +150,13 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
 
 
 def test_a_layer_of_full_width_makes_the_same_bits_twice(one_rank: dist.ProcessGroup) -> None:
-    shape = Experts(32, 4, 768, 768, bias_rate=1e-3)
+    shape = Experts(32, 4, 768, 768, bias_update_rate=1e-3)
     sizes = {"router": (32, 1024), "gate_up": (32, 1536, 1024), "down": (32, 1024, 768)}
     sizes |= {"shared_gate_up": (1536, 1024), "shared_down": (1024, 768)}
     state = {name: torch.randn(*size, device="cuda", dtype=torch.bfloat16) / 30 for name, size in sizes.items()}
     state["bias"] = torch.zeros(32, device="cuda")
     tokens, gradient = (torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    site = ExpertParallelGroup(one_rank, 0, "gather")
+    site = ExpertParallelGroup(one_rank, 0, "all_gather")
     first = run(shape, state, tokens, gradient, site)
     with no_waiting():
         second = run(shape, state, tokens, gradient, site)
@@ -172,9 +172,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("way", ["exchange", "gather"])
+@pytest.mark.parametrize("way", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("active", [1, 3])
 def test_experts_of_two_gpus_give_what_one_process_gives(ranks: Ranks, way, active: int) -> None:
-    shape = Experts(8, active, 5, 3, auxiliary=0.3)
+    shape = Experts(8, active, 5, 3, aux_loss_coef=0.3)
     case = case_of(shape, 2, 7, torch.tensor([0.0, 0, -9, -9, 0, 0, 0, 0]), way=way)
     check(case, ranks.run(case))

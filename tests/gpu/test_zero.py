@@ -28,7 +28,7 @@ BUFFERS = ("parameters", "master", "gradients", "optimizer")
 def on_gpu(name, dp, pp, m, chunks, zero, corpus, dtype, *, validated=False, buckets=(), model=MODEL) -> Plan:
     if dp * pp > room():
         pytest.skip(f"{dp * pp} GPUs are needed")
-    savings = MemoryOptions(zero=zero, gathered=2 if chunks and zero == 3 else None, buckets=buckets)
+    savings = MemoryOptions(zero=zero, max_gathered=2 if chunks and zero == 3 else None, buckets=buckets)
     plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, validated=validated, savings=savings, model=model)
     program = compile_program(
         name, pp, m, gated=True, replicas=dp, validated=validated, options=Options(chunks), savings=savings
@@ -72,7 +72,7 @@ def test_the_last_buckets_are_reduced_while_the_backward_pass_goes_on(gpus, corp
     """Of a stage whose kernels take longer than its host."""
     model = replace(MODEL, hidden=512, heads=4, kv_heads=4, ffn=2048)
     plan = on_gpu("1f1b", 2, 1, 2, None, zero, corpus, "bfloat16", buckets=(8,), model=model)
-    plan = replace(plan, batch=replace(plan.batch, sequences=8, length=16384))
+    plan = replace(plan, batch=replace(plan.batch, global_batch_size=8, length=16384))
     for outcome in gpus.run(plan, [(0, 3)]):
         spans = {span.name: span for span in outcome.results[-1].spans}
         kind = "REDUCE_SCATTER" if zero else "ALL_REDUCE"
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_shards_is_whole(gpus, corpus, tmp_path):
 def test_what_a_gpu_allocates_is_what_is_planned(corpus, zero, dtype):
     """The allocator rounds every tensor up to 512 bytes."""
     chunks, device = 4, torch.device("cuda", 0)
-    savings = MemoryOptions(zero=zero, gathered=1 if zero == 3 else None)
+    savings = MemoryOptions(zero=zero, max_gathered=1 if zero == 3 else None)
     plan = plan_of("looped-bfs", 2, 1, 3, corpus, dtype, chunks=chunks, savings=savings)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)

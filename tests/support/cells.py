@@ -92,9 +92,9 @@ def together(cells: list[Cell], method: str, *arguments: Any, seconds: float = P
     return [cell.answer(number) for cell, number in asked]
 
 
-def join(cells: list[Cell], plan: Plan, epoch: int) -> None:
-    """Makes runners by rank (in epoch 1 from nothing, later as heirs where there was one), and connects them."""
-    made = [cell.call("make", plan, rank, epoch) for rank, cell in enumerate(cells)]
+def join(cells: list[Cell], plan: Plan, generation: int) -> None:
+    """Makes runners by rank (in generation 1 from nothing, later as heirs where there was one), and connects them."""
+    made = [cell.call("make", plan, rank, generation) for rank, cell in enumerate(cells)]
     for cell, number in zip(cells, made, strict=True):
         cell.answer(number)
     address = cells[0].answer(cells[0].call("serve", "127.0.0.1", 30.0))
@@ -115,7 +115,7 @@ def outcome(cells: list[Cell], results: list, first: int) -> tuple[dict, dict]:
     return losses, state
 
 
-def repair(cells: list[Cell], lost: list[int], plan: Plan, epoch: int) -> tuple[int, dict]:
+def repair(cells: list[Cell], lost: list[int], plan: Plan, generation: int) -> tuple[int, dict]:
     """What the driver does: fences the living, takes stock, replaces the lost, hands the newest state on."""
     living = [rank for rank in range(len(cells)) if rank not in lost]
     for method in ("fence", "abort"):
@@ -133,7 +133,7 @@ def repair(cells: list[Cell], lost: list[int], plan: Plan, epoch: int) -> tuple[
     for rank in lost:
         cells[rank].stop()
         cells[rank] = Cell()
-    join(cells, plan, epoch)
+    join(cells, plan, generation)
     holders = {share: plan.holders(share) for share in plan.shares}
     sources = {s: next(r for r in held if r in current) for s, held in holders.items() if set(held) - set(current)}
     together(cells, "receive", sources, version)
@@ -203,9 +203,9 @@ def _serve(end: Any) -> None:
     def do(tag: int, method: str, *arguments: Any) -> None:
         try:
             if method == "make":
-                plan, rank, epoch = arguments
-                heir_of = runners[0] if runners and epoch > 1 else None
-                runners[:] = [Runner(plan, rank, board, epoch, gpu_of(rank), heir_of, blank=epoch > 1)]
+                plan, rank, generation = arguments
+                heir_of = runners[0] if runners and generation > 1 else None
+                runners[:] = [Runner(plan, rank, board, generation, gpu_of(rank), heir_of, blank=generation > 1)]
                 reply(tag, None)
             elif method == "step":
                 executor = runners[0].executor

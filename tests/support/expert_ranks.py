@@ -33,7 +33,7 @@ class Case(NamedTuple):
     state: State
     tokens: torch.Tensor
     gradients: torch.Tensor
-    way: DispatchMode = "exchange"
+    way: DispatchMode = "all_to_all"
     scale: float = 0.25
     remake: bool = False
 
@@ -56,13 +56,13 @@ def drawn(shape: Experts, ranks: int, tokens: int, hidden: int = 6, bias: torch.
         return torch.randn(size, generator=generator, dtype=torch.float64)
 
     found = {
-        "router": normal(shape.count, hidden),
-        "gate_up": normal(shape.count, 2 * shape.ffn, hidden) / 2,
-        "down": normal(shape.count, hidden, shape.ffn) / 2,
+        "router": normal(shape.num_experts, hidden),
+        "gate_up": normal(shape.num_experts, 2 * shape.intermediate_size, hidden) / 2,
+        "down": normal(shape.num_experts, hidden, shape.intermediate_size) / 2,
     }
-    if shape.shared:
-        found["shared_gate_up"] = normal(2 * shape.shared, hidden) / 2
-        found["shared_down"] = normal(hidden, shape.shared) / 2
+    if shape.shared_intermediate_size:
+        found["shared_gate_up"] = normal(2 * shape.shared_intermediate_size, hidden) / 2
+        found["shared_down"] = normal(hidden, shape.shared_intermediate_size) / 2
     if bias is not None:
         found["bias"] = bias.to(torch.float64)
     return found | {"tokens": normal(ranks, tokens, hidden), "gradients": normal(ranks, tokens, hidden)}
@@ -76,7 +76,7 @@ def case_of(shape: Experts, ranks: int, tokens: int, bias: torch.Tensor | None =
 def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None) -> Answer:
     """F, B and W of one rank."""
     shape, normed = case.shape, case.tokens[rank].clone()
-    site, held = expert_parallel.ExpertParallelGroup(group, rank, case.way), shape.count // ranks
+    site, held = expert_parallel.ExpertParallelGroup(group, rank, case.way), shape.num_experts // ranks
     mine = slice(rank * held, (rank + 1) * held)
     parts = {k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()}
     w, g = bound(parts)
@@ -98,25 +98,25 @@ def reference(case: Case) -> list[Answer]:
     total = torch.zeros((), dtype=torch.float64)
     for x, dmixed in zip(tokens, case.gradients, strict=True):
         products = x @ p["router"].T
-        scores = products.softmax(-1) if shape.score == "softmax" else products.sigmoid()
+        scores = products.softmax(-1) if shape.scoring_func == "softmax" else products.sigmoid()
         biased = scores.detach() + p.get("bias", 0)
-        if shape.groups > 1:
-            grouped = biased.view(len(x), shape.groups, -1)
+        if shape.num_groups > 1:
+            grouped = biased.view(len(x), shape.num_groups, -1)
             best = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
-            least = best.sort(-1, descending=True).values[:, shape.active_groups - 1]
+            least = best.sort(-1, descending=True).values[:, shape.topk_groups - 1]
             biased = grouped.masked_fill((best < least[:, None])[..., None], -torch.inf).view(len(x), -1)
-        chosen = torch.zeros_like(scores).scatter(1, biased.topk(shape.active).indices, 1.0)
+        chosen = torch.zeros_like(scores).scatter(1, biased.topk(shape.top_k).indices, 1.0)
         weights = scores * chosen
-        if shape.normalized:
+        if shape.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         mixed = torch.zeros_like(x)
-        for expert in range(shape.count):
+        for expert in range(shape.num_experts):
             made = _network(x, p["gate_up"][expert], p["down"][expert])
-            mixed = mixed + shape.scale * weights[:, expert, None] * made
-        if shape.shared:
+            mixed = mixed + shape.routed_scaling_factor * weights[:, expert, None] * made
+        if shape.shared_intermediate_size:
             mixed = mixed + _network(x, p["shared_gate_up"], p["shared_down"])
-        shares = scores if shape.score == "softmax" else scores / scores.sum(-1, keepdim=True)
-        balance = shape.auxiliary * shape.count / shape.active * (chosen.mean(0) * shares.mean(0)).sum()
+        shares = scores if shape.scoring_func == "softmax" else scores / scores.sum(-1, keepdim=True)
+        balance = shape.aux_loss_coef * shape.num_experts / shape.top_k * (chosen.mean(0) * shares.mean(0)).sum()
         total = total + (mixed * dmixed).sum() + case.scale * len(x) * balance
         answers.append((mixed.detach(), chosen.sum(0).long()))
     total.backward()

@@ -33,7 +33,7 @@ class FakeRunner:
         plan: Plan,
         rank: int,
         board: Path,
-        epoch: int = 1,
+        generation: int = 1,
         gpu: int = 0,
         before: FakeRunner | None = None,
         *,
@@ -41,7 +41,7 @@ class FakeRunner:
     ) -> None:
         self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
         self.orders = dict(pair.split("=") for pair in plan.data.partition("fake:")[2].split(",") if "=" in pair)
-        self.board = ProgressFile(board, epoch)
+        self.board = ProgressFile(board, generation)
         time.sleep(float(self.orders.get("slow", 0)))
         step = simulate(plan.program, Costs.uniform(plan.program.stages))
         self.seconds = float(self.orders.get("seconds", 0.002))

@@ -123,5 +123,5 @@ def stage_of(plan: Plan, way: DispatchMode) -> Stage:
         return group if size > 1 else None
 
     tensor, experts = TensorRanks(of(mesh.tp), mesh.tp), ExpertParallelGroup(of(mesh.ep), 0, way)
-    stage.join(Inner(tensor, Context(of(mesh.cp), mesh.cp, 0, plan.context), experts))
+    stage.join(Inner(tensor, Context(of(mesh.cp), mesh.cp, 0, plan.cp_method), experts))
     return stage

@@ -24,13 +24,23 @@ from pentad.workers.parallel.tensor_parallel import TensorRanks
 from pentad.workers.params.param_buffers import buffers_of
 from pentad.workers.params.parameters import create
 
-MIXED = Experts(count=4, active=2, ffn=12, auxiliary=0.1)
+MIXED = Experts(num_experts=4, top_k=2, intermediate_size=12, aux_loss_coef=0.1)
 
 
-DEEP = Experts(count=8, active=3, ffn=12, shared=8, score="sigmoid", groups=2, active_groups=1, bias_rate=0.01, dense=1)
+DEEP = Experts(
+    num_experts=8,
+    top_k=3,
+    intermediate_size=12,
+    shared_intermediate_size=8,
+    scoring_func="sigmoid",
+    num_groups=2,
+    topk_groups=1,
+    bias_update_rate=0.01,
+    first_k_dense=1,
+)
 
 
-LATENT = MLA(rank=6, query_rank=10, plain=8, rotary=4, value=6)
+LATENT = MLA(kv_lora_rank=6, q_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 
 
 SMALL = replace(MODEL, layers=4, hidden=32, heads=16, kv_heads=8)  # several heads a rank, whatever shares them out
@@ -38,11 +48,11 @@ SMALL = replace(MODEL, layers=4, hidden=32, heads=16, kv_heads=8)  # several hea
 
 FAMILIES = {
     "llama": SMALL,
-    "qwen3": replace(SMALL, qk_norm=True, head_size=6),
+    "qwen3": replace(SMALL, qk_norm=True, head_dim=6),
     "mixtral": replace(SMALL, experts=MIXED),
-    "deepseek": replace(SMALL, experts=DEEP, latent=LATENT),
-    "deepseek, further tokens": replace(SMALL, experts=DEEP, latent=LATENT, predicted=2),
-    "deepseek-lite": replace(SMALL, experts=DEEP, latent=replace(LATENT, query_rank=0)),
+    "deepseek": replace(SMALL, experts=DEEP, mla=LATENT),
+    "deepseek, further tokens": replace(SMALL, experts=DEEP, mla=LATENT, mtp_layers=2),
+    "deepseek-lite": replace(SMALL, experts=DEEP, mla=replace(LATENT, q_lora_rank=0)),
 }
 
 
@@ -99,8 +109,8 @@ def made(plan: Plan, index: int) -> Stage:
     held = {at: create(plan, at, device, rank=rank) for at in plan.shares_of(rank) if at.stage == index}
     stage = Stage(plan, index, buffers_of(plan, rank, index, held), rank)
     groups: list[Any] = [Group(size) if size > 1 else None for size in (mesh.tp, mesh.cp, mesh.ep)]
-    context = Context(groups[1], mesh.cp, 1 if mesh.cp > 1 else 0, plan.context)
-    stage.join(Inner(TensorRanks(groups[0], mesh.tp), context, ExpertParallelGroup(groups[2], 0, "gather")))
+    context = Context(groups[1], mesh.cp, 1 if mesh.cp > 1 else 0, plan.cp_method)
+    stage.join(Inner(TensorRanks(groups[0], mesh.tp), context, ExpertParallelGroup(groups[2], 0, "all_gather")))
     return stage
 
 

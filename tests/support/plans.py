@@ -55,7 +55,7 @@ def plan_of(
     program = compiled(savings)
     again = frozenset(range(program.stages) if recompute != "none" else ())
     if again or keep is not None:
-        program = compiled(savings._replace(recompute=again, keep=keep))
+        program = compiled(savings._replace(recompute=again, max_resident=keep))
     return Plan(
         name="exact",
         mesh=mesh,
@@ -72,15 +72,15 @@ def plan_of(
         transport="gloo",
         recompute=(recompute,) * program.stages if again else (),
         zero=savings.zero,
-        context=context,
-        packed=packed,
+        cp_method=context,
+        document_mask=packed,
     )
 
 
 def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in one process; they do not depend on how a mesh cuts the batch."""
     rows = plan.batch.rows if is_balanced(plan) else 2
-    return _reference(plan.data, plan.batch.sequences, plan.model, plan.packed, rows)
+    return _reference(plan.data, plan.batch.global_batch_size, plan.model, plan.document_mask, rows)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from pentad.schedules.spec.model import ModelShape
 
 
 def _llama(layers: int, hidden: int, heads: int, ffn: int, *, tied: bool = False) -> ModelShape:
-    return ModelShape(layers, hidden, heads, heads, ffn, 131072, tied=tied)
+    return ModelShape(layers, hidden, heads, heads, ffn, 131072, tie_word_embeddings=tied)
 
 
 MODELS = {

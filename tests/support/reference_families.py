@@ -68,8 +68,8 @@ def losses(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor)
         routes += more
     balances = [balance(shape.experts, each) for each in routes if shape.experts is not None]
     even = torch.stack(balances).sum() if balances else main.new_zeros(())
-    weight = shape.experts.auxiliary if shape.experts is not None else 0.0
-    return Losses(main, weight * even, shape.predicted_weight / max(1, shape.predicted) * ahead)
+    weight = shape.experts.aux_loss_coef if shape.experts is not None else 0.0
+    return Losses(main, weight * even, shape.mtp_loss_weight / max(1, shape.mtp_layers) * ahead)
 
 
 def routes(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor) -> list[Routes]:
@@ -81,41 +81,41 @@ def routes(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor)
 def balance(experts: Experts, routes: Routes) -> Tensor:
     """E times the sum over experts of (share of choices that fell on it) x (its mean probability); 1 where even
     (arXiv 2101.03961, 2.2, with a token's choices counted as a part of it each)."""
-    share = F.one_hot(routes.chosen, experts.count).sum((0, 1)) / routes.chosen.numel()
+    share = F.one_hot(routes.chosen, experts.num_experts).sum((0, 1)) / routes.chosen.numel()
     probability = routes.scores / routes.scores.sum(-1, keepdim=True)
-    return experts.count * (share.to(probability.dtype) * probability.mean(0)).sum()
+    return experts.num_experts * (share.to(probability.dtype) * probability.mean(0)).sum()
 
 
 def load(experts: Experts, routes: Routes) -> Tensor:
     """How many of the choices fell on each expert [E]: what its bias moves by the sign of."""
-    return F.one_hot(routes.chosen, experts.count).sum((0, 1))
+    return F.one_hot(routes.chosen, experts.num_experts).sum((0, 1))
 
 
 def route(experts: Experts, router: Tensor, bias: Tensor | None, x: Tensor) -> Routes:
     """The experts of tokens x [T, H]; the bias has a say in who is chosen, and none in the weights."""
     products = x @ router.T
-    scores = products.softmax(-1) if experts.score == "softmax" else products.sigmoid()
+    scores = products.softmax(-1) if experts.scoring_func == "softmax" else products.sigmoid()
     wanted = scores.detach() + (0.0 if bias is None else bias)
-    if experts.groups > 1:
-        grouped = wanted.unflatten(-1, (experts.groups, -1))
-        best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(experts.active_groups, -1).indices
+    if experts.num_groups > 1:
+        grouped = wanted.unflatten(-1, (experts.num_groups, -1))
+        best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(experts.topk_groups, -1).indices
         open_to = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0).bool()
         wanted = grouped.masked_fill(~open_to[..., None], -math.inf).flatten(-2)
-    chosen = wanted.topk(experts.active, -1).indices
+    chosen = wanted.topk(experts.top_k, -1).indices
     weights = scores.gather(-1, chosen)
-    if experts.normalized:
+    if experts.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return Routes(scores, chosen, weights * experts.scale)
+    return Routes(scores, chosen, weights * experts.routed_scaling_factor)
 
 
 def rope_table(shape: ModelShape, length: int) -> tuple[Tensor, Tensor]:
     """(cos, sin) [length, pairs], float64."""
-    width = shape.latent.rotary if shape.latent is not None else shape.head_dim
+    width = shape.mla.qk_rope_head_dim if shape.mla is not None else shape.qk_head_dim
     turn = torch.tensor(
-        [_frequency(shape.rope_theta, width, i, shape.scaling) for i in range(width // 2)], dtype=torch.float64
+        [_frequency(shape.rope_theta, width, i, shape.rope_scaling) for i in range(width // 2)], dtype=torch.float64
     )
     angle = torch.arange(length, dtype=torch.float64)[:, None] * turn
-    by = shape.scaling.attention if shape.scaling is not None else 1.0
+    by = shape.rope_scaling.attention_factor if shape.rope_scaling is not None else 1.0
     return by * angle.cos(), by * angle.sin()
 
 
@@ -124,17 +124,19 @@ def _frequency(theta: float, width: int, pair: int, scaling: RopeScaling | None)
     if scaling is None:
         return plain
     long = plain / scaling.factor
-    if scaling.kind == "llama3":
+    if scaling.rope_type == "llama3":
         wave = 2 * math.pi / plain
-        if wave < scaling.original / scaling.high:
+        if wave < scaling.original_max_position_embeddings / scaling.high_freq_factor:
             return plain
-        if wave > scaling.original / scaling.low:
+        if wave > scaling.original_max_position_embeddings / scaling.low_freq_factor:
             return long
-        part = (scaling.original / wave - scaling.low) / (scaling.high - scaling.low)
+        part = (scaling.original_max_position_embeddings / wave - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         return (1 - part) * long + part * plain
     ends = [
-        width * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        for turns in (scaling.high, scaling.low)
+        width * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (scaling.high_freq_factor, scaling.low_freq_factor)
     ]
     low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), width - 1)
     part = min(1.0, max(0.0, (pair - low) / (high - low if high > low else 0.001)))
@@ -159,7 +161,7 @@ def _predicted(shape: ModelShape, t: Tensors, hidden: Tensor, targets: Tensor) -
     """Of each predicted layer its normed stream, and its routes. It gets the normed stream of the layer before it, of
     positions that have the next token, and that token."""
     found, eps = [], shape.norm_eps
-    for number in range(shape.predicted):
+    for number in range(shape.mtp_layers):
         at = f"predicted.{number}"
         token = t["embedding"][_behind(targets, number)]
         before = _norm(hidden, t[f"{at}.hidden_norm"], eps)
@@ -173,10 +175,10 @@ def _predicted(shape: ModelShape, t: Tensors, hidden: Tensor, targets: Tensor) -
 def _layer(shape: ModelShape, t: Tensors, layer: int, x: Tensor) -> tuple[Tensor, list[Routes]]:
     at, experts = f"layers.{layer}", shape.experts
     normed = _norm(x, t[f"{at}.attention_norm"], shape.norm_eps)
-    attention = _attention if shape.latent is None else _latent_attention
+    attention = _attention if shape.mla is None else _latent_attention
     x = x + attention(shape, t, f"{at}.attention", normed)
     normed = _norm(x, t[f"{at}.mlp_norm"], shape.norm_eps)
-    if experts is None or layer < experts.dense:
+    if experts is None or layer < experts.first_k_dense:
         return x + _gated(normed, t[f"{at}.mlp.gate_up"], t[f"{at}.mlp.down"]), []
     y, routes = _mixture(experts, t, at, normed.flatten(0, 1))
     return x + y.view_as(x), [routes]
@@ -186,16 +188,16 @@ def _mixture(experts: Experts, t: Tensors, at: str, x: Tensor) -> tuple[Tensor, 
     routes = route(experts, t[f"{at}.experts.router"], t.get(f"{at}.experts.bias"), x)
     share = torch.zeros_like(routes.scores).scatter(-1, routes.chosen, routes.weights)  # [T, E]
     out = torch.zeros_like(x)
-    for expert in range(experts.count):
+    for expert in range(experts.num_experts):
         gate_up, down = t[f"{at}.experts.gate_up"][expert], t[f"{at}.experts.down"][expert]
         out = out + share[:, expert, None] * _gated(x, gate_up, down)
-    if experts.shared:
+    if experts.shared_intermediate_size:
         out = out + _gated(x, t[f"{at}.shared.gate_up"], t[f"{at}.shared.down"])
     return out, routes
 
 
 def _attention(shape: ModelShape, t: Tensors, at: str, x: Tensor) -> Tensor:
-    n, m, d = shape.heads, shape.kv_heads, shape.head_dim
+    n, m, d = shape.heads, shape.kv_heads, shape.qk_head_dim
     q, k, v = (x @ t[f"{at}.qkv"].T).unflatten(-1, (n + 2 * m, d)).transpose(1, 2).split([n, m, m], 1)
     if shape.qk_norm:
         q = _norm(q, t[f"{at}.query_norm"], shape.norm_eps)
@@ -206,16 +208,16 @@ def _attention(shape: ModelShape, t: Tensors, at: str, x: Tensor) -> Tensor:
 
 
 def _latent_attention(shape: ModelShape, t: Tensors, at: str, x: Tensor) -> Tensor:
-    latent, eps = shape.latent, shape.norm_eps
+    latent, eps = shape.mla, shape.norm_eps
     assert isinstance(latent, MLA)
     queries = x
-    if latent.query_rank:
+    if latent.q_lora_rank:
         queries = _norm(x @ t[f"{at}.query_down"].T, t[f"{at}.query_norm"], eps)
     q = (queries @ t[f"{at}.query"].T).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
-    plain, turned = q.split([latent.plain, latent.rotary], -1)
-    down, key = (x @ t[f"{at}.latent"].T).split([latent.rank, latent.rotary], -1)
+    plain, turned = q.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], -1)
+    down, key = (x @ t[f"{at}.latent"].T).split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
     up = _norm(down, t[f"{at}.latent_norm"], eps) @ t[f"{at}.keys_values"].T
-    k, v = up.unflatten(-1, (shape.heads, -1)).transpose(1, 2).split([latent.plain, latent.value], -1)
+    k, v = up.unflatten(-1, (shape.heads, -1)).transpose(1, 2).split([latent.qk_nope_head_dim, latent.v_head_dim], -1)
     shared = _rotate(shape, key[:, None]).expand(-1, shape.heads, -1, -1)
     scaled = torch.cat([plain, _rotate(shape, turned)], -1), torch.cat([k, shared], -1)
     return _mix(shape, *scaled, v) @ t[f"{at}.out"].T
@@ -223,7 +225,9 @@ def _latent_attention(shape: ModelShape, t: Tensors, at: str, x: Tensor) -> Tens
 
 def _mix(shape: ModelShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of [B, N, S, D]; heads side by side, [B, S, N x value width]."""
-    sharpness = (shape.scaling.softmax if shape.scaling is not None else 1.0) / math.sqrt(shape.head_dim)
+    sharpness = (shape.rope_scaling.softmax_factor if shape.rope_scaling is not None else 1.0) / math.sqrt(
+        shape.qk_head_dim
+    )
     later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     scores = (sharpness * (q @ k.transpose(-1, -2))).masked_fill(later, -math.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -246,4 +250,4 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _head(shape: ModelShape, t: Tensors) -> Tensor:
-    return t["embedding" if shape.tied else "head"]
+    return t["embedding" if shape.tie_word_embeddings else "head"]

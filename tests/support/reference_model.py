@@ -38,11 +38,13 @@ def _attention(
     x: torch.Tensor, p: dict[str, torch.Tensor], at: str, m: ModelShape, documents: torch.Tensor | None
 ) -> torch.Tensor:
     rows, length, _ = x.shape
-    q, k, v = (x @ p[f"{at}.qkv"].T).split([m.heads * m.head_dim, m.kv_heads * m.head_dim, m.kv_heads * m.head_dim], -1)
-    q, k, v = (t.view(rows, length, -1, m.head_dim).transpose(1, 2) for t in (q, k, v))
+    q, k, v = (x @ p[f"{at}.qkv"].T).split(
+        [m.heads * m.qk_head_dim, m.kv_heads * m.qk_head_dim, m.kv_heads * m.qk_head_dim], -1
+    )
+    q, k, v = (t.view(rows, length, -1, m.qk_head_dim).transpose(1, 2) for t in (q, k, v))
     q, k = _rotate(q, m.rope_theta), _rotate(k, m.rope_theta)
     k, v = (t.repeat_interleave(m.heads // m.kv_heads, dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)) / m.head_dim**0.5
+    scores = (q @ k.transpose(-1, -2)) / m.qk_head_dim**0.5
     mask = torch.ones(length, length, dtype=torch.bool).tril()
     if documents is not None:
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
@@ -117,16 +119,16 @@ def families_loss(
 
 
 def is_balanced(plan: Plan) -> bool:
-    return plan.model.experts is not None and plan.model.experts.auxiliary > 0
+    return plan.model.experts is not None and plan.model.experts.aux_loss_coef > 0
 
 
 def biases(plan: Plan) -> State:
     """Of experts, by name: zeros at first."""
     experts = plan.model.experts
-    if experts is None or not experts.bias_rate:
+    if experts is None or not experts.bias_update_rate:
         return {}
-    layers = range(experts.dense, plan.model.layers + plan.model.predicted)
-    return {f"layers.{n}.experts.bias": torch.zeros(experts.count, dtype=torch.float64) for n in layers}
+    layers = range(experts.first_k_dense, plan.model.layers + plan.model.mtp_layers)
+    return {f"layers.{n}.experts.bias": torch.zeros(experts.num_experts, dtype=torch.float64) for n in layers}
 
 
 def move(plan: Plan, p: State, bias: State, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -140,4 +142,4 @@ def move(plan: Plan, p: State, bias: State, inputs: torch.Tensor, targets: torch
         routes, sorted(bias.items(), key=lambda item: int(item[0].split(".")[1])), strict=True
     ):
         load = reference_families.load(experts, each).double()
-        bias[name] = old + experts.bias_rate * torch.sign(load.mean() - load)
+        bias[name] = old + experts.bias_update_rate * torch.sign(load.mean() - load)

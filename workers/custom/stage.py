@@ -45,8 +45,8 @@ class CustomStage(Owner):
     """
 
     def __init__(self, plan: Plan, index: int, banks: list[ParamBuffers], rank: int = 0) -> None:
-        assert plan.model.own is not None
-        self.plan, self.index, self.banks, self.own = plan, index, banks, plan.model.own
+        assert plan.model.custom is not None
+        self.plan, self.index, self.banks, self.own = plan, index, banks, plan.model.custom
         self.first, self.last = index == 0, index == plan.program.stages - 1
         self.mode, self.balance, self.is_alone = plan.mode(index), None, True
         self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens)

@@ -31,7 +31,7 @@ class BatchLoader:
         self.plan, self.corpus, self.device = plan, corpus, device
         at = plan.mesh.coordinates(rank)
         self.slices, self.positions = plan.program.slices, held(plan, rank)
-        reading = range(plan.program.stages) if plan.packed else (0, plan.program.stages - 1)
+        reading = range(plan.program.stages) if plan.document_mask else (0, plan.program.stages - 1)
         home = plan.program.home.items()
         here = {piece // self.slices for (stage, piece), runs in home if stage in reading and runs == at.pp}
         replica = at.dp * plan.mesh.ep + at.ep
@@ -44,9 +44,9 @@ class BatchLoader:
         batch, found, documents = self.plan.batch, [], []
         for number in self.microbatches.values():
             rows = range(number * batch.rows, (number + 1) * batch.rows)
-            pair = microbatch(self.corpus, self.plan.seed, step, batch.sequences, rows, batch.length)
-            found.append([*pair, *_further(pair[1], self.plan.model.predicted)])
-            documents.append(self._documents(step, rows) if self.plan.packed else ())
+            pair = microbatch(self.corpus, self.plan.seed, step, batch.global_batch_size, rows, batch.length)
+            found.append([*pair, *_further(pair[1], self.plan.model.mtp_layers)])
+            documents.append(self._documents(step, rows) if self.plan.document_mask else ())
         whole = torch.from_numpy(np.array(found))[..., self.positions]  # [microbatches, kinds, rows, length]
         each = (
             whole.unflatten(3, (self.slices, -1)).permute(0, 3, 1, 2, 4).flatten(3)
@@ -61,7 +61,7 @@ class BatchLoader:
 
     def _documents(self, step: int, rows: range) -> tuple[tuple[int, ...], ...]:
         batch, seed = self.plan.batch, self.plan.seed
-        numbers = (step * batch.sequences + row for row in rows)
+        numbers = (step * batch.global_batch_size + row for row in rows)
         return tuple(document_starts(self.corpus, seed, number, batch.length) for number in numbers)
 
 

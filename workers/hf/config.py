@@ -60,13 +60,13 @@ def shape_of(config: dict[str, Any]) -> tuple[str, ModelShape]:
         vocab=keys.count("vocab_size"),
         rope_theta=theta,
         norm_eps=keys.number("rms_norm_eps", default=1e-5 if family == "mixtral" else 1e-6),
-        head_size=0 if size * heads == hidden else size,
+        head_dim=0 if size * heads == hidden else size,
         qk_norm=family in _QK_NORMED,
-        tied=keys.flag("tie_word_embeddings", default=False),
-        scaling=scaling,
-        latent=latent,
+        tie_word_embeddings=keys.flag("tie_word_embeddings", default=False),
+        rope_scaling=scaling,
+        mla=latent,
         experts=experts_of(keys, family, layers),
-        predicted=_predicted(keys) if latent else 0,
+        mtp_layers=_predicted(keys) if latent else 0,
     )
     require_fit(family, shape, "config.json")
     return family, shape
@@ -77,8 +77,12 @@ def config_of(family: str, shape: ModelShape, *, positions: int, dtype: str = "f
     family's files cannot say. `shape_of` reads it back, but for what only training needs."""
     require_fit(family, shape, "model")
     kind, its_class = FAMILIES[family]
-    scaling = shape.scaling
-    reach = positions if scaling is None else max(positions, round(scaling.factor * scaling.original))
+    scaling = shape.rope_scaling
+    reach = (
+        positions
+        if scaling is None
+        else max(positions, round(scaling.factor * scaling.original_max_position_embeddings))
+    )
     config: dict[str, Any] = {
         "architectures": [its_class],
         "model_type": kind,
@@ -93,12 +97,12 @@ def config_of(family: str, shape: ModelShape, *, positions: int, dtype: str = "f
         "rms_norm_eps": shape.norm_eps,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": shape.tied,
+        "tie_word_embeddings": shape.tie_word_embeddings,
         "torch_dtype": dtype,
-        **rope_keys(shape.rope_theta, shape.scaling),
+        **rope_keys(shape.rope_theta, shape.rope_scaling),
     }
-    if shape.latent is None:
-        config["head_dim"] = shape.head_dim
+    if shape.mla is None:
+        config["head_dim"] = shape.qk_head_dim
     if family in _QK_NORMED:
         config |= {"use_sliding_window": False, "sliding_window": None}
     return config | _latent_keys(shape) | experts_keys(family, shape)
@@ -113,7 +117,7 @@ def of_section(section: dict[str, Any]) -> tuple[str, ModelShape]:
     """The inverse of `section_of`; keys may be missing that have a default."""
     made: dict[str, Any] = dict(section)
     if (own := made.pop("own", None)) is not None:
-        raise PentadError(f"model.own is {own}, wanted null: only models of the families go to Hugging Face's files")
+        raise PentadError(f"model.custom is {own}, wanted null: only models of the families go to Hugging Face's files")
     family = str(made.pop("family", "llama"))
     made["qk_norm"] = family in _QK_NORMED
     try:
@@ -132,14 +136,14 @@ def require_fit(family: str, shape: ModelShape, where: str) -> None:
     deep, expert = family == "deepseek-v3", shape.experts
     wanted: list[tuple[str, Any, Any]] = [
         ("qk_norm", shape.qk_norm, family in _QK_NORMED),
-        ("latent", shape.latent is not None, deep),
+        ("latent", shape.mla is not None, deep),
         ("experts", expert is not None, deep or family in ("mixtral", "qwen3-moe")),
     ]
-    wanted += [("predicted", shape.predicted, 0)] if not deep else [("norm_eps", shape.norm_eps, LATENT_EPS)]
-    if shape.scaling is not None and not deep:
-        wanted.append(("scaling.softmax", shape.scaling.softmax, 1.0))
-    if shape.scaling is not None and shape.scaling.kind == "llama3":
-        wanted.append(("scaling.attention", shape.scaling.attention, 1.0))
+    wanted += [("predicted", shape.mtp_layers, 0)] if not deep else [("norm_eps", shape.norm_eps, LATENT_EPS)]
+    if shape.rope_scaling is not None and not deep:
+        wanted.append(("scaling.softmax", shape.rope_scaling.softmax_factor, 1.0))
+    if shape.rope_scaling is not None and shape.rope_scaling.rope_type == "llama3":
+        wanted.append(("scaling.attention", shape.rope_scaling.attention_factor, 1.0))
     if expert is not None:
         wanted += wanted_of_experts(family, shape, expert)
     for key, found, right in wanted:
@@ -169,26 +173,26 @@ def _refuse_foreign(keys: Keys, family: str) -> None:
 def _latent(keys: Keys) -> MLA:
     keys.require("num_key_value_heads", keys.count("num_attention_heads"))
     return MLA(
-        rank=keys.count("kv_lora_rank"),
-        query_rank=keys.count("q_lora_rank", default=0),
-        plain=keys.count("qk_nope_head_dim"),
-        rotary=keys.count("qk_rope_head_dim"),
-        value=keys.count("v_head_dim"),
+        kv_lora_rank=keys.count("kv_lora_rank"),
+        q_lora_rank=keys.count("q_lora_rank", default=0),
+        qk_nope_head_dim=keys.count("qk_nope_head_dim"),
+        qk_rope_head_dim=keys.count("qk_rope_head_dim"),
+        v_head_dim=keys.count("v_head_dim"),
     )
 
 
 def _latent_keys(shape: ModelShape) -> dict[str, Any]:
-    latent = shape.latent
+    latent = shape.mla
     if latent is None:
         return {}
     return {
-        "kv_lora_rank": latent.rank,
-        "q_lora_rank": latent.query_rank or None,
-        "qk_nope_head_dim": latent.plain,
-        "qk_rope_head_dim": latent.rotary,
-        "v_head_dim": latent.value,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "q_lora_rank": latent.q_lora_rank or None,
+        "qk_nope_head_dim": latent.qk_nope_head_dim,
+        "qk_rope_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
         "rope_interleave": True,
-        "num_nextn_predict_layers": shape.predicted,
+        "num_nextn_predict_layers": shape.mtp_layers,
     }
 
 

@@ -51,19 +51,24 @@ def rope_keys(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
 
 def _scaling_keys(scaling: RopeScaling) -> dict[str, Any]:
     common = {
-        "rope_type": scaling.kind,
+        "rope_type": scaling.rope_type,
         "factor": scaling.factor,
-        _ORIGINAL: scaling.original,
+        _ORIGINAL: scaling.original_max_position_embeddings,
     }
-    if scaling.kind == "llama3":
-        return {**common, "low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-    yarn = {**common, "beta_slow": scaling.low, "beta_fast": scaling.high, "attention_factor": scaling.attention}
-    if scaling.softmax == 1.0:
+    if scaling.rope_type == "llama3":
+        return {**common, "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    yarn = {
+        **common,
+        "beta_slow": scaling.low_freq_factor,
+        "beta_fast": scaling.high_freq_factor,
+        "attention_factor": scaling.attention_factor,
+    }
+    if scaling.softmax_factor == 1.0:
         return yarn
-    root = math.sqrt(scaling.softmax)
+    root = math.sqrt(scaling.softmax_factor)
     return {
         **yarn,
-        "mscale": _solved(scaling.factor, scaling.attention * root),
+        "mscale": _solved(scaling.factor, scaling.attention_factor * root),
         "mscale_all_dim": _solved(scaling.factor, root),
     }
 

@@ -100,7 +100,7 @@ def _write(files: Files, names: Table, folder: Path, meta: dict[str, Any], limit
 def _as_stored(files: Files, shape: ModelShape) -> ModelShape:
     """Without predicted layers where the files have none of their tensors: transformers saves none."""
     there = any(f"model.layers.{shape.layers}." in name for name in files.where)
-    return shape if there else replace(shape, predicted=0)
+    return shape if there else replace(shape, mtp_layers=0)
 
 
 def _check(files: Files, names: Table) -> None:

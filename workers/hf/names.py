@@ -58,18 +58,18 @@ class Layout(NamedTuple):
 def table(family: str, shape: ModelShape, layout: Layout = Layout()) -> Table:  # noqa: B008 (it is a constant)
     """The names of a model, layer by layer, its ends last."""
     entries: list[Entry] = []
-    for layer in range(shape.layers + shape.predicted):
+    for layer in range(shape.layers + shape.mtp_layers):
         entries += _layer(family, shape, layer, layout)
         if layer >= shape.layers:
             entries += _prediction(shape, layer - shape.layers)
     whole = (shape.vocab, shape.hidden)
     entries.append(_single("embedding", "model.embed_tokens.weight", whole))
     entries.append(_single("norm", "model.norm.weight", (shape.hidden,)))
-    head = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
-    if not shape.tied:
+    head = "model.embed_tokens.weight" if shape.tie_word_embeddings else "lm_head.weight"
+    if not shape.tie_word_embeddings:
         entries.append(_single("head", head, whole))
-    copies = {"lm_head.weight": head} if shape.tied else {}
-    for layer in range(shape.layers, shape.layers + shape.predicted):
+    copies = {"lm_head.weight": head} if shape.tie_word_embeddings else {}
+    for layer in range(shape.layers, shape.layers + shape.mtp_layers):
         copies[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
         copies[f"model.layers.{layer}.shared_head.head.weight"] = head
     return Table(tuple(entries), copies, tuple(_zeros(family, shape)))
@@ -78,17 +78,17 @@ def table(family: str, shape: ModelShape, layout: Layout = Layout()) -> Table:  
 def _layer(family: str, shape: ModelShape, layer: int, layout: Layout) -> Iterator[Entry]:
     here, there, hidden = f"layers.{layer}", f"model.layers.{layer}", shape.hidden
     yield _single(f"{here}.attention_norm", f"{there}.input_layernorm.weight", (hidden,))
-    attention = _attention if shape.latent is None else _latent_attention
+    attention = _attention if shape.mla is None else _latent_attention
     yield from attention(shape, f"{here}.attention", f"{there}.self_attn", layout)
     yield _single(f"{here}.mlp_norm", f"{there}.post_attention_layernorm.weight", (hidden,))
-    if shape.experts is None or layer < shape.experts.dense:
+    if shape.experts is None or layer < shape.experts.first_k_dense:
         yield from _gated(f"{here}.mlp", f"{there}.mlp", hidden, shape.ffn)
     else:
         yield from _experts(family, shape.experts, hidden, here, there, layout)
 
 
 def _attention(shape: ModelShape, here: str, there: str, layout: Layout) -> Iterator[Entry]:
-    width, h = shape.head_dim, shape.hidden
+    width, h = shape.qk_head_dim, shape.hidden
     rows = {"q": shape.heads * width, "k": shape.kv_heads * width, "v": shape.kv_heads * width}
     parts = tuple(Part(f"{there}.{kind}_proj.weight", (count, h)) for kind, count in rows.items())
     yield Entry(f"{here}.qkv", (sum(rows.values()), h), parts)
@@ -99,22 +99,22 @@ def _attention(shape: ModelShape, here: str, there: str, layout: Layout) -> Iter
 
 
 def _latent_attention(shape: ModelShape, here: str, there: str, layout: Layout) -> Iterator[Entry]:
-    latent, h, n = shape.latent, shape.hidden, shape.heads
+    latent, h, n = shape.mla, shape.hidden, shape.heads
     assert latent is not None
-    turned = Rotary(n, latent.rotary) if layout.interleaved else None
-    queries = n * (latent.plain + latent.rotary)
-    if latent.query_rank:
-        yield _single(f"{here}.query_down", f"{there}.q_a_proj.weight", (latent.query_rank, h))
-        yield _single(f"{here}.query_norm", f"{there}.q_a_layernorm.weight", (latent.query_rank,))
-        yield _single(f"{here}.query", f"{there}.q_b_proj.weight", (queries, latent.query_rank), turned)
+    turned = Rotary(n, latent.qk_rope_head_dim) if layout.interleaved else None
+    queries = n * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+    if latent.q_lora_rank:
+        yield _single(f"{here}.query_down", f"{there}.q_a_proj.weight", (latent.q_lora_rank, h))
+        yield _single(f"{here}.query_norm", f"{there}.q_a_layernorm.weight", (latent.q_lora_rank,))
+        yield _single(f"{here}.query", f"{there}.q_b_proj.weight", (queries, latent.q_lora_rank), turned)
     else:
         yield _single(f"{here}.query", f"{there}.q_proj.weight", (queries, h), turned)
-    down, turned = (latent.rank + latent.rotary, h), turned and Rotary(1, latent.rotary)
+    down, turned = (latent.kv_lora_rank + latent.qk_rope_head_dim, h), turned and Rotary(1, latent.qk_rope_head_dim)
     yield _single(f"{here}.latent", f"{there}.kv_a_proj_with_mqa.weight", down, turned)
-    yield _single(f"{here}.latent_norm", f"{there}.kv_a_layernorm.weight", (latent.rank,))
-    up = (n * (latent.plain + latent.value), latent.rank)
+    yield _single(f"{here}.latent_norm", f"{there}.kv_a_layernorm.weight", (latent.kv_lora_rank,))
+    up = (n * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)
     yield _single(f"{here}.keys_values", f"{there}.kv_b_proj.weight", up)
-    yield _single(f"{here}.out", f"{there}.o_proj.weight", (h, n * latent.value))
+    yield _single(f"{here}.out", f"{there}.o_proj.weight", (h, n * latent.v_head_dim))
 
 
 def _gated(here: str, there: str, hidden: int, ffn: int) -> Iterator[Entry]:
@@ -124,12 +124,12 @@ def _gated(here: str, there: str, hidden: int, ffn: int) -> Iterator[Entry]:
 
 
 def _experts(family: str, experts: Experts, h: int, here: str, there: str, layout: Layout) -> Iterator[Entry]:
-    count, ffn = experts.count, experts.ffn
+    count, ffn = experts.num_experts, experts.intermediate_size
     old = family == "mixtral" and not layout.fused
     there = f"{there}.block_sparse_moe" if old else f"{there}.mlp"
     gate, up, down = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
     yield _single(f"{here}.experts.router", f"{there}.gate.weight", (count, h))
-    if experts.bias_rate:
+    if experts.bias_update_rate:
         yield _single(f"{here}.experts.bias", f"{there}.gate.e_score_correction_bias", (count,))
     wide, deep = (count, 2 * ffn, h), (count, h, ffn)
     if layout.fused:
@@ -141,8 +141,8 @@ def _experts(family: str, experts: Experts, h: int, here: str, there: str, layou
         yield Entry(f"{here}.experts.gate_up", wide, parts)
         parts = tuple(Part(f"{there}.experts.{expert}.{down}.weight", (h, ffn)) for expert in range(count))
         yield Entry(f"{here}.experts.down", deep, parts)
-    if experts.shared:
-        yield from _gated(f"{here}.shared", f"{there}.shared_experts", h, experts.shared)
+    if experts.shared_intermediate_size:
+        yield from _gated(f"{here}.shared", f"{there}.shared_experts", h, experts.shared_intermediate_size)
 
 
 def _prediction(shape: ModelShape, number: int) -> Iterator[Entry]:
@@ -155,9 +155,9 @@ def _prediction(shape: ModelShape, number: int) -> Iterator[Entry]:
 
 def _zeros(family: str, shape: ModelShape) -> Iterator[Part]:
     experts = shape.experts
-    if family == "deepseek-v3" and experts is not None and not experts.bias_rate:
-        for layer in range(experts.dense, shape.layers + shape.predicted):
-            yield Part(f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (experts.count,))
+    if family == "deepseek-v3" and experts is not None and not experts.bias_update_rate:
+        for layer in range(experts.first_k_dense, shape.layers + shape.mtp_layers):
+            yield Part(f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (experts.num_experts,))
 
 
 def _single(here: str, there: str, shape: Sizes, rotary: Rotary | None = None) -> Entry:

@@ -49,7 +49,7 @@ def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> Turns[
     heads, pairs = _counts(w, around)
     x = yield from around.tensor.gather(x)
     tokens = x.shape[0]
-    qkv = torch.mm(x, w.qkv.t()).view(tokens, -1, around.model.head_dim)  # [T, N + 2M, D]
+    qkv = torch.mm(x, w.qkv.t()).view(tokens, -1, around.model.qk_head_dim)  # [T, N + 2M, D]
     queries = _norm_(qkv[:, :heads], w.query_norm, around)
     keys = _norm_(qkv[:, heads : heads + pairs], w.key_norm, around)
     rope_(qkv[:, : heads + pairs], rotation.cos, rotation.sin)
@@ -89,7 +89,7 @@ def backward(
 def _counts(w: Weights, around: Around) -> tuple[int, int]:
     """Query heads and key-value heads of this rank."""
     heads, pairs = w.out.shape[1], (w.qkv.shape[0] - w.out.shape[1]) // 2
-    return heads // around.model.head_dim, pairs // around.model.head_dim
+    return heads // around.model.qk_head_dim, pairs // around.model.qk_head_dim
 
 
 def _norm_(heads: torch.Tensor, weight: torch.Tensor | None, around: Around) -> Normed | None:
@@ -112,7 +112,7 @@ def _attention_backward(
 ) -> Turns[torch.Tensor]:
     """Gradients [T, N + 2M, D] of the heads before their rotation."""
     rotation, past, _ = place
-    dout = dheads.view(-1, rotation.cos.shape[0], heads, around.model.head_dim).transpose(1, 2)
+    dout = dheads.view(-1, rotation.cos.shape[0], heads, around.model.qk_head_dim).transpose(1, 2)
     dqueries, *reached = yield from around.context.attend_backward(dout, attended)
     grads = (dqueries, *past.own((reached[0], reached[1]), rotation.start))
     dqkv = torch.cat([grad.transpose(1, 2) for grad in grads], dim=2).flatten(0, 1)

@@ -129,7 +129,7 @@ def backward(
     coming = gather2(kept.route.home(given.tokens), kept.route.home(given.weights))
     dwide, shared = compute_shared_backward(w, g, normed, remade.shared, dmixed)
     came = yield from coming
-    pull = router.aux_loss_grad(kept.routed, shape, scale, load) if shape.auxiliary and scale else None
+    pull = router.aux_loss_grad(kept.routed, shape, scale, load) if shape.aux_loss_coef and scale else None
     dlogits, dnormed = router.backward(kept.routed, w.router, shape, came[1], pull)
     dnormed += came[0]
     if dwide is not None and w.shared_gate_up is not None:

@@ -54,8 +54,8 @@ class Halves(NamedTuple):
 
 def halves_of(model: ModelShape, layer: int) -> Halves:
     """What a layer is made of."""
-    has_experts = model.experts is not None and layer >= model.experts.dense
-    return Halves(attention if model.latent is None else mla, moe if has_experts else mlp)
+    has_experts = model.experts is not None and layer >= model.experts.first_k_dense
+    return Halves(attention if model.mla is None else mla, moe if has_experts else mlp)
 
 
 def weights_of(views: Views, layer: int, halves: Halves) -> Weights:

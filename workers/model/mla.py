@@ -61,17 +61,19 @@ def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> Turns[
         queries = _narrow(torch.mm(x, w.query_down.t()), w.query_norm, around)
     coming = tensor.gather(x if queries is None else queries.normed)
     own = torch.mm(x, w.latent.t())
-    pairs = _narrow(own[:, : latent.rank].contiguous(), w.latent_norm, around)
-    own = torch.cat((pairs.normed, own[:, latent.rank :]), dim=1)
+    pairs = _narrow(own[:, : latent.kv_lora_rank].contiguous(), w.latent_norm, around)
+    own = torch.cat((pairs.normed, own[:, latent.kv_lora_rank :]), dim=1)
     wide, gathered = yield from gather2(coming, tensor.gather(own))  # [T, Q], [T, R + O]
     q = torch.mm(wide, w.query.t())
-    q = q.view(q.shape[0], -1, latent.plain + latent.rotary)  # [T, N, P + O]
-    rope_(q[:, :, latent.plain :], cos, sin)
-    shared = gathered[:, None, latent.rank :]  # [T, 1, O]: one rotated key for all heads
+    q = q.view(q.shape[0], -1, latent.qk_nope_head_dim + latent.qk_rope_head_dim)  # [T, N, P + O]
+    rope_(q[:, :, latent.qk_nope_head_dim :], cos, sin)
+    shared = gathered[:, None, latent.kv_lora_rank :]  # [T, 1, O]: one rotated key for all heads
     rope_(shared, cos, sin)
-    kv = torch.mm(gathered[:, : latent.rank], w.keys_values.t()).view(q.shape[0], q.shape[1], -1)  # [T, N, P + E]
-    k = torch.cat((kv[:, :, : latent.plain], shared.expand(-1, q.shape[1], -1)), dim=2)
-    q, k, v = (_rows(each, place) for each in (q, k, kv[:, :, latent.plain :]))
+    kv = torch.mm(gathered[:, : latent.kv_lora_rank], w.keys_values.t()).view(
+        q.shape[0], q.shape[1], -1
+    )  # [T, N, P + E]
+    k = torch.cat((kv[:, :, : latent.qk_nope_head_dim], shared.expand(-1, q.shape[1], -1)), dim=2)
+    q, k, v = (_rows(each, place) for each in (q, k, kv[:, :, latent.qk_nope_head_dim :]))
     k, v = place.past.extended((k, v), place.rotation.start)
     out, attended = yield from around.context.attend(q, k, v, place.documents, around.deterministic)  # [B, N, S, E]
     heads = out.transpose(1, 2).flatten(2).flatten(0, 1)
@@ -89,16 +91,16 @@ def backward(
     latent, tensor = _latent(around), around.tensor
     dy = yield from tensor.gather(dy)
     dq, dk, dv = yield from _attention_backward(around, place, roots.attended, torch.mm(dy, w.out))  # [T, N, ...]
-    shared = dk[:, :, latent.plain :].sum(1)  # of the key that all heads have
-    dkv = torch.cat((dk[:, :, : latent.plain], dv), dim=2).flatten(1)
+    shared = dk[:, :, latent.qk_nope_head_dim :].sum(1)  # of the key that all heads have
+    dkv = torch.cat((dk[:, :, : latent.qk_nope_head_dim], dv), dim=2).flatten(1)
     coming = tensor.gather(roots.pairs.normed)
     partial = torch.cat((torch.mm(dkv, w.keys_values), shared), dim=1)  # [T, R + O]
     coming_too = gather2(tensor.scatter(partial), _queries_coming(w, around, x, roots.queries, dq.flatten(1)))
     pairs, (own, gathered) = yield from gather2(coming, coming_too)  # own [t, R + O]
     dentry, dnorm = rms_norm_backward(
-        own[:, : latent.rank].contiguous(), roots.pairs.entry, w.latent_norm, roots.pairs.scale
+        own[:, : latent.kv_lora_rank].contiguous(), roots.pairs.entry, w.latent_norm, roots.pairs.scale
     )
-    dboth = torch.cat((dentry, own[:, latent.rank :]), dim=1)
+    dboth = torch.cat((dentry, own[:, latent.kv_lora_rank :]), dim=1)
     work: list[Deferred] = [
         Product(g.out, dy, roots.heads),
         Product(g.keys_values, dkv, pairs),
@@ -144,12 +146,14 @@ def _attention_backward(
 ) -> Turns[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Gradients [T, N, ...] of queries, keys and values before their rotation."""
     latent, (rotation, past, _) = _latent(around), place
-    dout = dheads.view(-1, rotation.cos.shape[0], dheads.shape[1] // latent.value, latent.value).transpose(1, 2)
+    dout = dheads.view(-1, rotation.cos.shape[0], dheads.shape[1] // latent.v_head_dim, latent.v_head_dim).transpose(
+        1, 2
+    )
     dqueries, *reached = yield from around.context.attend_backward(dout, attended)
     grads = (dqueries, *past.own((reached[0], reached[1]), rotation.start))
     dq, dk, dv = (grad.transpose(1, 2).flatten(0, 1) for grad in grads)
     for each in (dq, dk):
-        rope_(each[:, :, latent.plain :], rotation.cos, rotation.sin, inverse=True)
+        rope_(each[:, :, latent.qk_nope_head_dim :], rotation.cos, rotation.sin, inverse=True)
     return dq, dk, dv
 
 
@@ -164,5 +168,5 @@ def _rows(x: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def _latent(around: Around) -> MLA:
-    assert around.model.latent is not None
-    return around.model.latent
+    assert around.model.mla is not None
+    return around.model.mla

@@ -77,7 +77,7 @@ def backward(
 
 def _load(around: Around, kept: experts.Kept) -> AsyncResult[torch.Tensor | None]:
     """Visits of a microbatch's tokens, of which context ranks have parts."""
-    if not _shape(around).auxiliary or around.context.size == 1:
+    if not _shape(around).aux_loss_coef or around.context.size == 1:
         return ready(None)
     load = kept.routed.load.clone()
     return AsyncResult((dist.all_reduce(load, group=around.context.group, async_op=True),), lambda: load)

@@ -93,7 +93,7 @@ def backward(
     """(gradient of `hidden`, what W has to do); `dnormed` [t, H] is what a further layer gives to the normed stream. A
     token's loss counts `predicted_weight` over the number of such layers."""
     model, tensor = around.model, around.tensor
-    scale = around.loss_scale * model.predicted_weight / model.predicted
+    scale = around.loss_scale * model.mtp_loss_weight / model.mtp_layers
     dend, work = lm_head.score_backward(w.words, g.words, saved.scores, scale, tensor)
     dend = dend if dnormed is None else dend + dnormed
     dstream, dnorm = rms_norm_backward(dend, saved.end.entry, w.norm, saved.end.scale)

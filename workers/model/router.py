@@ -28,13 +28,13 @@ def route(normed: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None,
     """Routes tokens `normed` [T, H] by `router` [E, H]; `bias` [E] counts for the choice, not for the weights
     (arXiv 2408.15664)."""
     products = logits(normed, router)
-    scores = products.softmax(-1) if shape.score == "softmax" else products.sigmoid()
+    scores = products.softmax(-1) if shape.scoring_func == "softmax" else products.sigmoid()
     experts = choose(scores if bias is None else scores + bias, shape)
     weights = scores.gather(1, experts)
-    if shape.normalized:
+    if shape.norm_topk_prob:
         weights = weights / (weights.sum(1, keepdim=True) + TINY)
     visits = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
-    return Routed(scores, experts, weights * shape.scale, visits.sum(0))
+    return Routed(scores, experts, weights * shape.routed_scaling_factor, visits.sum(0))
 
 
 def logits(normed: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
@@ -50,12 +50,12 @@ def choose(scores: torch.Tensor, shape: Experts) -> torch.Tensor:
 
     Of `groups` only the `active_groups` count whose two best scores have the highest sums (arXiv 2412.19437, 2.1.2).
     """
-    if shape.groups > 1:
-        grouped = scores.unflatten(1, (shape.groups, -1))  # [T, groups, E / groups]
+    if shape.num_groups > 1:
+        grouped = scores.unflatten(1, (shape.num_groups, -1))  # [T, groups, E / groups]
         sums = grouped.topk(min(2, grouped.shape[2]), -1).values.sum(-1)
-        allowed = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, _best(sums, shape.active_groups), True)
+        allowed = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, _best(sums, shape.topk_groups), True)
         scores = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
-    return _best(scores, shape.active)
+    return _best(scores, shape.top_k)
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -72,15 +72,15 @@ def backward(
     Linear in both: parts of a sum give parts of a sum.
     """
     scores, experts, weights, _ = routed
-    dchosen = dweights.to(scores.dtype) * shape.scale
-    if shape.normalized:
+    dchosen = dweights.to(scores.dtype) * shape.routed_scaling_factor
+    if shape.norm_topk_prob:
         chosen = scores.gather(1, experts)
-        mean = (dchosen * weights).sum(1, keepdim=True) / shape.scale
+        mean = (dchosen * weights).sum(1, keepdim=True) / shape.routed_scaling_factor
         dchosen = (dchosen - mean) / (chosen.sum(1, keepdim=True) + TINY)
     dscores = torch.zeros_like(scores).scatter_(1, experts, dchosen)
     if pull is not None:
         dscores += _of_shares(scores, shape, pull)
-    if shape.score == "softmax":
+    if shape.scoring_func == "softmax":
         dlogits = scores * (dscores - (dscores * scores).sum(1, keepdim=True))
     else:
         dlogits = scores * (1 - scores) * dscores
@@ -90,7 +90,7 @@ def backward(
 
 def _of_shares(scores: torch.Tensor, shape: Experts, pull: torch.Tensor) -> torch.Tensor:
     """The gradient of the scores from that of their shares, which is the same [E] for every token."""
-    if shape.score == "softmax":
+    if shape.scoring_func == "softmax":
         return pull.expand_as(scores)
     total = scores.sum(1, keepdim=True) + TINY
     return (pull - (pull * scores).sum(1, keepdim=True) / total) / total
@@ -103,7 +103,7 @@ def balance_loss(routed: Routed, shape: Experts, load: torch.Tensor | None = Non
     `load` [E] counts a whole microbatch where these tokens are a part of it; the mean over equal parts is its loss.
     """
     scores = routed.scores
-    shares = scores if shape.score == "softmax" else scores / (scores.sum(1, keepdim=True) + TINY)
+    shares = scores if shape.scoring_func == "softmax" else scores / (scores.sum(1, keepdim=True) + TINY)
     return (aux_loss_grad(routed, shape, 1.0, load) * shares.mean(0)).sum()
 
 
@@ -113,4 +113,4 @@ def aux_loss_grad(routed: Routed, shape: Experts, scale: float, load: torch.Tens
     `balance_loss`. Counts have no gradient."""
     counts = (routed.load if load is None else load).to(routed.scores.dtype)
     visits = counts / counts.sum()
-    return visits * (shape.auxiliary * shape.count * scale)
+    return visits * (shape.aux_loss_coef * shape.num_experts * scale)

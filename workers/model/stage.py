@@ -82,12 +82,14 @@ class Stage:
         self.length, self.slices = plan.batch.length // plan.mesh.cp, plan.program.slices
         self.rotations = rotations(plan, rank, device, master.dtype)
         biases, experts = banks[0].parameters.biases, plan.model.experts
-        self.balance = Balance(biases, experts.bias_rate) if experts and biases.layers else None
+        self.balance = Balance(biases, experts.bias_update_rate) if experts and biases.layers else None
         self.span = range(*plan.layers[index])
-        self.words = "embedding" if plan.model.tied and self.first else "head"  # what the head multiplies with
-        copy = "head" if plan.model.tied else "predicted.embedding"
+        self.words = (
+            "embedding" if plan.model.tie_word_embeddings and self.first else "head"
+        )  # what the head multiplies with
+        copy = "head" if plan.model.tie_word_embeddings else "predicted.embedding"
         self.names = ("embedding" if self.first else copy, self.words)  # for layers that predict further tokens
-        ahead = range(plan.model.layers, plan.model.layers + plan.model.predicted if self.last else plan.model.layers)
+        ahead = range(plan.model.layers, plan.model.layers + plan.model.mtp_layers if self.last else plan.model.layers)
         self.halves_ahead = [layer.halves_of(plan.model, number) for number in ahead]
         self.halves = [layer.halves_of(plan.model, number) for number in self.span]
         self.bound: dict[tuple[int, ...], Bound] = {(): Bound({}, {}, [], [])}
@@ -113,7 +115,7 @@ class Stage:
             weights |= self.balance.views if self.balance else {}
             each = zip(self.span, self.halves, strict=True)
             layers = [(layer.weights_of(weights, *of), layer.weights_of(gradients, *of)) for of in each]
-            numbers = range(self.model.predicted if self.last else 0)
+            numbers = range(self.model.mtp_layers if self.last else 0)
             of_ahead = [(self.model, number, self.names) for number in numbers]
             ahead = [(mtp.weights_of(weights, *of), mtp.weights_of(gradients, *of)) for of in of_ahead]
             self.bound[at] = Bound(weights, gradients, layers, ahead)

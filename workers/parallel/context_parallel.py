@@ -27,7 +27,7 @@ class Exchanged(NamedTuple):
     kv_heads: int
 
 
-VARIANTS = {"ring": cp_ring, "gather": cp_all_gather}
+VARIANTS = {"ring": cp_ring, "all_gather": cp_all_gather}
 Kept = SavedAttention | Saved | Exchanged
 
 
@@ -75,7 +75,7 @@ class Context:
         group, steps = self.group, documents.steps if documents else None
         if group is None or self.size == 1:
             return self._whole(q, k, v, steps, deterministic)
-        if self.variant == "exchange":
+        if self.variant == "ulysses":
             heads = yield from to_heads(group, q, k, v)
             out, saved = self._whole(heads[0], heads[1], heads[2], steps, deterministic)
             rows = yield from to_positions(group, out)

@@ -43,7 +43,7 @@ def plan(
     'ring' and 'gather': step t takes the keys of rank - t; the first block covers all queries. 'exchange', and a group
     of one: the rank has whole sequences, in one block.
     """
-    if variant == "exchange" or size == 1:
+    if variant == "ulysses" or size == 1:
         return ((_own((range(length),), rows, device),),)
     held = [chunks(length, size, each, PLACEMENTS[variant]) for each in range(size)]
     first = (_own(held[rank], rows, device),)

@@ -68,8 +68,8 @@ def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turn
 def pass_on(group: dist.ProcessGroup, sent: torch.Tensor, room: torch.Tensor) -> AsyncResult[torch.Tensor]:
     """One step of the ring: what is sent to the next rank, while what comes from the one before gets the room.
 
-    In one call of torch: when an epoch ends between the parts of its batch_isend_irecv, NCCL's group stays open, and of
-    all that this thread starts afterwards, in whatever epoch, nothing ever begins.
+    In one call of torch: when a generation ends between the parts of its batch_isend_irecv, NCCL's group stays open,
+    and of all that this thread starts afterwards, in whatever generation, nothing ever begins.
     """
     size, rank, count = group.size(), group.rank(), sent.numel()
     to, source = ([count * (other == peer % size) for other in range(size)] for peer in (rank + 1, rank - 1))

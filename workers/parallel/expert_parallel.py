@@ -17,7 +17,7 @@ from pentad.workers.parallel.async_ops import AsyncResult, Turns, ready
 from pentad.workers.parallel.tensor_parallel import gather_all as _gather
 from pentad.workers.parallel.tensor_parallel import scatter_sum as _scatter
 
-DispatchMode = Literal["exchange", "gather"]
+DispatchMode = Literal["all_to_all", "all_gather"]
 
 
 class ExpertParallelGroup(NamedTuple):
@@ -25,7 +25,7 @@ class ExpertParallelGroup(NamedTuple):
 
     group: dist.ProcessGroup | None = None
     number: int = 0
-    way: DispatchMode = "exchange"
+    way: DispatchMode = "all_to_all"
 
 
 class Stay(NamedTuple):
@@ -82,7 +82,7 @@ def open_route(experts: torch.Tensor, held: int, group: dist.ProcessGroup | None
     if group is None:
         return Stay()
     ranks = dist.get_world_size(group)
-    if way == "gather":
+    if way == "all_gather":
         return Gather(group, ranks)
     visits = torch.zeros(experts.shape[0], ranks, dtype=torch.bool, device=experts.device)
     visits.scatter_(1, experts // held, True)

@@ -45,11 +45,11 @@ class Groups:
 
 
 def connect(
-    plan: Plan, rank: int, store: dist.TCPStore, timeout_seconds: float, device: torch.device, epoch: int
+    plan: Plan, rank: int, store: dist.TCPStore, timeout_seconds: float, device: torch.device, generation: int
 ) -> Groups:
     """Joins the world that meets at `store` and makes every group that this rank is in."""
-    # Symmetric memory remembers groups by name for ever: names must not come again in a later epoch.
-    dist.distributed_c10d._world.group_count = 1000 * epoch
+    # Symmetric memory remembers groups by name for ever: names must not come again in a later generation.
+    dist.distributed_c10d._world.group_count = 1000 * generation
     cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if cuda else "gloo",
@@ -119,9 +119,9 @@ def _inner(plan: Plan, rank: int) -> Inner:
     tensor, context, experts = (_along(mesh, axis, rank) for axis in INNER)
     return Inner(
         TensorRanks(tensor, mesh.tp, at.tp),
-        Context(context, mesh.cp, at.cp, plan.context, model.softmax_scale),
+        Context(context, mesh.cp, at.cp, plan.cp_method, model.softmax_scale),
         # a GPU's host is not to wait for what tokens have chosen
-        ExpertParallelGroup(experts, at.ep, "gather" if plan.device == "cuda" else "exchange"),
+        ExpertParallelGroup(experts, at.ep, "all_gather" if plan.device == "cuda" else "all_to_all"),
     )
 
 

@@ -151,7 +151,7 @@ def create(
     master = compute if shared else zeros()
     experts = plan.model.experts
     biased = () if share.experts else plan.balanced(share.stage)
-    biases = Biases(biased, zeros(len(biased), experts.count if experts else 0))
+    biases = Biases(biased, zeros(len(biased), experts.num_experts if experts else 0))
     moments = zeros(), zeros()
     parameters = Parameters(found, share.experts, cut, master, compute, gradient, *moments, weights, gradients, biases)
     for piece in () if blank else parameters.pieces(master):

@@ -1,4 +1,4 @@
-"""Freeing a rank from an epoch that has lost a member: what its train thread waits for will never come."""
+"""Freeing a rank from a generation that has lost a member: what its train thread waits for will never come."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN_OUT_SECONDS = 4.0  # the driver waits regroup.FENCE_SECONDS
 
 
 class Aborted(Exception):
-    """The epoch of this call is over; nothing that it began counts."""
+    """The generation of this call is over; nothing that it began counts."""
 
 
 def listening() -> frozenset[int]:
@@ -32,7 +32,7 @@ def listening() -> frozenset[int]:
 
 
 class SocketRegistry:
-    """The TCP connections of one epoch (gloo's and the store's), which another thread can cut.
+    """The TCP connections of one generation (gloo's and the store's), which another thread can cut.
 
     gloo knows no abort: a wait for a lost rank, or for a living one that itself waits, ends when the connection does.
     """
@@ -47,7 +47,7 @@ class SocketRegistry:
             self.known |= set(map(int, filter(None, store.get(f"wires/{other}").decode().split(","))))
 
     def cut(self) -> int:
-        """Shuts every connection of the epoch down; returns how many."""
+        """Shuts every connection of the generation down; returns how many."""
         import psutil
 
         ports, count = self.known | (listening() - self.before), 0

@@ -28,7 +28,7 @@ class Executor:
     """A rank's stages, communicators and lanes; `run` takes them through one step.
 
     `end` is what becomes of the gradients, and `host_seconds[step]` what issuing the stream took. Another thread may
-    end the epoch: it sets `fenced`, which the host sees before the next instruction.
+    end the generation: it sets `fenced`, which the host sees before the next instruction.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class Barrier:
         self.taken.append(Taken(step, on_host(self.losses), on_host(self.heard)))
 
     def advance(self, step: int, norm: float) -> None:
-        """Takes the step that lacked its global norm only: another rank has heard it before the epoch ended."""
+        """Takes the step that lacked its global norm only: another rank has heard it before the generation ended."""
         self.heard = torch.tensor(norm, dtype=torch.float64, device=self.version.device)
         self.open = torch.ones((), dtype=torch.bool, device=self.version.device)
         self.take(step)
@@ -158,7 +158,7 @@ class Barrier:
         """Nothing to give up."""
 
     def _unfenced(self) -> torch.Tensor:
-        """Whether the epoch is not over: on a GPU, once the current stream has come so far."""
+        """Whether the generation is not over: on a GPU, once the current stream has come so far."""
         return self.fence.to(self.version.device, non_blocking=True) == 0
 
 
@@ -214,7 +214,7 @@ class PostValidated:
         self.validate(check)
 
     def advance(self, step: int, norm: float) -> None:
-        """Takes the step that lacked its global norm only: another rank has heard it before the epoch ended."""
+        """Takes the step that lacked its global norm only: another rank has heard it before the generation ended."""
         self._commit(torch.tensor(norm, dtype=torch.float64))
 
     def close(self) -> None:

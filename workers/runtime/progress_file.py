@@ -14,7 +14,7 @@ _FORMAT = struct.Struct("<qqqd")
 class State(NamedTuple):
     """`counter` is the index in the rank's stream (-1 between steps), `since` the monotonic second it was reached."""
 
-    epoch: int
+    generation: int
     step: int
     counter: int
     since: float
@@ -23,21 +23,21 @@ class State(NamedTuple):
 class ProgressFile:
     """Written by the train thread before every instruction, at the cost of one copy of 32 bytes."""
 
-    def __init__(self, path: Path, epoch: int) -> None:
+    def __init__(self, path: Path, generation: int) -> None:
         path.write_bytes(bytes(_FORMAT.size))
         with path.open("r+b") as file:
             self.memory = mmap.mmap(file.fileno(), _FORMAT.size)
-        self.epoch = epoch
+        self.generation = generation
         self.write(-1, -1)
 
-    def renew(self, epoch: int) -> ProgressFile:
-        """The same board in a later epoch."""
-        self.epoch = epoch
+    def renew(self, generation: int) -> ProgressFile:
+        """The same board in a later generation."""
+        self.generation = generation
         self.write(-1, -1)
         return self
 
     def write(self, step: int, counter: int) -> None:
-        _FORMAT.pack_into(self.memory, 0, self.epoch, step, counter, time.monotonic())
+        _FORMAT.pack_into(self.memory, 0, self.generation, step, counter, time.monotonic())
 
 
 def read_board(path: Path) -> State:

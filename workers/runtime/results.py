@@ -30,7 +30,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """Where a rank stands after its epoch was ended from outside.
+    """Where a rank stands after its generation was ended from outside.
 
     `version` steps are in its weights. `ready` says that its gradients of the next step are whole, so that the step's
     global norm is all that it lacks; `norm` is that of the last step in its weights. `results` are of the last steps

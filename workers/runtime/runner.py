@@ -57,7 +57,7 @@ class Runner:
         plan: Plan,
         rank: int,
         board: Path,
-        epoch: int = 1,
+        generation: int = 1,
         gpu: int = 0,
         before: Runner | None = None,
         *,
@@ -66,15 +66,15 @@ class Runner:
         self.plan, self.rank, self.at = plan, rank, plan.mesh.coordinates(rank)
         self.device = torch.device(plan.device, gpu) if plan.device == "cuda" else torch.device("cpu")
         self._prepare()
-        self.epoch = epoch
-        self.board: ProgressFile = ProgressFile(board, epoch) if before is None else before.board.renew(epoch)
+        self.generation = generation
+        self.board: ProgressFile = ProgressFile(board, generation) if before is None else before.board.renew(generation)
         held = before.parameters if before is not None and before.plan.layers == plan.layers else {}
         held = {at: parameters for at, parameters in held.items() if _fits(plan, rank, at, parameters)}
         self.parameters: dict[ParamShard, Parameters] = {
             at: held[at] if at in held else _create(plan, at, self.device, rank, blank=blank)
             for at in plan.shares_of(rank)
         }
-        kind = Stage if plan.model.own is None else CustomStage
+        kind = Stage if plan.model.custom is None else CustomStage
         self.stages: dict[int, StageProtocol] = {
             s: kind(plan, s, buffers_of(plan, rank, s, self.parameters), rank) for s in plan.stages_of(rank)
         }
@@ -110,7 +110,7 @@ class Runner:
         size = self.plan.mesh.size
         with self._unless_fenced():
             store, self.store = self.store or meet(address, size, timeout_seconds), None
-            self.groups = connect(self.plan, self.rank, store, timeout_seconds, self.device, self.epoch)
+            self.groups = connect(self.plan, self.rank, store, timeout_seconds, self.device, self.generation)
             for stage in self.stages.values():
                 stage.join(self.groups.inner)
             end = self._end(address, timeout_seconds)
@@ -159,7 +159,7 @@ class Runner:
         """Runs steps `first_step` to `first_step + count - 1`, and accounts for those that are complete.
 
         `more`: another run follows, maybe of no step. The newest step then stays open: nothing waits for its end or
-        its norm, and a later run accounts for it. Raises Fenced when the epoch ends meanwhile.
+        its norm, and a later run accounts for it. Raises Fenced when the generation ends meanwhile.
         """
         assert self.executor is not None
         with self._unless_fenced():
@@ -186,7 +186,9 @@ class Runner:
             owner = self.plan.owner(at)
             if shares is not None and held.cut.parts == 1:
                 owner = self.rank if at in shares else -1
-            with self._unless_fenced() if held.cut.parts > 1 else nullcontext():  # alone it saves after an epoch too
+            with (
+                self._unless_fenced() if held.cut.parts > 1 else nullcontext()
+            ):  # alone it saves after a generation too
                 state = collect(held, owner, self.rank, self.groups.holders[at.stage][at.experts])
             try:
                 if state is not None:
@@ -199,7 +201,7 @@ class Runner:
         return written
 
     def fence(self) -> None:
-        """Ends the epoch: lets no step count that has not been taken, and frees the train thread. From any thread.
+        """Ends the generation: lets no step count that has not been taken, and frees the train thread. From any thread.
 
         A GPU's train thread is free after `abort`, if it waits for a collective operation.
         """
@@ -222,7 +224,7 @@ class Runner:
         counter = next(i for i, unit in enumerate(self.executor.stream) if part in unit.parts)
         if (behind, counter) != self.reached[:2]:
             self.reached = (behind, counter, time.monotonic())
-        return State(self.epoch, self.executor.step - behind, counter, self.reached[2])
+        return State(self.generation, self.executor.step - behind, counter, self.reached[2])
 
     def abort(self) -> None:
         """Ends the collective operations of a GPU. Only when every rank is still: then nothing moves any more."""
@@ -230,7 +232,8 @@ class Runner:
             abort_all()
 
     def leave(self) -> RankSnapshot:
-        """After `fence`, from the train thread: gives the epoch's communicators up and says where this rank stands."""
+        """After `fence`, from the train thread: gives the generation's communicators up and says where this rank
+        stands."""
         norm, ready = 0.0, False
         if self.executor is not None:
             end = self.executor.end
@@ -242,7 +245,7 @@ class Runner:
         return RankSnapshot(self.version, ready, norm, results)
 
     def advance(self, norm: float) -> None:
-        """Takes the step whose gradients were whole when the epoch ended, with its global norm."""
+        """Takes the step whose gradients were whole when the generation ended, with its global norm."""
         assert self.executor is not None
         self.executor.end.advance(self.version, norm)
         self.version = int(self.executor.end.version)
@@ -284,7 +287,7 @@ class Runner:
         dtype = DTYPES[self.plan.dtype]
         if self.plan.transport == "peer":
             count = 2 * len(channels(self.plan))
-            self.signals = StreamFlags(store, self.rank, self.plan.mesh.size, count, self.epoch)
+            self.signals = StreamFlags(store, self.rank, self.plan.mesh.size, count, self.generation)
             return IpcTransport(self.plan, self.rank, shape, dtype, self.device, store, self.signals)
         return Transport(self.groups, self.plan.mesh, shape, dtype, self.device)
 
@@ -341,8 +344,8 @@ class Runner:
 
     @contextmanager
     def _unless_fenced(self) -> Iterator[None]:
-        """Whatever goes wrong in an epoch that is over goes wrong because it is over, and what goes wrong ends it: a
-        call queued behind would go on in the middle of a step, and add to gradients that only lack their norm."""
+        """Whatever goes wrong in a generation that is over goes wrong because it is over, and what goes wrong ends it:
+        a call queued behind would go on in the middle of a step, and add to gradients that only lack their norm."""
         self._refuse_if_fenced()
         try:
             yield
@@ -359,7 +362,7 @@ class Runner:
 
 
 def _create(plan: Plan, at: ParamShard, device: torch.device, rank: int, *, blank: bool) -> Parameters:
-    own = plan.model.own
+    own = plan.model.custom
     initial = None if own is None or blank else own_values(own, plan.seed, *plan.layers[at.stage])
     return create(plan, at, device, rank=rank, blank=blank, initial=initial)
 

@@ -28,10 +28,10 @@ class StreamFlags:
     """`count` words, all 0, that the ranks which meet at `store` share; rank 0 makes the file, which has no name left
     when everybody has it open."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, count: int, epoch: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, ranks: int, count: int, generation: int) -> None:
         from cuda.bindings import driver
 
-        self.driver, key, size = driver, f"signals/{epoch}", max(1, count) * LINE
+        self.driver, key, size = driver, f"signals/{generation}", max(1, count) * LINE
         if rank == 0:
             descriptor, path = tempfile.mkstemp(prefix="pentad-signals-", dir=SHARED)
             os.ftruncate(descriptor, size)

@@ -45,11 +45,11 @@ def test_a_plan_says_what_is_recomputed_and_what_waits_on_the_host(pentad: Penta
     kept = [[rank["memory"]["activations"] for rank in plan["ranks"]] for plan in (facts, whole)]
     assert [less < more for less, more in zip(*kept, strict=True)] == [True, False, True, False]
     assert "recompute  full of stages 0, 2" in pentad(*again)[1]
-    status, out, _ = pentad("plan", "memory.offload_keep=4", "--json")
+    status, out, _ = pentad("plan", "memory.max_resident_microbatches=4", "--json")
     parts = json.loads(out)["ranks"][0]["memory"]
     assert parts["host"] > 0
     assert parts["total"] == sum(size for name, size in parts.items() if name not in ("total", "host"))
-    assert "activations wait on its host" in " ".join(pentad("plan", "memory.offload_keep=4")[1].split())
+    assert "activations wait on its host" in " ".join(pentad("plan", "memory.max_resident_microbatches=4")[1].split())
 
 
 @pytest.mark.parametrize(

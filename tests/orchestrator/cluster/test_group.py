@@ -38,7 +38,7 @@ def cluster() -> Iterator[clusters.Cluster]:
 
 
 def config_of(behaviour: str, *overrides: str) -> RunConfig:
-    sizes = ["model.layers=4", "schedule.microbatches=4", "batch.sequences=8", "cluster.device=cpu", *overrides]
+    sizes = ["model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8", "cluster.device=cpu", *overrides]
     return load(None, [f'data.path="{behaviour}"', *sizes])
 
 
@@ -128,7 +128,7 @@ def test_a_status_says_what_a_busy_rank_does_and_never_waits(cluster: clusters.C
             time.sleep(0.05)
         stream = group.plan.program.streams[0]
         assert seen[0].instruction == str(stream[2]).partition(" after ")[0]
-        assert (seen[0].step, seen[0].epoch) == (0, 1)
+        assert (seen[0].step, seen[0].generation) == (0, 1)
         group.stop(kill=True)
 
 

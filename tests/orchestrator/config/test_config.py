@@ -40,7 +40,7 @@ def test_the_quickstart_is_what_the_design_prints() -> None:
     assert (config.model.layers, config.model.hidden, config.model.heads, config.model.kv_heads) == (8, 128, 8, 4)
     assert (config.model.ffn, config.model.vocab, config.mesh.dp, config.mesh.pp) == (384, 4096, 1, 4)
     assert (config.schedule.name, config.schedule.microbatches) == ("zb-h2", 8)
-    assert (config.batch.sequences, config.batch.sequence_length) == (16, 128)
+    assert (config.batch.global_batch_size, config.batch.sequence_length) == (16, 128)
     assert config.data.path == "builtin:pydoc"
 
 
@@ -61,7 +61,7 @@ def test_every_stage_has_a_mode_of_recompute(recompute: str, stages: str, modes:
     config = load(None, [f"memory.recompute={recompute}", f"memory.recompute_stages={stages}"])
     assert config.memory.modes(4) == modes
     assert config.memory.savings(4).recompute == {s for s, mode in enumerate(modes) if mode != "none"}
-    assert load(None, ["memory.offload_keep=5"]).memory.savings(4).keep == 5
+    assert load(None, ["memory.max_resident_microbatches=5"]).memory.savings(4).max_resident == 5
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,12 @@ def test_every_stage_has_a_mode_of_recompute(recompute: str, stages: str, modes:
         (["recompute=full", "recompute_stages=[4]"], "memory.recompute_stages is [4], wanted stages 0 to 3"),
         (["recompute=full", "recompute_stages=2"], "memory.recompute_stages is 2, wanted a list such as [0, 1]"),
         (["recompute=full", "recompute_stages=[-1]"], "memory.recompute_stages.0 is -1, wanted at least 0"),
-        (["offload_keep=0"], "memory.offload_keep is 0, wanted more than 0"),
-        (["offload_keep=0.5"], "memory.offload_keep is 0.5, but rank 0 needs 1 at once"),
-        (["offload_keep=9", "recompute=selective"], "memory.offload_keep is 9, but memory.recompute is selective"),
+        (["offload_keep=0"], "memory.max_resident_microbatches is 0, wanted more than 0"),
+        (["offload_keep=0.5"], "memory.max_resident_microbatches is 0.5, but rank 0 needs 1 at once"),
+        (
+            ["offload_keep=9", "recompute=selective"],
+            "memory.max_resident_microbatches is 9, but memory.recompute is selective",
+        ),
     ],
 )
 def test_savings_that_cannot_be_are_one_sentence(overrides: list[str], sentence: str) -> None:
@@ -93,7 +96,7 @@ def test_auto_chooses_the_stages_so_none_can_be_named() -> None:
     "override",
     [
         "run.seed=3",
-        "memory.offload_keep=5.5",
+        "memory.max_resident_microbatches=5.5",
         "run.name='1e3'",
         "run.name=on",
         "optimizer.eps=1e-12",
@@ -164,10 +167,13 @@ def test_later_overrides_win_and_overrides_win_over_the_file(file: Callable[[str
         ("schedule.name=zbh2", "schedule.name is 'zbh2' (did you mean 'zb-h2'?)"),
         ("schedule.microbatches=0", "schedule.microbatches is 0, wanted at least 1"),
         (
-            "batch.sequences=12",
-            "batch.sequences is 12, wanted a multiple of mesh.dp x schedule.microbatches = 1 x 8 = 8",
+            "batch.global_batch_size=12",
+            "batch.global_batch_size is 12, wanted a multiple of mesh.dp x schedule.microbatches = 1 x 8 = 8",
         ),
-        ("mesh.dp=3", "batch.sequences is 16, wanted a multiple of mesh.dp x schedule.microbatches = 3 x 8 = 24"),
+        (
+            "mesh.dp=3",
+            "batch.global_batch_size is 16, wanted a multiple of mesh.dp x schedule.microbatches = 3 x 8 = 24",
+        ),
         ("optimizer.learning_rate=0", "optimizer.learning_rate is 0, wanted more than 0"),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate is inf, wanted a finite number"),
         ("optimizer.beta2=1", "optimizer.beta2 is 1, wanted less than 1"),
@@ -254,12 +260,12 @@ def test_nothing_can_be_changed_after_loading() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("data.packed=true", "schedule.name=seq-1f1b"), "wanted 1 for data.packed = true"),
-        (("model.tied=true", "schedule.post_validation=true"), "wanted false for model.tied = true"),
+        (("data.document_mask=true", "schedule.name=seq-1f1b"), "wanted 1 for data.document_mask = true"),
+        (("model.tie_word_embeddings=true", "schedule.post_validation=true"), "wanted false for model.tie_word_embeddings = true"),
         (
-            ("schedule.post_validation=true", "model.family=mixtral", "model.experts.count=4", "model.experts.active=2",
-             "model.experts.ffn=64", "model.experts.bias_rate=0.01"),
-            "wanted false for model.experts.bias_rate > 0",
+            ("schedule.post_validation=true", "model.family=mixtral", "model.experts.num_experts=4", "model.experts.top_k=2",
+             "model.experts.intermediate_size=64", "model.experts.bias_update_rate=0.01"),
+            "wanted false for model.experts.bias_update_rate > 0",
         ),
     ],
 )  # fmt: skip

@@ -21,20 +21,20 @@ from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 
-AGREED = {"run", "step", "epoch", "state", "ranks", "endpoints"}
+AGREED = {"run", "step", "generation", "state", "ranks", "endpoints"}
 OF_A_RANK = {"rank", "pid", "node", "coordinates", "state", "step", "instruction", "heartbeat_age_seconds"}
 Pentad = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """runs/trial of a run that did three steps in its second epoch and has not ended."""
+    """runs/trial of a run that did three steps in its second generation and has not ended."""
     monkeypatch.chdir(tmp_path)
     config = load(None, ["run.name=trial"])
     with RunFolder(config, make_plan(config, "cpu")) as run:
         for step in range(3):
-            run.metrics({**dict.fromkeys(METRIC_KEYS, 0.5), "step": step, "epoch": 2})
-        run.event("start", epoch=2, step=0)
+            run.metrics({**dict.fromkeys(METRIC_KEYS, 0.5), "step": step, "generation": 2})
+        run.event("start", generation=2, step=0)
         return run.path
 
 
@@ -68,7 +68,7 @@ def test_a_live_run_s_status_has_the_agreed_keys(pentad: Pentad, served: Served)
     facts = json.loads(out)
     assert facts.keys() >= AGREED
     assert facts.keys() == ended(served.folder).keys()
-    assert (facts["state"], facts["step"], facts["epoch"], len(facts["ranks"])) == ("running", 5, 2, 2)
+    assert (facts["state"], facts["step"], facts["generation"], len(facts["ranks"])) == ("running", 5, 2, 2)
     assert facts["ranks"][1].keys() >= OF_A_RANK
     assert facts["ranks"][1]["coordinates"] == {"dp": 0, "pp": 1, "cp": 0, "tp": 0, "ep": 0}
 
@@ -77,7 +77,7 @@ def test_a_person_sees_every_rank_and_for_whom_the_run_waits(pentad: Pentad, ser
     served.control.view(seen("recovering", rank(0), rank(1, "hung", age=9.0), verdict="rank 1 has not moved for 9 s"))
     status, out, _ = pentad("status", "runs/trial")
     assert status == 0
-    for text in ("recovering", "step 5/60", "epoch 2", "dp0 pp1", "hung", "rank 1 has not moved for 9 s"):
+    for text in ("recovering", "step 5/60", "generation 2", "dp0 pp1", "hung", "rank 1 has not moved for 9 s"):
         assert text in out
     assert "\x1b" not in out
 
@@ -134,7 +134,7 @@ def test_a_wish_is_answered_when_it_has_come_true(
 def test_a_checkpoint_is_answered_with_its_step(pentad: Pentad, served: Served) -> None:
     later(served.wishes.saved, 6)
     status, out, _ = pentad("checkpoint", "trial", "--json")
-    assert (status, json.loads(out)) == (0, {"run": "trial", "state": "running", "step": 6, "epoch": 2})
+    assert (status, json.loads(out)) == (0, {"run": "trial", "state": "running", "step": 6, "generation": 2})
 
 
 def test_a_wish_that_takes_too_long_is_one_sentence(pentad: Pentad, served: Served) -> None:
@@ -150,7 +150,7 @@ def test_a_wish_that_takes_too_long_is_one_sentence(pentad: Pentad, served: Serv
         ([("end", {})], "finished", ""),
         ([("stop", {})], "stopped", ""),
         ([("failure", {"error": "rank 1 died"})], "failed", "rank 1 died"),
-        ([("end", {}), ("start", {"epoch": 3})], "failed", "it left no last word: killed, or its machine is gone"),
+        ([("end", {}), ("start", {"generation": 3})], "failed", "it left no last word: killed, or its machine is gone"),
     ],
 )
 def test_a_run_that_is_over_is_told_from_its_folder(

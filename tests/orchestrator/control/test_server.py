@@ -80,7 +80,7 @@ def test_standard_stubs_drive_the_service(generated: Path, served: Served, monke
         assert (status.step, status.ranks[1].coordinates.pp, status.loss) == (5, 1, 2.5)
         assert next(stub.WatchStatus(messages.StatusRequest(), metadata=metadata, timeout=5)).run == "trial"
         later(served.control.view, seen("paused"))
-        assert stub.Pause(messages.Wish(epoch=2), metadata=metadata, timeout=5).state == "paused"
+        assert stub.Pause(messages.Wish(generation=2), metadata=metadata, timeout=5).state == "paused"
         later(served.control.view, seen())
         assert stub.Resume(messages.Wish(), metadata=metadata, timeout=5).state == "running"
 
@@ -181,7 +181,7 @@ def test_all_interfaces_are_told_as_an_address_that_others_reach(tmp_path: Path)
 
 def test_pause_answers_when_the_run_is_paused_and_resume_when_it_is_not(served: Served) -> None:
     later(served.control.view, seen("paused", step=7))
-    assert served.pause(5) == {"run": "trial", "state": "paused", "step": 7, "epoch": 2}
+    assert served.pause(5) == {"run": "trial", "state": "paused", "step": 7, "generation": 2}
     assert served.wishes.paused
     later(served.control.view, seen(step=7))
     assert served.resume(5)["state"] == "running"
@@ -212,9 +212,9 @@ def test_who_waits_for_a_run_that_ends_is_told(served: Served, verb: str) -> Non
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "checkpoint", "abort"])
-def test_a_wish_for_another_epoch_is_refused(served: Served, verb: str) -> None:
-    with pytest.raises(PentadError, match=r"epoch is 1, but run trial is in 2, wanted that or 0"):
-        getattr(served, verb)(5, epoch=1)
+def test_a_request_for_another_generation_is_refused(served: Served, verb: str) -> None:
+    with pytest.raises(PentadError, match=r"generation is 1, but run trial is in 2, wanted that or 0"):
+        getattr(served, verb)(5, generation=1)
     assert not (served.wishes.paused or served.wishes.aborted or served.wishes.wants_checkpoint)
 
 
@@ -291,7 +291,7 @@ def test_nonsense_does_not_end_the_service(served: Served) -> None:
         half_open.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         for name in ("GetStatus", "WatchStatus", *MUTATIONS):
             for _ in range(20):
-                # An epoch that is not the run's, so that nonsense which happens to be a Wish is refused.
+                # A generation that is not the run's, so that nonsense which happens to be a Wish is refused.
                 content = b"\x08\x63" + draw.randbytes(draw.randrange(64)) if name in MUTATIONS else draw.randbytes(9)
                 with suppress(grpc.RpcError):
                     raw(served, path_of(name), content)

@@ -32,7 +32,13 @@ from pentad.schedules.ir.errors import PentadError
 __all__ = ["pentad"]
 SMALL = [
     *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
-    *("batch.sequences=2", "batch.sequence_length=16", "schedule.name=1f1b", "schedule.microbatches=2", "mesh.pp=2"),
+    *(
+        "batch.global_batch_size=2",
+        "batch.sequence_length=16",
+        "schedule.name=1f1b",
+        "schedule.microbatches=2",
+        "mesh.pp=2",
+    ),
     *("cluster.device=cpu", "run.steps=400"),
 ]
 JOB = Job("trial-1", "trial", "RUNNING", "pp2", "1f1b", "/runs/trial", 1e9, None, "", 120.0, {})
@@ -329,7 +335,13 @@ def test_a_jobs_name_is_plain(cluster: clusters.Cluster, pentad: Pentad) -> None
 
 
 def test_what_a_driver_cannot_do_reaches_the_user(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
-    wide = ("mesh.dp=2", "batch.sequences=4", "cluster.start_timeout_seconds=1", f"run.folder={runs}", "run.name=wide")
+    wide = (
+        "mesh.dp=2",
+        "batch.global_batch_size=4",
+        "cluster.start_timeout_seconds=1",
+        f"run.folder={runs}",
+        "run.name=wide",
+    )
     status, out, err = pentad("submit", *SMALL, *wide, "--address", str(cluster.dashboard))
     assert status == 1
     assert re.fullmatch(r"pentad: job wide-\w+ failed: mesh dp2 x pp2 has 4 ranks and wants 4 CPUs, but .*\n", err)

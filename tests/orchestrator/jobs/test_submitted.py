@@ -27,7 +27,13 @@ from pentad.orchestrator.config.sections import ClusterSection
 STEPS = 400
 SMALL = (
     *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
-    *("batch.sequences=2", "batch.sequence_length=16", "schedule.name=1f1b", "schedule.microbatches=2", "mesh.pp=2"),
+    *(
+        "batch.global_batch_size=2",
+        "batch.sequence_length=16",
+        "schedule.name=1f1b",
+        "schedule.microbatches=2",
+        "mesh.pp=2",
+    ),
     *("cluster.device=cpu", f"run.steps={STEPS}", "checkpoint.every=20"),  # so that calls have 20 steps at most
 )
 
@@ -137,7 +143,7 @@ def test_a_submitted_run_is_seen_paused_resumed_stopped_and_resubmitted_and_lose
 
     paused = user.asked("pause", str(parts))
     status = user.asked("status", str(parts))
-    assert (status["run"], status["state"], status["mesh"], status["epoch"]) == ("parts", "paused", "pp2", 1)
+    assert (status["run"], status["state"], status["mesh"], status["generation"]) == ("parts", "paused", "pp2", 1)
     assert status["step"] == paused["step"] == len(steps(parts))
     assert [rank["coordinates"]["pp"] for rank in status["ranks"]] == [0, 1]
     assert len({psutil.Process(rank["pid"]).ppid() for rank in status["ranks"]}) == 2  # a node each
@@ -146,7 +152,7 @@ def test_a_submitted_run_is_seen_paused_resumed_stopped_and_resubmitted_and_lose
     assert {(a["repr_name"], a["name"], a["state"]) for a in actors if "pp" in a["repr_name"]} == {
         (f"parts dp0 pp{pp}", f"pentad/parts/dp0-pp{pp}", "ALIVE") for pp in (0, 1)
     }
-    eventually(user.tasks, lambda names: any(re.fullmatch(r"run\(\d+, \d+, True\) in epoch 1", n) for n in names))
+    eventually(user.tasks, lambda names: any(re.fullmatch(r"run\(\d+, \d+, True\) in generation 1", n) for n in names))
     metrics = urllib.request.urlopen(f"http://{status['endpoints']['metrics']}/metrics", timeout=5).read().decode()
     assert re.search(r'^pentad_run_state\{.*"paused".*\} 1.0$', metrics, re.MULTILINE)
 

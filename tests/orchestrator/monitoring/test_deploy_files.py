@@ -131,8 +131,8 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
         case("PentadRankLost", 10, {LOST: "1x15"}, False),
         case("PentadMeshSmaller", 30, {f"pentad_world_size{JOB}": "4x10 3x30"}, True),
         case("PentadMeshSmaller", 30, {f"pentad_world_size{JOB}": "4x10 3x2 4x30"}, False),
-        case("PentadRecoveriesFrequent", 30, {f"pentad_membership_epoch{JOB}": "1+1x5 6x40"}, True),
-        case("PentadRecoveriesFrequent", 30, {f"pentad_membership_epoch{JOB}": "1x10 2x40"}, False),
+        case("PentadRecoveriesFrequent", 30, {f"pentad_generation{JOB}": "1+1x5 6x40"}, True),
+        case("PentadRecoveriesFrequent", 30, {f"pentad_generation{JOB}": "1x10 2x40"}, False),
     ]
     path = tmp_path / "cases.yml"
     path.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": cases}))

@@ -40,7 +40,13 @@ def shown(screen: Console) -> str:
 
 def row(step: int, **more: object) -> dict:
     facts = {"step": step, "loss": 8.0 - step / 10, "grad_norm": 1.25, "lr": 3e-3, "tokens": 2048, "step_seconds": 0.06}
-    rates = {"tokens_per_second": 34120.0, "mfu": None, "bubble_planned": 0.111, "bubble_measured": 0.132, "epoch": 1}
+    rates = {
+        "tokens_per_second": 34120.0,
+        "mfu": None,
+        "bubble_planned": 0.111,
+        "bubble_measured": 0.132,
+        "generation": 1,
+    }
     return {**facts, **rates, **more}
 
 
@@ -181,7 +187,7 @@ def test_stages_that_follow_each_other_are_one_span_of_layers(stages: tuple[int,
 
 
 def test_a_large_mesh_is_cut_and_says_so() -> None:
-    plan, costs, seats = planned("mesh.dp=16", "batch.sequences=128")
+    plan, costs, seats = planned("mesh.dp=16", "batch.global_batch_size=128")
     screen = console(terminal=False)
     Display(screen, "trial", 5).plan(plan, costs, seats)
     assert "and 32 more" in shown(screen)

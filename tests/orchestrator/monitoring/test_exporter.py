@@ -29,15 +29,15 @@ from pentad.workers.runtime.telemetry import GpuState
 
 ROW = {
     **{"step": 0, "loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "tokens": 2048, "step_seconds": 0.3},
-    **{"tokens_per_second": 6826.0, "mfu": 0.4, "bubble_planned": 0.125, "bubble_measured": 0.25, "epoch": 1},
+    **{"tokens_per_second": 6826.0, "mfu": 0.4, "bubble_planned": 0.125, "bubble_measured": 0.25, "generation": 1},
     **{"skipped": False, "peak_bytes": 5 << 30, "host_seconds": 0.01},
 }
 GPU = GpuState(10 << 30, 80 << 30, 512.5, 1.98e9, 61.0, 2, ("power",))
 RECOVERED = {
-    **{"event": "recovered", "time": 1.7e9, "epoch": 2, "step": 3, "mesh": "pp3", "how": "shrink"},
+    **{"event": "recovered", "time": 1.7e9, "generation": 2, "step": 3, "mesh": "pp3", "how": "shrink"},
     **{"seconds": {"fence": 0.2, "place": 1.5, "connect": 0.4, "state": 0.1}, "steps_replayed": 2},
 }
-CHECKPOINT = {"event": "checkpoint", "time": 1.7e9, "epoch": 1, "step": 4, "seconds": 2.0, "bytes": 1000}
+CHECKPOINT = {"event": "checkpoint", "time": 1.7e9, "generation": 1, "step": 4, "seconds": 2.0, "bytes": 1000}
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
@@ -179,13 +179,13 @@ def test_ranks_have_all_coordinates_and_wall_clock_heartbeats(full: Exporter) ->
 
 
 def test_ranks_that_are_gone_vanish_and_so_do_their_gpus(full: Exporter) -> None:
-    full.plan(view_of(Mesh(pp=3), epoch=2))
+    full.plan(view_of(Mesh(pp=3), generation=2))
     samples = scrape(full)
     ranks = {s.labels["rank"] for its in samples.values() for s in its if "rank" in s.labels}
     assert ranks == {"0", "1", "2"}
     assert not [name for name in samples if name.startswith("pentad_gpu_") and "peak" not in name]
     assert value(samples, "pentad_world_size") == 3
-    assert value(samples, "pentad_membership_epoch") == 2
+    assert value(samples, "pentad_generation") == 2
     full.gpus({0: GPU, 3: GPU})
     assert [s.labels["rank"] for s in scrape(full)["pentad_gpu_power_watts"]] == ["0"]
 

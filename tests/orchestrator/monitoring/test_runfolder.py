@@ -73,15 +73,15 @@ def test_metrics_and_journal_are_a_line_each(tmp_path: Path) -> None:
 def test_after_a_rewind_every_step_appears_once(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         for step in range(6):
-            run.metrics(row(step, epoch=1))
+            run.metrics(row(step, generation=1))
     with opened(tmp_path) as run:
         assert run.resumed
         run.rewind(4)
         for step in range(4, 8):
-            run.metrics(row(step, epoch=2))
+            run.metrics(row(step, generation=2))
     lines = read_lines(run.path / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(8))
-    assert [line["epoch"] for line in lines] == [1] * 4 + [2] * 4
+    assert [line["generation"] for line in lines] == [1] * 4 + [2] * 4
 
 
 def test_a_line_torn_by_a_crash_is_dropped(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_line_torn_by_a_crash_is_dropped(tmp_path: Path) -> None:
     ("override", "sentence"),
     [
         ("model.ffn=256", "model.ffn is 256, but the run in .*trial has 384: choose another run.name than trial"),
-        ("batch.sequences=32", "batch.sequences is 32, but"),
+        ("batch.global_batch_size=32", "batch.global_batch_size is 32, but"),
         ("data.path=elsewhere", "data.path is elsewhere, but"),
         ("run.seed=1", "run.seed is 1, but"),
     ],

@@ -36,9 +36,9 @@ def check(plan: Plan, index: int) -> None:
     shape = plan.stream_tokens, plan.model.hidden
     dtype = DTYPES[plan.dtype]
     received = None if stage.first else torch.randn(shape).to(dtype)
-    starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.rows if plan.packed else []
+    starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.rows if plan.document_mask else []
     fixed = [*gradients(stage), received, tokens]
-    further = tokens.expand(plan.model.predicted, -1) if stage.last else None
+    further = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
     run_to_completion(stage.forward(0, received, *ends, further, starts))
     saved = of.saved - (0 if stage.first else of.entry)
@@ -59,7 +59,7 @@ def check(plan: Plan, index: int) -> None:
 
 CASES: list[tuple[str, dict[str, Any]]] = [*((mode, {}) for mode in MODES), *((mode, {"tp": 2}) for mode in MODES)]
 CASES.append(("none", {"tp": 4}))
-SHARED: list[dict[str, Any]] = [{"cp": 2, "context": way} for way in ("ring", "gather", "exchange")]
+SHARED: list[dict[str, Any]] = [{"cp": 2, "context": way} for way in ("ring", "all_gather", "ulysses")]
 
 
 @pytest.mark.parametrize(("mode", "axes"), CASES)

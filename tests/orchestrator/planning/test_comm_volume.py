@@ -21,8 +21,7 @@ from pentad.schedules.spec.plan import LINE, ParamShard, Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import parameters
 from pentad.workers.parallel import cp_all_gather, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
-from pentad.workers.parallel.async_ops import AsyncResult
-from pentad.workers.parallel.async_ops import run_to_completion as at_once
+from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def test_few_tokens_are_one_tile_and_many_have_tiles() -> None:
     assert [plan_module.tiles(tokens) for tokens in (1, 8191, 8192, 16383, 16384, 65536)] == [1, 1, 1, 1, 2, 8]
 
 
-AXES = [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "context": "gather"}, {"cp": 2, "context": "exchange", "tp": 2}]
+AXES = [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "context": "all_gather"}, {"cp": 2, "context": "ulysses", "tp": 2}]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
     received = None if stage.first else torch.randn(shape, dtype=torch.float64)
     dy = None if stage.last else torch.randn(shape, dtype=torch.float64)
     piece, mode = piece_of(plan)._replace(device=device), plan.mode(index)
-    further = tokens.expand(plan.model.predicted, -1) if stage.last else None
+    further = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
     steps: list[Any] = [("F", lambda: run_to_completion(stage.forward(0, received, *ends, further)))]
     if mode != "none":

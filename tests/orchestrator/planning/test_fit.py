@@ -29,6 +29,6 @@ def test_a_run_that_does_not_fit_here_is_refused_before_anything_starts(pentad: 
 def test_plan_shows_what_context_ranks_have_to_do(pentad: Pentad) -> None:
     cut = ("mesh.cp=4", "schedule.name=1f1b")
     assert "context ranks stand zigzag: the busiest does 1.000 times the least" in pentad("plan", *cut)[1]
-    for way in ("ring", "gather", "exchange"):
-        facts = json.loads(pentad("plan", *cut, f"mesh.context={way}", "model.kv_heads=8", "--json")[1])
+    for way in ("ring", "all_gather", "ulysses"):
+        facts = json.loads(pentad("plan", *cut, f"mesh.cp_method={way}", "model.kv_heads=8", "--json")[1])
         assert 1 <= facts["balance"] <= 1.05

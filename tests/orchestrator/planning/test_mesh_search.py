@@ -22,7 +22,7 @@ H200 = room_of("cuda", 139)
 
 
 def config(*overrides: str, model: tuple[str, ...] = EIGHT, sequences: int = 64) -> RunConfig:
-    sizes = [f"batch.sequences={sequences}", "batch.sequence_length=4096", "schedule.name=1f1b"]
+    sizes = [f"batch.global_batch_size={sequences}", "batch.sequence_length=4096", "schedule.name=1f1b"]
     return load(None, [*(f"model.{each}" for each in model), *sizes, *overrides])
 
 
@@ -66,7 +66,7 @@ def test_less_room_asks_for_more_recompute_and_shards_or_leaves_meshes_out() -> 
 
 
 def test_tensor_ranks_stay_on_a_node_unless_they_may_leave_it() -> None:
-    inside, across = (survey(config(*more), 16, H200) for more in ((), ("mesh.tensor_across_nodes=true",)))
+    inside, across = (survey(config(*more), 16, H200) for more in ((), ("mesh.tp_across_nodes=true",)))
     assert any("mesh.tp is 16, wanted at most 8" in sentence for sentence in inside.left_out)
     assert not any("wanted at most 8" in sentence for sentence in across.left_out)
 

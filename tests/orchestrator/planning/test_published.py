@@ -41,7 +41,7 @@ def planned(row: Published) -> Plan:
         transport="nccl",
         deterministic=False,
         zero=row.zero,
-        tensor_across_nodes=True,
+        tp_across_nodes=True,
     )
 
 
@@ -72,7 +72,7 @@ def test_what_fitted_in_80_gb_fits(row: Published) -> None:
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_eighty_billion_parameters_fit_on_no_mesh_of_two_nodes(nodes: int) -> None:
     sizes = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 64, "ffn": 28672, "vocab": 131072}
-    batch = ["batch.sequences=256", "batch.sequence_length=4096", "schedule.name=1f1b"]
+    batch = ["batch.global_batch_size=256", "batch.sequence_length=4096", "schedule.name=1f1b"]
     found = survey(
         load(None, [*(f"model.{key}={value}" for key, value in sizes.items()), *batch]), 8 * nodes, room_of("cuda", 79)
     )

@@ -31,7 +31,7 @@ from pentad.workers.checkpoint.checkpoint import newest
 
 Train = Callable[..., tuple[dict[str, Any], str]]
 FAKE = "fake_runner:FakeRunner"
-SIZES = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.sequences=8"]
+SIZES = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8"]
 SMALL = [*SIZES, "cluster.device=cpu", "cluster.dashboard=false", "elastic.max_failures=0"]
 
 
@@ -107,7 +107,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_doubles_no_line(train: Tra
         file.write(json.dumps({**metrics(tmp_path)[-1], "step": 4}) + "\n")
     result, printed = train("run.steps=7")
     assert "resuming from step 4" in printed
-    assert [(row["step"], row["epoch"]) for row in metrics(tmp_path)] == [(s, 1 if s < 4 else 2) for s in range(7)]
+    assert [(row["step"], row["generation"]) for row in metrics(tmp_path)] == [(s, 1 if s < 4 else 2) for s in range(7)]
     assert events(tmp_path)[-4:] == [("start", 4), ("place", None), ("checkpoint", 7), ("end", 7)]
     assert result["steps"] == 7
 

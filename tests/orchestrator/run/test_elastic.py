@@ -30,7 +30,7 @@ SMALL = (
     "model.kv_heads=2",
     "model.ffn=64",
     "model.vocab=300",
-    "batch.sequences=8",
+    "batch.global_batch_size=8",
     "batch.sequence_length=32",
     f"run.steps={STEPS}",
     "elastic.hang_seconds=3",
@@ -42,7 +42,7 @@ CUT = (*SQUARE, "zero.stage=3")  # replicas hold shards, and nothing is held twi
 TENSOR = ("mesh.dp=2", "mesh.pp=1", "mesh.tp=2", "schedule.microbatches=4")
 EXPERTS = (
     *("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral"),
-    *(f"model.experts.{word}" for word in ("count=4", "active=2", "ffn=32", "bias_rate=0.01")),
+    *(f"model.experts.{word}" for word in ("num_experts=4", "top_k=2", "intermediate_size=32", "bias_update_rate=0.01")),
 )
 CONTEXT = ("mesh.pp=1", "mesh.cp=4", "schedule.microbatches=4")
 FAKED = """
@@ -254,7 +254,7 @@ def test_a_fault_while_a_checkpoint_is_read_again(nodes, start, reference):
     run.at_step(12)
     run.hit(1)
     run.wait_for(lambda: run.events("fence"))
-    run.wait_for(lambda: read_board(nodes.board(run.pids()[2])).epoch == 2)  # it has given its old weights up
+    run.wait_for(lambda: read_board(nodes.board(run.pids()[2])).generation == 2)  # it has given its old weights up
     run.hit(2)
     assert_recovered(run, "checkpoint")
     assert_same(run, wanted)

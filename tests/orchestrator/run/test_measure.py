@@ -58,7 +58,13 @@ def test_the_loss_adds_microbatches_in_ascending_order_whoever_ran_them() -> Non
 def test_a_row_has_every_metric() -> None:
     (row,) = History(PLAN, 7, keep=2).add(call(0, [5.0]))
     assert set(METRIC_KEYS) <= set(row)
-    assert (row["step"], row["epoch"], row["lr"], row["tokens"], row["mfu"]) == (0, 7, 0.5, PLAN.batch.tokens, None)
+    assert (row["step"], row["generation"], row["lr"], row["tokens"], row["mfu"]) == (
+        0,
+        7,
+        0.5,
+        PLAN.batch.tokens,
+        None,
+    )
     assert row["step_seconds"] == pytest.approx(SECONDS)
     assert row["tokens_per_second"] == pytest.approx(PLAN.batch.tokens / SECONDS)
     assert row["bubble_measured"] == pytest.approx(STEP.bubble().makespan)

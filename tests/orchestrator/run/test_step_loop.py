@@ -33,7 +33,7 @@ class Ranks:
         self.open: list[tuple] = []
         self.kept: list[StepResult] = []  # the account of the newest step, while that is open
         self.actors: list = []
-        self.epoch = 1
+        self.generation = 1
         self.ahead = 0
         self.broken: dict[tuple, PentadError] = {}
         self.at: dict[int, Callable[[Calls], None]] = {}  # what somebody does during a step
@@ -100,7 +100,7 @@ def run(tmp_path: Path) -> Run:
     """Runs all calls of a configuration; returns the ranks with what they were asked, and the calls."""
 
     def do(*overrides: str, seconds: float = 0.3, first: int = 0, prepare: Any = None) -> tuple[Ranks, Calls]:
-        sizes = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.sequences=8"]
+        sizes = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8"]
         config: RunConfig = load(None, [f"run.folder={tmp_path}", *sizes, *overrides])
         plan = make_plan(config, "cpu")
         ranks = Ranks(plan, seconds)

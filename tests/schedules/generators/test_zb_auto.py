@@ -48,7 +48,7 @@ def shapes(draw: st.DrawFn) -> ScheduleSpec:
     each = st.tuples(*[st.floats(0.01, 10).map(lambda cost: cost * scale)] * ranks)
     transfer, launch = (scale * draw(st.floats(0, 3)) for _ in range(2))
     costs = Costs(draw(each), draw(each), draw(each), transfer=transfer, launch=launch)
-    return ScheduleSpec(ranks, draw(st.integers(1, 12)), costs=costs, limit=draw(LIMITS))
+    return ScheduleSpec(ranks, draw(st.integers(1, 12)), costs=costs, memory_limit=draw(LIMITS))
 
 
 def program(streams: Streams, microbatches: int) -> Program:
@@ -100,30 +100,30 @@ def test_every_order_is_whole_and_proven(shape: ScheduleSpec) -> None:
 @given(shape=shapes())
 @settings(max_examples=50)
 def test_no_rank_keeps_more_than_its_limit(shape: ScheduleSpec) -> None:
-    assert shape.limit
-    assert max(peak_activations(program(zb_auto(shape), shape.microbatches))) <= shape.limit
+    assert shape.memory_limit
+    assert max(peak_activations(program(zb_auto(shape), shape.microbatches))) <= shape.memory_limit
 
 
 @given(shape=shapes())
 @settings(max_examples=50)
 def test_never_longer_than_zb_h1_or_zb_h2_within_the_limit(shape: ScheduleSpec) -> None:
-    assert shape.limit and shape.costs
+    assert shape.memory_limit and shape.costs
     longest, _ = spans(zb_auto(shape), shape.microbatches, shape.costs)
     for known in (zb_h1, zb_h2):
         streams = tuple(tuple(known(rank, shape.ranks, shape.microbatches)) for rank in range(shape.ranks))
-        if max(peak_activations(program(streams, shape.microbatches))) <= shape.limit:
+        if max(peak_activations(program(streams, shape.microbatches))) <= shape.memory_limit:
             assert longest <= spans(streams, shape.microbatches, shape.costs)[0] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (4, 1), (4, 3), (4, 8), (5, 13)])
 def test_one_microbatch_a_rank_runs_them_one_after_the_other(ranks: int, microbatches: int) -> None:
-    streams = zb_auto(ScheduleSpec(ranks, microbatches, limit=1))
+    streams = zb_auto(ScheduleSpec(ranks, microbatches, memory_limit=1))
     assert all([part.op for part in units_of(stream)] == [Op.F, Op.B, Op.W] * microbatches for stream in streams)
 
 
 @pytest.mark.parametrize(("limit", "longest"), [(2, 289), (4, 151), (6, 109), (8, 103), (16, 96), (None, 96)])
 def test_more_memory_leaves_less_bubble(limit: float | None, longest: float) -> None:
-    streams = zb_auto(ScheduleSpec(8, 32, limit=limit))
+    streams = zb_auto(ScheduleSpec(8, 32, memory_limit=limit))
     assert spans(streams, 32, Costs.uniform(8))[0] <= longest
 
 
@@ -134,8 +134,8 @@ def test_a_slow_last_stage_is_the_only_bottleneck() -> None:
 
 
 def test_an_explicit_limit_is_used_instead() -> None:
-    assert zb_2p(ScheduleSpec(4, 8, limit=4)) == zb_1p(ScheduleSpec(4, 8))
-    assert zb_1p(ScheduleSpec(4, 8, limit=8)) == zb_2p(ScheduleSpec(4, 8))
+    assert zb_2p(ScheduleSpec(4, 8, memory_limit=4)) == zb_1p(ScheduleSpec(4, 8))
+    assert zb_1p(ScheduleSpec(4, 8, memory_limit=8)) == zb_2p(ScheduleSpec(4, 8))
 
 
 def test_the_unit_of_costs_does_not_matter() -> None:
@@ -151,7 +151,7 @@ def test_the_unit_of_costs_does_not_matter() -> None:
 def test_a_limit_below_one_microbatch_is_refused(limit: float) -> None:
     message = f"schedule zb-2p: memory limit is {limit:g}, but at least 1 microbatch a rank is needed"
     with pytest.raises(PentadError, match=message):
-        zb_2p(ScheduleSpec(4, 8, limit=limit))
+        zb_2p(ScheduleSpec(4, 8, memory_limit=limit))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "seconds"), [(8, 32, 0.15), (32, 128, 3)])

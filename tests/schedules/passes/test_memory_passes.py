@@ -101,7 +101,7 @@ def test_stages_that_are_done_one_after_another_take_turns_on_two_gradients():
 @pytest.mark.parametrize("gathered", [1, 2, 3])
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), CHUNKED)
 def test_no_more_stages_are_whole_than_are_allowed(name, p, m, chunks, gathered, prefetch):
-    program = with_savings(name, p, m, MemoryOptions(zero=3, gathered=gathered, prefetch=prefetch), chunks)
+    program = with_savings(name, p, m, MemoryOptions(zero=3, max_gathered=gathered, prefetch=prefetch), chunks)
     assert most_gathered(program) == gathered
     simulate(program, Costs.uniform(program.stages))
 
@@ -110,7 +110,7 @@ def test_room_for_all_gathers_less_often_and_prefetching_hides_it():
     costs = Costs(*((1.0,) * 8,) * 3, reduce=1.6)
     found = {}
     for gathered, prefetch in ((1, 0), (2, 0), (3, 0), (3, 1), (4, 0)):
-        savings = MemoryOptions(zero=3, gathered=gathered, prefetch=prefetch)
+        savings = MemoryOptions(zero=3, max_gathered=gathered, prefetch=prefetch)
         program = with_savings("interleaved", 2, 4, savings, 4)
         gathers = sum(part.op is Op.ALL_GATHER for stream in program.streams for part in units_of(stream))
         found[gathered, prefetch] = (gathers, simulate(program, costs).makespan)
@@ -153,7 +153,7 @@ def most_kept(program: Program) -> float:
 def test_no_more_activations_stay_than_are_allowed(name, p, m, keep):
     plain = with_savings(name, p, m, MemoryOptions())
     try:
-        program = with_savings(name, p, m, MemoryOptions(keep=keep))
+        program = with_savings(name, p, m, MemoryOptions(max_resident=keep))
     except PentadError:  # B frees half of an activation: what is left for W cannot be sent away
         assert Op.W in {part.op for stream in plain.streams for part in units_of(stream)}
         return
@@ -165,7 +165,7 @@ def test_no_more_activations_stay_than_are_allowed(name, p, m, keep):
 
 
 def test_all_of_it_together_is_proven():
-    savings = MemoryOptions(zero=3, gathered=2, recompute=frozenset({0, 5}), keep=2.0)
+    savings = MemoryOptions(zero=3, max_gathered=2, recompute=frozenset({0, 5}), max_resident=2.0)
     for validated in (False, True):
         program = with_savings("interleaved", 4, 8, savings, 3, validated=validated)
         assert max(peak_activations(program)) <= 2
@@ -177,10 +177,10 @@ def test_all_of_it_together_is_proven():
 
 BAD = [
     ("gpipe", 2, 4, MemoryOptions(zero=4), "zero is 4, wanted a stage of ZeRO, 0 to 3"),
-    ("gpipe", 2, 4, MemoryOptions(zero=3, gathered=0), "gathered is 0, but rank 0 reads 1 stages in one unit"),
-    ("dualpipe", 2, 4, MemoryOptions(zero=3, gathered=1), "gathered is 1, but rank 0 reads 2 stages in one unit"),
+    ("gpipe", 2, 4, MemoryOptions(zero=3, max_gathered=0), "gathered is 0, but rank 0 reads 1 stages in one unit"),
+    ("dualpipe", 2, 4, MemoryOptions(zero=3, max_gathered=1), "gathered is 1, but rank 0 reads 2 stages in one unit"),
     ("gpipe", 2, 4, MemoryOptions(recompute=frozenset({7})), "recompute names stage 7, but the stages are 0 to 1"),
-    ("gpipe", 2, 4, MemoryOptions(keep=0.5), "offload keeps 0.5 activations, but rank 0 needs 1 at once"),
+    ("gpipe", 2, 4, MemoryOptions(max_resident=0.5), "offload keeps 0.5 activations, but rank 0 needs 1 at once"),
 ]
 
 
@@ -199,7 +199,7 @@ def change(program: Program, rank: int, key: Key, **fields) -> Program:
 
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.FREE, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_SCATTER])
 def test_a_program_that_lacks_one_of_them_is_refused(op):
-    program = with_savings("interleaved", 2, 6, MemoryOptions(zero=3, gathered=1, keep=2.0), 3)
+    program = with_savings("interleaved", 2, 6, MemoryOptions(zero=3, max_gathered=1, max_resident=2.0), 3)
     check(program, replicas=2)
     for rank, stream in enumerate(program.streams):
         for key in [part.key for part in units_of(stream) if part.op is op]:
@@ -209,7 +209,7 @@ def test_a_program_that_lacks_one_of_them_is_refused(op):
 
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.OFFLOAD, Op.F, Op.BW, Op.RECOMPUTE])
 def test_a_program_that_does_not_wait_for_them_is_refused(op):
-    program = with_savings("interleaved", 2, 6, MemoryOptions(zero=3, gathered=1, keep=2.0), 3)
+    program = with_savings("interleaved", 2, 6, MemoryOptions(zero=3, max_gathered=1, max_resident=2.0), 3)
     for rank, stream in enumerate(program.streams):
         for part in units_of(stream):
             for key in part.waits:

@@ -50,7 +50,7 @@ def length(program: Program, costs: Costs, by: str = "makespan") -> float:
 @given(st.integers(1, 5), st.integers(1, 12), COSTS, st.one_of(st.none(), st.floats(2, 9)))
 def test_no_schedule_of_the_catalogue_that_keeps_to_the_limit_is_quicker(ranks, microbatches, each, limit):
     of = costs_of(each)
-    choice = choose(ranks, microbatches, of, Options(limit=limit), effort=LITTLE // 10)
+    choice = choose(ranks, microbatches, of, Options(memory_limit=limit), effort=LITTLE // 10)
     for name in CATALOGUE:
         if not allows(name, ranks, microbatches):
             continue
@@ -105,7 +105,7 @@ def test_a_bound_knows_of_memory(limit):
 @pytest.mark.parametrize("by", ["makespan", "longest"])
 @pytest.mark.parametrize("limit", [4.0, 5.0, 2.5])
 def test_uneven_costs_are_served_better_than_the_catalogue_does(by, limit):
-    choice = choose(4, 12, uneven, Options(limit=limit), by, LITTLE, twice=False)
+    choice = choose(4, 12, uneven, Options(memory_limit=limit), by, LITTLE, twice=False)
     best, known = choice.best, choice.catalogued
     assert known is not None and getattr(best, by) < getattr(known, by) * 0.999
     assert max(peak_activations(best.program)) <= limit + 1e-9
@@ -116,7 +116,7 @@ def test_uneven_costs_are_served_better_than_the_catalogue_does(by, limit):
 @pytest.mark.parametrize("limit", [None, 2.0, 3.0])
 @pytest.mark.parametrize("gated", [False, True])
 def test_what_was_searched_is_a_program_like_any_other(limit, gated):
-    choice = choose(3, 6, uneven, Options(limit=limit), effort=LITTLE, twice=False)
+    choice = choose(3, 6, uneven, Options(memory_limit=limit), effort=LITTLE, twice=False)
     order = choice.best.program
     program = compile_program(order.name, 3, 6, costs=uneven(order), gated=gated, replicas=2, order=order)
     assert program.compute().streams == order.streams
@@ -124,7 +124,7 @@ def test_what_was_searched_is_a_program_like_any_other(limit, gated):
 
 
 def test_the_same_question_has_the_same_answer():
-    first, then = (choose(3, 9, uneven, Options(limit=3), effort=LITTLE).best for _ in range(2))
+    first, then = (choose(3, 9, uneven, Options(memory_limit=3), effort=LITTLE).best for _ in range(2))
     assert first.program.hash == then.program.hash
 
 
@@ -138,7 +138,7 @@ def test_realistic_cases_gain_where_they_say_so(case: Case):
 @pytest.mark.parametrize("limit", [0.5, 0.0, -1.0, float("nan")])
 def test_a_limit_below_one_microbatch_is_refused(limit):
     with pytest.raises(PentadError, match=r"^schedule auto: memory_limit is .*, but at least 1 is needed$"):
-        choose(4, 8, costs_of((1.0, 1.0, 1.0, 0.0)), Options(limit=limit))
+        choose(4, 8, costs_of((1.0, 1.0, 1.0, 0.0)), Options(memory_limit=limit))
 
 
 @pytest.mark.parametrize("option", ["chunks", "group"])

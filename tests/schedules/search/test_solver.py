@@ -73,7 +73,7 @@ def test_auto_finds_the_optimum_and_nothing_beats_it(name, ranks, microbatches, 
         ranks,
         microbatches,
         lambda other: costs if other.placement == placed.placement else None,
-        Options(limit=limit),
+        Options(memory_limit=limit),
         by,
         effort=300_000,
     )

@@ -76,11 +76,11 @@ def test_blocks_hold_each_pair_that_sees_each_other_once(data, cp, variant):
     length, starts = data.draw(rows(2 * cp))
     distance = document_positions(starts, length)
     for rank in range(cp):
-        mine = positions(length, cp, rank, "zigzag") if variant != "exchange" else np.arange(length)
+        mine = positions(length, cp, rank, "zigzag") if variant != "ulysses" else np.arange(length)
         seen = np.zeros((len(mine), length), dtype=int)
         for step, blocks in enumerate(plan(variant, cp, rank, length, [(slice(0, 1), starts)])):
             source = positions(length, cp, (rank - step) % cp, "zigzag")
-            keys = source if variant != "exchange" and cp > 1 else np.arange(length)
+            keys = source if variant != "ulysses" and cp > 1 else np.arange(length)
             for at in blocks:
                 visible = _visible(at, len(mine), len(keys))
                 seen[:, keys] += visible
@@ -122,10 +122,10 @@ def test_no_block_is_left_where_no_document_reaches_over():
     ("length", "heads", "kv_heads", "cp", "variant", "tp", "said"),
     [
         (36, 4, 4, 4, "ring", 1, "batch.sequence_length is 36, wanted a multiple of 2 x mesh.cp = 8"),
-        (36, 8, 8, 8, "exchange", 1, "batch.sequence_length is 36, wanted a multiple of mesh.cp = 8"),
-        (32, 6, 2, 4, "exchange", 1, "model.heads is 6, wanted a multiple of mesh.cp x mesh.tp = 4"),
-        (32, 4, 4, 4, "exchange", 2, "model.heads is 4, wanted a multiple of mesh.cp x mesh.tp = 8"),
-        (32, 12, 3, 4, "exchange", 1, "model.kv_heads is 3, wanted a multiple or a divisor of mesh.cp x mesh.tp = 4"),
+        (36, 8, 8, 8, "ulysses", 1, "batch.sequence_length is 36, wanted a multiple of mesh.cp = 8"),
+        (32, 6, 2, 4, "ulysses", 1, "model.heads is 6, wanted a multiple of mesh.cp x mesh.tp = 4"),
+        (32, 4, 4, 4, "ulysses", 2, "model.heads is 4, wanted a multiple of mesh.cp x mesh.tp = 8"),
+        (32, 12, 3, 4, "ulysses", 1, "model.kv_heads is 3, wanted a multiple or a divisor of mesh.cp x mesh.tp = 4"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(length, heads, kv_heads, cp, variant: CpMethod, tp, said):
@@ -133,6 +133,6 @@ def test_what_cannot_be_shared_is_refused(length, heads, kv_heads, cp, variant: 
         check_context(length, heads, kv_heads, cp, variant, tp)
 
 
-@pytest.mark.parametrize(("kv_heads", "variant"), [(1, "exchange"), (4, "exchange"), (8, "exchange"), (3, "ring")])
+@pytest.mark.parametrize(("kv_heads", "variant"), [(1, "ulysses"), (4, "ulysses"), (8, "ulysses"), (3, "ring")])
 def test_what_can_be_shared_is_not_refused(kv_heads, variant: CpMethod):
     check_context(32, 8 * kv_heads, kv_heads, 4, variant, 2)

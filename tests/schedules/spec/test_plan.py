@@ -102,7 +102,7 @@ def test_a_model_has_the_weights_of_its_matrices() -> None:
     head_dim = 128 // 8
     matrices = [(128, 8 * head_dim), (128, 4 * head_dim), (128, 4 * head_dim), (8 * head_dim, 128)]
     matrices += [(128, 384), (128, 384), (384, 128), (2, 128)]  # gate, up, down, and two norms
-    assert MODEL.head_dim == head_dim
+    assert MODEL.qk_head_dim == head_dim
     assert active(MODEL, 0) == sum(rows * columns for rows, columns in matrices)
     assert parameters(MODEL) == 8 * active(MODEL, 0) + 2 * 4096 * 128 + 128  # embedding, head, last norm
 
@@ -114,7 +114,7 @@ def test_the_head_weighs_as_many_layers_as_it_multiplies() -> None:
 
 
 def test_a_batch_is_cut_into_rows_of_microbatches_and_replicas() -> None:
-    batch = BatchShape(sequences=32, length=128, microbatches=8, replicas=2)
+    batch = BatchShape(global_batch_size=32, length=128, microbatches=8, replicas=2)
     assert (batch.rows, batch.tokens) == (2, 4096)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from custom_models import GPT, made, reference
 from fleet import Fleet, assembled, losses_of
-from own_models import GPT, made, reference
 from plans import STEPS, close, plan_of
 
 from pentad.orchestrator.config.config import load
@@ -50,7 +50,7 @@ def test_its_file_goes_along_with_its_job(tmp_path: Path) -> None:
     file = tmp_path / "mine" / "my.py"
     file.parent.mkdir()
     file.write_text(GPT)
-    config = load(None, [f"model.own={file}:gpt"])
+    config = load(None, [f"model.custom={file}:gpt"])
     environment = job_package.runtime_environment(config, tmp_path)
     work = Path(environment["working_dir"])
     assert (work / "model" / "my.py").read_text() == GPT
@@ -62,10 +62,10 @@ def test_its_file_goes_along_with_its_job(tmp_path: Path) -> None:
 def test_ranks_get_the_files_text_and_a_smaller_mesh_the_same_model(tmp_path: Path) -> None:
     file = tmp_path / "my.py"
     file.write_text(GPT)
-    config = load(None, [f"model.own={file}:gpt", "mesh.dp=2", "elastic.min_ranks=1"])
+    config = load(None, [f"model.custom={file}:gpt", "mesh.dp=2", "elastic.min_ranks=1"])
     full = make_plan(config, "cpu")
-    assert full.model.own is not None
-    assert full.model.own.source == GPT
+    assert full.model.custom is not None
+    assert full.model.custom.source == GPT
     less = smaller(config, 3)
     assert less is not None
     file.write_text(GPT.replace("4 * hidden", "5 * hidden"))  # while it trains
@@ -80,7 +80,7 @@ def test_sizes_that_the_function_does_not_take_may_be_left_out(tmp_path: Path) -
         more.write("    return [nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)]\n")
     (tmp_path / "run.yaml").write_text(
         f"run: {{name: two, steps: 1}}\nmodel: {{own: '{file}:two', hidden: 8, vocab: 300}}\n"
-        "schedule: {name: zb-h1, microbatches: 2}\nmesh: {pp: 2}\nbatch: {sequences: 4, sequence_length: 8}\n"
+        "schedule: {name: zb-h1, microbatches: 2}\nmesh: {pp: 2}\nbatch: {global_batch_size: 4, sequence_length: 8}\n"
         "data: {path: 'builtin:pydoc'}\n"
     )
     found = make_plan(load(tmp_path / "run.yaml", []), "cpu")
@@ -89,7 +89,7 @@ def test_sizes_that_the_function_does_not_take_may_be_left_out(tmp_path: Path) -
 
 
 def test_it_is_no_model_for_files_of_others() -> None:
-    with pytest.raises(PentadError, match=r"model.own is my.py:two, wanted null"):
+    with pytest.raises(PentadError, match=r"model.custom is my.py:two, wanted null"):
         of_section({"own": "my.py:two", "layers": 2, "hidden": 8, "vocab": 300})
 
 

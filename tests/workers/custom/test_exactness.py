@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from custom_models import made, reference
 from fleet import Fleet, assembled, losses_of
-from own_models import made, reference
 from plans import STEPS, close, plan_of
 from reference_model import Trained
 

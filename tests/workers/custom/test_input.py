@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_trained_is_refused(tmp_path: Path, case: str) -> 
     code, wanted = FILES[case]
     file = tmp_path / "my.py"
     file.write_text(HEAD + code + "\n")
-    said = refusal([*SIZES, f"model.own={file}:made"])
+    said = refusal([*SIZES, f"model.custom={file}:made"])
     assert said.startswith(f"model {file}:made: ")
     assert wanted in said, said
 
@@ -135,16 +135,16 @@ def test_a_file_that_cannot_be_trained_is_refused(tmp_path: Path, case: str) -> 
         ("mesh.tp=2", "mesh.tp is 2, wanted 1 for model"),
         ("mesh.cp=2", "mesh.cp is 2, wanted 1 for model"),
         ("mesh.ep=2", "mesh.ep is 2, wanted 1 for model"),
-        ("data.packed=true", "data.packed is true, wanted false for model"),
+        ("data.document_mask=true", "data.document_mask is true, wanted false for model"),
         ("memory.recompute=selective", "memory.recompute is selective, wanted none or full for model"),
         ("schedule.name=seq-1f1b", "wanted 1 for model"),
-        ("model.tied=true", "model.tied is true, wanted false for model.own"),
+        ("model.tie_word_embeddings=true", "model.tie_word_embeddings is true, wanted false for model.custom"),
     ],
 )
 def test_what_layers_of_ones_own_cannot_do_is_refused(tmp_path: Path, override: str, wanted: str) -> None:
     file = tmp_path / "my.py"
     file.write_text(HEAD + "def made(vocab, hidden): return around(vocab, hidden)\n")
-    assert wanted in refusal([*SIZES, f"model.own={file}:made", override])
+    assert wanted in refusal([*SIZES, f"model.custom={file}:made", override])
 
 
 @pytest.mark.parametrize(
@@ -156,13 +156,13 @@ def test_what_layers_of_ones_own_cannot_do_is_refused(tmp_path: Path, override: 
     ],
 )
 def test_a_file_that_is_none_is_refused(own: str, wanted: str) -> None:
-    assert wanted in refusal([*SIZES, f"model.own={own}"])
+    assert wanted in refusal([*SIZES, f"model.custom={own}"])
 
 
 def test_the_command_prints_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my.py"
     file.write_text("print('hello')\n1 / 0\n")
-    assert main(["plan", f"model.own={file}:made", "--device", "cpu"]) == 1
+    assert main(["plan", f"model.custom={file}:made", "--device", "cpu"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert [line for line in printed.err.splitlines() if line != "hello"] == [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from own_models import made
+from custom_models import made
 from plans import plan_of
 
 from pentad.orchestrator.planning.activations import shares_of
@@ -24,8 +24,10 @@ NAMES = ("gpt", "dropping", "made")
 
 
 def parameters_of(plan: Plan, index: int) -> Parameters:
-    assert plan.model.own is not None
-    return create(plan, ParamShard(index), CPU, initial=initial_values(plan.model.own, plan.seed, *plan.layers[index]))
+    assert plan.model.custom is not None
+    return create(
+        plan, ParamShard(index), CPU, initial=initial_values(plan.model.custom, plan.seed, *plan.layers[index])
+    )
 
 
 def stage_of(plan: Plan, index: int) -> CustomStage:

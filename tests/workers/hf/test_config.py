@@ -87,7 +87,7 @@ QWEN = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mo
 
 def test_llama_3_1_is_read_in_the_old_spelling_and_in_the_new_one() -> None:
     scaling = RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
-    wanted = ModelShape(32, 4096, 32, 8, 14336, 128256, 500000.0, 1e-5, scaling=scaling)
+    wanted = ModelShape(32, 4096, 32, 8, 14336, 128256, 500000.0, 1e-5, rope_scaling=scaling)
     old = {**LLAMA, "rope_scaling": LLAMA3}
     new = {**LLAMA, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}
     del new["rope_theta"]
@@ -96,12 +96,14 @@ def test_llama_3_1_is_read_in_the_old_spelling_and_in_the_new_one() -> None:
 
 def test_deepseek_v3_is_read_as_it_was_released() -> None:
     family, shape = shape_of(DEEPSEEK)
-    assert (family, shape.layers, shape.predicted, shape.norm_eps) == ("deepseek-v3", 61, 1, 1e-6)
-    assert shape.latent == MLA(rank=512, query_rank=1536, plain=128, rotary=64, value=128)
+    assert (family, shape.layers, shape.mtp_layers, shape.norm_eps) == ("deepseek-v3", 61, 1, 1e-6)
+    assert shape.mla == MLA(
+        kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    )
     assert shape.experts == Experts(256, 8, 2048, 2048, "sigmoid", True, 2.5, 8, 4, 0.0, 0.001, 3)
-    assert shape.scaling is not None
-    assert shape.scaling.attention == 1.0
-    assert shape.scaling.softmax == pytest.approx(1.3688879454113936**2)
+    assert shape.rope_scaling is not None
+    assert shape.rope_scaling.attention_factor == 1.0
+    assert shape.rope_scaling.softmax_factor == pytest.approx(1.3688879454113936**2)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +159,9 @@ def test_a_config_without_an_architecture_is_known_by_its_type() -> None:
 
 def test_qwen3_moe_may_begin_with_dense_layers_however_that_is_said() -> None:
     _, shape = shape_of({**QWEN, "mlp_only_layers": [0, 1]})
-    assert shape.experts is not None and shape.experts.dense == 2
+    assert shape.experts is not None and shape.experts.first_k_dense == 2
     _, shape = shape_of({**QWEN, "num_hidden_layers": 2, "decoder_sparse_step": 2})
-    assert shape.experts is not None and shape.experts.dense == 1
+    assert shape.experts is not None and shape.experts.first_k_dense == 1
 
 
 @pytest.mark.parametrize(
@@ -170,10 +172,10 @@ def test_qwen3_moe_may_begin_with_dense_layers_however_that_is_said() -> None:
         ("qwen3", {}, "qk_norm"),
         ("llama", {"experts": Experts(4, 2, 8)}, "experts"),
         ("mixtral", {"experts": Experts(4, 2, 8)}, "ffn"),
-        ("mixtral", {"experts": Experts(4, 2, 48, shared=8)}, "experts.shared"),
-        ("qwen3-moe", {"qk_norm": True, "experts": Experts(4, 2, 8, score="sigmoid")}, "experts.score"),
+        ("mixtral", {"experts": Experts(4, 2, 48, shared_intermediate_size=8)}, "experts.shared"),
+        ("qwen3-moe", {"qk_norm": True, "experts": Experts(4, 2, 8, scoring_func="sigmoid")}, "experts.score"),
         ("deepseek-v3", {"norm_eps": 1e-6}, "latent"),
-        ("llama", {"scaling": RopeScaling("yarn", 4.0, 32, 1, 32, softmax=2.0)}, "scaling.softmax"),
+        ("llama", {"scaling": RopeScaling("yarn", 4.0, 32, 1, 32, softmax_factor=2.0)}, "scaling.softmax"),
         ("gpt2", {}, "family"),
     ],
 )
@@ -185,7 +187,7 @@ def test_what_a_familys_files_cannot_hold_is_refused(family: str, changes: dict[
 
 def test_a_section_that_is_not_pentads_is_refused() -> None:
     section = section_of("llama", shape_of(LLAMA)[1])
-    for wrong in ({**section, "depth": 3}, {**section, "latent": {"rank": 3}}, {"family": "llama"}):
+    for wrong in ({**section, "depth": 3}, {**section, "mla": {"kv_lora_rank": 3}}, {"family": "llama"}):
         with pytest.raises(PentadError, match="no section of pentad"):
             of_section(wrong)
 
@@ -224,12 +226,12 @@ def test_any_deepseek_shape_survives_its_config(
         },
     }
     family, shape = shape_of(config)
-    assert (shape.latent is not None and shape.latent.query_rank) == rank
+    assert (shape.mla is not None and shape.mla.q_lora_rank) == rank
     _, again = shape_of(config_of(family, shape, positions=100))
-    assert shape.scaling is not None and again.scaling is not None
-    assert again.scaling.attention == pytest.approx(shape.scaling.attention, rel=1e-11)
-    assert again.scaling.softmax == pytest.approx(shape.scaling.softmax, rel=1e-11)
-    replaced = section_of(family, again) | {"scaling": asdict(shape.scaling)}
+    assert shape.rope_scaling is not None and again.rope_scaling is not None
+    assert again.rope_scaling.attention_factor == pytest.approx(shape.rope_scaling.attention_factor, rel=1e-11)
+    assert again.rope_scaling.softmax_factor == pytest.approx(shape.rope_scaling.softmax_factor, rel=1e-11)
+    replaced = section_of(family, again) | {"scaling": asdict(shape.rope_scaling)}
     assert replaced == section_of(family, shape)
 
 

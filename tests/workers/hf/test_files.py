@@ -91,7 +91,7 @@ def test_a_tied_head_may_be_in_the_files_if_it_is_the_embedding(files: Path, tmp
     hf_models.rewrite(files, tie_word_embeddings=True)
     refused(files, tmp_path, "lm_head.weight", "copy")
     change(files, lm_head__weight=load_file(files / SINGLE)["model.embed_tokens.weight"].clone())
-    assert take(files, tmp_path / "out").shape.tied
+    assert take(files, tmp_path / "out").shape.tie_word_embeddings
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_predicted_layers_give_the_logits_of_transformers(case: Callable[[str], 
     with torch.no_grad():
         found = reference.predictions(it.shape, it.tensors, tokens, targets)
         hidden = it.model.model(tokens).last_hidden_state
-        assert len(found) == it.shape.predicted == 2
+        assert len(found) == it.shape.mtp_layers == 2
         for number, logits in enumerate(found):
             count = tokens.shape[1] - 1 - number
             hidden = ahead.forward_layer(
@@ -148,7 +148,7 @@ def test_the_table_names_every_tensor_of_the_files_once(case: Callable[[str], Ca
     assert len({part.name for part in parts}) == len(parts)
     assert len({entry.name for entry in names.entries}) == len(names.entries)
     files = load_file(it.files / "model.safetensors")
-    copies = names.copies.keys() - ({"lm_head.weight"} if it.shape.tied else set())
+    copies = names.copies.keys() - ({"lm_head.weight"} if it.shape.tie_word_embeddings else set())
     assert {part.name: part.shape for part in parts} == {
         key: tuple(tensor.shape) for key, tensor in files.items() if key not in copies
     }

@@ -145,7 +145,7 @@ def configuration(home: Path) -> dict[str, Any]:
         "run": {"name": "real", "folder": str(home), "steps": STEPS},
         "mesh": {"pp": 2},
         "schedule": {"name": "zb-h1", "microbatches": SEQUENCES},
-        "batch": {"sequences": SEQUENCES, "sequence_length": LENGTH},
+        "batch": {"global_batch_size": SEQUENCES, "sequence_length": LENGTH},
         "data": {"path": str(home / "corpus")},
         "optimizer": {"learning_rate": 1e-4, "warmup_steps": 1},
         "precision": {"compute": "float32"},

@@ -59,12 +59,12 @@ def test_the_balance_loss_of_one_layer_is_that_of_transformers_over_the_choices_
     name: str, tmp_path: Path
 ) -> None:
     model, shape, tensors = taken(name, tmp_path, num_hidden_layers=1, router_aux_loss_coef=0.25)
-    assert shape.experts is not None and shape.experts.auxiliary == 0.25
+    assert shape.experts is not None and shape.experts.aux_loss_coef == 0.25
     with torch.no_grad():
         out = model(TOKENS, labels=TOKENS, output_router_logits=True)
     found = reference.losses(shape, tensors, TOKENS, TARGETS)
-    active = shape.experts.active
-    theirs = load_balancing_loss_func(out.router_logits, shape.experts.count, active)
+    active = shape.experts.top_k
+    theirs = load_balancing_loss_func(out.router_logits, shape.experts.num_experts, active)
     assert float(found.balance) == pytest.approx(0.25 * float(theirs) / active, rel=1e-5)
     assert float(found.main) == pytest.approx(
         float(F.cross_entropy(out.logits.flatten(0, 1), TARGETS.flatten())), rel=1e-5
@@ -96,7 +96,7 @@ def test_the_loss_of_predicted_layers_is_a_share_of_all_tokens(tmp_path: Path) -
 def test_every_weight_has_a_gradient_and_a_bias_none(name: str, tmp_path: Path) -> None:
     _, shape, tensors = taken(name, tmp_path)
     if shape.experts is not None:
-        shape = replace(shape, experts=replace(shape.experts, auxiliary=0.01))
+        shape = replace(shape, experts=replace(shape.experts, aux_loss_coef=0.01))
     for tensor in tensors.values():
         tensor.requires_grad_()
     reference.loss(shape, tensors, TOKENS, TARGETS).backward()
@@ -111,7 +111,7 @@ def test_every_weight_has_a_gradient_and_a_bias_none(name: str, tmp_path: Path) 
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow, shape, tensors = taken(name, tmp_path)
     if shape.experts is not None:
-        shape = replace(shape, experts=replace(shape.experts, auxiliary=0.0))
+        shape = replace(shape, experts=replace(shape.experts, aux_loss_coef=0.0))
     for tensor in tensors.values():
         tensor.requires_grad_()
     reference.loss(shape, tensors, TOKENS, TARGETS).backward()

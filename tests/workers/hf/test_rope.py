@@ -37,10 +37,12 @@ def test_scaled_tables_are_those_of_transformers(said: dict[str, Any], theta: fl
     assert base == theta and scaling is not None
     found = inverse_frequencies(width, theta, scaling, "cpu")
     assert torch.allclose(found, wanted.double(), rtol=2e-6, atol=0)
-    assert scaling.attention == pytest.approx(attention, rel=1e-12)
+    assert scaling.attention_factor == pytest.approx(attention, rel=1e-12)
     cos, sin = rope_tables(100, width, theta, "cpu", torch.float64, scaling)
     angle = torch.arange(100, dtype=torch.float64)[:, None] * found
-    assert torch.equal(cos, scaling.attention * angle.cos()) and torch.equal(sin, scaling.attention * angle.sin())
+    assert torch.equal(cos, scaling.attention_factor * angle.cos()) and torch.equal(
+        sin, scaling.attention_factor * angle.sin()
+    )
 
 
 scalings = st.one_of(
@@ -59,7 +61,7 @@ scalings = st.one_of(
 
 @given(theta=st.floats(10, 1e7), width=st.integers(1, 64), scaling=scalings)
 def test_two_ways_to_write_a_table_agree(theta: float, width: int, scaling: RopeScaling | None) -> None:
-    shape = ModelShape(1, 2 * width, 1, 1, 1, 2, rope_theta=theta, scaling=scaling)
+    shape = ModelShape(1, 2 * width, 1, 1, 1, 2, rope_theta=theta, rope_scaling=scaling)
     found = rope_tables(50, 2 * width, theta, "cpu", torch.float64, scaling)
     for mine, theirs in zip(found, reference.rope_table(shape, 50), strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
@@ -113,5 +115,5 @@ def test_a_scaling_returns_from_its_keys() -> None:
         theta, scaling = rope_of(Keys(keys), 1e4, softmax=True)
         again = rope_of(Keys(rope_keys(theta, scaling)), 5.0, softmax=True)
         assert scaling is not None and again[1] is not None
-        assert again == (theta, replace(scaling, softmax=again[1].softmax))
-        assert again[1].softmax == pytest.approx(scaling.softmax, rel=1e-12)
+        assert again == (theta, replace(scaling, softmax_factor=again[1].softmax_factor))
+        assert again[1].softmax_factor == pytest.approx(scaling.softmax_factor, rel=1e-12)

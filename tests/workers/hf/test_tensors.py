@@ -106,7 +106,7 @@ def test_predicted_layers_that_transformers_left_out_are_not_missed(saved, tmp_p
         {name: tensor for name, tensor in kept.items() if not name.startswith(("model.layers.3", "model.layers.4"))},
         source / SINGLE,
     )
-    assert take(source, tmp_path / "out").shape.predicted == 0
+    assert take(source, tmp_path / "out").shape.mtp_layers == 0
     state = {name: tensor for name, tensor in kept.items() if not name.startswith("model.layers.4.eh_proj")}
     save_file(state, source / SINGLE)
     refused(source, tmp_path, "model.layers.4.eh_proj.weight")
@@ -116,7 +116,7 @@ def test_a_model_that_never_had_a_bias_is_written_with_zeros(saved, tmp_path: Pa
     done = take(saved("deepseek-v3"), tmp_path / "in")
     shape = done.shape
     assert shape.experts is not None
-    even = ModelShape(**{**shape.__dict__, "experts": replace(shape.experts, bias_rate=0.0)})
+    even = ModelShape(**{**shape.__dict__, "experts": replace(shape.experts, bias_update_rate=0.0)})
     tensors = {name: tensor for name, tensor in tensors_of(done).items() if not name.endswith("bias")}
     folder = folder_of(tmp_path / "run", 3)
     commit(folder, step=3, shards=[write_shard(folder, "a.safetensors", tensors)], meta={})

@@ -14,7 +14,7 @@ from expert_ranks import Ranks, case_of, check, reference, run_rank
 from pentad.schedules.spec.model import Experts
 from pentad.workers.params.router_bias import moved_bias
 
-SHAPE = Experts(count=8, active=2, ffn=5, shared=3, auxiliary=0.3)
+SHAPE = Experts(num_experts=8, top_k=2, intermediate_size=5, shared_intermediate_size=3, aux_loss_coef=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +24,16 @@ def ranks() -> Iterator[Ranks]:
     made.stop()
 
 
-@pytest.mark.parametrize("ways", [(1, "exchange"), *product((2, 4), ("exchange", "gather"))], ids=str)
+@pytest.mark.parametrize("ways", [(1, "all_to_all"), *product((2, 4), ("all_to_all", "all_gather"))], ids=str)
 @pytest.mark.parametrize("active", [1, 2, 3])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_experts_give_what_one_process_gives(ranks: Ranks, ways, active: int, score) -> None:
-    shape = replace(SHAPE, active=active, score=score, scale=1.5, normalized=active != 2)
+    shape = replace(SHAPE, top_k=active, scoring_func=score, routed_scaling_factor=1.5, norm_topk_prob=active != 2)
     case = case_of(shape, ways[0], 7, way=ways[1], remake=active == 3)
     check(case, ranks.run(case))
 
 
-@pytest.mark.parametrize("way", ["exchange", "gather"])
+@pytest.mark.parametrize("way", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_rank_whose_experts_get_nothing(ranks: Ranks, way, tokens: int) -> None:
     bias = torch.tensor([0.0, 0, -9, -9, 0, 0, 0, 0])
@@ -41,35 +41,42 @@ def test_a_rank_whose_experts_get_nothing(ranks: Ranks, way, tokens: int) -> Non
     found = ranks.run(case)
     check(case, found)
     assert not found[1].gradients["gate_up"].any() and not found[1].gradients["down"].any()
-    assert way == "gather" or found[1].came == 0
+    assert way == "all_gather" or found[1].came == 0
 
 
-@pytest.mark.parametrize("way", ["exchange", "gather"])
+@pytest.mark.parametrize("way", ["all_to_all", "all_gather"])
 def test_all_tokens_to_one_expert(ranks: Ranks, way) -> None:
     bias = torch.zeros(8)
     bias[5] = 9
-    case = case_of(replace(SHAPE, active=1), 4, 5, bias, way=way)
+    case = case_of(replace(SHAPE, top_k=1), 4, 5, bias, way=way)
     found = ranks.run(case)
     check(case, found)
     assert torch.stack([answer.load for answer in found]).sum(0).tolist() == [0, 0, 0, 0, 0, 20, 0, 0]
 
 
-@pytest.mark.parametrize("way", ["exchange", "gather"])
+@pytest.mark.parametrize("way", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("groups", [2, 4, 8])
 def test_groups_without_a_shared_network(ranks: Ranks, way, groups: int) -> None:
-    shape = replace(SHAPE, active=3, groups=groups, active_groups=max(2, groups // 2), score="sigmoid", shared=0)
+    shape = replace(
+        SHAPE,
+        top_k=3,
+        num_groups=groups,
+        topk_groups=max(2, groups // 2),
+        scoring_func="sigmoid",
+        shared_intermediate_size=0,
+    )
     case = case_of(shape, 4, 7, torch.randn(8) / 8, way=way)
     check(case, ranks.run(case))
 
 
 def test_a_token_travels_once_to_a_rank(ranks: Ranks) -> None:
-    shape = replace(SHAPE, active=8)  # all four experts of each of two ranks
+    shape = replace(SHAPE, top_k=8)  # all four experts of each of two ranks
     assert [answer.came for answer in ranks.run(case_of(shape, 2, 7))] == [14, 14]
-    one = replace(SHAPE, active=2, groups=4, active_groups=1)  # both experts of one rank
+    one = replace(SHAPE, top_k=2, num_groups=4, topk_groups=1)  # both experts of one rank
     assert sum(answer.came for answer in ranks.run(case_of(one, 4, 7))) == 28
 
 
-@pytest.mark.parametrize("way", ["exchange", "gather"])
+@pytest.mark.parametrize("way", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_dtypes_are_near_and_two_runs_have_the_same_bits(ranks: Ranks, way, dtype: torch.dtype) -> None:
     wide = case_of(SHAPE, 4, 9, way=way)
@@ -105,7 +112,7 @@ def test_the_bias_after_a_step_does_not_depend_on_how_the_step_is_cut(ranks: Ran
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_parts_of_the_width_make_the_whole_together(score) -> None:
     """What tensor parallelism cuts: results, gradients of tokens and of the router are sums over the parts."""
-    whole = case_of(replace(SHAPE, ffn=6, shared=4, score=score), 1, 7)
+    whole = case_of(replace(SHAPE, intermediate_size=6, shared_intermediate_size=4, scoring_func=score), 1, 7)
     found = []
     for part in range(2):
 

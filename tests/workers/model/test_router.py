@@ -27,13 +27,15 @@ HIDDEN, TOKENS = 16, 11
 
 def mixtral() -> tuple[Any, Experts]:
     config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=12, num_local_experts=8, num_experts_per_tok=2)
-    return MixtralSparseMoeBlock(config), Experts(count=8, active=2, ffn=12)
+    return MixtralSparseMoeBlock(config), Experts(num_experts=8, top_k=2, intermediate_size=12)
 
 
 def qwen(normalized: bool) -> tuple[Any, Experts]:
     sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 3}
     config = Qwen3MoeConfig(**sizes, norm_topk_prob=normalized)
-    return Qwen3MoeSparseMoeBlock(config), Experts(count=8, active=3, ffn=12, normalized=normalized)
+    return Qwen3MoeSparseMoeBlock(config), Experts(
+        num_experts=8, top_k=3, intermediate_size=12, norm_topk_prob=normalized
+    )
 
 
 def deepseek(normalized: bool) -> tuple[Any, Experts]:
@@ -48,7 +50,7 @@ def deepseek(normalized: bool) -> tuple[Any, Experts]:
         norm_topk_prob=normalized,
         routed_scaling_factor=2.5,
     )
-    shape = Experts(16, 3, 6, 12, "sigmoid", normalized, 2.5, groups=4, active_groups=2, bias_rate=1e-3)
+    shape = Experts(16, 3, 6, 12, "sigmoid", normalized, 2.5, num_groups=4, topk_groups=2, bias_update_rate=1e-3)
     return DeepseekV3MoE(config), shape
 
 
@@ -94,7 +96,7 @@ def test_logits_choice_and_weights_are_those_of_transformers(name: str) -> None:
     order, there = found.experts.sort(1), chosen.sort(1)
     assert torch.equal(order.values, there.values)
     assert torch.allclose(found.weights.gather(1, order.indices), weights.gather(1, there.indices), rtol=1e-5)
-    assert torch.equal(found.load, torch.bincount(chosen.flatten(), minlength=shape.count))
+    assert torch.equal(found.load, torch.bincount(chosen.flatten(), minlength=shape.num_experts))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -116,7 +118,7 @@ def test_results_and_gradients_are_those_of_transformers(name: str) -> None:
 
 
 def test_the_balance_loss_is_that_of_transformers() -> None:
-    shape = Experts(count=8, active=2, ffn=1, auxiliary=0.5)
+    shape = Experts(num_experts=8, top_k=2, intermediate_size=1, aux_loss_coef=0.5)
     x, weights = torch.randn(TOKENS, HIDDEN), torch.randn(8, HIDDEN)
     products = (x @ weights.T).requires_grad_()
     theirs = load_balancing_loss_func((products,), 8, 2)
@@ -132,7 +134,7 @@ def test_the_balance_loss_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_parts_of_a_microbatch_make_its_balance_loss_together(score) -> None:
-    shape = Experts(count=8, active=2, ffn=1, auxiliary=0.5, score=score)
+    shape = Experts(num_experts=8, top_k=2, intermediate_size=1, aux_loss_coef=0.5, scoring_func=score)
     x, weights = torch.randn(12, HIDDEN, dtype=torch.float64), torch.randn(8, HIDDEN, dtype=torch.float64)
     whole = router.route(x, weights, None, shape)
     parts = [router.route(part, weights, None, shape) for part in x.chunk(3)]
@@ -149,7 +151,7 @@ def test_parts_of_a_microbatch_make_its_balance_loss_together(score) -> None:
 
 
 def test_the_balance_loss_is_least_where_the_load_is_even() -> None:
-    shape = Experts(count=4, active=1, ffn=1, auxiliary=1.0)
+    shape = Experts(num_experts=4, top_k=1, intermediate_size=1, aux_loss_coef=1.0)
     even = router.route(10 * torch.eye(4), torch.eye(4), None, shape)
     one = router.route(10 * torch.eye(4)[:1].expand(4, 4), torch.eye(4), None, shape)
     assert even.load.tolist() == [1, 1, 1, 1] and one.load.tolist() == [4, 0, 0, 0]
@@ -157,7 +159,9 @@ def test_the_balance_loss_is_least_where_the_load_is_even() -> None:
     assert router.balance_loss(one, shape).item() == pytest.approx(4.0, rel=1e-3)
 
 
-@pytest.mark.parametrize("shape", [Experts(8, 3, 1), Experts(8, 3, 1, groups=4, active_groups=2, score="sigmoid")])
+@pytest.mark.parametrize(
+    "shape", [Experts(8, 3, 1), Experts(8, 3, 1, num_groups=4, topk_groups=2, scoring_func="sigmoid")]
+)
 def test_equal_scores_go_to_the_lowest_experts(shape: Experts) -> None:
     found = router.route(torch.ones(5, 4), torch.zeros(8, 4), None, shape)
     assert found.experts.tolist() == [[0, 1, 2]] * 5
@@ -174,7 +178,7 @@ def test_no_token_visits_more_than_its_groups(seed: int, size: int, data: st.Dat
     active = data.draw(st.integers(1, active_groups * size))
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(-4, 4, (9, groups * size), generator=generator) / 4  # with many equal ones
-    shape = Experts(groups * size, active, 1, groups=groups, active_groups=active_groups)
+    shape = Experts(groups * size, active, 1, num_groups=groups, topk_groups=active_groups)
     chosen = router.choose(scores, shape)
     for row, picked in zip(scores, chosen.tolist(), strict=True):
         assert len(set(picked)) == active
@@ -194,7 +198,7 @@ def test_the_bias_moves_towards_an_even_load(load: list[int]) -> None:
 
 
 def test_the_bias_counts_for_the_choice_alone() -> None:
-    shape = Experts(count=4, active=2, ffn=1, score="sigmoid", normalized=False)
+    shape = Experts(num_experts=4, top_k=2, intermediate_size=1, scoring_func="sigmoid", norm_topk_prob=False)
     x, weights = torch.randn(5, 3), torch.randn(4, 3)
     bias = torch.tensor([0.0, 5.0, 0.0, 4.0])
     found = router.route(x, weights, bias, shape)

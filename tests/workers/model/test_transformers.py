@@ -60,7 +60,7 @@ def run(name: str, corpus: str, folder: Path) -> Theirs:
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     grads = take(hf_models.save(model, folder / "gradient files"), folder / "gradients")
     found = {key.removeprefix("model."): tensor for key, tensor in tensors_of(grads).items() if "bias" not in key}
-    experts = done.shape.experts and replace(done.shape.experts, auxiliary=0.0)
+    experts = done.shape.experts and replace(done.shape.experts, aux_loss_coef=0.0)
     return Theirs(replace(done.shape, experts=experts), done.folder, logits.detach(), loss.item(), found)
 
 

@@ -14,7 +14,7 @@ from pentad.kernels.attention.attention import attention, attention_backward
 from pentad.schedules.spec.cp_layout import CpMethod
 
 pytestmark = pytest.mark.timeout(60)
-VARIANTS: tuple[CpMethod, ...] = ("ring", "gather", "exchange")
+VARIANTS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 # of 3 rows of 32 positions: across all, on the borders of chunks, inside one chunk, single positions
 PACKED = ((0, 8, 16, 24), (0, 3, 4, 5, 7, 19), (0, 30, 31))
@@ -106,7 +106,7 @@ def test_keys_and_gradients_travel_while_blocks_are_computed(ranks):
         assert answer.log == [*forward, "backward", *back]
 
 
-@pytest.mark.parametrize("variant", ["ring", "gather"])
+@pytest.mark.parametrize("variant", ["ring", "all_gather"])
 def test_what_is_kept_for_the_way_back_is_a_rank_s_share(ranks, variant):
     case = Case(4, variant, batch=3, heads=8, kv_heads=2, length=64, width=12, value=8)
     whole = 3 * 64 * (8 * (12 + 8 + 1) + 2 * (12 + 8))

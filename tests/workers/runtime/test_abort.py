@@ -10,7 +10,7 @@ import pytest
 import torch
 from axes_cases import FAMILIES, MIXED
 from cells import Cell, join, lose_one, together
-from own_models import made
+from custom_models import made
 from plans import plan_of
 
 from pentad.schedules.ir.instruction import Op
@@ -115,23 +115,23 @@ def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
 
 
 def test_an_heir_that_came_too_late_takes_nothing_along(corpus, tmp_path):
-    """Its epoch may be over before it is made; the next one inherits from the same rank."""
+    """Its generation may be over before it is made; the next one inherits from the same rank."""
     first = Runner(small("1f1b", corpus, {"microbatches": 2, "model": MIXED}), 0, tmp_path / "board")
     first.restore(None, 3)
     found = {at: [torch.rand_like(part) for part in held.given()] for at, held in first.parameters.items()}
     for at, parts in found.items():
         for mine, part in zip(first.parameters[at].given(), parts, strict=True):
             mine.copy_(part)
-    for epoch in (2, 3):
-        heir = Runner(first.plan, 0, tmp_path / "board", epoch, before=first, blank=True)
+    for generation in (2, 3):
+        heir = Runner(first.plan, 0, tmp_path / "board", generation, before=first, blank=True)
     assert heir.version == 3 and heir.stages[0].balance is not None and heir.stages[0].balance.bias.all()
     for at, parts in found.items():
         assert all(torch.equal(*pair) for pair in zip(heir.parameters[at].given(), parts, strict=True))
 
 
 def test_a_step_cut_off_at_its_norm_can_still_be_taken(corpus, tmp_path):
-    """A GPU behind its host goes on through NORM, STEP and a forward of the next step when the epoch ends meanwhile;
-    partners may have heard the norm and taken the step."""
+    """A GPU behind its host goes on through NORM, STEP and a forward of the next step when the generation ends
+    meanwhile; partners may have heard the norm and taken the step."""
     runners = []
     for number in (0, 1):
         plan = small("1f1b", corpus, {"microbatches": 2, "model": MIXED})
@@ -182,7 +182,7 @@ INNER = [
     pytest.param("zb-h2", {"dp": 2, "tp": 2, "microbatches": 2}, marks=SLOW),
     pytest.param("zb-v", {"pp": 2, "cp": 2, "microbatches": 4, "model": FAMILIES["qwen3"]}, marks=SLOW),
     pytest.param("1f1b", {"cp": 4, "microbatches": 2}, marks=SLOW),
-    pytest.param("1f1b", {**SQUARE, "model": replace(FAMILIES["qwen3"], predicted=1)}, marks=SLOW),
+    pytest.param("1f1b", {**SQUARE, "model": replace(FAMILIES["qwen3"], mtp_layers=1)}, marks=SLOW),
 ]
 
 

@@ -51,12 +51,12 @@ TIED = [
 ]
 CONTEXT = [
     ("1f1b", {"cp": 2}, "ring"),
-    ("zb-h2", {"cp": 2, "pp": 2}, "gather"),
-    ("gpipe", {"cp": 2, "tp": 2}, "exchange"),
+    ("zb-h2", {"cp": 2, "pp": 2}, "all_gather"),
+    ("gpipe", {"cp": 2, "tp": 2}, "ulysses"),
     ("1f1b", {"cp": 4}, "ring"),
-    pytest.param("1f1b", {"cp": 4}, "gather", marks=SLOW),
+    pytest.param("1f1b", {"cp": 4}, "all_gather", marks=SLOW),
     pytest.param("dualpipe", {"cp": 2, "pp": 2}, "ring", marks=SLOW),
-    pytest.param("1f1b", {"cp": 2, "dp": 2}, "exchange", marks=SLOW),
+    pytest.param("1f1b", {"cp": 2, "dp": 2}, "ulysses", marks=SLOW),
 ]
 EXPERTS = [
     pytest.param("gpipe", {}, 0, marks=SLOW),
@@ -88,7 +88,7 @@ def test_tensor_ranks_recompute_as_one_process(fleet, corpus, recompute):
 
 @pytest.mark.parametrize(("name", "sizes", "zero"), TIED)
 def test_tied_embeddings_equal_one_process(fleet, corpus, name, sizes, zero):
-    tied = replace(MODEL, tied=True)
+    tied = replace(MODEL, tie_word_embeddings=True)
     equals_one_process(fleet, made(corpus, name, sizes, model=tied, savings=MemoryOptions(zero=zero)))
 
 
@@ -105,7 +105,7 @@ def test_every_family_equals_one_process(fleet, corpus, family, name, sizes):
 
 @pytest.mark.parametrize(("name", "sizes", "tied"), PREDICTED)
 def test_layers_that_predict_further_tokens_equal_one_process(fleet, corpus, name, sizes, tied):
-    model = replace(FAMILIES["deepseek-v3"], predicted=2, tied=tied)
+    model = replace(FAMILIES["deepseek-v3"], mtp_layers=2, tie_word_embeddings=tied)
     equals_one_process(fleet, made(corpus, name, sizes, model=model))
 
 
@@ -125,7 +125,7 @@ MOVES = [
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_any_mesh_goes_on_from_what_another_saved(fleet, corpus, tmp_path, before, after):
     """With two steps before and one behind, as one process takes all three."""
-    model = replace(FAMILIES["qwen3-moe"], tied=True, experts=replace(ROUTED, dense=0))
+    model = replace(FAMILIES["qwen3-moe"], tie_word_embeddings=True, experts=replace(ROUTED, first_k_dense=0))
     plans = []
     for sizes in (before, after):
         axes = {axis: size for axis, size in sizes.items() if axis != "zero"}

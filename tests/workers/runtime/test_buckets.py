@@ -52,7 +52,7 @@ def buckets_for(name: str, p: int, m: int, chunks: int | None = None, most: int 
 
 def plan_in_buckets(name, dp, pp, m, corpus, most, zero=0, dtype="float64", chunks=None, gathered=None, **more) -> Plan:
     found = buckets_for(name, pp, m, chunks, most)
-    savings = MemoryOptions(zero=zero, gathered=gathered, buckets=found)
+    savings = MemoryOptions(zero=zero, max_gathered=gathered, buckets=found)
     return plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, savings=savings, **more)
 
 
@@ -132,7 +132,7 @@ SHARED = [
     ("1f1b", {"cp": 2, "pp": 2}, {}, 1),
     ("interleaved", {"cp": 2}, {"chunks": 4}, 1),
     pytest.param("1f1b", {"dp": 2, "pp": 2}, {"model": FAMILIES["qwen3"]}, 2, marks=slow),
-    pytest.param("zb-h2", {"cp": 2, "pp": 2}, {"model": replace(FAMILIES["deepseek-v3"], predicted=1)}, 1, marks=slow),
+    pytest.param("zb-h2", {"cp": 2, "pp": 2}, {"model": replace(FAMILIES["deepseek-v3"], mtp_layers=1)}, 1, marks=slow),
 ]
 
 
@@ -154,7 +154,7 @@ def test_what_was_saved_in_some_buckets_is_restored_in_others(fleet, corpus, tmp
 
 
 MODELS = {"llama": MODEL, "tied": FAMILIES["qwen3"], "mixed": MIXED}
-MODELS["ahead"] = replace(FAMILIES["deepseek-v3"], predicted=1)
+MODELS["ahead"] = replace(FAMILIES["deepseek-v3"], mtp_layers=1)
 
 
 @pytest.mark.parametrize("zero", [0, 2])
@@ -175,7 +175,7 @@ def test_a_bucket_is_whole_once_a_backward_pass_has_come_down_to_its_layer(corpu
     stage.bind()
     tokens = torch.arange(plan.piece_tokens) % 300
     received, dy = torch.randn(2, plan.piece_tokens, plan.model.hidden, dtype=torch.float64)
-    further = tokens.expand(plan.model.predicted, -1) if stage.last else None
+    further = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
     run_to_completion(stage.forward(0, None if stage.first else received, *ends, further))
     whole: dict[tuple[int, int], torch.Tensor] = {}

@@ -47,7 +47,7 @@ def test_an_axis_alone(fleet, corpus, sizes, dense):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("variant", ["ring", "gather", "exchange"])
+@pytest.mark.parametrize("variant", ["ring", "all_gather", "ulysses"])
 def test_every_way_of_context_ranks(fleet, corpus, variant, size):
     equals_one_process(fleet, made(corpus, "1f1b", {"cp": size}, model=HEADS, context=variant))
 

@@ -20,16 +20,16 @@ from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import Turns, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.expert_parallel import DispatchMode
 
-LATENT = replace(MIXED, latent=MLA(rank=6, query_rank=10, plain=4, rotary=2, value=4))
+LATENT = replace(MIXED, mla=MLA(kv_lora_rank=6, q_lora_rank=10, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4))
 SLOW = pytest.mark.slow
 CASES = [
-    ({"ep": 2}, "exchange", MIXED, "ring"),
-    ({"ep": 2}, "gather", MIXED, "ring"),
-    ({"tp": 2}, "exchange", HEADS, "ring"),
-    ({"tp": 2}, "exchange", LATENT, "ring"),
-    ({"cp": 2}, "exchange", HEADS, "ring"),
-    ({"cp": 2}, "exchange", HEADS, "gather"),
-    ({"cp": 2}, "exchange", MIXED, "exchange"),
+    ({"ep": 2}, "all_to_all", MIXED, "ring"),
+    ({"ep": 2}, "all_gather", MIXED, "ring"),
+    ({"tp": 2}, "all_to_all", HEADS, "ring"),
+    ({"tp": 2}, "all_to_all", LATENT, "ring"),
+    ({"cp": 2}, "all_to_all", HEADS, "ring"),
+    ({"cp": 2}, "all_to_all", HEADS, "all_gather"),
+    ({"cp": 2}, "all_to_all", MIXED, "ulysses"),
 ]
 
 

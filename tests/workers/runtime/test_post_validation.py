@@ -34,7 +34,9 @@ def test_a_step_ahead_of_its_norm_gives_the_bits_of_one_that_waits(fleet, corpus
     agree(fleet.run(plan, [(0, 4), (4, 1)]), fleet.run(other, [(0, 4), (4, 1)]))
 
 
-AUXILIARY = replace(MODEL, experts=Experts(count=4, active=2, ffn=12, shared=8, auxiliary=0.1))
+AUXILIARY = replace(
+    MODEL, experts=Experts(num_experts=4, top_k=2, intermediate_size=12, shared_intermediate_size=8, aux_loss_coef=0.1)
+)
 INNER = [
     ("zb-h2", {"tp": 2, "pp": 2}),
     pytest.param("dualpipe", {"tp": 2, "pp": 2}, marks=pytest.mark.slow),

@@ -33,5 +33,5 @@ def test_shards_on_any_mesh_equal_one_process(fleet, corpus, name, dp, pp, m, ze
 
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks", "gathered", "zero"), few_at_once())
 def test_stages_that_take_turns_on_buffers_equal_one_process(fleet, corpus, name, dp, pp, m, chunks, gathered, zero):
-    savings = MemoryOptions(zero=zero, gathered=gathered if zero == 3 else None)
+    savings = MemoryOptions(zero=zero, max_gathered=gathered if zero == 3 else None)
     equals_one_process(fleet, plan_of(name, dp, pp, m, corpus, chunks=chunks, savings=savings))

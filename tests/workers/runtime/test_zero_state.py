@@ -43,7 +43,7 @@ RUNS = [("zb-h2", 2, 2, 4, 1), ("interleaved", 2, 2, 4, 3), ("dualpipe", 1, 4, 8
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "zero"), some(RUNS, {1}))
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=slow)])
 def test_two_runs_and_a_resumed_one_are_bit_identical(fleet, corpus, tmp_path, name, dp, pp, m, zero, dtype):
-    savings = MemoryOptions(zero=zero, gathered=1 if (name, zero) == ("interleaved", 3) else None)
+    savings = MemoryOptions(zero=zero, max_gathered=1 if (name, zero) == ("interleaved", 3) else None)
     plan = plan_of(name, dp, pp, m, corpus, dtype, savings=savings)
     once, again = fleet.run(plan, [(0, 4)]), fleet.run(plan, [(0, 1), (1, 3)])
     later = resumed(fleet, plan, checkpoint.folder_of(tmp_path, 2), 2, [(2, 2)])
@@ -108,7 +108,7 @@ SIZES = [("1f1b", 1, 2, 4, None), ("1f1b", 2, 2, 4, None), ("zb-v", 2, 2, 4, Non
 @pytest.mark.parametrize("validated", [False, True])
 def test_what_is_allocated_is_what_is_planned(corpus, name, dp, pp, m, chunks, zero, dtype, validated):
     gathered = 1 if chunks and zero == 3 else None
-    savings = MemoryOptions(zero=zero if dp > 1 or name == "dualpipe" else 0, gathered=gathered)
+    savings = MemoryOptions(zero=zero if dp > 1 or name == "dualpipe" else 0, max_gathered=gathered)
     plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, savings=savings, validated=validated)
     for rank in range(plan.mesh.size):
         held = {at: create(plan, at, torch.device("cpu"), rank=rank, blank=True) for at in plan.shares_of(rank)}
@@ -141,7 +141,7 @@ def test_volumes_are_those_of_the_paper(corpus):
     """2N a step, and 3N where weights go between forward and backward: all stages but the last twice."""
     elements = {}
     for zero in range(4):
-        savings = MemoryOptions(zero=zero, gathered=1 if zero == 3 else None)
+        savings = MemoryOptions(zero=zero, max_gathered=1 if zero == 3 else None)
         plan = plan_of("looped-bfs", 2, 2, 3, corpus, chunks=4, savings=savings)
         sent = traffic(plan, 0)
         counts = [p.op for p in units_of(plan.program.streams[0]) if p.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER)]
@@ -172,7 +172,7 @@ def test_no_buffer_has_two_stages_at_once(name, p, m, chunks, gathered, validate
         p,
         m,
         replicas=2,
-        savings=MemoryOptions(zero=3, gathered=gathered),
+        savings=MemoryOptions(zero=3, max_gathered=gathered),
         options=Options(chunks),
         validated=validated,
     )
@@ -212,9 +212,12 @@ def test_a_lost_rank_takes_its_shard_along(corpus):
 
 BAD = [
     (["zero.stage=4"], "zero.stage"),
-    (["zero.stage=2", "zero.gathered=1"], "zero.gathered is 1 with zero.stage = 2, wanted null"),
-    (["zero.gathered=1"], "zero.gathered is 1 with zero.stage = 0, wanted null"),
-    (["zero.stage=3", "zero.gathered=1", "schedule.name=dualpipe"], "gathered is 1, but rank 0 reads 2 stages in one"),
+    (["zero.stage=2", "zero.max_gathered=1"], "zero.max_gathered is 1 with zero.stage = 2, wanted null"),
+    (["zero.max_gathered=1"], "zero.max_gathered is 1 with zero.stage = 0, wanted null"),
+    (
+        ["zero.stage=3", "zero.max_gathered=1", "schedule.name=dualpipe"],
+        "gathered is 1, but rank 0 reads 2 stages in one",
+    ),
     (["zero.stage=3", "zero.prefetch=-1"], "zero.prefetch"),
     (["zero.stage=1", "zero.prefetch=2"], "zero.prefetch is 2 with zero.stage = 1, wanted 1"),
 ]
@@ -229,7 +232,7 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(overrides, words):
 
 
 def test_without_others_to_share_with_a_rank_keeps_all():
-    config = load(None, ["zero.stage=3", "zero.gathered=1", "schedule.name=1f1b"])
+    config = load(None, ["zero.stage=3", "zero.max_gathered=1", "schedule.name=1f1b"])
     alone = make_plan(config, "cpu")
     assert alone == make_plan(load(None, ["schedule.name=1f1b"]), "cpu")
     wide = load(None, ["zero.stage=3", "mesh.dp=2", "elastic.min_ranks=4", "schedule.name=1f1b"])

@@ -19,8 +19,8 @@ def shape_of(model: Any, length: int, dtype: str) -> ModelShape:
     from pentad.workers.custom.inspect import look
 
     sizes = {name: getattr(model, name) for name in SIZES} | {"length": length}
-    own = look(model.own, sizes, getattr(torch, dtype))
-    return ModelShape(len(own.layers), model.hidden, 1, 1, 1, model.vocab, own=own)
+    own = look(model.custom, sizes, getattr(torch, dtype))
+    return ModelShape(len(own.layers), model.hidden, 1, 1, 1, model.vocab, custom=own)
 
 
 def require_plain(text: str, mesh: Mesh, slices: int, *, packed: bool, recompute: str) -> None:
@@ -31,14 +31,14 @@ def require_plain(text: str, mesh: Mesh, slices: int, *, packed: bool, recompute
     if slices > 1:
         raise PentadError(f"schedule.slices is {slices}, wanted 1 for model {text}, which gets whole sequences")
     if packed:
-        raise PentadError(f"data.packed is true, wanted false for model {text}, which is told of no documents")
+        raise PentadError(f"data.document_mask is true, wanted false for model {text}, which is told of no documents")
     if recompute == "selective":
         raise PentadError(f"memory.recompute is selective, wanted none or full for model {text}")
 
 
 def require_layers(model: ModelShape, stages: int) -> None:
     """Raises PentadError for fewer layers than stages."""
-    if model.own is not None and model.layers < stages:
+    if model.custom is not None and model.layers < stages:
         found = f"it returns {model.layers} layer{'s' * (model.layers > 1)}"
         wanted = f"{stages} pipeline stages (mesh.pp) need at least one each"
-        raise PentadError(f"model {model.own.text}: {found}, but {wanted}")
+        raise PentadError(f"model {model.custom.text}: {found}, but {wanted}")

@@ -119,12 +119,12 @@ def made(folder: Path, name: str, **sizes: int) -> ModelShape:
     file.write_text(GPT if file.name == "gpt.py" else CONVOLUTION)
     given = {"vocab": MODEL.vocab, "hidden": 16, "heads": 4, "layers": 3, "length": 8} | sizes
     own = look(f"{file}:{name}", given, torch.float64)
-    return ModelShape(len(own.layers), given["hidden"], 1, 1, 1, given["vocab"], own=own)
+    return ModelShape(len(own.layers), given["hidden"], 1, 1, 1, given["vocab"], custom=own)
 
 
 def train(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> Trained:
     """One step a batch [microbatches, rows, S], as the user would write it: modules, autograd, AdamW."""
-    own, shape = plan.model.own, plan.optimizer
+    own, shape = plan.model.custom, plan.optimizer
     assert own is not None
     layers, loss = build(own, plan.seed, 0, len(own.layers))
     model = torch.nn.ModuleList(layers).double()
@@ -166,7 +166,9 @@ def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in one process."""
     corpus, batch, batches = open_corpus(plan.data, False), plan.batch, []
     for step in range(STEPS):
-        both = microbatch(corpus, plan.seed, step, batch.sequences, range(batch.sequences), batch.length)
+        both = microbatch(
+            corpus, plan.seed, step, batch.global_batch_size, range(batch.global_batch_size), batch.length
+        )
         inputs, targets = (torch.from_numpy(each).view(-1, batch.rows, batch.length) for each in both)
         batches.append((inputs, targets))
     return train(plan, batches)

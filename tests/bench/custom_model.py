@@ -3,7 +3,7 @@
 One stage runs F, B and W of a microbatch with either, and torch alone runs the same modules, in turns. Seconds are of
 the thread alone; ratios are medians over the turns, for others may use the machine:
 
-    PYTHONPATH=.typings:tests/support python tests/bench/own_model.py --out FILE
+    PYTHONPATH=.typings:tests/support python tests/bench/custom_model.py --out FILE
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def llama(vocab, hidden, layers, heads, kv_heads, ffn, length):
 """
 SIZES = "layers=4 hidden=256 heads=8 kv_heads=4 ffn=768 vocab=4096"
 BATCH = [
-    "batch.sequences=2",
+    "batch.global_batch_size=2",
     "batch.sequence_length=128",
     "mesh.pp=1",
     "schedule.microbatches=1",
@@ -97,7 +97,7 @@ def measured() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "llama.py")
         file.write_text(LLAMA)
-        plans = [make_plan(load(None, more), "cpu") for more in (words, [*words, f"model.own={file}:llama"])]
+        plans = [make_plan(load(None, more), "cpu") for more in (words, [*words, f"model.custom={file}:llama"])]
         runs = {"builtin": staged(plans[0]), "modules": staged(plans[1]), "torch alone": plain(plans[1])}
         seconds: dict[str, Times] = {name: defaultdict(list) for name in runs}
         for _ in range(TURNS):
@@ -118,7 +118,7 @@ def over(some: list[float], others: list[float]) -> float:
 def staged(plan: Plan) -> Callable[[Times], None]:
     """F, B and W of the plan's only stage."""
     banks = buffers_of(plan, 0, 0, {ParamShard(0): create(plan, ParamShard(0), torch.device("cpu"))})
-    stage: StageProtocol = Stage(plan, 0, banks) if plan.model.own is None else CustomStage(plan, 0, banks)
+    stage: StageProtocol = Stage(plan, 0, banks) if plan.model.custom is None else CustomStage(plan, 0, banks)
     tokens = torch.randint(plan.model.vocab, (plan.piece_tokens,))
 
     def run(seconds: Times) -> None:
@@ -139,8 +139,8 @@ def staged(plan: Plan) -> Callable[[Times], None]:
 
 def plain(plan: Plan) -> Callable[[Times], None]:
     """Forward and backward of the same modules without pentad."""
-    assert plan.model.own is not None
-    layers, _ = build(plan.model.own, 0, 0, plan.model.layers)
+    assert plan.model.custom is not None
+    layers, _ = build(plan.model.custom, 0, 0, plan.model.layers)
     tokens = torch.randint(plan.model.vocab, (plan.batch.rows, plan.batch.length))
 
     def run(seconds: Times) -> None:
