@@ -171,16 +171,16 @@ def install_cpu_torch() -> None:
 
 def install_torch() -> None:
     """Leaves .venv with torch: the one it has, the one this Python has, or the build that suits the machine."""
-    wanted = os.environ.get("TORCH", "")
-    if wanted not in ("", "cpu", "cuda"):
-        stop(f"TORCH is {wanted!r}, but has to be cpu or cuda")
+    expected = os.environ.get("TORCH", "")
+    if expected not in ("", "cpu", "cuda"):
+        stop(f"TORCH is {expected!r}, but has to be cpu or cuda")
     if is_recent(version(str(PYTHON), "torch")):
         return
     outer = version(sys.executable, "torch")
-    if not wanted and is_recent(outer):
+    if not expected and is_recent(outer):
         say(f"keeping torch {outer} of {sys.executable}")
         borrow_packages()
-    elif wanted == "cuda" or (not wanted and has_gpu()):
+    elif expected == "cuda" or (not expected and has_gpu()):
         say(f"installing {TORCH} for CUDA")
         install(TORCH)
     else:

@@ -166,9 +166,9 @@ def generate(name: str, ranks: int, microbatches: int, asked: Options = NONE, co
 
 def _from_file(name: str, ranks: int, microbatches: int) -> Program:
     read = torch_csv.read(Path(name)) if name.endswith(".csv") else Program.load(Path(name)).compute()
-    for what, found, wanted in (("ranks", read.ranks, ranks), ("microbatches", read.microbatches, microbatches)):
-        if found != wanted:
-            raise PentadError(f"schedule {name}: the file has {found} {what}, wanted {wanted}")
+    for what, found, expected in (("ranks", read.ranks, ranks), ("microbatches", read.microbatches, microbatches)):
+        if found != expected:
+            raise PentadError(f"schedule {name}: the file has {found} {what}: expected {expected}")
     return read
 
 
@@ -178,9 +178,9 @@ def _refuse_options(name: str, found: Entry, asked: Options) -> None:
             continue
         if option not in found.takes:
             if option == "chunks":
-                has = f"has {found.chunks} chunk{'s' * (found.chunks > 1)} a rank, wanted {found.chunks}"
+                has = f"has {found.chunks} chunk{'s' * (found.chunks > 1)} a rank: expected {found.chunks}"
             else:
-                has = f"does not take it, wanted no {_NAMES[option]}"
+                has = f"does not take it: expected no {_NAMES[option]}"
             raise PentadError(f"{_NAMES[option]} is {value:g}, but schedule {name} {has}")
         if value < 1:
             raise PentadError(f"schedule {name}: {_NAMES[option]} is {value:g}, but at least 1 is needed")

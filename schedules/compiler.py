@@ -64,7 +64,7 @@ def lower(
     moved = add_transfers(order, costs, gated=gated, validated=validated)
     counts, stages = savings.buckets, order.stages
     if counts and (len(counts) != stages or min(counts) < 1):
-        raise PentadError(f"buckets are {counts}, wanted one count of at least 1 for each of {stages} stages")
+        raise PentadError(f"buckets are {counts}: expected one count of at least 1 for each of {stages} stages")
     spared = add_savings(moved, savings)
     reduced = add_reduce(spared, replicas=replicas, scatter=savings.zero > 0, buckets=savings.buckets)
     turned = add_turns(reduced) if savings.zero > 1 else reduced
@@ -76,7 +76,7 @@ def lower(
 def add_savings(program: Program, savings: MemoryOptions) -> Program:
     """The program with all that is to spare memory. Raises PentadError on what it does not allow."""
     if not 0 <= savings.zero <= 3:
-        raise PentadError(f"zero is {savings.zero}, wanted a stage of ZeRO, 0 to 3")
+        raise PentadError(f"zero is {savings.zero}: expected a stage of ZeRO, 0 to 3")
     if savings.recompute:
         program = add_recompute(program, savings.recompute)
     if savings.zero:

@@ -64,8 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(f"the system refuses to go on: {error}", 1)
 
 
-def _tell(wanted: bool) -> None:
-    if wanted:
+def _tell(expected: bool) -> None:
+    if expected:
         from pentad.orchestrator.config.version import release
 
         print(f"pentad {release()}")
@@ -361,7 +361,7 @@ def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:
     """The config file, if one is given, and the overrides: the words with a '='."""
     files = [word for word in words or () if "=" not in word]
     if len(files) > 1:
-        raise typer.BadParameter(f"CONFIG is given twice, {files[0]!r} and {files[1]!r}, wanted one file")
+        raise typer.BadParameter(f"CONFIG is given twice, {files[0]!r} and {files[1]!r}: expected one file")
     return Path(files[0]) if files else None, [word for word in words or () if "=" in word]
 
 

@@ -81,7 +81,9 @@ def _known(found: Checkpoint) -> _Known:
     kept = dict(found.meta.get("hugging_face") or {})
     section = found.meta.get("model") or (config.get("model") if isinstance(config, dict) else None)
     if not isinstance(section, dict):
-        raise PentadError(f"CHECKPOINT is '{found.folder}', whose model is not known, wanted one with {home / CONFIG}")
+        raise PentadError(
+            f"CHECKPOINT is '{found.folder}', whose model is not known: expected one with {home / CONFIG}"
+        )
     positions = kept.pop("max_position_embeddings", None)
     positions = positions or config.get("batch", {}).get("sequence_length", _USUAL_POSITIONS)
     tokenizer = {name: (home / name).read_bytes() for name in TOKENIZER_FILES if (home / name).is_file()}
@@ -119,7 +121,7 @@ def _checkpoint(path: str) -> Checkpoint:
     home = folder if (folder / CHECKPOINTS).is_dir() else resolve_run(path)
     found = newest(home / CHECKPOINTS).checkpoint
     if found is None:
-        raise PentadError(f"CHECKPOINT is '{path}', which has no whole checkpoint, wanted one that has")
+        raise PentadError(f"CHECKPOINT is '{path}', which has no whole checkpoint: expected one that has")
     return found
 
 

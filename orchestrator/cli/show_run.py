@@ -41,7 +41,7 @@ def show_timeline(
     plan, measured = _measured(folder)
     costs = read_costs(plan.program, measured)
     if costs is None:
-        raise PentadError(f"{folder / TIMELINE} has no complete step, wanted one with every stage's F, B and W")
+        raise PentadError(f"{folder / TIMELINE} has no complete step: expected one with every stage's F, B and W")
     simulated = simulate(plan.program, costs, step=measured.steps[-1])
     if html is not None:
         write("--html", html, comparison_page(plan, measured, simulated))
@@ -85,8 +85,8 @@ def _print_comparison(plan: Plan, measured: Timeline, simulated: Timeline, conso
 
 def _measured(folder: Path) -> tuple[Plan, Timeline]:
     if not (folder / TIMELINE).is_file():
-        wanted = "a run that measured a step (metrics.timeline_steps) and has ended"
-        raise PentadError(f"RUN is '{folder}', which has no {TIMELINE}, wanted {wanted}")
+        expected = "a run that measured a step (metrics.timeline_steps) and has ended"
+        raise PentadError(f"RUN is '{folder}', which has no {TIMELINE}: expected {expected}")
     config = saved_config(folder)
     plan = replace(make_plan(config, "cpu"), program=Program.load(folder / PROGRAM))
     return plan, Timeline.load(folder / TIMELINE)

@@ -129,7 +129,7 @@ def write(option: str, path: Path, content: str | bytes) -> None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise PentadError(f"{option} is '{path}', which cannot be written ({reason}), wanted a file's path") from None
+        raise PentadError(f"{option} is '{path}', which cannot be written ({reason}): expected a file's path") from None
 
 
 def _build(request: Request) -> tuple[Program, Costs, str]:
@@ -165,13 +165,13 @@ def _savings(request: Request, order: Program) -> MemoryOptions:
     """Raises PentadError on options that have no meaning, or none without another."""
     zero, prefetch = request.zero or 0, 1 if request.prefetch is None else request.prefetch
     if not 0 <= zero <= 3:
-        raise PentadError(f"--zero is {zero}, wanted a stage of ZeRO, 0 to 3")
+        raise PentadError(f"--zero is {zero}: expected a stage of ZeRO, 0 to 3")
     if request.gathered is not None and (zero < 3 or request.gathered < 1):
-        raise PentadError(f"--gathered is {request.gathered} with --zero {zero}, wanted at least 1 with --zero 3")
+        raise PentadError(f"--gathered is {request.gathered} with --zero {zero}: expected at least 1 with --zero 3")
     if request.prefetch is not None and (zero < 1 or prefetch < 0):
-        raise PentadError(f"--prefetch is {prefetch} with --zero {zero}, wanted at least 0 with --zero 1, 2 or 3")
+        raise PentadError(f"--prefetch is {prefetch} with --zero {zero}: expected at least 0 with --zero 1, 2 or 3")
     if request.keep is not None and not 0 < request.keep < inf:
-        raise PentadError(f"--keep is {request.keep:g}, wanted a number of activations greater than 0")
+        raise PentadError(f"--keep is {request.keep:g}: expected a number of activations greater than 0")
     return MemoryOptions(zero, prefetch, request.gathered, _stages(request.recompute, order), request.keep)
 
 
@@ -184,7 +184,7 @@ def _stages(text: str | None, order: Program) -> frozenset[int]:
     except ValueError:
         found = frozenset({-1})
     if not found <= set(range(order.stages)):
-        raise PentadError(f"--recompute is '{text}', wanted all or stages of 0 to {order.stages - 1}, such as 0,1")
+        raise PentadError(f"--recompute is '{text}': expected all or stages of 0 to {order.stages - 1}, such as 0,1")
     return found
 
 
@@ -196,7 +196,7 @@ def _three(text: str) -> tuple[float, float, float]:
     try:
         forward, backward, weight = (float(part) for part in text.split(","))
     except ValueError:
-        raise PentadError(f"--costs is '{text}', wanted three numbers F,B,W such as 1,1,1") from None
+        raise PentadError(f"--costs is '{text}': expected three numbers F,B,W such as 1,1,1") from None
     return forward, backward, weight
 
 

@@ -256,7 +256,7 @@ def _dashboard_port(section: ClusterSection) -> int:
             taken = section.dashboard_port
             raise PentadError(
                 f"cluster.dashboard_port is {taken}, but {_holder(taken)} has that port ({error.strerror}); "
-                "wanted a free one, or 0 for any"
+                "expected a free one, or 0 for any"
             ) from error
 
 

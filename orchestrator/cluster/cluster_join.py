@@ -39,12 +39,12 @@ def _ask(address: str, mode: str) -> None:
     from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest
     from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
-    wanted = "wanted the cluster's own in RAY_AUTH_TOKEN, or in a file that RAY_AUTH_TOKEN_PATH names"
+    expected = "expected the cluster's own in RAY_AUTH_TOKEN, or in a file that RAY_AUTH_TOKEN_PATH names"
     try:
         with init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
             NodeInfoGcsServiceStub(channel).GetClusterId(GetClusterIdRequest(), timeout=PATIENCE_SECONDS)
     except AuthenticationError:
-        raise PentadError(f"cluster.auth is {mode!r}, but no token was found here, {wanted}") from None
+        raise PentadError(f"cluster.auth is {mode!r}, but no token was found here, {expected}") from None
     except grpc.RpcError as error:
         if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             raise _nobody(address, f"what listens there is no Ray head: {error.code().name}") from None
@@ -52,9 +52,9 @@ def _ask(address: str, mode: str) -> None:
             raise PentadError(
                 f"cluster.auth is 'disabled', but the Ray cluster at {address} asks for a token"
             ) from None
-        raise PentadError(f"the Ray cluster at {address} refuses the token found here, {wanted}") from None
+        raise PentadError(f"the Ray cluster at {address} refuses the token found here, {expected}") from None
 
 
 def _nobody(address: str, reason: str) -> PentadError:
     where = f"cluster.address is {address!r}, where no Ray cluster answers ({reason})"
-    return PentadError(f"{where}, wanted local, auto or HOST:PORT")
+    return PentadError(f"{where}: expected local, auto or HOST:PORT")

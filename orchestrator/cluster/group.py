@@ -85,7 +85,7 @@ class WorkerGroup:
         for rank, there in enumerate(self._collect(self._call("sees", str(folder)))):
             if not there:
                 raise PentadError(
-                    f"run.folder has {folder}, which {self.label(rank)} does not see, wanted storage that all share"
+                    f"run.folder has {folder}, which {self.label(rank)} does not see: expected storage that all share"
                 )
 
     def restore(self, folder: Path | None, step: int = 0, tick: Tick | None = None) -> None:

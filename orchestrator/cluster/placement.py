@@ -33,8 +33,8 @@ def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bo
     size = Counter(place.node for place in places)
     if not tensor_across_nodes and any(count % mesh.tp for count in size.values()):
         offers = ", ".join(map(str, sorted(size.values(), reverse=True)))
-        wanted = "wanted multiples of mesh.tp, or mesh.tp_across_nodes = true"
-        raise PentadError(f"mesh.tp is {mesh.tp}, but nodes have room for {offers} ranks, {wanted}")
+        expected = "expected multiples of mesh.tp, or mesh.tp_across_nodes = true"
+        raise PentadError(f"mesh.tp is {mesh.tp}, but nodes have room for {offers} ranks, {expected}")
     replica = mesh.size // mesh.dp
     line = sorted(places, key=lambda p: (size[p.node] % replica > 0, -size[p.node], p.node, p.gpu, p.bundle))
     rows = product(*(range(axis) for axis in (mesh.dp, mesh.pp, mesh.ep, mesh.cp, mesh.tp)))
@@ -54,7 +54,7 @@ def reserve(mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool) -> 
     bundle = {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
     total = ray.cluster_resources()
     if fixed and any(total.get(kind, 0) < mesh.size for kind in bundle):
-        raise PentadError(f"{_wanted(mesh, bundle)}, but the cluster has only {_there(total, bundle)} on {_nodes()}")
+        raise PentadError(f"{_expected(mesh, bundle)}, but the cluster has only {_there(total, bundle)} on {_nodes()}")
     group = ray.util.placement_group([bundle] * mesh.size, strategy="PACK")
     try:
         if group.wait(timeout_seconds):
@@ -62,7 +62,7 @@ def reserve(mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool) -> 
         state = ray.util.placement_group_table(group)["stats"]["scheduling_state"].replace("_", " ").lower()
         free = ray.available_resources()
         raise PentadError(
-            f"{_wanted(mesh, bundle)}, but within cluster.start_timeout_seconds = {timeout_seconds:g} only "
+            f"{_expected(mesh, bundle)}, but within cluster.start_timeout_seconds = {timeout_seconds:g} only "
             f"{_there(free, bundle)} of {_there(ray.cluster_resources(), bundle)} on {_nodes()} were free ({state})"
         )
     except BaseException:
@@ -104,7 +104,7 @@ def hosts(group: PlacementGroup) -> int:
     return len({place.node for place in bundle_places(group)})
 
 
-def _wanted(mesh: Mesh, bundle: dict[str, int]) -> str:
+def _expected(mesh: Mesh, bundle: dict[str, int]) -> str:
     return f"mesh {mesh} has {mesh.size} ranks and wants {_there(dict.fromkeys(bundle, mesh.size), bundle)}"
 
 

@@ -26,7 +26,7 @@ def why_not(key: str, host: str, port: int, error: OSError | UnicodeError) -> st
     if number == errno.EADDRINUSE:
         from pentad.orchestrator.cluster.cluster import _holder  # imports ray
 
-        return f"{key} is {port}, but {_holder(port)} has that port ({reason}); wanted a free one, or 0 for any"
+        return f"{key} is {port}, but {_holder(port)} has that port ({reason}); expected a free one, or 0 for any"
     if number == errno.EACCES:
-        return f"{key} is {port}, which needs more rights than yours, wanted one from 1024 on, or 0 for any"
-    return f"metrics.host is {host!r}, where nothing can listen ({reason}), wanted an address of this machine"
+        return f"{key} is {port}, which needs more rights than yours: expected one from 1024 on, or 0 for any"
+    return f"metrics.host is {host!r}, where nothing can listen ({reason}): expected an address of this machine"

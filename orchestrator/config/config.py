@@ -67,15 +67,15 @@ class RunConfig(Section):
             if self.mesh.ep > 1:
                 axes, sizes = "mesh.dp x mesh.ep", f"{self.mesh.dp} x {self.mesh.ep}"
             parts = f"{sizes} x {self.schedule.microbatches} = {share}"
-            wanted = f"a multiple of {axes} x schedule.microbatches = {parts}"
-            raise ValueError(f"batch.global_batch_size is {self.batch.global_batch_size}, wanted {wanted}")
+            expected = f"a multiple of {axes} x schedule.microbatches = {parts}"
+            raise ValueError(f"batch.global_batch_size is {self.batch.global_batch_size}: expected {expected}")
         return self
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> RunConfig:
         warmup = self.optimizer.warmup_steps
         if warmup is not None and warmup > self.run.steps:
-            raise ValueError(f"optimizer.warmup_steps is {warmup}, wanted at most run.steps = {self.run.steps}")
+            raise ValueError(f"optimizer.warmup_steps is {warmup}: expected at most run.steps = {self.run.steps}")
         return self
 
     @model_validator(mode="after")
@@ -99,8 +99,8 @@ class RunConfig(Section):
         except PentadError as error:
             raise ValueError(str(error)) from None
         if self.batch.sequence_length % program.slices:
-            wanted = f"a divisor of batch.sequence_length = {self.batch.sequence_length}"
-            raise ValueError(f"schedule.slices is {program.slices}, wanted {wanted}")
+            expected = f"a divisor of batch.sequence_length = {self.batch.sequence_length}"
+            raise ValueError(f"schedule.slices is {program.slices}: expected {expected}")
         self._require_whole_steps(shape, program)
         self.memory.require(program, placed=schedule.name != AUTO)
         try:
@@ -126,15 +126,15 @@ class RunConfig(Section):
             "model.experts.bias_update_rate > 0": experts is not None and experts.bias_update_rate > 0,
         }
         for name in (name for name, found in ahead.items() if found and self.schedule.post_validation):
-            wanted = f"false for {name}, which sums over ranks before the norm"
-            raise ValueError(f"schedule.post_validation is true, wanted {wanted}")
+            expected = f"false for {name}, which sums over ranks before the norm"
+            raise ValueError(f"schedule.post_validation is true: expected {expected}")
         cut = {
             "data.document_mask = true": self.data.document_mask,
             f"model.mtp_layers = {shape.mtp_layers}": shape.mtp_layers,
             "model.experts.aux_loss_coef > 0": experts is not None and experts.aux_loss_coef > 0,
         }
         for name in (name for name, found in cut.items() if found and program.slices > 1):
-            raise ValueError(f"schedule.slices is {program.slices}, wanted 1 for {name}, which sees whole sequences")
+            raise ValueError(f"schedule.slices is {program.slices}: expected 1 for {name}, which sees whole sequences")
 
     @property
     def options(self) -> Options:
@@ -149,12 +149,12 @@ class RunConfig(Section):
 def load(path: Path | None, overrides: list[str]) -> RunConfig:
     """The configuration in a YAML file (None: the quickstart) with `section.key=value` overrides put in.
 
-    Raises PentadError: one sentence with the dotted key, the value found and the value wanted.
+    Raises PentadError: one sentence with the dotted key, the value found and the value expected.
     """
     raw = load_yaml(_text(path), str(path or "quickstart.yaml"))
     if not isinstance(raw, dict):
         found = "nothing" if raw is None else _shown(raw)
-        raise PentadError(f"{path} holds {found}, wanted a mapping of the sections {', '.join(SECTIONS)}")
+        raise PentadError(f"{path} holds {found}: expected a mapping of the sections {', '.join(SECTIONS)}")
     for override in overrides:
         _put(raw, override)
     try:
@@ -196,21 +196,23 @@ def _text(path: Path | None) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PentadError(f"{path} is not UTF-8 text (byte {error.start}), wanted a YAML file") from None
+        raise PentadError(f"{path} is not UTF-8 text (byte {error.start}): expected a YAML file") from None
     except OSError as error:
-        raise PentadError(f"CONFIG is '{path}', which cannot be read ({error.strerror}), wanted a YAML file") from None
+        raise PentadError(
+            f"CONFIG is '{path}', which cannot be read ({error.strerror}): expected a YAML file"
+        ) from None
 
 
 def _put(raw: dict[str, Any], override: str) -> None:
     key, _, text = override.partition("=")
     if key in SECTIONS:
-        raise PentadError(f"{override} sets a whole section, wanted a single key such as {_first_key(key)}=VALUE")
+        raise PentadError(f"{override} sets a whole section: expected a single key such as {_first_key(key)}=VALUE")
     if key not in dict(keys()):
         raise PentadError(_unknown(key))
     *sections, name = key.split(".")
     value = load_yaml(text, f"override {override}")
     if isinstance(value, dict):
-        raise PentadError(f"{key} is {_shown(value)}, wanted a single value (quotes make text of it)")
+        raise PentadError(f"{key} is {_shown(value)}: expected a single value (quotes make text of it)")
     for section in sections:
         if raw.get(section) is None:
             raw[section] = {}
@@ -226,9 +228,9 @@ def _sentence(error: ErrorDetails) -> str:
         case "value_error":
             return str(error["ctx"]["error"])
         case "missing" if key in SECTIONS:
-            return f"section {key} is missing, wanted one with keys such as {_first_key(key)}"
+            return f"section {key} is missing: expected one with keys such as {_first_key(key)}"
         case "missing":
-            return f"{key} is missing, wanted a value: {dict(keys())[key]}"
+            return f"{key} is missing: expected a value: {dict(keys())[key]}"
         case "invalid_key":
             return _unknown(key)
         case "extra_forbidden":
@@ -236,10 +238,10 @@ def _sentence(error: ErrorDetails) -> str:
             inner = f".{next(iter(found))}" if alone else ""
             return _unknown(key + inner)
         case _:
-            return f"{key} is {_shown(found)}, wanted {_wanted(error)}"
+            return f"{key} is {_shown(found)}: expected {_expected(error)}"
 
 
-def _wanted(error: ErrorDetails) -> str:
+def _expected(error: ErrorDetails) -> str:
     limits = error.get("ctx", {})
     match error["type"]:
         case "int_type":
@@ -284,8 +286,8 @@ def _unknown(key: str) -> str:
     if near:
         return f"{key} is unknown; did you mean {near}?"
     if section in SECTIONS:
-        return f"{key} is unknown, wanted one of {section}.{{{', '.join(SECTIONS[section].model_fields)}}}"
-    return f"{key} is unknown, wanted a key in one of the sections {', '.join(SECTIONS)}"
+        return f"{key} is unknown: expected one of {section}.{{{', '.join(SECTIONS[section].model_fields)}}}"
+    return f"{key} is unknown: expected a key in one of the sections {', '.join(SECTIONS)}"
 
 
 def _nearest(text: str, known: Iterable[str]) -> str | None:

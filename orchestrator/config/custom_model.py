@@ -27,18 +27,18 @@ def require_plain(text: str, mesh: Mesh, slices: int, *, packed: bool, recompute
     """Raises PentadError for the first thing asked for that only the families' layers can do."""
     for axis, why in (("tp", "cuts weights"), ("cp", "cuts sequences"), ("ep", "cuts experts")):
         if (found := getattr(mesh, axis)) > 1:
-            raise PentadError(f"mesh.{axis} is {found}, wanted 1 for model {text}: nothing says how it {why}")
+            raise PentadError(f"mesh.{axis} is {found}: expected 1 for model {text}: nothing says how it {why}")
     if slices > 1:
-        raise PentadError(f"schedule.slices is {slices}, wanted 1 for model {text}, which gets whole sequences")
+        raise PentadError(f"schedule.slices is {slices}: expected 1 for model {text}, which gets whole sequences")
     if packed:
-        raise PentadError(f"data.document_mask is true, wanted false for model {text}, which is told of no documents")
+        raise PentadError(f"data.document_mask is true: expected false for model {text}, which is told of no documents")
     if recompute == "selective":
-        raise PentadError(f"memory.recompute is selective, wanted none or full for model {text}")
+        raise PentadError(f"memory.recompute is selective: expected none or full for model {text}")
 
 
 def require_layers(model: ModelShape, stages: int) -> None:
     """Raises PentadError for fewer layers than stages."""
     if model.custom is not None and model.layers < stages:
         found = f"it returns {model.layers} layer{'s' * (model.layers > 1)}"
-        wanted = f"{stages} pipeline stages (mesh.pp) need at least one each"
-        raise PentadError(f"model {model.custom.text}: {found}, but {wanted}")
+        expected = f"{stages} pipeline stages (mesh.pp) need at least one each"
+        raise PentadError(f"model {model.custom.text}: {found}, but {expected}")

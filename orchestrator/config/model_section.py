@@ -52,15 +52,15 @@ class ExpertsSection(Section):
     @model_validator(mode="after")
     def _visits_fit(self) -> ExpertsSection:
         if self.num_experts % self.num_groups:
-            wanted = f"a multiple of model.experts.num_groups = {self.num_groups}"
-            raise ValueError(f"model.experts.num_experts is {self.num_experts}, wanted {wanted}")
+            expected = f"a multiple of model.experts.num_groups = {self.num_groups}"
+            raise ValueError(f"model.experts.num_experts is {self.num_experts}: expected {expected}")
         if self.topk_groups > self.num_groups:
-            wanted = f"at most model.experts.num_groups = {self.num_groups}"
-            raise ValueError(f"model.experts.topk_groups is {self.topk_groups}, wanted {wanted}")
+            expected = f"at most model.experts.num_groups = {self.num_groups}"
+            raise ValueError(f"model.experts.topk_groups is {self.topk_groups}: expected {expected}")
         reached = self.num_experts // self.num_groups * self.topk_groups
         if self.top_k > reached:
-            wanted = f"at most {reached}, the experts of {self.topk_groups} of {self.num_groups} groups"
-            raise ValueError(f"model.experts.top_k is {self.top_k}, wanted {wanted}")
+            expected = f"at most {reached}, the experts of {self.topk_groups} of {self.num_groups} groups"
+            raise ValueError(f"model.experts.top_k is {self.top_k}: expected {expected}")
         return self
 
 
@@ -75,7 +75,7 @@ class MLASection(Section):
     def _pairs(self) -> MLASection:
         if self.qk_rope_head_dim % 2:
             raise ValueError(
-                f"model.mla.qk_rope_head_dim is {self.qk_rope_head_dim}, wanted an even width (rotary pairs)"
+                f"model.mla.qk_rope_head_dim is {self.qk_rope_head_dim}: expected an even width (rotary pairs)"
             )
         return self
 
@@ -128,36 +128,36 @@ class ModelSection(Section):
         if self.custom is not None:
             return self
         if self.heads % self.kv_heads:
-            raise ValueError(f"model.heads is {self.heads}, wanted a multiple of model.kv_heads = {self.kv_heads}")
+            raise ValueError(f"model.heads is {self.heads}: expected a multiple of model.kv_heads = {self.kv_heads}")
         if self.mla is not None:
             return self
         if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(f"model.hidden is {self.hidden}, wanted a multiple of model.heads = {self.heads}")
+            raise ValueError(f"model.hidden is {self.hidden}: expected a multiple of model.heads = {self.heads}")
         if self.head_dim % 2:
-            raise ValueError(f"model.head_dim is {self.head_dim}, wanted an even head size (rotary pairs)")
+            raise ValueError(f"model.head_dim is {self.head_dim}: expected an even head size (rotary pairs)")
         if not self.head_dim and self.hidden // self.heads % 2:
             size = f"{self.hidden} / {self.heads} = {self.hidden // self.heads}"
-            raise ValueError(f"model.hidden / model.heads is {size}, wanted an even head size (rotary pairs)")
+            raise ValueError(f"model.hidden / model.heads is {size}: expected an even head size (rotary pairs)")
         return self
 
     @model_validator(mode="after")
     def _is_of_its_family(self) -> ModelSection:
         if self.custom is not None and self.tie_word_embeddings:
             raise ValueError(
-                "model.tie_word_embeddings is true, wanted false for model.custom, whose layers share nothing"
+                "model.tie_word_embeddings is true: expected false for model.custom, whose layers share nothing"
             )
         traits = FAMILIES[self.family]
-        for name, wanted in (("experts", traits.experts), ("mla", traits.mla)):
+        for name, expected in (("experts", traits.experts), ("mla", traits.mla)):
             found = getattr(self, name)
-            if wanted and found is None:
-                raise ValueError(f"model.{name} is null, wanted a mapping for model.family = {self.family}")
-            if not wanted and found is not None:
-                raise ValueError(f"model.{name} is a mapping, wanted null for model.family = {self.family}")
+            if expected and found is None:
+                raise ValueError(f"model.{name} is null: expected a mapping for model.family = {self.family}")
+            if not expected and found is not None:
+                raise ValueError(f"model.{name} is a mapping: expected null for model.family = {self.family}")
         if self.experts is not None and self.experts.first_k_dense >= self.layers:
-            wanted_layers = f"less than model.layers = {self.layers}"
-            raise ValueError(f"model.experts.first_k_dense is {self.experts.first_k_dense}, wanted {wanted_layers}")
+            expected_layers = f"less than model.layers = {self.layers}"
+            raise ValueError(f"model.experts.first_k_dense is {self.experts.first_k_dense}: expected {expected_layers}")
         if self.mtp_layers and not traits.mla:
-            raise ValueError(f"model.mtp_layers is {self.mtp_layers}, wanted 0 for model.family = {self.family}")
+            raise ValueError(f"model.mtp_layers is {self.mtp_layers}: expected 0 for model.family = {self.family}")
         return self
 
     @property

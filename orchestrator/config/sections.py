@@ -118,8 +118,8 @@ class OptimizerSection(Section):
     @model_validator(mode="after")
     def _falls(self) -> OptimizerSection:
         if self.min_learning_rate is not None and self.min_learning_rate > self.learning_rate:
-            wanted = f"at most optimizer.learning_rate = {self.learning_rate:g}"
-            raise ValueError(f"optimizer.min_learning_rate is {self.min_learning_rate:g}, wanted {wanted}")
+            expected = f"at most optimizer.learning_rate = {self.learning_rate:g}"
+            raise ValueError(f"optimizer.min_learning_rate is {self.min_learning_rate:g}: expected {expected}")
         return self
 
 
@@ -147,13 +147,13 @@ class MemorySection(Section):
     @model_validator(mode="after")
     def _together(self) -> MemorySection:
         if self.recompute_stages == []:
-            raise ValueError("memory.recompute_stages is [], wanted at least one stage, or null for all")
+            raise ValueError("memory.recompute_stages is []: expected at least one stage, or null for all")
         if self.recompute_stages is not None and self.recompute == "none":
             found = f"memory.recompute_stages is {self.recompute_stages}, but memory.recompute is none"
-            raise ValueError(f"{found}, wanted selective or full")
+            raise ValueError(f"{found}: expected selective or full")
         if self.max_resident_microbatches is not None and self.recompute == "selective":
             found = f"memory.max_resident_microbatches is {self.max_resident_microbatches:g}, but memory.recompute is selective"
-            raise ValueError(f"{found}, wanted none or full")
+            raise ValueError(f"{found}: expected none or full")
         return self
 
     def require(self, program: Program, *, placed: bool) -> None:
@@ -161,10 +161,10 @@ class MemorySection(Section):
         run's."""
         stages = self.recompute_stages or []
         if stages and not placed:
-            raise ValueError(f"memory.recompute_stages is {stages}, but schedule.name auto places them, wanted null")
+            raise ValueError(f"memory.recompute_stages is {stages}, but schedule.name auto places them: expected null")
         if max(stages, default=0) >= program.stages:
-            wanted = f"stages 0 to {program.stages - 1} of schedule {program.name}"
-            raise ValueError(f"memory.recompute_stages is {stages}, wanted {wanted}")
+            expected = f"stages 0 to {program.stages - 1} of schedule {program.name}"
+            raise ValueError(f"memory.recompute_stages is {stages}: expected {expected}")
         try:
             add_savings(program, self.savings(program.stages))
         except PentadError as error:
@@ -212,18 +212,18 @@ class ZeroSection(Section):
         found = tuple(max(1, math.ceil(size / (self.bucket_mib * 2**20))) for size in gradients)
         if max(found) > MOST_BUCKETS:
             least = max(gradients) / MOST_BUCKETS / 2**20
-            text = f"zero.bucket_mib is {self.bucket_mib:g}, wanted at least {least:.3g}"
+            text = f"zero.bucket_mib is {self.bucket_mib:g}: expected at least {least:.3g}"
             raise PentadError(f"{text}: a stage's gradients in at most {MOST_BUCKETS} parts")
         return found if max(found) > 1 else ()
 
     @model_validator(mode="after")
     def _gathers(self) -> ZeroSection:
         if self.max_gathered is not None and self.stage < 3:
-            wanted = "wanted null, since only with zero.stage = 3 are weights ever not whole"
-            raise ValueError(f"zero.max_gathered is {self.max_gathered} with zero.stage = {self.stage}, {wanted}")
+            expected = "expected null, since only with zero.stage = 3 are weights ever not whole"
+            raise ValueError(f"zero.max_gathered is {self.max_gathered} with zero.stage = {self.stage}, {expected}")
         if self.prefetch != 1 and self.stage < 3:
-            wanted = "wanted 1, since only with zero.stage = 3 do gathers wait for their turn"
-            raise ValueError(f"zero.prefetch is {self.prefetch} with zero.stage = {self.stage}, {wanted}")
+            expected = "expected 1, since only with zero.stage = 3 do gathers wait for their turn"
+            raise ValueError(f"zero.prefetch is {self.prefetch} with zero.stage = {self.stage}, {expected}")
         return self
 
 

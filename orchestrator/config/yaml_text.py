@@ -48,10 +48,10 @@ def load_yaml(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise PentadError(f"{source}{where}: {error.problem or error.context}, wanted valid YAML") from None
+        raise PentadError(f"{source}{where}: {error.problem or error.context}: expected valid YAML") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0]
-        raise PentadError(f"{source}: {reason}, wanted valid YAML") from None
+        raise PentadError(f"{source}: {reason}: expected valid YAML") from None
 
 
 def dump_yaml(value: dict[str, Any]) -> str:

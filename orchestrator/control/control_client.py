@@ -105,10 +105,10 @@ class Client:
             return gone(self.folder, self.address)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             late = "has not answered" if name == "GetStatus" else f"has been told, but {name} is not done yet"
-            return PentadError(f"--timeout is {seconds:g} s, in which run {run} {late}, wanted a longer one")
+            return PentadError(f"--timeout is {seconds:g} s, in which run {run} {late}: expected a longer one")
         if code is grpc.StatusCode.UNAUTHENTICATED:
             found = f"{self.folder / ENDPOINT} has a token that the service at {self.address} refuses"
-            return PentadError(f"{found}, wanted the file that run {run} wrote")
+            return PentadError(f"{found}: expected the file that run {run} wrote")
         return PentadError(f"run {run} refuses {name}: {error.details()}")
 
 
@@ -121,17 +121,17 @@ def connect(run: str | Path) -> Client:
         folder = resolve_run(str(run))
         endpoint = _endpoint(folder)
     except OSError as error:
-        raise PentadError(f"RUN is '{run}', which cannot be read ({error.strerror}), wanted a run of yours") from None
+        raise PentadError(f"RUN is '{run}', which cannot be read ({error.strerror}): expected a run of yours") from None
     if endpoint is None:
         last = ended(folder)
-        raise NotLive(f"run {last['run']} is {last['state']} at step {last['step']}, wanted a live one", last)
+        raise NotLive(f"run {last['run']} is {last['state']} at step {last['step']}: expected a live one", last)
     return Client(folder, endpoint)
 
 
 def gone(folder: Path, address: str) -> NotLive:
     last = ended(folder)
     found = f"run {last['run']} is not running any more (nobody answers at {address})"
-    return NotLive(f"{found}, its last known step is {last['step']}, wanted a live one", last)
+    return NotLive(f"{found}, its last known step is {last['step']}: expected a live one", last)
 
 
 def ended(folder: Path) -> dict[str, Any]:
@@ -174,9 +174,9 @@ def _endpoint(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise PentadError(f"{path} is damaged, wanted address and token: remove it if the run is over") from None
+        raise PentadError(f"{path} is damaged: expected address and token: remove it if the run is over") from None
     home = found.get("host", "")
     if home and home != socket.gethostname() and address.startswith(("127.", "localhost:", "[::1]:")):
         there = f"{address} of {home}"
-        raise PentadError(f"run {folder.name} listens at {there} only, wanted that machine or another metrics.host")
+        raise PentadError(f"run {folder.name} listens at {there} only: expected that machine or another metrics.host")
     return found

@@ -64,9 +64,11 @@ def _guarded(method: Method, do: Callable[..., Awaitable[Any]], token: str | Non
     async def answer(raw: bytes, context: Any) -> Any:
         nonlocal callers
         if token is not None and not _holds(context, token):
-            raise Refused(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong, wanted that of control.json")
+            raise Refused(
+                grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong: expected that of control.json"
+            )
         if callers >= most:
-            sentence = f"{method.name} has {callers} callers, wanted at most {most} at once"
+            sentence = f"{method.name} has {callers} callers: expected at most {most} at once"
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
         request = method.request.FromString(raw)
         callers += 1

@@ -83,7 +83,7 @@ class Control:
         try:
             port = server.add_insecure_port(address)
         except RuntimeError:  # someone was faster
-            raise PentadError(f"metrics.control_port is {address}, which is taken, wanted a free one") from None
+            raise PentadError(f"metrics.control_port is {address}, which is taken: expected a free one") from None
         await server.start()
         return server, port
 

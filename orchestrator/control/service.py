@@ -56,7 +56,7 @@ class Board:
             self.loop.call_soon_threadsafe(self._turn)
 
     async def until(self, reached: Callable[[RunView], bool]) -> RunView:
-        """The first view that is as wanted. Raises Refused when the run ends before."""
+        """The first view that is as expected. Raises Refused when the run ends before."""
         while True:
             turned = self.turned
             if reached(self.view):
@@ -64,7 +64,7 @@ class Board:
             if self.over:
                 raise Refused(
                     grpc.StatusCode.FAILED_PRECONDITION,
-                    f"run {self.view.run} is over at step {self.view.step}, wanted a live one",
+                    f"run {self.view.run} is over at step {self.view.step}: expected a live one",
                 )
             await turned.wait()
 
@@ -121,7 +121,7 @@ class Methods:
         """The present view. Raises Refused when the run is over, or in another generation than the caller believes."""
         view = await self.board.until(lambda _: not self.board.over)
         if request.generation not in (0, view.generation):
-            sentence = f"generation is {request.generation}, but run {view.run} is in {view.generation}, wanted that or 0 for any"
+            sentence = f"generation is {request.generation}, but run {view.run} is in {view.generation}: expected that or 0 for any"
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         return view
 
@@ -140,7 +140,7 @@ class Health:
         found = self._look(request.service)
         if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             raise Refused(
-                grpc.StatusCode.NOT_FOUND, "service is unknown, wanted '', pentad.v1.Control or pentad.rank.N"
+                grpc.StatusCode.NOT_FOUND, "service is unknown: expected '', pentad.v1.Control or pentad.rank.N"
             )
         return health_pb2.HealthCheckResponse(status=found)
 

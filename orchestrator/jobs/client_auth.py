@@ -41,7 +41,7 @@ def dashboard_url(given: str | None) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise PentadError(f"--address is '{found}', wanted the URL of a Ray dashboard such as {DEFAULT_URL}")
+        raise PentadError(f"--address is '{found}': expected the URL of a Ray dashboard such as {DEFAULT_URL}")
     return url
 
 
@@ -60,7 +60,9 @@ def asks_no_token(address: str) -> bool:
         reason = str(getattr(error, "reason", error))
     except (ValueError, HTTPException):
         pass
-    raise PentadError(f"--address is '{address}', where no Ray cluster answers ({reason}), wanted its dashboard's URL")
+    raise PentadError(
+        f"--address is '{address}', where no Ray cluster answers ({reason}): expected its dashboard's URL"
+    )
 
 
 def own_token() -> str:
@@ -75,7 +77,7 @@ def own_token() -> str:
         return path.read_text().strip()
     except OSError as error:
         if named:
-            reason = f"which cannot be read ({error.strerror}), wanted a file with the cluster's token"
+            reason = f"which cannot be read ({error.strerror}): expected a file with the cluster's token"
             raise PentadError(f"RAY_AUTH_TOKEN_PATH is '{named}', {reason}") from None
         return ""
 
@@ -83,10 +85,10 @@ def own_token() -> str:
 def refusal(address: str, answer: str) -> str:
     """What to do about a cluster whose `answer` was that it refuses the token, or the lack of one."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        return f"RAY_AUTH_MODE is disabled, but the Ray cluster at {address} asks for a token, wanted it unset"
-    wanted = "wanted the cluster's own in RAY_AUTH_TOKEN, or in a file that RAY_AUTH_TOKEN_PATH names"
+        return f"RAY_AUTH_MODE is disabled, but the Ray cluster at {address} asks for a token: expected it unset"
+    expected = "expected the cluster's own in RAY_AUTH_TOKEN, or in a file that RAY_AUTH_TOKEN_PATH names"
     fault = "refuses the token found here" if "failed" in answer else "asks for a token, and none was found here"
-    return f"the Ray cluster at {address} {fault}, {wanted}"
+    return f"the Ray cluster at {address} {fault}, {expected}"
 
 
 @contextmanager

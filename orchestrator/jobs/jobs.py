@@ -24,7 +24,7 @@ from pentad.schedules.ir.errors import PentadError
 
 LIVE = ("PENDING", "RUNNING")
 _FACTS = ("version", "run", "mesh", "schedule", "folder", "config")  # metadata that is no endpoint
-_NEEDS = "wanted what pentad needs, in the `python` on the PATH that the cluster's Ray was started with"
+_NEEDS = "expected what pentad needs, in the `python` on the PATH that the cluster's Ray was started with"
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _KV_SECONDS = 5.0
 
@@ -68,16 +68,18 @@ class Jobs:
         Raises PentadError when a live job has the same run, or any job has that name.
         """
         if name is not None and not _ID.fullmatch(name):
-            raise PentadError(f"--name is '{name}', wanted letters, digits, '_', '-' and '.', the first no '-' or '.'")
+            raise PentadError(
+                f"--name is '{name}': expected letters, digits, '_', '-' and '.', the first no '-' or '.'"
+            )
         config = for_cluster(config, here, is_open=self.is_open)
         for other in self.all():
             if other.is_live and other.run == config.run.name:
                 raise PentadError(
-                    f"run.name is {other.run}, which job {other.job} is running already ({other.status}), wanted "
+                    f"run.name is {other.run}, which job {other.job} is running already ({other.status}): expected "
                     f"another, or its end (pentad stop {other.job} --address {self.address})"
                 )
             if other.job == name:
-                raise PentadError(f"--name is '{name}', which was a job of this cluster already, wanted a new one")
+                raise PentadError(f"--name is '{name}', which was a job of this cluster already: expected a new one")
         job = name or f"{config.run.name}-{secrets.token_hex(3)}"
         with tempfile.TemporaryDirectory(prefix="pentad-job-") as out, self._asked():
             self.client.submit_job(
@@ -102,7 +104,7 @@ class Jobs:
                 return _job(details)
         live = ", ".join(found.job for found in self.all() if found.is_live)
         known = f"a live one ({live})" if live else "one that `pentad jobs` lists (none is live)"
-        raise PentadError(f"ID is '{job}', which is no job that pentad submitted to {self.address}, wanted {known}")
+        raise PentadError(f"ID is '{job}', which is no job that pentad submitted to {self.address}: expected {known}")
 
     def log(self, job: str) -> str:
         """All that the job has printed so far."""
@@ -116,13 +118,13 @@ class Jobs:
         """
         found = self.get(job)
         if not found.is_live:
-            raise PentadError(f"ID is '{job}', a job that has ended already ({found.status}), wanted a live one")
+            raise PentadError(f"ID is '{job}', a job that has ended already ({found.status}): expected a live one")
         with self._asked():
             self.client.stop_job(job)
         until = time.monotonic() + found.stop_seconds + 30.0  # Ray takes its time to kill and to note it
         while (found := self.get(job)).is_live:
             if time.monotonic() > until:
-                raise PentadError(f"job {job} was asked to stop but is still {found.status}, wanted its end by now")
+                raise PentadError(f"job {job} was asked to stop but is still {found.status}: expected its end by now")
             time.sleep(0.5)
         return found
 
@@ -169,7 +171,7 @@ def failure(message: str) -> str:
     if ours:
         return ours[-1]
     if code and code[1] == "127":
-        return "wanted a `python` on the PATH that the cluster's Ray was started with, where there is none"
+        return "expected a `python` on the PATH that the cluster's Ray was started with, where there is none"
     if code and code[1].startswith("-"):
         return f"its driver was killed by signal {code[1][1:]}"
     return _last_line(message) + (f", {_NEEDS}" if "No module named" in message else "")

@@ -101,7 +101,7 @@ class ControlRequests:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.paused = self.stopping = self.aborted = False
-        self._wanted = self._saved = -1  # steps of the checkpoint asked for, and of the newest one
+        self._expected = self._saved = -1  # steps of the checkpoint asked for, and of the newest one
         self._over = False
 
     def pause(self) -> None:
@@ -125,7 +125,7 @@ class ControlRequests:
         None when it takes longer, or the run ends without one.
         """
         with self._changed:
-            self._wanted = max(self._wanted, step)
+            self._expected = max(self._expected, step)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._saved >= step or self._over, timeout_seconds)
             return self._saved if self._saved >= step else None
@@ -133,7 +133,7 @@ class ControlRequests:
     @property
     def wants_checkpoint(self) -> bool:
         """Whether a checkpoint is asked for that has not been committed."""
-        return self._wanted > self._saved
+        return self._expected > self._saved
 
     def saved(self, step: int) -> None:
         """The driver committed a checkpoint of `step` steps."""

@@ -50,7 +50,7 @@ class RunFolder:
             self.lock = _lock(self.path, config.run.name)
         except OSError as error:
             text = f"run.folder is '{config.run.folder}', where {self.path} cannot be written ({error.strerror})"
-            raise PentadError(f"{text}, wanted a folder of your own") from None
+            raise PentadError(f"{text}: expected a folder of your own") from None
         try:
             for name in (METRICS, JOURNAL):
                 _trim(self.path / name)
@@ -142,7 +142,7 @@ def resolve_run(name: str, folder: Path = Path("runs")) -> Path:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     there = f"the runs there are {', '.join(known)}" if known else "there are none"
-    raise PentadError(f"RUN is '{name}'{hint}, wanted a run's folder or a name under {folder}/: {there}")
+    raise PentadError(f"RUN is '{name}'{hint}: expected a run's folder or a name under {folder}/: {there}")
 
 
 def saved_config(path: Path) -> RunConfig:
@@ -185,7 +185,7 @@ def _refuse_strangers(path: Path, config: RunConfig) -> None:
     if not (path / CONFIG).exists():
         ours = {".lock", CHECKPOINTS, MODEL_FILE, *TOKENIZER_FILES}  # of an import as well
         if path.exists() and (not path.is_dir() or {inside.name for inside in path.iterdir()} - ours):
-            raise PentadError(f"{path} exists and is no run's folder, wanted a new one: {advice}")
+            raise PentadError(f"{path} exists and is no run's folder: expected a new one: {advice}")
         return
     before, now = _flat(saved_config(path)), _flat(config)
     for key in now:
@@ -206,7 +206,9 @@ def _lock(path: Path, name: str) -> int:
     except BlockingIOError:
         holder = os.pread(descriptor, 20, 0).decode() or "unknown"
         os.close(descriptor)
-        raise PentadError(f"run.name is {name}, which is running already (process {holder}), wanted another") from None
+        raise PentadError(
+            f"run.name is {name}, which is running already (process {holder}): expected another"
+        ) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor
@@ -217,10 +219,10 @@ def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise PentadError(f"{where} is no JSON ({error}), wanted an object: {advice}") from None
+        raise PentadError(f"{where} is no JSON ({error}): expected an object: {advice}") from None
     missing = [key for key in keys if key not in row] if isinstance(row, dict) else [*keys]
     if missing or not isinstance(row, dict):
-        raise PentadError(f"{where} is {line[:60]!r}, wanted an object with {', '.join(missing)}: {advice}")
+        raise PentadError(f"{where} is {line[:60]!r}: expected an object with {', '.join(missing)}: {advice}")
     return row
 
 
@@ -268,4 +270,4 @@ def _storage(path: Path, verb: str = "written") -> Iterator[None]:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise PentadError(f"{path} cannot be {verb} ({reason}), wanted a run.folder with room") from None
+        raise PentadError(f"{path} cannot be {verb} ({reason}): expected a run.folder with room") from None

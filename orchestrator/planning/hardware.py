@@ -73,5 +73,5 @@ def link(rates: Rates, mesh: Mesh, axis: Axis) -> tuple[float, float]:
 def refuse_wide(mesh: Mesh, *, across: bool) -> None:
     """Raises PentadError where ranks that share layers may not be `across` hosts and one of NODE GPUs has no room."""
     if mesh.tp > NODE and not across:
-        wanted = f"at most {NODE}, the GPUs a node is taken to have, or mesh.tp_across_nodes = true"
-        raise PentadError(f"mesh.tp is {mesh.tp}, wanted {wanted}")
+        expected = f"at most {NODE}, the GPUs a node is taken to have, or mesh.tp_across_nodes = true"
+        raise PentadError(f"mesh.tp is {mesh.tp}: expected {expected}")

@@ -107,8 +107,8 @@ def _best(config: RunConfig, mesh: Mesh, room: Room) -> Found:
     refuse_wide(mesh, across=config.mesh.tp_across_nodes)
     replicas, batch = mesh.dp * mesh.ep, config.batch
     if batch.global_batch_size % replicas:
-        wanted = f"a multiple of mesh.dp x mesh.ep = {replicas}"
-        raise PentadError(f"batch.global_batch_size is {batch.global_batch_size}, wanted {wanted}")
+        expected = f"a multiple of mesh.dp x mesh.ep = {replicas}"
+        raise PentadError(f"batch.global_batch_size is {batch.global_batch_size}: expected {expected}")
     _require_state(config, mesh, room)
     share, found, leanest = batch.global_batch_size // replicas, list[Found](), 0
     refused: PentadError | None = None

@@ -217,7 +217,7 @@ def _transport(config: RunConfig, device: str, hosts: int) -> str:
     if device == "cpu":
         return "gloo"
     if chosen == "peer" and hosts > 1:
-        raise PentadError(f"cluster.transport is peer, but the ranks are on {hosts} hosts, wanted auto or nccl")
+        raise PentadError(f"cluster.transport is peer, but the ranks are on {hosts} hosts: expected auto or nccl")
     if config.mesh.pp == 1:  # nothing moves
         return "nccl"
     return {"auto": "peer" if hosts == 1 else "nccl"}.get(chosen, chosen)

@@ -105,7 +105,7 @@ def _generations(
             shown = group.plan
             news.display.plan(shown, history.costs, _seats(group))
         news.plan(group)
-        calls = Calls(config, group, news, history, interrupts, wishes, first, saved, recovery.wanted)
+        calls = Calls(config, group, news, history, interrupts, wishes, first, saved, recovery.expected)
         try:
             interrupts.patient = True
             news.state("running")

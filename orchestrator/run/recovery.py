@@ -67,7 +67,7 @@ class Recovery:
             return self.fault(fault, done)
         return self._again({}, None, done)
 
-    def wanted(self) -> bool:
+    def expected(self) -> bool:
         """Whether the ranks should be placed anew: a node drains, or a smaller mesh could be whole again."""
         now = time.monotonic()
         if now < self.looked + LOOK_SECONDS:

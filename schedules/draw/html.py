@@ -38,7 +38,7 @@ def timeline_page(simulated: Timeline | None, measured: Timeline | None, *, titl
     """
     timelines = [timeline for timeline in (simulated, measured) if timeline and timeline.spans]
     if not timelines:
-        raise PentadError("timeline_page has no spans to draw, wanted a simulated or a measured timeline with some")
+        raise PentadError("timeline_page has no spans to draw: expected a simulated or a measured timeline with some")
     return _page(spans_payload(timelines, [None] * len(timelines)) | {"unit": "s"}, title, facts)
 
 

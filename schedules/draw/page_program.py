@@ -62,8 +62,8 @@ def _waits(program: Program, numbers: Numbers) -> tuple[list[list[int]], list[in
         known = {part.key: numbers[rank, str(part.key)] for unit in stream for part in unit.parts}
         for unit in stream:
             for part in unit.parts:
-                wanted = unit.waits if part is unit.parts[0] else part.waits
-                waits[known[part.key]] = [known[key] for key in dict.fromkeys(wanted)]
+                expected = unit.waits if part is unit.parts[0] else part.waits
+                waits[known[part.key]] = [known[key] for key in dict.fromkeys(expected)]
                 slots[known[part.key]] = part.slot
     return waits, slots
 

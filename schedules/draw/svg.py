@@ -29,7 +29,9 @@ def svg_grid(timeline: Timeline, *, title: str, timed: bool = True) -> str:
     Drawn are the spans of the compute lane. Raises PentadError if the timeline has not exactly one step, or no compute.
     """
     if len(timeline.steps) != 1 or not timeline.compute or not timeline.longest > 0:
-        raise PentadError(f"svg_grid got a timeline of {len(timeline.steps)} steps, wanted one step with compute spans")
+        raise PentadError(
+            f"svg_grid got a timeline of {len(timeline.steps)} steps: expected one step with compute spans"
+        )
     zero = min(span.start for span in timeline.compute)
     drawn = [span for span in timeline.spans if span.lane == "compute" or span.op in COMPUTE]
     last = max(nanoseconds(span, zero)[1] for span in drawn)

@@ -49,7 +49,7 @@ def program(text: str, shape: ScheduleSpec) -> Program:
     """
     made = placed(text, load(text)(shape), shape.microbatches, lambda rank, at: f"rank {rank} at position {at}")
     if shape.chunks not in (1, made.chunks):
-        raise mistake(text, f"chunks is {shape.chunks}, but its stages make {made.chunks}, wanted {made.chunks}")
+        raise mistake(text, f"chunks is {shape.chunks}, but its stages make {made.chunks}: expected {made.chunks}")
     return made
 
 
@@ -87,7 +87,7 @@ def placed(name: str, streams: tuple[Stream, ...], microbatches: int, where: Cal
         rank = next(rank for rank, own in enumerate(placement) if max(own) == max(stages))
         at = next(at for at, unit in enumerate(streams[rank]) if max(stages) in [part.stage for part in unit.parts])
         found = f"{where(rank, at)} runs stage {max(stages)}, but nothing runs stage {missing}"
-        raise mistake(name, f"{found}, wanted every stage from 0 on")
+        raise mistake(name, f"{found}: expected every stage from 0 on")
     chunks = max(len(stages) // len(streams), 1) if len(held) == len(stages) else 1
     return Program(name, streams, placement, microbatches, chunks)
 
@@ -104,7 +104,7 @@ def _yielded(text: str, function: Callable[..., Any], sizes: dict[str, int]) -> 
     except (Exception, SystemExit) as error:
         raise mistake(text, f"rank {rank} at position {count} raises {raised(text, error)}") from None
     if not isinstance(made, Iterable):
-        raise mistake(text, f"rank {rank} returns {reprlib.repr(made)}, wanted a generator (is there no yield?)")
+        raise mistake(text, f"rank {rank} returns {reprlib.repr(made)}: expected a generator (is there no yield?)")
 
 
 def _stream(text: str, rank: int, microbatches: int, given: Iterator[Any]) -> Stream:
@@ -114,22 +114,22 @@ def _stream(text: str, rank: int, microbatches: int, given: Iterator[Any]) -> St
         try:
             units.append(_unit(one))
         except ValueError as error:
-            said = f"rank {rank} at position {len(units)} yields {_shown(one)}, wanted {error}"
+            said = f"rank {rank} at position {len(units)} yields {_shown(one)}: expected {error}"
             raise mistake(text, said) from None
         stages.update(part.stage for part in units[-1].parts)
         most = 8 * microbatches * (len(stages) + 1) + 64
         if len(units) > most:
             sizes = f"{microbatches} microbatches of {len(stages)} stage{'s' * (len(stages) > 1)}"
-            raise mistake(text, f"rank {rank} yields more than {most} instructions for {sizes}, wanted an end")
+            raise mistake(text, f"rank {rank} yields more than {most} instructions for {sizes}: expected an end")
         if len(stages) > MOST_STAGES:
-            raise mistake(text, f"rank {rank} yields more than {MOST_STAGES} stages, wanted an end")
+            raise mistake(text, f"rank {rank} yields more than {MOST_STAGES} stages: expected an end")
     if not units:
-        raise mistake(text, f"rank {rank} yields nothing, wanted the instructions of at least one stage")
+        raise mistake(text, f"rank {rank} yields nothing: expected the instructions of at least one stage")
     return tuple(units)
 
 
 def _unit(given: Any) -> Unit:
-    """Raises ValueError saying what is wanted."""
+    """Raises ValueError saying what is expected."""
     try:
         unit = parse(given) if isinstance(given, str) else given
     except PentadError:

@@ -48,10 +48,10 @@ def function_of(text: str, kind: Kind = SCHEDULE, source: str | None = None) -> 
         own = [key for key, value in module.__dict__.items() if getattr(value, "__module__", "") == module.__name__]
         near = difflib.get_close_matches(name, own, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise mistake(text, f"{file} has no {name!r}{hint}, wanted a function {kind.parameters}", kind)
+        raise mistake(text, f"{file} has no {name!r}{hint}: expected a function {kind.parameters}", kind)
     found = module.__dict__[name]
     if not callable(found):
-        raise mistake(text, f"{name} is {reprlib.repr(found)}, wanted a function {kind.parameters}", kind)
+        raise mistake(text, f"{name} is {reprlib.repr(found)}: expected a function {kind.parameters}", kind)
     return found
 
 
@@ -59,12 +59,12 @@ def source_of(text: str, kind: Kind = SCHEDULE) -> str:
     """What the file holds. Raises PentadError when it cannot be read."""
     file = text.rpartition(":")[0]
     if not file.endswith(".py"):
-        raise mistake(text, f"the file is {file!r}, wanted a .py file and a function, as in {kind.example}", kind)
+        raise mistake(text, f"the file is {file!r}: expected a .py file and a function, as in {kind.example}", kind)
     try:
         return decode_source(Path(file).read_bytes())
     except (OSError, ValueError, SyntaxError) as error:  # ValueError: a zero byte in the name, or no text
         reason = getattr(error, "strerror", None) or error
-        said = f"the file {file!r} cannot be read ({reason}), wanted a .py file that holds the function"
+        said = f"the file {file!r} cannot be read ({reason}): expected a .py file that holds the function"
         raise mistake(text, said, kind) from None
 
 
@@ -73,13 +73,13 @@ def is_chunked(text: str, function: Callable[..., Any]) -> bool:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        raise mistake(text, f"it does not tell its parameters, wanted a function {PARAMETERS}") from None
+        raise mistake(text, f"it does not tell its parameters: expected a function {PARAMETERS}") from None
     chunked = "chunks" in signature.parameters
     try:
         signature.bind(**dict.fromkeys(["rank", "ranks", "microbatches", *(["chunks"] if chunked else [])], 1))
     except TypeError:
         found = f"its parameters are ({', '.join(signature.parameters)})"
-        raise mistake(text, f"{found}, wanted {PARAMETERS} and, should it need it, chunks") from None
+        raise mistake(text, f"{found}: expected {PARAMETERS} and, should it need it, chunks") from None
     return chunked
 
 
@@ -127,6 +127,6 @@ def _module(text: str, path: Path, source: str, kind: Kind) -> ModuleType:
             loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        said = f"{path} cannot be imported: {raised(text, error)}, wanted a file that runs"
+        said = f"{path} cannot be imported: {raised(text, error)}: expected a file that runs"
         raise mistake(text, said, kind) from None
     return module

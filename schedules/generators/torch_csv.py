@@ -27,7 +27,7 @@ def torch_csv(program: Program) -> str:
     sequences in slices, which torch would take for microbatches of their own."""
     if program.slices > 1:
         text = f"program {program.name} cuts sequences into {program.slices} slices"
-        raise PentadError(f"{text}, but torch's form has no slices, wanted 1")
+        raise PentadError(f"{text}, but torch's form has no slices: expected 1")
     return "".join(",".join(map(_cell, stream)) + "\n" for stream in program.compute().streams)
 
 
@@ -36,7 +36,7 @@ def read(path: Path) -> Program:
     out. A rank holds the stages that its row runs. Raises PentadError on any other file."""
     rows = [_units(path, number, row) for number, row in _rows(path)]
     if not rows:
-        raise PentadError(f"{path} is empty, wanted a row a rank with cells such as 2F0")
+        raise PentadError(f"{path} is empty: expected a row a rank with cells such as 2F0")
 
     def where(rank: int, at: int) -> str:
         return f"row {rank + 1}, column {rows[rank][at][0]}"
@@ -57,14 +57,14 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PentadError(f"{path} is not UTF-8 text (byte {error.start}), wanted a CSV file") from None
+        raise PentadError(f"{path} is not UTF-8 text (byte {error.start}): expected a CSV file") from None
     except OSError as error:
-        raise PentadError(f"{path} cannot be read ({error.strerror}), wanted a CSV file") from None
+        raise PentadError(f"{path} cannot be read ({error.strerror}): expected a CSV file") from None
     rows = csv.reader(io.StringIO(text, newline=""))
     try:
         yield from enumerate(rows, start=1)
     except csv.Error as error:
-        raise PentadError(f"{path}, line {rows.line_num} is not CSV ({error}), wanted cells such as 2F0") from None
+        raise PentadError(f"{path}, line {rows.line_num} is not CSV ({error}): expected cells such as 2F0") from None
 
 
 def _units(path: Path, number: int, row: list[str]) -> list[_Placed]:
@@ -75,9 +75,9 @@ def _units(path: Path, number: int, row: list[str]) -> list[_Placed]:
             found.append((column, unit))
         elif cell and not _ADDED.fullmatch(cell):
             shown = cell if len(cell) <= 40 else cell[:37] + "..."
-            raise PentadError(f"{path}, row {number}, column {column} holds {shown!r}, wanted {_WANTED}")
+            raise PentadError(f"{path}, row {number}, column {column} holds {shown!r}: expected {_WANTED}")
     if not found:
-        raise PentadError(f"{path}, row {number} runs nothing, wanted the compute instructions of rank {number - 1}")
+        raise PentadError(f"{path}, row {number} runs nothing: expected the compute instructions of rank {number - 1}")
     return found
 
 

@@ -160,11 +160,11 @@ def _warm_up(line: Line, late: bool) -> None:
 
 def _forwards(line: Line, knobs: Knobs) -> None:
     """At most one forward a rank; where a rank has none, those before it have none."""
-    wanted = [_wants_forward(line, rank, knobs.backward) for rank in range(line.ranks)]
+    expected = [_wants_forward(line, rank, knobs.backward) for rank in range(line.ranks)]
     for rank in reversed(range(line.ranks - 1)):
-        wanted[rank] = wanted[rank] and wanted[rank + 1]
+        expected[rank] = expected[rank] and expected[rank + 1]
     for rank in range(line.ranks):
-        if wanted[rank]:
+        if expected[rank]:
             for _ in range(line.excess(rank)):
                 line.run(rank, Op.W)
             _fill(line, rank, line.activation(rank), knobs.eager)

@@ -21,8 +21,8 @@ CODE = {op: code for code, op in enumerate(OPS)}
 
 def among(ops: Iterable[Op]) -> Array:
     """A table by op code: whether it is one of `ops`."""
-    wanted = frozenset(ops)
-    return np.array([op in wanted for op in OPS])
+    expected = frozenset(ops)
+    return np.array([op in expected for op in OPS])
 
 
 @dataclass(frozen=True, eq=False)

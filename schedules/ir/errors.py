@@ -2,4 +2,4 @@
 
 
 class PentadError(Exception):
-    """A user's mistake, told in one sentence: the key or argument, the value found, the value wanted."""
+    """A user's mistake, told in one sentence: the key or argument, the value found, the value expected."""

@@ -37,10 +37,10 @@ class Lookup:
 
     def holding(self, rank: Array, stage: Array) -> Array:
         """Number of the holding of each (rank, stage); -1 where a rank does not hold a stage."""
-        wanted = rank * (self.stages + 1) + stage + 1
-        found = np.searchsorted(self._holdings, wanted)
+        expected = rank * (self.stages + 1) + stage + 1
+        found = np.searchsorted(self._holdings, expected)
         found[found == len(self._holdings)] = 0
-        known = (self._holdings[found] == wanted) & (stage >= -1) & (stage < self.stages)
+        known = (self._holdings[found] == expected) & (stage >= -1) & (stage < self.stages)
         return np.where(known, found, -1)
 
     @cached_property

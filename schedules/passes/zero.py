@@ -68,16 +68,16 @@ def _gathers(stream: Stream, room: int) -> list[Gather]:
     turns: Counter[int] = Counter()
     found = []
     for index, unit in enumerate(stream):
-        wanted = _read(unit)
-        for stage in sorted(wanted - here.keys()):
+        expected = _read(unit)
+        for stage in sorted(expected - here.keys()):
             freed = -1
             if len(here) == room:
-                gone = max(here.keys() - wanted, key=lambda each: (_next_use(uses[each], index), each))
+                gone = max(here.keys() - expected, key=lambda each: (_next_use(uses[each], index), each))
                 found.append(here[gone])
                 freed = here.pop(gone).last
             here[stage] = Gather(stage, turns[stage], index, index, freed)
             turns[stage] += 1
-        for stage in wanted:
+        for stage in expected:
             here[stage] = here[stage]._replace(last=index)
     return found + list(here.values())
 

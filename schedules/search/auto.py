@@ -137,7 +137,7 @@ def refuse_chosen(asked: Options) -> None:
     """Raises PentadError on what `choose` chooses itself, and on a limit that no schedule keeps to."""
     for option, value in (("chunks", asked.chunks), ("group", asked.group), ("slices", asked.slices)):
         if value is not None:
-            raise PentadError(f"{option} is {value}, but schedule {AUTO} chooses it, wanted no {option}")
+            raise PentadError(f"{option} is {value}, but schedule {AUTO} chooses it: expected no {option}")
     if asked.memory_limit is not None and not asked.memory_limit >= 1:
         raise PentadError(f"schedule {AUTO}: memory_limit is {asked.memory_limit:g}, but at least 1 is needed")
 

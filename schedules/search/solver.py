@@ -52,7 +52,7 @@ def optimal(
     search.parameters.random_seed = 0
     status = search.solve(model)
     if status not in (solver.OPTIMAL, solver.FEASIBLE):
-        raise PentadError(f"effort is {effort:g}, but no order was found in it, wanted more or a hint")
+        raise PentadError(f"effort is {effort:g}, but no order was found in it: expected more or a hint")
     begun = [search.value(start) for start in starts]
     orders: Orders = [sorted(numbers, key=lambda each: (begun[each], each)) for numbers in _by_rank(problem)]
     unit = _unit(problem)
@@ -109,5 +109,5 @@ def _load() -> Any:
         return importlib.import_module("ortools.sat.python.cp_model")
     except ImportError:
         raise PentadError(
-            "OR-Tools, which proves optima, is not installed, wanted pip install 'pentad[solver]'"
+            "OR-Tools, which proves optima, is not installed: expected pip install 'pentad[solver]'"
         ) from None

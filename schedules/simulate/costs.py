@@ -126,7 +126,7 @@ class Costs:
             raise PentadError(f"costs.overlap is {self.overlap}, but it must be finite and at least 0")
         if len(self.links) not in (0, ranks) or any(len(row) != ranks for row in self.links):
             rows = [len(row) for row in self.links]
-            raise PentadError(f"costs.links has rows of {rows} entries, but there are {ranks} rows of {ranks} wanted")
+            raise PentadError(f"costs.links has rows of {rows} entries, but there are {ranks} rows of {ranks} expected")
         for source, row in enumerate(self.links):
             for target, seconds in enumerate(row):
                 if not 0 <= seconds < inf:

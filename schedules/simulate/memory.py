@@ -34,7 +34,7 @@ def activations_over_time(program: Program, timeline: Timeline) -> list[list[tup
     """
     spans = {(span.rank, span.name): span for span in timeline.spans}
     if len(spans) < len(timeline.spans):
-        raise PentadError(f"the timeline has steps {list(timeline.steps)}, but one step at a time is wanted")
+        raise PentadError(f"the timeline has steps {list(timeline.steps)}, but one step at a time is expected")
     shares = iter(kept(program).tolist())
     found = []
     for rank, stream in enumerate(program.streams):

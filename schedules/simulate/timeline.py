@@ -116,7 +116,9 @@ class Timeline:
     def from_arrow(table: pa.Table) -> Timeline:
         """Raises PentadError when the table is not a timeline."""
         if table.schema.names != SCHEMA.names:
-            raise PentadError(f"the Arrow table is not a timeline: columns {table.schema.names}, wanted {SCHEMA.names}")
+            raise PentadError(
+                f"the Arrow table is not a timeline: columns {table.schema.names}: expected {SCHEMA.names}"
+            )
         source = (table.schema.metadata or {}).get(b"source", b"measured").decode()
         rows: Iterable[tuple] = zip(*(table.column(name).to_pylist() for name in SCHEMA.names), strict=True)
         return Timeline(source, tuple(Span(*row) for row in rows))

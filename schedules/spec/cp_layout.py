@@ -29,7 +29,7 @@ def chunks(length: int, cp: int, rank: int, placement: Placement) -> tuple[range
     parts = 2 * cp if placement == "zigzag" else cp
     if length % parts:
         name = "2 x mesh.cp" if placement == "zigzag" else "mesh.cp"
-        raise PentadError(f"batch.sequence_length is {length}, wanted a multiple of {name} = {parts}")
+        raise PentadError(f"batch.sequence_length is {length}: expected a multiple of {name} = {parts}")
     size = length // parts
     numbers = (rank, parts - 1 - rank) if placement == "zigzag" else (rank,)
     return tuple(range(number * size, (number + 1) * size) for number in numbers)
@@ -49,9 +49,9 @@ def check_context(length: int, heads: int, kv_heads: int, cp: int, variant: CpMe
     ranks = cp * tp
     why = f"mesh.cp x mesh.tp = {ranks} where context ranks exchange heads"
     if heads % ranks:
-        raise PentadError(f"model.heads is {heads}, wanted a multiple of {why}")
+        raise PentadError(f"model.heads is {heads}: expected a multiple of {why}")
     if kv_heads % ranks and ranks % kv_heads:
-        raise PentadError(f"model.kv_heads is {kv_heads}, wanted a multiple or a divisor of {why}")
+        raise PentadError(f"model.kv_heads is {kv_heads}: expected a multiple or a divisor of {why}")
 
 
 def document_positions(starts: Sequence[int], length: int) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ def require_fit(
     if tokens % mesh.tp:
         shared = f"{rows} x {length} / {slices * mesh.cp}" if slices * mesh.cp > 1 else f"{rows} x {length}"
         why = f"the tokens of a microbatch, {shared} = {tokens}, which tensor ranks share out"
-        raise PentadError(f"mesh.tp is {mesh.tp}, wanted a divisor of {why}")
+        raise PentadError(f"mesh.tp is {mesh.tp}: expected a divisor of {why}")
 
 
 def _require_tensor(model: ModelShape, mesh: Mesh) -> None:
@@ -35,25 +35,25 @@ def _require_tensor(model: ModelShape, mesh: Mesh) -> None:
         }
     for name, size in sizes.items():
         if size % mesh.tp:
-            raise PentadError(f"model.{name} is {size}, wanted a multiple of mesh.tp = {mesh.tp}")
+            raise PentadError(f"model.{name} is {size}: expected a multiple of mesh.tp = {mesh.tp}")
     if model.mla is None and model.kv_heads % mesh.tp and mesh.tp % model.kv_heads:
-        wanted = f"a multiple or a divisor of mesh.tp = {mesh.tp}"
-        raise PentadError(f"model.kv_heads is {model.kv_heads}, wanted {wanted}")
+        expected = f"a multiple or a divisor of mesh.tp = {mesh.tp}"
+        raise PentadError(f"model.kv_heads is {model.kv_heads}: expected {expected}")
 
 
 def _require_context(model: ModelShape, mesh: Mesh, length: int, slices: int, context: CpMethod) -> None:
     if mesh.cp == 1:
         return
     if slices > 1:
-        raise PentadError(f"mesh.cp is {mesh.cp}, wanted 1 where a schedule cuts sequences into {slices} slices")
+        raise PentadError(f"mesh.cp is {mesh.cp}: expected 1 where a schedule cuts sequences into {slices} slices")
     check_context(length, model.heads, model.kv_heads, mesh.cp, context, mesh.tp)
 
 
 def _require_experts(model: ModelShape, mesh: Mesh) -> None:
     if model.experts is None:
         if mesh.ep > 1:
-            raise PentadError(f"mesh.ep is {mesh.ep}, wanted 1 for a model without experts")
+            raise PentadError(f"mesh.ep is {mesh.ep}: expected 1 for a model without experts")
     elif model.experts.num_experts % mesh.ep:
         raise PentadError(
-            f"model.experts.num_experts is {model.experts.num_experts}, wanted a multiple of mesh.ep = {mesh.ep}"
+            f"model.experts.num_experts is {model.experts.num_experts}: expected a multiple of mesh.ep = {mesh.ep}"
         )

@@ -159,8 +159,8 @@ def _prove_channel(program: Program, channel: int, sends: Array, receives: Array
     kind, shift = (Op.SEND_F, 1) if forward else (Op.SEND_B, -1)
     sent, received = list(map(columns.key, sends)), list(map(columns.key, receives))
     for k in range(max(len(sent), len(received))):
-        wanted = Key(SENDS[kind], sent[k].stage + shift, sent[k].microbatch) if k < len(sent) else None
-        if k < len(received) and received[k] == wanted:
+        expected = Key(SENDS[kind], sent[k].stage + shift, sent[k].microbatch) if k < len(sent) else None
+        if k < len(received) and received[k] == expected:
             continue
         row = receives[k] if k < len(receives) else sends[k]
         text = f"sends {_named(sent, k)} and receives {_named(received, k)}"

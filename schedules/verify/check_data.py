@@ -63,15 +63,15 @@ def _prove_receives(program: Program, reader: Array, made: Array) -> None:
     columns, rows = program.columns, program.lookup
     forward = columns.op[made] == _F
     op = np.where(forward, CODE[Op.RECV_F], CODE[Op.RECV_B])
-    wanted = rows.rows(columns.rank[reader], op, columns.stage[reader], columns.microbatch[reader])
+    expected = rows.rows(columns.rank[reader], op, columns.stage[reader], columns.microbatch[reader])
     other = columns.stage[reader] == columns.stage[made]  # a slice's keys and values go nowhere
-    awaited = _awaits(program, reader, lambda waits, k: rows.waited[waits] == wanted[k]) & (wanted >= 0)
-    wrong = np.flatnonzero(other | ~awaited | (columns.peer[wanted] != columns.rank[made]))
+    awaited = _awaits(program, reader, lambda waits, k: rows.waited[waits] == expected[k]) & (expected >= 0)
+    wrong = np.flatnonzero(other | ~awaited | (columns.peer[expected] != columns.rank[made]))
     if len(wrong):
         k = wrong[np.argmin(reader[wrong])]
-        raise _unreceived(program, reader[k], made[k], wanted[k] if awaited[k] else -1)
+        raise _unreceived(program, reader[k], made[k], expected[k] if awaited[k] else -1)
     unread = IS_RECEIVE[columns.op]
-    unread[wanted] = False
+    unread[expected] = False
     if unread.any():
         row = int(np.argmax(unread))
         raise _at(program, row, f"nothing reads what {columns.key(row)} receives")
@@ -81,12 +81,12 @@ def _unreceived(program: Program, reader: int, made: int, receive: int) -> Sched
     """What is wrong with how `reader` gets the result of another rank; `receive` is what it waits for, or -1."""
     columns = program.columns
     source, key, result = columns.rank[made], columns.key(reader), columns.key(made)
-    wanted = key._replace(op=Op.RECV_F if result.op is Op.F else Op.RECV_B)
+    expected = key._replace(op=Op.RECV_F if result.op is Op.F else Op.RECV_B)
     if result.stage == key.stage:
         return _at(program, reader, f"{key} reads {result} of rank {source}, but slices of one sequence stay together")
     if receive < 0:
-        return _at(program, reader, f"{key} reads {result} of rank {source} but does not wait for {wanted}")
-    text = f"{wanted} receives from rank {columns.peer[receive]}, but {result} runs on rank {source}"
+        return _at(program, reader, f"{key} reads {result} of rank {source} but does not wait for {expected}")
+    text = f"{expected} receives from rank {columns.peer[receive]}, but {result} runs on rank {source}"
     return _at(program, receive, text)
 
 

@@ -86,15 +86,15 @@ def _fault(program: Program, rank: int, part: Instruction) -> str:
         pieces = f" of {program.slices} slices" if program.slices > 1 else ""
         return f"there are {program.microbatches} microbatches{pieces}"
     if part.op is Op.NORM and part.group == "":  # of a step that is validated later
-        return "" if part.peer == rank - 1 else f"its peer is {part.peer}, wanted {rank - 1}"
+        return "" if part.peer == rank - 1 else f"its peer is {part.peer}: expected {rank - 1}"
     if part.op is Op.VALIDATE and part.peer != program.ranks - 1:
-        return f"its peer is {part.peer}, wanted {program.ranks - 1}"
+        return f"its peer is {part.peer}: expected {program.ranks - 1}"
     moves = part.op in SENDS or part.op in RECEIVES
     if moves and (part.peer == rank or not 0 <= part.peer < program.ranks):
-        return f"its peer is {part.peer}, wanted another of the {program.ranks} ranks"
+        return f"its peer is {part.peer}: expected another of the {program.ranks} ranks"
     group = "" if part.op not in COLLECTIVES else "pp" if part.op is Op.NORM else f"stage{part.stage}"
     if part.group != group:
-        return f"its group is {part.group!r}, wanted {group!r}"
+        return f"its group is {part.group!r}: expected {group!r}"
     return ""
 
 
@@ -153,7 +153,7 @@ def _incomplete(program: Program, stage: int, mb: int, runs: dict[Op, tuple[int,
         f, b, w, bw = (Key(op, stage, mb) for op in (Op.F, Op.B, Op.W, Op.BW))
         have = ", ".join(str(Key(op, stage, mb)) for op in runs) or "nothing"
         want = f"{f} with {bw} or with {b} and {w}"
-        return ScheduleError(f"stage {stage}, microbatch {mb}: found {have}, wanted {want}", rank, index)
+        return ScheduleError(f"stage {stage}, microbatch {mb}: found {have}: expected {want}", rank, index)
     rank, index = runs[kinds[0]]
     return ScheduleError(f"stage {stage}, microbatch {mb} runs on several ranks: {runs}", rank, index)
 

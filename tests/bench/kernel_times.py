@@ -59,9 +59,9 @@ def each(call: Callable[..., object], data: list[tuple[Any, ...]]) -> Calls:
     return [partial(call, *values) for values in data]
 
 
-def error(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
+def error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """The largest relative error, in the norm, of some tensors."""
-    pairs = zip(found, wanted, strict=True)
+    pairs = zip(found, expected, strict=True)
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
@@ -143,10 +143,10 @@ def rope_case(tokens: int, heads: int, groups: int, width: int) -> Case:
         return each(lambda q, k: forward(q, k, cos2, sin2), parts)
 
     def check() -> float:
-        found, wanted = data[0][0].clone(), data[0][0].double()
+        found, expected = data[0][0].clone(), data[0][0].double()
         rope.rope_(found, cos, sin)
-        rope.rope_reference_(wanted, cos.double(), sin.double())
-        return error([found], [wanted])
+        rope.rope_reference_(expected, cos.double(), sin.double())
+        return error([found], [expected])
 
     ours = each(lambda x: rope.rope_(x, cos, sin), data)
     return Case(2 * tokens * every * width * 2, ours, each(by_torch, data), liger, check)
@@ -206,10 +206,10 @@ def loss(tokens: int, vocabulary: int, backward: bool) -> Case:
 
     def check() -> float:
         logits, targets = random(512, vocabulary), data[0][1][:512]
-        wanted = logits.double()
-        want_loss, want_lse = cross_entropy.cross_entropy_reference(wanted, targets)
-        cross_entropy.cross_entropy_backward_reference_(wanted, targets, want_lse, 1 / tokens)
-        return error(ours(logits, targets), (want_loss, want_lse, wanted) if backward else (want_loss, want_lse))
+        expected = logits.double()
+        want_loss, want_lse = cross_entropy.cross_entropy_reference(expected, targets)
+        cross_entropy.cross_entropy_backward_reference_(expected, targets, want_lse, 1 / tokens)
+        return error(ours(logits, targets), (want_loss, want_lse, expected) if backward else (want_loss, want_lse))
 
     work = (3 if backward else 1) * tokens * vocabulary * 2
     return Case(work, each(ours, data), each(by_torch, data), liger, check)
@@ -254,12 +254,12 @@ def attention_of(heads: int, groups: int, length: int, width: int, backward: boo
         one = heads // groups  # the first group of heads: a float64 reference of all of them would not fit
         part = [t[:, : one if t.shape[1] == heads else 1].double().requires_grad_() for t in data[0]]
         out = attention.attention_reference(part[0], part[1], part[2])
-        wanted = (out, *torch.autograd.grad(out, part[:3], part[3])) if backward else (out,)
+        expected = (out, *torch.autograd.grad(out, part[:3], part[3])) if backward else (out,)
         found = ours(*data[0])
         same = all(torch.equal(a, b) for _ in range(10) for a, b in zip(found, ours(*data[0]), strict=True))
         notes["bit_equal_in_10_runs"] = same
         assert same or not deterministic
-        return error([f[:, : w.shape[1]] for f, w in zip(found, wanted, strict=True)], [w.detach() for w in wanted])
+        return error([f[:, : w.shape[1]] for f, w in zip(found, expected, strict=True)], [w.detach() for w in expected])
 
     work = (3.5 if backward else 1) * 2 * heads * length * length * width
     return Case(work, each(ours, data), each(by_torch, data), None, check, gemm=True)
@@ -273,9 +273,9 @@ def grad_gemm_case(tokens: int, n: int, k: int) -> Case:
 
     def check() -> float:
         main, dy, x = random(n, k, dtype=torch.float32), *data[0][1:]
-        wanted = main[:256].double() + dy[:, :256].double().t() @ x.double()
+        expected = main[:256].double() + dy[:, :256].double().t() @ x.double()
         wgrad_gemm.accumulate_gradient_(main, dy, x)
-        return error([main[:256]], [wanted])
+        return error([main[:256]], [expected])
 
     ours = each(wgrad_gemm.accumulate_gradient_, data)
     return Case(2 * tokens * n * k, ours, each(by_torch, data), None, check, bound=1e-5, gemm=True)

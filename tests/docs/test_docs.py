@@ -29,8 +29,8 @@ def test_every_block_prints_what_the_page_shows(page: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     printed = done.stdout.split(f"{MARK}\n")
     assert len(printed) == len(shown) > 3
-    for wanted, found in zip(shown, printed, strict=True):
-        assert wanted is None or found == wanted
+    for expected, found in zip(shown, printed, strict=True):
+        assert expected is None or found == expected
 
 
 def _with_next(blocks: list[tuple[str, str]]) -> list[tuple[str, tuple[str, str]]]:

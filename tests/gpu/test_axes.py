@@ -79,7 +79,7 @@ def test_two_runs_have_the_same_bits_and_the_wide_ones_losses(gpus, corpus, name
         for key, value in first.state.items():
             assert torch.equal(value, second.state[key]), key
     wide = gpus.run(replace(plan, dtype="float64"), [(0, 3)])
-    for outcome, wanted in zip(one, wide, strict=True):
-        for found, exact in zip(outcome.results, wanted.results, strict=True):
+    for outcome, expected in zip(one, wide, strict=True):
+        for found, exact in zip(outcome.results, expected.results, strict=True):
             for microbatch, loss in exact.losses.items():
                 assert found.losses[microbatch] == pytest.approx(loss, rel=2e-2 if dtype == "bfloat16" else 1e-4)

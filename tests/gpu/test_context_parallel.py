@@ -45,8 +45,8 @@ def test_ranks_give_what_the_whole_sequence_gives(ranks, cp, variant, shape, dty
         pytest.skip(f"{cp} GPUs are needed")
     case = replace(SHAPES[shape], cp=cp, variant=variant, dtype=dtype, deterministic=deterministic, times=3)
     answers = ranks.run(case)
-    for found, wanted in zip(case.joined([a.parts for a in answers]), case.wanted(), strict=True):
-        assert relative_error(found, wanted) < BOUNDS[dtype]
+    for found, expected in zip(case.joined([a.parts for a in answers]), case.expected(), strict=True):
+        assert relative_error(found, expected) < BOUNDS[dtype]
     assert all(answer.rooms <= 2 for answer in answers)
     assert all(answer.same for answer in answers) or not deterministic
 
@@ -57,6 +57,6 @@ def test_ranks_give_what_the_whole_sequence_gives(ranks, cp, variant, shape, dty
 def test_one_rank_gives_what_the_definition_says(shape, dtype, deterministic):
     case = replace(SHAPES[shape], cp=1, dtype=dtype, deterministic=deterministic, times=3)
     answer = run_rank(case, 0, None, torch.device("cuda"))
-    for found, wanted in zip(answer.parts, case.wanted(), strict=True):
-        assert relative_error(found, wanted) < BOUNDS[dtype]
+    for found, expected in zip(answer.parts, case.expected(), strict=True):
+        assert relative_error(found, expected) < BOUNDS[dtype]
     assert answer.same or not deterministic

@@ -77,30 +77,30 @@ def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Calla
 def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, reference, schedule, rank, how):
     nodes.hold(*FOUR)
     words = (*SCHEDULES[schedule], f"schedule.name={schedule}")
-    wanted = reference(*words)
+    expected = reference(*words)
     run = start(*words)
     run.at_step(20)
     run.hit(rank, how=how)
     assert_recovered(run, "repair")
-    assert_same(run, wanted, STEPS)
+    assert_same(run, expected, STEPS)
 
 
 def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start, reference):
     nodes.hold(*FOUR)
     words = (*LINE, "schedule.name=zb-h2")
-    wanted = reference(*words)
+    expected = reference(*words)
     run = start(*words)
     run.at_step(60)
     run.hit(2)
     assert_recovered(run, "checkpoint")
     assert run.events("recovered")[0]["step"] >= 50
-    assert_same(run, wanted, STEPS)
+    assert_same(run, expected, STEPS)
 
 
 def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference):
     nodes.hold(1, 1, 1)
     words = ("mesh.dp=2", "mesh.pp=1", "schedule.microbatches=4", "schedule.name=1f1b")
-    wanted = reference(*words)
+    expected = reference(*words)
     run = start(*words)
     run.at_step(4)
     with connect(run.folder) as client:  # notices are asked for every two seconds: the run must not be over by then
@@ -113,13 +113,13 @@ def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference)
     assert_recovered(run, "repair")
     assert {(row["fault"], row["detector"]) for row in run.events("lost")} == {("drain", "notice")}
     assert run.events("recovered")[0]["steps_replayed"] == 0
-    assert_same(run, wanted, STEPS)
+    assert_same(run, expected, STEPS)
 
 
 def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference):
     nodes.hold(2, 2)
     words = (*SQUARE, "schedule.name=1f1b", "elastic.min_ranks=2", "elastic.wait_seconds=1")
-    wanted = reference(*words)
+    expected = reference(*words)
     run = start(*words)
     run.at_step(60)
     kill(nodes.node_of(run.pids()[3]))
@@ -132,5 +132,5 @@ def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference
     assert_recovered(run, "shrink", "grow")
     assert [row["mesh"] for row in run.events("recovered")] == ["pp2", "dp2 x pp2"]
     got, _ = outcome(run, STEPS)
-    assert got[:50] == wanted[0][:50]
-    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in wanted[0]], rel=3e-2)
+    assert got[:50] == expected[0][:50]
+    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in expected[0]], rel=3e-2)

@@ -35,10 +35,10 @@ def test_less_memory_changes_no_bit(gpus, corpus, name, m, slices, mode, keep, d
     for less in ({"recompute": mode, "keep": keep}, {}):
         plan = plan_of(name, 1, 2, m, corpus, slices=slices, **less)
         runs.append(gpus.run(on_gpu(plan, "peer", dtype), [(0, 2), (2, 1)]))
-    for found, wanted in zip(*runs, strict=True):
-        assert same(found.state, wanted.state)
-        assert all(same(*pair) for pair in zip(found.gradients, wanted.gradients, strict=True))
-        assert [r.losses for r in found.results] == [r.losses for r in wanted.results]
+    for found, expected in zip(*runs, strict=True):
+        assert same(found.state, expected.state)
+        assert all(same(*pair) for pair in zip(found.gradients, expected.gradients, strict=True))
+        assert [r.losses for r in found.results] == [r.losses for r in expected.results]
 
 
 def wide(corpus: str, mode: str, keep: float | None, *, deterministic: bool) -> Plan:

@@ -61,8 +61,8 @@ def test_grouped_products(dtype: torch.dtype, close: float, counts: tuple[int, .
     offsets = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
     weights = torch.randn(len(counts), n, k, device="cuda", dtype=dtype)
     for rows, matrices in ((x, weights), (dy, weights.transpose(1, 2))):
-        wanted = grouped_gemm_reference(rows.double(), matrices.double(), offsets)[:total]
-        assert relative_error(grouped_gemm(rows, matrices, offsets)[:total], wanted) < close
+        expected = grouped_gemm_reference(rows.double(), matrices.double(), offsets)[:total]
+        assert relative_error(grouped_gemm(rows, matrices, offsets)[:total], expected) < close
 
 
 @pytest.mark.parametrize(("n", "k"), WIDTHS)
@@ -74,11 +74,11 @@ def test_grouped_gradients(dtype: torch.dtype, close: float, counts: tuple[int, 
     x[total:], dy[total:] = torch.nan, torch.nan
     offsets = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
     main = torch.randn(len(counts), n, k, device="cuda", dtype=torch.float64 if close < 1e-9 else torch.float32)
-    wanted, again = main.to(torch.float64, copy=True), main.clone()
-    accumulate_grouped_gradient_reference_(wanted, dy.double(), x.double(), offsets)
+    expected, again = main.to(torch.float64, copy=True), main.clone()
+    accumulate_grouped_gradient_reference_(expected, dy.double(), x.double(), offsets)
     accumulate_grouped_gradient_(main, dy, x, offsets)
     accumulate_grouped_gradient_(again, dy, x, offsets)
-    assert relative_error(main, wanted) < 1e-5 and torch.equal(main, again)
+    assert relative_error(main, expected) < 1e-5 and torch.equal(main, again)
 
 
 @pytest.mark.parametrize("width", [5, 768, 2100])
@@ -97,8 +97,8 @@ def test_rows(dtype: torch.dtype, close: float, width: int) -> None:
     gate_up = torch.randn(len(rows.tokens), 2 * width, device="cuda", dtype=dtype)
     dy = torch.randn(len(rows.tokens), width, device="cuda", dtype=dtype)
     found = gate_rows_backward(dy, gate_up, rows)
-    wanted = gate_rows_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
-    for mine, there in zip((*found, gate_rows(gate_up, rows)), (*wanted, wanted[1]), strict=True):
+    expected = gate_rows_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
+    for mine, there in zip((*found, gate_rows(gate_up, rows)), (*expected, expected[1]), strict=True):
         assert relative_error(mine[:total], there[:total]) < close
 
 
@@ -129,7 +129,7 @@ def test_a_layer_is_that_of_a_cpu_and_the_host_waits_for_nothing(dtype: torch.dt
     state["router"][::2] *= 1.5
     wide = {name: each.to(dtype).double() for name, each in state.items()}
     inputs = tokens.to(dtype).double(), case.gradients[0].to(dtype).double()
-    wanted = run(shape, wide, *inputs)
+    expected = run(shape, wide, *inputs)
     here = {name: each.to("cuda", torch.float32 if name == "bias" else dtype) for name, each in state.items()}
     there = inputs[0].to("cuda", dtype), inputs[1].to("cuda", dtype)
     found = run(shape, here, *there)  # compiles the kernels
@@ -138,7 +138,7 @@ def test_a_layer_is_that_of_a_cpu_and_the_host_waits_for_nothing(dtype: torch.dt
             again = run(shape, here, *there)
         assert all(torch.equal(found[name], again[name]) for name in found)
     for name, each in found.items():
-        assert relative_error(each, wanted[name]) < (3e-2 if dtype == torch.bfloat16 else close), name
+        assert relative_error(each, expected[name]) < (3e-2 if dtype == torch.bfloat16 else close), name
 
 
 @pytest.fixture(scope="module")

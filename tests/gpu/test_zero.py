@@ -118,5 +118,5 @@ def test_what_a_gpu_allocates_is_what_is_planned(corpus, zero, dtype):
     found = torch.cuda.memory_allocated(device) - before - tables
     planned = memory(plan, 1)
     tensors = 6 * len(held) + len(shards.weights) + len(shards.gradients)
-    wanted = sum(planned[kind] for kind in BUFFERS)
-    assert wanted <= found <= wanted + 512 * tensors
+    expected = sum(planned[kind] for kind in BUFFERS)
+    assert expected <= found <= expected + 512 * tensors

@@ -56,16 +56,16 @@ def test_the_output_is_the_cast_master() -> None:
 def test_triton_agrees_with_the_reference(n: int, step: int, cast: bool) -> None:
     master, m, v, grad, out = shard(n, "cuda")
     scale = torch.tensor([0.37], device="cuda")
-    wanted = p64, m64, v64 = master.double(), m.double(), v.double()
+    expected = p64, m64, v64 = master.double(), m.double(), v.double()
     adamw_reference_(p64, m64, v64, grad.double(), None, scale.double(), coefficients(step=step, **SETTINGS))
     again = p2, m2, v2 = master.clone(), m.clone(), v.clone()
     before = master.double()
     adamw_(master, m, v, grad, out if cast else None, step=step, scale=scale, **SETTINGS)
     adamw_(p2, m2, v2, grad, None, step=step, scale=scale, **SETTINGS)
-    for found, want, repeated in zip((master, m, v), wanted, again, strict=True):
+    for found, want, repeated in zip((master, m, v), expected, again, strict=True):
         assert relative_error(found, want) < 1e-6
         assert torch.equal(found, repeated)
-    assert relative_error(master.double() - before, wanted[0] - before) < 1e-3  # the update, after float32 rounding
+    assert relative_error(master.double() - before, expected[0] - before) < 1e-3  # the update, after float32 rounding
     assert torch.equal(out, master.bfloat16() if cast else torch.zeros_like(out))
 
 

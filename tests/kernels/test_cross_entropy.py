@@ -25,11 +25,11 @@ def _fresh_memory_holds_nan() -> Iterator[None]:
 def test_the_reference_agrees_with_torch() -> None:
     logits = (5 * torch.randn(6, 11, dtype=torch.float64)).requires_grad_()
     targets = torch.tensor([0, 10, IGNORE_INDEX, 3, 3, IGNORE_INDEX])
-    wanted = F.cross_entropy(logits, targets, reduction="none")
-    (0.25 * wanted).sum().backward()
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    (0.25 * expected).sum().backward()
     buffer = logits.detach().clone()
     loss, lse = cross_entropy(buffer, targets)
-    assert torch.allclose(loss, wanted, rtol=1e-14, atol=0)
+    assert torch.allclose(loss, expected, rtol=1e-14, atol=0)
     assert torch.allclose(lse, torch.logsumexp(logits, 1), rtol=1e-14, atol=0)
     cross_entropy_backward_(buffer, targets, lse, 0.25)
     assert logits.grad is not None and torch.allclose(buffer, logits.grad, rtol=1e-12, atol=1e-16)
@@ -69,8 +69,8 @@ def test_triton_agrees_with_the_reference(rows: int, vocabulary: int, dtype: tor
     targets[2::7] = -1
     targets[1::3] = IGNORE_INDEX
     want_loss, want_lse = cross_entropy_reference(logits.double(), targets)
-    wanted = logits.double()
-    cross_entropy_backward_reference_(wanted, targets, want_lse, 0.125)
+    expected = logits.double()
+    cross_entropy_backward_reference_(expected, targets, want_lse, 0.125)
 
     loss, lse = cross_entropy(logits, targets)
     again = cross_entropy(logits, targets)
@@ -80,7 +80,7 @@ def test_triton_agrees_with_the_reference(rows: int, vocabulary: int, dtype: tor
     assert (loss[1::3] == 0).all()
     cross_entropy_backward_(logits, targets, lse, 0.125)
     # p - 1 cancels where a row is nearly sure of its target: float32 can be no closer than to the 1.
-    assert (logits - wanted).norm() < bound * wanted.norm().clamp(min=0.125)
+    assert (logits - expected).norm() < bound * expected.norm().clamp(min=0.125)
     assert (logits[1::3] == 0).all()
 
 

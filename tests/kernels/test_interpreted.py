@@ -38,10 +38,10 @@ def test_rms_norm(rows: int, width: int, fused: bool, dtype: torch.dtype, bound:
     y, summed, rstd = rms_norm_triton.rms_norm(x, weight, 1e-5, r)
     y64, summed64, rstd64 = rms_norm_reference(x.double(), weight.double(), 1e-5, None if r is None else r.double())
     found = rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, d)
-    wanted = rms_norm_backward_reference(
+    expected = rms_norm_backward_reference(
         dy.double(), summed64, weight.double(), rstd64, None if d is None else d.double()
     )
-    for a, b in zip((y, summed, rstd, *found), (y64, summed64, rstd64, *wanted), strict=True):
+    for a, b in zip((y, summed, rstd, *found), (y64, summed64, rstd64, *expected), strict=True):
         assert relative_error(a, b) < bound
 
 
@@ -51,8 +51,8 @@ def test_rms_norm_where_a_program_takes_many_rows(monkeypatch: pytest.MonkeyPatc
     summed, dy = torch.randn(2, 19, 64)
     weight, rstd = torch.randn(64), torch.rand(19)
     found = rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, None)
-    wanted = rms_norm_backward_reference(dy.double(), summed.double(), weight.double(), rstd.double(), None)
-    for a, b in zip(found, wanted, strict=True):
+    expected = rms_norm_backward_reference(dy.double(), summed.double(), weight.double(), rstd.double(), None)
+    for a, b in zip(found, expected, strict=True):
         assert relative_error(a, b) < 1e-5
 
 
@@ -61,11 +61,11 @@ def test_rms_norm_where_a_program_takes_many_rows(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("tokens", "length", "head_dim"), [(1, 1, 8), (14, 7, 40)])
 def test_rope(tokens: int, length: int, head_dim: int, inverse: bool, dtype: torch.dtype, bound: float) -> None:
     packed = torch.randn(tokens, 5, head_dim, dtype=dtype)
-    wanted = packed.double()
-    rope_reference_(wanted[:, :3], *rope_tables(length, head_dim, 1e4, "cpu", torch.float64), inverse)
+    expected = packed.double()
+    rope_reference_(expected[:, :3], *rope_tables(length, head_dim, 1e4, "cpu", torch.float64), inverse)
     rope_triton.rope_(packed[:, :3], *rope_tables(length, head_dim, 1e4, "cpu"), inverse)
-    assert relative_error(packed, wanted) < bound
-    assert torch.equal(packed[:, 3:].double(), wanted[:, 3:])
+    assert relative_error(packed, expected) < bound
+    assert torch.equal(packed[:, 3:].double(), expected[:, 3:])
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
@@ -85,13 +85,13 @@ def test_cross_entropy(vocabulary: int, dtype: torch.dtype, bound: float) -> Non
     logits = 4 * torch.randn(4, vocabulary, dtype=dtype)
     targets = torch.tensor([0, IGNORE_INDEX, vocabulary - 1, -1])
     want_loss, want_lse = cross_entropy_reference(logits.double(), targets)
-    wanted = logits.double()
-    cross_entropy_backward_reference_(wanted, targets, want_lse, 0.5)
+    expected = logits.double()
+    cross_entropy_backward_reference_(expected, targets, want_lse, 0.5)
     loss, lse = cross_entropy_triton.cross_entropy(logits, targets)
     assert torch.allclose(loss.double(), want_loss, rtol=1e-5, atol=1e-5)
     assert torch.allclose(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
     cross_entropy_triton.cross_entropy_backward_(logits, targets, lse, 0.5)
-    assert torch.allclose(logits.double(), wanted, rtol=bound, atol=bound * 0.5)
+    assert torch.allclose(logits.double(), expected, rtol=bound, atol=bound * 0.5)
 
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
@@ -102,10 +102,10 @@ def test_adamw(n: int, cast: bool, bad: float | None) -> None:
     master, m, grad = torch.randn(3, n)
     v, out = torch.rand(n), torch.zeros(n, dtype=torch.bfloat16)
     scale = torch.tensor([0.5 if bad is None else bad])
-    wanted = p64, m64, v64 = master.double(), m.double(), v.double()
+    expected = p64, m64, v64 = master.double(), m.double(), v.double()
     adamw_reference_(p64, m64, v64, grad.double(), None, scale.double(), c)
     adamw_triton.adamw_(master, m, v, grad, out if cast else None, scale, c)
-    for found, want in zip((master, m, v), wanted, strict=True):
+    for found, want in zip((master, m, v), expected, strict=True):
         assert relative_error(found, want) < 1e-6
     if cast and bad is None:  # the interpreter cuts a bf16 off where a GPU rounds it
         assert torch.allclose(out.float(), master, rtol=2**-7)

@@ -39,9 +39,9 @@ def test_the_reference_agrees_with_autograd(fused: bool) -> None:
     found_y, found_sum, rstd = rms_norm(x.detach(), weight.detach(), EPS, residual if fused else None)
     dx, dweight = rms_norm_backward(dy, found_sum, weight.detach(), rstd, dsummed if fused else None)
     assert x.grad is not None and weight.grad is not None
-    for found, wanted in ((found_y, y), (found_sum, summed), (dx, x.grad), (dweight, weight.grad)):
+    for found, expected in ((found_y, y), (found_sum, summed), (dx, x.grad), (dweight, weight.grad)):
         assert found.dtype == torch.float64
-        assert relative_error(found, wanted.detach()) < 1e-13
+        assert relative_error(found, expected.detach()) < 1e-13
 
 
 def test_without_a_residual_the_sum_is_the_input_itself() -> None:
@@ -81,8 +81,8 @@ def test_triton_agrees_with_the_reference(rows: int, width: int, dtype: torch.dt
     pairs = [(y, want_y), (summed, want_sum), (rstd, want_rstd), (dx, want_dx), (dweight, want_dweight)]
     if width == 1:  # y does not depend on x but for eps: the gradient through it is noise
         pairs = pairs[:3]
-    for found, wanted in pairs:
-        assert relative_error(found, wanted) < bound
+    for found, expected in pairs:
+        assert relative_error(found, expected) < bound
 
 
 @pytest.mark.gpu

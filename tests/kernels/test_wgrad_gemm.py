@@ -9,9 +9,9 @@ from pentad.kernels.wgrad_gemm import accumulate_gradient_, accumulate_gradient_
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_gradient_is_added_to_what_is_there(dtype: torch.dtype) -> None:
     main, dy, x = torch.randn(3, 4, dtype=dtype), torch.randn(7, 3, dtype=dtype), torch.randn(7, 4, dtype=dtype)
-    wanted = main + torch.einsum("tn,tk->nk", dy, x)
+    expected = main + torch.einsum("tn,tk->nk", dy, x)
     accumulate_gradient_(main, dy, x)
-    assert torch.allclose(main, wanted, rtol=1e-5 if dtype == torch.float32 else 1e-13)
+    assert torch.allclose(main, expected, rtol=1e-5 if dtype == torch.float32 else 1e-13)
 
 
 def test_no_tokens_add_nothing() -> None:
@@ -35,10 +35,10 @@ def test_the_accumulator_stays_wide_on_a_gpu(shape: tuple[int, int, int], dtype:
     tokens, n, k = shape
     dy, x = torch.randn(tokens, n, device="cuda", dtype=dtype), torch.randn(tokens, k, device="cuda", dtype=dtype)
     main = 100 * torch.randn(n, k, device="cuda")
-    wanted, again, address = main.double(), main.clone(), main.data_ptr()
-    accumulate_gradient_reference_(wanted, dy.double(), x.double())
+    expected, again, address = main.double(), main.clone(), main.data_ptr()
+    accumulate_gradient_reference_(expected, dy.double(), x.double())
     accumulate_gradient_(main, dy, x)
     accumulate_gradient_(again, dy, x)
     assert main.dtype == torch.float32 and main.data_ptr() == address
-    assert float((main - wanted).norm() / wanted.norm()) < 1e-5
+    assert float((main - expected).norm() / expected.norm()) < 1e-5
     assert torch.equal(main, again)

@@ -11,8 +11,8 @@ times = st.integers(0, 60)
 
 def test_shares_of_two_kernels_and_a_message():
     found = shares([("gemm(x)", 0, 4), ("gemm(y)", 10, 12), ("ncclDevKernel(z)", 3, 6)])
-    wanted = {"step": 12, "compute": 6, "messages": 3, "both": 1, "waits": 4}
-    assert {name: found[name] * 1e6 for name in wanted} == wanted
+    expected = {"step": 12, "compute": 6, "messages": 3, "both": 1, "waits": 4}
+    assert {name: found[name] * 1e6 for name in expected} == expected
     assert found["longest"] == {"gemm": [6e-6, 2], "ncclDevKernel": [3e-6, 1]}
 
 

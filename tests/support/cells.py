@@ -158,7 +158,7 @@ def lose_one(cells: list[Cell], plan: Plan, steps: int, how: int | None) -> None
 def _lose_one(cells: list[Cell], plan: Plan, steps: int, how: int | None) -> None:
     join(cells, plan, 1)
     together(cells, "restore", None, 0)
-    wanted = outcome(cells, together(cells, "run", 0, steps), 0)
+    expected = outcome(cells, together(cells, "run", 0, steps), 0)
     together(cells, "close")
 
     join(cells, plan, 1)
@@ -184,8 +184,8 @@ def _lose_one(cells: list[Cell], plan: Plan, steps: int, how: int | None) -> Non
     known = [list(stand.results) for stand in stands.values()]
     losses, state = outcome(cells, known + together(cells, "run", version, steps - version), 0)
     together(cells, "close")
-    assert losses == wanted[0]
-    assert all(torch.equal(state[key], value) for key, value in wanted[1].items())
+    assert losses == expected[0]
+    assert all(torch.equal(state[key], value) for key, value in expected[1].items())
 
 
 def _serve(end: Any) -> None:

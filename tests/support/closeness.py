@@ -3,7 +3,7 @@
 from torch import Tensor
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """|found - wanted| / |wanted| in float64."""
-    found, wanted = found.double().cpu(), wanted.double().cpu()
-    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected| in float64."""
+    found, expected = found.double().cpu(), expected.double().cpu()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))

@@ -59,7 +59,7 @@ class Case:
     def held(self, rank: int) -> Tensor:
         return torch.from_numpy(positions(self.length, self.cp, rank, PLACEMENTS[self.variant]))
 
-    def wanted(self) -> list[Tensor]:
+    def expected(self) -> list[Tensor]:
         """out, dq, dk and dv by the definition, in float64."""
         q, k, v, dout = (x.double() for x in self.inputs())
         q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]

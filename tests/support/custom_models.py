@@ -140,14 +140,14 @@ def train(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> Trained:
             group["lr"] = shape.rate(step)
         adam.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
-        for number, (x, wanted) in enumerate(zip(inputs, targets, strict=True)):
+        for number, (x, expected) in enumerate(zip(inputs, targets, strict=True)):
             for at, layer in enumerate(layers):
                 torch.manual_seed(key(plan.seed, "draw", step, number, at))
                 x = layer(x)
             each = (
-                F.cross_entropy(x.flatten(0, 1), wanted.flatten(), reduction="none")
+                F.cross_entropy(x.flatten(0, 1), expected.flatten(), reduction="none")
                 if loss is None
-                else loss(x, wanted)
+                else loss(x, expected)
             )
             total = total + each.sum() / plan.batch.tokens
         total.backward()

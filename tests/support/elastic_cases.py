@@ -36,11 +36,11 @@ def outcome(run: Run, steps: int = STEPS) -> Outcome:
     return [(row["loss"], row["grad_norm"]) for row in rows], read(found, found.where)
 
 
-def assert_same(run: Run, wanted: Outcome, steps: int = STEPS) -> None:
+def assert_same(run: Run, expected: Outcome, steps: int = STEPS) -> None:
     got = outcome(run, steps)
-    assert got[0] == wanted[0], run.account()
-    assert got[1].keys() == wanted[1].keys()
-    assert all(torch.equal(got[1][key], value) for key, value in wanted[1].items()), run.account()
+    assert got[0] == expected[0], run.account()
+    assert got[1].keys() == expected[1].keys()
+    assert all(torch.equal(got[1][key], value) for key, value in expected[1].items()), run.account()
 
 
 def assert_recovered(run: Run, *how: str) -> None:

@@ -132,12 +132,12 @@ def _network(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torc
 
 def check(case: Case, found: list[Answer]) -> None:
     """Everything to 1e-10; what ranks hold together is the sum, what they hold apart the whole."""
-    wanted = reference(case)
-    for mine, there in zip(found, wanted, strict=True):
+    expected = reference(case)
+    for mine, there in zip(found, expected, strict=True):
         assert relative_error(mine.mixed, there.mixed) < 1e-10
         assert relative_error(mine.dnormed, there.dnormed) < 1e-10
         assert torch.equal(mine.load, there.load)
-    for name, gradient in wanted[0].gradients.items():
+    for name, gradient in expected[0].gradients.items():
         parts = [answer.gradients[name] for answer in found]
         whole = torch.cat(parts) if name in ("gate_up", "down") else torch.stack(parts).sum(0)
         assert relative_error(whole, gradient) < 1e-10, name

@@ -131,7 +131,7 @@ class FakeRunner:
         if mine and how == "raise":
             raise ZeroDivisionError("no such number")
         if mine and how == "mistake":
-            raise PentadError("data.path is wrong, wanted a right one")
+            raise PentadError("data.path is wrong: expected a right one")
         if mine and how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if how != "none":

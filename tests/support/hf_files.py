@@ -59,5 +59,5 @@ def refused(source: Path, out: Path, *words: str) -> None:
         take(source, out / "deep" / "out")
     text = str(caught.value)
     assert all(word in text for word in words), text
-    assert "\n" not in text and ", wanted " in text
+    assert "\n" not in text and ": expected " in text
     assert not (out / "deep").exists()

@@ -102,5 +102,5 @@ def numbered(corpus: Corpus, plan: Plan, number: int) -> torch.Tensor:
     return begins.cumsum(0)
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-10) -> bool:
-    return float((found - wanted).norm()) <= tolerance * float(wanted.norm())
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> bool:
+    return float((found - expected).norm()) <= tolerance * float(expected.norm())

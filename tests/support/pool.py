@@ -27,7 +27,7 @@ class Pool:
 
     def order(self, orders: Sequence[object]) -> None:
         """One for each of the first ranks."""
-        assert len(orders) <= self.size, f"{len(orders)} ranks wanted of {self.size}"
+        assert len(orders) <= self.size, f"{len(orders)} ranks expected of {self.size}"
         if self.is_busy:
             self.stop()
         if not self.processes:

@@ -18,7 +18,7 @@ def promtool(*arguments: str | Path, given: bytes = b"") -> None:
     """Runs `promtool ARGUMENTS` with `given` as its input; fails where it finds fault."""
     program = shutil.which("promtool", path=FOLDERS)
     if program is None:
-        assert os.environ.get("CI") != "true", "CI has no promtool, wanted .ci/run to install it"
+        assert os.environ.get("CI") != "true", "CI has no promtool: expected .ci/run to install it"
         pytest.skip("promtool is not installed (Debian has it in the package prometheus)")
     done = subprocess.run([program, *map(str, arguments)], input=given, capture_output=True, timeout=50)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()

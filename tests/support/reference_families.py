@@ -62,9 +62,9 @@ def losses(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor)
     main = F.cross_entropy((hidden @ head.T).flatten(0, 1), targets.flatten())
     ahead = main.new_zeros(())
     for number, (each, more) in enumerate(_predicted(shape, tensors, hidden, targets)):
-        wanted = targets[:, number + 1 :]
-        logits, wanted = (each[:, : wanted.shape[1]] @ head.T).flatten(0, 1), wanted.flatten()
-        ahead = ahead + F.cross_entropy(logits, wanted, reduction="sum") / targets.numel()
+        expected = targets[:, number + 1 :]
+        logits, expected = (each[:, : expected.shape[1]] @ head.T).flatten(0, 1), expected.flatten()
+        ahead = ahead + F.cross_entropy(logits, expected, reduction="sum") / targets.numel()
         routes += more
     balances = [balance(shape.experts, each) for each in routes if shape.experts is not None]
     even = torch.stack(balances).sum() if balances else main.new_zeros(())
@@ -95,13 +95,13 @@ def route(experts: Experts, router: Tensor, bias: Tensor | None, x: Tensor) -> R
     """The experts of tokens x [T, H]; the bias has a say in who is chosen, and none in the weights."""
     products = x @ router.T
     scores = products.softmax(-1) if experts.scoring_func == "softmax" else products.sigmoid()
-    wanted = scores.detach() + (0.0 if bias is None else bias)
+    expected = scores.detach() + (0.0 if bias is None else bias)
     if experts.num_groups > 1:
-        grouped = wanted.unflatten(-1, (experts.num_groups, -1))
+        grouped = expected.unflatten(-1, (experts.num_groups, -1))
         best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(experts.topk_groups, -1).indices
         open_to = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0).bool()
-        wanted = grouped.masked_fill(~open_to[..., None], -math.inf).flatten(-2)
-    chosen = wanted.topk(experts.top_k, -1).indices
+        expected = grouped.masked_fill(~open_to[..., None], -math.inf).flatten(-2)
+    chosen = expected.topk(experts.top_k, -1).indices
     weights = scores.gather(-1, chosen)
     if experts.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -47,14 +47,14 @@ class Cluster:
 
     def hold(self, *sizes: int) -> None:
         """Adds and takes away nodes until there is one with room for so many ranks for each of `sizes`."""
-        wanted = Counter(sizes)
+        expected = Counter(sizes)
         for node in list(self.nodes):
-            if _raylet(node).poll() is None and wanted[node.cpus] > 0:
-                wanted[node.cpus] -= 1
+            if _raylet(node).poll() is None and expected[node.cpus] > 0:
+                expected[node.cpus] -= 1
             else:
                 self.nodes.remove(node)
                 node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
-        for cpus in wanted.elements():
+        for cpus in expected.elements():
             self.nodes.append(self._node(cpus))
 
     def node_of(self, pid: int) -> Node:

@@ -79,12 +79,12 @@ def free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def storage(folder: Path, wanted: int) -> Iterator[None]:
+def storage(folder: Path, expected: int) -> Iterator[None]:
     """Turns a failure of the storage under `folder` (full, read-only, gone, broken) into one PentadError."""
     try:
         yield
     except OSError as error:
         why = error.strerror or str(error)
         raise PentadError(
-            f"folder {folder} takes no checkpoint: {wanted} bytes are wanted, {free_bytes(folder)} are free: {why}"
+            f"folder {folder} takes no checkpoint: {expected} bytes are expected, {free_bytes(folder)} are free: {why}"
         ) from error

@@ -59,22 +59,22 @@ def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Sh
     that cannot be one, a dtype that is not stored, and a folder that is already committed (`withdraw` it first).
     """
     if not is_file_name(file):
-        raise PentadError(f"file is {file!r}, wanted a plain name that ends in .safetensors")
+        raise PentadError(f"file is {file!r}: expected a plain name that ends in .safetensors")
     for name, tensor in tensors.items():
         if not (name.isascii() and name.isprintable()) or name in ("", "__metadata__"):
-            raise PentadError(f"tensor {name!r} has a name that safetensors cannot keep, wanted printable ASCII")
+            raise PentadError(f"tensor {name!r} has a name that safetensors cannot keep: expected printable ASCII")
         if tensor.dtype not in DTYPES:
-            raise PentadError(f"tensor {name} has dtype {tensor.dtype}, wanted one of {', '.join(map(str, DTYPES))}")
+            raise PentadError(f"tensor {name} has dtype {tensor.dtype}: expected one of {', '.join(map(str, DTYPES))}")
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
     specs: dict[str, Spec] = {
         name: {"dtype": DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in order
     }
     first = head(specs)
-    wanted = len(first) + sum(tensor.nbytes for tensor in tensors.values())
-    with storage(folder, wanted):
+    expected = len(first) + sum(tensor.nbytes for tensor in tensors.values())
+    with storage(folder, expected):
         if os.path.lexists(folder / MANIFEST):
-            raise PentadError(f"folder {folder} holds a committed checkpoint, wanted one without {MANIFEST}")
-        if free_bytes(folder) < wanted:  # so that a save that cannot fit does not fill the disk first
+            raise PentadError(f"folder {folder} holds a committed checkpoint: expected one without {MANIFEST}")
+        if free_bytes(folder) < expected:  # so that a save that cannot fit does not fill the disk first
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         make_folder(folder)
         size, sha256 = write_file(folder / file, _pieces(first, [tensors[name] for name in order]))
@@ -129,25 +129,25 @@ def newest(root: Path) -> Found:
 
 def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """The tensors of `names`, on the CPU, in their own memory; PentadError for a name that the checkpoint lacks."""
-    wanted = list(names)
-    for name in wanted:
+    expected = list(names)
+    for name in expected:
         if name not in checkpoint.where:
             raise PentadError(f"tensor {name} is not in checkpoint {checkpoint.folder}")
     tensors = {}
-    for file in sorted({checkpoint.where[name] for name in wanted}):
+    for file in sorted({checkpoint.where[name] for name in expected}):
         try:
             with safe_open(checkpoint.folder / file, framework="pt") as shard:
-                for name in (name for name in wanted if checkpoint.where[name] == file):
+                for name in (name for name in expected if checkpoint.where[name] == file):
                     tensors[name] = shard.get_tensor(name).clone()  # a view of the map would die with the file
         except (OSError, SafetensorError) as error:
             raise PentadError(f"checkpoint {checkpoint.folder}: {file} cannot be read: {error}") from error
-    return {name: tensors[name] for name in wanted}
+    return {name: tensors[name] for name in expected}
 
 
 def withdraw(folder: Path) -> None:
     """Deletes the checkpoint or torn folder `folder`, if there; its manifest first, so that a crash leaves it torn."""
     if _step_of(folder) is None or folder.is_symlink():
-        raise PentadError(f"folder is {folder}, wanted the step-00000000 folder of a checkpoint")
+        raise PentadError(f"folder is {folder}: expected the step-00000000 folder of a checkpoint")
     if not os.path.lexists(folder):
         return
     try:
@@ -167,7 +167,7 @@ def discard_older(root: Path, keep: int) -> tuple[Path, ...]:
     on the strength of a checkpoint that was not read back.
     """
     if keep < 1:
-        raise PentadError(f"keep is {keep}, wanted at least 1")
+        raise PentadError(f"keep is {keep}: expected at least 1")
     folders = _folders(root)
     complete = [step for step, folder in folders.items() if _is_complete(folder)]
     torn = folders.keys() - complete
@@ -202,7 +202,7 @@ def _manifest_bytes(folder: Path) -> bytes:
         with open(folder / MANIFEST, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > LIMIT:
-                raise PentadError(f"{MANIFEST} has {size} bytes, wanted at most {LIMIT}")
+                raise PentadError(f"{MANIFEST} has {size} bytes: expected at most {LIMIT}")
             return file.read()
     except OSError as error:
         raise PentadError(f"{MANIFEST} cannot be read: {error.strerror}") from error
@@ -217,7 +217,7 @@ def _check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
         if not stat.S_ISREG(status.st_mode):  # a link could lead out of the folder
             raise PentadError(f"{shard.file} is not a plain file")
         if status.st_size != shard.bytes:
-            raise PentadError(f"{shard.file} has {status.st_size} bytes, wanted {shard.bytes}")
+            raise PentadError(f"{shard.file} has {status.st_size} bytes: expected {shard.bytes}")
 
 
 def _check_content(folder: Path, shard: Shard) -> None:
@@ -226,7 +226,7 @@ def _check_content(folder: Path, shard: Shard) -> None:
         with open(path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if sha256 != shard.sha256:
-            raise PentadError(f"{shard.file} has sha256 {sha256}, wanted {shard.sha256}")
+            raise PentadError(f"{shard.file} has sha256 {sha256}: expected {shard.sha256}")
         with safe_open(path, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
             specs = {name: {"dtype": it.get_dtype(), "shape": list(it.get_shape())} for name, it in slices.items()}
@@ -238,7 +238,7 @@ def _check_content(folder: Path, shard: Shard) -> None:
 
 def _check_step(folder: Path, step: int) -> None:
     if _step_of(folder) not in (None, step):
-        raise PentadError(f"step is {step}, wanted {_step_of(folder)}, as the folder's name says")
+        raise PentadError(f"step is {step}: expected {_step_of(folder)}, as the folder's name says")
 
 
 def _step_of(folder: Path) -> int | None:

@@ -54,4 +54,4 @@ def _buffers(planned: Planned, pieces: Iterable[torch.Tensor]) -> Iterator[memor
         yield piece.contiguous().reshape(-1).view(torch.uint8).numpy().data
         del piece
     if written != planned.bytes:
-        raise PentadError(f"{written} bytes of tensors came, wanted {planned.bytes}")
+        raise PentadError(f"{written} bytes of tensors came: expected {planned.bytes}")

@@ -114,11 +114,13 @@ def where_each_is(shards: Sequence[Shard]) -> dict[str, str]:
     """The file of each tensor; PentadError if a tensor or a file occurs twice, or there is no shard."""
     _check(len(shards) > 0, "at least one shard", "none")
     for file in _repeated(shard.file for shard in shards):
-        raise PentadError(f"manifest.json lists the file {file} twice, wanted once")
+        raise PentadError(f"manifest.json lists the file {file} twice: expected once")
     where = {name: shard.file for shard in shards for name in shard.tensors}
     for name in _repeated(name for shard in shards for name in shard.tensors):
         files = [shard.file for shard in shards if name in shard.tensors]
-        raise PentadError(f"manifest.json lists the tensor {name} in the files {' and '.join(files)}, wanted one file")
+        raise PentadError(
+            f"manifest.json lists the tensor {name} in the files {' and '.join(files)}: expected one file"
+        )
     return where
 
 
@@ -148,6 +150,6 @@ def _is_spec(spec: object) -> bool:
     )
 
 
-def _check(holds: bool, wanted: str, found: object) -> None:
+def _check(holds: bool, expected: str, found: object) -> None:
     if not holds:
-        raise PentadError(f"manifest.json wants {wanted} and has {str(found)[:200]}")
+        raise PentadError(f"manifest.json wants {expected} and has {str(found)[:200]}")

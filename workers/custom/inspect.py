@@ -54,8 +54,8 @@ def _look(
             last = number == len(made.layers) - 1
             y, flops, is_random = _through(text, number, layer, x)
             if not last or made.loss is None:
-                wanted = (rows, length, vocab if last else hidden)
-                _require_result(text, number, y, wanted, "model.vocab" if last else "model.hidden", dtype)
+                expected = (rows, length, vocab if last else hidden)
+                _require_result(text, number, y, expected, "model.vocab" if last else "model.hidden", dtype)
             tensors = tuple((name, tuple(map(int, p.shape))) for name, p in layer.named_parameters())
             found.append(CustomLayer(tensors, flops // rows, is_random))
             x = y.detach()
@@ -92,7 +92,7 @@ def _through(text: str, number: int, layer: nn.Module, x: Tensor) -> tuple[Tenso
         of = f"layer {number} ({type(layer).__name__})"
         raise mistake(text, f"{of} raises {raised(text, error)} for {_shape(x)}", MODEL) from None
     if not isinstance(y, Tensor):
-        raise _wrong(text, number, layer, f"returns a {type(y).__name__}, wanted a tensor")
+        raise _wrong(text, number, layer, f"returns a {type(y).__name__}: expected a tensor")
     unused = [
         name for name, gradient in zip(parameters, found or [None] * len(parameters), strict=False) if gradient is None
     ]
@@ -100,7 +100,7 @@ def _through(text: str, number: int, layer: nn.Module, x: Tensor) -> tuple[Tenso
         raise _wrong(text, number, layer, f"has a parameter {unused[0]!r} that its result does not depend on")
     changed = [name for name, (buffer, version) in buffers.items() if buffer._version != version]
     if changed:
-        raise _wrong(text, number, layer, f"changes its buffer {changed[0]!r} in forward, wanted one that stays")
+        raise _wrong(text, number, layer, f"changes its buffer {changed[0]!r} in forward: expected one that stays")
     return y, int(counter.get_total_flops()), draws.seen
 
 
@@ -110,28 +110,30 @@ def _require_trainable(text: str, number: int, layer: nn.Module, seen: dict[int,
     for name, parameter in layer.named_parameters():
         if not parameter.is_floating_point():
             dtype = str(parameter.dtype).removeprefix("torch.")
-            raise _wrong(text, number, layer, f"has a parameter {name!r} of {dtype}, wanted real numbers")
+            raise _wrong(text, number, layer, f"has a parameter {name!r} of {dtype}: expected real numbers")
         if not parameter.requires_grad:
-            raise _wrong(text, number, layer, f"has a parameter {name!r} without requires_grad, wanted none")
+            raise _wrong(text, number, layer, f"has a parameter {name!r} without requires_grad: expected none")
         if id(parameter) in seen:
             said = (
-                f"shares its parameter {name!r} with layer {seen[id(parameter)][1]}, wanted layers that share nothing"
+                f"shares its parameter {name!r} with layer {seen[id(parameter)][1]}: expected layers that share nothing"
             )
             raise _wrong(text, number, layer, said)
         seen[id(parameter)] = parameter, number
     for name, _ in layer.named_buffers():
         if name in kept:
-            said = f"has a buffer {name!r} that changes or is saved, wanted none but tables (persistent=False)"
+            said = f"has a buffer {name!r} that changes or is saved: expected none but tables (persistent=False)"
             raise _wrong(text, number, layer, said)
 
 
-def _require_result(text: str, number: int, y: Tensor, wanted: tuple[int, ...], width: str, dtype: torch.dtype) -> None:
-    if tuple(y.shape) != wanted:
-        said = f"layer {number} gives {_shape(y)}, wanted {list(wanted)} (rows, batch.sequence_length, {width})"
+def _require_result(
+    text: str, number: int, y: Tensor, expected: tuple[int, ...], width: str, dtype: torch.dtype
+) -> None:
+    if tuple(y.shape) != expected:
+        said = f"layer {number} gives {_shape(y)}: expected {list(expected)} (rows, batch.sequence_length, {width})"
         raise mistake(text, said, MODEL)
     if y.dtype != dtype:
         found, asked = (str(each).removeprefix("torch.") for each in (y.dtype, dtype))
-        raise mistake(text, f"layer {number} gives {found}, wanted the dtype of compute, {asked}", MODEL)
+        raise mistake(text, f"layer {number} gives {found}: expected the dtype of compute, {asked}", MODEL)
 
 
 def _require_loss(text: str, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor) -> None:
@@ -141,7 +143,7 @@ def _require_loss(text: str, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor
         raise mistake(text, f"its loss raises {raised(text, error)} for {_shape(x)}", MODEL) from None
     if not isinstance(made, Tensor) or made.shape != targets.shape:
         found = _shape(made) if isinstance(made, Tensor) else f"a {type(made).__name__}"
-        raise mistake(text, f"its loss gives {found}, wanted one of every token, {list(targets.shape)}", MODEL)
+        raise mistake(text, f"its loss gives {found}: expected one of every token, {list(targets.shape)}", MODEL)
 
 
 def _wrong(text: str, number: int, layer: nn.Module, said: str) -> PentadError:

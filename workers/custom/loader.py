@@ -38,14 +38,14 @@ def arguments(text: str, source: str, sizes: Mapping[str, int]) -> tuple[tuple[s
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        said = f"it does not tell its parameters, wanted some of ({', '.join(sizes)})"
+        said = f"it does not tell its parameters: expected some of ({', '.join(sizes)})"
         raise mistake(text, said, MODEL) from None
     chosen = {name: size for name, size in sizes.items() if name in signature.parameters}
     try:
         signature.bind(**chosen)
     except TypeError:
         found = f"its parameters are ({', '.join(signature.parameters)})"
-        raise mistake(text, f"{found}, wanted some of ({', '.join(sizes)})", MODEL) from None
+        raise mistake(text, f"{found}: expected some of ({', '.join(sizes)})", MODEL) from None
     return tuple(chosen.items())
 
 
@@ -61,9 +61,9 @@ def call(text: str, source: str, sizes: tuple[tuple[str, int], ...]) -> Made:
     if isinstance(given, tuple) and len(given) == 2 and not isinstance(given[0], nn.Module):
         given, loss = given
         if not callable(loss):
-            raise mistake(text, f"its loss is {reprlib.repr(loss)}, wanted a function (result, targets)", MODEL)
+            raise mistake(text, f"its loss is {reprlib.repr(loss)}: expected a function (result, targets)", MODEL)
     if not isinstance(given, list | tuple | nn.Sequential | nn.ModuleList) or not len(given):
-        raise mistake(text, f"it returns {_shown(given)}, wanted {WANTED}", MODEL)
+        raise mistake(text, f"it returns {_shown(given)}: expected {WANTED}", MODEL)
     return Made(list(given), loss)
 
 
@@ -77,7 +77,7 @@ def layer_of(text: str, number: int, given: Any) -> nn.Module:
         except (Exception, SystemExit) as error:
             raise mistake(text, f"layer {number} raises {raised(text, error)} when it is made", MODEL) from None
     if not isinstance(made, nn.Module):
-        raise mistake(text, f"layer {number} is {_shown(made)}, wanted a torch.nn.Module", MODEL)
+        raise mistake(text, f"layer {number} is {_shown(made)}: expected a torch.nn.Module", MODEL)
     return made
 
 

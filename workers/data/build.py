@@ -32,7 +32,7 @@ def build_corpus(
     for a source that cannot be read, an empty one, and an `out` that is not empty; `out` is then as it was.
     """
     if shard_tokens < 1:
-        raise PentadError(f"shard_tokens is {shard_tokens}, wanted at least 1")
+        raise PentadError(f"shard_tokens is {shard_tokens}: expected at least 1")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise _not_empty(out)
     files = source_files(source)
@@ -49,7 +49,7 @@ def build_corpus(
         if isinstance(error, FileExistsError) and out.exists():
             raise _not_empty(out) from None
         reason = error.strerror or str(error)
-        raise PentadError(f"OUT is '{out}', which cannot be written ({reason}), wanted a folder with room") from None
+        raise PentadError(f"OUT is '{out}', which cannot be written ({reason}): expected a folder with room") from None
     return open_corpus(out, verify=False, argument="OUT")
 
 
@@ -87,4 +87,4 @@ def _reported(pieces: Iterable[Piece], phase: str, progress: Callable[[str], Non
 
 
 def _not_empty(out: Path) -> PentadError:
-    return PentadError(f"OUT is '{out}', which exists and is not empty; wanted a new or an empty folder")
+    return PentadError(f"OUT is '{out}', which exists and is not empty; expected a new or an empty folder")

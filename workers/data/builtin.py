@@ -24,7 +24,7 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
     """
     if name not in _TEXTS:
         known = ", ".join(f"builtin:{known}" for known in _TEXTS)
-        raise PentadError(f"data.path is builtin:{name}, wanted one of {known}")
+        raise PentadError(f"data.path is builtin:{name}: expected one of {known}")
     documents = _TEXTS[name]()
     digest = hashlib.sha256("\0".join([str(VERSION), *documents]).encode()).hexdigest()
     out = cache / f"{name}-{vocab}-python{platform.python_version()}-{digest[:16]}"
@@ -37,7 +37,7 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
             if not (out / INDEX_FILE).exists():  # else another process built the same
                 reason = error.strerror or str(error)
                 text = f"data.cache is '{cache}', where {out.name} cannot be written ({reason})"
-                raise PentadError(f"{text}, wanted a folder with room") from None
+                raise PentadError(f"{text}: expected a folder with room") from None
     return out
 
 

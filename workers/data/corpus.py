@@ -74,7 +74,7 @@ def open_corpus(path: str | Path, verify: bool, argument: str = "data.path") -> 
     path = Path(path)
     index = read_index(path, argument)
     if index.tokens == 0:
-        raise PentadError(f"{argument} is '{path}', which holds 0 tokens; wanted at least 1")
+        raise PentadError(f"{argument} is '{path}', which holds 0 tokens; expected at least 1")
     if verify:
         _check_sum(path / index.tokenizer_file, index.tokenizer_sha256)
     segments = tuple(_segments(path, index, verify))
@@ -84,13 +84,13 @@ def open_corpus(path: str | Path, verify: bool, argument: str = "data.path") -> 
 
 def read_index(path: Path, argument: str) -> Index:
     """The index of the corpus in folder `path`. Raises PentadError, naming `argument`, if it has none of ours."""
-    wanted = "wanted a corpus written by 'pentad data build'"
+    expected = "expected a corpus written by 'pentad data build'"
     if not path.is_dir():
-        raise PentadError(f"{argument} is '{path}', which is no folder; {wanted}")
+        raise PentadError(f"{argument} is '{path}', which is no folder; {expected}")
     try:
         text = (path / INDEX_FILE).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
-        raise PentadError(f"{argument} is '{path}', which holds no readable {INDEX_FILE}; {wanted}") from None
+        raise PentadError(f"{argument} is '{path}', which holds no readable {INDEX_FILE}; {expected}") from None
     return parse_index(text, path / INDEX_FILE)
 
 
@@ -100,14 +100,14 @@ def _segments(path: Path, index: Index, verify: bool) -> Iterator[Segment]:
         file = path / shard.file
         found = file.stat().st_size if file.is_file() else None
         if found is None:
-            raise PentadError(f"shard {file} is missing, wanted a file of {shard.bytes} bytes")
+            raise PentadError(f"shard {file} is missing: expected a file of {shard.bytes} bytes")
         if found != shard.bytes:
-            raise PentadError(f"shard {file} has {found} bytes, wanted {shard.bytes}: build the corpus again")
+            raise PentadError(f"shard {file} has {found} bytes: expected {shard.bytes}: build the corpus again")
         if verify:
             _check_sum(file, shard.sha256)
         for tokens, offsets in _map(file, shard):
             if verify and len(tokens) and int(tokens.max()) >= index.vocab_size:
-                raise PentadError(f"shard {file} holds token {tokens.max()}, wanted ids below {index.vocab_size}")
+                raise PentadError(f"shard {file} holds token {tokens.max()}: expected ids below {index.vocab_size}")
             if len(tokens):
                 yield Segment(start, tokens, offsets)
             start += len(tokens)
@@ -121,28 +121,30 @@ def _map(file: Path, shard: Shard) -> list[tuple[np.ndarray, np.ndarray]]:
             columns = [reader.get_batch(i).column("tokens") for i in range(reader.num_record_batches)]
     except (pa.ArrowException, OSError, KeyError) as error:
         raise PentadError(
-            f"shard {file} is unreadable ({error}), wanted an Arrow file with a column 'tokens'"
+            f"shard {file} is unreadable ({error}): expected an Arrow file with a column 'tokens'"
         ) from None
-    wanted = [pa.large_list(pa.uint16()), pa.large_list(pa.uint32())]
+    expected = [pa.large_list(pa.uint16()), pa.large_list(pa.uint32())]
     batches = []
     for column in filter(len, columns):
-        if column.type not in wanted or column.null_count:
-            raise PentadError(f"shard {file} holds {column.type}, wanted {wanted[0]} or {wanted[1]} without nulls")
+        if column.type not in expected or column.null_count:
+            raise PentadError(
+                f"shard {file} holds {column.type}: expected {expected[0]} or {expected[1]} without nulls"
+            )
         offsets = column.offsets.to_numpy()
         batches.append((column.values.to_numpy()[offsets[0] : offsets[-1]], offsets - offsets[0]))
     found = (sum(len(tokens) for tokens, _ in batches), sum(len(offsets) - 1 for _, offsets in batches))
     if found != (shard.tokens, shard.documents):
         raise PentadError(
-            f"shard {file} holds {found[0]} tokens in {found[1]} documents, wanted {shard.tokens} in {shard.documents}"
+            f"shard {file} holds {found[0]} tokens in {found[1]} documents: expected {shard.tokens} in {shard.documents}"
         )
     return batches
 
 
-def _check_sum(file: Path, wanted: str) -> None:
+def _check_sum(file: Path, expected: str) -> None:
     try:
         with file.open("rb") as source:
             found = hashlib.file_digest(source, "sha256").hexdigest()
     except OSError:
-        raise PentadError(f"{file} is missing, wanted a file with sha256 {wanted}") from None
-    if found != wanted:
-        raise PentadError(f"{file} is corrupt: its sha256 is {found}, wanted {wanted}")
+        raise PentadError(f"{file} is missing: expected a file with sha256 {expected}") from None
+    if found != expected:
+        raise PentadError(f"{file} is corrupt: its sha256 is {found}: expected {expected}")

@@ -55,7 +55,7 @@ def parse_index(text: str, path: Path) -> Index:
     """The index in `text`, read from `path`. Raises PentadError if pentad did not write it or its sums disagree."""
     content = _content(text, path)
     if content["version"] != VERSION:
-        raise PentadError(f"{path} has version {content['version']}, wanted {VERSION}: build the corpus again")
+        raise PentadError(f"{path} has version {content['version']}: expected {VERSION}: build the corpus again")
     shards = tuple(Shard(**{key: shard[key] for key in _SHARD_TYPES}) for shard in content["shards"])
     tokenizer = content["tokenizer"]
     index = Index(
@@ -69,7 +69,7 @@ def parse_index(text: str, path: Path) -> Index:
     for key in ("tokens", "documents"):
         total = sum(getattr(shard, key) for shard in shards)
         if total != content[key]:
-            raise PentadError(f"{path} counts {content[key]} {key}, wanted the {total} of its shards")
+            raise PentadError(f"{path} counts {content[key]} {key}: expected the {total} of its shards")
     return index
 
 
@@ -77,7 +77,7 @@ def _content(text: str, path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(text)
     except ValueError as error:
-        raise PentadError(f"{path} is no JSON ({error}), wanted the index of a pentad corpus") from None
+        raise PentadError(f"{path} is no JSON ({error}): expected the index of a pentad corpus") from None
     _demand(content, _INDEX_TYPES, path, "")
     _demand(content["tokenizer"], _TOKENIZER_TYPES, path, "tokenizer.")
     for number, shard in enumerate(content["shards"]):
@@ -88,13 +88,15 @@ def _content(text: str, path: Path) -> dict[str, Any]:
 def _demand(content: object, types: dict[str, type], path: Path, prefix: str) -> None:
     """Every key of `types` is there with its type, counts are not negative, files are names inside the folder."""
     if not isinstance(content, dict):
-        raise PentadError(f"{path} holds a {type(content).__name__} at '{prefix}', wanted the index of a pentad corpus")
-    for key, wanted in types.items():
+        raise PentadError(
+            f"{path} holds a {type(content).__name__} at '{prefix}': expected the index of a pentad corpus"
+        )
+    for key, expected in types.items():
         value = content.get(key)
-        if type(value) is not wanted:
+        if type(value) is not expected:
             found = f"no {prefix}{key}" if value is None else f"{prefix}{key} = {value!r}"
-            raise PentadError(f"{path} has {found}, wanted the {wanted.__name__} that a pentad corpus has there")
+            raise PentadError(f"{path} has {found}: expected the {expected.__name__} that a pentad corpus has there")
         if isinstance(value, int) and value < 0:
-            raise PentadError(f"{path} has {prefix}{key} = {value}, wanted a count of at least 0")
+            raise PentadError(f"{path} has {prefix}{key} = {value}: expected a count of at least 0")
         if key == "file" and value != Path(str(value)).name:
-            raise PentadError(f"{path} has {prefix}{key} = {value!r}, wanted the name of a file beside the index")
+            raise PentadError(f"{path} has {prefix}{key} = {value!r}: expected the name of a file beside the index")

@@ -55,7 +55,7 @@ def _write_files(
         shards.append(_write_shard(folder, len(shards), documents, dtype))
         progress(f"{shards[-1].file}: {shards[-1].tokens} tokens in {shards[-1].documents} documents")
     if not shards:
-        raise PentadError("SOURCE holds no text, wanted at least one character")
+        raise PentadError("SOURCE holds no text: expected at least one character")
     text = tokenizer.to_str(pretty=True).encode()
     write_file(folder / TOKENIZER_FILE, [memoryview(text)])
     tokens, documents_found = sum(shard.tokens for shard in shards), sum(shard.documents for shard in shards)

@@ -56,7 +56,7 @@ def window_count(corpus: Corpus, length: int) -> int:
     if windows < 1:
         raise PentadError(
             f"data.path is '{corpus.path}', which holds {corpus.tokens} tokens; "
-            f"wanted at least {length + 1} for a sequence of {length}"
+            f"expected at least {length + 1} for a sequence of {length}"
         )
     return windows
 

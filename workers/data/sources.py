@@ -28,7 +28,7 @@ def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = 
     corpus = open_corpus(folder, verify)
     if corpus.vocab_size > vocab:
         raise PentadError(
-            f"model.vocab is {vocab}, wanted at least {corpus.vocab_size}, the tokens of data.path {data}"
+            f"model.vocab is {vocab}: expected at least {corpus.vocab_size}, the tokens of data.path {data}"
         )
     if fingerprint:
         check_same(data, corpus.fingerprint, fingerprint)
@@ -36,7 +36,9 @@ def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = 
     return corpus
 
 
-def check_same(data: str, found: str, wanted: str) -> None:
+def check_same(data: str, found: str, expected: str) -> None:
     """Raises PentadError when a corpus is not the one that a run began with, or that its other ranks read."""
-    if found != wanted:
-        raise PentadError(f"data.path is {data}, a corpus of fingerprint {found[:12]}, wanted {wanted[:12]} as before")
+    if found != expected:
+        raise PentadError(
+            f"data.path is {data}, a corpus of fingerprint {found[:12]}: expected {expected[:12]} as before"
+        )

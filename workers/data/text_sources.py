@@ -29,10 +29,12 @@ class Piece(NamedTuple):
 def source_files(source: Path) -> tuple[Path, ...]:
     """`source` itself, or every readable file below it ordered by its path. Raises PentadError if there is none."""
     if not source.exists():
-        raise PentadError(f"SOURCE is '{source}', which does not exist; wanted a folder or a {', '.join(ENDINGS)} file")
+        raise PentadError(
+            f"SOURCE is '{source}', which does not exist; expected a folder or a {', '.join(ENDINGS)} file"
+        )
     if not source.is_dir():
         if not source.is_file() or source.suffix.lower() not in ENDINGS:
-            raise PentadError(f"SOURCE is '{source}', wanted a folder or a file that ends in {', '.join(ENDINGS)}")
+            raise PentadError(f"SOURCE is '{source}': expected a folder or a file that ends in {', '.join(ENDINGS)}")
         return (source,)
     files = [file for file in source.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file()]
     if not files:
@@ -49,7 +51,7 @@ def read_pieces(files: Iterable[Path], field: str) -> Iterator[Piece]:
         try:
             yield from _file_pieces(file, field)
         except OSError as error:
-            raise PentadError(f"{file} cannot be read ({error.strerror or error}), wanted a readable file") from None
+            raise PentadError(f"{file} cannot be read ({error.strerror or error}): expected a readable file") from None
 
 
 def _file_pieces(file: Path, field: str) -> Iterator[Piece]:
@@ -127,18 +129,18 @@ def _json_text(file: Path, field: str, number: int, line: bytes, place: int) -> 
     except UnicodeDecodeError as error:
         raise _no_utf8(file, place + error.start) from None
     except (ValueError, RecursionError) as error:
-        raise PentadError(f"{where} is no JSON ({error}), wanted an object with '{field}'") from None
+        raise PentadError(f"{where} is no JSON ({error}): expected an object with '{field}'") from None
     if not isinstance(row, dict):
-        raise PentadError(f"{where} is a JSON {type(row).__name__}, wanted an object with '{field}'")
+        raise PentadError(f"{where} is a JSON {type(row).__name__}: expected an object with '{field}'")
     if field not in row:
-        raise PentadError(f"{where} has the fields {', '.join(map(repr, row)) or 'none'}, wanted '{field}'")
+        raise PentadError(f"{where} has the fields {', '.join(map(repr, row)) or 'none'}: expected '{field}'")
     text = row[field]
     if text is not None and not isinstance(text, str):
-        raise PentadError(f"{where} has '{field}' of type {type(text).__name__}, wanted a string")
+        raise PentadError(f"{where} has '{field}' of type {type(text).__name__}: expected a string")
     try:
         (text or "").encode()
     except UnicodeEncodeError:
-        raise PentadError(f"{where} has half of a surrogate pair in '{field}', wanted text") from None
+        raise PentadError(f"{where} has half of a surrogate pair in '{field}': expected text") from None
     return text
 
 
@@ -148,10 +150,10 @@ def _parquet(file: Path, field: str) -> Iterator[str]:
         with pq.ParquetFile(file, buffer_size=_PARQUET_BUFFER) as table:
             schema = table.schema_arrow
             if field not in schema.names:
-                raise PentadError(f"{file} has the columns {', '.join(map(repr, schema.names))}, wanted '{field}'")
+                raise PentadError(f"{file} has the columns {', '.join(map(repr, schema.names))}: expected '{field}'")
             kind = schema.field(field).type
             if kind not in (pa.string(), pa.large_string(), pa.string_view()):
-                raise PentadError(f"{file} has column '{field}' of type {kind}, wanted string")
+                raise PentadError(f"{file} has column '{field}' of type {kind}: expected string")
             for batch in table.iter_batches(batch_size=_ROWS, columns=[field]):
                 for value in batch.column(0):
                     text = value.as_py()
@@ -159,10 +161,10 @@ def _parquet(file: Path, field: str) -> Iterator[str]:
                         yield text
                     row += 1
     except UnicodeDecodeError as error:
-        raise PentadError(f"{file} row {row} is no UTF-8 at byte {error.start}, wanted UTF-8 text") from None
+        raise PentadError(f"{file} row {row} is no UTF-8 at byte {error.start}: expected UTF-8 text") from None
     except (pa.ArrowException, OSError) as error:
-        raise PentadError(f"{file} is unreadable ({error}), wanted a Parquet file") from None
+        raise PentadError(f"{file} is unreadable ({error}): expected a Parquet file") from None
 
 
 def _no_utf8(file: Path, place: int) -> PentadError:
-    return PentadError(f"{file} is no UTF-8 at byte {place}, wanted UTF-8 text")
+    return PentadError(f"{file} is no UTF-8 at byte {place}: expected UTF-8 text")

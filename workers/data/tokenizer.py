@@ -22,9 +22,9 @@ def train_tokenizer(texts: Iterable[str], vocab: int, argument: str = "--vocab")
     It has fewer than `vocab` tokens if the texts run out of pairs to merge.
     """
     if vocab < _SMALLEST:
-        raise PentadError(f"{argument} is {vocab}, wanted at least {_SMALLEST}: {END} and each byte")
+        raise PentadError(f"{argument} is {vocab}: expected at least {_SMALLEST}: {END} and each byte")
     if vocab > _LARGEST:
-        raise PentadError(f"{argument} is {vocab}, wanted at most {_LARGEST}")
+        raise PentadError(f"{argument} is {vocab}: expected at most {_LARGEST}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,13 +41,15 @@ def train_tokenizer(texts: Iterable[str], vocab: int, argument: str = "--vocab")
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in the file `path`. Raises PentadError if there is none or it has no end-of-document token."""
     if not path.is_file():
-        raise PentadError(f"--tokenizer is '{path}', which is no file; wanted a tokenizer.json")
+        raise PentadError(f"--tokenizer is '{path}', which is no file; expected a tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
-        raise PentadError(f"--tokenizer is '{path}', which is unreadable ({error}); wanted a tokenizer.json") from None
+        raise PentadError(
+            f"--tokenizer is '{path}', which is unreadable ({error}); expected a tokenizer.json"
+        ) from None
     if _end(tokenizer) is None:
-        raise PentadError(f"--tokenizer '{path}' has no end-of-document token, wanted one of {', '.join(_ENDS)}")
+        raise PentadError(f"--tokenizer '{path}' has no end-of-document token: expected one of {', '.join(_ENDS)}")
     return _for_plain_text(tokenizer)
 
 

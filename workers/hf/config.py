@@ -10,7 +10,7 @@ from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import MLA, Experts, ModelShape, RopeScaling
-from pentad.workers.hf.config_moe import experts_keys, experts_of, wanted_of_experts
+from pentad.workers.hf.config_moe import expected_of_experts, experts_keys, experts_of
 from pentad.workers.hf.config_rope import rope_keys, rope_of
 from pentad.workers.hf.hf_keys import Keys
 
@@ -33,8 +33,8 @@ def family_of(config: dict[str, Any]) -> str:
         if classes == [its_class] or (not classes and kind == its_kind):
             return family
     key, found = ("architectures", classes) if classes else ("model_type", kind)
-    wanted = ", ".join(its[0 if key == "model_type" else 1] for its in FAMILIES.values())
-    raise PentadError(f"config.json has {key} {found!r}, wanted one of {wanted}")
+    expected = ", ".join(its[0 if key == "model_type" else 1] for its in FAMILIES.values())
+    raise PentadError(f"config.json has {key} {found!r}: expected one of {expected}")
 
 
 def shape_of(config: dict[str, Any]) -> tuple[str, ModelShape]:
@@ -117,7 +117,9 @@ def of_section(section: dict[str, Any]) -> tuple[str, ModelShape]:
     """The inverse of `section_of`; keys may be missing that have a default."""
     made: dict[str, Any] = dict(section)
     if (own := made.pop("own", None)) is not None:
-        raise PentadError(f"model.custom is {own}, wanted null: only models of the families go to Hugging Face's files")
+        raise PentadError(
+            f"model.custom is {own}: expected null: only models of the families go to Hugging Face's files"
+        )
     family = str(made.pop("family", "llama"))
     made["qk_norm"] = family in _QK_NORMED
     try:
@@ -126,27 +128,29 @@ def of_section(section: dict[str, Any]) -> tuple[str, ModelShape]:
                 made[key] = kind(**made[key])
         return family, ModelShape(**made)
     except TypeError as error:
-        raise PentadError(f"the model section is no section of pentad ({error}), wanted one as it writes it") from None
+        raise PentadError(
+            f"the model section is no section of pentad ({error}): expected one as it writes it"
+        ) from None
 
 
 def require_fit(family: str, shape: ModelShape, where: str) -> None:
     """PentadError unless the family's files can hold a model of this shape; `where` the mistake would be."""
     if family not in FAMILIES:
-        raise PentadError(f"{where}.family is {family}, wanted one of {', '.join(FAMILIES)}")
+        raise PentadError(f"{where}.family is {family}: expected one of {', '.join(FAMILIES)}")
     deep, expert = family == "deepseek-v3", shape.experts
-    wanted: list[tuple[str, Any, Any]] = [
+    expected: list[tuple[str, Any, Any]] = [
         ("qk_norm", shape.qk_norm, family in _QK_NORMED),
         ("latent", shape.mla is not None, deep),
         ("experts", expert is not None, deep or family in ("mixtral", "qwen3-moe")),
     ]
-    wanted += [("predicted", shape.mtp_layers, 0)] if not deep else [("norm_eps", shape.norm_eps, LATENT_EPS)]
+    expected += [("predicted", shape.mtp_layers, 0)] if not deep else [("norm_eps", shape.norm_eps, LATENT_EPS)]
     if shape.rope_scaling is not None and not deep:
-        wanted.append(("scaling.softmax", shape.rope_scaling.softmax_factor, 1.0))
+        expected.append(("scaling.softmax", shape.rope_scaling.softmax_factor, 1.0))
     if shape.rope_scaling is not None and shape.rope_scaling.rope_type == "llama3":
-        wanted.append(("scaling.attention", shape.rope_scaling.attention_factor, 1.0))
+        expected.append(("scaling.attention", shape.rope_scaling.attention_factor, 1.0))
     if expert is not None:
-        wanted += wanted_of_experts(family, shape, expert)
-    for key, found, right in wanted:
+        expected += expected_of_experts(family, shape, expert)
+    for key, found, right in expected:
         if found != right:
             raise PentadError(f"{where} has {key} {_shown(found)}, but files of {family} want {_shown(right)}")
 
@@ -163,7 +167,7 @@ def _refuse_foreign(keys: Keys, family: str) -> None:
         keys.require("sliding_window", None)
     for kind in keys.get("layer_types") or ():
         if kind != "full_attention":
-            raise PentadError(f"config.json has {kind} in layer_types, wanted full_attention only")
+            raise PentadError(f"config.json has {kind} in layer_types: expected full_attention only")
     if family == "deepseek-v3":
         fixed = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rms_norm_eps": LATENT_EPS}
         for key, right in fixed.items():

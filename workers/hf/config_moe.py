@@ -69,7 +69,7 @@ def experts_keys(family: str, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def wanted_of_experts(family: str, shape: ModelShape, experts: Experts) -> list[tuple[str, Any, Any]]:
+def expected_of_experts(family: str, shape: ModelShape, experts: Experts) -> list[tuple[str, Any, Any]]:
     """(field, what it is, what the family's files can hold) of all that they could get wrong."""
     if family == "deepseek-v3":
         whole = max(1, experts.shared_intermediate_size // experts.intermediate_size) * experts.intermediate_size
@@ -92,6 +92,6 @@ def _dense_first(keys: Keys, layers: int) -> int:
     dense = [layer for layer in range(layers) if layer in named or (layer + 1) % step]
     if dense != list(range(len(dense))) or len(dense) == layers:
         key, found = ("mlp_only_layers", named) if named else ("decoder_sparse_step", step)
-        wanted = "wanted layers without experts at the beginning only, and some with"
-        raise PentadError(f"config.json has {key} {found}, {wanted}")
+        expected = "expected layers without experts at the beginning only, and some with"
+        raise PentadError(f"config.json has {key} {found}, {expected}")
     return len(dense)

@@ -20,7 +20,7 @@ _READABLE = ("F32", "F16", "BF16")
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder; PentadError if there is none."""
     if not folder.is_dir():
-        raise PentadError(f"DIR is '{folder}', which is no folder, wanted one with {CONFIG} and safetensors files")
+        raise PentadError(f"DIR is '{folder}', which is no folder: expected one with {CONFIG} and safetensors files")
     return _json(folder / CONFIG)
 
 
@@ -34,11 +34,11 @@ class Files:
         if (folder / INDEX).exists():
             places = _json(folder / INDEX).get("weight_map")
             if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-                raise PentadError(f"{folder / INDEX} has no weight_map of names to files, wanted one")
+                raise PentadError(f"{folder / INDEX} has no weight_map of names to files: expected one")
             self.where: dict[str, str] = places
             for file in sorted(set(places.values())):
                 if Path(file).name != file:
-                    raise PentadError(f"{folder / INDEX} names the file {file!r}, wanted a plain name in its folder")
+                    raise PentadError(f"{folder / INDEX} names the file {file!r}: expected a plain name in its folder")
         else:
             self.where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
@@ -48,20 +48,22 @@ class Files:
         try:
             found = self._open(file).get_slice(name)
         except SafetensorError:
-            raise PentadError(f"{self.folder / file} has no tensor {name}, wanted it there by {INDEX}") from None
+            raise PentadError(f"{self.folder / file} has no tensor {name}: expected it there by {INDEX}") from None
         return found.get_dtype(), tuple(found.get_shape())
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """PentadError unless there is a tensor of this name and shape that float32 can hold."""
         if name not in self.where:
-            raise PentadError(f"tensor {name} is not in {self.folder}, wanted one of shape {list(shape)}")
+            raise PentadError(f"tensor {name} is not in {self.folder}: expected one of shape {list(shape)}")
         dtype, found = self.spec(name)
         if found != shape:
-            raise PentadError(f"tensor {name} in {self.folder} has shape {list(found)}, wanted {list(shape)}")
+            raise PentadError(f"tensor {name} in {self.folder} has shape {list(found)}: expected {list(shape)}")
         if dtype == fp8.DTYPE and self.blocks is not None and len(shape) == 2:
             self.check(name + fp8.SUFFIX, fp8.factors_shape(shape, self.blocks))
         elif dtype not in _READABLE:
-            raise PentadError(f"tensor {name} in {self.folder} has dtype {dtype}, wanted one of {', '.join(_READABLE)}")
+            raise PentadError(
+                f"tensor {name} in {self.folder} has dtype {dtype}: expected one of {', '.join(_READABLE)}"
+            )
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor in float32."""
@@ -76,17 +78,17 @@ class Files:
         try:
             return self._open(file).get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise PentadError(f"{self.folder / file} cannot be read ({error}), wanted a whole file") from None
+            raise PentadError(f"{self.folder / file} cannot be read ({error}): expected a whole file") from None
 
     def _open(self, file: str) -> Any:
         if file not in self._opened:
             path = self.folder / file
             if not path.is_file():
-                raise PentadError(f"{path} is missing, wanted the model's tensors in safetensors files")
+                raise PentadError(f"{path} is missing: expected the model's tensors in safetensors files")
             try:
                 self._opened[file] = safe_open(path, framework="pt").__enter__()
             except (OSError, SafetensorError) as error:
-                raise PentadError(f"{path} cannot be read ({error}), wanted a safetensors file") from None
+                raise PentadError(f"{path} cannot be read ({error}): expected a safetensors file") from None
         return self._opened[file]
 
     def close(self) -> None:
@@ -105,9 +107,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise PentadError(f"{path} cannot be read ({error.strerror}), wanted a model's {path.name}") from None
+        raise PentadError(f"{path} cannot be read ({error.strerror}): expected a model's {path.name}") from None
     except (ValueError, RecursionError):
-        raise PentadError(f"{path} is no JSON, wanted a model's {path.name}") from None
+        raise PentadError(f"{path} is no JSON: expected a model's {path.name}") from None
     if not isinstance(found, dict):
-        raise PentadError(f"{path} holds no JSON object, wanted a model's {path.name}")
+        raise PentadError(f"{path} holds no JSON object: expected a model's {path.name}")
     return found

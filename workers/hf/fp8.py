@@ -23,8 +23,8 @@ def blocks_of(config: dict[str, Any]) -> Blocks | None:
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if min(rows, columns) > 0:
             return rows, columns
     method = given.get("quant_method") if isinstance(given, dict) else given
-    wanted = "wanted none, or fp8 with a weight_block_size"
-    raise PentadError(f"config.json has quantization_config of quant_method {method}, {wanted}")
+    expected = "expected none, or fp8 with a weight_block_size"
+    raise PentadError(f"config.json has quantization_config of quant_method {method}, {expected}")
 
 
 def factors_shape(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:

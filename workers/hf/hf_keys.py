@@ -46,14 +46,14 @@ class Keys:
         if found is not None and found != right:
             raise self.wrong((name,), found, _json(right))
 
-    def wrong(self, names: tuple[str, ...], found: object, wanted: str) -> PentadError:
+    def wrong(self, names: tuple[str, ...], found: object, expected: str) -> PentadError:
         key = next((name for name in names if self.values.get(name) is not None), names[0])
-        return PentadError(f"config.json has {self.inside}{key} {_json(found)}, wanted {wanted}")
+        return PentadError(f"config.json has {self.inside}{key} {_json(found)}: expected {expected}")
 
     def _value(self, names: tuple[str, ...], default: Any) -> Any:
         value = self.get(*names)
         if value is None and default is None:
-            raise PentadError(f"config.json has no {self.inside}{names[0]}, wanted one")
+            raise PentadError(f"config.json has no {self.inside}{names[0]}: expected one")
         return default if value is None else value
 
 

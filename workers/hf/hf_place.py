@@ -19,7 +19,7 @@ def fresh_folder(out: Path) -> Iterator[None]:
     """
     try:
         if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-            raise PentadError(f"OUT is '{out}', which exists and is not empty, wanted a new or an empty folder")
+            raise PentadError(f"OUT is '{out}', which exists and is not empty: expected a new or an empty folder")
         top, kept = out, out.exists()
         while not top.parent.exists():
             top = top.parent
@@ -33,4 +33,4 @@ def fresh_folder(out: Path) -> Iterator[None]:
             raise
     except OSError as error:
         reason = error.strerror or str(error)
-        raise PentadError(f"OUT is '{out}', which cannot be written ({reason}), wanted a folder with room") from None
+        raise PentadError(f"OUT is '{out}', which cannot be written ({reason}): expected a folder with room") from None

@@ -105,16 +105,16 @@ def _as_stored(files: Files, shape: ModelShape) -> ModelShape:
 
 def _check(files: Files, names: Table) -> None:
     """PentadError unless the files hold this model's tensors, and no others."""
-    wanted = {part.name: part.shape for entry in names.entries for part in entry.parts}
-    wanted |= {part.name: part.shape for part in names.zeros}
-    for name, shape in wanted.items():
+    expected = {part.name: part.shape for entry in names.entries for part in entry.parts}
+    expected |= {part.name: part.shape for part in names.zeros}
+    for name, shape in expected.items():
         files.check(name, shape)
     for name, original in names.copies.items():
         if name in files.where:
-            files.check(name, wanted[original])
+            files.check(name, expected[original])
             if not torch.equal(files.read(name), files.read(original)):
-                raise PentadError(f"tensor {name} in {files.folder} differs from {original}, wanted a copy of it")
+                raise PentadError(f"tensor {name} in {files.folder} differs from {original}: expected a copy of it")
     for name in files.where:
         known = name.removesuffix(SUFFIX) if files.blocks is not None else name
-        if known not in wanted and known not in names.copies and not _UNUSED.fullmatch(name):
-            raise PentadError(f"tensor {name} is in {files.folder}, wanted none such by its config.json")
+        if known not in expected and known not in names.copies and not _UNUSED.fullmatch(name):
+            raise PentadError(f"tensor {name} is in {files.folder}: expected none such by its config.json")

@@ -48,7 +48,7 @@ def read_whole(found: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Te
         whole = checkpoint.read(found, [name])[name]
         if whole.shape != shape:
             text = f"tensor {name} of checkpoint {found.folder} has the shape {list(whole.shape)}"
-            raise PentadError(f"{text}, wanted {list(shape)}, as the model's sizes say")
+            raise PentadError(f"{text}: expected {list(shape)}, as the model's sizes say")
         return whole
     made = Assembly(shape)
     for key in sorted(key for key in found.where if key.startswith(f"{name}@")):

@@ -214,7 +214,7 @@ class CudaStreams:
         """Until every lane has ended what was issued before the later steps."""
         newer = Counter(part.lane for _, _, spans in later for part, _, _ in spans)
         until = [self.issued[lane] - newer[lane] for lane in self.streams]
-        while any(int(seen) < wanted for seen, wanted in zip(self.seen, until, strict=True)):
+        while any(int(seen) < expected for seen, expected in zip(self.seen, until, strict=True)):
             check()
             time.sleep(POLL_SECONDS)
         last = {part.lane: end for _, _, spans in closed for part, _, end in spans}

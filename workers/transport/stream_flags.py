@@ -43,7 +43,7 @@ class StreamFlags:
             except OSError as error:
                 raise PentadError(
                     f"cluster.transport is peer, but rank {rank} does not share {SHARED} with rank 0 "
-                    f"({error.strerror}), wanted nccl"
+                    f"({error.strerror}): expected nccl"
                 ) from None
         self.memory = mmap.mmap(descriptor, size)
         os.close(descriptor)

@@ -32,9 +32,9 @@ def agrees(given: list[Tensor], deterministic: bool, bound: float) -> None:
     q, k, v, dout = given
     out, saved = attention(q, k, v, deterministic)
     found = attention_backward(dout, saved)
-    want_out, wanted = gradients_by_autograd(q.double(), k.double(), v.double(), dout.double())
+    want_out, expected = gradients_by_autograd(q.double(), k.double(), v.double(), dout.double())
     assert relative_error(out, want_out) < bound
-    for gradient, want in zip(found, wanted, strict=True):
+    for gradient, want in zip(found, expected, strict=True):
         assert relative_error(gradient, want) < bound
 
 
@@ -51,9 +51,9 @@ def test_attention_agrees_with_its_definition(shape: Shape, deterministic: bool)
     with torch.no_grad():
         out, saved = attention(q, k, v, deterministic)
         found = attention_backward(dout, saved)
-    want_out, wanted = gradients_by_autograd(q, k, v, dout)
+    want_out, expected = gradients_by_autograd(q, k, v, dout)
     assert relative_error(out, want_out) < 1e-12
-    for gradient, want in zip(found, wanted, strict=True):
+    for gradient, want in zip(found, expected, strict=True):
         assert relative_error(gradient, want) < 1e-11
 
 

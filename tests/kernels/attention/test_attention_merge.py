@@ -25,8 +25,8 @@ def test_the_kernel_adds_parts_up_as_the_formula_does(batch, heads, length, widt
     lse = 10 * torch.randn(batch, heads, 2 * length, device=DEVICE)
     more = torch.randn(batch, length, heads, width, device=DEVICE).to(dtype).transpose(1, 2)
     more_lse = 10 * torch.randn(heads, batch, length, device=DEVICE).transpose(0, 1)
-    wanted, wanted_lse = out.double(), lse.double()
-    merge_reference_(wanted[:, :, length:], wanted_lse[:, :, length:], more.double(), more_lse.double())
+    expected, expected_lse = out.double(), lse.double()
+    merge_reference_(expected[:, :, length:], expected_lse[:, :, length:], more.double(), more_lse.double())
     attention_triton.merge_(out[:, :, length:], lse[:, :, length:], more, more_lse)
-    assert relative_error(out, wanted) < bound
-    assert relative_error(lse, wanted_lse) < bound
+    assert relative_error(out, expected) < bound
+    assert relative_error(lse, expected_lse) < bound

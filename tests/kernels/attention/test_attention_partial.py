@@ -61,8 +61,8 @@ def whole(given: list[Tensor], scale: float, documents: Tensor | None = None) ->
     return [out.detach(), *torch.autograd.grad(out, leaves, given[3].double())]
 
 
-def close(found: list[Tensor], wanted: list[Tensor], bound: float) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def close(found: list[Tensor], expected: list[Tensor], bound: float) -> None:
+    for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < bound
 
 
@@ -78,7 +78,7 @@ def pieces(shape: Shape, device: str) -> tuple[Lengths, Tensor]:
 
 
 def packed(given: list[Tensor], shape: Shape, deterministic: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """What is found and what is wanted of rows with documents."""
+    """What is found and what is expected of rows with documents."""
     q, k, v, dout = given
     lengths, numbers = pieces(shape, str(q.device))
     rule = Rule(True, 0.2, deterministic, lengths)
@@ -171,12 +171,12 @@ def test_fused_parts_agree_with_the_formula(shape, deterministic, causal):
     rule = Rule(causal, 0.1, deterministic)
     out, lse = block(q, k, v, rule)
     wide_q, wide_k, wide_v = (x.double() for x in (q, k, v))
-    wanted, wanted_lse = formula(wide_q, wide_k, wide_v, rule)
-    close([out, lse], [wanted, wanted_lse], 1e-2)
+    expected, expected_lse = formula(wide_q, wide_k, wide_v, rule)
+    close([out, lse], [expected, expected_lse], 1e-2)
     # of half the softmax of a whole: one more part with as large a denominator
     found = block_backward(dout, q, k, v, out / 2, lse + math.log(2), rule)
-    double = wanted_lse + math.log(2)
-    other = formula_backward(dout.double(), wide_q, wide_k, wide_v, wanted / 2, double, rule)
+    double = expected_lse + math.log(2)
+    other = formula_backward(dout.double(), wide_q, wide_k, wide_v, expected / 2, double, rule)
     close(list(found), list(other), 2e-2)
 
 
@@ -205,7 +205,7 @@ def test_gradients_do_not_hang_on_the_layout_of_the_part_before(shape):
     rule = Rule(False, 0.1, False)
     out, lse = block(q, k, v, rule)
     wide = [x.double() for x in (dout, q, k, v, out, lse)]
-    wanted = formula_backward(wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], rule)
+    expected = formula_backward(wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], rule)
     gapped = [torch.cat([x, x], 2)[:, :, : x.shape[2]] for x in (dout, out)]
     for one, other in (dout, out), (dout.contiguous(), out.contiguous()), gapped, (dout, out):
-        close(list(block_backward(one, q, k, v, other, lse, rule)), list(wanted), 1e-2)
+        close(list(block_backward(one, q, k, v, other, lse, rule)), list(expected), 1e-2)

@@ -21,9 +21,9 @@ def rotated_by_complex_numbers(x: Tensor, theta: float, length: int) -> Tensor:
 def test_the_reference_multiplies_by_complex_numbers(tokens: int) -> None:
     x = torch.randn(tokens, 3, 8, dtype=torch.float64)
     cos, sin = rope_tables(6, 8, 500.0, "cpu", torch.float64)
-    wanted = rotated_by_complex_numbers(x, 500.0, 6)
+    expected = rotated_by_complex_numbers(x, 500.0, 6)
     rope_(x, cos, sin)
-    assert relative_error(x, wanted) < 1e-13
+    assert relative_error(x, expected) < 1e-13
 
 
 def test_the_inverse_turns_back() -> None:
@@ -63,12 +63,12 @@ def test_triton_agrees_with_the_reference(
     tokens: int, length: int, head_dim: int, inverse: bool, dtype: torch.dtype, bound: float
 ) -> None:
     packed = torch.randn(tokens, 15, head_dim, device="cuda", dtype=dtype)
-    wanted = packed.double()
-    rope_reference_(wanted[:, :11], *rope_tables(length, head_dim, 1e4, "cuda", torch.float64), inverse)
+    expected = packed.double()
+    rope_reference_(expected[:, :11], *rope_tables(length, head_dim, 1e4, "cuda", torch.float64), inverse)
     again = packed.clone()
     cos, sin = rope_tables(length, head_dim, 1e4, "cuda")
     rope_(packed[:, :11], cos, sin, inverse)
     rope_(again[:, :11], cos, sin, inverse)
-    assert relative_error(packed, wanted) < bound
-    assert torch.equal(packed[:, 11:].double(), wanted[:, 11:])
+    assert relative_error(packed, expected) < bound
+    assert torch.equal(packed[:, 11:].double(), expected[:, 11:])
     assert torch.equal(packed, again)

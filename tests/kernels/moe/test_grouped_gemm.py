@@ -32,8 +32,8 @@ def test_each_row_meets_the_matrix_of_its_expert(counts: tuple[int, ...]) -> Non
     x, dy, weights, offsets = rows_of(counts, 3, 4, 6)
     total = sum(counts)
     each = weights[torch.repeat_interleave(torch.tensor(counts))]
-    wanted = torch.einsum("rnk,rk->rn", each, x[:total])
-    assert torch.allclose(grouped_gemm(x, weights, offsets)[:total], wanted, rtol=1e-12)
+    expected = torch.einsum("rnk,rk->rn", each, x[:total])
+    assert torch.allclose(grouped_gemm(x, weights, offsets)[:total], expected, rtol=1e-12)
     back = torch.einsum("rnk,rn->rk", each, dy[:total])
     assert torch.allclose(grouped_gemm(dy, weights.transpose(1, 2), offsets)[:total], back, rtol=1e-12)
 
@@ -41,20 +41,20 @@ def test_each_row_meets_the_matrix_of_its_expert(counts: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("counts", COUNTS)
 def test_the_gradient_is_added_to_what_is_there(counts: tuple[int, ...]) -> None:
     x, dy, main, offsets = rows_of(counts, 3, 4, 6)
-    wanted = main.clone()
+    expected = main.clone()
     for row, expert in enumerate(torch.repeat_interleave(torch.tensor(counts)).tolist()):
-        wanted[expert] += torch.outer(dy[row], x[row])
+        expected[expert] += torch.outer(dy[row], x[row])
     accumulate_grouped_gradient_(main, dy, x, offsets)
-    assert torch.allclose(main, wanted, rtol=1e-12)
+    assert torch.allclose(main, expected, rtol=1e-12)
 
 
 def test_rows_of_w_may_be_named_by_number() -> None:
     x, dy, main, offsets = rows_of((3, 0, 5), 3, 4, 6)
-    rows, wanted = torch.tensor([2, 1, 0, 2, 2, 1, 0, 0, 9, 9, 9]), main.clone()
-    accumulate_grouped_gradient_(wanted, dy[rows], x, offsets)
-    accumulate_grouped_gradient_(wanted, dy, x[rows], offsets)
+    rows, expected = torch.tensor([2, 1, 0, 2, 2, 1, 0, 0, 9, 9, 9]), main.clone()
+    accumulate_grouped_gradient_(expected, dy[rows], x, offsets)
+    accumulate_grouped_gradient_(expected, dy, x[rows], offsets)
     accumulate([Grouped(main, dy, x, offsets, rows, None), Grouped(main, dy, x, offsets, None, rows)])
-    assert torch.equal(main, wanted)
+    assert torch.equal(main, expected)
 
 
 def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
@@ -75,11 +75,13 @@ def test_gates_are_weighted() -> None:
     gate_up = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
     weights = rows.weights.clone().requires_grad_()
     gate, up = gate_up.chunk(2, 1)
-    wanted = torch.nn.functional.silu(gate) * up * weights[:, None]
+    expected = torch.nn.functional.silu(gate) * up * weights[:, None]
     dy = torch.randn(4, 5, dtype=torch.float64)
-    dgate_up, dweights = torch.autograd.grad(wanted, (gate_up, weights), dy)
-    assert torch.allclose(gate_rows(gate_up.detach(), rows), wanted)
-    for found, there in zip(gate_rows_backward(dy, gate_up.detach(), rows), (dgate_up, wanted, dweights), strict=True):
+    dgate_up, dweights = torch.autograd.grad(expected, (gate_up, weights), dy)
+    assert torch.allclose(gate_rows(gate_up.detach(), rows), expected)
+    for found, there in zip(
+        gate_rows_backward(dy, gate_up.detach(), rows), (dgate_up, expected, dweights), strict=True
+    ):
         assert torch.allclose(found, there)
 
 

@@ -51,10 +51,10 @@ def test_grouped_gradients(counts: tuple[int, ...], dtype: torch.dtype) -> None:
     dy, x = torch.randn(total + 3, 70, dtype=dtype), torch.randn(total + 3, 33, dtype=dtype)
     dy[total:], x[total:] = torch.nan, torch.nan
     main, offsets = torch.randn(len(counts), 70, 33), torch.tensor(counts).cumsum(0).to(torch.int32)
-    wanted = main.double()
-    accumulate_grouped_gradient_reference_(wanted, dy.double(), x.double(), offsets)
+    expected = main.double()
+    accumulate_grouped_gradient_reference_(expected, dy.double(), x.double(), offsets)
     grouped_gemm_triton.accumulate_grouped_gradient_(main, dy, x, offsets)
-    assert relative_error(main, wanted) < 1e-5
+    assert relative_error(main, expected) < 1e-5
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
@@ -68,9 +68,9 @@ def test_rows(width: int, dtype: torch.dtype, bound: float) -> None:
     summed = moe_permute_triton.sum_rows(gathered, rows.positions)
     assert relative_error(summed, sum_rows_reference(gathered, rows.positions)) < bound
     gate_up, dy = torch.randn(8, 2 * width, dtype=dtype), torch.randn(8, width, dtype=dtype)
-    wanted = gate_rows_reference(gate_up.double(), rows.weights.double())
+    expected = gate_rows_reference(gate_up.double(), rows.weights.double())
     found = moe_permute_triton.gate_rows(gate_up, rows.weights, rows.offsets)
-    assert relative_error(found[:total], wanted[:total]) < bound
+    assert relative_error(found[:total], expected[:total]) < bound
     back = moe_permute_triton.gate_rows_backward(dy, gate_up, rows.weights, rows.offsets)
     there = gate_rows_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
     for mine, other in zip(back, there, strict=True):

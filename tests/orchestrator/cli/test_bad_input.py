@@ -33,7 +33,10 @@ CASES = {
     "axis that does not divide": (["mesh.tp=3"], ["model.heads is 8", "mesh.tp = 3"]),
     "missing corpus": (["data.path=nowhere"], ["data.path", "nowhere"]),
     "unknown builtin": (["data.path=builtin:everything"], ["builtin:everything", "builtin:pydoc"]),
-    "corpus of too many tokens": (["data.path=corpus", "model.vocab=256"], ["model.vocab is 256", "wanted at least 2"]),
+    "corpus of too many tokens": (
+        ["data.path=corpus", "model.vocab=256"],
+        ["model.vocab is 256", "expected at least 2"],
+    ),
     "corpus shorter than a sequence": (["data.path=corpus", "batch.sequence_length=100000"], ["data.path", "100001"]),
     "too few GPUs": (["cluster.device=cuda"], ["GPU", "4"]),
     "no such cluster": (["cluster.address=127.0.0.1:1"], ["cluster.address", "127.0.0.1:1"]),
@@ -125,13 +128,13 @@ def test_a_live_runs_name_is_refused_before_anything_starts(refused, corpus, tmp
         held.write("4321")
         held.flush()
         sentence = refused("train", *words, "cluster.address=127.0.0.1:1", files=len(list(tmp_path.rglob("*"))))
-    assert sentence == "pentad: run.name is alive, which is running already (process 4321), wanted another\n"
+    assert sentence == "pentad: run.name is alive, which is running already (process 4321): expected another\n"
 
 
 def test_ranks_that_read_another_corpus_than_the_driver_say_so(corpus):
     found = open_data(str(corpus), 300, 8, "")
     assert open_data(str(corpus), 300, 8, "", fingerprint=found.fingerprint).tokens == found.tokens
-    with pytest.raises(PentadError, match=r"data\.path is .*, a corpus of fingerprint .*, wanted 000000000000"):
+    with pytest.raises(PentadError, match=r"data\.path is .*, a corpus of fingerprint .*: expected 000000000000"):
         open_data(str(corpus), 300, 8, "", fingerprint="0" * 64)
 
 

@@ -91,13 +91,13 @@ def test_slices_are_asked_for_and_told(pentad: Pentad) -> None:
     status, out, _ = pentad("schedule", "seq-1f1b", *SIZES, "--slices", "2", "--comm", "0.5", "--json")
     facts = json.loads(out)
     costs = Costs.uniform(4, slices=2, transfer=0.5)
-    wanted = compile_program("seq-1f1b", 4, 8, costs=costs, options=Options(slices=2))
-    assert (status, facts["slices"], facts["hash"]) == (0, 2, wanted.hash)
-    assert facts["makespan"] == simulate(wanted, costs).makespan
+    expected = compile_program("seq-1f1b", 4, 8, costs=costs, options=Options(slices=2))
+    assert (status, facts["slices"], facts["hash"]) == (0, 2, expected.hash)
+    assert facts["makespan"] == simulate(expected, costs).makespan
     assert "8 microbatches of 4 slices, proven" in pentad("schedule", "seq-1f1b", *SIZES)[1]
     status, _, err = pentad("schedule", "seq-1f1b", *SIZES, "--csv", "a.csv")
     assert status != 0
-    assert err == "pentad: program seq-1f1b cuts sequences into 4 slices, but torch's form has no slices, wanted 1\n"
+    assert err == "pentad: program seq-1f1b cuts sequences into 4 slices, but torch's form has no slices: expected 1\n"
     assert pentad("schedule", "seq-1f1b", *SIZES, "--slices", "1", "--csv", "a.csv")[0] == 0
 
 
@@ -127,7 +127,7 @@ def test_a_saved_program_is_a_schedule(pentad: Pentad, name: str) -> None:
         (None, "4", "a.arrow is not a readable program: [Errno 2] No such file or directory: 'a.arrow'"),
         (b"", "4", "a.arrow is not a readable program: 0 bytes are not a program (Arrow file)"),
         (compile_program("zb-h1", 4, 8).to_bytes()[:-9], "4", "are not a program (Arrow file)"),
-        (compile_program("zb-h1", 4, 8).to_bytes(), "2", "schedule a.arrow: the file has 4 ranks, wanted 2"),
+        (compile_program("zb-h1", 4, 8).to_bytes(), "2", "schedule a.arrow: the file has 4 ranks: expected 2"),
     ],
 )
 def test_a_foreign_arrow_file_is_one_sentence(pentad: Pentad, content: bytes | None, ranks: str, said: str) -> None:
@@ -165,12 +165,12 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
     ("arguments", "sentence"),
     [
         (("schedule", "zbh2", *SIZES), "schedule.name is 'zbh2' (did you mean 'zb-h2'?)"),
-        (("schedule", "1f1b", *SIZES, "--costs", "1,1"), "--costs is '1,1', wanted three numbers F,B,W"),
+        (("schedule", "1f1b", *SIZES, "--costs", "1,1"), "--costs is '1,1': expected three numbers F,B,W"),
         (("schedule", "1f1b", *SIZES, "--costs", "1,0,1"), "--costs: B is 0.0"),
         (("schedule", "1f1b", *SIZES, "--comm", "-1"), "--comm is -1.0"),
         (
             ("schedule", "1f1b", *SIZES, "--chunks", "2"),
-            "chunks is 2, but schedule 1f1b has 1 chunk a rank, wanted 1",
+            "chunks is 2, but schedule 1f1b has 1 chunk a rank: expected 1",
         ),
         (("schedule", "1f1b", *SIZES, "--group", "2"), "group is 2, but schedule 1f1b does not take it"),
         (
@@ -180,13 +180,13 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
         (("schedule", "1f1b", "--ranks", "0", "--microbatches", "8"), "ranks (mesh.pp) is 0"),
         (("schedule", "1f1b", *SIZES, "--svg", "no/a.svg"), "--svg is 'no/a.svg', which cannot be written"),
         (("plan", "none.yaml"), "CONFIG is 'none.yaml', which cannot be read"),
-        (("plan", "mesh.tp=3"), "model.heads is 8, wanted a multiple of mesh.tp = 3"),
+        (("plan", "mesh.tp=3"), "model.heads is 8: expected a multiple of mesh.tp = 3"),
         (
             ("plan", "mesh.tp=16", "model.heads=16", "model.hidden=256", "--device", "cuda"),
-            "mesh.tp is 16, wanted at most 8",
+            "mesh.tp is 16: expected at most 8",
         ),
         (("train", "run.bananas=1"), "run.bananas is unknown"),
-        (("timeline", "nope"), "RUN is 'nope', wanted a run's folder or a name under runs/: there are none"),
+        (("timeline", "nope"), "RUN is 'nope': expected a run's folder or a name under runs/: there are none"),
         (("data", "inspect", "nope"), "PATH is 'nope'"),
         (("data", "build", "nope", "out"), "nope"),
     ],
@@ -290,7 +290,7 @@ def test_a_run_without_a_timeline_says_what_it_lacks(pentad: Pentad, run: Path) 
     (run / "timeline.arrow").unlink()
     status, _, err = pentad("timeline", "trial")
     assert status == 1
-    assert "has no timeline.arrow, wanted a run that measured a step" in err
+    assert "has no timeline.arrow: expected a run that measured a step" in err
 
 
 def test_data_is_built_and_inspected(pentad: Pentad) -> None:
@@ -379,6 +379,6 @@ def test_an_order_that_was_written_for_torch_can_be_read_again(pentad: Pentad) -
     for key in ("streams", "placement", "chunks", "hash"):
         assert facts[0][key] == facts[1][key]
     status, _, err = pentad("schedule", "order.csv", "--ranks", "4", "--microbatches", "9")
-    assert (status, err) == (1, "pentad: schedule order.csv: the file has 8 microbatches, wanted 9\n")
+    assert (status, err) == (1, "pentad: schedule order.csv: the file has 8 microbatches: expected 9\n")
     status, _, err = pentad("schedule", "none.csv", *SIZES)
     assert status == 1 and err.startswith("pentad: none.csv cannot be read (No such file or directory)")

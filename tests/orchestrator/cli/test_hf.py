@@ -66,9 +66,9 @@ def test_narrow_files_in_several_parts_open_in_transformers(pentad: Pentad, file
     assert all((Path("narrow") / file).stat().st_size < 15_000 for file in facts["files"])
     model = AutoModelForCausalLM.from_pretrained("narrow")
     assert model.dtype == torch.bfloat16
-    wanted = load_file(files / "model.safetensors")
+    expected = load_file(files / "model.safetensors")
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, wanted[name].bfloat16())
+        assert torch.equal(tensor, expected[name].bfloat16())
 
 
 def test_a_runs_newest_checkpoint_goes_out_with_the_tokenizer_of_its_corpus(pentad: Pentad, files: Path) -> None:

@@ -55,13 +55,13 @@ def test_a_plan_says_what_is_recomputed_and_what_waits_on_the_host(pentad: Penta
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--recompute", "4"), "--recompute is '4', wanted all or stages of 0 to 3"),
-        (("--recompute", "x"), "--recompute is 'x', wanted all or stages of 0 to 3"),
-        (("--keep", "0"), "--keep is 0, wanted a number of activations greater than 0"),
+        (("--recompute", "4"), "--recompute is '4': expected all or stages of 0 to 3"),
+        (("--recompute", "x"), "--recompute is 'x': expected all or stages of 0 to 3"),
+        (("--keep", "0"), "--keep is 0: expected a number of activations greater than 0"),
         (("--keep", "0.5"), "keeps 0.5 activations, but rank 0 needs 1 at once"),
-        (("--zero", "4"), "--zero is 4, wanted a stage of ZeRO, 0 to 3"),
-        (("--gathered", "1"), "--gathered is 1 with --zero 0, wanted at least 1 with"),
-        (("--prefetch", "1"), "--prefetch is 1 with --zero 0, wanted at least 0 with"),
+        (("--zero", "4"), "--zero is 4: expected a stage of ZeRO, 0 to 3"),
+        (("--gathered", "1"), "--gathered is 1 with --zero 0: expected at least 1 with"),
+        (("--prefetch", "1"), "--prefetch is 1 with --zero 0: expected at least 0 with"),
     ],
 )
 def test_a_bad_value_is_one_sentence_and_status_1(pentad: Pentad, arguments: tuple[str, ...], sentence: str) -> None:

@@ -194,8 +194,8 @@ def test_an_address_where_no_cluster_answers_is_told() -> None:
 @pytest.mark.parametrize(
     ("variables", "mode", "told"),
     [
-        ({"RAY_AUTH_TOKEN": "f" * 64}, "token", "the Ray cluster at {} refuses the token found here, wanted the"),
-        ({"RAY_AUTH_TOKEN": ""}, "token", "cluster.auth is 'token', but no token was found here, wanted the"),
+        ({"RAY_AUTH_TOKEN": "f" * 64}, "token", "the Ray cluster at {} refuses the token found here: expected the"),
+        ({"RAY_AUTH_TOKEN": ""}, "token", "cluster.auth is 'token', but no token was found here: expected the"),
         ({"RAY_AUTH_MODE": "disabled"}, "disabled", "cluster.auth is 'disabled', but the Ray cluster at {} asks for"),
     ],
 )

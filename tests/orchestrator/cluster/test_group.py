@@ -185,7 +185,7 @@ def test_an_exception_of_a_rank_is_told_with_its_instruction(cluster: clusters.C
 def test_a_users_mistake_found_by_a_rank_is_told_in_its_own_words(cluster: clusters.Cluster) -> None:
     error, pids, _ = run_until_it_fails(plan_of("fake:rank=0,step=1,how=mistake", "mesh.pp=2"))
     assert type(error) is PentadError
-    assert str(error) == "data.path is wrong, wanted a right one"
+    assert str(error) == "data.path is wrong: expected a right one"
     assert_gone(pids)
 
 
@@ -199,7 +199,7 @@ def test_a_runner_that_cannot_be_imported_is_told(cluster: clusters.Cluster) -> 
 def test_a_folder_that_a_node_lacks_is_told(cluster: clusters.Cluster, tmp_path: Path) -> None:
     with start(plan_of("fake:", "mesh.pp=2")) as group:
         group.check_folder(tmp_path)
-        with pytest.raises(PentadError, match=r"which rank 0 \(dp0 pp0, .*\) does not see, wanted storage"):
+        with pytest.raises(PentadError, match=r"which rank 0 \(dp0 pp0, .*\) does not see: expected storage"):
             group.check_folder(tmp_path / "elsewhere")
 
 

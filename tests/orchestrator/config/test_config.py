@@ -67,13 +67,13 @@ def test_every_stage_has_a_mode_of_recompute(recompute: str, stages: str, modes:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["recompute=some"], "memory.recompute is 'some', wanted one of none, selective or full"),
-        (["recompute_stages=[0]"], "memory.recompute_stages is [0], but memory.recompute is none, wanted selective"),
-        (["recompute=full", "recompute_stages=[]"], "memory.recompute_stages is [], wanted at least one stage"),
-        (["recompute=full", "recompute_stages=[4]"], "memory.recompute_stages is [4], wanted stages 0 to 3"),
-        (["recompute=full", "recompute_stages=2"], "memory.recompute_stages is 2, wanted a list such as [0, 1]"),
-        (["recompute=full", "recompute_stages=[-1]"], "memory.recompute_stages.0 is -1, wanted at least 0"),
-        (["offload_keep=0"], "memory.max_resident_microbatches is 0, wanted more than 0"),
+        (["recompute=some"], "memory.recompute is 'some': expected one of none, selective or full"),
+        (["recompute_stages=[0]"], "memory.recompute_stages is [0], but memory.recompute is none: expected selective"),
+        (["recompute=full", "recompute_stages=[]"], "memory.recompute_stages is []: expected at least one stage"),
+        (["recompute=full", "recompute_stages=[4]"], "memory.recompute_stages is [4]: expected stages 0 to 3"),
+        (["recompute=full", "recompute_stages=2"], "memory.recompute_stages is 2: expected a list such as [0, 1]"),
+        (["recompute=full", "recompute_stages=[-1]"], "memory.recompute_stages.0 is -1: expected at least 0"),
+        (["offload_keep=0"], "memory.max_resident_microbatches is 0: expected more than 0"),
         (["offload_keep=0.5"], "memory.max_resident_microbatches is 0.5, but rank 0 needs 1 at once"),
         (
             ["offload_keep=9", "recompute=selective"],
@@ -89,7 +89,7 @@ def test_auto_chooses_the_stages_so_none_can_be_named() -> None:
     chosen = ["schedule.name=auto", "memory.recompute=full"]
     assert load(None, chosen).memory.recompute == "full"
     sentence = refusal(None, *chosen, "memory.recompute_stages=[1]")
-    assert sentence == "memory.recompute_stages is [1], but schedule.name auto places them, wanted null"
+    assert sentence == "memory.recompute_stages is [1], but schedule.name auto places them: expected null"
 
 
 @pytest.mark.parametrize(
@@ -136,58 +136,58 @@ def test_later_overrides_win_and_overrides_win_over_the_file(file: Callable[[str
         ("optimiser.learning_rat=1", "optimiser.learning_rat is unknown; did you mean optimizer.learning_rate?"),
         ("optimizer.learning_rat=1", "did you mean optimizer.learning_rate?"),
         ("model.learning_rate=1", "did you mean optimizer.learning_rate?"),
-        ("run.bananas=1", "run.bananas is unknown, wanted one of run.{name, seed, steps, folder}"),
-        ("tokens.count=1", "tokens.count is unknown, wanted a key in one of the sections run, model"),
-        ("mesh=2", "mesh=2 sets a whole section, wanted a single key such as mesh.dp=VALUE"),
-        ("run.name={a: 1}", "run.name is {'a': 1}, wanted a single value"),
+        ("run.bananas=1", "run.bananas is unknown: expected one of run.{name, seed, steps, folder}"),
+        ("tokens.count=1", "tokens.count is unknown: expected a key in one of the sections run, model"),
+        ("mesh=2", "mesh=2 sets a whole section: expected a single key such as mesh.dp=VALUE"),
+        ("run.name={a: 1}", "run.name is {'a': 1}: expected a single value"),
         ("run.name=[", "override run.name=[ line 1, column 2:"),
-        ("run.name=../x", "run.name is '../x', wanted letters, digits"),
-        ("run.name=.hidden", "run.name is '.hidden', wanted letters"),
-        ("run.name=", "run.name is null, wanted text"),
-        ("run.name=7", "run.name is 7, wanted text (in quotes"),
-        ("run.steps=0", "run.steps is 0, wanted at least 1"),
-        ("run.steps=2.5", "run.steps is 2.5, wanted a whole number"),
-        ("run.steps=true", "run.steps is true, wanted a whole number"),
-        ("run.name=" + 101 * "a", "aaa..., wanted at most 100 characters"),
-        ("=5", "'' is unknown, wanted a key in one of the sections"),
-        ("run.seed=-1", "run.seed is -1, wanted at least 0"),
-        ("model.layers=eight", "model.layers is 'eight', wanted a whole number"),
-        ("model.family=gpt", "model.family is 'gpt', wanted one of llama"),
-        ("model.vocab=1", "model.vocab is 1, wanted at least 2"),
-        ("schedule.slices=4", "slices is 4, but schedule zb-h2 does not take it, wanted no slices"),
-        ("schedule.slices=0", "schedule.slices is 0, wanted at least 1"),
-        ("model.hidden=100", "model.hidden is 100, wanted a multiple of model.heads = 8"),
-        ("model.kv_heads=3", "model.heads is 8, wanted a multiple of model.kv_heads = 3"),
-        ("model.hidden=24", "model.hidden / model.heads is 24 / 8 = 3, wanted an even head size"),
+        ("run.name=../x", "run.name is '../x': expected letters, digits"),
+        ("run.name=.hidden", "run.name is '.hidden': expected letters"),
+        ("run.name=", "run.name is null: expected text"),
+        ("run.name=7", "run.name is 7: expected text (in quotes"),
+        ("run.steps=0", "run.steps is 0: expected at least 1"),
+        ("run.steps=2.5", "run.steps is 2.5: expected a whole number"),
+        ("run.steps=true", "run.steps is true: expected a whole number"),
+        ("run.name=" + 101 * "a", "aaa...: expected at most 100 characters"),
+        ("=5", "'' is unknown: expected a key in one of the sections"),
+        ("run.seed=-1", "run.seed is -1: expected at least 0"),
+        ("model.layers=eight", "model.layers is 'eight': expected a whole number"),
+        ("model.family=gpt", "model.family is 'gpt': expected one of llama"),
+        ("model.vocab=1", "model.vocab is 1: expected at least 2"),
+        ("schedule.slices=4", "slices is 4, but schedule zb-h2 does not take it: expected no slices"),
+        ("schedule.slices=0", "schedule.slices is 0: expected at least 1"),
+        ("model.hidden=100", "model.hidden is 100: expected a multiple of model.heads = 8"),
+        ("model.kv_heads=3", "model.heads is 8: expected a multiple of model.kv_heads = 3"),
+        ("model.hidden=24", "model.hidden / model.heads is 24 / 8 = 3: expected an even head size"),
         ("model.layers=3", "model.layers is 3, but 4 pipeline stages (mesh.pp) need"),
-        ("mesh.cp=3", "batch.sequence_length is 128, wanted a multiple of 2 x mesh.cp = 6"),
-        ("mesh.tp=3", "model.heads is 8, wanted a multiple of mesh.tp = 3"),
-        ("mesh.ep=2", "mesh.ep is 2, wanted 1 for a model without experts"),
-        ("mesh.pp=0", "mesh.pp is 0, wanted at least 1"),
+        ("mesh.cp=3", "batch.sequence_length is 128: expected a multiple of 2 x mesh.cp = 6"),
+        ("mesh.tp=3", "model.heads is 8: expected a multiple of mesh.tp = 3"),
+        ("mesh.ep=2", "mesh.ep is 2: expected 1 for a model without experts"),
+        ("mesh.pp=0", "mesh.pp is 0: expected at least 1"),
         ("schedule.name=zbh2", "schedule.name is 'zbh2' (did you mean 'zb-h2'?)"),
-        ("schedule.microbatches=0", "schedule.microbatches is 0, wanted at least 1"),
+        ("schedule.microbatches=0", "schedule.microbatches is 0: expected at least 1"),
         (
             "batch.global_batch_size=12",
-            "batch.global_batch_size is 12, wanted a multiple of mesh.dp x schedule.microbatches = 1 x 8 = 8",
+            "batch.global_batch_size is 12: expected a multiple of mesh.dp x schedule.microbatches = 1 x 8 = 8",
         ),
         (
             "mesh.dp=3",
-            "batch.global_batch_size is 16, wanted a multiple of mesh.dp x schedule.microbatches = 3 x 8 = 24",
+            "batch.global_batch_size is 16: expected a multiple of mesh.dp x schedule.microbatches = 3 x 8 = 24",
         ),
-        ("optimizer.learning_rate=0", "optimizer.learning_rate is 0, wanted more than 0"),
-        ("optimizer.learning_rate=.inf", "optimizer.learning_rate is inf, wanted a finite number"),
-        ("optimizer.beta2=1", "optimizer.beta2 is 1, wanted less than 1"),
-        ("optimizer.warmup_steps=61", "optimizer.warmup_steps is 61, wanted at most run.steps = 60"),
+        ("optimizer.learning_rate=0", "optimizer.learning_rate is 0: expected more than 0"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate is inf: expected a finite number"),
+        ("optimizer.beta2=1", "optimizer.beta2 is 1: expected less than 1"),
+        ("optimizer.warmup_steps=61", "optimizer.warmup_steps is 61: expected at most run.steps = 60"),
         (
             "optimizer.min_learning_rate=1",
-            "optimizer.min_learning_rate is 1, wanted at most optimizer.learning_rate = 0.003",
+            "optimizer.min_learning_rate is 1: expected at most optimizer.learning_rate = 0.003",
         ),
-        ("precision.compute=fp8", "precision.compute is 'fp8', wanted one of auto, bfloat16, float32 or float64"),
-        ("checkpoint.keep=0", "checkpoint.keep is 0, wanted at least 1"),
-        ("cluster.dashboard=1", "cluster.dashboard is 1, wanted true or false"),
-        ("cluster.dashboard_port=70000", "cluster.dashboard_port is 70000, wanted at most 65535"),
-        ("cluster.device=tpu", "cluster.device is 'tpu', wanted one of auto, cpu or cuda"),
-        ("cluster.auth=none", "cluster.auth is 'none', wanted one of token or disabled"),
+        ("precision.compute=fp8", "precision.compute is 'fp8': expected one of auto, bfloat16, float32 or float64"),
+        ("checkpoint.keep=0", "checkpoint.keep is 0: expected at least 1"),
+        ("cluster.dashboard=1", "cluster.dashboard is 1: expected true or false"),
+        ("cluster.dashboard_port=70000", "cluster.dashboard_port is 70000: expected at most 65535"),
+        ("cluster.device=tpu", "cluster.device is 'tpu': expected one of auto, cpu or cuda"),
+        ("cluster.auth=none", "cluster.auth is 'none': expected one of token or disabled"),
     ],
 )
 def test_a_bad_override_is_one_sentence_with_key_found_and_wanted(override: str, sentence: str) -> None:
@@ -201,8 +201,8 @@ def test_a_schedule_s_own_constraints_are_checked() -> None:
 
 def test_slices_divide_the_sequence() -> None:
     sliced = "schedule.name=seq-1f1b"
-    wanted = "schedule.slices is 3, wanted a divisor of batch.sequence_length = 128"
-    assert wanted in refusal(None, sliced, "schedule.slices=3")
+    expected = "schedule.slices is 3: expected a divisor of batch.sequence_length = 128"
+    assert expected in refusal(None, sliced, "schedule.slices=3")
     assert load(None, [sliced, "schedule.slices=2"]).options.slices == 2
     for length, slices in ((128, 4), (126, 3), (122, 2), (127, 1)):  # as many as it likes, or fewer
         assert load(None, [sliced, f"batch.sequence_length={length}"]).options.slices == slices
@@ -212,9 +212,9 @@ def test_slices_divide_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("", "holds nothing, wanted a mapping of the sections run, model"),
-        ("quickstart", "holds 'quickstart', wanted a mapping"),
-        ("- run", "holds ['run'], wanted a mapping"),
+        ("", "holds nothing: expected a mapping of the sections run, model"),
+        ("quickstart", "holds 'quickstart': expected a mapping"),
+        ("- run", "holds ['run']: expected a mapping"),
         ("run: [", "run.yaml line 1, column 7: "),
         ("run: {name: a}\nmodel: {}\nrun: {}", "run.yaml line 3, column 1: key 'run' appears twice"),
         ("run: {name: a, name: b}", "line 1, column 16: key 'name' appears twice"),
@@ -223,18 +223,18 @@ def test_slices_divide_the_sequence() -> None:
         ("[" * 5000, "recursion"),
         ("run: !!python/object:os.system x", "could not determine a constructor"),
         (b"run: \xff", "is not UTF-8 text (byte 5)"),
-        (text(run="3"), "run is 3, wanted a mapping with keys such as run.name"),
-        (text(run="{name: a}"), "run.steps is missing, wanted a value: optimizer steps"),
-        (text(run=None), "section run is missing, wanted one with keys such as run.name"),
+        (text(run="3"), "run is 3: expected a mapping with keys such as run.name"),
+        (text(run="{name: a}"), "run.steps is missing: expected a value: optimizer steps"),
+        (text(run=None), "section run is missing: expected one with keys such as run.name"),
         (
             text(optimiser="{learning_rat: 1}"),
             "optimiser.learning_rat is unknown; did you mean optimizer.learning_rate?",
         ),
         (text(optimiser="{beta1: 0, beta2: 0}"), "optimiser is unknown; did you mean optimizer?"),
-        (text(ghosts="{}"), "ghosts is unknown, wanted a key in one of the sections"),
-        (text(optimizer=""), "optimizer is null, wanted a mapping"),
-        (text() + "5: 6\n", "5 is unknown, wanted a key in one of the sections"),
-        (text() + "'': 6\n", "'' is unknown, wanted a key in one of the sections"),
+        (text(ghosts="{}"), "ghosts is unknown: expected a key in one of the sections"),
+        (text(optimizer=""), "optimizer is null: expected a mapping"),
+        (text() + "5: 6\n", "5 is unknown: expected a key in one of the sections"),
+        (text() + "'': 6\n", "'' is unknown: expected a key in one of the sections"),
     ],
 )
 def test_a_bad_file_is_one_sentence(file: Callable[[str | bytes], Path], content: str | bytes, sentence: str) -> None:
@@ -260,12 +260,12 @@ def test_nothing_can_be_changed_after_loading() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("data.document_mask=true", "schedule.name=seq-1f1b"), "wanted 1 for data.document_mask = true"),
-        (("model.tie_word_embeddings=true", "schedule.post_validation=true"), "wanted false for model.tie_word_embeddings = true"),
+        (("data.document_mask=true", "schedule.name=seq-1f1b"), "expected 1 for data.document_mask = true"),
+        (("model.tie_word_embeddings=true", "schedule.post_validation=true"), "expected false for model.tie_word_embeddings = true"),
         (
             ("schedule.post_validation=true", "model.family=mixtral", "model.experts.num_experts=4", "model.experts.top_k=2",
              "model.experts.intermediate_size=64", "model.experts.bias_update_rate=0.01"),
-            "wanted false for model.experts.bias_update_rate > 0",
+            "expected false for model.experts.bias_update_rate > 0",
         ),
     ],
 )  # fmt: skip

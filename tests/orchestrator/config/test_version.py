@@ -12,7 +12,7 @@ from pentad.orchestrator.config.version import release
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    expected = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"pentad {release()}\n"
-    assert release() in (wanted, "checkout")
+    assert release() in (expected, "checkout")

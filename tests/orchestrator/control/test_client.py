@@ -140,7 +140,7 @@ def test_a_checkpoint_is_answered_with_its_step(pentad: Pentad, served: Served) 
 def test_a_wish_that_takes_too_long_is_one_sentence(pentad: Pentad, served: Served) -> None:
     status, out, err = pentad("pause", "trial", "--timeout", "0.2")
     assert (status, out) == (1, "")
-    told = "in which run trial has been told, but Pause is not done yet, wanted a longer one"
+    told = "in which run trial has been told, but Pause is not done yet: expected a longer one"
     assert err == f"pentad: --timeout is 0.2 s, {told}\n"
 
 
@@ -166,7 +166,7 @@ def test_a_run_that_is_over_is_told_from_its_folder(
     assert (told["ranks"], told["endpoints"], told["loss"]) == ([], {}, 0.5)
     assert state in pentad("status", "trial")[1]
     status, _, err = pentad("pause", "trial")
-    assert (status, err) == (1, f"pentad: run trial is {state} at step 3, wanted a live one\n")
+    assert (status, err) == (1, f"pentad: run trial is {state} at step 3: expected a live one\n")
 
 
 def test_a_killed_run_s_endpoint_is_seen_through(pentad: Pentad, folder: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_killed_run_s_endpoint_is_seen_through(pentad: Pentad, folder: Path) -
     (folder / "control.json").write_text(json.dumps({"address": address, "token": "t", "pid": 1}))
     status, _, err = pentad("resume", "trial")
     told = f"run trial is not running any more (nobody answers at {address}), its last known step is 3"
-    assert (status, err) == (1, f"pentad: {told}, wanted a live one\n")
+    assert (status, err) == (1, f"pentad: {told}: expected a live one\n")
     status, out, _ = pentad("status", "trial", "--json")
     assert (status, json.loads(out)["state"]) == (0, "failed")
 
@@ -193,7 +193,7 @@ def test_a_port_that_another_run_has_now_is_told(folder: Path, tmp_path: Path) -
         (folder / "control.json").write_text(json.dumps(endpoint))
         with (
             connect("trial") as client,
-            pytest.raises(PentadError, match=r"has a token that .* refuses, wanted the file that run trial wrote"),
+            pytest.raises(PentadError, match=r"has a token that .* refuses: expected the file that run trial wrote"),
         ):
             client.status()
 
@@ -201,14 +201,14 @@ def test_a_port_that_another_run_has_now_is_told(folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize("text", ["", "{", "5", "{}", '{"address": 1}', '{"address": "a", "token": null}', '"x"'])
 def test_a_damaged_endpoint_is_one_sentence(folder: Path, text: str) -> None:
     (folder / "control.json").write_text(text)
-    with pytest.raises(PentadError, match=r"control.json is damaged, wanted address and token: remove it"):
+    with pytest.raises(PentadError, match=r"control.json is damaged: expected address and token: remove it"):
         connect("trial")
 
 
 def test_loopback_of_another_machine_is_not_called(folder: Path) -> None:
     endpoint = {"address": "127.0.0.1:1", "token": "t", "pid": 1, "host": "elsewhere"}
     (folder / "control.json").write_text(json.dumps(endpoint))
-    with pytest.raises(PentadError, match=r"run trial listens at 127.0.0.1:1 of elsewhere only, wanted that machine"):
+    with pytest.raises(PentadError, match=r"run trial listens at 127.0.0.1:1 of elsewhere only: expected that machine"):
         connect("trial")
 
 
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_read_is_one_sentence(folder: Path) -> None:
 def test_a_run_that_does_not_exist_is_one_sentence(pentad: Pentad) -> None:
     status, out, err = pentad("status", "trail")
     assert (status, out) == (1, "")
-    assert err.startswith("pentad: RUN is 'trail' (did you mean trial?), wanted a run's folder or a name under runs/")
+    assert err.startswith("pentad: RUN is 'trail' (did you mean trial?): expected a run's folder or a name under runs/")
 
 
 def test_a_run_that_is_not_live_says_what_it_was(folder: Path) -> None:

@@ -47,7 +47,7 @@ def test_probes_need_no_token_and_watch_a_rank_come_and_go(served: Served) -> No
     assert served.serves("")
     assert served.serves("pentad.v1.Control")
     assert served.serves("pentad.rank.1")
-    with pytest.raises(grpc.RpcError, match="service is unknown, wanted '', "):
+    with pytest.raises(grpc.RpcError, match="service is unknown: expected '', "):
         served.serves("pentad.rank.2")
     told = served.health.Watch(health_pb2.HealthCheckRequest(service="pentad.rank.1"), timeout=10)
     assert next(told).status == SERVING

@@ -155,7 +155,7 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path, reusable: bool, capfd: pyt
         taken.listen()
         port = taken.getsockname()[1]
         sentence = (
-            rf"metrics.control_port is {port}, but .*pid {os.getpid()}.* has that port .*; wanted a free one, or 0"
+            rf"metrics.control_port is {port}, but .*pid {os.getpid()}.* has that port .*; expected a free one, or 0"
         )
         with pytest.raises(PentadError, match=sentence):
             Control(tmp_path, "127.0.0.1", port, ControlRequests())
@@ -168,7 +168,7 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path, reusable: bool, capfd: pyt
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.invalid", "x" * 100])
 def test_a_host_that_is_not_this_machine_is_one_sentence(tmp_path: Path, host: str) -> None:
-    with pytest.raises(PentadError, match=rf"metrics.host is '{host}', where nothing can listen \(.*\), wanted an a"):
+    with pytest.raises(PentadError, match=rf"metrics.host is '{host}', where nothing can listen \(.*\): expected an a"):
         Control(tmp_path, host, 0, ControlRequests())
 
 
@@ -207,13 +207,13 @@ def test_abort_answers_when_the_run_is_over(served: Served) -> None:
 @pytest.mark.parametrize("verb", ["pause", "checkpoint"])
 def test_who_waits_for_a_run_that_ends_is_told(served: Served, verb: str) -> None:
     later(served.control.view, seen("finished", step=60))
-    with pytest.raises(PentadError, match=r"run trial is over at step 60, wanted a live one"):
+    with pytest.raises(PentadError, match=r"run trial is over at step 60: expected a live one"):
         getattr(served, verb)(5)
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "checkpoint", "abort"])
 def test_a_request_for_another_generation_is_refused(served: Served, verb: str) -> None:
-    with pytest.raises(PentadError, match=r"generation is 1, but run trial is in 2, wanted that or 0"):
+    with pytest.raises(PentadError, match=r"generation is 1, but run trial is in 2: expected that or 0"):
         getattr(served, verb)(5, generation=1)
     assert not (served.wishes.paused or served.wishes.aborted or served.wishes.wants_checkpoint)
 
@@ -254,7 +254,7 @@ def test_stuck_callers_keep_nobody_waiting(served: Served) -> None:
             served.health.Watch(health_pb2.HealthCheckRequest())
         for watcher in watchers:
             next(watcher)
-        with pytest.raises(PentadError, match=r"WatchStatus has 16 callers, wanted at most 16 at once"):
+        with pytest.raises(PentadError, match=r"WatchStatus has 16 callers: expected at most 16 at once"):
             next(served.watch())
         for _ in range(20):
             started = time.monotonic()

@@ -71,7 +71,7 @@ def test_where_no_cluster_answers_is_told_at_once(pentad: Pentad, answering: Cal
             assert (status, out) == (1, "")
             assert time.monotonic() - began < 5
             assert re.fullmatch(
-                rf"pentad: --address is '{address}', where no Ray cluster answers \(.*{reason}\), wanted .*\n", err
+                rf"pentad: --address is '{address}', where no Ray cluster answers \(.*{reason}\): expected .*\n", err
             )
 
 
@@ -79,7 +79,7 @@ def test_where_no_cluster_answers_is_told_at_once(pentad: Pentad, answering: Cal
 @pytest.mark.parametrize("address", ["ray://head:10001", "ftp://head", "http://", "http://[", "head:port"])
 def test_an_address_is_a_url(pentad: Pentad, address: str) -> None:
     assert pentad("jobs", "--address", address)[2] == (
-        f"pentad: --address is '{address}', wanted the URL of a Ray dashboard such as http://127.0.0.1:8265\n"
+        f"pentad: --address is '{address}': expected the URL of a Ray dashboard such as http://127.0.0.1:8265\n"
     )
 
 
@@ -98,9 +98,9 @@ def test_the_address_given_counts_then_rays_variables_then_this_machine(monkeypa
 @pytest.mark.parametrize(
     ("status", "variables", "sentence"),
     [
-        (401, {}, "asks for a token, and none was found here, wanted .* RAY_AUTH_TOKEN, or .* RAY_AUTH_TOKEN_PATH"),
-        (403, {"RAY_AUTH_TOKEN": "x"}, "refuses the token found here, wanted .* RAY_AUTH_TOKEN, or in a file that"),
-        (401, {"RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE is disabled, but the Ray .* asks for a token, wanted it"),
+        (401, {}, "asks for a token, and none was found here: expected .* RAY_AUTH_TOKEN, or .* RAY_AUTH_TOKEN_PATH"),
+        (403, {"RAY_AUTH_TOKEN": "x"}, "refuses the token found here: expected .* RAY_AUTH_TOKEN, or in a file that"),
+        (401, {"RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE is disabled, but the Ray .* asks for a token: expected it"),
         (401, {"RAY_AUTH_TOKEN_PATH": "/nowhere"}, "RAY_AUTH_TOKEN_PATH is '/nowhere', which cannot be read"),
     ],
 )

@@ -130,10 +130,10 @@ ENTRY = (
         (ENTRY.format(1, "Traceback\nValueError: x"), "ValueError: x"),
         (
             ENTRY.format(1, "ModuleNotFoundError: No module named 'torch'"),
-            "No module named 'torch', wanted what pentad",
+            "No module named 'torch': expected what pentad",
         ),
         (ENTRY.format(2, "unknown option -P\nTry `python -h'"), "Try `python -h'"),
-        (ENTRY.format(127, "sh: 1: exec: python: not found"), "wanted a `python` on the PATH"),
+        (ENTRY.format(127, "sh: 1: exec: python: not found"), "expected a `python` on the PATH"),
         (ENTRY.format(-9, "step 3"), "its driver was killed by signal 9"),
         ("runtime_env setup failed: x\nOSError: no room", "OSError: no room"),
         ("", "no reason given"),
@@ -317,7 +317,7 @@ def test_jobs_are_listed_with_what_their_drivers_announced(
     out = pentad("jobs", *at)[1]
     assert out.count("\n") == 1 + len(listed)
     assert re.search(rf" whole +whole +SUCCEEDED +pp2 +\d{{4}}-\d\d-\d\d \d\d:\d\d +{runs}/whole", out)
-    ended = "a job that has ended already (SUCCEEDED), wanted a live one"
+    ended = "a job that has ended already (SUCCEEDED): expected a live one"
     assert pentad("stop", "whole", *at)[2] == f"pentad: ID is 'whole', {ended}\n"
 
 
@@ -331,7 +331,7 @@ def test_an_unknown_job_is_one_sentence(cluster: clusters.Cluster, pentad: Penta
 
 def test_a_jobs_name_is_plain(cluster: clusters.Cluster, pentad: Pentad) -> None:
     err = pentad("submit", "--name", "a/b", "--address", str(cluster.dashboard))[2]
-    assert err == "pentad: --name is 'a/b', wanted letters, digits, '_', '-' and '.', the first no '-' or '.'\n"
+    assert err == "pentad: --name is 'a/b': expected letters, digits, '_', '-' and '.', the first no '-' or '.'\n"
 
 
 def test_what_a_driver_cannot_do_reaches_the_user(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:

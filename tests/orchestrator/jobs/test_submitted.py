@@ -174,7 +174,7 @@ def test_a_submitted_run_is_seen_paused_resumed_stopped_and_resubmitted_and_lose
     second = user.submit("parts", "--name", "second")
     assert (second["status"], second["outcome"]) == ("SUCCEEDED", f"job second finished; the run is in {parts}")
     assert f"resuming from step {done}" in user.pentad("logs", "second", *user.at)[1]
-    refused = (1, "", f"pentad: run parts is finished at step {STEPS}, wanted a live one\n")
+    refused = (1, "", f"pentad: run parts is finished at step {STEPS}: expected a live one\n")
     assert user.pentad("pause", str(parts)) == refused
 
     user.submit("whole")

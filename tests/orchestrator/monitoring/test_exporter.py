@@ -309,14 +309,16 @@ def test_closing_frees_the_port_at_once_and_twice_is_once() -> None:
 
 def test_a_taken_port_is_told_with_its_holder(exporter: Exporter) -> None:
     port = int(exporter.address.rpartition(":")[2])
-    wanted = rf"^metrics.port is {port}, but .*pid {os.getpid()}.* has that port .*; wanted a free one, or 0 for any$"
-    with pytest.raises(PentadError, match=wanted):
+    expected = (
+        rf"^metrics.port is {port}, but .*pid {os.getpid()}.* has that port .*; expected a free one, or 0 for any$"
+    )
+    with pytest.raises(PentadError, match=expected):
         Exporter("b", "127.0.0.1", port)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.7", "no-such-host.invalid", "a..b"])
 def test_a_host_that_is_not_this_one_is_told(host: str) -> None:
-    with pytest.raises(PentadError, match=rf"^metrics.host is '{host}', where nothing can listen \(.*\), wanted an "):
+    with pytest.raises(PentadError, match=rf"^metrics.host is '{host}', where nothing can listen \(.*\): expected an "):
         Exporter("b", host, 0)
 
 

@@ -127,7 +127,7 @@ def test_a_resumed_run_may_change_what_does_not_change_its_data_or_model(tmp_pat
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trial").mkdir()
     (tmp_path / "trial" / "thesis.tex").write_text("years of work")
-    with pytest.raises(PentadError, match=r"trial exists and is no run's folder, wanted a new one"):
+    with pytest.raises(PentadError, match=r"trial exists and is no run's folder: expected a new one"):
         opened(tmp_path)
     assert os.listdir(tmp_path / "trial") == ["thesis.tex"]
 
@@ -162,7 +162,7 @@ def test_a_damaged_line_is_named_and_kept(tmp_path: Path, line: str) -> None:
         run.metrics(row(0))
         with (run.path / "metrics.jsonl").open("a") as file:
             file.write(f"{line}\n")
-        with pytest.raises(PentadError, match=r"metrics.jsonl line 2 is .*, wanted an object.*: mend or remove"):
+        with pytest.raises(PentadError, match=r"metrics.jsonl line 2 is .*: expected an object.*: mend or remove"):
             run.rewind(0)
     assert (run.path / "metrics.jsonl").read_text().endswith(f"\n{line}\n")
 
@@ -213,7 +213,7 @@ def test_a_run_is_found_by_name_and_by_path(tmp_path: Path) -> None:
     assert resolve_run("trial", tmp_path) == tmp_path / "trial"
     assert resolve_run(str(tmp_path / "trial")) == tmp_path / "trial"
     with pytest.raises(
-        PentadError, match=r"RUN is 'trail' \(did you mean trial\?\), wanted a run's folder or a name under"
+        PentadError, match=r"RUN is 'trail' \(did you mean trial\?\): expected a run's folder or a name under"
     ):
         resolve_run("trail", tmp_path)
     with pytest.raises(PentadError, match="there are none"):

@@ -44,7 +44,7 @@ def test_what_is_listed_fits_and_the_quickest_come_first(found) -> None:
     assert [each.seconds for each in found.found] == sorted(each.seconds for each in found.found)
     assert all(each.bytes <= H200.bytes for each in found.found)
     assert found.fit + sum(found.left_out.values()) == len(list(meshes(8)))
-    assert any(sentence.startswith("mesh.ep is 2, wanted 1") for sentence in found.left_out)
+    assert any(sentence.startswith("mesh.ep is 2: expected 1") for sentence in found.left_out)
 
 
 def test_what_is_listed_is_what_the_configuration_gives(found) -> None:
@@ -67,8 +67,8 @@ def test_less_room_asks_for_more_recompute_and_shards_or_leaves_meshes_out() -> 
 
 def test_tensor_ranks_stay_on_a_node_unless_they_may_leave_it() -> None:
     inside, across = (survey(config(*more), 16, H200) for more in ((), ("mesh.tp_across_nodes=true",)))
-    assert any("mesh.tp is 16, wanted at most 8" in sentence for sentence in inside.left_out)
-    assert not any("wanted at most 8" in sentence for sentence in across.left_out)
+    assert any("mesh.tp is 16: expected at most 8" in sentence for sentence in inside.left_out)
+    assert not any("expected at most 8" in sentence for sentence in across.left_out)
 
 
 def test_experts_open_the_fifth_axis() -> None:

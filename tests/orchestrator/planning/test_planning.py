@@ -57,7 +57,7 @@ def test_only_nccl_receives_wait_for_the_compute_before_them() -> None:
 
 def test_peer_transport_needs_one_host() -> None:
     with pytest.raises(
-        PentadError, match=r"cluster.transport is peer, but the ranks are on 2 hosts, wanted auto or nccl"
+        PentadError, match=r"cluster.transport is peer, but the ranks are on 2 hosts: expected auto or nccl"
     ):
         plan_of("cluster.transport=peer", device="cuda", hosts=2)
 
@@ -136,8 +136,8 @@ def test_activations_with_a_whole_backward_are_whole_microbatches(name: str) -> 
 
 def test_a_slice_costs_an_even_share_of_a_microbatch() -> None:
     whole, sliced = (costs_of(plan_of("schedule.name=seq-1f1b", f"schedule.slices={k}")) for k in (1, 4))
-    for found, wanted in ((sliced.forward, whole.forward), (sliced.backward, whole.backward)):
-        assert found == pytest.approx([seconds / 4 for seconds in wanted])
+    for found, expected in ((sliced.forward, whole.forward), (sliced.backward, whole.backward)):
+        assert found == pytest.approx([seconds / 4 for seconds in expected])
     assert sliced.weight[1] == pytest.approx(whole.weight[1] / 4)
     assert whole.weight[0] / 4 < sliced.weight[0] < whole.weight[0]  # all rows of the embedding are filled each time
     assert whole.transfer / 4 < sliced.transfer < whole.transfer  # the latency is paid each time

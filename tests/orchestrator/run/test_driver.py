@@ -274,7 +274,7 @@ def test_a_run_goes_on_with_the_corpus_it_began_with_or_not_at_all(cluster, tmp_
         return driver.train(config, console=Console(quiet=True), runner=FAKE, fingerprint=fingerprint)
 
     run(2, "a" * 64)
-    with pytest.raises(PentadError, match=r"data\.path is .*fingerprint bbbb.*wanted aaaa"):
+    with pytest.raises(PentadError, match=r"data\.path is .*fingerprint bbbb.*expected aaaa"):
         run(4, "b" * 64)
     assert run(4, "a" * 64)["steps"] == 4
 

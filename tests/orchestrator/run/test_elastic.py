@@ -42,7 +42,10 @@ CUT = (*SQUARE, "zero.stage=3")  # replicas hold shards, and nothing is held twi
 TENSOR = ("mesh.dp=2", "mesh.pp=1", "mesh.tp=2", "schedule.microbatches=4")
 EXPERTS = (
     *("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral"),
-    *(f"model.experts.{word}" for word in ("num_experts=4", "top_k=2", "intermediate_size=32", "bias_update_rate=0.01")),
+    *(
+        f"model.experts.{word}"
+        for word in ("num_experts=4", "top_k=2", "intermediate_size=32", "bias_update_rate=0.01")
+    ),
 )
 CONTEXT = ("mesh.pp=1", "mesh.cp=4", "schedule.microbatches=4")
 FAKED = """
@@ -111,13 +114,13 @@ def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Calla
     ],
 )
 def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, reference, schedule, rank, how):
-    wanted = reference(schedule, SCHEDULES[schedule])
+    expected = reference(schedule, SCHEDULES[schedule])
     nodes.hold(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
     run.at_step(4)
     run.hit(rank, how=how)
     assert_recovered(run, "repair")
-    assert_same(run, wanted)
+    assert_same(run, expected)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +132,15 @@ def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, 
     ],
 )
 def test_steps_ahead_of_their_norm_end_with_the_bits_of_those_that_wait(nodes, start, reference, schedule, rank, how):
-    wanted = reference(schedule, SCHEDULES[schedule])
+    expected = reference(schedule, SCHEDULES[schedule])
     nodes.hold(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}", "schedule.post_validation=true")
     run.at_step(4)
     run.hit(rank, how=how)
     assert_recovered(run, "repair")
-    assert_same(run, wanted)
+    assert_same(run, expected)
     limit = load(None, []).optimizer.clip_norm
-    assert any(norm > limit for _, norm in wanted[0]) and any(norm < limit for _, norm in wanted[0])
+    assert any(norm > limit for _, norm in expected[0]) and any(norm < limit for _, norm in expected[0])
 
 
 @pytest.mark.slow
@@ -152,26 +155,26 @@ def test_steps_ahead_of_their_norm_end_with_the_bits_of_those_that_wait(nodes, s
     ],
 )
 def test_ranks_that_share_layers_or_experts_do_so_again(nodes, start, reference, mesh, rank, how):
-    wanted = reference("1f1b", mesh)
+    expected = reference("1f1b", mesh)
     nodes.hold(2, 2, 2)
     run = start(*mesh, "schedule.name=1f1b")
     run.at_step(4)
     run.hit(rank, how=how)
     assert_recovered(run, "repair")
-    assert_same(run, wanted)
+    assert_same(run, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["dualpipe", "zb-h2"])
 def test_two_ranks_at_once_that_leave_a_copy_of_everything(nodes, start, reference, schedule):
-    wanted = reference(schedule, SCHEDULES[schedule])
+    expected = reference(schedule, SCHEDULES[schedule])
     nodes.hold(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
     run.at_step(4)
     run.hit(*((0, 1) if schedule == "dualpipe" else (0, 3)))
     assert_recovered(run, "repair")
     assert {row["rank"] for row in run.events("lost")} == ({0, 1} if schedule == "dualpipe" else {0, 3})
-    assert_same(run, wanted)
+    assert_same(run, expected)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_two_ranks_at_once_that_leave_a_copy_of_everything(nodes, start, referen
     ],
 )
 def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start, reference, schedule, mesh, ranks):
-    wanted = reference(schedule, mesh)
+    expected = reference(schedule, mesh)
     nodes.hold(2, 2, 2)
     run = start(*mesh, f"schedule.name={schedule}", "checkpoint.every=10")
     run.at_step(12)
@@ -193,7 +196,7 @@ def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start
     (recovered,) = run.events("recovered")
     assert recovered["step"] > 0 and recovered["step"] % 10 == 0
     assert recovered["steps_replayed"] >= 0
-    assert_same(run, wanted)
+    assert_same(run, expected)
 
 
 @pytest.mark.parametrize(
@@ -206,18 +209,18 @@ def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start
     ],
 )
 def test_a_node_that_is_gone_is_replaced_by_another(nodes, start, reference, schedule, how):
-    wanted = reference(schedule, SCHEDULES[schedule])
+    expected = reference(schedule, SCHEDULES[schedule])
     nodes.hold(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
     run.at_step(4)
     kill(nodes.node_of(run.pids()[0]), how)
     assert_recovered(run, "repair")
-    assert_same(run, wanted)
+    assert_same(run, expected)
 
 
 def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference):
     steps = 300  # the cluster is asked for notices every two seconds: the run must not be over by then
-    wanted = reference("1f1b", SQUARE, steps)
+    expected = reference("1f1b", SQUARE, steps)
     nodes.hold(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b", f"run.steps={steps}")
     run.at_step(4)
@@ -228,12 +231,12 @@ def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference)
     assert_recovered(run, "repair")
     assert {(row["fault"], row["detector"]) for row in run.events("lost")} == {("drain", "notice")}
     assert run.events("recovered")[0]["steps_replayed"] == 0
-    assert_same(run, wanted, steps)
+    assert_same(run, expected, steps)
 
 
 @pytest.mark.parametrize("moment", ["hire", pytest.param("fence", marks=slow)])
 def test_a_fault_during_a_recovery(nodes, start, reference, moment):
-    wanted = reference("1f1b", SQUARE)
+    expected = reference("1f1b", SQUARE)
     nodes.hold(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b")
     run.at_step(4)
@@ -243,12 +246,12 @@ def test_a_fault_during_a_recovery(nodes, start, reference, moment):
         time.sleep(1.0)
     run.hit(2)
     assert_recovered(run, "repair")
-    assert_same(run, wanted)
+    assert_same(run, expected)
 
 
 @slow
 def test_a_fault_while_a_checkpoint_is_read_again(nodes, start, reference):
-    wanted = reference("1f1b", LINE)
+    expected = reference("1f1b", LINE)
     nodes.hold(2, 2, 2)
     run = start(*LINE, "schedule.name=1f1b", "checkpoint.every=10")
     run.at_step(12)
@@ -257,7 +260,7 @@ def test_a_fault_while_a_checkpoint_is_read_again(nodes, start, reference):
     run.wait_for(lambda: read_board(nodes.board(run.pids()[2])).generation == 2)  # it has given its old weights up
     run.hit(2)
     assert_recovered(run, "checkpoint")
-    assert_same(run, wanted)
+    assert_same(run, expected)
 
 
 def test_ranks_that_have_no_state_yet_are_no_source_of_it():
@@ -269,7 +272,7 @@ def test_ranks_that_have_no_state_yet_are_no_source_of_it():
 
 
 def test_a_fault_in_the_first_step(nodes, start, reference):
-    wanted = reference("1f1b", SQUARE)
+    expected = reference("1f1b", SQUARE)
     nodes.hold(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b")
     run.wait_for(lambda: run.events("place"))
@@ -278,7 +281,7 @@ def test_a_fault_in_the_first_step(nodes, start, reference):
     run.hit(3)
     assert_recovered(run, "repair")
     assert run.events("recovered")[0]["step"] <= 1
-    assert_same(run, wanted)
+    assert_same(run, expected)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +296,7 @@ def test_a_fault_in_the_first_step(nodes, start, reference):
     ],
 )
 def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, sizes, small):
-    wanted = reference(schedule, mesh)
+    expected = reference(schedule, mesh)
     nodes.hold(*sizes)
     run = start(
         *mesh, f"schedule.name={schedule}", "checkpoint.every=10", "elastic.min_ranks=2", "elastic.wait_seconds=1"
@@ -309,8 +312,8 @@ def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference
     assert_recovered(run, "shrink", "grow")
     assert [row["mesh"] for row in run.events("recovered")] == [small, "pp4" if mesh is LINE else f"dp2 x {small}"]
     got, state = outcome(run)
-    assert got == [pytest.approx(pair, rel=1e-4) for pair in wanted[0]], run.account()
-    assert state.keys() == wanted[1].keys()
+    assert got == [pytest.approx(pair, rel=1e-4) for pair in expected[0]], run.account()
+    assert state.keys() == expected[1].keys()
     assert {row["tokens"] for row in run.rows()} == {256}
 
 

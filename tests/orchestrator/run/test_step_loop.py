@@ -191,7 +191,7 @@ def test_a_pause_begins_with_every_step_done_and_saves_nothing(run: Run) -> None
 
 def test_a_checkpoint_that_is_wished_for_is_of_steps_that_are_accounted_for(run: Run) -> None:
     def wish(calls: Calls) -> None:
-        calls.wishes._wanted = calls.done  # as `checkpoint` notes it, which waits
+        calls.wishes._expected = calls.done  # as `checkpoint` notes it, which waits
 
     ranks, calls = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: wish}))
     first = next(call[1] for call in ranks.asked if call[0] == "save")

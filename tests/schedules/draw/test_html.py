@@ -37,10 +37,10 @@ def test_the_page_holds_every_span_to_a_nanosecond(name: str) -> None:
     data = payload(timeline_page(*timelines, title="t", facts={}))
     assert [panel["source"] for panel in data["panels"]] == ["simulated", "measured"]
     for panel, timeline in zip(data["panels"], timelines, strict=True):
-        found, wanted = spans_of(data, panel), sorted(timeline.spans)
-        assert [span[:8] for span in found] == [span[:8] for span in wanted]
-        assert [span[8] for span in found] == pytest.approx([span.start for span in wanted], abs=1.1e-9, rel=0)
-        assert [span[9] for span in found] == pytest.approx([span.end for span in wanted], abs=1.1e-9, rel=0)
+        found, expected = spans_of(data, panel), sorted(timeline.spans)
+        assert [span[:8] for span in found] == [span[:8] for span in expected]
+        assert [span[8] for span in found] == pytest.approx([span.start for span in expected], abs=1.1e-9, rel=0)
+        assert [span[9] for span in found] == pytest.approx([span.end for span in expected], abs=1.1e-9, rel=0)
 
 
 def test_the_page_needs_nothing_but_itself() -> None:

@@ -52,10 +52,10 @@ def keys_of(data: dict, panel: dict) -> list[Key]:
 def test_the_page_holds_the_timeline(name: str) -> None:
     shown = drawn(name)
     data = payload(page(shown))
-    found, wanted = spans_of(data, data["panels"][0]), sorted(shown.timeline.spans)
-    assert [span[:8] for span in found] == [span[:8] for span in wanted]
-    assert [span[8] for span in found] == pytest.approx([span.start for span in wanted], abs=1.1e-9, rel=0)
-    assert [span[9] for span in found] == pytest.approx([span.end for span in wanted], abs=1.1e-9, rel=0)
+    found, expected = spans_of(data, data["panels"][0]), sorted(shown.timeline.spans)
+    assert [span[:8] for span in found] == [span[:8] for span in expected]
+    assert [span[8] for span in found] == pytest.approx([span.start for span in expected], abs=1.1e-9, rel=0)
+    assert [span[9] for span in found] == pytest.approx([span.end for span in expected], abs=1.1e-9, rel=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,13 +66,13 @@ def test_what_waits_on_the_page_waits_in_the_program(name: str) -> None:
     keys, own = keys_of(data, panel), panel["program"]
     numbers = iter(own["waits"]["number"])
     found = {key: {keys[next(numbers)] for _ in range(n)} for key, n in zip(keys, own["waits"]["count"], strict=True)}
-    wanted = {
+    expected = {
         (rank, str(part.key)): {(rank, str(key)) for key in (unit.waits if part is unit.parts[0] else part.waits)}
         for rank, stream in enumerate(program.streams)
         for unit in stream
         for part in unit.parts
     }
-    assert found == wanted and not list(numbers)
+    assert found == expected and not list(numbers)
     slots = {(r, str(p.key)): p.slot for r, stream in enumerate(program.streams) for u in stream for p in u.parts}
     assert dict(zip(keys, own["slot"], strict=True)) == slots
 
@@ -93,8 +93,8 @@ def test_the_first_halves_of_pairs_are_marked() -> None:
     data = payload(page(shown))
     keys = keys_of(data, data["panels"][0])
     streams = enumerate(shown.program.streams)
-    wanted = [(rank, str(unit.key)) for rank, stream in streams for unit in stream if len(unit.parts) == 2]
-    assert wanted and [keys[number] for number in data["panels"][0]["program"]["pairs"]] == wanted
+    expected = [(rank, str(unit.key)) for rank, stream in streams for unit in stream if len(unit.parts) == 2]
+    assert expected and [keys[number] for number in data["panels"][0]["program"]["pairs"]] == expected
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -136,27 +136,27 @@ def test_nothing_of_the_file_is_refused(loaded: Loaded) -> None:
 
 
 def test_a_rank_is_a_process_and_a_lane_a_thread_with_its_slices(loaded: Loaded) -> None:
-    wanted: Counter[tuple] = Counter()
+    expected: Counter[tuple] = Counter()
     for timeline in loaded.timelines:
         zero = min(span.start for span in timeline.spans)
         for span in timeline.spans:
             start, end = (round((time - zero) * 1e9) for time in (span.start, span.end))
             row = (f"{timeline.source} {NAMES[span.rank]}", span.lane, span.name, span.op)
-            wanted[(*row, start, end - start, 0)] += 1
+            expected[(*row, start, end - start, 0)] += 1
     found = Counter((row[0], str(row[1]).partition(" (")[0], *row[2:]) for row in loaded.perfetto.query(SLICES))
-    assert found == wanted
+    assert found == expected
 
 
 def test_every_send_has_its_arrow(loaded: Loaded) -> None:
-    wanted: Counter[tuple] = Counter()
+    expected: Counter[tuple] = Counter()
     for timeline in loaded.timelines:
         for span in timeline.spans:
             if span.op.startswith("SEND"):
                 stage = span.stage + (1 if span.op == "SEND_F" else -1)
                 receive = f"{stage}{span.op.replace('SEND', 'RECV')}{span.microbatch}"
                 sender, receiver = (f"{timeline.source} {NAMES[rank]}" for rank in (span.rank, span.peer))
-                wanted[sender, span.name, receiver, receive] += 1
-    assert Counter(loaded.perfetto.query(FLOWS)) == wanted
+                expected[sender, span.name, receiver, receive] += 1
+    assert Counter(loaded.perfetto.query(FLOWS)) == expected
 
 
 def test_neighbours_that_touch_stay_side_by_side(tmp_path: Path) -> None:

@@ -41,13 +41,13 @@ def bound(events: list[dict]) -> dict[int, list[str]]:
 def test_every_send_has_one_arrow_to_its_receive(tmp_path: Path, name: str, transfer: float) -> None:
     timeline = simulated(name, transfer)
     arrows = bound(events_of(tmp_path, timeline))
-    wanted = set()
+    expected = set()
     for span in timeline.spans:
         if span.op in ("SEND_F", "SEND_B"):
             stage = span.stage + (1 if span.op == "SEND_F" else -1)
             receive = f"{stage}{span.op.replace('SEND', 'RECV')}{span.microbatch}"
-            wanted.add((f"{1 + span.rank} {span.name}", f"{1 + span.peer} {receive}"))
-    assert sorted(map(tuple, arrows.values())) == sorted(wanted)
+            expected.add((f"{1 + span.rank} {span.name}", f"{1 + span.peer} {receive}"))
+    assert sorted(map(tuple, arrows.values())) == sorted(expected)
 
 
 def test_arrows_stay_inside_their_step_and_their_timeline(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ def test_every_span_is_a_slice_with_its_facts(tmp_path: Path) -> None:
     plan = simulated("1f1b")
     slices = [e for e in events_of(tmp_path, plan) if e["ph"] == "X"]
     found = {(e["pid"] - 1, e["name"], e["cat"], e["ts"], e["dur"]) for e in slices}
-    wanted = {
+    expected = {
         (s.rank, s.name, s.op, round(s.start * 1e9) / 1e3, (round(s.end * 1e9) - round(s.start * 1e9)) / 1e3)
         for s in plan.spans
     }
-    assert found == wanted and len(slices) == len(plan.spans)
+    assert found == expected and len(slices) == len(plan.spans)
     first = next(e for e in slices if e["name"] == "1F2")
     assert first["args"] == {"stage": 1, "microbatch": 2, "step": 0}
     assert next(e for e in slices if e["name"] == "1SEND_F2")["args"]["peer"] == 2

@@ -129,7 +129,7 @@ def test_stages_on_two_ranks_make_one_chunk(write: Write) -> None:
 
 
 WRONG = {
-    "a number": ("plan = 3\n", ["plan is 3", "wanted a function"]),
+    "a number": ("plan = 3\n", ["plan is 3", "expected a function"]),
     "a parameter too few": ("def plan(rank, ranks): ...\n", ["(rank, ranks)", "(rank, ranks, microbatches)"]),
     "other names": ("def plan(r, p, m): ...\n", ["(r, p, m)", "chunks"]),
     "a parameter too many": ("def plan(rank, ranks, microbatches, group): ...\n", ["microbatches, group)"]),

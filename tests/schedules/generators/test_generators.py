@@ -94,8 +94,8 @@ def test_activations_of_one_direction_peak_where_the_formulas_say(p: int, m: int
         ("zb-h1", [p - r for r in ranks], ranks),
         ("zb-h2", [2 * (p - r) - 1 for r in ranks], range(0, 2 * p, 2)),
     ):
-        wanted = [min(w, m) + min(h, max(m - w, 0)) / 2 for w, h in zip(whole, halves, strict=True)]
-        assert peak_activations(generate(name, p, m)) == wanted
+        expected = [min(w, m) + min(h, max(m - w, 0)) / 2 for w, h in zip(whole, halves, strict=True)]
+        assert peak_activations(generate(name, p, m)) == expected
 
 
 @given(st.integers(1, 6), st.integers(0, 8))
@@ -151,11 +151,11 @@ def test_dualpipe_sends_half_of_the_microbatches_in_at_each_end() -> None:
     assert all(index_of(stream) for stream in program.streams)
 
 
-# What is not allowed is refused with the key, what was found and what is wanted.
+# What is not allowed is refused with the key, what was found and what is expected.
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "microbatches", "key", "found", "wanted"),
+    ("name", "ranks", "microbatches", "key", "found", "expected"),
     [
         ("1f1b", 0, 4, "mesh.pp", "is 0", "at least 1"),
         ("gpipe", -1, 4, "mesh.pp", "is -1", "at least 1"),
@@ -167,13 +167,13 @@ def test_dualpipe_sends_half_of_the_microbatches_in_at_each_end() -> None:
     ],
 )
 def test_sizes_that_a_schedule_does_not_allow_are_refused(
-    name: str, ranks: int, microbatches: int, key: str, found: str, wanted: str
+    name: str, ranks: int, microbatches: int, key: str, found: str, expected: str
 ) -> None:
     with pytest.raises(PentadError) as caught:
         compile_program(name, ranks, microbatches)
     said = str(caught.value)
     assert said.startswith(f"schedule {name}: ") and "\n" not in said
-    assert said.index(key) < said.index(found) < said.index(wanted)
+    assert said.index(key) < said.index(found) < said.index(expected)
 
 
 @pytest.mark.parametrize(

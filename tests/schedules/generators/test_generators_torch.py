@@ -85,8 +85,8 @@ def test_interleaved_schedules_are_torch_s(name: str, theirs: str) -> None:
 def test_looped_bfs_is_torch_s_but_for_its_backwards_which_come_in_microbatch_order(ranks, microbatches, chunks):
     order = get_schedule_ops("LoopedBFS", ranks, microbatches, num_stages_per_rank=chunks)
     last = microbatches - 1
-    wanted = [[(s, kind, last - mb if kind == "B" else mb) for s, kind, mb in compute_of(row)] for row in order]
-    assert ours("looped-bfs", ranks, microbatches, chunks=chunks) == wanted
+    expected = [[(s, kind, last - mb if kind == "B" else mb) for s, kind, mb in compute_of(row)] for row in order]
+    assert ours("looped-bfs", ranks, microbatches, chunks=chunks) == expected
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(p, m) for p in (2, 4, 8) for m in range(2 * p, 4 * p + 1, 3)])

@@ -78,8 +78,8 @@ def test_the_first_rank_keeps_what_its_warm_up_and_groups_make(ranks, chunks, mo
     """(2(p-1) + (v-1)N + 1)/v microbatches of a rank, from enough microbatches on."""
     group = ranks + more
     program = generate("interleaved", ranks, 4 * group, Options(chunks=chunks, group=group))
-    wanted = (2 * (ranks - 1) + (chunks - 1) * group + 1) / chunks
-    assert peak_activations(program)[0] == pytest.approx(wanted)
+    expected = (2 * (ranks - 1) + (chunks - 1) * group + 1) / chunks
+    assert peak_activations(program)[0] == pytest.approx(expected)
 
 
 @given(st.integers(1, 8), st.integers(1, 24))

@@ -57,8 +57,8 @@ def test_slices_go_forward_in_order_and_back_from_the_last_of_each_microbatch(p:
 
 @given(*SIZES)
 def test_a_rank_keeps_a_slice_for_each_rank_behind_it_and_one_microbatch(p: int, m: int, k: int) -> None:
-    wanted = [min(p - rank - 1 + k, m * k) / k for rank in range(p)]
-    assert peak_activations(sliced(p, m, k)) == pytest.approx(wanted)
+    expected = [min(p - rank - 1 + k, m * k) / k for rank in range(p)]
+    assert peak_activations(sliced(p, m, k)) == pytest.approx(expected)
 
 
 @given(*SIZES, st.floats(0.1, 10), st.floats(0.1, 10))
@@ -120,7 +120,7 @@ def test_a_microbatch_has_all_its_slices_on_one_rank() -> None:
 def test_what_is_no_number_of_slices_is_refused() -> None:
     with pytest.raises(PentadError, match="schedule seq-1f1b: slices is 0, but at least 1 is needed"):
         sliced(2, 2, 0)
-    with pytest.raises(PentadError, match="slices is 2, but schedule 1f1b does not take it, wanted no slices"):
+    with pytest.raises(PentadError, match="slices is 2, but schedule 1f1b does not take it: expected no slices"):
         generate("1f1b", 2, 2, Options(slices=2))
     with pytest.raises(PentadError, match="100 x 5000, in 4 slices each, but at most 1000000"):
         sliced(100, 5000, 4)

@@ -36,18 +36,18 @@ def test_additions_stand_before_their_positions_in_the_order_they_are_given(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
     program = compiled(name, ranks, microbatches, replicas=2)
-    wanted = [list(stream) for stream in program.streams]
+    expected = [list(stream) for stream in program.streams]
     rank = st.integers(0, ranks - 1)
     places = data.draw(st.lists(st.tuples(rank, st.integers(0, 40), ADDED), max_size=8))
     additions = [(r, min(at, len(program.streams[r])), part) for r, at, part in places]
     for r in range(ranks):
         mine = [(at, part) for where, at, part in additions if where == r]
-        for at in range(len(wanted[r]), -1, -1):
-            wanted[r][at:at] = [part for place, part in mine if place == at]
+        for at in range(len(expected[r]), -1, -1):
+            expected[r][at:at] = [part for place, part in mine if place == at]
     found = insert(program, additions)
-    assert found.streams == tuple(map(tuple, wanted))
-    assert found == program.with_streams(tuple(map(tuple, wanted)))
-    assert found.hash == program.with_streams(tuple(map(tuple, wanted))).hash
+    assert found.streams == tuple(map(tuple, expected))
+    assert found == program.with_streams(tuple(map(tuple, expected)))
+    assert found.hash == program.with_streams(tuple(map(tuple, expected))).hash
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)

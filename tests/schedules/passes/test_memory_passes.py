@@ -176,7 +176,7 @@ def test_all_of_it_together_is_proven():
 
 
 BAD = [
-    ("gpipe", 2, 4, MemoryOptions(zero=4), "zero is 4, wanted a stage of ZeRO, 0 to 3"),
+    ("gpipe", 2, 4, MemoryOptions(zero=4), "zero is 4: expected a stage of ZeRO, 0 to 3"),
     ("gpipe", 2, 4, MemoryOptions(zero=3, max_gathered=0), "gathered is 0, but rank 0 reads 1 stages in one unit"),
     ("dualpipe", 2, 4, MemoryOptions(zero=3, max_gathered=1), "gathered is 1, but rank 0 reads 2 stages in one unit"),
     ("gpipe", 2, 4, MemoryOptions(recompute=frozenset({7})), "recompute names stage 7, but the stages are 0 to 1"),

@@ -143,7 +143,7 @@ def test_a_limit_below_one_microbatch_is_refused(limit):
 
 @pytest.mark.parametrize("option", ["chunks", "group"])
 def test_what_it_chooses_itself_cannot_be_asked_for(option):
-    with pytest.raises(PentadError, match=f"{option} is 3, but schedule auto chooses it, wanted no {option}$"):
+    with pytest.raises(PentadError, match=f"{option} is 3, but schedule auto chooses it: expected no {option}$"):
         load(None, ["schedule.name=auto", f"schedule.{option}=3"])
 
 

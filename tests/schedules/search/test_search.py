@@ -81,8 +81,8 @@ def test_times_are_those_of_the_program(data, problem):
     program, timing = program_of(problem, orders), timed(problem, orders)
     assert timing is not None
     times = compute_times(program, problem.costs)
-    wanted = max(spans[-1][1] - (spans[0][0] if problem.by == "longest" else 0.0) for spans in times)
-    assert problem.span(length(problem, orders, timing.ends)) == pytest.approx(wanted)
+    expected = max(spans[-1][1] - (spans[0][0] if problem.by == "longest" else 0.0) for spans in times)
+    assert problem.span(length(problem, orders, timing.ends)) == pytest.approx(expected)
     peaks = [most / 2 / problem.chunks for most in (peak(problem, order) for order in orders)]
     assert peaks == pytest.approx(peak_activations(program))
 

@@ -110,5 +110,5 @@ def test_without_the_solver_a_sentence_says_what_to_install(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(solver.importlib, "import_module", missing)
-    with pytest.raises(PentadError, match=r"^OR-Tools, .* is not installed, wanted pip install 'pentad\[solver\]'$"):
+    with pytest.raises(PentadError, match=r"^OR-Tools, .* is not installed: expected pip install 'pentad\[solver\]'$"):
         optimal(((0,), (1,)), 2, Costs.uniform(2))

@@ -48,5 +48,5 @@ def test_a_timeline_of_something_else_is_refused_in_one_sentence() -> None:
     with pytest.raises(PentadError, match=r"^the timeline has no 0F2 of rank 0, which program 1f1b has$"):
         activations_over_time(program, simulate(compiled("1f1b", 2, 2), costs))
     both = simulate(program, costs).spans + simulate(program, costs, step=1).spans
-    with pytest.raises(PentadError, match=r"^the timeline has steps \[0, 1\], but one step at a time is wanted$"):
+    with pytest.raises(PentadError, match=r"^the timeline has steps \[0, 1\], but one step at a time is expected$"):
         activations_over_time(program, Timeline("simulated", both))

@@ -84,8 +84,8 @@ def test_blocks_hold_each_pair_that_sees_each_other_once(data, cp, variant):
             for at in blocks:
                 visible = _visible(at, len(mine), len(keys))
                 seen[:, keys] += visible
-        wanted = (np.arange(length) <= mine[:, None]) & (np.arange(length) >= (mine - distance[mine])[:, None])
-        assert (seen == wanted).all()
+        expected = (np.arange(length) <= mine[:, None]) & (np.arange(length) >= (mine - distance[mine])[:, None])
+        assert (seen == expected).all()
 
 
 def _visible(at: Block, queries: int, keys: int) -> np.ndarray:
@@ -121,11 +121,11 @@ def test_no_block_is_left_where_no_document_reaches_over():
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "cp", "variant", "tp", "said"),
     [
-        (36, 4, 4, 4, "ring", 1, "batch.sequence_length is 36, wanted a multiple of 2 x mesh.cp = 8"),
-        (36, 8, 8, 8, "ulysses", 1, "batch.sequence_length is 36, wanted a multiple of mesh.cp = 8"),
-        (32, 6, 2, 4, "ulysses", 1, "model.heads is 6, wanted a multiple of mesh.cp x mesh.tp = 4"),
-        (32, 4, 4, 4, "ulysses", 2, "model.heads is 4, wanted a multiple of mesh.cp x mesh.tp = 8"),
-        (32, 12, 3, 4, "ulysses", 1, "model.kv_heads is 3, wanted a multiple or a divisor of mesh.cp x mesh.tp = 4"),
+        (36, 4, 4, 4, "ring", 1, "batch.sequence_length is 36: expected a multiple of 2 x mesh.cp = 8"),
+        (36, 8, 8, 8, "ulysses", 1, "batch.sequence_length is 36: expected a multiple of mesh.cp = 8"),
+        (32, 6, 2, 4, "ulysses", 1, "model.heads is 6: expected a multiple of mesh.cp x mesh.tp = 4"),
+        (32, 4, 4, 4, "ulysses", 2, "model.heads is 4: expected a multiple of mesh.cp x mesh.tp = 8"),
+        (32, 12, 3, 4, "ulysses", 1, "model.kv_heads is 3: expected a multiple or a divisor of mesh.cp x mesh.tp = 4"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(length, heads, kv_heads, cp, variant: CpMethod, tp, said):

@@ -28,7 +28,7 @@ def held_for_ever(streams: Sequence[Stream], free: frozenset[Op] = COLLECTIVES) 
     parts = [((rank, unit.key), unit.parts[0]) for rank, stream in enumerate(streams) for unit in stream]
     ends = {place: partner(place, part) for place, part in parts if part.op in SENDS}
     ends |= {there: here for here, there in ends.items()}
-    at, issued, wanted = [0] * len(streams), set[Place](), [set[Place]() for _ in streams]
+    at, issued, expected = [0] * len(streams), set[Place](), [set[Place]() for _ in streams]
     moved = True
     while moved:
         moved = False
@@ -37,8 +37,8 @@ def held_for_ever(streams: Sequence[Stream], free: frozenset[Op] = COLLECTIVES) 
                 place = rank, stream[at[rank]].key
                 if place in ends:
                     issued.add(place)
-                    wanted[rank].add(ends[place])
-                elif place[1].op not in free and not wanted[rank] <= issued:
+                    expected[rank].add(ends[place])
+                elif place[1].op not in free and not expected[rank] <= issued:
                     break
                 at[rank] += 1
                 moved = True

@@ -153,7 +153,7 @@ def test_meta_that_would_come_back_changed_is_refused(tmp_path: Path, meta: dict
 def test_commit_refuses_a_shard_that_is_not_there_and_a_foreign_step(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, 1)
     shard = write_shard(folder, "a.safetensors", {"x": torch.zeros(2)})
-    with pytest.raises(PentadError, match="step is 2, wanted 1"):
+    with pytest.raises(PentadError, match="step is 2: expected 1"):
         commit(folder, step=2, shards=[shard], meta={})
     (folder / shard.file).unlink()
     with pytest.raises(PentadError, match=r"a\.safetensors cannot be read"):
@@ -182,7 +182,7 @@ def test_a_committed_checkpoint_takes_no_late_shard_until_withdrawn(tmp_path: Pa
 def test_a_tensor_name_or_dtype_that_cannot_be_kept_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(PentadError, match="name that safetensors cannot keep"):
         write_shard(tmp_path, "a.safetensors", {name: torch.zeros(2)})
-    with pytest.raises(PentadError, match=r"tensor x has dtype torch\.complex64, wanted"):
+    with pytest.raises(PentadError, match=r"tensor x has dtype torch\.complex64, expected"):
         write_shard(tmp_path, "a.safetensors", {"x": torch.zeros(2, dtype=torch.complex64)})
 
 

@@ -222,7 +222,7 @@ def test_a_crash_between_shards_and_manifest_is_invisible(tmp_path: Path) -> Non
 def test_a_full_disk_is_told_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
     with pytest.raises(
-        PentadError, match=r"takes no checkpoint: 80\d\d bytes are wanted, 1000 are free: No space left"
+        PentadError, match=r"takes no checkpoint: 80\d\d bytes are expected, 1000 are free: No space left"
     ):
         write_shard(folder_of(tmp_path, 1), "a.safetensors", {"x": torch.zeros(2000)})
     assert not list(tmp_path.iterdir())
@@ -233,7 +233,7 @@ def test_a_disk_that_fills_while_writing_keeps_no_partial_file(tmp_path: Path) -
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the kernel refuses the write, as for a quota
     try:
         with pytest.raises(
-            PentadError, match=r"takes no checkpoint: 80\d+ bytes are wanted, \d+ are free: File too large"
+            PentadError, match=r"takes no checkpoint: 80\d+ bytes are expected, \d+ are free: File too large"
         ):
             write_shard(tmp_path, "a.safetensors", {"x": torch.zeros(2_000_000)})
     finally:

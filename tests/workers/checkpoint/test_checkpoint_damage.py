@@ -100,9 +100,9 @@ def test_a_missing_a_truncated_a_grown_and_a_linked_shard_are_refused(tmp_path: 
     path.unlink()
     assert "stage-1.safetensors cannot be read: No such file" in refusal(tmp_path)
     path.write_bytes(whole[:-1])
-    assert f"stage-1.safetensors has {len(whole) - 1} bytes, wanted {len(whole)}" in refusal(tmp_path)
+    assert f"stage-1.safetensors has {len(whole) - 1} bytes: expected {len(whole)}" in refusal(tmp_path)
     path.write_bytes(whole + b"x")
-    assert "bytes, wanted" in refusal(tmp_path)
+    assert "bytes, expected" in refusal(tmp_path)
     path.unlink()
     (tmp_path / "elsewhere").write_bytes(whole)
     path.symlink_to(tmp_path / "elsewhere")
@@ -134,7 +134,7 @@ def test_a_manifest_too_large_to_be_one_is_not_read(tmp_path: Path) -> None:
     save(tmp_path, 10)
     with open(save(tmp_path, 20) / MANIFEST, "r+b") as file:
         file.truncate(1 << 40)
-    assert "bytes, wanted at most" in refusal(tmp_path)
+    assert "bytes: expected at most" in refusal(tmp_path)
 
 
 def test_blanks_that_json_ignores_are_still_damage(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_blanks_that_json_ignores_are_still_damage(tmp_path: Path) -> None:
 )
 def test_a_file_that_escapes_the_folder_is_refused_by_writer_and_reader(tmp_path: Path, file: Any) -> None:
     (tmp_path / "x.safetensors").touch()
-    with pytest.raises(PentadError, match="wanted a plain name"):
+    with pytest.raises(PentadError, match="expected a plain name"):
         write_shard(folder_of(tmp_path, 1), file, {"x": torch.zeros(2)})
     save(tmp_path, 10)
     folder = save(tmp_path, 20)
@@ -222,7 +222,7 @@ def test_a_header_that_claims_to_be_huge_is_refused_without_allocating(tmp_path:
 def test_a_renamed_step_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 10)
     save(tmp_path, 15).rename(folder_of(tmp_path, 20))
-    assert "step is 15, wanted 20" in refusal(tmp_path)
+    assert "step is 15: expected 20" in refusal(tmp_path)
 
 
 def test_a_copy_under_another_name_opens(tmp_path: Path) -> None:

@@ -89,12 +89,12 @@ def test_sizes_that_the_function_does_not_take_may_be_left_out(tmp_path: Path) -
 
 
 def test_it_is_no_model_for_files_of_others() -> None:
-    with pytest.raises(PentadError, match=r"model.custom is my.py:two, wanted null"):
+    with pytest.raises(PentadError, match=r"model.custom is my.py:two: expected null"):
         of_section({"own": "my.py:two", "layers": 2, "hidden": 8, "vocab": 300})
 
 
 @pytest.mark.parametrize(
-    ("costs", "placement", "wanted"),
+    ("costs", "placement", "expected"),
     [
         ([0, 1, 1, 1, 3], [[0], [1]], ((0, 4), (4, 5))),
         ([5, 1, 1, 1, 1, 1], [[0], [1]], ((0, 1), (1, 6))),
@@ -103,10 +103,10 @@ def test_it_is_no_model_for_files_of_others() -> None:
         ([1, 1, 1, 1, 1, 6], [[0, 3], [1, 2]], ((0, 1), (1, 3), (3, 5), (5, 6))),
     ],
 )
-def test_layers_are_cut_by_their_costs(costs, placement, wanted) -> None:
+def test_layers_are_cut_by_their_costs(costs, placement, expected) -> None:
     found = cut_layers(costs, placement)
     assert found[0][0] == 0 and found[-1][1] == len(costs)
-    assert found == wanted
+    assert found == expected
 
 
 def test_random_numbers_do_not_depend_on_what_was_drawn_before(tmp_path: Path, corpus: str, fleet: Fleet) -> None:

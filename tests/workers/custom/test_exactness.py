@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
 
 
 @cache
-def wanted(plan: Plan) -> Trained:
+def expected(plan: Plan) -> Trained:
     return reference(plan)
 
 

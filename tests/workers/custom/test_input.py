@@ -36,22 +36,25 @@ SIZES = ["model.hidden=8", "model.vocab=300", "mesh.pp=2", "batch.sequence_lengt
 # What follows HEAD, and what the sentence says behind 'model FILE:made'.
 FILES = {
     "raises on import": ("1 / 0", "cannot be imported: ZeroDivisionError in line 21 (division by zero)"),
-    "no function": ("def mode(vocab): pass", "has no 'made' (did you mean 'mode'?), wanted a function (vocab"),
-    "no function at all": ("made = 3", "made is 3, wanted a function (vocab"),
-    "asks for more": ("def made(width): pass", "its parameters are (width), wanted some of (vocab, hidden, layers"),
+    "no function": ("def mode(vocab): pass", "has no 'made' (did you mean 'mode'?): expected a function (vocab"),
+    "no function at all": ("made = 3", "made is 3: expected a function (vocab"),
+    "asks for more": ("def made(width): pass", "its parameters are (width): expected some of (vocab, hidden, layers"),
     "raises": ("def made(hidden): hidden[0]", "it raises TypeError in line 21 ("),
-    "nothing": ("def made(): pass", "it returns None, wanted a list of at least one torch.nn.Module"),
-    "an empty list": ("def made(): return []", "it returns [], wanted a list"),
-    "one module": ("def made(): return nn.Linear(2, 2)", "it returns a Linear, wanted a list"),
-    "no layer": ("def made(vocab, hidden): return around(vocab, hidden, 3)", "layer 1 is 3, wanted a torch.nn.Module"),
-    "a loss that is none": ("def made(): return [nn.Linear(2, 2)], 3", "its loss is 3, wanted a function"),
+    "nothing": ("def made(): pass", "it returns None: expected a list of at least one torch.nn.Module"),
+    "an empty list": ("def made(): return []", "it returns []: expected a list"),
+    "one module": ("def made(): return nn.Linear(2, 2)", "it returns a Linear: expected a list"),
+    "no layer": (
+        "def made(vocab, hidden): return around(vocab, hidden, 3)",
+        "layer 1 is 3: expected a torch.nn.Module",
+    ),
+    "a loss that is none": ("def made(): return [nn.Linear(2, 2)], 3", "its loss is 3: expected a function"),
     "a layer that fails to be made": (
         "def made(vocab, hidden): return around(vocab, hidden, lambda: nn.Linear(hidden))",
         "layer 1 raises TypeError in line 21 (",
     ),
     "too wide": (
         "def made(vocab, hidden): return around(vocab, hidden, nn.Linear(hidden, 9))",
-        "layer 1 gives [2, 16, 9], wanted [2, 16, 8] (rows, batch.sequence_length, model.hidden)",
+        "layer 1 gives [2, 16, 9]: expected [2, 16, 8] (rows, batch.sequence_length, model.hidden)",
     ),
     "shapes that do not fit": (
         "def made(vocab, hidden): return around(vocab, hidden, nn.Linear(9, hidden))",
@@ -59,29 +62,29 @@ FILES = {
     ),
     "too few words": (
         "def made(vocab, hidden): return around(vocab, hidden)[:1]",
-        "layer 0 gives [2, 16, 8], wanted [2, 16, 300] (rows, batch.sequence_length, model.vocab)",
+        "layer 0 gives [2, 16, 8]: expected [2, 16, 300] (rows, batch.sequence_length, model.vocab)",
     ),
     "another dtype": (
         "def made(vocab, hidden): return around(vocab, hidden, Layer(lambda self, x: x.double()))",
-        "layer 1 gives float64, wanted the dtype of compute, float32",
+        "layer 1 gives float64: expected the dtype of compute, float32",
     ),
     "no tensor": (
         "def made(vocab, hidden): return around(vocab, hidden, Layer(lambda self, x: (x, x)))",
-        "layer 1 (Layer) returns a tuple, wanted a tensor",
+        "layer 1 (Layer) returns a tuple: expected a tensor",
     ),
     "a shared parameter": (
         "def made(vocab, hidden):\n    layers = around(vocab, hidden)\n    layers[1].weight = layers[0].weight\n"
         "    return layers",
-        "layer 1 (Linear) shares its parameter 'weight' with layer 0, wanted layers that share nothing",
+        "layer 1 (Linear) shares its parameter 'weight' with layer 0: expected layers that share nothing",
     ),
     "a parameter that is no real number": (
         "def made(vocab, hidden):\n    part = nn.Parameter(torch.zeros(8, dtype=torch.int64), requires_grad=False)\n"
         "    return around(vocab, hidden, Layer(lambda self, x: x + self.part, part=part))",
-        "layer 1 (Layer) has a parameter 'part' of int64, wanted real numbers",
+        "layer 1 (Layer) has a parameter 'part' of int64: expected real numbers",
     ),
     "a frozen parameter": (
         "def made(vocab, hidden): return around(vocab, hidden, nn.Linear(hidden, hidden).requires_grad_(False))",
-        "layer 1 (Linear) has a parameter 'weight' without requires_grad, wanted none",
+        "layer 1 (Linear) has a parameter 'weight' without requires_grad: expected none",
     ),
     "an unused parameter": (
         "def made(vocab, hidden): return around(vocab, hidden, Layer(lambda self, x: x, part=nn.Linear(2, 2)))",
@@ -89,12 +92,12 @@ FILES = {
     ),
     "a buffer": (
         "def made(vocab, hidden): return around(vocab, hidden, Layer(lambda self, x: x, part=nn.BatchNorm1d(hidden)))",
-        "layer 1 (Layer) has a buffer 'part.running_mean' that changes or is saved, wanted none but tables",
+        "layer 1 (Layer) has a buffer 'part.running_mean' that changes or is saved: expected none but tables",
     ),
     "a table that changes": (
         "def made(vocab, hidden):\n    layer = Layer(lambda self, x: x + self.seen.add_(1))\n"
         "    layer.register_buffer('seen', torch.zeros(()), persistent=False)\n    return around(vocab, hidden, layer)",
-        "layer 1 (Layer) changes its buffer 'seen' in forward, wanted one that stays",
+        "layer 1 (Layer) changes its buffer 'seen' in forward: expected one that stays",
     ),
     "an input that is changed": (
         "def made(vocab, hidden): return around(vocab, hidden, nn.ReLU(inplace=True))",
@@ -102,7 +105,7 @@ FILES = {
     ),
     "a loss of all tokens": (
         "def made(vocab, hidden): return around(vocab, hidden), lambda logits, targets: logits.mean()",
-        "its loss gives [], wanted one of every token, [2, 16]",
+        "its loss gives []: expected one of every token, [2, 16]",
     ),
     "fewer layers than stages": (
         "def made(vocab, hidden): return [nn.Sequential(*around(vocab, hidden))]",
@@ -121,42 +124,42 @@ def refusal(overrides: list[str]) -> str:
 
 @pytest.mark.parametrize("case", FILES)
 def test_a_file_that_cannot_be_trained_is_refused(tmp_path: Path, case: str) -> None:
-    code, wanted = FILES[case]
+    code, expected = FILES[case]
     file = tmp_path / "my.py"
     file.write_text(HEAD + code + "\n")
     said = refusal([*SIZES, f"model.custom={file}:made"])
     assert said.startswith(f"model {file}:made: ")
-    assert wanted in said, said
+    assert expected in said, said
 
 
 @pytest.mark.parametrize(
-    ("override", "wanted"),
+    ("override", "expected"),
     [
-        ("mesh.tp=2", "mesh.tp is 2, wanted 1 for model"),
-        ("mesh.cp=2", "mesh.cp is 2, wanted 1 for model"),
-        ("mesh.ep=2", "mesh.ep is 2, wanted 1 for model"),
-        ("data.document_mask=true", "data.document_mask is true, wanted false for model"),
-        ("memory.recompute=selective", "memory.recompute is selective, wanted none or full for model"),
-        ("schedule.name=seq-1f1b", "wanted 1 for model"),
-        ("model.tie_word_embeddings=true", "model.tie_word_embeddings is true, wanted false for model.custom"),
+        ("mesh.tp=2", "mesh.tp is 2: expected 1 for model"),
+        ("mesh.cp=2", "mesh.cp is 2: expected 1 for model"),
+        ("mesh.ep=2", "mesh.ep is 2: expected 1 for model"),
+        ("data.document_mask=true", "data.document_mask is true: expected false for model"),
+        ("memory.recompute=selective", "memory.recompute is selective: expected none or full for model"),
+        ("schedule.name=seq-1f1b", "expected 1 for model"),
+        ("model.tie_word_embeddings=true", "model.tie_word_embeddings is true: expected false for model.custom"),
     ],
 )
-def test_what_layers_of_ones_own_cannot_do_is_refused(tmp_path: Path, override: str, wanted: str) -> None:
+def test_what_layers_of_ones_own_cannot_do_is_refused(tmp_path: Path, override: str, expected: str) -> None:
     file = tmp_path / "my.py"
     file.write_text(HEAD + "def made(vocab, hidden): return around(vocab, hidden)\n")
-    assert wanted in refusal([*SIZES, f"model.custom={file}:made", override])
+    assert expected in refusal([*SIZES, f"model.custom={file}:made", override])
 
 
 @pytest.mark.parametrize(
-    ("own", "wanted"),
+    ("own", "expected"),
     [
-        ("none.py:made", "the file 'none.py' cannot be read (No such file or directory), wanted a .py file"),
-        ("made", "the file is '', wanted a .py file and a function, as in my.py:my_model"),
-        ("my.txt:made", "the file is 'my.txt', wanted a .py file and a function"),
+        ("none.py:made", "the file 'none.py' cannot be read (No such file or directory): expected a .py file"),
+        ("made", "the file is '': expected a .py file and a function, as in my.py:my_model"),
+        ("my.txt:made", "the file is 'my.txt': expected a .py file and a function"),
     ],
 )
-def test_a_file_that_is_none_is_refused(own: str, wanted: str) -> None:
-    assert wanted in refusal([*SIZES, f"model.custom={own}"])
+def test_a_file_that_is_none_is_refused(own: str, expected: str) -> None:
+    assert expected in refusal([*SIZES, f"model.custom={own}"])
 
 
 def test_the_command_prints_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,5 +170,5 @@ def test_the_command_prints_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
     assert printed.out == ""
     assert [line for line in printed.err.splitlines() if line != "hello"] == [
         f"pentad: model {file}:made: {file} cannot be imported: ZeroDivisionError in line 2 (division by zero), "
-        "wanted a file that runs"
+        "expected a file that runs"
     ]

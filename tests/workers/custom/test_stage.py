@@ -145,7 +145,7 @@ def test_first_values_are_those_of_the_users_file_wherever_they_are_made(tmp_pat
         model = made(tmp_path, name)
         whole = parameters_of(plan_of("gpipe", 1, 1, 2, corpus, model=model), 0)
         plan = plan_of("gpipe", 1, 3, 2, corpus, model=model)
-        wanted = whole.views(whole.master)
+        expected = whole.views(whole.master)
         for index in range(3):
             part = parameters_of(plan, index)
-            assert all(torch.equal(value, wanted[key]) for key, value in part.views(part.master).items())
+            assert all(torch.equal(value, expected[key]) for key, value in part.views(part.master).items())

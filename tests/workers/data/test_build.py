@@ -106,9 +106,9 @@ def test_an_empty_out_is_filled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocab": 256}, "--vocab is 256, wanted at least 257"),
-        ({"vocab": 2**64}, "--vocab is 18446744073709551616, wanted at most"),
-        ({"shard_tokens": 0}, "shard_tokens is 0, wanted at least 1"),
+        ({"vocab": 256}, "--vocab is 256: expected at least 257"),
+        ({"vocab": 2**64}, "--vocab is 18446744073709551616: expected at most"),
+        ({"shard_tokens": 0}, "shard_tokens is 0: expected at least 1"),
         ({"tokenizer": Path("gone.json")}, "--tokenizer is 'gone.json', which is no file"),
     ],
 )
@@ -125,7 +125,7 @@ def test_an_out_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_source_that_is_neither_file_nor_folder_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(PentadError, match=r"SOURCE is '.*pipe.txt', wanted a folder or a file that ends in .txt"):
+    with pytest.raises(PentadError, match=r"SOURCE is '.*pipe.txt': expected a folder or a file that ends in .txt"):
         build(tmp_path / "pipe.txt")
 
 

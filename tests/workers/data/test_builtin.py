@@ -40,7 +40,7 @@ def test_pydoc_holds_the_language_reference(pydoc: Path) -> None:
 
 
 def test_an_unknown_builtin_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PentadError, match=r"data.path is builtin:wiki, wanted one of builtin:pydoc"):
+    with pytest.raises(PentadError, match=r"data.path is builtin:wiki: expected one of builtin:pydoc"):
         builtin_corpus("wiki", 512, tmp_path)
 
 
@@ -51,7 +51,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_too_small_for_bytes_is_the_models(tmp_path: Path) -> None:
-    with pytest.raises(PentadError, match=r"model.vocab is 100, wanted at least 257"):
+    with pytest.raises(PentadError, match=r"model.vocab is 100: expected at least 257"):
         builtin_corpus("pydoc", 100, tmp_path)
 
 

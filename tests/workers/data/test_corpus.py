@@ -62,8 +62,8 @@ def test_documents_begin_where_one_ended(folder: Path, flat: np.ndarray) -> None
     corpus = open_corpus(folder, verify=False)
     begins = np.concatenate([[0], np.flatnonzero(flat == 0)[:-1] + 1])
     for start, count in [(0, len(flat)), (1, 300), (380, 50), (int(begins[7]), 1), (int(begins[7]) + 1, 1), (5, 0)]:
-        wanted = begins[(begins >= start) & (begins < start + count)] - start
-        assert np.array_equal(corpus.boundaries(start, count), wanted)
+        expected = begins[(begins >= start) & (begins < start + count)] - start
+        assert np.array_equal(corpus.boundaries(start, count), expected)
 
 
 def test_a_shard_is_one_arrow_column_with_a_row_a_document(folder: Path) -> None:
@@ -115,21 +115,24 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda f: (f / "index.json").unlink(), "data.path is '.*', which holds no readable index.json"),
     "no JSON": (lambda f: (f / "index.json").write_text("tokens"), "index.json is no JSON"),
     "a list": (lambda f: (f / "index.json").write_text("[]"), "holds a list"),
-    "foreign": (lambda f: (f / "index.json").write_text('{"weight_map": {}}'), "has no version, wanted the int"),
-    "newer": (lambda f: _rewrite(f, lambda i: i.update(version=2)), "has version 2, wanted 1"),
-    "a text for a count": (lambda f: _rewrite(f, lambda i: i.update(tokens="9")), "tokens = '9', wanted the int"),
-    "negative": (lambda f: _rewrite(f, lambda i: i.update(tokens=-9)), "tokens = -9, wanted a count"),
-    "other sum": (lambda f: _rewrite(f, lambda i: i.update(documents=9)), "counts 9 documents, wanted the 40"),
+    "foreign": (lambda f: (f / "index.json").write_text('{"weight_map": {}}'), "has no version: expected the int"),
+    "newer": (lambda f: _rewrite(f, lambda i: i.update(version=2)), "has version 2: expected 1"),
+    "a text for a count": (lambda f: _rewrite(f, lambda i: i.update(tokens="9")), "tokens = '9': expected the int"),
+    "negative": (lambda f: _rewrite(f, lambda i: i.update(tokens=-9)), "tokens = -9: expected a count"),
+    "other sum": (lambda f: _rewrite(f, lambda i: i.update(documents=9)), "counts 9 documents: expected the 40"),
     "outside": (
         lambda f: _rewrite(f, lambda i: i["shards"][1].update(file="../x")),
-        r"shards\[1\].file = '../x', wanted the name",
+        r"shards\[1\].file = '../x': expected the name",
     ),
     "empty": (
         lambda f: _rewrite(f, lambda i: i.update(shards=[], tokens=0, documents=0)),
-        "holds 0 tokens; wanted at least 1",
+        "holds 0 tokens; expected at least 1",
     ),
-    "shard gone": (lambda f: (f / "tokens-00001.arrow").unlink(), "tokens-00001.arrow is missing, wanted a file of"),
-    "shard cut": (lambda f: (f / "tokens-00001.arrow").write_bytes(b"ARROW1"), r"00001.arrow has 6 bytes, wanted \d+"),
+    "shard gone": (lambda f: (f / "tokens-00001.arrow").unlink(), "tokens-00001.arrow is missing: expected a file of"),
+    "shard cut": (
+        lambda f: (f / "tokens-00001.arrow").write_bytes(b"ARROW1"),
+        r"00001.arrow has 6 bytes: expected \d+",
+    ),
 }
 
 
@@ -142,7 +145,7 @@ def test_damage_is_named_even_unverified(folder: Path, damage: str) -> None:
 
 
 def test_a_missing_folder_is_named_with_its_argument(tmp_path: Path) -> None:
-    with pytest.raises(PentadError, match=r"PATH is '.*nowhere', which is no folder; wanted a corpus"):
+    with pytest.raises(PentadError, match=r"PATH is '.*nowhere', which is no folder; expected a corpus"):
         open_corpus(tmp_path / "nowhere", verify=True, argument="PATH")
 
 
@@ -150,13 +153,15 @@ def test_a_missing_folder_is_named_with_its_argument(tmp_path: Path) -> None:
 def test_one_flipped_bit_is_refused_by_verify(folder: Path, file: str) -> None:
     _flip(folder / file, (folder / file).stat().st_size // 2)
     open_corpus(folder, verify=False)
-    with pytest.raises(PentadError, match=rf"{file} is corrupt: its sha256 is [0-9a-f]{{64}}, wanted [0-9a-f]{{64}}$"):
+    with pytest.raises(
+        PentadError, match=rf"{file} is corrupt: its sha256 is [0-9a-f]{{64}}: expected [0-9a-f]{{64}}$"
+    ):
         open_corpus(folder, verify=True)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_by_verify(folder: Path) -> None:
     _rewrite(folder, lambda index: index.update(vocab_size=200))
-    with pytest.raises(PentadError, match=r"tokens-00000.arrow holds token \d+, wanted ids below 200"):
+    with pytest.raises(PentadError, match=r"tokens-00000.arrow holds token \d+: expected ids below 200"):
         open_corpus(folder, verify=True)
 
 
@@ -170,7 +175,7 @@ def test_a_foreign_shard_is_refused(folder: Path, column: pa.Array | None) -> No
         with pa.ipc.new_file(str(file), table.schema) as writer:
             writer.write_table(table)
     _rewrite(folder, lambda index: index["shards"][0].update(bytes=file.stat().st_size))
-    with pytest.raises(PentadError, match=r"tokens-00000.arrow (is unreadable|holds .*, wanted large_list)"):
+    with pytest.raises(PentadError, match=r"tokens-00000.arrow (is unreadable|holds .*: expected large_list)"):
         open_corpus(folder, verify=False)
 
 
@@ -180,5 +185,5 @@ def test_counts_are_checked_against_the_shards(folder: Path) -> None:
         index["shards"][1]["tokens"] -= 1
 
     _rewrite(folder, move_one)
-    with pytest.raises(PentadError, match=r"tokens-00000.arrow holds \d+ tokens in \d+ documents, wanted \d+ in \d+"):
+    with pytest.raises(PentadError, match=r"tokens-00000.arrow holds \d+ tokens in \d+ documents: expected \d+ in \d+"):
         open_corpus(folder, verify=False)

@@ -93,5 +93,5 @@ def test_steps_continue_the_numbering() -> None:
 
 def test_a_corpus_shorter_than_a_sequence_is_refused() -> None:
     assert len(sequence(counting_corpus(17), 0, 5, 16)) == 17
-    with pytest.raises(PentadError, match=r"data\.path is 'counting', which holds 16 tokens; wanted at least 17"):
+    with pytest.raises(PentadError, match=r"data\.path is 'counting', which holds 16 tokens; expected at least 17"):
         sequence(counting_corpus(16), 0, 0, 16)

@@ -63,19 +63,23 @@ def test_a_long_document_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pyt
 
 
 MISTAKES: dict[str, tuple[str, bytes, str]] = {
-    "ending": ("a.csv", b"x", r"SOURCE is '.*a.csv', wanted a folder or a file that ends in .txt"),
+    "ending": ("a.csv", b"x", r"SOURCE is '.*a.csv': expected a folder or a file that ends in .txt"),
     "empty text": ("a.txt", b"", r"SOURCE holds no text"),
     "empty JSONL": ("a.jsonl", b'\n{"text": ""}\n', r"SOURCE holds no text"),
     "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text"', r"a.jsonl line 2 is no JSON"),
-    "no object": ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"a.jsonl line 3 is a JSON list, wanted an object with 'text'"),
-    "no field": ("a.jsonl", b'{"b": "a", "c": 1}', r"a.jsonl line 1 has the fields 'b', 'c', wanted 'text'"),
-    "no string": ("a.jsonl", b'{"text": 5}', r"line 1 has 'text' of type int, wanted a string"),
+    "no object": (
+        "a.jsonl",
+        b'{"text": "a"}\n\n[1]\n',
+        r"a.jsonl line 3 is a JSON list: expected an object with 'text'",
+    ),
+    "no field": ("a.jsonl", b'{"b": "a", "c": 1}', r"a.jsonl line 1 has the fields 'b', 'c': expected 'text'"),
+    "no string": ("a.jsonl", b'{"text": 5}', r"line 1 has 'text' of type int: expected a string"),
     "surrogate": ("a.jsonl", b'{"text": "\\ud800"}', r"line 1 has half of a surrogate pair"),
     "no UTF-8 line": ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a.jsonl is no UTF-8 at byte 24"),
     "no UTF-8": ("a.txt", b"x" * 100_000 + b"\xe5\xb1" + b"x", r"a.txt is no UTF-8 at byte 100000"),
     "no UTF-8 across chunks": ("a.txt", b"x" * 65_535 + b"\xe5\xb1x", r"a.txt is no UTF-8 at byte 65535"),
     "cut UTF-8": ("a.txt", b"x\xe5\xb1", r"a.txt is no UTF-8 at byte 1,"),
-    "no Parquet": ("a.parquet", b"PAR0", r"a.parquet is unreadable .*, wanted a Parquet file"),
+    "no Parquet": ("a.parquet", b"PAR0", r"a.parquet is unreadable .*: expected a Parquet file"),
 }
 
 
@@ -94,8 +98,8 @@ def test_a_bad_source_is_named_and_leaves_nothing(tmp_path: Path, mistake: str, 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"a": ["x"], "b": [1]}, "has the columns 'a', 'b', wanted 'text'"),
-        ({"text": [1]}, "has column 'text' of type int64, wanted string"),
+        ({"a": ["x"], "b": [1]}, "has the columns 'a', 'b': expected 'text'"),
+        ({"text": [1]}, "has column 'text' of type int64: expected string"),
     ],
 )
 def test_a_parquet_column_is_named(tmp_path: Path, table: dict, message: str) -> None:

@@ -22,8 +22,8 @@ def test_training_is_deterministic_and_the_end_token_is_0() -> None:
 
 def test_a_bad_tokenizer_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(PentadError, match=r"t.json', which is unreadable \(.*\); wanted a tokenizer.json"):
+    with pytest.raises(PentadError, match=r"t.json', which is unreadable \(.*\); expected a tokenizer.json"):
         load_tokenizer(tmp_path / "t.json")
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
-    with pytest.raises(PentadError, match=r"t.json' has no end-of-document token, wanted one of <\|endoftext\|>, "):
+    with pytest.raises(PentadError, match=r"t.json' has no end-of-document token: expected one of <\|endoftext\|>, "):
         load_tokenizer(tmp_path / "t.json")

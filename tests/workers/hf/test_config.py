@@ -87,11 +87,11 @@ QWEN = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mo
 
 def test_llama_3_1_is_read_in_the_old_spelling_and_in_the_new_one() -> None:
     scaling = RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
-    wanted = ModelShape(32, 4096, 32, 8, 14336, 128256, 500000.0, 1e-5, rope_scaling=scaling)
+    expected = ModelShape(32, 4096, 32, 8, 14336, 128256, 500000.0, 1e-5, rope_scaling=scaling)
     old = {**LLAMA, "rope_scaling": LLAMA3}
     new = {**LLAMA, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}
     del new["rope_theta"]
-    assert shape_of(old) == shape_of(new) == ("llama", wanted)
+    assert shape_of(old) == shape_of(new) == ("llama", expected)
 
 
 def test_deepseek_v3_is_read_as_it_was_released() -> None:
@@ -151,7 +151,7 @@ def test_what_pentad_cannot_do_is_one_sentence_that_names_the_key(
 def test_a_config_without_an_architecture_is_known_by_its_type() -> None:
     bare = {key: value for key, value in LLAMA.items() if key != "architectures"}
     assert shape_of(bare) == shape_of(LLAMA)
-    with pytest.raises(PentadError, match="model_type 'gpt2', wanted one of llama"):
+    with pytest.raises(PentadError, match="model_type 'gpt2': expected one of llama"):
         shape_of({**bare, "model_type": "gpt2"})
     with pytest.raises(PentadError, match="model_type None"):
         shape_of({})

@@ -59,9 +59,9 @@ def batch(length: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def farthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    assert found.shape == wanted.shape
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def farthest(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,10 +80,10 @@ def test_logits_in_float64_are_those_of_transformers_without_its_float32(
     with hf_models.widened(name, monkeypatch), torch.no_grad():
         model = hf_models.make(name).double()
         model.load_state_dict(it.model.state_dict())
-        wanted = model(tokens).logits
+        expected = model(tokens).logits
     found = reference.forward(it.shape, wide, tokens)
-    assert found.dtype == wanted.dtype == torch.float64
-    assert farthest(found, wanted) < 1e-12
+    assert found.dtype == expected.dtype == torch.float64
+    assert farthest(found, expected) < 1e-12
 
 
 def test_predicted_layers_give_the_logits_of_transformers(case: Callable[[str], Case]) -> None:
@@ -125,17 +125,17 @@ def test_files_that_go_through_a_checkpoint_are_the_same_files(
     )
     assert_same_state(model, it.model)
     with torch.no_grad():
-        found, wanted = model(tokens).logits, it.model(tokens).logits
-    assert farthest(found, wanted) < 1e-6  # of halves: another order of the same sum
+        found, expected = model(tokens).logits, it.model(tokens).logits
+    assert farthest(found, expected) < 1e-6  # of halves: another order of the same sum
     if name != "deepseek-v3-halves":
-        assert torch.equal(found, wanted)
+        assert torch.equal(found, expected)
 
 
-def assert_same_state(found: Any, wanted: Any) -> None:
-    mine, theirs = found.state_dict(), wanted.state_dict()
+def assert_same_state(found: Any, expected: Any) -> None:
+    mine, theirs = found.state_dict(), expected.state_dict()
     assert mine.keys() == theirs.keys()
     for key, tensor in theirs.items():
-        turned = found.config.to_dict().get("rope_interleave") != wanted.config.to_dict().get("rope_interleave")
+        turned = found.config.to_dict().get("rope_interleave") != expected.config.to_dict().get("rope_interleave")
         if not (turned and key.endswith(("q_b_proj.weight", "kv_a_proj_with_mqa.weight"))):
             assert mine[key].dtype == tensor.dtype and torch.equal(mine[key], tensor), key
 
@@ -161,9 +161,9 @@ def test_the_table_names_every_tensor_of_the_files_once(case: Callable[[str], Ca
 
 def test_a_checkpoint_holds_the_names_and_shapes_that_all_parts_agreed_on(case: Callable[[str], Case]) -> None:
     h, ffn, narrow, count, heads = 32, 48, 16, 8, 4
-    wanted: dict[str, tuple[int, ...]] = {"embedding": (64, h), "head": (64, h), "norm": (h,)}
+    expected: dict[str, tuple[int, ...]] = {"embedding": (64, h), "head": (64, h), "norm": (h,)}
     for layer in range(5):
-        wanted |= {
+        expected |= {
             f"layers.{layer}.{name}": sizes
             for name, sizes in {
                 "attention_norm": (h,),
@@ -177,9 +177,9 @@ def test_a_checkpoint_holds_the_names_and_shapes_that_all_parts_agreed_on(case: 
                 "attention.out": (h, heads * 12),
             }.items()
         }
-    wanted |= {"layers.0.mlp.gate_up": (2 * ffn, h), "layers.0.mlp.down": (h, ffn)}
+    expected |= {"layers.0.mlp.gate_up": (2 * ffn, h), "layers.0.mlp.down": (h, ffn)}
     for layer in range(1, 5):
-        wanted |= {
+        expected |= {
             f"layers.{layer}.experts.router": (count, h),
             f"layers.{layer}.experts.bias": (count,),
             f"layers.{layer}.experts.gate_up": (count, 2 * narrow, h),
@@ -189,9 +189,9 @@ def test_a_checkpoint_holds_the_names_and_shapes_that_all_parts_agreed_on(case: 
         }
     for number in range(2):
         norms = {f"predicted.{number}.{kind}": (h,) for kind in ("hidden_norm", "embedding_norm", "norm")}
-        wanted |= {**norms, f"predicted.{number}.join": (h, 2 * h)}
+        expected |= {**norms, f"predicted.{number}.join": (h, 2 * h)}
     found = case("deepseek-v3-predicted").tensors
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == wanted
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
     assert all(tensor.dtype == torch.float32 for tensor in found.values())
 
 
@@ -226,11 +226,11 @@ def test_a_shape_returns_from_its_config_and_from_its_section(case: Callable[[st
     assert of_section(section) == (it.family, it.shape)
 
 
-def assert_close(found: Any, wanted: Any) -> None:
+def assert_close(found: Any, expected: Any) -> None:
     """The same but for the last digits of YaRN's factors, which config.json spells in another way."""
-    if isinstance(wanted, dict):
-        assert found.keys() == wanted.keys()
-        for key in wanted:
-            assert_close(found[key], wanted[key])
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_close(found[key], expected[key])
     else:
-        assert found == (pytest.approx(wanted, rel=1e-11) if isinstance(wanted, float) else wanted)
+        assert found == (pytest.approx(expected, rel=1e-11) if isinstance(expected, float) else expected)

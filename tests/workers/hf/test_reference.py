@@ -44,9 +44,9 @@ def test_a_llamas_loss_and_gradients_are_those_of_the_older_reference() -> None:
     found = tensors_of_model(shape, 0, 2)
     mine, theirs = ({s.name: initial_values(s, 0).double().requires_grad_() for s in found} for _ in range(2))
     ours = reference.loss(shape, mine, TOKENS, TARGETS)
-    wanted = reference_model.loss(theirs, shape, TOKENS, TARGETS)
-    assert torch.allclose(ours, wanted, rtol=1e-13)
-    for each in (ours, wanted):
+    expected = reference_model.loss(theirs, shape, TOKENS, TARGETS)
+    assert torch.allclose(ours, expected, rtol=1e-13)
+    for each in (ours, expected):
         each.backward()
     for name, tensor in mine.items():
         grads = tensor.grad, theirs[name].grad
@@ -84,12 +84,12 @@ def test_an_even_load_has_a_balance_loss_of_one() -> None:
 def test_the_loss_of_predicted_layers_is_a_share_of_all_tokens(tmp_path: Path) -> None:
     _, shape, tensors = taken("deepseek-v3-predicted", tmp_path)
     found = reference.losses(shape, tensors, TOKENS, TARGETS)
-    wanted = 0.0
+    expected = 0.0
     for number, logits in enumerate(reference.predictions(shape, tensors, TOKENS, TARGETS)):
         for row in range(3):
             for at in range(TOKENS.shape[1] - 1 - number):
-                wanted -= float(logits[row, at].log_softmax(-1)[ROWS[row, at + number + 2]])
-    assert float(found.predicted) == pytest.approx(0.3 / 2 * wanted / TOKENS.numel(), rel=1e-12)
+                expected -= float(logits[row, at].log_softmax(-1)[ROWS[row, at + number + 2]])
+    assert float(found.predicted) == pytest.approx(0.3 / 2 * expected / TOKENS.numel(), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)

@@ -32,11 +32,11 @@ DEEP = {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0}
 def test_scaled_tables_are_those_of_transformers(said: dict[str, Any], theta: float, width: int, original: int) -> None:
     keys = {"rope_parameters": {**said, "rope_theta": theta, "original_max_position_embeddings": original}}
     config = LlamaConfig(head_dim=width, max_position_embeddings=original, **keys)
-    wanted, attention = ROPE_INIT_FUNCTIONS[said["rope_type"]](config, "cpu")
+    expected, attention = ROPE_INIT_FUNCTIONS[said["rope_type"]](config, "cpu")
     base, scaling = rope_of(Keys(keys), 1e4, softmax=True)
     assert base == theta and scaling is not None
     found = inverse_frequencies(width, theta, scaling, "cpu")
-    assert torch.allclose(found, wanted.double(), rtol=2e-6, atol=0)
+    assert torch.allclose(found, expected.double(), rtol=2e-6, atol=0)
     assert scaling.attention_factor == pytest.approx(attention, rel=1e-12)
     cos, sin = rope_tables(100, width, theta, "cpu", torch.float64, scaling)
     angle = torch.arange(100, dtype=torch.float64)[:, None] * found
@@ -99,14 +99,14 @@ def test_scores_are_the_same_in_either_order(heads: int, plain: int, pairs: int)
     q, k = (x @ query.T).view(length, heads, -1).transpose(0, 1), (x @ key.T)[None]
     both = (torch.cat([table, table], -1)[None] for table in (cos, sin))
     turned = apply_rotary_pos_emb_interleave(q[None, ..., plain:], k[None, ..., plain:], *both)
-    wanted = torch.cat([q[None, ..., :plain], turned[0]], -1) @ torch.cat([k[None, ..., :plain], turned[1]], -1).mT
+    expected = torch.cat([q[None, ..., :plain], turned[0]], -1) @ torch.cat([k[None, ..., :plain], turned[1]], -1).mT
 
     mine = (x @ to_halves(query, Rotary(heads, width)).T).view(length, heads, -1)
     its = (x @ to_halves(key, Rotary(1, width)).T).view(length, 1, -1)
     for each in (mine, its):
         rope_reference_(each[..., plain:], cos, sin)
     found = mine.transpose(0, 1) @ its.transpose(0, 1).mT
-    assert torch.allclose(found, wanted[0], rtol=0, atol=1e-12)
+    assert torch.allclose(found, expected[0], rtol=0, atol=1e-12)
 
 
 def test_a_scaling_returns_from_its_keys() -> None:

@@ -75,15 +75,15 @@ def test_no_more_than_two_tensors_are_held_on_either_way(saved, tmp_path: Path) 
 
 def test_eight_bit_blocks_are_read_with_their_factors(saved, tmp_path: Path) -> None:
     source, plain = tmp_path / "eight", load_file(saved("deepseek-v3-predicted") / SINGLE)
-    stored, wanted = dict(plain), dict(plain)
+    stored, expected = dict(plain), dict(plain)
     for name, tensor in plain.items():
         if "_proj" in name and "eh_proj" not in name:
             blocks = tuple(-(-size // 12) for size in tensor.shape)
             factors = torch.rand(blocks) + 0.5
             stored[name], stored[f"{name}_scale_inv"] = (tensor * 20).to(torch.float8_e4m3fn), factors
             spread = factors.repeat_interleave(12, 0).repeat_interleave(12, 1)[: tensor.shape[0], : tensor.shape[1]]
-            wanted[name] = stored[name].float() * spread
-    for folder, state in ((source, stored), (tmp_path / "wide", wanted)):
+            expected[name] = stored[name].float() * spread
+    for folder, state in ((source, stored), (tmp_path / "wide", expected)):
         folder.mkdir()
         save_file(state, folder / SINGLE)
         (folder / "config.json").write_bytes((saved("deepseek-v3-predicted") / "config.json").read_bytes())
@@ -129,7 +129,7 @@ def test_a_model_that_never_had_a_bias_is_written_with_zeros(saved, tmp_path: Pa
 
 def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path: Path) -> None:
     done = take(saved("llama"), tmp_path / "in")
-    for changes, words in (({"layers": 3}, "layers.2"), ({"ffn": 47}, r"\[96, 32\], wanted \[94, 32\]")):
+    for changes, words in (({"layers": 3}, "layers.2"), ({"ffn": 47}, r"\[96, 32\]: expected \[94, 32\]")):
         request = Request(done.family, ModelShape(**{**done.shape.__dict__, **changes}), 64, {})
         with pytest.raises(PentadError, match=words):
             export_checkpoint(open_checkpoint(done.folder), tmp_path / "out", request, lambda done, total: None)

@@ -85,16 +85,16 @@ def test_narrow_dtypes_are_near_and_two_runs_have_the_same_bits(ranks: Ranks, wa
     case = wide._replace(state=state, tokens=wide.tokens.to(dtype), gradients=wide.gradients.to(dtype))
     first, second = ranks.run(case), ranks.run(case)
     lifted = {name: each.double() for name, each in case.state.items()}
-    wanted = reference(case._replace(state=lifted, tokens=case.tokens.double(), gradients=case.gradients.double()))
+    expected = reference(case._replace(state=lifted, tokens=case.tokens.double(), gradients=case.gradients.double()))
     bound = 1e-5 if dtype == torch.float32 else 3e-2
-    for mine, again, there in zip(first, second, wanted, strict=True):
+    for mine, again, there in zip(first, second, expected, strict=True):
         assert torch.equal(mine.mixed, again.mixed) and torch.equal(mine.dnormed, again.dnormed)
         assert all(torch.equal(mine.gradients[name], again.gradients[name]) for name in mine.gradients)
         assert relative_error(mine.mixed, there.mixed) < bound
         assert relative_error(mine.dnormed, there.dnormed) < bound
     for name in ("gate_up", "down"):
         whole = torch.cat([mine.gradients[name] for mine in first])
-        assert whole.dtype == torch.float32 and relative_error(whole, wanted[0].gradients[name]) < bound
+        assert whole.dtype == torch.float32 and relative_error(whole, expected[0].gradients[name]) < bound
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 6])
@@ -104,9 +104,9 @@ def test_the_bias_after_a_step_does_not_depend_on_how_the_step_is_cut(ranks: Ran
     for tokens, gradients in zip(whole.tokens.chunk(cut, 1), whole.gradients.chunk(cut, 1), strict=True):
         for answer in ranks.run(whole._replace(tokens=tokens, gradients=gradients)):
             load += answer.load
-    wanted = torch.stack([answer.load for answer in reference(whole)]).sum(0)
-    assert torch.equal(load, wanted)
-    assert torch.equal(moved_bias(whole.state["bias"], load, 1e-3), moved_bias(whole.state["bias"], wanted, 1e-3))
+    expected = torch.stack([answer.load for answer in reference(whole)]).sum(0)
+    assert torch.equal(load, expected)
+    assert torch.equal(moved_bias(whole.state["bias"], load, 1e-3), moved_bias(whole.state["bias"], expected, 1e-3))
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -122,10 +122,10 @@ def test_parts_of_the_width_make_the_whole_together(score) -> None:
         state = {name: half(each) if "gate_up" in name else each for name, each in whole.state.items()}
         state |= {name: state[name].chunk(2, -1)[part].contiguous() for name in ("down", "shared_down")}
         found.append(run_rank(whole._replace(state=state, scale=whole.scale / 2), 0, 1, None))
-    (wanted,) = reference(whole)
-    assert relative_error(found[0].mixed + found[1].mixed, wanted.mixed) < 1e-10
-    assert relative_error(found[0].dnormed + found[1].dnormed, wanted.dnormed) < 1e-10
+    (expected,) = reference(whole)
+    assert relative_error(found[0].mixed + found[1].mixed, expected.mixed) < 1e-10
+    assert relative_error(found[0].dnormed + found[1].dnormed, expected.dnormed) < 1e-10
     router = sum((answer.gradients["router"] for answer in found), torch.zeros(()))
-    assert relative_error(router, wanted.gradients["router"]) < 1e-10
+    assert relative_error(router, expected.gradients["router"]) < 1e-10
     down = torch.cat([answer.gradients["down"] for answer in found], -1)
-    assert relative_error(down, wanted.gradients["down"]) < 1e-10
+    assert relative_error(down, expected.gradients["down"]) < 1e-10

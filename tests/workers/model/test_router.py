@@ -104,15 +104,15 @@ def test_results_and_gradients_are_those_of_transformers(name: str) -> None:
     block, shape = filled(name)
     p = dict(block.named_parameters())
     x, dy = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(TOKENS, HIDDEN)
-    wanted = block(x[None])[0]
-    dx, *gradients = torch.autograd.grad(wanted, (x, *p.values()), dy)
+    expected = block(x[None])[0]
+    dx, *gradients = torch.autograd.grad(expected, (x, *p.values()), dy)
     w, g = bound(ours(p))
     mixed, kept, remade = run_to_completion(
         experts.forward(w, shape, x.detach(), bias_of(block), expert_parallel.ExpertParallelGroup())
     )
     dnormed, work = run_to_completion(experts.backward(w, g, shape, x.detach(), kept, remade, dy))
     accumulate(work)
-    assert relative_error(mixed, wanted.detach()) < 1e-5 and relative_error(dnormed, dx) < 1e-5
+    assert relative_error(mixed, expected.detach()) < 1e-5 and relative_error(dnormed, dx) < 1e-5
     for part, gradient in ours(dict(zip(p, gradients, strict=True))).items():
         assert relative_error(getattr(g, part), gradient) < 1e-5, part
 
@@ -123,10 +123,10 @@ def test_the_balance_loss_is_that_of_transformers() -> None:
     products = (x @ weights.T).requires_grad_()
     theirs = load_balancing_loss_func((products,), 8, 2)
     assert isinstance(theirs, torch.Tensor)
-    wanted = 0.5 * theirs / 2  # theirs adds up the choices of a token
+    expected = 0.5 * theirs / 2  # theirs adds up the choices of a token
     routed = router.route(x, weights, None, shape)
-    assert torch.allclose(router.balance_loss(routed, shape), wanted.detach())
-    (dproducts,) = torch.autograd.grad(wanted, products)
+    assert torch.allclose(router.balance_loss(routed, shape), expected.detach())
+    (dproducts,) = torch.autograd.grad(expected, products)
     pull = router.aux_loss_grad(routed, shape, 1 / TOKENS)
     dlogits, _ = router.backward(routed, weights, shape, torch.zeros_like(routed.weights), pull)
     assert torch.allclose(dlogits, dproducts, atol=1e-7)

@@ -68,8 +68,8 @@ def test_slices_give_the_streams_gradients_and_loss_of_whole_sequences(corpus: s
     whole, cut = made(corpus, 1), made(corpus, slices)
     (stream,), (dy,) = step(whole, tokens, targets, 1)
     streams, gradients = step(cut, tokens, targets, slices)
-    for found, wanted in ((streams, stream), (gradients, dy)):
-        assert all(close(*pair, 1e-12) for pair in zip(found, sliced(wanted, slices), strict=True))
+    for found, expected in ((streams, stream), (gradients, dy)):
+        assert all(close(*pair, 1e-12) for pair in zip(found, sliced(expected, slices), strict=True))
     assert float(cut[1][0].loss_sums[0]) == pytest.approx(float(whole[1][0].loss_sums[0]), rel=1e-12)
     for (stage, mine), (_, reference) in zip(cut, whole, strict=True):
         sums = reference.views(reference.gradient)
@@ -80,11 +80,11 @@ def test_slices_give_the_streams_gradients_and_loss_of_whole_sequences(corpus: s
 def test_microbatches_that_are_under_way_together_keep_their_keys_apart(corpus: str) -> None:
     """The second one comes in between, as in the steady state."""
     tokens, targets = torch.randint(MODEL.vocab, (2, 2 * ROWS * LENGTH)).unflatten(1, (2, -1))
-    wanted, found = (made(corpus, slices, ranks=1)[0] for slices in (1, 2))
+    expected, found = (made(corpus, slices, ranks=1)[0] for slices in (1, 2))
     for mb in range(2):
-        run_to_completion(wanted[0].forward(mb, None, tokens[mb], targets[mb]))
-        run_to_completion(wanted[0].backward_input(mb, None))
-        wanted[0].backward_weight(mb)
+        run_to_completion(expected[0].forward(mb, None, tokens[mb], targets[mb]))
+        run_to_completion(expected[0].backward_input(mb, None))
+        expected[0].backward_weight(mb)
     pieces = [pair for mb in range(2) for pair in zip(sliced(tokens[mb], 2), sliced(targets[mb], 2), strict=True)]
     for op, piece in (("F", 0), ("F", 1), ("B", 1), ("F", 2), ("B", 0), ("F", 3), ("B", 3), ("B", 2)):
         if op == "F":
@@ -92,8 +92,8 @@ def test_microbatches_that_are_under_way_together_keep_their_keys_apart(corpus: 
         else:
             run_to_completion(found[0].backward_input(piece, None))
             found[0].backward_weight(piece)
-    assert close(found[1].gradient, wanted[1].gradient, 1e-12)
-    assert close(found[0].loss_sums, wanted[0].loss_sums, 1e-12)
+    assert close(found[1].gradient, expected[1].gradient, 1e-12)
+    assert close(found[0].loss_sums, expected[0].loss_sums, 1e-12)
 
 
 def test_gradients_of_keys_add_up_wider_than_bfloat16(corpus: str) -> None:
@@ -122,9 +122,9 @@ def test_slices_on_a_gpu_give_the_gradients_of_whole_sequences_twice_with_the_sa
     first, second = (made(corpus, slices, dtype=dtype, device=torch.device("cuda")) for _ in range(2))
     for pairs in (first, second):
         step(pairs, tokens.cuda(), targets.cuda(), slices)
-    for (_, found), (_, again), (_, wanted) in zip(first, second, whole, strict=True):
+    for (_, found), (_, again), (_, expected) in zip(first, second, whole, strict=True):
         assert torch.equal(found.gradient, again.gradient)
-        sums = wanted.views(wanted.gradient)
+        sums = expected.views(expected.gradient)
         for name, gradient in found.views(found.gradient).items():
             assert close(gradient.double().cpu(), sums[name], tolerance), name
 

@@ -39,8 +39,8 @@ def ranks():
 
 def agrees(ranks: Ranks, case: Case, bound: float) -> None:
     answers = ranks.run(case)
-    for found, wanted in zip(case.joined([a.parts for a in answers]), case.wanted(), strict=True):
-        assert relative_error(found, wanted) < bound
+    for found, expected in zip(case.joined([a.parts for a in answers]), case.expected(), strict=True):
+        assert relative_error(found, expected) < bound
     assert all(answer.rooms <= 2 for answer in answers)  # keys of two ranks at most are held besides one's own
 
 
@@ -57,8 +57,8 @@ def test_ranks_give_what_the_whole_sequence_gives(ranks, cp, variant, shape, dty
 def test_one_rank_gives_what_the_definition_says(variant, shape, dtype):
     case = replace(SHAPES[shape], cp=1, variant=variant, dtype=dtype)
     parts = run_rank(case, 0, None, torch.device("cpu")).parts
-    for found, wanted in zip(parts, case.wanted(), strict=True):
-        assert relative_error(found, wanted) < BOUNDS[dtype]
+    for found, expected in zip(parts, case.expected(), strict=True):
+        assert relative_error(found, expected) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize(("shape", "variant"), list(product(("grouped, odd batch, other scale", "packed"), VARIANTS)))
@@ -70,9 +70,9 @@ def test_one_rank_is_plain_attention_to_the_bit():
     case = Case(1, "ring", batch=2, dtype=torch.float32)
     q, k, v, dout = (x.contiguous() for x in case.inputs())
     out, saved = attention(q, k, v, deterministic=True)
-    wanted = [out, *attention_backward(dout, saved)]
+    expected = [out, *attention_backward(dout, saved)]
     found = run_rank(case, 0, None, torch.device("cpu")).parts
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

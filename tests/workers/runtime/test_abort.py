@@ -58,7 +58,7 @@ def test_a_call_behind_one_that_failed_does_nothing(cells, corpus, name, axes):
     join(ranks, plan, 1)
     together(ranks, "restore", None, 0)
     together(ranks, "run", 0, missed + 1)
-    wanted = together(ranks, "state")
+    expected = together(ranks, "state")
     together(ranks, "close")
 
     join(ranks, plan, 1)
@@ -76,7 +76,7 @@ def test_a_call_behind_one_that_failed_does_nothing(cells, corpus, name, axes):
     heard = [(missed + 1, False)] * len(ranks)
     assert [(stand.version, stand.ready) for stand in stands] == [heard[0], (missed, True), *heard[2:]]
     ranks[1].answer(ranks[1].call("advance", stands[0].norm))
-    for found, state in zip(together(ranks, "state"), wanted, strict=True):
+    for found, state in zip(together(ranks, "state"), expected, strict=True):
         assert all(torch.equal(found[name], state[name]) for name in state)
 
 
@@ -86,7 +86,7 @@ def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     join(cells, plan, 1)
     together(cells, "restore", None, 0)
     together(cells, "run", 0, 6)
-    wanted = together(cells, "state")
+    expected = together(cells, "state")
     together(cells, "close")
 
     folder = checkpoint.folder_of(tmp_path, 2)
@@ -108,7 +108,7 @@ def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
     join(cells, plan, 2)
     together(cells, "restore", str(folder), 2)
     together(cells, "run", 2, 4)
-    for found, state in zip(together(cells, "state"), wanted, strict=True):
+    for found, state in zip(together(cells, "state"), expected, strict=True):
         assert found.keys() == state.keys()
         assert all(torch.equal(found[name], state[name]) for name in state)
     together(cells, "close")

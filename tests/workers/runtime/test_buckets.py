@@ -60,39 +60,39 @@ def plan_in_buckets(name, dp, pp, m, corpus, most, zero=0, dtype="float64", chun
 @pytest.mark.parametrize("validated", [False, True])
 @pytest.mark.parametrize(("name", "p", "m"), SIZES)
 def test_every_bucket_is_reduced_once_behind_the_last_w_the_last_one_first(name, p, m, zero, validated):
-    wanted = buckets_for(name, p, m)
-    savings = MemoryOptions(zero=zero, buckets=wanted)
+    expected = buckets_for(name, p, m)
+    savings = MemoryOptions(zero=zero, buckets=expected)
     program = compile_program(name, p, m, replicas=2, savings=savings, validated=validated)
-    assert program.buckets == wanted
+    assert program.buckets == expected
     for stages, stream in zip(program.placement, program.streams, strict=True):
         parts = list(units_of(stream))
         last = {part.stage: part.key for part in parts if part.op in (Op.W, Op.BW)}
         for stage in stages:
             found = [part for part in parts if part.op in REDUCTIONS and part.stage == stage]
             numbers = [part.microbatch for part in found]
-            assert numbers == ([-1] if wanted[stage] == 1 else list(reversed(range(wanted[stage]))))
+            assert numbers == ([-1] if expected[stage] == 1 else list(reversed(range(expected[stage]))))
             assert all(part.waits == (last[stage],) for part in found)
     if not zero and not validated:
-        prove(program, 2, wanted)
+        prove(program, 2, expected)
     assert Program.from_bytes(program.to_bytes()) == program
 
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_program_that_lacks_a_bucket_or_has_one_too_many_is_refused(zero):
-    wanted = (3, 1)
-    program = compile_program("zb-h2", 2, 5, replicas=2, savings=MemoryOptions(zero=zero, buckets=wanted))
-    check(program, replicas=2, buckets=wanted)
+    expected = (3, 1)
+    program = compile_program("zb-h2", 2, 5, replicas=2, savings=MemoryOptions(zero=zero, buckets=expected))
+    check(program, replicas=2, buckets=expected)
     for other in ((), (2, 1), (3, 2), (4, 1)):
         with pytest.raises(ScheduleError, match=r"bucket|reduces the gradients of stage"):
             check(program, replicas=2, buckets=other)
     for part in [part for part in units_of(program.streams[0]) if part.op in REDUCTIONS]:
         with pytest.raises(ScheduleError, match=rf"never reduces .* \(bucket {part.microbatch}\)"):
-            check(drop(program, 0, part.key), replicas=2, buckets=wanted)
+            check(drop(program, 0, part.key), replicas=2, buckets=expected)
 
 
 def test_as_many_counts_as_stages_are_wanted():
     for found in ((2,), (2, 2, 2), (2, 0)):
-        with pytest.raises(PentadError, match=r"buckets are .*, wanted one count of at least 1 for each of 2 stages"):
+        with pytest.raises(PentadError, match=r"buckets are .*: expected one count of at least 1 for each of 2 stages"):
             compile_program("1f1b", 2, 4, replicas=2, savings=MemoryOptions(buckets=found))
 
 
@@ -229,7 +229,7 @@ def test_a_bucket_has_as_many_bytes_as_it_may(zero):
 
 
 BAD = [
-    ("zero.bucket_mib=0", "zero.bucket_mib is 0, wanted more than 0"),
+    ("zero.bucket_mib=0", "zero.bucket_mib is 0: expected more than 0"),
     ("zero.bucket_mib=wide", "zero.bucket_mib is 'wide'"),
 ]
 
@@ -242,7 +242,7 @@ def test_what_is_no_size_is_refused_in_one_sentence(override, words):
 
 
 def test_too_many_buckets_are_refused_with_the_least_size():
-    with pytest.raises(PentadError, match=r"^zero\.bucket_mib is 1e-06, wanted at least [0-9.e-]+: .* 16384 parts$"):
+    with pytest.raises(PentadError, match=r"^zero\.bucket_mib is 1e-06: expected at least [0-9.e-]+: .* 16384 parts$"):
         make_plan(load(None, [*SMALL, "zero.bucket_mib=0.000001"]), "cpu")
 
 

@@ -97,7 +97,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("validated", [True, False])
 def test_what_is_open_when_an_epoch_ends_counts_if_it_is_in_the_weights(cells, corpus, validated):
     plan = begin(cells, "zb-h2", corpus, validated=validated)
-    wanted = outcome(cells, together(cells, "run", 0, 6), 0)
+    expected = outcome(cells, together(cells, "run", 0, 6), 0)
     together(cells, "close")
 
     plan = begin(cells, "zb-h2", corpus, validated=validated)
@@ -109,8 +109,8 @@ def test_what_is_open_when_an_epoch_ends_counts_if_it_is_in_the_weights(cells, c
     done += [list(stand.results) for stand in stands.values()] + together(cells, "run", version, 6 - version)
     losses, state = outcome(cells, done, 0)
     together(cells, "close")
-    assert losses == wanted[0]
-    assert all(torch.equal(state[key], value) for key, value in wanted[1].items())
+    assert losses == expected[0]
+    assert all(torch.equal(state[key], value) for key, value in expected[1].items())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_is_open_when_an_epoch_ends_counts_if_it_is_in_the_weights(cells, c
 )
 def test_a_fault_amid_open_calls_loses_no_account(cells, corpus, name, validated, how):
     plan = begin(cells, name, corpus, validated=validated)
-    wanted = outcome(cells, together(cells, "run", 0, STEPS), 0)
+    expected = outcome(cells, together(cells, "run", 0, STEPS), 0)
     together(cells, "close")
 
     plan = begin(cells, name, corpus, validated=validated)
@@ -147,5 +147,5 @@ def test_a_fault_amid_open_calls_loses_no_account(cells, corpus, name, validated
     first = min(result.step for its in known for result in its)
     losses, state = outcome(cells, known + done, first)
     together(cells, "close")
-    assert losses == {step: its for step, its in wanted[0].items() if step >= first}
-    assert all(torch.equal(state[key], value) for key, value in wanted[1].items())
+    assert losses == {step: its for step, its in expected[0].items() if step >= first}
+    assert all(torch.equal(state[key], value) for key, value in expected[1].items())

@@ -93,8 +93,8 @@ def test_while_one_of_a_pair_has_operations_under_way_the_other_computes(
     torch.manual_seed(1)
     events, found = pair(plan, way, whole, interleave)
     torch.manual_seed(1)
-    lonely, wanted = pair(plan, way, whole, in_order)
-    assert torch.isfinite(found).all() and torch.equal(found, wanted)
+    lonely, expected = pair(plan, way, whole, in_order)
+    assert torch.isfinite(found).all() and torch.equal(found, expected)
     for who in "FB":
         assert [e.what for e in events if e.who == who] == [e.what for e in lonely if e.who == who]
     last = {who: max(i for i, event in enumerate(events) if event.who == who) for who in "FB"}

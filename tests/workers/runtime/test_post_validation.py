@@ -135,8 +135,8 @@ WRONG = {
     "a backward before": (0, lambda stream: moved(VALIDATE, 6)(moved(ROLLBACK, 6)(stream)), "VALIDATE"),
     "a forward between": (1, moved(VALIDATE, -1), "ROLLBACK"),
     "a receive behind, its send before": (1, lambda s: moved(VALIDATE, -2)(moved(ROLLBACK, -2)(s)), "VALIDATE"),
-    "the norm of another rank": (2, aimed(NORM, peer=0), "its peer is 0, wanted 1"),
-    "the verdict of another rank": (2, aimed(VALIDATE, peer=1), "its peer is 1, wanted 3"),
+    "the norm of another rank": (2, aimed(NORM, peer=0), "its peer is 0: expected 1"),
+    "the verdict of another rank": (2, aimed(VALIDATE, peer=1), "its peer is 1: expected 3"),
     "a norm for all": (2, aimed(NORM, peer=-1, group="pp"), "NORM"),
     "a step before its last gradient": (1, moved(STEP, -4), "STEP"),
 }

@@ -57,8 +57,8 @@ def test_what_is_kept_elsewhere_or_made_again_changes_no_bit(fleet, corpus, name
     assert_same(fleet.run(plan, [(0, 1), (1, 2)]), without)
 
 
-def assert_same(found: list, wanted: list) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def assert_same(found: list, expected: list) -> None:
+    for one, other in zip(found, expected, strict=True):
         assert same(one.state, other.state)
         assert all(same(*pair) for pair in zip(one.gradients, other.gradients, strict=True))
         assert [r.losses for r in one.results] == [r.losses for r in other.results]

@@ -92,8 +92,8 @@ def test_any_mesh_and_stage_restores_what_another_saved(fleet, corpus, tmp_path,
     saved = checkpoint.open_checkpoint(folder)
     stored = checkpoint.read(saved, saved.where)
     assert {shard.file for shard in shards} == {f"stage-{s:03d}.safetensors" for s in range(ends[0].program.stages)}
-    for wanted in (outcomes, fleet.run(ends[1], [(1, 0)], restore=str(folder))):
-        found = assembled([outcome.state for outcome in wanted], stored)
+    for expected in (outcomes, fleet.run(ends[1], [(1, 0)], restore=str(folder))):
+        found = assembled([outcome.state for outcome in expected], stored)
         assert found.keys() == stored.keys()
         assert all(torch.equal(found[name], stored[name]) for name in stored)
 
@@ -212,14 +212,14 @@ def test_a_lost_rank_takes_its_shard_along(corpus):
 
 BAD = [
     (["zero.stage=4"], "zero.stage"),
-    (["zero.stage=2", "zero.max_gathered=1"], "zero.max_gathered is 1 with zero.stage = 2, wanted null"),
-    (["zero.max_gathered=1"], "zero.max_gathered is 1 with zero.stage = 0, wanted null"),
+    (["zero.stage=2", "zero.max_gathered=1"], "zero.max_gathered is 1 with zero.stage = 2: expected null"),
+    (["zero.max_gathered=1"], "zero.max_gathered is 1 with zero.stage = 0: expected null"),
     (
         ["zero.stage=3", "zero.max_gathered=1", "schedule.name=dualpipe"],
         "gathered is 1, but rank 0 reads 2 stages in one",
     ),
     (["zero.stage=3", "zero.prefetch=-1"], "zero.prefetch"),
-    (["zero.stage=1", "zero.prefetch=2"], "zero.prefetch is 2 with zero.stage = 1, wanted 1"),
+    (["zero.stage=1", "zero.prefetch=2"], "zero.prefetch is 2 with zero.stage = 1: expected 1"),
 ]
 
 
