@@ -1,12 +1,14 @@
 # make train   trains the quickstart     ARGS="run.steps=5" goes to pentad train
 # make test    runs the tests            ARGS="-k program" goes to pytest; two processes share them out
+# make test-all  runs the slow matrices too, for some hours
 # make check   lint, format and types
+# make docs    regenerates the pages and pictures that come from the code
 # The first call makes .venv (deploy/setup.py); later ones start at once.
 
 PYTHON ?= python3
 INPUTS := pyproject.toml constraints.txt deploy/setup.py
 
-.PHONY: train test check
+.PHONY: train test test-all check docs
 .NOTPARALLEL:
 
 train: .venv/ready-to-run
@@ -15,11 +17,17 @@ train: .venv/ready-to-run
 test: .venv/ready-to-test
 	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 $(ARGS)
 
+test-all: .venv/ready-to-test
+	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --slow $(ARGS)
+
+docs: .venv/ready-to-test
+	@.venv/bin/python docs/generate.py
+
 check: .venv/ready-to-test
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy -p pentad
-	.venv/bin/mypy --allow-untyped-defs --allow-incomplete-defs tests deploy/setup.py
+	.venv/bin/mypy --allow-untyped-defs --allow-incomplete-defs tests docs deploy/setup.py
 
 .venv/ready-to-%: $(INPUTS)
 	@$(PYTHON) deploy/setup.py $*

@@ -1,16 +1,16 @@
-"""Makes .venv and installs pentad into it: `python3 deploy/setup.py run`, or `test` for the test tools as well.
+"""Creates .venv and installs pentad into it: `python3 deploy/setup.py run`, or `test` to add the test tools.
 
-Needs Python 3.11 and a package index, nothing else. torch comes first, because which build it is must not be left to
-the resolver: by its plain name it brings gigabytes of CUDA to a machine without a GPU, and replaces the build that a
-GPU image was made around. `TORCH=cpu` or `TORCH=cuda` in the environment overrules the choice.
+Needs only Python 3.11 and a package index. Installs torch first, because the resolver must not choose the build: a
+plain `torch` brings gigabytes of CUDA to a machine without a GPU, or replaces the build that a GPU image is made for.
+`TORCH=cpu` or `TORCH=cuda` in the environment overrides the choice made here.
 """
 
 import sys
 
-if sys.version_info < (3, 11):  # noqa: UP036 - this script is what a newcomer's older Python meets first
+if sys.version_info < (3, 11):  # noqa: UP036 - an older Python gets here first
     found = ".".join(map(str, sys.version_info[:3]))
     sys.exit(
-        f"pentad needs Python 3.11 or newer, but this is {found}; name another as in `make train PYTHON=python3.12`"
+        f"this is Python {found}: expected 3.11 or newer (choose another one as in `make train PYTHON=python3.12`)"
     )
 
 import importlib.metadata
@@ -29,9 +29,9 @@ PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 TORCH = "torch==2.13.0"
 TORCH_FLOOR = (2, 11)
-TRITON = "triton==3.6.0"  # for Triton's interpreter where torch brings no Triton of its own
+TRITON = "triton==3.6.0"  # for Triton's interpreter, if torch comes without Triton
 CONSTRAINTS = ["-c", "constraints.txt"]
-NO_INDEX = (
+NO_INDEX_SIGNS = (
     "connection broken",
     "ConnectionError",
     "name resolution",
@@ -39,11 +39,11 @@ NO_INDEX = (
     "error sending request",
     "dns error",
 )
-BEGAN = time.monotonic()
+STARTED = time.monotonic()
 
 
 def say(text: str) -> None:
-    print(f"[set-up {time.monotonic() - BEGAN:3.0f} s] {text}", flush=True)
+    print(f"[set-up {time.monotonic() - STARTED:3.0f} s] {text}", flush=True)
 
 
 def stop(sentence: str) -> None:
@@ -51,15 +51,15 @@ def stop(sentence: str) -> None:
 
 
 def explain(output: str) -> str:
-    """One sentence for what pip or uv printed before it failed."""
-    if any(sign in output for sign in NO_INDEX):
-        return f"no package index could be reached, so nothing more can be installed; the log is {LOG}"
+    """Why pip or uv failed, in one sentence, from what it printed."""
+    if any(sign in output for sign in NO_INDEX_SIGNS):
+        return f"no package index can be reached, so nothing can be installed; see {LOG}"
     errors = [line for line in output.splitlines() if line.lower().startswith("error")] or ["the installer failed"]
-    return f"{errors[-1][:200]}; the log is {LOG}"
+    return f"{errors[-1][:200]}; see {LOG}"
 
 
 def execute(command: list[str], environment: dict[str, str]) -> str | None:
-    """Runs a command, logs what it prints and shows a line of it every five seconds; returns its output if it fails."""
+    """Runs a command, logs its output and shows one line of it every five seconds. Returns the output if it fails."""
     shown, lines = time.monotonic(), []
     with LOG.open("a") as log:
         log.write(f"$ {' '.join(command)}\n")
@@ -80,14 +80,13 @@ def execute(command: list[str], environment: dict[str, str]) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """The environment of pip.
+    """The environment of pip, with the account's pip settings even if HOME is another folder.
 
-    A HOME that is not the account's own, as in containers and CI jobs, hides the account's pip settings, and with them
-    the index or the wheels of this site: they are then named to pip.
+    Containers and CI jobs set such a HOME, which hides the package index that the account's settings name.
     """
     try:
         settings = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".config" / "pip" / "pip.conf"
-    except KeyError:  # a user number without an account
+    except KeyError:  # a user id without an account
         return dict(os.environ)
     return {"PIP_CONFIG_FILE": str(settings), **os.environ} if os.access(settings, os.R_OK) else dict(os.environ)
 
@@ -103,7 +102,7 @@ def install(*requirements: str) -> None:
 
 
 def version(python: str, package: str) -> str | None:
-    """A package's version as an interpreter would find it, read from its metadata without importing it."""
+    """The version of a package that an interpreter finds, from its metadata, without importing it."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
     answer = subprocess.run([python, "-c", code], capture_output=True, text=True)
     return answer.stdout.strip() if answer.returncode == 0 else None
@@ -114,27 +113,27 @@ def is_recent(torch: str | None) -> bool:
 
 
 def make_venv() -> None:
-    """Makes .venv unless there is one that works."""
+    """Creates .venv unless there is a working one."""
     check = "import pip, sys; sys.exit(sys.version_info < (3, 11))"
     if PYTHON.exists() and subprocess.run([PYTHON, "-c", check], capture_output=True).returncode == 0:
         return
     if not all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
-        stop(f"{sys.executable} comes without venv: install it first (Debian and Ubuntu: apt install python3-venv)")
-    say(f"making {VENV.name} with Python {platform.python_version()}")
-    made = subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], capture_output=True, text=True)
-    if made.returncode:
-        stop(f"{VENV} could not be made: {(made.stdout + made.stderr).strip()[-300:]}")
+        stop(f"{sys.executable} has no venv module: install it first (Debian and Ubuntu: apt install python3-venv)")
+    say(f"creating {VENV.name} with Python {platform.python_version()}")
+    created = subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], capture_output=True, text=True)
+    if created.returncode:
+        stop(f"{VENV} cannot be created: {(created.stdout + created.stderr).strip()[-300:]}")
 
 
-def borrow_packages() -> None:
-    """Lets .venv see the packages of the Python that runs this script, behind its own.
+def share_packages() -> None:
+    """Lets .venv import the packages of the Python that runs this script, after its own.
 
-    `--system-site-packages` would show those of the base interpreter instead where this Python is itself a venv's.
+    If that Python belongs to a venv, `--system-site-packages` would share its base interpreter's packages instead.
     """
     folders = [path for path in sys.path if path.endswith("-packages")]
     lines = ["import site", *(f"import site; site.addsitedir({folder!r})" for folder in folders)]
     own = subprocess.run([PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True)
-    Path(own.stdout.decode().strip(), "borrowed.pth").write_text("\n".join(lines) + "\n")
+    Path(own.stdout.decode().strip(), "shared.pth").write_text("\n".join(lines) + "\n")
 
 
 def has_gpu() -> bool:
@@ -145,7 +144,7 @@ def has_gpu() -> bool:
 
 
 def brings_cuda() -> bool:
-    """Whether pip, left alone, would choose a build of torch for CUDA."""
+    """Whether pip would choose a CUDA build of torch."""
     command = pip("--dry-run", "--quiet", "--report", "-", TORCH)
     answer = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     if answer.returncode:
@@ -156,7 +155,7 @@ def brings_cuda() -> bool:
 
 
 def install_cpu_torch() -> None:
-    """Installs torch without CUDA: with pip if it finds such a build, else with uv, which knows where one is."""
+    """Installs torch without CUDA: with pip if it would choose that, else with uv, which knows the index for it."""
     if not brings_cuda():
         install(TORCH)
         return
@@ -164,23 +163,23 @@ def install_cpu_torch() -> None:
     uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--torch-backend=cpu", *CONSTRAINTS]
     if execute([*uv, TORCH], environment()) is not None:
         stop(
-            f"no build of {TORCH} for the CPU could be had; `TORCH=cuda make train` takes the CUDA build, "
-            f"which runs on a CPU too but needs several GB; the log is {LOG}"
+            f"no CPU build of {TORCH} was found; `TORCH=cuda make train` installs the CUDA build, which also runs on "
+            f"CPUs but needs several GB; see {LOG}"
         )
 
 
 def install_torch() -> None:
-    """Leaves .venv with torch: the one it has, the one this Python has, or the build that suits the machine."""
-    expected = os.environ.get("TORCH", "")
-    if expected not in ("", "cpu", "cuda"):
-        stop(f"TORCH is {expected!r}, but has to be cpu or cuda")
+    """Makes torch available in .venv: the one already there, the one of this Python, or the build for this machine."""
+    choice = os.environ.get("TORCH", "")
+    if choice not in ("", "cpu", "cuda"):
+        stop(f"TORCH is {choice!r}: expected cpu or cuda")
     if is_recent(version(str(PYTHON), "torch")):
         return
     outer = version(sys.executable, "torch")
-    if not expected and is_recent(outer):
-        say(f"keeping torch {outer} of {sys.executable}")
-        borrow_packages()
-    elif expected == "cuda" or (not expected and has_gpu()):
+    if not choice and is_recent(outer):
+        say(f"using torch {outer} of {sys.executable}")
+        share_packages()
+    elif choice == "cuda" or (not choice and has_gpu()):
         say(f"installing {TORCH} for CUDA")
         install(TORCH)
     else:
@@ -189,8 +188,8 @@ def install_torch() -> None:
 
 
 def install_pentad(purpose: str) -> None:
-    """Installs this checkout in place, with what it needs at the versions of constraints.txt."""
-    install("setuptools")  # the pinned one builds pentad, instead of the newest one in a build environment of pip's
+    """Installs this checkout in place, with its dependencies at the versions in constraints.txt."""
+    install("setuptools")  # builds pentad with the pinned one; pip's build isolation would take the newest
     extra = []
     if purpose == "test" and version(str(PYTHON), "triton") is None and platform.system() == "Linux":
         extra = [TRITON] if platform.machine() == "x86_64" else []

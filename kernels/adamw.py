@@ -40,8 +40,10 @@ def _updated(master: Tensor, m: Tensor, v: Tensor, g: Tensor, c: Coefficients) -
     return new_m, new_v, master - c.decay * master - step
 
 
-def adamw_ahead_reference_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> None:
-    """The formula of `adamw_ahead_` in torch operations, for any dtype and device."""
+def adamw_optimistic_reference_(
+    out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients
+) -> None:
+    """The formula of `adamw_optimistic_` in torch operations, for any dtype and device."""
     out.copy_(_updated(master, m, v, grad.to(master.dtype), c)[2].to(out.dtype))
 
 
@@ -86,7 +88,7 @@ def adamw_(
         adamw_reference_(master, m, v, grad, out, scale, c)
 
 
-def adamw_ahead_(
+def adamw_optimistic_(
     out: Tensor,
     master: Tensor,
     m: Tensor,
@@ -106,6 +108,6 @@ def adamw_ahead_(
     if runs_in_triton(master):
         from pentad.kernels import adamw_triton
 
-        adamw_triton.adamw_ahead_(out, master, m, v, grad, c)
+        adamw_triton.adamw_optimistic_(out, master, m, v, grad, c)
     else:
-        adamw_ahead_reference_(out, master, m, v, grad, c)
+        adamw_optimistic_reference_(out, master, m, v, grad, c)

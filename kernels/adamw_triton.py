@@ -69,7 +69,7 @@ def adamw_(
     )  # fmt: skip
 
 
-def adamw_ahead_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: tuple[float, ...]) -> None:
+def adamw_optimistic_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: tuple[float, ...]) -> None:
     """Launches the kernel; see `pentad.kernels.adamw.adamw_ahead_`."""
     assert all(t.is_contiguous() for t in (out, master, m, v, grad))
     n = master.numel()

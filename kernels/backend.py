@@ -11,6 +11,6 @@ def runs_in_triton(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums over `dtype` are kept: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import IGNORE_INDEX, accumulator, runs_in_triton
+from pentad.kernels.backend import IGNORE_INDEX, accumulation_dtype, runs_in_triton
 
 
 def _onehot_at(targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -13,7 +13,7 @@ def _onehot_at(targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 def cross_entropy_reference(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The formula of `cross_entropy` in torch operations, for any dtype and device."""
-    wide = logits.to(accumulator(logits.dtype))
+    wide = logits.to(accumulation_dtype(logits.dtype))
     lse = torch.logsumexp(wide, dim=-1)
     column, inside = _onehot_at(targets, logits.shape[1])
     chosen = wide.gather(1, column[:, None])[:, 0]

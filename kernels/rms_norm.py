@@ -7,13 +7,13 @@ summed = x + residual, y = summed * rstd * weight with rstd = 1 / sqrt(mean(summ
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import accumulator, runs_in_triton
+from pentad.kernels.backend import accumulation_dtype, runs_in_triton
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The formula of `rms_norm` in torch operations, for any dtype and device."""
     summed = x if residual is None else x + residual
-    wide = summed.to(accumulator(x.dtype))
+    wide = summed.to(accumulation_dtype(x.dtype))
     rstd = torch.rsqrt(wide.square().mean(-1) + eps)
     y = wide * rstd[:, None] * weight.to(wide.dtype)
     return y.to(x.dtype), summed, rstd

@@ -3,18 +3,18 @@
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import accumulator, runs_in_triton
+from pentad.kernels.backend import accumulation_dtype, runs_in_triton
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
     """The formula of `swiglu` in torch operations, for any dtype and device."""
-    gate, up = gate_up.to(accumulator(gate_up.dtype)).chunk(2, dim=-1)
+    gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def swiglu_backward_reference(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """The formula of `swiglu_backward` in torch operations, for any dtype and device."""
-    gate, up = gate_up.to(accumulator(gate_up.dtype)).chunk(2, dim=-1)
+    gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
     wide = dy.to(gate.dtype)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from pentad.schedules.catalogue import NONE, generate
+from pentad.schedules.catalogue import NO_OPTIONS, generate
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload import add_offload
 from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
-from pentad.schedules.passes.pools import add_turns
 from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.transfers import add_transfers
-from pentad.schedules.passes.validation import add_validated_step
-from pentad.schedules.passes.zero import add_gathers
+from pentad.schedules.passes.validation import add_post_validation
+from pentad.schedules.passes.zero import add_gathers, add_gradient_buffer_waits
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
-from pentad.schedules.verify.check import check, check_order, peak_activations
+from pentad.schedules.simulate.memory import peak_activations
+from pentad.schedules.simulate.simulate import simulate_step_time
+from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
+from pentad.schedules.verify.check import check, check_order
 
-ALL_KEPT = MemoryOptions()
+NO_MEMORY_OPTIONS = MemoryOptions()
 
 
 def compile_program(
@@ -31,23 +31,30 @@ def compile_program(
     costs: Costs | None = None,
     gated: bool = False,
     replicas: int = 1,
-    validated: bool = False,
-    options: Options = NONE,
-    savings: MemoryOptions = ALL_KEPT,
+    post_validation: bool = False,
+    options: ScheduleOptions = NO_OPTIONS,
+    memory_options: MemoryOptions = NO_MEMORY_OPTIONS,
     order: Program | None = None,
 ) -> Program:
-    """A program for one replica of `ranks` pipeline ranks, proven. `costs` decide where receives stand (default: equal
-    costs) and are what some schedules plan with, `gated` is for transports whose receives must not wait on the GPU,
-    `replicas` is the mesh's dp, `validated` lets a step run ahead of its global norm (see validation.py), `options` are
-    what the schedule is asked for, `savings` what is done to need less memory, `order` the compute order where it was
-    searched and no generator has it.
+    """The proven program for one replica of `ranks` pipeline ranks.
 
-    Raises PentadError on sizes the schedule does not allow and ScheduleError when the proof fails.
+    `costs` decide where receives go (default: equal costs), and some schedules plan with them. `gated` is for
+    transports whose receives must not wait on the GPU. `replicas` is the number of data-parallel replicas
+    of the mesh. `post_validation` lets a step run ahead of its global norm (see validation.py). `options` are the
+    schedule's, `memory_options` trade time for memory. `order` is a compute order to use instead of the schedule's.
+
+    Raises PentadError for sizes or options that are not allowed, and ScheduleError when the proof fails.
     """
     with gc_paused():
         order = order or generate(name, ranks, microbatches, options, costs)
-        known = costs or Costs.uniform(order.stages)
-        return lower(order, known, gated=gated, replicas=replicas, validated=validated, savings=savings)
+        return lower(
+            order,
+            costs or Costs.uniform(order.stages),
+            gated=gated,
+            replicas=replicas,
+            post_validation=post_validation,
+            memory_options=memory_options,
+        )
 
 
 def lower(
@@ -56,50 +63,57 @@ def lower(
     *,
     gated: bool = False,
     replicas: int = 1,
-    validated: bool = False,
-    savings: MemoryOptions = ALL_KEPT,
+    post_validation: bool = False,
+    memory_options: MemoryOptions = NO_MEMORY_OPTIONS,
 ) -> Program:
-    """The program that runs a compute order (see `compile_program`), proven. Raises ScheduleError when it is none."""
+    """The proven program that runs a compute order; arguments are those of `compile_program`.
+
+    Raises ScheduleError when the order or the program is invalid, and PentadError for options that are not allowed.
+    """
     check_order(order)
-    moved = add_transfers(order, costs, gated=gated, validated=validated)
-    counts, stages = savings.buckets, order.stages
-    if counts and (len(counts) != stages or min(counts) < 1):
-        raise PentadError(f"buckets are {counts}: expected one count of at least 1 for each of {stages} stages")
-    spared = add_savings(moved, savings)
-    reduced = add_reduce(spared, replicas=replicas, scatter=savings.zero > 0, buckets=savings.buckets)
-    turned = add_turns(reduced) if savings.zero > 1 else reduced
-    program = add_validated_step(turned) if validated else add_step(turned)
-    check(program, replicas=replicas, buckets=savings.buckets)
+    zero, buckets, stages = memory_options.zero, memory_options.buckets, order.stages
+    if buckets and (len(buckets) != stages or min(buckets) < 1):
+        raise PentadError(f"buckets are {buckets}: expected one count of at least 1 for each of {stages} stages")
+    program = add_transfers(order, costs, gated=gated, post_validation=post_validation)
+    program = add_memory_passes(program, memory_options)
+    program = add_reduce(program, replicas=replicas, scatter=zero > 0, buckets=buckets)
+    if zero > 1:
+        program = add_gradient_buffer_waits(program)
+    program = add_post_validation(program) if post_validation else add_step(program)
+    check(program, replicas=replicas, buckets=buckets)
     return program
 
 
-def add_savings(program: Program, savings: MemoryOptions) -> Program:
-    """The program with all that is to spare memory. Raises PentadError on what it does not allow."""
-    if not 0 <= savings.zero <= 3:
-        raise PentadError(f"zero is {savings.zero}: expected a stage of ZeRO, 0 to 3")
-    if savings.recompute:
-        program = add_recompute(program, savings.recompute)
-    if savings.zero:
-        program = add_gathers(program, zero=savings.zero, prefetch=savings.prefetch, gathered=savings.max_gathered)
-    return program if savings.max_resident is None else add_offload(program, savings.max_resident)
+def add_memory_passes(program: Program, options: MemoryOptions) -> Program:
+    """Recomputation, the gathers of ZeRO, and offloading. Raises PentadError for options that are not allowed."""
+    if not 0 <= options.zero <= 3:
+        raise PentadError(f"zero.stage is {options.zero}: expected 0 to 3")
+    if options.recompute:
+        program = add_recompute(program, options.recompute)
+    if options.zero:
+        program = add_gathers(program, zero=options.zero, prefetch=options.prefetch, max_gathered=options.max_gathered)
+    return program if options.max_resident is None else add_offload(program, options.max_resident)
 
 
-def summary(program: Program, costs: Costs) -> dict[str, Any]:
-    """The facts of a program as plain data (the JSON of `pentad schedule`): times in the unit of the costs."""
-    timeline = simulate(program, costs)
-    bubble = timeline.bubble()
-    return {
+def summary(program: Program, costs: Costs, *, with_streams: bool = True) -> dict[str, Any]:
+    """The facts of a program as plain data, times in the unit of the costs: the JSON of `pentad schedule`.
+
+    `with_streams` adds every instruction as text, which takes longer than all the rest for a large program.
+    """
+    makespan, longest, bubble = simulate_step_time(program, costs)
+    facts = {
         "name": program.name,
         "ranks": program.ranks,
         "microbatches": program.microbatches,
         "chunks": program.chunks,
         "slices": program.slices,
         "placement": [list(stages) for stages in program.placement],
-        "makespan": timeline.makespan,
-        "longest": timeline.longest,
+        "makespan": makespan,
+        "longest": longest,
         "bubble": {"makespan": bubble.makespan, "longest": bubble.longest},
         "peak_activations": peak_activations(program),
-        "streams": [[str(unit) for unit in stream] for stream in program.compute().streams],
-        "program": [[str(unit) for unit in stream] for stream in program.streams],
-        "hash": program.hash,
     }
+    if with_streams:
+        facts["streams"] = [[str(unit) for unit in stream] for stream in program.compute().streams]
+        facts["program"] = [[str(unit) for unit in stream] for stream in program.streams]
+    return {**facts, "hash": program.hash}

@@ -83,6 +83,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small corpus of English with as many tokens as the models of `plans` know."""
     from plans import MODEL
 
-    from pentad.workers.data.builtin import builtin_corpus
+    from pentad.workers.data.sources import builtin_corpus
 
     return str(builtin_corpus("pydoc", MODEL.vocab, tmp_path_factory.mktemp("cache")))

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
-from pentad.kernels.attention.attention_partial import block, block_backward, is_fused
-from pentad.kernels.attention.attention_reference import Rule, softmax_scale
+from pentad.kernels.attention.attention_partial import has_fused_kernel, partial_attention, partial_attention_backward
+from pentad.kernels.attention.attention_reference import AttentionOptions, softmax_scale
 
 
 class SavedAttention(NamedTuple):
@@ -26,7 +25,7 @@ class SavedAttention(NamedTuple):
     out: Tensor  # [B, N, S, Dv]
     lse: Tensor | None  # [B, N, S] float32
     inputs: tuple[Tensor, Tensor, Tensor]
-    rule: Rule
+    rule: AttentionOptions
 
 
 def attention_reference(
@@ -54,9 +53,9 @@ def attention(
     narrower than keys; `scale` is what scores are multiplied by, 1 / sqrt(D) unless given.
     The inputs may be strided views with a contiguous last dimension and must stay unchanged until the backward pass.
     """
-    rule = Rule(True, softmax_scale(q, scale), deterministic)
-    if is_fused(q, v):
-        out, lse = block(q, k, v, rule)
+    rule = AttentionOptions(True, softmax_scale(q, scale), deterministic)
+    if has_fused_kernel(q, v):
+        out, lse = partial_attention(q, k, v, rule)
         return out, SavedAttention(out, lse, (q, k, v), rule)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     whole, grouped = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
@@ -64,14 +63,21 @@ def attention(
     plain = sdpa_kernel(SDPBackend.MATH) if q.is_cuda and deterministic else nullcontext()
     with torch.enable_grad(), plain:
         # torch's own flag counts from the first key
-        mask = None if whole else causal_lower_right(q.shape[2], k.shape[2])
+        mask = None if whole else _lower_right_mask(q.shape[2], k.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=grouped)
     return out.detach(), SavedAttention(out, None, (q, k, v), rule)
+
+
+def _lower_right_mask(queries: int, keys: int) -> Tensor:
+    """The causal mask of the last `queries` of `keys` positions."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: a second of every rank's start-up
+
+    return causal_lower_right(queries, keys)
 
 
 def attention_backward(dout: Tensor, saved: SavedAttention) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from dout [B, N, S, D]; frees a graph, so that a second call with `saved` would be an error."""
     if saved.lse is not None:
-        return block_backward(dout, *saved.inputs, saved.out, saved.lse, saved.rule)
+        return partial_attention_backward(dout, *saved.inputs, saved.out, saved.lse, saved.rule)
     dq, dk, dv = torch.autograd.grad(saved.out, saved.inputs, dout)
     return dq, dk, dv

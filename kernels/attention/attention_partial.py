@@ -1,8 +1,8 @@
 """Attention of some queries to some keys, as one part of an attention whose softmax runs over more keys than these.
 
-A part gives its output and the logarithm of its softmax's denominator (lse); `merge_` joins parts that share queries
-(blockwise attention, arXiv 2310.01889). The backward pass of a part takes output and lse of the whole: p = exp(s - lse)
-is then the whole's probability, and no part needs another.
+A part gives its output and the logarithm of its softmax's denominator (lse); `merge_partials_` joins parts that share
+queries (blockwise attention, arXiv 2310.01889). The backward pass of a part takes output and lse of the whole: p =
+exp(s - lse) is then the whole's probability, and no part needs another.
 """
 
 from collections.abc import Iterator
@@ -15,64 +15,68 @@ import torch.utils.deterministic as determinism
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from pentad.kernels.attention.attention_reference import Rule, formula, formula_backward
+from pentad.kernels.attention.attention_reference import (
+    AttentionOptions,
+    partial_attention_backward_reference,
+    partial_attention_reference,
+)
 from pentad.kernels.backend import runs_in_triton
 
 WIDEST = 256  # head of the flash kernels
 # A property that torch puts on its module at run time, where no type checker sees it.
 FILL = "fill_uninitialized_memory"
 
-Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
+QKVGrads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
 
-def block(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionOptions) -> tuple[Tensor, Tensor]:
     """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider) of q [B, N, S, D], k [B, M, K, D] and v [B, M, K, Dv].
 
     Every query has to see a key. On a GPU 16-bit inputs take cuDNN or, where its backward pass would not be repeatable
     or does not know the shape, flash attention; all else is written out, and its memory grows with S K.
     """
-    if not is_fused(q, v):
-        return formula(q, k, v, rule)
+    if not has_fused_kernel(q, v):
+        return partial_attention_reference(q, k, v, rule)
     return _cudnn(q, k, v, rule) if _cudnn_takes(q, k, v, rule) else _flash(q, k, v, rule)
 
 
-def block_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+def partial_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this part alone, where `dout`, `out` and `lse` are those of the whole for its queries."""
-    if not is_fused(q, v):
-        return formula_backward(dout, q, k, v, out, lse, rule)
+    if not has_fused_kernel(q, v):
+        return partial_attention_backward_reference(dout, q, k, v, out, lse, rule)
     if _cudnn_takes(q, k, v, rule):
         return _cudnn_backward(dout, q, k, v, out, lse, rule)
-    with reproducible() if rule.deterministic else nullcontext():
+    with deterministic_algorithms() if rule.deterministic else nullcontext():
         return _flash_backward(dout, q, k, v, out, lse, rule)
 
 
-def merge_reference_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """The formula of `merge_` in torch operations, for any dtype and device."""
+def merge_partials_reference_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """The formula of `merge_partials_` in torch operations, for any dtype and device."""
     share = torch.sigmoid(more_lse - lse)  # of the part in the new denominator
     out.lerp_(more.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, more_lse, out=lse)
 
 
-def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+def merge_partials_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Adds a part, `more` and `more_lse`, to the sum of others in place: out [B, N, S, D], whose last dimension is
     contiguous, and lse [B, N, S] are float32 or wider."""
     if runs_in_triton(out):
         from pentad.kernels.attention import attention_triton
 
-        attention_triton.merge_(out, lse, more, more_lse)
+        attention_triton.merge_partials_(out, lse, more, more_lse)
     else:
-        merge_reference_(out, lse, more, more_lse)
+        merge_partials_reference_(out, lse, more, more_lse)
 
 
-def is_fused(q: Tensor, v: Tensor) -> bool:
+def has_fused_kernel(q: Tensor, v: Tensor) -> bool:
     """True where fused kernels take dtype and widths; they need a GPU."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[3], v.shape[3]) <= WIDEST
 
 
 @contextmanager
-def reproducible(where_none: str = "error") -> Iterator[None]:
+def deterministic_algorithms(where_none: str = "error") -> Iterator[None]:
     """Asks torch for reproducible algorithms, without its habit of filling fresh memory; `where_none` says what it does
     about an operation that has none: "warn" or "error"."""
     mode = torch.get_deterministic_debug_mode()
@@ -86,7 +90,7 @@ def reproducible(where_none: str = "error") -> Iterator[None]:
         setattr(determinism, FILL, fill)
 
 
-def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
+def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, rule: AttentionOptions) -> bool:
     """Its causal mask counts from the first key, and it adds up dq in an order that changes from run to run."""
     aligned = not rule.causal or q.shape[2] == k.shape[2]
     if rule.deterministic or rule.lengths is not None or not rule.steady or not aligned:
@@ -94,13 +98,15 @@ def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, rule.causal, q.shape[1] != k.shape[1]))
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, rule: AttentionOptions) -> tuple[Tensor, Tensor]:
     call = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     out, lse, *_ = call(q, k, v, None, True, 0.0, rule.causal, False, scale=rule.scale)
     return out, lse.view(q.shape[:3])
 
 
-def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule) -> Gradients:
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionOptions
+) -> QKVGrads:
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a dropout that is not there
     call = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
     stats = lse.contiguous().unsqueeze(3) if _stats_are_columns() else lse.contiguous()
@@ -129,7 +135,7 @@ def _stats_are_columns() -> bool:
     return bool(lse.dim() == 4)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, rule: AttentionOptions) -> tuple[Tensor, Tensor]:
     width, packed = _width(q, v), rule.lengths is not None
     tokens = (_tokens(x, width, packed) for x in (q, k, v))
     call = torch.ops.aten._flash_attention_forward.default
@@ -139,7 +145,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]
     return _heads(out, q, v), lse
 
 
-def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule) -> Gradients:
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionOptions
+) -> QKVGrads:
     width, packed = _width(q, v), rule.lengths is not None
     dout, queries, keys, values, out = (_tokens(x, width, packed) for x in (dout, q, k, v, out))
     sums = (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous()
@@ -169,7 +177,7 @@ def _heads(x: Tensor, like: Tensor, width: Tensor) -> Tensor:
     return x.view(like.shape[0], like.shape[2], like.shape[1], -1)[..., : width.shape[3]].contiguous().transpose(1, 2)
 
 
-def _sizes(q: Tensor, k: Tensor, rule: Rule) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _sizes(q: Tensor, k: Tensor, rule: AttentionOptions) -> tuple[Tensor | None, Tensor | None, int, int]:
     if rule.lengths is None:
         return None, None, q.shape[2], k.shape[2]
     return rule.lengths.queries, rule.lengths.keys, *rule.lengths.longest

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import accumulator
+from pentad.kernels.backend import accumulation_dtype
 
 
-class Lengths(NamedTuple):
+class PackedLengths(NamedTuple):
     """Pieces that see nothing of each other: where those of the rows, one row behind the other, begin and end.
 
     `queries` and `keys` are [pieces + 1] int32 on the device, `longest` the most of each in one piece.
@@ -20,7 +20,7 @@ class Lengths(NamedTuple):
     longest: tuple[int, int]
 
 
-class Rule(NamedTuple):
+class AttentionOptions(NamedTuple):
     """`causal`: the queries (of each piece) are of its last keys' positions, and see those up to their own.
 
     `steady`: the shapes are the same in every call. Without it cuDNN is not asked, which plans anew for every shape.
@@ -29,7 +29,7 @@ class Rule(NamedTuple):
     causal: bool
     scale: float
     deterministic: bool
-    lengths: Lengths | None = None
+    lengths: PackedLengths | None = None
     steady: bool = True
 
 
@@ -38,7 +38,7 @@ def softmax_scale(q: Tensor, scale: float | None) -> float:
     return 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def partial_attention_reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionOptions) -> tuple[Tensor, Tensor]:
     """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider); memory grows with S K."""
     scores = _scores(q, k, rule)
     lse = scores.logsumexp(-1)
@@ -46,8 +46,8 @@ def formula(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
-def formula_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+def partial_attention_backward_reference(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a part, where `dout`, `out` and `lse` are those of the whole."""
     groups = k.shape[1]
@@ -63,21 +63,21 @@ def formula_backward(
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """[B, N, ...] as [B, M, N / M, ...], in the dtype of sums."""
-    return x.to(accumulator(x.dtype)).unflatten(1, (groups, -1))
+    return x.to(accumulation_dtype(x.dtype)).unflatten(1, (groups, -1))
 
 
 def _shared(x: Tensor) -> Tensor:
     """[B, M, ...] as [B, M, 1, ...], in the dtype of sums."""
-    return x.to(accumulator(x.dtype)).unsqueeze(2)
+    return x.to(accumulation_dtype(x.dtype)).unsqueeze(2)
 
 
-def _scores(q: Tensor, k: Tensor, rule: Rule) -> Tensor:
+def _scores(q: Tensor, k: Tensor, rule: AttentionOptions) -> Tensor:
     """[B, M, N / M, S, K]"""
     scores = _grouped(q, k.shape[1]) @ _shared(k).transpose(-1, -2) * rule.scale
     return scores.masked_fill(~_visible(q, k, rule.lengths), -math.inf) if rule.causal else scores
 
 
-def _visible(q: Tensor, k: Tensor, lengths: Lengths | None) -> Tensor:
+def _visible(q: Tensor, k: Tensor, lengths: PackedLengths | None) -> Tensor:
     """[S, K], or with pieces [B, 1, 1, S, K]."""
     if lengths is None:
         whole = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)

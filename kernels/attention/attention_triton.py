@@ -31,7 +31,7 @@ def _merge(
     tl.store(own, top + tl.log(tl.exp(a - top) + tl.exp(b - top)), mask=row < S)
 
 
-def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+def merge_partials_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Launches the kernel; see `pentad.kernels.attention.attention_partial.merge_`."""
     assert out.dtype == lse.dtype == more_lse.dtype == torch.float32 and out.stride(3) == more.stride(3) == 1
     batch, heads, rows, width = out.shape

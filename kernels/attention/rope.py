@@ -6,12 +6,12 @@ The rotation by the angle of (position, pair) is orthogonal, so its backward pas
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import accumulator, runs_in_triton
+from pentad.kernels.backend import accumulation_dtype, runs_in_triton
 
 
 def rope_reference_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
     """The formula of `rope_` in torch operations, for any dtype and device."""
-    wide = accumulator(x.dtype)
+    wide = accumulation_dtype(x.dtype)
     half = x.shape[2] // 2
     position = torch.arange(x.shape[0], device=x.device) % cos.shape[0]
     c = cos[position][:, None].to(wide)

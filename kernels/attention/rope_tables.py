@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Scaling(Protocol):
+class RopeScalingLike(Protocol):
     """What a scaling says; `RopeScaling` of schedules/spec/model.py explains the fields."""
 
     @property
@@ -31,7 +31,7 @@ def rope_tables(
     theta: float,
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
-    scaling: Scaling | None = None,
+    scaling: RopeScalingLike | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin), each [length, width / 2], of what is rotated: a head, or its rotary part.
 
@@ -43,7 +43,9 @@ def rope_tables(
     return (by * angle.cos()).to(dtype), (by * angle.sin()).to(dtype)
 
 
-def inverse_frequencies(width: int, theta: float, scaling: Scaling | None, device: torch.device | str) -> Tensor:
+def inverse_frequencies(
+    width: int, theta: float, scaling: RopeScalingLike | None, device: torch.device | str
+) -> Tensor:
     """Radians a position turns each pair by, [width / 2], float64."""
     pair = torch.arange(width // 2, dtype=torch.float64, device=device)
     plain = theta ** (-2.0 * pair / width)
@@ -55,14 +57,14 @@ def inverse_frequencies(width: int, theta: float, scaling: Scaling | None, devic
     return kept * plain + (1 - kept) * plain / scaling.factor
 
 
-def _kept_by_llama3(plain: Tensor, scaling: Scaling) -> Tensor:
+def _kept_by_llama3(plain: Tensor, scaling: RopeScalingLike) -> Tensor:
     """How much of each frequency stays: all of those with more than `high` turns in the original length, none of those
     with fewer than `low`, and a share that is linear in the turns between."""
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     return ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
 
 
-def _kept_by_yarn(width: int, theta: float, scaling: Scaling, pair: Tensor) -> Tensor:
+def _kept_by_yarn(width: int, theta: float, scaling: RopeScalingLike, pair: Tensor) -> Tensor:
     """The same with a share that is linear in the pair's number, whose ends are whole (arXiv 2309.00071, 3.2)."""
 
     def pair_with(turns: float) -> float:

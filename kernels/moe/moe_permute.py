@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import accumulator, runs_in_triton
+from pentad.kernels.backend import accumulation_dtype, runs_in_triton
 from pentad.kernels.swiglu import swiglu_backward_reference
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """The rows of some tokens. An expert's rows are in the order of their tokens."""
 
     tokens: Tensor  # [R] int64
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     offsets: Tensor  # [held] int32, see grouped_gemm.py
 
 
-def arrange(experts: Tensor, weights: Tensor, first: int, held: int) -> Rows:
+def sort_by_expert(experts: Tensor, weights: Tensor, first: int, held: int) -> ExpertRows:
     """Sorts the choices [T, K] of tokens, without two of the same expert, and their weights [T, K]."""
     choices = experts.shape[1]
     local = experts - first
@@ -36,7 +36,7 @@ def arrange(experts: Tensor, weights: Tensor, first: int, held: int) -> Rows:
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     chosen = order[: experts.shape[0] * min(choices, held)]
     positions = torch.where(here, rank.view_as(experts), -1)
-    return Rows(chosen // choices, weights.flatten()[chosen], positions, offsets)
+    return ExpertRows(chosen // choices, weights.flatten()[chosen], positions, offsets)
 
 
 def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
 
 def sum_rows_reference(y: Tensor, positions: Tensor) -> Tensor:
     """The formula of `sum_rows` in torch operations, for any dtype and device."""
-    total = torch.zeros(positions.shape[0], y.shape[1], dtype=accumulator(y.dtype), device=y.device)
+    total = torch.zeros(positions.shape[0], y.shape[1], dtype=accumulation_dtype(y.dtype), device=y.device)
     for position in positions.unbind(1):
         total += torch.where((position >= 0)[:, None], y[position.clamp(min=0)], 0)
     return total.to(y.dtype)
@@ -65,32 +65,32 @@ def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
     return sum_rows_reference(y, positions)
 
 
-def gate_rows_reference(gate_up: Tensor, weights: Tensor) -> Tensor:
-    """The formula of `gate_rows` in torch operations, for any dtype and device."""
+def weighted_swiglu_reference(gate_up: Tensor, weights: Tensor) -> Tensor:
+    """The formula of `weighted_swiglu` in torch operations, for any dtype and device."""
     gate, up = gate_up.to(weights.dtype).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up * weights[:, None]).to(gate_up.dtype)
 
 
-def gate_rows(gate_up: Tensor, rows: Rows) -> Tensor:
+def weighted_swiglu(gate_up: Tensor, rows: ExpertRows) -> Tensor:
     """[R, I]: SwiGLU of gate_up [R, 2I] times the rows' weights."""
     if runs_in_triton(gate_up):
         from pentad.kernels.moe import moe_permute_triton
 
-        return moe_permute_triton.gate_rows(gate_up, rows.weights, rows.offsets)
-    return gate_rows_reference(gate_up, rows.weights)
+        return moe_permute_triton.weighted_swiglu(gate_up, rows.weights, rows.offsets)
+    return weighted_swiglu_reference(gate_up, rows.weights)
 
 
-def gate_rows_backward_reference(dy: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula of `gate_rows_backward` in torch operations, for any dtype and device."""
+def weighted_swiglu_backward_reference(dy: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The formula of `weighted_swiglu_backward` in torch operations, for any dtype and device."""
     wide, weight = dy.to(weights.dtype), weights[:, None]
     dgate_up, y = swiglu_backward_reference(wide * weight, gate_up.to(weights.dtype))
     return dgate_up.to(dy.dtype), (y * weight).to(dy.dtype), (wide * y).sum(1)
 
 
-def gate_rows_backward(dy: Tensor, gate_up: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def weighted_swiglu_backward(dy: Tensor, gate_up: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor, Tensor]:
     """(dgate_up [R, 2I], y [R, I], dweights [R]) from dy [R, I]; y is made again."""
     if runs_in_triton(dy):
         from pentad.kernels.moe import moe_permute_triton
 
-        return moe_permute_triton.gate_rows_backward(dy, gate_up, rows.weights, rows.offsets)
-    return gate_rows_backward_reference(dy, gate_up, rows.weights)
+        return moe_permute_triton.weighted_swiglu_backward(dy, gate_up, rows.weights, rows.offsets)
+    return weighted_swiglu_backward_reference(dy, gate_up, rows.weights)

@@ -96,7 +96,7 @@ def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
     return out
 
 
-def gate_rows(gate_up: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+def weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.gate_rows`."""
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -107,7 +107,9 @@ def gate_rows(gate_up: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
-def gate_rows_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def weighted_swiglu_backward(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.gate_rows_backward`."""
     assert dy.is_contiguous() and gate_up.is_contiguous()
     rows, width = dy.shape

@@ -1,32 +1,28 @@
-"""The command line. Verbs import what they need when they run: most need neither torch nor Ray."""
+"""The command line. Commands import what they need when they run: most need neither torch nor Ray."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.dependencies import ScheduleError
+from pentad.orchestrator.cli.data_commands import Json, data
+from pentad.schedules.ir.errors import PentadError, ScheduleError
 
-# ClickException, the base of all mistakes in options; typer brings click along but does not export it.
+# ClickException, the base of all usage errors; typer bundles click but does not export it.
 _ClickException: Any = typer.BadParameter.__mro__[2]
-_INTERRUPTED = 130  # what some versions of typer return for a KeyboardInterrupt; others raise Abort
+_INTERRUPTED = 130  # which some versions of typer return for a KeyboardInterrupt; others raise Abort
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-)
-data = typer.Typer(help="Builds and inspects token shards.", no_args_is_help=True)
+app = typer.Typer(pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(data, name="data")
+_began = time.monotonic()  # of the command
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="[CONFIG] [a.b=value ...]", help="YAML file (default: the quickstart); overrides."),
@@ -35,37 +31,41 @@ Address = Annotated[
     str | None,
     typer.Option(metavar="URL", help="The cluster's dashboard (default: RAY_ADDRESS, else http://127.0.0.1:8265)."),
 ]
-Run = Annotated[str, typer.Argument(help="A run's folder, or its name under runs/.")]
+Run = Annotated[str, typer.Argument(help="A run's folder or its name under runs/; or the ID of a submitted job.")]
 Timeout = Annotated[float, typer.Option(min=0.01, help="Longest wait for the answer, in seconds.")]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="A job that `pentad jobs` lists.")]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command line and returns the exit status; a user's mistake is one sentence on stderr."""
+    global _began
+    _began = time.monotonic()
     try:
         result = app(arguments, prog_name="pentad", standalone_mode=False)
         sys.stdout.flush()
         status = result if isinstance(result, int) else 0
         return _fail("interrupted", status) if status == _INTERRUPTED else status
     except PentadError as error:
-        return _fail(str(error), 1)
+        for sentence in error.sentences:
+            _fail(sentence, 1)
+        return 1
     except ScheduleError as error:
         sentence, _, grid = str(error).partition("\n")
         return _fail(sentence, 1, grid)
     except _ClickException as error:
-        return _fail(error.format_message(), 2)
+        path = getattr(getattr(error, "ctx", None), "command_path", "pentad")
+        return _fail(f"{error.format_message().rstrip('.')} (see `{path} --help`)", 2)
     except typer.Abort:
         return _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:
         _mute()
         return 1
-    except OSError as error:  # what no one nearer could name: a full or failing stdout
+    except OSError as error:  # a full or failing stdout
         _mute()
-        return _fail(f"the system refuses to go on: {error}", 1)
+        return _fail(f"I/O error: {error}", 1)
 
 
-def _tell(expected: bool) -> None:
-    if expected:
+def _print_version(requested: bool) -> None:
+    if requested:
         from pentad.orchestrator.config.version import release
 
         print(f"pentad {release()}")
@@ -75,36 +75,37 @@ def _tell(expected: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Trains large language models on a Ray cluster from explicit per-rank programs."""
+    """Train large language models on a Ray cluster from explicit per-rank programs."""
 
 
 @app.command()
 def train(words: Words = None, as_json: Json = False) -> None:
-    """Trains; with no CONFIG: the quickstart, on GPUs if there are some, else on CPUs."""
+    """Train; without CONFIG the quickstart, on this machine's GPUs if it has any, else on CPUs."""
     from pentad.orchestrator.config.config import load
 
-    config = load(*_split(words))
+    path, overrides = _split(words)
+    overrides, note = _for_this_machine(path, overrides)
+    config = load(path, overrides)
     from pentad.workers.data.sources import open_data
 
+    console = Console(stderr=as_json)
+    if note and not as_json:
+        console.print(f" {note}", soft_wrap=True, highlight=False)
+    # Checked before anything is started or written.
     length, cache = config.batch.sequence_length, config.data.cache
-    # Looked at before anything is started or written.
     corpus = open_data(config.data.path, config.model.vocab, length, cache, verify=True)
-    if config.cluster.address == "local":
-        from pentad.orchestrator.planning.fit import refuse_unfit
-
-        refuse_unfit(config, _device(config.cluster.device))
-    from pentad.orchestrator.monitoring.display import ending
     from pentad.orchestrator.run.driver import train as run
 
-    console = Console(stderr=as_json)
-    summary = run(config, console=console, as_json=as_json, fingerprint=corpus.fingerprint)
+    summary = run(config, console=console, as_json=as_json, fingerprint=corpus.fingerprint, began=_began)
     if as_json:
         print(json.dumps(summary))
     else:
-        ending(console, summary)
+        from pentad.orchestrator.monitoring.display import print_summary
+
+        print_summary(console, summary)
 
 
 @app.command()
@@ -121,7 +122,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Shows what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit."""
+    """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
     from pentad.orchestrator.config.config import load
     from pentad.orchestrator.planning.fit import room_of
 
@@ -157,14 +158,20 @@ def schedule(
     recompute: Annotated[
         str | None, typer.Option(metavar="STAGES", help="Stages that compute forwards again: all, or such as 0,2.")
     ] = None,
-    keep: Annotated[float | None, typer.Option(help="Most activations on a device; others wait on the host.")] = None,
+    max_resident: Annotated[
+        float | None, typer.Option(help="Most microbatches of activations on a rank; others are offloaded.")
+    ] = None,
     zero: Annotated[int | None, typer.Option(help="Stage of ZeRO, for two replicas.")] = None,
-    gathered: Annotated[int | None, typer.Option(help="Most stages of a rank that are whole at once (ZeRO 3).")] = None,
+    max_gathered: Annotated[
+        int | None, typer.Option(help="Most stages of a rank that are gathered at once (ZeRO 3).")
+    ] = None,
     prefetch: Annotated[int | None, typer.Option(help="Compute units that a gather begins ahead of its use.")] = None,
     post_validation: Annotated[
         bool, typer.Option("--post-validation", help="Let a step run ahead of its global norm.")
     ] = False,
-    grid: Annotated[bool, typer.Option("--grid", help="Print the grid (the default without another output).")] = False,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Print the grid (default if narrow and nothing else is written).")
+    ] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a figure.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
     beside: Annotated[str | None, typer.Option(metavar="NAME", help="Another schedule, drawn on the page too.")] = None,
@@ -173,75 +180,118 @@ def schedule(
     what_if: Annotated[bool, typer.Option("--what-if", help="Tell what bounds a step and what would help.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Builds, proves, simulates and draws a program. Needs no torch, Ray or GPU."""
+    """Build, prove, simulate and draw a program. Needs no torch, Ray or GPU."""
     from pentad.orchestrator.cli.show_schedule import Outputs, Request, show_schedule
 
     given = {"--svg": svg, "--html": html, "--arrow": arrow, "--csv": csv}
     files = {option: path for option, path in given.items() if path is not None}
     sizes = name, ranks, microbatches, chunks, group, costs, comm, memory_limit, slices
-    request = Request(*sizes, recompute, keep, zero, gathered, prefetch, post_validation)
+    request = Request(*sizes, recompute, max_resident, zero, max_gathered, prefetch, post_validation)
     show_schedule(request, Outputs(files, grid, what_if, as_json, beside), Console())
 
 
 @app.command()
 def timeline(
     run: Annotated[str, typer.Argument(help="A run's folder, or its name under runs/.")],
-    html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an interactive page of all measured steps.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a figure of the last measured step.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compares a run's last measured step with its program simulated at the measured costs."""
+    """Compares a run's last measured step with the same step simulated at its measured costs."""
     from pentad.orchestrator.cli.show_run import show_timeline
 
-    show_timeline(run, Console(), html=html, trace=trace, as_json=as_json)
+    paths = {"--html": html, "--svg": svg, "--trace": trace}
+    files = {option: path for option, path in paths.items() if path is not None}
+    show_timeline(run, Console(), files=files, as_json=as_json)
 
 
 @app.command()
 def status(
     run: Run,
-    watch: Annotated[bool, typer.Option("--watch", help="Show each change until the run is over.")] = False,
+    address: Address = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show each change until the run ends.")] = False,
     timeout: Timeout = 5.0,
     as_json: Json = False,
 ) -> None:
-    """Shows what a run and each of its ranks do now; of a run that is over, how it ended."""
+    """Show what a run and each of its ranks are doing, or how the run ended."""
     from pentad.orchestrator.cli.show_status import show_status
 
-    show_status(run, Console(), watch=watch, as_json=as_json, timeout_seconds=timeout)
+    show_status(run, address, Console(), watch=watch, as_json=as_json, timeout_seconds=timeout)
 
 
 @app.command()
-def pause(run: Run, timeout: Timeout = 60.0, as_json: Json = False) -> None:
-    """Pauses a live run after the steps under way; it keeps its ranks and their memory."""
-    _ask(run, "pause", timeout, as_json)
+def pause(run: Run, address: Address = None, timeout: Timeout = 60.0, as_json: Json = False) -> None:
+    """Pause a live run after the steps in flight; it keeps its ranks and their memory."""
+    _request(run, address, "pause", timeout, as_json)
 
 
 @app.command()
-def resume(run: Run, timeout: Timeout = 60.0, as_json: Json = False) -> None:
-    """Lets a paused run go on."""
-    _ask(run, "resume", timeout, as_json)
+def resume(run: Run, address: Address = None, timeout: Timeout = 60.0, as_json: Json = False) -> None:
+    """Resume a paused run."""
+    _request(run, address, "resume", timeout, as_json)
 
 
 @app.command()
-def checkpoint(run: Run, timeout: Timeout = 600.0, as_json: Json = False) -> None:
-    """Saves a live run, and waits until the checkpoint is whole."""
-    _ask(run, "checkpoint", timeout, as_json)
+def checkpoint(run: Run, address: Address = None, timeout: Timeout = 600.0, as_json: Json = False) -> None:
+    """Save a checkpoint of a live run and wait until it is committed."""
+    _request(run, address, "checkpoint", timeout, as_json)
 
 
 @app.command()
-def abort(run: Run, timeout: Timeout = 60.0, as_json: Json = False) -> None:
-    """Ends a live run now, without a checkpoint."""
-    _ask(run, "abort", timeout, as_json)
+def abort(run: Run, address: Address = None, timeout: Timeout = 60.0, as_json: Json = False) -> None:
+    """End a live run now, without a checkpoint."""
+    _request(run, address, "abort", timeout, as_json)
+
+
+@app.command()
+def stop(run: Run, address: Address = None, timeout: Timeout = 600.0, as_json: Json = False) -> int:
+    """End a live run after the steps in flight, with a checkpoint; the same command resumes it later."""
+    from pentad.orchestrator.cli.show_jobs import show_stop
+
+    return show_stop(run, address, Console(), as_json=as_json, timeout_seconds=timeout)
+
+
+@app.command()
+def logs(
+    run: Run,
+    address: Address = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Continue until the run ends; Ctrl-C detaches.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Print the steps and events of a run, or the log of a submitted job."""
+    from pentad.orchestrator.cli.show_jobs import show_logs
+
+    return show_logs(run, address, followed=follow, as_json=as_json)
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Option(help="The run.folder to list.")] = Path("runs"), as_json: Json = False
+) -> None:
+    """List the runs in a folder: state, step, loss and time of the last step, the newest first."""
+    from pentad.orchestrator.cli.show_lists import show_runs
+
+    show_runs(folder, Console(), as_json=as_json)
+
+
+@app.command()
+def schedules(as_json: Json = False) -> None:
+    """List the schedules: placement, chunks, slices, options and source paper."""
+    from pentad.orchestrator.cli.show_lists import show_schedules
+
+    show_schedules(Console(), as_json=as_json)
 
 
 @app.command()
 def submit(
     words: Words = None,
     address: Address = None,
-    name: Annotated[str | None, typer.Option(help="The job's ID (default: run.name and a suffix).")] = None,
-    follow: Annotated[bool, typer.Option(help="Print the job's log until it ends; Ctrl-C leaves it running.")] = True,
+    name: Annotated[str | None, typer.Option(help="ID of the job (default: run.name and a suffix).")] = None,
+    follow: Annotated[bool, typer.Option(help="Print the job's log until it ends; Ctrl-C detaches.")] = True,
     as_json: Json = False,
 ) -> int:
-    """Submits what `train` would run as a job of a Ray cluster; run.folder and data.path are places there."""
+    """Submit what `train` would run as a job of a Ray cluster; run.folder and data.path are paths there."""
     from pentad.orchestrator.config.config import load
 
     config = load(*_split(words))
@@ -252,31 +302,10 @@ def submit(
 
 @app.command()
 def jobs(address: Address = None, as_json: Json = False) -> int:
-    """Lists the runs that were submitted to a Ray cluster."""
+    """List the runs that were submitted to a Ray cluster."""
     from pentad.orchestrator.cli.show_jobs import show_jobs
 
     return show_jobs(address, Console(), as_json=as_json)
-
-
-@app.command()
-def logs(
-    job: JobId,
-    address: Address = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends; Ctrl-C leaves it.")] = False,
-    as_json: Json = False,
-) -> int:
-    """Prints the log of a submitted run."""
-    from pentad.orchestrator.cli.show_jobs import show_logs
-
-    return show_logs(job, address, followed=follow, as_json=as_json)
-
-
-@app.command()
-def stop(job: JobId, address: Address = None, as_json: Json = False) -> int:
-    """Stops a submitted run: it finishes its step, saves a checkpoint and ends; submitted again, it goes on."""
-    from pentad.orchestrator.cli.show_jobs import show_stop
-
-    return show_stop(job, address, as_json=as_json)
 
 
 @app.command(name="import-hf")
@@ -285,7 +314,7 @@ def import_hf(
     out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
     as_json: Json = False,
 ) -> None:
-    """Turns a Hugging Face model into a checkpoint of step 0 and a model section."""
+    """Convert a Hugging Face model to a checkpoint of step 0 and a model section."""
     from pentad.orchestrator.cli.show_hf import show_import
 
     show_import(source, out, as_json=as_json)
@@ -295,83 +324,58 @@ def import_hf(
 def export_hf(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint's folder, or a run: its newest one.")],
     out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "float32",
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Dtype of the weights.")] = "float32",
     max_shard_size: Annotated[float, typer.Option(min=0.000001, help="Largest file, in GB.")] = 5.0,
     as_json: Json = False,
 ) -> None:
-    """Turns a checkpoint into a Hugging Face model, whatever mesh saved it."""
+    """Convert a checkpoint, of any mesh, to a Hugging Face model."""
     from pentad.orchestrator.cli.show_hf import show_export
 
     show_export(checkpoint, out, dtype, max_shard_size, as_json=as_json)
 
 
-@data.command()
-def build(
-    source: Annotated[Path, typer.Argument(help="A text, JSONL or Parquet file, or a folder of them.")],
-    out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
-    vocab: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 2**15,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead of training one.")] = None,
-    field: Annotated[str, typer.Option(help="The field that holds the text, in JSONL and Parquet.")] = "text",
-    as_json: Json = False,
-) -> None:
-    """Turns text into token shards."""
-    from pentad.workers.data.build import build_corpus
+def _request(run: str, address: str | None, method: str, timeout: float, as_json: bool) -> None:
+    from pentad.orchestrator.cli.show_status import request
 
-    log = Console(stderr=True, highlight=False, markup=False)
-    corpus = build_corpus(source, out, tokenizer=tokenizer, vocab=vocab, field=field, progress=log.print)
-    facts = {"path": str(out), "tokens": corpus.tokens, "documents": corpus.documents, "vocab_size": corpus.vocab_size}
-    if as_json:
-        print(json.dumps({**facts, "fingerprint": corpus.fingerprint}))
-    else:
-        print(f"{out}: {corpus.tokens:,} tokens in {corpus.documents:,} documents, vocabulary of {corpus.vocab_size:,}")
+    request(run, address, method, Console(), as_json=as_json, timeout_seconds=timeout)
 
 
-@data.command()
-def inspect(
-    path: Annotated[Path, typer.Argument(help="A folder that `pentad data build` wrote.")],
-    samples: Annotated[int, typer.Option(min=0, help="Sequences to show as text.")] = 2,
-    as_json: Json = False,
-) -> None:
-    """Verifies token shards and shows what is in them."""
-    from pentad.workers.data.build import inspect_corpus
+def _device(device: str) -> str:
+    """'cuda' or 'cpu' for 'auto', without torch, which takes a second to import."""
+    from pentad.orchestrator.cluster.devices import local_gpus
 
-    facts = inspect_corpus(path, samples, length=64, seed=0)
-    if as_json:
-        print(json.dumps(facts))
-        return
-    print(f"{path}: {facts['tokens']:,} tokens in {facts['documents']:,} documents, {len(facts['shards'])} shards")
-    print(f"vocabulary of {facts['vocab_size']:,}, fingerprint {facts['fingerprint'][:12]}, verified")
-    for number, text in enumerate(facts["samples"]):
-        print(f"\n--- sequence {number}\n{_printable(text)}")
+    return device if device != "auto" else "cuda" if local_gpus() else "cpu"
 
 
-def _ask(run: str, verb: str, timeout: float, as_json: bool) -> None:
-    from pentad.orchestrator.cli.show_status import ask
+def _for_this_machine(path: Path | None, overrides: list[str]) -> tuple[list[str], str]:
+    """The overrides of the quickstart with a pipeline as long as this machine has GPUs, if that is shorter, and a note
+    that says so. Any other configuration, and any override of mesh or cluster, is left as it is."""
+    from pentad.orchestrator.cluster.devices import local_gpus
+    from pentad.orchestrator.config.config import load
 
-    ask(run, verb, Console(), as_json=as_json, timeout_seconds=timeout)
-
-
-def _device(asked: str) -> str:
-    """What 'auto' stands for here. torch would tell too, but takes seconds to import."""
-    found = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-    return found if asked == "auto" else asked
+    gpus = local_gpus()
+    if path is not None or not gpus or any(each.startswith(("mesh.", "cluster.")) for each in overrides):
+        return overrides, ""
+    ranks = load(None, []).mesh.pp
+    if gpus >= ranks:
+        return overrides, ""
+    count = f"{gpus} GPU" + "s" * (gpus > 1)
+    return [
+        *overrides,
+        f"mesh.pp={gpus}",
+    ], f"this machine has {count}: the quickstart runs with mesh.pp = {gpus}, not {ranks}"
 
 
 def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The config file, if one is given, and the overrides: the words with a '='."""
+    """The config file, if one is given, and the overrides, which contain '='."""
     files = [word for word in words or () if "=" not in word]
     if len(files) > 1:
         raise typer.BadParameter(f"CONFIG is given twice, {files[0]!r} and {files[1]!r}: expected one file")
     return Path(files[0]) if files else None, [word for word in words or () if "=" in word]
 
 
-def _printable(text: str) -> str:
-    """Text that moves no cursor."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def _mute() -> None:
-    """What stdout still holds is not written at exit: it would fail once more."""
+    """Discards what stdout has buffered, which would fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -383,5 +387,5 @@ def _fail(sentence: str, status: int, drawing: str = "") -> int:
     return status
 
 
-if __name__ == "__main__":  # how a submitted job begins
+if __name__ == "__main__":  # the entry point of a submitted job
     sys.exit(main())

@@ -16,123 +16,114 @@ from pentad.orchestrator.planning.quantities import size
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, newest, open_checkpoint
 from pentad.workers.data.corpus_index import INDEX_FILE, parse_index
+from pentad.workers.data.sources import corpus_folder
 from pentad.workers.data.tokenizer import end_token, load_tokenizer
-from pentad.workers.hf.config import of_section
+from pentad.workers.hf.config import parse_section
 from pentad.workers.hf.exporter import Dtype, Request, export_checkpoint
-from pentad.workers.hf.hf_files import MODEL_FILE, TOKENIZER_FILES
 from pentad.workers.hf.importer import import_folder
+from pentad.workers.hf.names import MODEL_FILE, TOKENIZER_FILES
 
 GIGABYTE = 10**9
-_USUAL_POSITIONS = 2048  # where neither files nor a run say how long sequences are
+_DEFAULT_POSITIONS = 2048  # if neither the imported files nor the run say how long sequences are
 
 
 def show_import(source: Path, out: Path, *, as_json: bool) -> None:
-    """Makes a checkpoint of the files in `source` and says what is in it."""
-    made = import_folder(source, out, render=dump_yaml, progress=_reporter("read"))
-    facts = {
-        "folder": str(out),
-        "checkpoint": str(made.folder),
-        "family": made.family,
-        "parameters": made.parameters,
-        "tensors": made.tensors,
-        "bytes": made.bytes,
-        "model": str(out / MODEL_FILE),
-        "tokenizer": list(made.tokenizer),
-    }
+    """Imports the files in `source` and prints a summary."""
+    done = import_folder(source, out, render=dump_yaml, progress=_progress("read"))
     if as_json:
-        print(json.dumps(facts))
+        summary = {
+            "folder": str(out),
+            "checkpoint": str(done.folder),
+            "family": done.family,
+            "parameters": done.parameters,
+            "tensors": done.tensors,
+            "bytes": done.bytes,
+            "model": str(out / MODEL_FILE),
+            "tokenizer": list(done.tokenizer),
+        }
+        print(json.dumps(summary))
         return
-    print(f"{made.folder}: {made.family}, {made.parameters:,} parameters, {size(made.bytes)} in float32")
+    print(f"{done.folder}: {done.family}, {done.parameters:,} parameters, {size(done.bytes)} in float32")
     print(f"{out / MODEL_FILE}: the model section for a configuration")
 
 
 def show_export(path: str, out: Path, dtype: Dtype, gigabytes: float, *, as_json: bool) -> None:
-    """Makes Hugging Face files of a checkpoint, or of the newest one of a run, and says what is in them."""
-    found = _checkpoint(path)
-    known = _known(found)
-    family, shape = of_section(known.section)
-    request = Request(
-        family, shape, known.positions, known.tokens, known.tokenizer, dtype, max(1, round(gigabytes * GIGABYTE))
-    )
-    done = export_checkpoint(found, out, request, _reporter("written"))
+    """Exports a checkpoint, or the newest one of a run, and prints a summary."""
+    checkpoint = _checkpoint(path)
+    origin = _origin(checkpoint)
+    family, model = parse_section(origin.section)
+    limit = max(1, round(gigabytes * GIGABYTE))
+    request = Request(family, model, origin.positions, origin.special_tokens, origin.tokenizer, dtype, limit)
+    done = export_checkpoint(checkpoint, out, request, _progress("written"))
     if as_json:
-        facts = {"folder": str(out), "checkpoint": str(found.folder), "step": found.step, "family": family}
-        print(json.dumps({**facts, "dtype": dtype, **done._asdict(), "model": asdict(shape)}))
+        summary = {"folder": str(out), "checkpoint": str(checkpoint.folder), "step": checkpoint.step, "family": family}
+        print(json.dumps({**summary, "dtype": dtype, **done._asdict(), "model": asdict(model)}))
         return
-    print(f"{out}: {family} of step {found.step}, {done.tensors} tensors, {size(done.bytes)} in {dtype}")
+    print(f"{out}: {family} of step {checkpoint.step}, {done.tensors} tensors, {size(done.bytes)} in {dtype}")
 
 
-class _Known(NamedTuple):
-    """What is known of a checkpoint beside its tensors."""
+class _Origin(NamedTuple):
+    """What an export needs besides tensors: model section, longest sequence, special token ids, tokenizer files."""
 
     section: dict[str, Any]
     positions: int
-    tokens: dict[str, Any]
+    special_tokens: dict[str, Any]
     tokenizer: dict[str, bytes]
 
 
-def _known(found: Checkpoint) -> _Known:
-    """Of its manifest, of the run's config.yaml or of an import's model.yaml, two folders up."""
-    home = found.folder.absolute().parent.parent
-    config: dict[str, Any] = {}
-    for name in (CONFIG, MODEL_FILE):
-        if not config and (home / name).is_file():
-            config = load_yaml((home / name).read_text(encoding="utf-8"), str(home / name))
-    kept = dict(found.meta.get("hugging_face") or {})
-    section = found.meta.get("model") or (config.get("model") if isinstance(config, dict) else None)
+def _origin(checkpoint: Checkpoint) -> _Origin:
+    """From the manifest, and from the run's config.yaml or an import's model.yaml two folders up."""
+    home = checkpoint.folder.absolute().parent.parent
+    path = next((home / name for name in (CONFIG, MODEL_FILE) if (home / name).is_file()), None)
+    config = load_yaml(path.read_text(encoding="utf-8"), str(path)) if path else {}
+    section = checkpoint.meta.get("model") or config.get("model")
     if not isinstance(section, dict):
-        raise PentadError(
-            f"CHECKPOINT is '{found.folder}', whose model is not known: expected one with {home / CONFIG}"
-        )
-    positions = kept.pop("max_position_embeddings", None)
-    positions = positions or config.get("batch", {}).get("sequence_length", _USUAL_POSITIONS)
+        raise PentadError(f"CHECKPOINT is '{checkpoint.folder}', whose model is unknown: expected {home / CONFIG}")
+    special_tokens = dict(checkpoint.meta.get("hugging_face") or {})
+    positions = special_tokens.pop("max_position_embeddings", None)
+    positions = positions or config.get("batch", {}).get("sequence_length", _DEFAULT_POSITIONS)
     tokenizer = {name: (home / name).read_bytes() for name in TOKENIZER_FILES if (home / name).is_file()}
     if not tokenizer and isinstance(config.get("data"), dict):
-        path = _of_corpus(config["data"], section)
-        if path is not None:
-            loaded = load_tokenizer(path)
+        file = _corpus_tokenizer(config["data"], section)
+        if file is not None:
+            loaded = load_tokenizer(file)
             end = end_token(loaded)
-            words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": loaded.id_to_token(end)}
-            tokenizer = {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": json.dumps(words).encode()}
-            kept = {"eos_token_id": end, **kept}
-    return _Known(section, positions, kept, tokenizer)
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": loaded.id_to_token(end)}
+            tokenizer = {"tokenizer.json": file.read_bytes(), "tokenizer_config.json": json.dumps(settings).encode()}
+            special_tokens = {"eos_token_id": end, **special_tokens}
+    return _Origin(section, positions, special_tokens, tokenizer)
 
 
-def _of_corpus(data: dict[str, Any], section: dict[str, Any]) -> Path | None:
-    """The tokenizer of the corpus that a run reads, if it is still there."""
-    path = Path(str(data.get("path", ""))).expanduser()
-    if str(path).startswith("builtin:"):
-        from pentad.workers.data.builtin import builtin_corpus
-        from pentad.workers.data.sources import BUILTIN_VOCAB
-
-        cache = Path(str(data.get("cache", "~/.cache/pentad"))).expanduser()
-        path = builtin_corpus(str(path).partition(":")[2], min(int(section["vocab"]), BUILTIN_VOCAB), cache)
-    if not (path / INDEX_FILE).is_file():
+def _corpus_tokenizer(data: dict[str, Any], section: dict[str, Any]) -> Path | None:
+    """The tokenizer of the corpus that a run reads, if the corpus still exists."""
+    cache = str(data.get("cache", "~/.cache/pentad"))
+    folder = corpus_folder(str(data.get("path", "")), int(section["vocab"]), cache)
+    if not (folder / INDEX_FILE).is_file():
         return None
-    index = parse_index((path / INDEX_FILE).read_text(encoding="utf-8"), path / INDEX_FILE)
-    return path / index.tokenizer_file
+    index = parse_index((folder / INDEX_FILE).read_text(encoding="utf-8"), folder / INDEX_FILE)
+    return folder / index.tokenizer_file
 
 
 def _checkpoint(path: str) -> Checkpoint:
-    """A checkpoint by its folder, or the newest one of a run's or an import's folder."""
+    """A checkpoint by its folder, or the newest one of a run or an import."""
     folder = Path(path)
     if (folder / MANIFEST).exists() or folder.name.startswith("step-"):
         return open_checkpoint(folder)
     home = folder if (folder / CHECKPOINTS).is_dir() else resolve_run(path)
-    found = newest(home / CHECKPOINTS).checkpoint
-    if found is None:
-        raise PentadError(f"CHECKPOINT is '{path}', which has no whole checkpoint: expected one that has")
-    return found
+    checkpoint = newest(home / CHECKPOINTS).checkpoint
+    if checkpoint is None:
+        raise PentadError(f"CHECKPOINT is '{path}', which has no valid checkpoint: expected at least one")
+    return checkpoint
 
 
-def _reporter(verb: str) -> Callable[[int, int], None]:
-    """Tells every tenth of the way on stderr."""
-    log, told = Console(stderr=True, highlight=False, markup=False), 0
+def _progress(verb: str) -> Callable[[int, int], None]:
+    """Reports every tenth of the bytes on stderr."""
+    console, reported = Console(stderr=True, highlight=False, markup=False), 0
 
     def report(done: int, total: int) -> None:
-        nonlocal told
-        if 10 * done // total > told:
-            told = 10 * done // total
-            log.print(f"{verb} {size(done)} of {size(total)}")
+        nonlocal reported
+        if 10 * done // total > reported:
+            reported = 10 * done // total
+            console.print(f"{verb} {size(done)} of {size(total)}")
 
     return report

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,19 +15,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pentad.orchestrator.cli.show_status import request_of_folder
+from pentad.orchestrator.cli.targets import find_run
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.control.control_messages import ENDPOINT
 from pentad.orchestrator.jobs.job_log import Outcome, follow, outcome
 from pentad.orchestrator.jobs.jobs import Job, Jobs
+from pentad.orchestrator.monitoring.display import step_line
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS, read_lines, saved_config
 from pentad.schedules.ir.errors import PentadError
+
+_POLL_SECONDS = 0.5
 
 
 def show_submit(config: RunConfig, address: str | None, name: str | None, *, followed: bool, as_json: bool) -> int:
-    """Submits a run; `followed` prints its log and takes its outcome for the exit status."""
+    """Submits a run; `followed` prints its log and returns its outcome as exit status."""
     jobs = Jobs(address)
     job = jobs.submit(config, name, Path.cwd())
     log = sys.stderr if as_json else sys.stdout
     print(f"job {job.job} submitted to {jobs.address}", file=log)
-    print(f" folder  {job.folder}, on the cluster's head node or the storage that its nodes share", file=log)
+    print(f" folder  {job.folder}, on the cluster's head node or storage that its nodes share", file=log)
     if followed:
         return _follow(jobs, job, as_json=as_json)
     if as_json:
@@ -52,29 +62,69 @@ def show_jobs(address: str | None, console: Console, *, as_json: bool) -> int:
     rows = [(job.job, job.run, job.status, job.mesh, _clock(job), job.folder) for job in found]
     for row in rows:
         table.add_row(*map(Text, row))
-    # Only folders fold, and only in a terminal: an ID is to be copied, and a program reads lines.
+    # Only folders wrap, and only on a terminal: IDs are copied, and programs read lines.
     widths = [2 + max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     console.width = max(console.width, sum(widths[:5]) + (20 if console.is_terminal else widths[5]))
     console.print(table)
     return 0
 
 
-def show_logs(job: str, address: str | None, *, followed: bool, as_json: bool) -> int:
-    """Prints a job's log; `followed` goes on until it ends and takes its outcome for the exit status."""
-    jobs = Jobs(address)
-    found = jobs.get(job)
+def show_logs(run: str, address: str | None, *, followed: bool, as_json: bool) -> int:
+    """Prints the log of a job, or the steps and events of a run; `followed` continues until it ends, and the exit
+    status of a job is then its outcome."""
+    found = find_run(run, address)
+    if isinstance(found, Path):
+        return _show_run_log(found, followed=followed, as_json=as_json)
+    jobs, job = found
     if followed:
-        return _follow(jobs, found, as_json=as_json)
-    log = jobs.log(job)
-    print(json.dumps({**_facts(jobs, found), "log": log}) if as_json else log, end="\n" if as_json else "")
+        return _follow(jobs, job, as_json=as_json)
+    log = jobs.log(job.job)
+    print(json.dumps({**_facts(jobs, job), "log": log}) if as_json else log, end="\n" if as_json else "")
     return 0
 
 
-def show_stop(job: str, address: str | None, *, as_json: bool) -> int:
-    """Stops a job and says how it ended; the status is 0 if nothing is lost."""
-    jobs = Jobs(address)
-    found = jobs.stop(job)
-    return _end(jobs, found, outcome(found, jobs.log(job)), as_json=as_json)
+def show_stop(run: str, address: str | None, console: Console, *, as_json: bool, timeout_seconds: float) -> int:
+    """Stops a run or job and prints how it ended; the exit status is 0 if nothing is lost."""
+    found = find_run(run, address)
+    if isinstance(found, Path):
+        request_of_folder(found, "stop", console, as_json=as_json, timeout_seconds=timeout_seconds)
+        return 0
+    jobs, job = found
+    job = jobs.stop(job.job)
+    return _end(jobs, job, outcome(job, jobs.log(job.job)), as_json=as_json)
+
+
+def _show_run_log(folder: Path, *, followed: bool, as_json: bool) -> int:
+    if as_json and not followed:
+        log = "".join(f"{line}\n" for _, line in _log_lines(folder))
+        print(json.dumps({"run": folder.name, "folder": str(folder), "log": log}))
+        return 0
+    printed: set[tuple[float, str]] = set()
+    with suppress(KeyboardInterrupt):
+        while True:
+            is_live = (folder / ENDPOINT).exists()
+            for key in _log_lines(folder):
+                if key not in printed:
+                    printed.add(key)
+                    print(key[1], flush=True)
+            if not (followed and is_live):
+                break
+            time.sleep(_POLL_SECONDS)
+    return 0
+
+
+def _log_lines(folder: Path) -> Iterator[tuple[float, str]]:
+    """Lines for the steps and events of a run in order, each with its step."""
+    steps = saved_config(folder).run.steps
+    events = [row for row in read_lines(folder / JOURNAL, ["event", "time"]) if row["event"] != "place"]
+    lines = [(row["step"] + 0.5, step_line(row, steps)) for row in read_lines(folder / METRICS, METRIC_KEYS)]
+    step = 0
+    for event in events:
+        step = event.get("step", step)
+        facts = [f"{key} {event[key]}" for key in ("rank", "how", "mesh", "step", "cause", "error") if key in event]
+        clock = datetime.fromtimestamp(event["time"])
+        lines.append((step, f"{clock:%Y-%m-%d %H:%M:%S} {event['event']} {', '.join(facts)}".rstrip()))
+    return iter(sorted(lines, key=lambda line: line[0]))
 
 
 def _follow(jobs: Jobs, job: Job, *, as_json: bool) -> int:
@@ -82,8 +132,8 @@ def _follow(jobs: Jobs, job: Job, *, as_json: bool) -> int:
     try:
         found, ended = follow(jobs, job.job, lambda text: print(text, end="", file=log, flush=True))
     except KeyboardInterrupt:
-        ways = f"follow it with {_command('logs', jobs, job)} --follow, stop it with {_command('stop', jobs, job)}"
-        raise PentadError(f"detached from job {job.job}, which goes on: {ways}") from None
+        commands = f"follow it with {_command('logs', jobs, job)} --follow, stop it with {_command('stop', jobs, job)}"
+        raise PentadError(f"detached from job {job.job}, which continues: {commands}") from None
     return _end(jobs, found, ended, as_json=as_json)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.display import table_of
+from pentad.orchestrator.monitoring.tables import table_of
 from pentad.orchestrator.planning.estimate import utilisation
 from pentad.orchestrator.planning.fit import Room, gpu_name
 from pentad.orchestrator.planning.hardware import ASSUMED, DEVICES
@@ -29,7 +29,7 @@ def show_meshes(config: RunConfig, gpus: int, room: Room, console: Console, *, a
     table = table_of("mesh", "m x rows>", "zero>", "recompute", "step>", "tok/s>", "MFU>", "memory>")
     for each in result.found:
         plan, used = each.plan, _used(each)
-        parts = f"{plan.batch.microbatches} x {plan.batch.rows}"
+        parts = f"{plan.batch.microbatches} x {plan.batch.micro_batch_size}"
         again = str(changed(plan)["memory.recompute"])
         cells = [
             str(plan.mesh).replace(" x ", " "),
@@ -57,7 +57,7 @@ def _facts(found: Found) -> dict[str, Any]:
     return {
         "mesh": asdict(plan.mesh),
         "microbatches": plan.batch.microbatches,
-        "rows": plan.batch.rows,
+        "rows": plan.batch.micro_batch_size,
         "zero": plan.zero,
         "recompute": changed(plan)["memory.recompute"],
         "step_seconds": found.seconds,

@@ -12,37 +12,54 @@ from rich.text import Text
 
 from pentad.orchestrator.cli.show_run import figures
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.display import layers_text, plan_view, table_of
+from pentad.orchestrator.monitoring.plan_view import layers_text, plan_view
+from pentad.orchestrator.monitoring.tables import table_of
 from pentad.orchestrator.planning.comm_volume import Flows, flows, traffic
 from pentad.orchestrator.planning.estimate import costs_of, memories, stage_memory, utilisation
 from pentad.orchestrator.planning.fit import Fit, Room, fit_of, gpu_name
 from pentad.orchestrator.planning.hardware import ASSUMED, DEVICES, refuse_wide
-from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.planning.planning import make_plan, require_shards
 from pentad.orchestrator.planning.quantities import count, duration, percent, size
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.schedules.spec.cp_layout import PLACEMENTS, balance
+from pentad.schedules.spec.cp_layout import PLACEMENTS, imbalance
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.tensors import parameters
+from pentad.schedules.spec.tensors import num_parameters
+from pentad.workers.data.sources import check_data
 
 
 def show_plan(config: RunConfig, device: str, room: Room, console: Console, *, as_json: bool) -> int:
-    """Prints what would run on 'cpu' or 'cuda', with guessed costs. Returns the exit status: 1 where it has no room."""
+    """Prints what would run on 'cpu' or 'cuda', with guessed costs. Returns the exit status: 1 if it would not."""
     if device == "cuda":
         refuse_wide(config.mesh.mesh, across=config.mesh.tp_across_nodes)
     plan = make_plan(config, device)
+    require_shards(config, plan)
     costs, fit = costs_of(plan), fit_of(plan, room)
+    data_error = _data_error(config)
+    status = int(not fit.ok or bool(data_error))
     if as_json:
-        print(json.dumps(_facts(plan, costs, fit)))
-        return int(not fit.ok)
+        print(json.dumps({**_facts(plan, costs, fit), "data": {"ok": not data_error, "error": data_error}}))
+        return status
     for part in plan_view(console, plan, costs, ()):
         console.print(part)
     console.print(Text(_pace_text(plan, simulate(plan.program, costs))))
     for part in _tables(plan, fit):
         console.print(part)
     console.print(Text(f" {fit.sentence}", "green" if fit.ok else "bold red"), soft_wrap=True)
-    return int(not fit.ok)
+    if data_error:
+        console.print(Text(f" no data here: {data_error}", "bold red"), soft_wrap=True)
+    return status
+
+
+def _data_error(config: RunConfig) -> str:
+    """What `train` would say of the corpus, '' if it could be read."""
+    try:
+        check_data(config.data.path, config.model.vocab, config.batch.sequence_length, config.data.cache)
+    except PentadError as error:
+        return str(error)
+    return ""
 
 
 def _tables(plan: Plan, fit: Fit) -> list[RenderableType]:
@@ -92,7 +109,11 @@ def _placed(plan: Plan) -> str:
 
 
 def _balance(plan: Plan) -> float:
-    return 1.0 if plan.cp_method == "ulysses" else balance(plan.batch.length, plan.mesh.cp, PLACEMENTS[plan.cp_method])
+    return (
+        1.0
+        if plan.cp_method == "ulysses"
+        else imbalance(plan.batch.sequence_length, plan.mesh.cp, PLACEMENTS[plan.cp_method])
+    )
 
 
 def _facts(plan: Plan, costs: Costs, fit: Fit) -> dict[str, Any]:
@@ -116,7 +137,7 @@ def _facts(plan: Plan, costs: Costs, fit: Fit) -> dict[str, Any]:
         "dtype": plan.dtype,
         "transport": plan.transport,
         "mesh": asdict(plan.mesh),
-        "parameters": parameters(plan.model),
+        "parameters": num_parameters(plan.model),
         "tokens": plan.batch.tokens,
         "schedule": plan.program.name,
         "microbatches": plan.program.microbatches,

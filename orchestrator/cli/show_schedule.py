@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -13,28 +14,27 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.monitoring.progress_bars import bars, coloured_grid, is_coloured
-from pentad.schedules.catalogue import CATALOGUE, OWN, generate
+from pentad.schedules.catalogue import CATALOGUE, CUSTOM, generate
 from pentad.schedules.compiler import compile_program, summary
 from pentad.schedules.draw.grid import time_grid
-from pentad.schedules.draw.html import schedule_page
-from pentad.schedules.draw.page_program import Drawn
+from pentad.schedules.draw.html import SimulatedProgram, schedule_page
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.generators.torch_csv import torch_csv
-from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.auto import AUTO, choose, describe
-from pentad.schedules.simulate.analysis import critical_path, shares
+from pentad.schedules.simulate.analysis import breakdown, critical_path, what_if
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import ScheduleError
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.schedules.simulate.whatif import what_if
-from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
+from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
+
+MOST_CELLS = 200  # widest grid that is printed without being asked for
 
 
 @dataclass(frozen=True)
 class Request:
-    """A schedule by name and sizes, as asked for on the command line."""
+    """A schedule as asked for on the command line."""
 
     name: str
     ranks: int
@@ -46,17 +46,17 @@ class Request:
     memory_limit: float | None = None
     slices: int | None = None
     recompute: str | None = None
-    keep: float | None = None
+    max_resident: float | None = None
     zero: int | None = None
-    gathered: int | None = None
+    max_gathered: int | None = None
     prefetch: int | None = None
     post_validation: bool = False
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where it goes: files by the name of their option, the terminal as a grid, stdout as JSON. `beside` is another
-    schedule that the page draws too."""
+    """What is written and printed: files by the name of their option, the grid, JSON instead of text. `beside` names a
+    second schedule for the page."""
 
     files: dict[str, Path]
     grid: bool
@@ -65,34 +65,55 @@ class Outputs:
     beside: str | None = None
 
 
+@dataclass(frozen=True)
+class Built:
+    """A proven program with its costs; `chosen` says how `auto` came to it."""
+
+    program: Program
+    costs: Costs
+    chosen: str = ""
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Simulated when it is first drawn: a large program has hundreds of thousands of spans."""
+        return simulate(self.program, self.costs)
+
+    @property
+    def title(self) -> str:
+        """'4 ranks, 8 microbatches' and the slices, if any."""
+        sizes = f"{self.program.ranks} ranks, {self.program.microbatches} microbatches"
+        return sizes + (f" of {self.program.slices} slices" if self.program.slices > 1 else "")
+
+
 def show_schedule(request: Request, outputs: Outputs, console: Console) -> None:
     """Raises PentadError on a mistake in the request or a file that cannot be written."""
-    program, costs, chosen = _build(request)
-    timeline = simulate(program, costs)
-    shown = [Drawn(program, costs, timeline), *_beside(request, outputs)]
+    built = _build(request)
+    shown = [built, *_beside(request, outputs)]
     for option, path in outputs.files.items():
         write(option, path, _content(option, shown, request))
-    facts = summary(program, costs)
+    facts = summary(built.program, built.costs, with_streams=outputs.as_json)
     if outputs.what_if:
-        facts |= bounds(program, costs)
+        facts |= bounds(built.program, built.costs)
     if outputs.as_json:
         print(json.dumps(facts))
         return
-    if outputs.grid or not outputs.files:
-        for line in _grid(program, timeline, costs, console):
+    cells = _cells(built, facts["makespan"])
+    if outputs.grid or not (outputs.files or cells > MOST_CELLS):
+        for line in _grid(built, console):
             console.print(line, soft_wrap=True)
         console.print()
     peaks = ", ".join(f"{peak:g}" for peak in facts["peak_activations"])
     bubble = facts["bubble"]
-    sizes = f"{program.ranks} ranks, {program.microbatches} microbatches" + _sliced(program)
     lines = {
-        "schedule": f"{program.name}, {sizes}, proven, hash {program.hash[:12]}",
-        **({"auto": chosen} if chosen else {}),
+        "schedule": f"{built.program.name}, {built.title}, proven, hash {built.program.hash[:12]}",
+        **({"auto": built.chosen} if built.chosen else {}),
         "makespan": f"{facts['makespan']:g}, bubble {100 * bubble['makespan']:.2f} %",
         "longest": f"{facts['longest']:g}, bubble {100 * bubble['longest']:.2f} %, where a step needs no barrier",
         "activations": f"{peaks} microbatches at the peak of each rank",
         **{option.removeprefix("--"): f"written to {path}" for option, path in outputs.files.items()},
     }
+    if cells > MOST_CELLS and not (outputs.grid or outputs.files):
+        lines["grid"] = f"{cells} cells wide: print it with --grid, or draw it with --svg FILE or --html FILE"
     for name, text in lines.items():
         console.print(Text.assemble((f"{name:<12}", "dim"), text), soft_wrap=True)
     if outputs.what_if:
@@ -101,13 +122,13 @@ def show_schedule(request: Request, outputs: Outputs, console: Console) -> None:
 
 
 def bounds(program: Program, costs: Costs) -> dict[str, Any]:
-    """What the step's end waits for, as shares of its time, and the makespan under other costs."""
+    """The critical path's shares by op and by rank, and the step under changed costs."""
     path = critical_path(program, costs)
-    whole, found = path[-1].end - path[0].start, shares(path)
-    by_op = {str(op): seconds / whole for op, seconds in found.by_op.items()}
-    by_rank = {str(rank): seconds / whole for rank, seconds in found.by_rank.items()}
-    rows = [row._asdict() for row in what_if(program, costs)]
-    return {"critical_path": {"by_op": by_op, "by_rank": by_rank}, "what_if": rows}
+    seconds, found = path[-1].end - path[0].start, breakdown(path)
+    by_op = {str(op): part / seconds for op, part in found.by_op.items()}
+    by_rank = {str(rank): part / seconds for rank, part in found.by_rank.items()}
+    scenarios = [scenario._asdict() for scenario in what_if(program, costs)]
+    return {"critical_path": {"by_op": by_op, "by_rank": by_rank}, "what_if": scenarios}
 
 
 def _bounds_view(facts: dict[str, Any]) -> tuple[Text, Text, Table]:
@@ -124,7 +145,7 @@ def _bounds_view(facts: dict[str, Any]) -> tuple[Text, Text, Table]:
 
 
 def write(option: str, path: Path, content: str | bytes) -> None:
-    """Raises PentadError naming the option when the file cannot be written."""
+    """Raises PentadError naming the option if the file cannot be written."""
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -132,47 +153,47 @@ def write(option: str, path: Path, content: str | bytes) -> None:
         raise PentadError(f"{option} is '{path}', which cannot be written ({reason}): expected a file's path") from None
 
 
-def _build(request: Request) -> tuple[Program, Costs, str]:
-    """The program, its costs and, where it was chosen, a few words on that."""
+def _build(request: Request) -> Built:
     forward, backward, weight = _three(request.costs)
-    name, options = request.name, Options(request.chunks, request.group, request.memory_limit, request.slices)
+    name, sizes = request.name, (request.ranks, request.microbatches)
+    options = ScheduleOptions(request.chunks, request.group, request.memory_limit, request.slices)
 
     def costs_of(placed: Program) -> Costs:
         parts = {"chunks": placed.chunks, "slices": placed.slices}
         return Costs.uniform(placed.stages, forward, backward, weight, **parts, transfer=request.comm)
 
-    sizes = request.ranks, request.microbatches
     if name == AUTO:
         choice = choose(*sizes, costs_of, options)
-        order, options, chosen = choice.best.program, Options(), describe(choice)
+        order, options, chosen = choice.best.program, ScheduleOptions(), describe(choice)
     else:
         order, chosen = generate(name, *sizes, options), ""
-    costs, savings = costs_of(order), _savings(request, order)
+    costs, memory_options = costs_of(order), _memory_options(request, order)
     program = compile_program(
         name,
         *sizes,
         costs=costs,
-        replicas=2 if savings.zero else 1,  # one holder alone shares nothing
-        validated=request.post_validation,
+        replicas=2 if memory_options.zero else 1,  # one replica has nothing to shard
+        post_validation=request.post_validation,
         options=options,
-        savings=savings,
-        order=order if chosen else None,
+        memory_options=memory_options,
+        order=order if chosen else None,  # others may depend on the costs, which depend on the order's placement
     )
-    return program, costs, chosen
+    return Built(program, costs, chosen)
 
 
-def _savings(request: Request, order: Program) -> MemoryOptions:
-    """Raises PentadError on options that have no meaning, or none without another."""
+def _memory_options(request: Request, order: Program) -> MemoryOptions:
+    """Raises PentadError on options that are out of range, or that need another one."""
     zero, prefetch = request.zero or 0, 1 if request.prefetch is None else request.prefetch
+    gathered, resident = request.max_gathered, request.max_resident
     if not 0 <= zero <= 3:
         raise PentadError(f"--zero is {zero}: expected a stage of ZeRO, 0 to 3")
-    if request.gathered is not None and (zero < 3 or request.gathered < 1):
-        raise PentadError(f"--gathered is {request.gathered} with --zero {zero}: expected at least 1 with --zero 3")
+    if gathered is not None and (zero < 3 or gathered < 1):
+        raise PentadError(f"--max-gathered is {gathered} with --zero {zero}: expected at least 1 with --zero 3")
     if request.prefetch is not None and (zero < 1 or prefetch < 0):
         raise PentadError(f"--prefetch is {prefetch} with --zero {zero}: expected at least 0 with --zero 1, 2 or 3")
-    if request.keep is not None and not 0 < request.keep < inf:
-        raise PentadError(f"--keep is {request.keep:g}: expected a number of activations greater than 0")
-    return MemoryOptions(zero, prefetch, request.gathered, _stages(request.recompute, order), request.keep)
+    if resident is not None and not 0 < resident < inf:
+        raise PentadError(f"--max-resident is {resident:g}: expected a number of microbatches greater than 0")
+    return MemoryOptions(zero, prefetch, gathered, _stages(request.recompute, order), resident)
 
 
 def _stages(text: str | None, order: Program) -> frozenset[int]:
@@ -188,10 +209,6 @@ def _stages(text: str | None, order: Program) -> frozenset[int]:
     return found
 
 
-def _sliced(program: Program) -> str:
-    return f" of {program.slices} slices" if program.slices > 1 else ""
-
-
 def _three(text: str) -> tuple[float, float, float]:
     try:
         forward, backward, weight = (float(part) for part in text.split(","))
@@ -200,59 +217,63 @@ def _three(text: str) -> tuple[float, float, float]:
     return forward, backward, weight
 
 
-def _beside(request: Request, outputs: Outputs) -> list[Drawn]:
-    """The schedule of --beside, for the same sizes and costs and with those of the options that it takes."""
+def _beside(request: Request, outputs: Outputs) -> list[Built]:
+    """The schedule of --beside, with the same sizes and costs and the options that it accepts."""
     other = outputs.beside
     if other is None:
         return []
     if "--html" not in outputs.files:
-        raise PentadError(f"--beside is '{other}', but it is drawn on a page and no --html is given")
+        raise PentadError(f"--beside is '{other}' without --html: expected both, as it is drawn on the page")
     try:
-        program, costs, _ = _build(_asked(request, other))
+        return [_build(_with_name(request, other))]
     except (PentadError, ScheduleError) as error:
         raise PentadError(f"--beside is '{other}': {str(error).partition(chr(10))[0]}") from None
-    return [Drawn(program, costs, simulate(program, costs))]
 
 
-def _asked(request: Request, other: str) -> Request:
-    """The same of another schedule, less the options that it does not take."""
+def _with_name(request: Request, other: str) -> Request:
+    """The same request for another schedule, without the options that it does not take."""
     if other == AUTO:
         return replace(request, name=other)
-    takes = OWN.takes if ":" in other else CATALOGUE[other].takes if other in CATALOGUE else frozenset()
+    accepted = CUSTOM.accepts if ":" in other else CATALOGUE[other].accepts if other in CATALOGUE else frozenset()
     return replace(
         request,
         name=other,
-        chunks=request.chunks if "chunks" in takes else None,
-        group=request.group if "group" in takes else None,
-        memory_limit=request.memory_limit if "limit" in takes else None,
-        slices=request.slices if "slices" in takes else None,
+        chunks=request.chunks if "chunks" in accepted else None,
+        group=request.group if "group" in accepted else None,
+        memory_limit=request.memory_limit if "memory_limit" in accepted else None,
+        slices=request.slices if "slices" in accepted else None,
     )
 
 
-def _content(option: str, shown: list[Drawn], request: Request) -> str | bytes:
-    program, _, timeline = shown[0]
-    names = " and ".join(one.program.name for one in shown)
-    drawn = names if option == "--html" else program.name
-    title = f"{drawn}, {program.ranks} ranks, {program.microbatches} microbatches" + _sliced(program)
+def _content(option: str, shown: list[Built], request: Request) -> str | bytes:
+    first = shown[0]
     match option:
         case "--svg":
-            return svg_grid(timeline, title=title, timed=False)
+            return svg_grid(first.timeline, title=f"{first.program.name}, {first.title}", timed=False)
         case "--html":
+            names = " and ".join(one.program.name for one in shown)
             facts = {"costs F,B,W": request.costs, "a transfer": f"{request.comm:g}"}
             facts["program"] = ", ".join(one.program.hash[:12] for one in shown)
-            return schedule_page(shown, title=title, facts=facts, limit=request.memory_limit)
+            drawn = [SimulatedProgram(one.program, one.costs, one.timeline) for one in shown]
+            return schedule_page(drawn, title=f"{names}, {first.title}", facts=facts, limit=request.memory_limit)
         case "--arrow":
-            return program.to_bytes()
+            return first.program.to_bytes()
         case _:
-            return torch_csv(program)
+            return torch_csv(first.program)
 
 
-def _grid(program: Program, timeline: Timeline, costs: Costs, console: Console) -> list[Text]:
-    """The time grid; in a terminal that is too narrow for it, bars as wide as the terminal."""
-    grid = time_grid(program, timeline, costs)
+def _cells(built: Built, makespan: float) -> int:
+    """Width of the time grid."""
+    costs = built.costs
+    return round(makespan / min(*costs.forward, *costs.backward, *costs.weight))
+
+
+def _grid(built: Built, console: Console) -> list[Text]:
+    """The time grid; in a terminal too narrow for it, bars that fill the terminal."""
+    grid = time_grid(built.program, built.timeline, built.costs)
     if not console.is_terminal:
         return [Text(line) for line in grid.splitlines()]
     coloured = is_coloured(console)
     if max(map(len, grid.splitlines())) > console.width:
-        return bars(timeline, console.width, coloured=coloured)
+        return bars(built.timeline, console.width, coloured=coloured)
     return coloured_grid(grid) if coloured else [Text(line) for line in grid.splitlines()]

@@ -1,4 +1,4 @@
-"""What went wrong with a rank: as it arrives from Ray, and as a run hears of it."""
+"""A rank's failure: as it arrives from Ray, and as the run handles it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from ray.exceptions import RayError, RayTaskError
 
 from pentad.schedules.ir.errors import PentadError
 
-# Seconds to wait for a better culprit: a rank that lost its peers usually reports before the peer's death is known.
+# Seconds to wait for the failure that caused the first: a rank often reports a lost peer before Ray reports its death.
 GRACE, GRACE_OF_VICTIM = 0.5, 0.3
 VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
 
 
 class WorkerError(PentadError):
-    """Rank `rank` failed. `detail` is the whole account: a traceback, or what Ray knows of a death.
+    """Rank `rank` failed. `detail` is the full account: a traceback, or what Ray knows of a death.
 
-    `lost` are the ranks that are known to be gone or to be given up. `fault` is 'killed', 'error', 'hang' or 'node',
-    `detector` is 'ray', 'peer', 'heartbeat' or 'deadline', as the journal has them; `after` are the seconds without
-    progress before it was noticed, as far as known.
+    `lost` are the ranks that are dead or must be given up. `fault` is 'killed', 'error', 'hang', 'node' or 'drain', and
+    `detector` 'ray', 'peer', 'heartbeat', 'deadline' or 'notice', as in the journal; `stalled_seconds` passed without
+    progress before the fault was detected, as far as known.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class WorkerError(PentadError):
         lost: tuple[int, ...] = (),
         fault: str = "",
         detector: str = "",
-        after: float = 0.0,
+        stalled_seconds: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.rank, self.detail, self.lost, self.fault, self.detector = rank, detail, lost, fault, detector
-        self.after = after
+        self.stalled_seconds = stalled_seconds
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Failure:
         return not isinstance(self.error, RayTaskError)
 
     @property
-    def victim(self) -> bool:
-        """Whether this only tells that another rank is gone."""
+    def is_victim(self) -> bool:
+        """Whether the error only says that another rank is gone."""
         return not self.died and any(sign in str(self.error).lower() for sign in VICTIM)
 
     @property
@@ -59,14 +59,14 @@ class Failure:
             error = getattr(self.error, "cause", self.error)
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
         lines = str(self.error).strip().splitlines()
-        told = " ".join(lines).partition("exit detail: ")[2] or lines[-1]
-        if "connection error code 2" in told:  # Ray's word for an end without a word
+        detail = " ".join(lines).partition("exit detail: ")[2] or lines[-1]
+        if "connection error code 2" in detail:  # Ray's text for a process that vanished
             return "its process was killed or crashed"
-        return " ".join(told.split()).rstrip(".")
+        return " ".join(detail.split()).rstrip(".")
 
 
-def patience(failures: list[Failure]) -> float:
-    """Seconds to wait for better news than these."""
+def grace_seconds(failures: list[Failure]) -> float:
+    """Seconds to wait for a failure that explains these."""
     if any(failure.died for failure in failures):
         return 0.0
-    return GRACE_OF_VICTIM if all(failure.victim for failure in failures) else GRACE
+    return GRACE_OF_VICTIM if all(failure.is_victim for failure in failures) else GRACE

@@ -1,4 +1,4 @@
-"""Whether something can listen at an address, and why not, in one sentence."""
+"""Whether a port of this machine is free, and if not, why, in one sentence."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import socket
 from pentad.schedules.ir.errors import PentadError
 
 
-def refuse_taken(key: str, host: str, port: int) -> None:
-    """Raises PentadError where nothing can listen; port 0 is always free."""
+def check_port_free(key: str, host: str, port: int) -> None:
+    """Raises PentadError when nothing can listen there; port 0 is always free."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
@@ -17,16 +17,26 @@ def refuse_taken(key: str, host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
             probe.bind(address)
     except (OSError, UnicodeError) as error:
-        raise PentadError(why_not(key, host, port, error)) from None
+        raise PentadError(listen_error(key, host, port, error)) from None
 
 
-def why_not(key: str, host: str, port: int, error: OSError | UnicodeError) -> str:
-    """What a config of metrics.host `host` and `key` `port` does wrong, when listening there raised `error`."""
-    number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, "no name of a host")
+def listen_error(key: str, host: str, port: int, error: OSError | UnicodeError) -> str:
+    """The sentence for an `error` raised by listening at metrics.host `host` and the port that `key` configures."""
+    number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, "not a host name")
     if number == errno.EADDRINUSE:
-        from pentad.orchestrator.cluster.cluster import _holder  # imports ray
-
-        return f"{key} is {port}, but {_holder(port)} has that port ({reason}); expected a free one, or 0 for any"
+        return f"{key} is {port}, but {port_owner(port)} has that port ({reason}); expected a free one, or 0 for any"
     if number == errno.EACCES:
-        return f"{key} is {port}, which needs more rights than yours: expected one from 1024 on, or 0 for any"
+        return f"{key} is {port}, which needs privileges: expected a port from 1024 on, or 0 for any"
     return f"metrics.host is {host!r}, where nothing can listen ({reason}): expected an address of this machine"
+
+
+def port_owner(port: int) -> str:
+    """The process that listens on a port, as far as this user may see."""
+    from pentad.orchestrator.cluster.ray_head import psutil  # imports ray
+
+    try:
+        pids = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_LISTEN}
+        names = [f"{psutil.Process(pid).name()} (pid {pid})" for pid in pids if pid]
+    except psutil.Error:
+        names = []
+    return ", ".join(names) or "another program, perhaps another Ray dashboard,"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from pentad.orchestrator.config.sections import Count, NonNegative, Positive, Section
-from pentad.schedules.spec.model import MLA, Experts, ModelShape, RopeScaling
+from pentad.schedules.spec.model import MLA, Experts, ModelSpec, RopeScaling
 
+CUSTOM_SIZES = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn")  # arguments of a custom model's function
 Family = Literal["llama", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3"]
 
 
@@ -49,19 +51,17 @@ class ExpertsSection(Section):
     )
     first_k_dense: NonNegative = Field(default=0, description="first layers that have no experts")
 
-    @model_validator(mode="after")
-    def _visits_fit(self) -> ExpertsSection:
+    def rules(self) -> Iterator[str]:
         if self.num_experts % self.num_groups:
             expected = f"a multiple of model.experts.num_groups = {self.num_groups}"
-            raise ValueError(f"model.experts.num_experts is {self.num_experts}: expected {expected}")
+            yield f"model.experts.num_experts is {self.num_experts}: expected {expected}"
         if self.topk_groups > self.num_groups:
             expected = f"at most model.experts.num_groups = {self.num_groups}"
-            raise ValueError(f"model.experts.topk_groups is {self.topk_groups}: expected {expected}")
-        reached = self.num_experts // self.num_groups * self.topk_groups
-        if self.top_k > reached:
-            expected = f"at most {reached}, the experts of {self.topk_groups} of {self.num_groups} groups"
-            raise ValueError(f"model.experts.top_k is {self.top_k}: expected {expected}")
-        return self
+            yield f"model.experts.topk_groups is {self.topk_groups}: expected {expected}"
+        eligible = self.num_experts // self.num_groups * self.topk_groups
+        if self.top_k > eligible:
+            expected = f"at most {eligible}, the experts of {self.topk_groups} of {self.num_groups} groups"
+            yield f"model.experts.top_k is {self.top_k}: expected {expected}"
 
 
 class MLASection(Section):
@@ -71,13 +71,9 @@ class MLASection(Section):
     qk_rope_head_dim: Count = Field(description="width of a head's query and key with positions, even")
     v_head_dim: Count = Field(description="width of a head's value")
 
-    @model_validator(mode="after")
-    def _pairs(self) -> MLASection:
+    def rules(self) -> Iterator[str]:
         if self.qk_rope_head_dim % 2:
-            raise ValueError(
-                f"model.mla.qk_rope_head_dim is {self.qk_rope_head_dim}: expected an even width (rotary pairs)"
-            )
-        return self
+            yield f"model.mla.qk_rope_head_dim is {self.qk_rope_head_dim}: expected an even width (rotary pairs)"
 
 
 class RopeScalingSection(Section):
@@ -117,52 +113,64 @@ class ModelSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _may_be_ones_own(cls, raw: Any) -> Any:
-        """Sizes that a function of the user's does not take need no value."""
+    def _default_sizes_of_custom_models(cls, raw: Any) -> Any:
+        """A custom model's function may ignore these sizes."""
         if isinstance(raw, dict) and raw.get("custom") is not None:
             return dict.fromkeys(("layers", "heads", "kv_heads", "ffn"), 1) | raw
         return raw
 
-    @model_validator(mode="after")
-    def _heads_fit(self) -> ModelSection:
-        if self.custom is not None:
-            return self
-        if self.heads % self.kv_heads:
-            raise ValueError(f"model.heads is {self.heads}: expected a multiple of model.kv_heads = {self.kv_heads}")
-        if self.mla is not None:
-            return self
-        if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(f"model.hidden is {self.hidden}: expected a multiple of model.heads = {self.heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"model.head_dim is {self.head_dim}: expected an even head size (rotary pairs)")
-        if not self.head_dim and self.hidden // self.heads % 2:
-            size = f"{self.hidden} / {self.heads} = {self.hidden // self.heads}"
-            raise ValueError(f"model.hidden / model.heads is {size}: expected an even head size (rotary pairs)")
-        return self
+    def rules(self) -> Iterator[str]:
+        if self.custom is None:
+            yield from self._head_rules()
+        elif self.tie_word_embeddings:
+            yield "model.tie_word_embeddings is true: expected false for model.custom, whose layers share nothing"
+        yield from self._family_rules()
 
-    @model_validator(mode="after")
-    def _is_of_its_family(self) -> ModelSection:
-        if self.custom is not None and self.tie_word_embeddings:
-            raise ValueError(
-                "model.tie_word_embeddings is true: expected false for model.custom, whose layers share nothing"
-            )
+    def _head_rules(self) -> Iterator[str]:
+        if self.heads % self.kv_heads:
+            yield f"model.heads is {self.heads}: expected a multiple of model.kv_heads = {self.kv_heads}"
+        if self.mla is not None:
+            return
+        if self.head_dim % 2:
+            yield f"model.head_dim is {self.head_dim}: expected an even head size (rotary pairs)"
+        if self.head_dim:
+            return
+        if self.hidden % self.heads:
+            yield f"model.hidden is {self.hidden}: expected a multiple of model.heads = {self.heads}"
+        elif self.hidden // self.heads % 2:
+            size = f"{self.hidden} / {self.heads} = {self.hidden // self.heads}"
+            yield f"model.hidden / model.heads is {size}: expected an even head size (rotary pairs)"
+
+    def _family_rules(self) -> Iterator[str]:
         traits = FAMILIES[self.family]
         for name, expected in (("experts", traits.experts), ("mla", traits.mla)):
             found = getattr(self, name)
             if expected and found is None:
-                raise ValueError(f"model.{name} is null: expected a mapping for model.family = {self.family}")
+                yield f"model.{name} is null: expected a mapping for model.family = {self.family}"
             if not expected and found is not None:
-                raise ValueError(f"model.{name} is a mapping: expected null for model.family = {self.family}")
-        if self.experts is not None and self.experts.first_k_dense >= self.layers:
-            expected_layers = f"less than model.layers = {self.layers}"
-            raise ValueError(f"model.experts.first_k_dense is {self.experts.first_k_dense}: expected {expected_layers}")
+                yield f"model.{name} is a mapping: expected null for model.family = {self.family}"
+        dense = self.experts.first_k_dense if self.experts is not None else 0
+        if dense >= self.layers:
+            yield f"model.experts.first_k_dense is {dense}: expected less than model.layers = {self.layers}"
         if self.mtp_layers and not traits.mla:
-            raise ValueError(f"model.mtp_layers is {self.mtp_layers}: expected 0 for model.family = {self.family}")
-        return self
+            yield f"model.mtp_layers is {self.mtp_layers}: expected 0 for model.family = {self.family}"
 
     @property
-    def shape(self) -> ModelShape:
+    def shape(self) -> ModelSpec:
         found = self.model_dump(exclude={"family", "custom"})
         parts = {"rope_scaling": RopeScaling, "mla": MLA, "experts": Experts}
         made = {name: part(**found[name]) if found[name] else None for name, part in parts.items()}
-        return ModelShape(**{**found, **made}, qk_norm=FAMILIES[self.family].qk_norm)
+        return ModelSpec(**{**found, **made}, qk_norm=FAMILIES[self.family].qk_norm)
+
+
+def custom_model(section: ModelSection, length: int, dtype: str) -> ModelSpec:
+    """The model that `section.custom` names, for sequences of `length` tokens. Raises PentadError if it cannot be
+    trained."""
+    import torch  # takes seconds, and only custom models need it here
+
+    from pentad.workers.custom.inspect import inspect_model
+
+    assert section.custom is not None
+    sizes = {name: getattr(section, name) for name in CUSTOM_SIZES} | {"length": length}
+    found = inspect_model(section.custom, sizes, getattr(torch, dtype))
+    return ModelSpec(len(found.layers), section.hidden, 1, 1, 1, section.vocab, custom=found)

@@ -6,16 +6,15 @@ A rule over several fields lives in the smallest model that sees them all, and i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pentad.schedules.compiler import add_savings
+from pentad.orchestrator.config.errors import RuleErrors
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
+from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 
 MOST_BUCKETS = 2**14  # of a stage's gradients
 Count = Annotated[int, Field(ge=1)]
@@ -29,13 +28,25 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    def rules(self) -> Iterator[str]:
+        """A sentence for each error that takes several fields to see."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        if found := list(self.rules()):
+            raise RuleErrors(found)
+        return self
+
 
 class RunSection(Section):
     name: str = Field(
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100, description="names the run's folder below run.folder"
     )
-    seed: NonNegative = Field(default=0, description="the only source of randomness: first weights, order of samples")
-    steps: Count = Field(description="optimizer steps, counted over all resumes")
+    seed: int = Field(
+        default=0, ge=0, le=2**63 - 1, description="the only source of randomness: initial weights, order of samples"
+    )
+    steps: Count = Field(description="optimizer steps of the run, counted over all resumes")
     folder: str = Field(default="runs", min_length=1, description="folder of all runs")
 
 
@@ -57,7 +68,11 @@ class MeshSection(Section):
         return Mesh(self.dp, self.pp, self.cp, self.tp, self.ep)
 
     @property
-    def copies(self) -> int:
+    def size(self) -> int:
+        return self.mesh.size
+
+    @property
+    def replicas(self) -> int:
         """Ranks that hold the same dense parameters, mirrors aside."""
         return self.dp * self.cp * self.ep
 
@@ -84,8 +99,8 @@ class ScheduleSection(Section):
     )
 
     @property
-    def options(self) -> Options:
-        return Options(self.chunks, self.group, self.memory_limit, self.slices)
+    def options(self) -> ScheduleOptions:
+        return ScheduleOptions(self.chunks, self.group, self.memory_limit, self.slices)
 
 
 class BatchSection(Section):
@@ -115,12 +130,10 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay, of matrices only")
     clip_norm: Positive = Field(default=1.0, description="largest global norm of a step's gradients")
 
-    @model_validator(mode="after")
-    def _falls(self) -> OptimizerSection:
-        if self.min_learning_rate is not None and self.min_learning_rate > self.learning_rate:
-            expected = f"at most optimizer.learning_rate = {self.learning_rate:g}"
-            raise ValueError(f"optimizer.min_learning_rate is {self.min_learning_rate:g}: expected {expected}")
-        return self
+    def rules(self) -> Iterator[str]:
+        low, peak = self.min_learning_rate, self.learning_rate
+        if low is not None and low > peak:
+            yield f"optimizer.min_learning_rate is {low:g}: expected at most optimizer.learning_rate = {peak:g}"
 
 
 class PrecisionSection(Section):
@@ -144,44 +157,27 @@ class MemorySection(Section):
         "null: all stay",
     )
 
-    @model_validator(mode="after")
-    def _together(self) -> MemorySection:
-        if self.recompute_stages == []:
-            raise ValueError("memory.recompute_stages is []: expected at least one stage, or null for all")
-        if self.recompute_stages is not None and self.recompute == "none":
-            found = f"memory.recompute_stages is {self.recompute_stages}, but memory.recompute is none"
-            raise ValueError(f"{found}: expected selective or full")
-        if self.max_resident_microbatches is not None and self.recompute == "selective":
-            found = f"memory.max_resident_microbatches is {self.max_resident_microbatches:g}, but memory.recompute is selective"
-            raise ValueError(f"{found}: expected none or full")
-        return self
-
-    def require(self, program: Program, *, placed: bool) -> None:
-        """Raises ValueError where a schedule's program cannot do this; one that is not `placed` has stages unlike the
-        run's."""
-        stages = self.recompute_stages or []
-        if stages and not placed:
-            raise ValueError(f"memory.recompute_stages is {stages}, but schedule.name auto places them: expected null")
-        if max(stages, default=0) >= program.stages:
-            expected = f"stages 0 to {program.stages - 1} of schedule {program.name}"
-            raise ValueError(f"memory.recompute_stages is {stages}: expected {expected}")
-        try:
-            add_savings(program, self.savings(program.stages))
-        except PentadError as error:
-            why = str(error).partition(", but ")[2]
-            raise ValueError(
-                f"memory.max_resident_microbatches is {self.max_resident_microbatches:g}, but {why}"
-            ) from None
+    def rules(self) -> Iterator[str]:
+        stages, resident = self.recompute_stages, self.max_resident_microbatches
+        if stages == []:
+            yield "memory.recompute_stages is []: expected at least one stage, or null for all"
+        elif stages is not None and self.recompute == "none":
+            yield f"memory.recompute_stages is {stages}, but memory.recompute is none: expected selective or full"
+        if resident is not None and self.recompute == "selective":
+            found = f"memory.max_resident_microbatches is {resident:g}, but memory.recompute is selective"
+            yield f"{found}: expected none or full"
 
     def modes(self, stages: int) -> tuple[str, ...]:
-        """What each of so many stages recomputes (see Plan); empty where none does."""
+        """What each of so many stages recomputes (see Plan); empty if none does."""
+        if self.recompute == "none":
+            return ()
         chosen = range(stages) if self.recompute_stages is None else self.recompute_stages
-        return tuple(self.recompute if s in chosen else "none" for s in range(stages) if self.recompute != "none")
+        return tuple(self.recompute if stage in chosen else "none" for stage in range(stages))
 
-    def savings(self, stages: int) -> MemoryOptions:
-        """What a program of so many stages does to need less memory."""
-        again = frozenset(stage for stage, mode in enumerate(self.modes(stages)) if mode != "none")
-        return MemoryOptions(recompute=again, max_resident=self.max_resident_microbatches)
+    def options(self, stages: int) -> MemoryOptions:
+        """The options of a program of so many stages."""
+        recompute = frozenset(stage for stage, mode in enumerate(self.modes(stages)) if mode != "none")
+        return MemoryOptions(recompute=recompute, max_resident=self.max_resident_microbatches)
 
 
 class ZeroSection(Section):
@@ -216,15 +212,13 @@ class ZeroSection(Section):
             raise PentadError(f"{text}: a stage's gradients in at most {MOST_BUCKETS} parts")
         return found if max(found) > 1 else ()
 
-    @model_validator(mode="after")
-    def _gathers(self) -> ZeroSection:
+    def rules(self) -> Iterator[str]:
         if self.max_gathered is not None and self.stage < 3:
             expected = "expected null, since only with zero.stage = 3 are weights ever not whole"
-            raise ValueError(f"zero.max_gathered is {self.max_gathered} with zero.stage = {self.stage}, {expected}")
+            yield f"zero.max_gathered is {self.max_gathered} with zero.stage = {self.stage}: {expected}"
         if self.prefetch != 1 and self.stage < 3:
             expected = "expected 1, since only with zero.stage = 3 do gathers wait for their turn"
-            raise ValueError(f"zero.prefetch is {self.prefetch} with zero.stage = {self.stage}, {expected}")
-        return self
+            yield f"zero.prefetch is {self.prefetch} with zero.stage = {self.stage}: {expected}"
 
 
 class CheckpointSection(Section):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import yaml
 
 from pentad.schedules.ir.errors import PentadError
 
+_DIGITS = r"[0-9]+(?:_[0-9]+)*"
+_WHOLE = rf"(?:0|(?!0){_DIGITS})"
 _SCALARS = (
     ("tag:yaml.org,2002:null", r"~|null|", ("~", "n", "")),
     ("tag:yaml.org,2002:bool", r"true|false", ("t", "f")),
-    ("tag:yaml.org,2002:int", r"[-+]?(0|[1-9][0-9_]*)", tuple("-+0123456789")),
+    ("tag:yaml.org,2002:int", rf"[-+]?{_WHOLE}", tuple("-+0123456789")),
     (
         "tag:yaml.org,2002:float",
-        r"[-+]?(\.[0-9]+|(0|[1-9][0-9_]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+        rf"[-+]?(\.[0-9]+|{_WHOLE}(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
         tuple("-+.0123456789"),
     ),
 )
@@ -30,11 +33,26 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return self._number(node, super().construct_yaml_int)
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        return self._number(node, super().construct_yaml_float)
+
+    def _number(self, node: yaml.ScalarNode, construct: Callable[[yaml.ScalarNode], Any]) -> Any:
+        try:
+            return construct(node)
+        except ValueError:  # `!!int x`, or more digits than Python converts
+            text = node.value if len(node.value) <= 20 else f"{node.value[:17]}..."
+            raise yaml.MarkedYAMLError(problem=f"{text!r} is no number", problem_mark=node.start_mark) from None
+
 
 class _Dumper(yaml.SafeDumper):
     pass
 
 
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", getattr(_Loader, f"construct_yaml_{_kind}"))
 _Loader.yaml_implicit_resolvers, _Dumper.yaml_implicit_resolvers = {}, {}
 for _tag, _pattern, _first in _SCALARS:
     for _class in (_Loader, _Dumper):
@@ -42,7 +60,7 @@ for _tag, _pattern, _first in _SCALARS:
 
 
 def load_yaml(text: str, source: str) -> Any:
-    """Plain data. Raises PentadError with `source` and the line where it stops making sense."""
+    """Plain data. Raises PentadError with the name of the `source` and the line and column of the error."""
     try:
         return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:

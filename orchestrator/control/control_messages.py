@@ -1,6 +1,6 @@
-"""The messages and methods of control.proto, and how a RunView becomes a Status and a Status what `status` prints.
+"""The messages and methods of control.proto, and conversions from a RunView to a Status and to JSON.
 
-They are made at import from control.binpb, the compiled control.proto, with whatever protobuf is installed.
+The classes are created at import from control.binpb, the compiled control.proto, with whatever protobuf is installed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pentad.orchestrator.monitoring.run_state import RunView
 
 SERVICE = "pentad.v1.Control"
 ENDPOINT = "control.json"  # in the folder of a live run: where its service listens, and the token
-MOST_BYTES = 4 << 20  # of a message, either way
+MAX_MESSAGE_BYTES = 4 << 20
 
 
 class Method(NamedTuple):
-    """A method of a service: its path is /service/name; `answers` is whether it answers with a stream."""
+    """A method of a service, at the path /service/name; `streams`: it answers with a stream."""
 
     service: str
     name: str
@@ -30,12 +30,13 @@ class Method(NamedTuple):
 
 
 def _compiled() -> tuple[dict[str, Any], tuple[Method, ...]]:
-    """Message classes by name, and the methods. A pool of our own: a user's stubs of the same file do not collide."""
+    """Message classes by name, and the methods, in a descriptor pool of their own: a user's stubs may define the
+    same."""
     files = descriptor_pb2.FileDescriptorSet.FromString(Path(__file__).with_name("control.binpb").read_bytes())
     (file,) = files.file
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    types = {
+    classes = {
         f".{file.package}.{made.name}": message_factory.GetMessageClass(
             pool.FindMessageTypeByName(f"{file.package}.{made.name}")
         )
@@ -43,16 +44,17 @@ def _compiled() -> tuple[dict[str, Any], tuple[Method, ...]]:
     }
     (service,) = file.service
     methods = tuple(
-        Method(SERVICE, m.name, types[m.input_type], types[m.output_type], m.server_streaming) for m in service.method
+        Method(SERVICE, m.name, classes[m.input_type], classes[m.output_type], m.server_streaming)
+        for m in service.method
     )
-    return {name.rpartition(".")[2]: made for name, made in types.items()}, methods
+    return {name.rpartition(".")[2]: made for name, made in classes.items()}, methods
 
 
 MESSAGES, METHODS = _compiled()
 
 
 def status_of(view: RunView) -> Any:
-    """The Status of a view as it is now: ages of heartbeats grow between two views."""
+    """The Status of a view, with the present ages of heartbeats."""
     now = time.monotonic()
     status = MESSAGES["Status"](endpoints=view.endpoints)
     for name in ("run", "folder", "state", "step", "steps", "generation", "mesh", "schedule", "program", "verdict"):
@@ -70,7 +72,7 @@ def status_of(view: RunView) -> Any:
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """A message as JSON has it, with the names of control.proto; null stands for an optional field that is absent."""
+    """A message as a JSON object with the names of control.proto; an absent optional field is None."""
     facts: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

@@ -1,6 +1,6 @@
-"""What the control service answers: to Control's methods and to probes of health, all from the newest view of the run.
+"""The methods of the control service and of gRPC's health service, answered from the newest view of the run.
 
-Everything here runs in the service's own event loop; only `Board.post` is called from outside.
+Everything runs in the service's event loop; only `ViewQueue.post` is called from other threads.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from pentad.orchestrator.control.control_messages import MESSAGES, SERVICE, stat
 from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView
 
 OVER = ("finished", "stopped", "failed")
-HEARTBEAT_SECONDS = 5.0  # a rank that has not answered for so long is not serving
+HEARTBEAT_SECONDS = 5.0  # a rank that has been silent for longer is not serving
 _WATCH_SECONDS = 0.5  # between two answers of WatchStatus
-_AGE_SECONDS = 1.0  # between two looks at a rank of which there is no news
-_LOOK_SECONDS = 0.1  # between two looks at whether a checkpoint is whole
+_AGE_SECONDS = 1.0  # between two checks of heartbeats
+_POLL_SECONDS = 0.1  # between two checks for a committed checkpoint
 _ANSWERING = ("running", "waiting", "idle")
 _Write = Callable[[Any], Awaitable[None]]
 
 
 class Refused(Exception):
-    """A call that ends with a status code and one sentence."""
+    """Ends a call with a status code and one sentence."""
 
     def __init__(self, code: grpc.StatusCode, sentence: str) -> None:
         super().__init__(sentence)
         self.code = code
 
 
-class Board:
-    """Where the newest view of the run hangs; anyone posts, and the loop's tasks await the next news.
+class ViewQueue:
+    """The newest view of the run. Any thread posts views; tasks of the event loop await changes.
 
-    `turned` is set by the next news, and another event from then on: take it before you look, and miss nothing.
+    `changed` is set by the next post and replaced by a new event: fetch it before reading `view` to miss no change.
     """
 
     def __init__(self, view: RunView) -> None:
         self.view, self.closed = view, False
         self.loop = asyncio.new_event_loop()
-        self.turned = asyncio.Event()
+        self.changed = asyncio.Event()
 
     @property
     def over(self) -> bool:
         return self.closed or self.view.state in OVER
 
     def post(self, view: RunView | None = None, *, closed: bool = False) -> None:
-        """Never blocks; after the loop's end it only remembers."""
+        """Never blocks. After the loop has ended, only stores the view."""
         self.view, self.closed = view or self.view, self.closed or closed
         with suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(self._turn)
+            self.loop.call_soon_threadsafe(self._notify)
 
     async def until(self, reached: Callable[[RunView], bool]) -> RunView:
-        """The first view that is as expected. Raises Refused when the run ends before."""
+        """The first view for which `reached` holds. Raises Refused when the run ends before."""
         while True:
-            turned = self.turned
+            changed = self.changed
             if reached(self.view):
                 return self.view
             if self.over:
@@ -66,78 +66,87 @@ class Board:
                     grpc.StatusCode.FAILED_PRECONDITION,
                     f"run {self.view.run} is over at step {self.view.step}: expected a live one",
                 )
-            await turned.wait()
+            await changed.wait()
 
-    def _turn(self) -> None:
-        self.turned.set()
-        self.turned = asyncio.Event()
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
-class Methods:
-    """The methods of pentad.v1.Control, under their names in control.proto."""
+class ControlMethods:
+    """The methods of pentad.v1.Control, named as in control.proto."""
 
-    def __init__(self, board: Board, wishes: ControlRequests) -> None:
-        self.board, self.wishes = board, wishes
+    def __init__(self, views: ViewQueue, requests: ControlRequests) -> None:
+        self.views, self.requests = views, requests
 
     async def GetStatus(self, _request: Any, _write: _Write) -> Any:
-        return status_of(self.board.view)
+        return status_of(self.views.view)
 
     async def WatchStatus(self, _request: Any, write: _Write) -> None:
-        told = None
+        sent = None
         while True:
-            turned, over, view = self.board.turned, self.board.over, self.board.view
-            if view != told:
+            changed, over, view = self.views.changed, self.views.over, self.views.view
+            if view != sent:
                 await write(status_of(view))
-                told = view
+                sent = view
             if over:
                 return
-            await asyncio.gather(turned.wait(), asyncio.sleep(_WATCH_SECONDS))
+            await asyncio.gather(changed.wait(), asyncio.sleep(_WATCH_SECONDS))
 
     async def Pause(self, request: Any, _write: _Write) -> Any:
-        await self._admit(request)
-        self.wishes.pause()
-        return _outcome(await self.board.until(lambda view: view.state == "paused"))
+        await self._check_request(request)
+        self.requests.pause()
+        return _outcome(await self.views.until(lambda view: view.state == "paused"))
 
     async def Resume(self, request: Any, _write: _Write) -> Any:
-        await self._admit(request)
-        self.wishes.resume()
-        return _outcome(await self.board.until(lambda view: view.state != "paused"))
+        await self._check_request(request)
+        self.requests.resume()
+        return _outcome(await self.views.until(lambda view: view.state != "paused"))
 
     async def Checkpoint(self, request: Any, _write: _Write) -> Any:
-        view = await self._admit(request)
-        # Looked at again and again instead of waited for: no thread is held, and a caller that leaves leaves nothing.
-        while (saved := self.wishes.checkpoint(view.step, 0.0)) is None:
-            await self.board.until(lambda _: not self.board.over)
-            await asyncio.sleep(_LOOK_SECONDS)
-        return _outcome(self.board.view, step=saved)
+        view = await self._check_request(request)
+        # Polls: waiting would hold a thread, and a caller that hangs up would leave it behind.
+        while (saved := self.requests.checkpoint(view.step, 0.0)) is None:
+            await self.views.until(lambda _: not self.views.over)
+            await asyncio.sleep(_POLL_SECONDS)
+        return _outcome(self.views.view, step=saved)
+
+    async def Stop(self, request: Any, _write: _Write) -> Any:
+        await self._check_request(request)
+        self.requests.stop()
+        return await self._ended()
 
     async def Abort(self, request: Any, _write: _Write) -> Any:
-        await self._admit(request)
-        self.wishes.abort()
-        view = await self.board.until(lambda _: self.board.over)
+        await self._check_request(request)
+        self.requests.abort()
+        return await self._ended()
+
+    async def _ended(self) -> Any:
+        view = await self.views.until(lambda _: self.views.over)
         return _outcome(view, state=view.state if view.state in OVER else "stopped")
 
-    async def _admit(self, request: Any) -> RunView:
-        """The present view. Raises Refused when the run is over, or in another generation than the caller believes."""
-        view = await self.board.until(lambda _: not self.board.over)
+    async def _check_request(self, request: Any) -> RunView:
+        """The present view. Raises Refused when the run is over or in another generation than the request names."""
+        view = await self.views.until(lambda _: not self.views.over)
         if request.generation not in (0, view.generation):
-            sentence = f"generation is {request.generation}, but run {view.run} is in {view.generation}: expected that or 0 for any"
+            found = f"generation is {request.generation}, but run {view.run} is in {view.generation}"
+            sentence = f"{found}: expected that or 0 for any"
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         return view
 
 
-class Health:
+class HealthMethods:
     """The methods of grpc.health.v1.Health.
 
-    The servicer that grpc brings holds a service's lock while it writes to a watcher, so that one who does not read
-    stops the news for all; here each call looks at the view by itself.
+    grpc's own servicer holds a lock while it writes to a watcher, so one slow watcher blocks all; here each call reads
+    the view by itself.
     """
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
+    def __init__(self, views: ViewQueue) -> None:
+        self.views = views
 
     async def Check(self, request: Any, _write: _Write) -> Any:
-        found = self._look(request.service)
+        found = self._serving(request.service)
         if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             raise Refused(
                 grpc.StatusCode.NOT_FOUND, "service is unknown: expected '', pentad.v1.Control or pentad.rank.N"
@@ -145,32 +154,32 @@ class Health:
         return health_pb2.HealthCheckResponse(status=found)
 
     async def Watch(self, request: Any, write: _Write) -> None:
-        told = None
+        sent = None
         while True:
-            turned, closed = self.board.turned, self.board.closed
-            if (found := self._look(request.service)) != told:
+            changed, closed = self.views.changed, self.views.closed
+            if (found := self._serving(request.service)) != sent:
                 await write(health_pb2.HealthCheckResponse(status=found))
-                told = found
+                sent = found
             if closed:
                 return
-            with suppress(TimeoutError):  # without any news a heartbeat grows old
-                await asyncio.wait_for(turned.wait(), _AGE_SECONDS)
+            with suppress(TimeoutError):  # heartbeats age even without a new view
+                await asyncio.wait_for(changed.wait(), _AGE_SECONDS)
 
-    def _look(self, service: str) -> int:
-        serving = healths(self.board.view, closed=self.board.closed, now=time.monotonic()).get(service)
+    def _serving(self, service: str) -> int:
+        serving = healths(self.views.view, closed=self.views.closed, now=time.monotonic()).get(service)
         kinds = health_pb2.HealthCheckResponse
         return kinds.SERVICE_UNKNOWN if serving is None else kinds.SERVING if serving else kinds.NOT_SERVING
 
 
 def healths(view: RunView, *, closed: bool, now: float) -> dict[str, bool]:
-    """Name of a service -> whether it serves, at the monotonic second `now`."""
+    """Whether each service is serving, by name, at the monotonic second `now`."""
     live = not closed and view.state not in OVER
-    whole = live and not (view.state == "recovering" and any(rank.state == "lost" for rank in view.ranks))
+    healthy = live and not (view.state == "recovering" and any(rank.state == "lost" for rank in view.ranks))
     ranks = {
         f"pentad.rank.{rank.rank}": live and rank.state in _ANSWERING and now - rank.heartbeat < HEARTBEAT_SECONDS
         for rank in view.ranks
     }
-    return {"": whole, SERVICE: whole, **ranks}
+    return {"": healthy, SERVICE: healthy, **ranks}
 
 
 def _outcome(view: RunView, **other: Any) -> Any:

@@ -14,7 +14,7 @@ from pentad.schedules.ir.errors import PentadError
 QUIET_SECONDS = 20.0  # without a line before the cluster is asked whether the job still lives
 PATIENCE_SECONDS = 60.0  # for a cluster that does not answer any more
 _TAIL = 20_000  # characters
-_ENDING = re.compile(r"^ (stopped|finished) +(\d+) steps$", re.MULTILINE)  # as display.ending prints it
+_ENDING = re.compile(r"^ (stopped|finished) +(\d+) steps$", re.MULTILINE)  # as display.print_summary prints it
 
 
 class Outcome(NamedTuple):

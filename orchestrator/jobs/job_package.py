@@ -13,7 +13,7 @@ from typing import Any
 from pentad.orchestrator.cluster.cluster import PASSED_ON
 from pentad.orchestrator.config.config import RunConfig, dump
 from pentad.orchestrator.config.version import release
-from pentad.schedules.catalogue import FILES
+from pentad.schedules.catalogue import FILE_SUFFIXES
 
 FOLDERS = ("orchestrator", "workers", "schedules", "kernels")
 CONFIG = "job.yaml"
@@ -49,7 +49,7 @@ def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
 def _with_files(config: RunConfig, work: Path) -> RunConfig:
     """The configuration with a schedule and a model of the user's own found where the job stands: files go along."""
     name, own = config.schedule.name, config.model.custom
-    if ":" in name or name.endswith(FILES):
+    if ":" in name or name.endswith(FILE_SUFFIXES):
         file, colon, function = name.rpartition(":") if ":" in name else (name, "", "")
         shutil.copy(file, work)
         schedule = config.schedule.model_copy(update={"name": f"{Path(file).name}{colon}{function}"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import tempfile
@@ -13,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ray
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
@@ -26,7 +24,6 @@ LIVE = ("PENDING", "RUNNING")
 _FACTS = ("version", "run", "mesh", "schedule", "folder", "config")  # metadata that is no endpoint
 _NEEDS = "expected what pentad needs, in the `python` on the PATH that the cluster's Ray was started with"
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_KV_SECONDS = 5.0
 
 
 class Job(NamedTuple):
@@ -142,26 +139,6 @@ class Jobs:
             raise PentadError(f"the Ray cluster at {self.address} does not answer any more: {root}") from error
         except (RuntimeError, ValueError) as error:
             raise PentadError(f"the Ray cluster at {self.address} refuses: {_last_line(str(error))}") from error
-
-
-def announce(endpoints: dict[str, str]) -> bool:
-    """Adds a driver's endpoints to the metadata of the Ray job that it is, after it joined the cluster.
-
-    False when it is no job or Ray does not take them; raises nothing, for no run is to end because of that.
-    """
-    with suppress(Exception):  # private parts of Ray: whatever they raise one day
-        from ray.dashboard.modules.job.common import JobInfoStorageClient
-
-        job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]
-        key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=job).encode()
-        space = ray._private.ray_constants.KV_NAMESPACE_JOB
-        store = ray._private.worker.global_worker.gcs_client
-        # Nobody else writes there while the driver runs: Ray noted its start before, and notes its end after.
-        info = json.loads(store.internal_kv_get(key, space, timeout=_KV_SECONDS))
-        info["metadata"] = (info["metadata"] or {}) | {f"pentad/{name}": value for name, value in endpoints.items()}
-        store.internal_kv_put(key, json.dumps(info).encode(), True, space, timeout=_KV_SECONDS)
-        return True
-    return False
 
 
 def failure(message: str) -> str:

@@ -1,4 +1,4 @@
-"""One place where a run's news come in: it keeps the view, writes the journal and tells the watchers."""
+"""Where the events of a run arrive: updates the view, writes the journal, and notifies the watchers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,31 @@ from pentad.workers.runtime.telemetry import GpuState
 
 
 class EventBus:
-    """Of one run, over all its generations."""
+    """Of one run, over all its generations. `view` is its present state."""
 
     def __init__(
         self, config: RunConfig, folder: RunFolder, display: Display, first: int, dashboard: str | None
     ) -> None:
         self.folder, self.display = folder, display
         self.watchers: list[Watcher] = []
-        self.gpus: Callable[[dict[int, GpuState]], None] = lambda states: None
-        plan, path = folder.plan, str(folder.path.absolute())
-        ends = {"dashboard": dashboard} if dashboard else {}
-        name, steps, mesh = config.run.name, config.run.steps, str(plan.mesh)
-        self.view = RunView(name, path, "starting", first, steps, 0, mesh, plan.program.name, plan.program.hash)
-        self.view = self.view._replace(endpoints=ends)
+        self.on_gpu_states: Callable[[dict[int, GpuState]], None] = lambda states: None
+        self.on_first_step: Callable[[], None] = lambda: None
+        plan = folder.plan
+        self.view = RunView(
+            run=config.run.name,
+            folder=str(folder.path.absolute()),
+            state="starting",
+            step=first,
+            steps=config.run.steps,
+            generation=0,
+            mesh=str(plan.mesh),
+            schedule=plan.program.name,
+            program=plan.program.hash,
+            endpoints={"dashboard": dashboard} if dashboard else {},
+        )
 
-    def plan(self, group: WorkerGroup) -> None:
-        """The ranks are in their places, for the first time or after a recovery."""
+    def ranks_placed(self, group: WorkerGroup) -> None:
+        """At the start and after every recovery."""
         now, plan = time.monotonic(), group.plan
         ranks = tuple(
             RankView(rank, plan.mesh.coordinates(rank), at.ip, at.pid, at.gpu, "starting", self.view.step, "", now)
@@ -43,60 +52,62 @@ class EventBus:
             ranks=ranks, generation=group.generation, mesh=mesh, schedule=program.name, program=program.hash
         )
         for watcher in self.watchers:
-            watcher.plan(self.view)
-        self.say()
+            watcher.on_ranks_placed(self.view)
+        self.update()
 
-    def say(self, **changes: Any) -> None:
-        """Changes the view and tells it."""
+    def update(self, **changes: Any) -> None:
+        """Changes fields of the view and notifies the watchers."""
         self.view = self.view._replace(**changes)
         for watcher in self.watchers:
-            watcher.view(self.view)
+            watcher.on_view(self.view)
 
-    def state(self, state: str) -> None:
+    def set_state(self, state: str) -> None:
         if state != self.view.state:
-            self.display.turn(state)
-            self.say(state=state)
+            self.display.set_state(state)
+            self.update(state=state)
 
-    def ranks(self, statuses: dict[int, Status], heard: dict[int, float], hung: Sequence[int] = ()) -> None:
-        """What the ranks do, in the view and in the terminal."""
+    def update_ranks(self, statuses: dict[int, Status], last_heard: dict[int, float], hung: Sequence[int] = ()) -> None:
+        """Shows what the ranks are doing, in the view and on the terminal."""
         views = []
         for view in self.view.ranks:
             status = statuses.get(view.rank)
             if status is not None:
                 state = "hung" if view.rank in hung else _state(status)
                 view = view._replace(state=state, step=status.step, instruction=status.instruction)
-            views.append(view._replace(heartbeat=heard.get(view.rank, view.heartbeat)))
-        self._ranks(tuple(views))
-        self.gpus({rank: status.gpu for rank, status in statuses.items() if status.gpu is not None})
+            views.append(view._replace(heartbeat=last_heard.get(view.rank, view.heartbeat)))
+        self._set_ranks(tuple(views))
+        self.on_gpu_states({rank: status.gpu for rank, status in statuses.items() if status.gpu is not None})
 
-    def lost(self, rank: int) -> None:
-        self._ranks(tuple(v._replace(state="lost") if v.rank == rank else v for v in self.view.ranks))
+    def rank_lost(self, rank: int) -> None:
+        self._set_ranks(tuple(v._replace(state="lost") if v.rank == rank else v for v in self.view.ranks))
 
-    def steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
-        """Steps are done."""
+    def steps_done(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
+        """Records completed steps: their rows of metrics.jsonl, and the spans of each."""
         for row in rows:
             self.folder.metrics(row)
             self.display.step(row)
             if row["skipped"]:
-                self.display.note(f"step {row['step']} had a gradient norm that is not finite: no weight changed")
+                self.display.note(f"step {row['step']} had a non-finite gradient norm: its update was skipped")
+        self.on_first_step()
+        self.on_first_step = lambda: None
         for watcher in self.watchers:
-            watcher.steps(rows, spans)
+            watcher.on_steps(rows, spans)
         last = rows[-1]
-        self.say(step=last["step"] + 1, loss=last["loss"], tokens_per_second=last["tokens_per_second"], verdict="")
+        self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=last["tokens_per_second"], verdict="")
 
-    def _ranks(self, views: tuple[RankView, ...]) -> None:
-        self.say(ranks=views)
-        self.display.refresh([RankState(v.rank, v.coordinates, v.state, v.instruction, v.step) for v in views])
-
-    def event(self, event: str, **facts: Any) -> None:
-        """A line of the journal."""
+    def record(self, event: str, **facts: Any) -> None:
+        """Writes a line of the journal."""
         entry = self.folder.event(event, **facts)
         for watcher in self.watchers:
-            watcher.event(entry)
+            watcher.on_event(entry)
+
+    def _set_ranks(self, views: tuple[RankView, ...]) -> None:
+        self.update(ranks=views)
+        self.display.refresh([RankState(v.rank, v.coordinates, v.state, v.instruction, v.step) for v in views])
 
 
 def _state(status: Status) -> str:
     if not status.instruction:
         return "idle"
-    others = "RECV" in status.instruction or "#" in status.instruction  # a transfer, or something that a group does
-    return "waiting" if others else "running"
+    is_communication = "RECV" in status.instruction or "#" in status.instruction  # a receive, or a collective
+    return "waiting" if is_communication else "running"

@@ -1,4 +1,4 @@
-"""One Prometheus exporter for all ranks of a run, on the driver: a watcher that turns news into metrics."""
+"""The Prometheus exporter of a run, on its driver: a watcher that turns events into metrics of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pentad.orchestrator.monitoring.run_state import RUN_STATES, RankView, RunVi
 from pentad.schedules.simulate.timeline import Span
 from pentad.workers.runtime.telemetry import THROTTLES, GpuState
 
-# Told as zero from the start: Prometheus sees no increase in a counter that appears as 1.
+# Exported as zero from the start: Prometheus sees no increase in a counter that first appears as 1.
 FAULTS = ("killed", "hang", "node", "error", "drain")
 DETECTORS = ("ray", "heartbeat", "deadline", "peer", "notice")
 PHASES = ("detect", "fence", "place", "connect", "state")
@@ -30,7 +30,7 @@ GPU = {
 
 
 class Exporter:
-    """Serves the metrics of run `job` over HTTP from construction until `close`. Port 0 is a free one.
+    """Serves the metrics of run `job` over HTTP from construction until `close`. Port 0 means a free one.
 
     Raises PentadError when nothing can listen there.
     """
@@ -39,7 +39,7 @@ class Exporter:
         self._values = Exposition(job)
         self._ranks: dict[int, Labels] = {}
         self._furthest, self._productive, self._began = -1, 0.0, time.monotonic()
-        self._begin()
+        self._init_values()
         self._server = MetricsServer(self._values, host, port)
 
     @property
@@ -47,34 +47,34 @@ class Exporter:
         """HOST:PORT."""
         return self._server.address
 
-    def plan(self, view: RunView) -> None:
-        """Ranks that are gone vanish, and so do the figures of GPUs until they are told again."""
+    def on_ranks_placed(self, view: RunView) -> None:
+        """Drops ranks that are gone, and all GPU readings until there are new ones."""
         labels = (release(), view.program)
         with self._values.lock:
             self._values.replace("pentad_build_info", {labels: 1.0})
-            self.view(view)
-            self.gpus({})
+            self.on_view(view)
+            self.set_gpu_states({})
 
-    def steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
+    def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         with self._values.lock:
             for row in rows:
                 self._step(row)
             for each in spans:
                 self._spans(each)
 
-    def view(self, view: RunView) -> None:
+    def on_view(self, view: RunView) -> None:
         """The run's state and size, and heartbeats on this host's clock."""
-        values, past = self._values, time.time() - time.monotonic()
+        values, epoch = self._values, time.time() - time.monotonic()
         with values.lock:
             values.replace("pentad_run_state", {(state,): float(state == view.state) for state in RUN_STATES})
             values.put("pentad_step", view.step)
             values.put("pentad_generation", view.generation)
             values.put("pentad_world_size", sum(rank.state != "lost" for rank in view.ranks))
             self._ranks = {rank.rank: rank_labels(rank) for rank in view.ranks}
-            heard = {self._ranks[rank.rank]: round(past + rank.heartbeat, 3) for rank in view.ranks}
+            heard = {self._ranks[rank.rank]: round(epoch + rank.heartbeat, 3) for rank in view.ranks}
             values.replace("pentad_heartbeat_timestamp_seconds", heard)
 
-    def event(self, entry: dict[str, Any]) -> None:
+    def on_event(self, entry: dict[str, Any]) -> None:
         with self._values.lock:
             match entry["event"]:
                 case "lost":
@@ -86,8 +86,8 @@ class Exporter:
                 case "checkpoint failed":
                     self._values.add("pentad_checkpoint_failures_total", 1)
 
-    def gpus(self, states: dict[int, GpuState]) -> None:
-        """What is known of the ranks' GPUs now, by rank: of a rank left out nothing is told any more."""
+    def set_gpu_states(self, states: dict[int, GpuState]) -> None:
+        """Replaces the readings of the ranks' GPUs, by rank; those of other ranks are dropped."""
         known = {self._ranks[rank]: state for rank, state in states.items() if rank in self._ranks}
         with self._values.lock:
             for name, field in GPU.items():
@@ -106,7 +106,7 @@ class Exporter:
     def close(self) -> None:
         self._server.close()
 
-    def _begin(self) -> None:
+    def _init_values(self) -> None:
         values = self._values
         for counter in ("tokens", "steps_discarded", "checkpoint_bytes", "checkpoint_failures"):
             values.add(f"pentad_{counter}_total", 0)
@@ -114,10 +114,10 @@ class Exporter:
             values.add("pentad_failures_total", 0, *labels)
         for tensor in TENSORS.values():
             values.add("pentad_nonfinite_values_total", 0, tensor)
-        values.tally("pentad_step_duration_seconds")
-        values.tally("pentad_checkpoint_duration_seconds", "disk")
+        values.histogram("pentad_step_duration_seconds")
+        values.histogram("pentad_checkpoint_duration_seconds", "disk")
         for phase in PHASES:
-            values.tally("pentad_recovery_duration_seconds", phase)
+            values.histogram("pentad_recovery_duration_seconds", phase)
         values.live["pentad_effective_training_time_ratio"] = self._effective
 
     def _effective(self) -> float:
@@ -125,7 +125,7 @@ class Exporter:
 
     def _step(self, row: dict[str, Any]) -> None:
         values = self._values
-        values.tally("pentad_step_duration_seconds").observe(row["step_seconds"])
+        values.histogram("pentad_step_duration_seconds").observe(row["step_seconds"])
         values.add("pentad_tokens_total", row["tokens"])
         values.put("pentad_learning_rate", row["lr"])
         for key, tensor in TENSORS.items():
@@ -138,29 +138,31 @@ class Exporter:
         }.items():
             if row[key] is not None:
                 values.put(name, row[key])
-        if row["peak_bytes"]:  # a CPU's is not told
+        if row["peak_bytes"]:  # not measured on a CPU
             values.put("pentad_gpu_memory_peak_bytes", row["peak_bytes"])
-        if row["step"] > self._furthest:  # a step done again was paid for already
+        if row["step"] > self._furthest:  # replayed steps are not productive
             self._furthest = row["step"]
             self._productive += row["step_seconds"]
 
     def _spans(self, spans: Sequence[Span]) -> None:
-        tallies = {op: self._values.tally("pentad_instruction_duration_seconds", op) for op in {s.op for s in spans}}
+        histograms = {
+            op: self._values.histogram("pentad_instruction_duration_seconds", op) for op in {s.op for s in spans}
+        }
         for span in spans:
-            tallies[span.op].observe(span.end - span.start)
+            histograms[span.op].observe(span.end - span.start)
 
     def _recovered(self, entry: dict[str, Any]) -> None:
         for phase, seconds in entry["seconds"].items():
-            self._values.tally("pentad_recovery_duration_seconds", phase).observe(seconds)
+            self._values.histogram("pentad_recovery_duration_seconds", phase).observe(seconds)
         self._values.add("pentad_steps_discarded_total", entry["steps_replayed"])
 
     def _checkpoint(self, entry: dict[str, Any]) -> None:
-        self._values.tally("pentad_checkpoint_duration_seconds", "disk").observe(entry["seconds"])
+        self._values.histogram("pentad_checkpoint_duration_seconds", "disk").observe(entry["seconds"])
         self._values.put("pentad_checkpoint_last_success_timestamp_seconds", entry["time"], "disk")
         self._values.add("pentad_checkpoint_bytes_total", entry["bytes"])
 
 
 def rank_labels(view: RankView) -> Labels:
-    """The values of exposition.RANK."""
+    """Label values of exposition.RANK."""
     at = view.coordinates
     return (*map(str, (view.rank, at.dp, at.pp, at.cp, at.tp, at.ep)), view.node)

@@ -1,6 +1,6 @@
-"""What the exporter can tell: every metric with its help, and their values as prometheus_client wants them.
+"""The metrics of the exporter: name, help, labels and values, as a collector for prometheus_client.
 
-Names are in base units; labels are of few values (never a step or a microbatch), so that Prometheus can keep them.
+Names are in base units. Labels have few values (never a step or a microbatch) to keep the number of series small.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ Labels = tuple[str, ...]
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 RANK: Labels = ("rank", "dp", "pp", "cp", "tp", "ep", "node")
-# 100 us to 100 s: three buckets a decade, and ten where a change of a quarter should show.
+# 100 us to 100 s: three buckets per decade, or ten to resolve changes of a quarter.
 COARSE = tuple(float(f"{10 ** (k / 3 - 4):.1g}") for k in range(19))
 FINE = tuple(float(f"{10 ** (k / 10 - 4):.2g}") for k in range(61))
 
 
 class Metric(NamedTuple):
-    """`labels` are those beside `job`, the run's name, which every metric has; `buckets` are of a histogram."""
+    """`labels` come in addition to `job`, the run's name, which every metric has; `buckets` are those of a
+    histogram."""
 
     kind: Literal["gauge", "counter", "histogram"]
     help: str
@@ -34,58 +35,63 @@ class Metric(NamedTuple):
 
 
 METRICS = {
-    "pentad_build_info": Metric("gauge", "1; which pentad runs which program.", ("version", "schedule_hash")),
-    "pentad_run_state": Metric("gauge", "1 for the state the run is in, 0 for the others.", ("state",)),
+    "pentad_build_info": Metric(
+        "gauge",
+        "Always 1; labels tell the version and the program.",
+        ("version", "schedule_hash"),
+    ),
+    "pentad_run_state": Metric("gauge", "1 for the present state of the run, 0 for the others.", ("state",)),
     # progress
     "pentad_step": Metric("gauge", "Optimizer steps done; less after a recovery from a checkpoint."),
-    "pentad_step_duration_seconds": Metric("histogram", "Time of a step, end to end.", (), FINE),
-    "pentad_tokens_total": Metric("counter", "Tokens trained on; those of steps done again count again."),
-    "pentad_model_flops_utilization_ratio": Metric("gauge", "Model FLOPs of the last step, of what the GPUs can do."),
+    "pentad_step_duration_seconds": Metric("histogram", "Duration of a step.", (), FINE),
+    "pentad_tokens_total": Metric("counter", "Tokens trained on, counting replayed steps again."),
+    "pentad_model_flops_utilization_ratio": Metric("gauge", "Model FLOPs utilization (MFU) of the last step."),
     "pentad_effective_training_time_ratio": Metric(
-        "gauge", "Share of the time since the driver began that went into steps, each counted once (ETTR)."
+        "gauge",
+        "Effective training time ratio (ETTR): share of the driver's lifetime in steps, each counted once.",
     ),
-    "pentad_loss": Metric("gauge", "Loss of a token in the last step, NaN when it was not finite."),
+    "pentad_loss": Metric("gauge", "Loss per token of the last step, NaN when it was not finite."),
     "pentad_grad_norm": Metric("gauge", "Global gradient norm before clipping, NaN when it was not finite."),
     "pentad_learning_rate": Metric("gauge", "Learning rate of the last step."),
     "pentad_nonfinite_values_total": Metric(
-        "counter", "Steps whose loss or gradient norm was not finite; the latter changed no weight.", ("tensor",)
+        "counter", "Steps with a non-finite loss or gradient norm; the latter skip their update.", ("tensor",)
     ),
     # the program
-    "pentad_bubble_ratio": Metric("gauge", "Idle share of the ranks' time in the last step, as measured (makespan)."),
-    "pentad_bubble_planned_ratio": Metric("gauge", "The same, as simulated with measured costs."),
-    "pentad_instruction_duration_seconds": Metric("histogram", "Time of an instruction on its lane.", ("op",)),
+    "pentad_bubble_ratio": Metric("gauge", "Idle share of the ranks' time in the last step's makespan, measured."),
+    "pentad_bubble_planned_ratio": Metric("gauge", "The same, simulated with measured costs."),
+    "pentad_instruction_duration_seconds": Metric("histogram", "Duration of an instruction on its lane.", ("op",)),
     # the ranks
     "pentad_heartbeat_timestamp_seconds": Metric("gauge", "Unix time at which the rank last answered.", RANK),
-    "pentad_world_size": Metric("gauge", "Ranks of the mesh that are not lost."),
-    "pentad_generation": Metric("gauge", "Incarnation of the group of ranks."),
+    "pentad_world_size": Metric("gauge", "Live ranks of the mesh."),
+    "pentad_generation": Metric("gauge", "Incarnation of the worker group."),
     "pentad_failures_total": Metric(
-        "counter", "Ranks lost, by what befell them and who saw it.", ("fault", "detector")
+        "counter", "Ranks lost, by kind of fault and by how it was detected.", ("fault", "detector")
     ),
-    "pentad_recovery_duration_seconds": Metric("histogram", "Time of each phase of a recovery.", ("phase",)),
-    "pentad_steps_discarded_total": Metric("counter", "Steps that had to be done again after a recovery."),
+    "pentad_recovery_duration_seconds": Metric("histogram", "Duration of each phase of a recovery.", ("phase",)),
+    "pentad_steps_discarded_total": Metric("counter", "Steps replayed after recoveries."),
     # checkpoints
     "pentad_checkpoint_duration_seconds": Metric("histogram", "Time to write a checkpoint.", ("stage",)),
     "pentad_checkpoint_last_success_timestamp_seconds": Metric(
-        "gauge", "Unix time of the newest whole checkpoint of this driver.", ("tier",)
+        "gauge", "Unix time of the newest checkpoint that this driver committed.", ("tier",)
     ),
     "pentad_checkpoint_bytes_total": Metric("counter", "Bytes of checkpoints written."),
     "pentad_checkpoint_failures_total": Metric("counter", "Checkpoints that could not be written."),
     # GPUs
-    "pentad_gpu_memory_peak_bytes": Metric("gauge", "Most memory that tensors of one rank took in the last step."),
-    "pentad_gpu_memory_used_bytes": Metric("gauge", "Memory of the rank's GPU in use, by all processes.", RANK),
+    "pentad_gpu_memory_peak_bytes": Metric("gauge", "Peak memory of tensors in the last step, on the fullest rank."),
+    "pentad_gpu_memory_used_bytes": Metric("gauge", "Used memory of the rank's GPU, by all processes.", RANK),
     "pentad_gpu_memory_size_bytes": Metric("gauge", "Memory of the rank's GPU.", RANK),
     "pentad_gpu_power_watts": Metric("gauge", "Power that the rank's GPU draws.", RANK),
-    "pentad_gpu_clock_hertz": Metric("gauge", "Clock of the multiprocessors of the rank's GPU.", RANK),
+    "pentad_gpu_clock_hertz": Metric("gauge", "SM clock of the rank's GPU.", RANK),
     "pentad_gpu_temperature_celsius": Metric("gauge", "Temperature of the rank's GPU.", RANK),
-    "pentad_gpu_throttled": Metric("gauge", "Whether the rank's GPU holds its clocks down.", (*RANK, "reason")),
+    "pentad_gpu_throttled": Metric("gauge", "Whether the clocks of the rank's GPU are throttled.", (*RANK, "reason")),
     "pentad_gpu_ecc_errors_total": Metric(
-        "counter", "Memory errors of the rank's GPU since its driver was loaded.", (*RANK, "type")
+        "counter", "ECC errors of the rank's GPU since its driver was loaded.", (*RANK, "type")
     ),
 }
 
 
-class Tally:
-    """A histogram's counts, a bucket each and one for what is beyond, and the sum of what was counted."""
+class Histogram:
+    """Counts by bucket, with one more for values above the last, and the sum of all values."""
 
     def __init__(self, buckets: tuple[float, ...]) -> None:
         self.buckets, self.sum = buckets, 0.0
@@ -101,23 +107,20 @@ class Tally:
 
 
 class Exposition:
-    """The values of all metrics: a collector for prometheus_client. Hold `lock` to change several at once.
-
-    A value is of a metric and of its labels' values, in the metric's order.
-    """
+    """The values of all metrics, by label values in the metric's order. Hold `lock` to change several at once."""
 
     def __init__(self, job: str) -> None:
         self.job, self.lock = job, threading.RLock()
         self.numbers: dict[str, dict[Labels, float]] = {name: {} for name in METRICS}
-        self.tallies: dict[str, dict[Labels, Tally]] = {name: {} for name in METRICS}
-        self.live: dict[str, Callable[[], float]] = {}  # asked at every scrape
+        self.histograms: dict[str, dict[Labels, Histogram]] = {name: {} for name in METRICS}
+        self.live: dict[str, Callable[[], float]] = {}  # computed at every scrape
 
     def put(self, name: str, value: float, *labels: str) -> None:
         with self.lock:
             self.numbers[name][labels] = value
 
     def replace(self, name: str, values: dict[Labels, float]) -> None:
-        """These are the metric's only values from now on."""
+        """Replaces all values of a metric."""
         with self.lock:
             self.numbers[name] = dict(values)
 
@@ -126,25 +129,25 @@ class Exposition:
             values = self.numbers[name]
             values[labels] = values.get(labels, 0.0) + amount
 
-    def tally(self, name: str, *labels: str) -> Tally:
-        """The histogram's counts, from zero on."""
+    def histogram(self, name: str, *labels: str) -> Histogram:
+        """The counts, initially zero."""
         with self.lock:
-            tallies = self.tallies[name]
-            return tallies.get(labels) or tallies.setdefault(labels, Tally(METRICS[name].buckets))
+            histograms = self.histograms[name]
+            return histograms.get(labels) or histograms.setdefault(labels, Histogram(METRICS[name].buckets))
 
     def collect(self) -> Iterable[Family]:
         with self.lock:
-            for name, ask in self.live.items():
-                self.put(name, ask())
+            for name, compute in self.live.items():
+                self.put(name, compute())
             return [self._family(name, metric) for name, metric in METRICS.items()]
 
     def _family(self, name: str, metric: Metric) -> Family:
         labels = (*metric.labels, "job")
         if metric.kind == "histogram":
-            histogram = HistogramMetricFamily(name, metric.help, labels=labels)
-            for values, tally in self.tallies[name].items():
-                histogram.add_metric((*values, self.job), tally.cumulative(), tally.sum)
-            return histogram
+            buckets = HistogramMetricFamily(name, metric.help, labels=labels)
+            for values, histogram in self.histograms[name].items():
+                buckets.add_metric((*values, self.job), histogram.cumulative(), histogram.sum)
+            return buckets
         kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         family = kind(name, metric.help, labels=labels)
         for values, number in self.numbers[name].items():

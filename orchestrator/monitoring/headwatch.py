@@ -1,4 +1,4 @@
-"""Whether a run's Ray head is there: without it the driver's calls into Ray wait, until Ray ends the process."""
+"""Watches the Ray head: without it the driver's calls into Ray block until Ray kills the process."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from contextlib import contextmanager, suppress
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.monitoring.event_bus import EventBus
 
-LOOK_SECONDS = 0.5
-LOCAL_SECONDS = 2.0  # nobody starts a local head again
-JOINED_SECONDS = 50.0  # somebody may start this one again; Ray itself waits for 60
-END_SECONDS = 8.0
+CHECK_SECONDS = 0.5
+LOCAL_SECONDS = 2.0  # nobody restarts a local head
+JOINED_SECONDS = 50.0  # somebody may restart this one; Ray itself waits for 60
+EXIT_SECONDS = 8.0
 
 
 @contextmanager
-def watched_head(cluster: Cluster, news: EventBus) -> Iterator[None]:
-    """Ends this process with one sentence when the head is gone for good: no call into Ray returns then."""
+def watched_head(cluster: Cluster, bus: EventBus) -> Iterator[None]:
+    """Exits this process with one sentence when the head is gone for good: no call into Ray returns then."""
     over = threading.Event()
-    patience = LOCAL_SECONDS if cluster.local else JOINED_SECONDS
+    timeout = LOCAL_SECONDS if cluster.local else JOINED_SECONDS
 
     def gone() -> None:
-        threading.Timer(END_SECONDS, os._exit, (1,)).start()  # whatever holds this up
+        threading.Timer(EXIT_SECONDS, os._exit, (1,)).start()  # in case the steps below block
         sentence = (
-            f"the Ray head at {cluster.address} has not answered for {patience:g} s; "
+            f"the Ray head at {cluster.address} has not answered for {timeout:g} s; "
             f"the same command resumes from the newest checkpoint"
         )
         with suppress(Exception):
-            news.event("failure", error=sentence)
-            news.state("failed")
-            news.display.__exit__()
+            bus.record("failure", error=sentence)
+            bus.set_state("failed")
+            bus.display.__exit__()
         with suppress(Exception):
-            cluster.abandon()
+            cluster.kill()
         print(f"pentad: {sentence}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    threading.Thread(target=watch, args=(cluster.address, patience, over, gone), daemon=True).start()
+    threading.Thread(target=watch, args=(cluster.address, timeout, over, gone), daemon=True).start()
     try:
         yield
     finally:
         over.set()
 
 
-def watch(address: str, patience: float, over: threading.Event, gone: Callable[[], None]) -> None:
-    """Calls `gone` when nothing has taken a connection at 'HOST:PORT' for `patience` seconds, unless `over` is set."""
+def watch(address: str, timeout: float, over: threading.Event, gone: Callable[[], None]) -> None:
+    """Calls `gone` when nothing has taken a connection at 'HOST:PORT' for `timeout` seconds, unless `over` is set."""
     host, _, port = address.rpartition(":")
-    silent = 0.0  # since when, 0 while somebody answers: time in which nobody asked is no silence
-    while not over.wait(LOOK_SECONDS):
+    silent_since = 0.0  # 0 while the head answers
+    while not over.wait(CHECK_SECONDS):
         try:
-            socket.create_connection((host, int(port)), 2 * LOOK_SECONDS).close()
-            silent = 0.0
+            socket.create_connection((host, int(port)), 2 * CHECK_SECONDS).close()
+            silent_since = 0.0
         except OSError:
-            silent = silent or time.monotonic()
-            if time.monotonic() > silent + patience and not over.is_set():
+            silent_since = silent_since or time.monotonic()
+            if time.monotonic() > silent_since + timeout and not over.is_set():
                 gone()
                 return

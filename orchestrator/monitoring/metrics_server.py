@@ -1,4 +1,4 @@
-"""The HTTP server that Prometheus scrapes: prometheus_client's answers, in threads that leave the run alone."""
+"""The HTTP server that Prometheus scrapes, in threads of its own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.registry import Collector
 
-from pentad.orchestrator.cluster.ports import why_not
+from pentad.orchestrator.cluster.ports import listen_error
 from pentad.schedules.ir.errors import PentadError
 
-POLL_SECONDS = 0.05  # how long `close` takes at most
-PATIENCE_SECONDS = 10.0  # for a client that is slow to say what it wants
+POLL_SECONDS = 0.05  # upper bound on the time `close` takes
+REQUEST_SECONDS = 10.0  # for a slow client to send its request
 
 
 class MetricsServer:
-    """Answers with what `values` collects, from construction until `close`. Port 0 is a free one.
+    """Serves what `values` collects, from construction until `close`. Port 0 means a free one.
 
     Raises PentadError when nothing can listen there.
     """
@@ -27,20 +27,20 @@ class MetricsServer:
     def __init__(self, values: Collector, host: str, port: int) -> None:
         registry = CollectorRegistry()
         registry.register(values)
-        handler = type("Handler", (MetricsHandler,), {"registry": registry, "timeout": PATIENCE_SECONDS})
+        handler = type("Handler", (MetricsHandler,), {"registry": registry, "timeout": REQUEST_SECONDS})
         try:
             family, *_, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             kind = type("Server", (_Server,), {"address_family": family})
             self._server = kind(at[:2], handler)
         except (OSError, UnicodeError) as error:
-            raise PentadError(why_not("metrics.port", host, port, error)) from None
+            raise PentadError(listen_error("metrics.port", host, port, error)) from None
         name = f"[{host}]" if ":" in host else host
         self.address = f"{name}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(POLL_SECONDS,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Frees the port; a second call does nothing."""
+        """Frees the port. Idempotent."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._server.server_close()
@@ -49,8 +49,8 @@ class MetricsServer:
 
 class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
-        """Unlike HTTPServer's, asks no name server who this host is."""
+        """Skips HTTPServer's reverse DNS lookup."""
         TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up is no news: the terminal is the run's."""
+        """Ignores clients that hang up: nothing is printed on the run's terminal."""

@@ -1,4 +1,4 @@
-"""Timelines in a terminal: a row a rank, time to the right, coloured where the terminal has colours."""
+"""Timelines in a terminal: one row per rank, coloured if the terminal has colours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.style import Style
 from rich.text import Text
 
 from pentad.schedules.draw.grid import chunk_of, letter
-from pentad.schedules.draw.palette import GROUNDS, LOOKS, ink, look, shades
+from pentad.schedules.draw.palette import BACKGROUNDS, LOOKS, look, shades, text_colour
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -24,10 +24,10 @@ def is_coloured(console: Console) -> bool:
 
 
 def bars(timeline: Timeline, width: int, *, coloured: bool, seconds: float = 0.0) -> list[Text]:
-    """The compute of each rank of `timeline`, in rank order; `seconds` (its makespan if longer) fill `width` columns.
+    """One line per rank of `timeline`, in rank order; `width` characters are `seconds`, or its makespan if longer.
 
-    A bar has the letter and microbatch of its instruction as far as there is room, small for stages other than the
-    rank's first, and each of its stages a shade; without colours bars are filled with '-' and idle time is '.'.
+    A bar shows as much of the letter and microbatch of its instruction as fits, in lower case for stages other than the
+    rank's first, which also have shades of their own. Without colours bars are filled with '-' and idle time is '.'.
     """
     first = min(span.start for span in timeline.compute)
     scale = width / max(timeline.makespan, seconds, 1e-12)
@@ -38,13 +38,13 @@ def bars(timeline: Timeline, width: int, *, coloured: bool, seconds: float = 0.0
 
 
 def coloured_grid(grid: str) -> list[Text]:
-    """The lines of a `time_grid`, every cell on the colour of its op and the shade of its chunk."""
+    """The lines of a `time_grid`, every cell in the colour of its op and the shade of its chunk."""
     chunks = 1 + max((chunk_of(cell) for cell in _CELL.findall(grid) if cell[0].isalpha()), default=0)
     return [_coloured_line(line, chunks) for line in grid.splitlines()]
 
 
 def legend(ops: Sequence[str], *, coloured: bool) -> Text:
-    """'F forward  B backward, input ...' for the ops that a drawing has."""
+    """'F forward  B backward, input ...' for the ops of a drawing."""
     text = Text()
     for op in ops:
         text.append(f" {letter(op)} ", _style(op, 0) if coloured else "bold")
@@ -53,9 +53,9 @@ def legend(ops: Sequence[str], *, coloured: bool) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as a line of at most `width` blocks, each the mean of as many neighbours as it takes."""
+    """`values` as a line of at most `width` blocks; a block is the mean of neighbouring values."""
     count = min(width, len(values))
-    edges = [len(values) * k // count for k in range(count + 1)] if count else [0]
+    edges = [len(values) * i // count for i in range(count + 1)] if count else [0]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     spread = (high - low) or 1.0
@@ -63,25 +63,25 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _row(spans: list[Span], first: float, scale: float, width: int, coloured: bool) -> Text:
-    stages = list(dict.fromkeys(span.stage for span in spans))  # in the order of their first turns
+    stages = list(dict.fromkeys(span.stage for span in spans))  # in order of their first span
     row = Text(no_wrap=True)
-    at = 0
+    drawn = 0
     for span in spans:
         start, end = round((span.start - first) * scale), min(round((span.end - first) * scale), width)
-        if end <= max(start, at):
+        if end <= max(start, drawn):
             continue
-        row.append((" " if coloured else ".") * (start - at))
+        row.append((" " if coloured else ".") * (start - drawn))
         label = f"{letter(span.op)}{span.microbatch}"
         chunk = stages.index(span.stage)
         label = label.lower() if chunk else label
-        size = end - max(start, at)
+        size = end - max(start, drawn)
         shown = label if len(label) <= size else label[:1]
         row.append(
             shown.ljust(size, " " if coloured else "-"),
             _style(span.op, span.microbatch, chunk, len(stages)) if coloured else "",
         )
-        at = end
-    row.append((" " if coloured else ".") * (width - at))
+        drawn = end
+    row.append((" " if coloured else ".") * (width - drawn))
     return row
 
 
@@ -97,8 +97,8 @@ def _coloured_line(line: str, chunks: int) -> Text:
 
 
 def _style(op: str, microbatch: int, chunk: int = 0, chunks: int = 1) -> Style:
-    """Neighbouring microbatches differ a little, so that their bars do not melt into one."""
-    fill = shades(look(op).dark, GROUNDS[1], chunks)[chunk]
+    """Odd microbatches are darker, so that neighbouring bars can be told apart."""
+    fill = shades(look(op).dark, BACKGROUNDS[1], chunks)[chunk]
     if microbatch % 2:
         fill = "#" + "".join(f"{round(int(fill[i : i + 2], 16) * 0.82):02x}" for i in (1, 3, 5))
-    return Style(color=ink(fill), bgcolor=fill)
+    return Style(color=text_colour(fill), bgcolor=fill)

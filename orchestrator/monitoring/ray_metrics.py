@@ -1,4 +1,4 @@
-"""A few figures of a run among Ray's own metrics, for those who only have Ray's scrape: ray_pentad_loss and so on."""
+"""Exports a few metrics of a run through Ray (ray_pentad_loss, ...), for setups that scrape Ray only."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from pentad.schedules.simulate.timeline import Span
 
 GAUGES = {
     "pentad_step": "Optimizer steps done.",
-    "pentad_loss": "Loss of a token in the last step.",
-    "pentad_tokens_per_second": "Tokens a second in the last step.",
-    "pentad_world_size": "Ranks of the mesh that are not lost.",
-    "pentad_bubble_ratio": "Idle share of the ranks' time in the last step, as measured.",
+    "pentad_loss": "Loss per token of the last step.",
+    "pentad_tokens_per_second": "Tokens per second in the last step.",
+    "pentad_world_size": "Live ranks of the mesh.",
+    "pentad_bubble_ratio": "Idle share of the ranks' time in the last step, measured.",
 }
 
 
 class RayMetrics:
-    """A watcher that does nothing while no Ray is joined. Ray reports the figures of run `job` every ten seconds."""
+    """A watcher that does nothing unless Ray is initialized. Ray reports the metrics of run `job` every ten seconds."""
 
     def __init__(self, job: str) -> None:
         self._job, self._gauges = job, dict[str, Any]()
 
-    def plan(self, view: RunView) -> None:
-        self.view(view)
+    def on_ranks_placed(self, view: RunView) -> None:
+        self.on_view(view)
 
-    def steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
+    def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         last = rows[-1]
         self._set("pentad_loss", last["loss"])
         self._set("pentad_tokens_per_second", last["tokens_per_second"])
         self._set("pentad_bubble_ratio", last["bubble_measured"])
 
-    def view(self, view: RunView) -> None:
+    def on_view(self, view: RunView) -> None:
         self._set("pentad_step", view.step)
         self._set("pentad_world_size", sum(rank.state != "lost" for rank in view.ranks))
 
-    def event(self, entry: dict[str, Any]) -> None:
+    def on_event(self, entry: dict[str, Any]) -> None:
         pass
 
     def close(self) -> None:
         self._gauges.clear()
 
     def _set(self, name: str, value: float | None) -> None:
-        """A figure that Ray does not take is no reason to end a run."""
+        """Ignores errors: no run should end because of a metric."""
         if value is None or not ray.is_initialized():
             return
         with suppress(Exception):

@@ -1,6 +1,6 @@
-"""What can be seen of a run while it goes on, what can be asked of it, and who is told its news.
+"""The state of a run that others can see, the requests they can make, and the interface of what watches a run.
 
-The driver's main thread writes; the control service, the exporter and others read from threads of their own.
+The driver's main thread writes; the control service, the exporter and others read from their own threads.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class RankView(NamedTuple):
 
 
 class RunView(NamedTuple):
-    """The run: `state` is one of RUN_STATES, `step` the number of steps done, `program` its program's hash.
+    """The run: `state` is one of RUN_STATES, `step` the number of steps done, `program` the hash of its program.
 
-    `verdict` says for whom the run waits ('' while it does not). `endpoints` are 'control', 'metrics' (HOST:PORT) and
-    'dashboard' (a URL), as far as there are any.
+    `verdict` says which rank a stalled run waits for, '' otherwise. `endpoints` may have 'control' and 'metrics'
+    (HOST:PORT) and 'dashboard' (a URL).
     """
 
     run: str
@@ -77,18 +77,18 @@ class RunView(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Is told the news of a run, in the driver's main thread: it must not block, nor raise."""
+    """Is notified of a run's events, in the driver's main thread: it must neither block nor raise."""
 
-    def plan(self, view: RunView) -> None:
-        """The ranks are placed (again: after a recovery the mesh may be another one)."""
+    def on_ranks_placed(self, view: RunView) -> None:
+        """At the start and after every recovery, perhaps on another mesh."""
 
-    def steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
-        """Steps are done: their lines of metrics.jsonl, and each one's spans on this host's monotonic clock."""
+    def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
+        """Completed steps: their rows of metrics.jsonl, and the spans of each on this host's monotonic clock."""
 
-    def view(self, view: RunView) -> None:
-        """About once a second, and whenever the run's state changes."""
+    def on_view(self, view: RunView) -> None:
+        """About twice a second, and whenever the run's state changes."""
 
-    def event(self, entry: dict[str, Any]) -> None:
+    def on_event(self, entry: dict[str, Any]) -> None:
         """A line of journal.jsonl as it is written."""
 
     def close(self) -> None:
@@ -96,63 +96,63 @@ class Watcher(Protocol):
 
 
 class ControlRequests:
-    """What people ask of a run; the driver looks between two calls, and at `aborted` ten times a second."""
+    """What users ask of a run. The driver checks between two calls, and `aborted` ten times a second."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.paused = self.stopping = self.aborted = False
-        self._expected = self._saved = -1  # steps of the checkpoint asked for, and of the newest one
+        self._requested = self._saved = -1  # steps of the checkpoint requested, and of the newest committed
         self._over = False
 
     def pause(self) -> None:
-        """No step begins until `resume`."""
+        """No further step begins until `resume`."""
         self._set(paused=True)
 
     def resume(self) -> None:
         self._set(paused=False)
 
     def stop(self) -> None:
-        """End after the steps under way, with a checkpoint."""
+        """The run ends after the steps in flight, with a checkpoint."""
         self._set(stopping=True)
 
     def abort(self) -> None:
-        """End now, without a checkpoint."""
+        """The run ends now, without a checkpoint."""
         self._set(aborted=True)
 
     def checkpoint(self, step: int, timeout_seconds: float) -> int | None:
-        """Asks for a checkpoint of at least `step` steps; waits until one is committed and returns its steps.
+        """Requests a checkpoint of at least `step` steps, waits until one is committed, and returns its steps.
 
-        None when it takes longer, or the run ends without one.
+        None when it takes longer or the run ends without one.
         """
         with self._changed:
-            self._expected = max(self._expected, step)
+            self._requested = max(self._requested, step)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._saved >= step or self._over, timeout_seconds)
             return self._saved if self._saved >= step else None
 
     @property
     def wants_checkpoint(self) -> bool:
-        """Whether a checkpoint is asked for that has not been committed."""
-        return self._expected > self._saved
+        """Whether a requested checkpoint has not been committed yet."""
+        return self._requested > self._saved
 
-    def saved(self, step: int) -> None:
-        """The driver committed a checkpoint of `step` steps."""
+    def checkpoint_saved(self, step: int) -> None:
+        """The driver has committed a checkpoint of `step` steps."""
         with self._changed:
             self._saved = max(self._saved, step)
             self._changed.notify_all()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Until something is asked for, or the time is up."""
+        """Until a request arrives, or the time is up."""
         with self._changed:
             self._changed.wait(timeout_seconds)
 
-    def over(self) -> None:
-        """The run has ended: nobody waits any longer."""
+    def close(self) -> None:
+        """The run has ended: releases whoever waits."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
-    def _set(self, **what: bool) -> None:
+    def _set(self, **flags: bool) -> None:
         with self._changed:
-            self.__dict__.update(what)
+            self.__dict__.update(flags)
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The folder of a run: what it was asked to do, what it did, and how to open it again."""
+"""The folder of a run: its configuration, metrics, journal, timelines and checkpoints, and how to open it again."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
-from pentad.orchestrator.planning.planning import spread
-from pentad.schedules.draw.html import timeline_page
+from pentad.orchestrator.monitoring.comparison import comparison_page, simulate_steps
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.tensors import parameters
-from pentad.workers.hf.hf_files import MODEL_FILE, TOKENIZER_FILES
+from pentad.workers.hf.names import MODEL_FILE, TOKENIZER_FILES
 
 CONFIG, PROGRAM, METRICS, JOURNAL = "config.yaml", "program.arrow", "metrics.jsonl", "journal.jsonl"
 TIMELINE, TRACE, PAGE, CHECKPOINTS = "timeline.arrow", "trace.json.gz", "timeline.html", "checkpoints"
-# Every line of metrics.jsonl has these; bubbles are shares of the makespan, null where a step was not measured.
+# Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second"),
     *("mfu", "bubble_planned", "bubble_measured", "generation"),
@@ -34,17 +33,17 @@ _FIXED = ("model.", "batch.", "data.path", "run.seed")  # what a resumed run may
 
 
 class RunFolder:
-    """One live run's hold on its folder; close it, or use it in a `with`, so that the next one may open it."""
+    """The folder of a live run, locked against others until it is closed; use it in a `with`."""
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         """Creates the folder, with `config.yaml` and `program.arrow`, or opens it to resume.
 
-        Raises PentadError when another live run holds it, or the folder is of a run that does not fit `config`.
+        Raises PentadError when another live run has locked it, or it holds a run that cannot resume with `config`.
         """
-        self.path = Path(config.run.folder).expanduser() / config.run.name
+        self.path = path_of(config)
         self.plan = plan
         self.resumed = (self.path / CONFIG).exists()
-        _refuse_strangers(self.path, config)
+        check_resumable(config)
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock = _lock(self.path, config.run.name)
@@ -61,58 +60,58 @@ class RunFolder:
             raise
 
     def begin(self, config: RunConfig) -> None:
-        """Writes `config.yaml` and `program.arrow`: from here on the folder's steps are of this program."""
+        """Writes `config.yaml` and `program.arrow`, which hold for the steps from now on."""
         _replace(self.path / CONFIG, dump(config))
         _replace(self.path / PROGRAM, self.plan.program.to_bytes())
 
     @property
     def checkpoints(self) -> Path:
-        """Absolute: the ranks that write and read there may stand in other folders than the user."""
+        """Absolute: ranks that read and write there may have another working directory."""
         return (self.path / CHECKPOINTS).absolute()
 
     def checkpoint(self, step: int) -> Path:
-        """The folder of the checkpoint after `step` steps, as workers/checkpoint/checkpoint.py calls it."""
+        """The folder of the checkpoint after `step` steps, named as in workers/checkpoint/checkpoint.py."""
         return self.checkpoints / f"step-{step:08d}"
 
     def saved(self) -> list[int]:
-        """Steps of the committed checkpoints, whole or damaged."""
+        """Steps of the committed checkpoints, intact or not."""
         return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step-*/manifest.json")
                       if path.parent.name[5:].isdecimal())  # fmt: skip
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """Adds a line to metrics.jsonl; `row` has at least METRIC_KEYS."""
+        """Appends a line to metrics.jsonl; `row` has at least METRIC_KEYS."""
         missing = [key for key in METRIC_KEYS if key not in row]
         assert not missing, f"metrics without {missing}"
         _append(self.path / METRICS, row)
 
     def event(self, event: str, **facts: Any) -> dict[str, Any]:
-        """Adds a line to journal.jsonl: what happened to the run's ranks and checkpoints, and when (Unix seconds).
-
-        Returns it.
-        """
+        """Appends an event of the run's ranks or checkpoints to journal.jsonl, with its Unix time, and returns it."""
         entry = {"time": time.time(), "event": event, **facts}
         _append(self.path / JOURNAL, entry)
         return entry
 
     def replan(self, plan: Plan) -> None:
-        """From here on steps are of this plan, on another mesh perhaps."""
+        """Steps from now on follow this plan, perhaps on another mesh."""
         self.plan = plan
         _replace(self.path / PROGRAM, plan.program.to_bytes())
 
     def rewind(self, step: int) -> None:
-        """Forgets the metrics of `step` and later, which the run is about to do again."""
+        """Drops the metrics of `step` and later, which the run will replay."""
         kept = [row for row in read_lines(self.path / METRICS, METRIC_KEYS) if row["step"] < step]
         _replace(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
 
-    def timelines(self, measured: Timeline, simulated: Timeline) -> None:
-        """Writes timeline.arrow (measured), trace.json.gz and timeline.html; `simulated` is over pipeline ranks."""
+    def timelines(self, measured: Timeline, costs: Costs) -> None:
+        """Writes timeline.arrow (measured), trace.json.gz and timeline.html (both with simulated steps).
+
+        `costs` are for steps whose own costs cannot be read.
+        """
         if not measured.spans:
             return
-        with _whole(self.path / TIMELINE) as partial:
+        with atomic_file(self.path / TIMELINE) as partial:
             measured.save(partial)
-        names = process_names(self.plan)
-        with _whole(self.path / TRACE) as partial:
-            write_trace(partial, [measured, spread(simulated, self.plan.mesh)], process_names=names)
+        names, simulated = process_names(self.plan), simulate_steps(self.plan, measured, costs)
+        with atomic_file(self.path / TRACE) as partial:
+            write_trace(partial, [measured, simulated.of_step(measured.steps[-1])], process_names=names)
         _replace(self.path / PAGE, comparison_page(self.plan, measured, simulated))
 
     def close(self) -> None:
@@ -125,10 +124,14 @@ class RunFolder:
         self.close()
 
 
-def refuse_live(config: RunConfig) -> None:
-    """Raises PentadError when a live run has the folder of `config`: asked early, for that run may have all places."""
-    path = Path(config.run.folder).expanduser() / config.run.name
-    with suppress(OSError):  # RunFolder tells
+def path_of(config: RunConfig) -> Path:
+    return Path(config.run.folder).expanduser() / config.run.name
+
+
+def check_not_live(config: RunConfig) -> None:
+    """Raises PentadError when a live run has locked the folder of `config`."""
+    path = path_of(config)
+    with suppress(OSError):  # RunFolder reports it
         if (path / ".lock").exists():
             os.close(_lock(path, config.run.name))
 
@@ -146,48 +149,43 @@ def resolve_run(name: str, folder: Path = Path("runs")) -> Path:
 
 
 def saved_config(path: Path) -> RunConfig:
-    """The configuration that a run folder's last run had."""
-    return load(path / CONFIG, [])
+    """The configuration of the last run in a folder. Raises PentadError when another version of pentad wrote it."""
+    try:
+        return load(path / CONFIG, [])
+    except PentadError as error:
+        raise PentadError(f"{path / CONFIG} is not of this version of pentad ({error})") from None
 
 
 def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, if there is one; a last line that a crash tore is left out.
+    """The objects of a JSON-lines file, [] if there is none; an incomplete last line, left by a crash, is dropped.
 
-    Raises PentadError for any other line that is no JSON object with `keys`.
+    Raises PentadError for any other line that is not a JSON object with `keys`.
     """
     if not path.exists():
         return []
-    with _storage(path, "read"):
+    with _reported(path, "read"):
         lines = path.read_bytes().split(b"\n")[:-1]
     return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(lines, 1)]
 
 
 def process_names(plan: Plan) -> dict[int, str]:
-    """Rank -> how drawings call it, 'rank 2 (dp0 pp2)'."""
+    """Names of the ranks in drawings: 'rank 2 (dp0 pp2)'."""
     return {rank: f"rank {rank} ({plan.mesh.coordinates(rank)})" for rank in range(plan.mesh.size)}
 
 
-def comparison_page(plan: Plan, measured: Timeline, simulated: Timeline) -> str:
-    """The HTML page of a run's timelines; `simulated` is over pipeline ranks."""
-    program = plan.program
-    facts = {
-        "schedule": f"{program.name}, {program.microbatches} microbatches",
-        "mesh": str(plan.mesh),
-        "model": f"{parameters(plan.model):,} parameters, {plan.model.layers} layers",
-        "batch": f"{plan.batch.global_batch_size} x {plan.batch.length} tokens",
-        "program": program.hash[:12],
-    }
-    return timeline_page(spread(simulated, plan.mesh), measured, title=f"pentad run {plan.name}", facts=facts)
-
-
-def _refuse_strangers(path: Path, config: RunConfig) -> None:
-    advice = f"choose another run.name than {config.run.name}"
+def check_resumable(config: RunConfig) -> None:
+    """Raises PentadError when the folder of `config` holds another run, or anything else than a run."""
+    path, advice = path_of(config), f"choose another run.name than {config.run.name}"
     if not (path / CONFIG).exists():
-        ours = {".lock", CHECKPOINTS, MODEL_FILE, *TOKENIZER_FILES}  # of an import as well
-        if path.exists() and (not path.is_dir() or {inside.name for inside in path.iterdir()} - ours):
-            raise PentadError(f"{path} exists and is no run's folder: expected a new one: {advice}")
+        known = {".lock", CHECKPOINTS, MODEL_FILE, *TOKENIZER_FILES}  # the latter from import-hf
+        if path.exists() and (not path.is_dir() or {inside.name for inside in path.iterdir()} - known):
+            raise PentadError(f"{path} exists and is not a run's folder: expected a new one: {advice}")
         return
-    before, now = _flat(saved_config(path)), _flat(config)
+    try:
+        saved = saved_config(path)
+    except PentadError as error:
+        raise PentadError(f"the run in {path} cannot be resumed: {error}: {advice}") from None
+    before, now = _flat(saved), _flat(config)
     for key in now:
         if key.startswith(_FIXED) and before[key] != now[key]:
             raise PentadError(f"{key} is {now[key]}, but the run in {path} has {before[key]}: {advice}")
@@ -199,7 +197,7 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _lock(path: Path, name: str) -> int:
-    """A descriptor that holds the folder's lock until it is closed, at the latest when the process ends."""
+    """A descriptor that locks the folder until it is closed or the process ends."""
     descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,11 +213,11 @@ def _lock(path: Path, name: str) -> int:
 
 
 def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
-    advice = "mend or remove the line"
+    advice = "repair or remove the line"
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise PentadError(f"{where} is no JSON ({error}): expected an object: {advice}") from None
+        raise PentadError(f"{where} is not JSON ({error}): expected an object: {advice}") from None
     missing = [key for key in keys if key not in row] if isinstance(row, dict) else [*keys]
     if missing or not isinstance(row, dict):
         raise PentadError(f"{where} is {line[:60]!r}: expected an object with {', '.join(missing)}: {advice}")
@@ -227,34 +225,34 @@ def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    with _storage(path), path.open("a", encoding="utf-8") as file:
+    with _reported(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({key: _json_value(value) for key, value in row.items()}, allow_nan=False) + "\n")
 
 
 def _json_value(value: Any) -> Any:
-    """JSON has no word for a number that is not finite: null stands for it."""
+    """Null stands for non-finite numbers, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _trim(path: Path) -> None:
-    """Cuts off the end of a line that a crash tore, so that the next line is whole."""
-    with _storage(path):
+    """Cuts off an incomplete last line, left by a crash."""
+    with _reported(path):
         if path.exists():
             text = path.read_bytes()
             os.truncate(path, text.rfind(b"\n") + 1)
 
 
 def _replace(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all."""
-    with _whole(path) as partial:
+    """Writes a file atomically."""
+    with atomic_file(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the name `path` at the end, and is gone when the block fails."""
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary file to write, renamed to `path` at the end, or removed when the block fails."""
     partial = path.with_name(f".{path.name}.partial")
-    with _storage(path):
+    with _reported(path):
         try:
             yield partial
             os.replace(partial, path)
@@ -264,8 +262,8 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _storage(path: Path, verb: str = "written") -> Iterator[None]:
-    """Makes one PentadError of what the storage of a run's file answers: full, read-only, gone."""
+def _reported(path: Path, verb: str = "written") -> Iterator[None]:
+    """Turns an OSError of a run's file into a PentadError."""
     try:
         yield
     except OSError as error:

@@ -1,27 +1,30 @@
-"""Bytes that one piece takes in half a layer: what F keeps for B, what B keeps for W, and what is there for a moment.
+"""Tensors that a stage allocates for one piece (a slice of a microbatch), their bytes, and when they are freed.
 
-T tokens of a piece, t of them in this rank's part of the residual stream, H hidden, N heads and M key-value heads of
-this rank, D width of a query and E of a value, I ffn of this rank; T' tokens of an expert-parallel group, R rows of its
-experts here.
+Follows `workers/model`. Notation: T tokens of a piece, t of them in this rank's part of the residual stream (t = T /
+tp), H hidden, N query heads and M key-value heads of this rank, D and E the widths of a query and of a value, I the
+width of a feed-forward network on this rank, V its part of the vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
 
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import MLA, Experts, ModelShape
+from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import Plan
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 INDEX = 8  # bytes of an int64
-PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention adds up dq in so many parts at most
-WIDEST = 256  # head of the fused kernels
+PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most so many parts
+
+# The operation that frees a workspace before it ends, or the one that allocates a tensor and the one that frees it.
+Life = Literal["F", "B", "W", "F-B", "F-W", "B-W"]
 
 
 class Piece(NamedTuple):
-    """What goes through a rank's stage at once: `rows` sequences with `length` positions each, in one of `slices`."""
+    """`rows` sequences with `length` positions each on a context rank, in one of `slices` of a microbatch."""
 
     rows: int
     length: int
@@ -29,8 +32,8 @@ class Piece(NamedTuple):
     device: str = "cpu"
     slices: int = 1
     mesh: Mesh = Mesh()
-    context: CpMethod = "ring"
-    packed: bool = False
+    cp_method: CpMethod = "ring"
+    document_mask: bool = False
     deterministic: bool = True
 
     @property
@@ -38,211 +41,347 @@ class Piece(NamedTuple):
         return self.rows * self.length
 
     @property
-    def part(self) -> int:
+    def sequence_parallel_tokens(self) -> int:
         return self.tokens // self.mesh.tp
 
     @property
-    def compute(self) -> int:
+    def itemsize(self) -> int:
+        """Bytes of an element in the dtype of compute."""
         return BYTES[self.dtype]
 
     @property
-    def main(self) -> int:
-        return max(self.compute, BYTES["float32"])
+    def wide(self) -> int:
+        """Bytes of an element of statistics, sums and main gradients."""
+        return max(self.itemsize, BYTES["float32"])
 
     @property
-    def is_fusable(self) -> bool:
-        return self.device == "cuda" and self.dtype == "bfloat16"
+    def is_gathered(self) -> bool:
+        """Whether tensor ranks gather all tokens before a product, and so have a copy of its input."""
+        return self.mesh.tp > 1
 
-    @property
-    def is_late(self) -> bool:
-        """Whether in B half a layer is behind it before the first operation between ranks is."""
-        return self.mesh.cp > 1 and self.mesh.tp * self.mesh.ep == 1
+    def stream(self, hidden: int) -> int:
+        """Bytes of this rank's part of the residual stream."""
+        return self.sequence_parallel_tokens * hidden * self.itemsize
 
-    @property
-    def gathered(self) -> int:
-        """1 where tensor ranks make a second copy of a stream, of all tokens."""
-        return int(self.mesh.tp > 1)
+    def full_stream(self, hidden: int) -> int:
+        return self.tokens * hidden * self.itemsize
+
+    def copy(self, hidden: int) -> int:
+        """Bytes of a gathered stream, 0 without tensor ranks."""
+        return self.is_gathered * self.full_stream(hidden)
 
 
-class Half(NamedTuple):
-    """Bytes. `roots` and `leaves` are what B needs of F, as recompute tells them apart; `still` is what of the roots no
-    OFFLOAD takes. `deferred` is what W needs of B: `shared` of it F had kept already, `given` of it is the gradient
-    that came in, where that is kept as it came. `forward`, `backward` and `weight` are there for a moment besides.
-    `pairs` are the elements of keys and values that slices share."""
+class Allocation(NamedTuple):
+    """A tensor, or several. Selective recomputation frees those with `recompute` after F; OFFLOAD leaves those without
+    `offload`. The `incoming` one is the gradient that B receives, allocated by the layer or stage behind."""
 
-    roots: int
-    leaves: int
-    still: int
+    what: str
+    life: Life
+    bytes: int
+    offload: bool = True
+    recompute: bool = False
+    incoming: bool = False
+
+
+class Totals(NamedTuple):
+    """Sums of allocations: from F to B or W (`saved`, of which some recomputable, not offloadable, or `reused` by W),
+    from B or F to W (`deferred`), and the largest workspace of F, B and W."""
+
+    saved: int
+    recomputable: int
+    not_offloadable: int
+    reused: int
     deferred: int
-    shared: int
-    given: int
+    incoming: int
     forward: int
     backward: int
-    weight: int = 0
-    pairs: int = 0
+    weight: int
 
 
-class Attended(NamedTuple):
-    """Of an attention: bytes that B needs besides its heads' output, what of them no OFFLOAD takes, and workspaces of
-    both directions."""
+def total(allocations: Iterable[Allocation]) -> Totals:
+    found = list(allocations)
+    saved = [each for each in found if each.life in ("F-B", "F-W")]
 
-    kept: int
-    still: int
-    forward: int
-    backward: int
+    def workspace(op: Life) -> int:
+        return max((each.bytes for each in found if each.life == op), default=0)
+
+    return Totals(
+        saved=sum(each.bytes for each in saved),
+        recomputable=sum(each.bytes for each in saved if each.recompute),
+        not_offloadable=sum(each.bytes for each in saved if not each.offload),
+        reused=sum(each.bytes for each in saved if each.life == "F-W"),
+        deferred=sum(each.bytes for each in found if each.life in ("F-W", "B-W")),
+        incoming=sum(each.bytes for each in found if each.incoming),
+        forward=workspace("F"),
+        backward=workspace("B"),
+        weight=workspace("W"),
+    )
 
 
 def piece_of(plan: Plan) -> Piece:
-    length = plan.batch.length // plan.program.slices // plan.mesh.cp
-    sizes = plan.batch.rows, length, plan.dtype, plan.device, plan.program.slices
+    length = plan.batch.sequence_length // plan.program.slices // plan.mesh.cp
+    sizes = plan.batch.micro_batch_size, length, plan.dtype, plan.device, plan.program.slices
     return Piece(*sizes, plan.mesh, plan.cp_method, plan.document_mask, plan.deterministic)
 
 
-def attention(model: ModelShape, piece: Piece) -> Half:
-    """Queries, keys and values in one tensor."""
-    tokens, hidden, width, c = piece.tokens, model.hidden, model.qk_head_dim, piece.compute
-    heads, pairs = model.heads // piece.mesh.tp, max(1, model.kv_heads // piece.mesh.tp)
-    every, out, stream = (heads + 2 * pairs) * width, heads * width, tokens * hidden * c
-    apart = (heads + 2 * max(pairs, piece.mesh.cp)) * width  # where context ranks exchange them
-    of = _attended(piece, heads, pairs, (width, width), every, apart)
-    normed = model.qk_norm * tokens * (heads + pairs)
-    again = piece.gathered * stream
-    return Half(
-        roots=tokens * out * c + of.kept + normed * (width * c + piece.main),
-        leaves=0,
-        still=of.still + normed * piece.main,
-        deferred=2 * stream + tokens * (out + every) * c + model.qk_norm * 2 * width * piece.main,
-        shared=tokens * out * c + (stream - again),
-        given=stream - again,
-        forward=again + max(again + stream, of.forward),
-        backward=max(of.backward + tokens * (out + every) * c, again + piece.part * hidden * c),
-        pairs=2 * tokens * pairs * width,
+def norm(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:
+    """RMSNorm of the residual stream; `reused`: W reads the result as it is."""
+    stream = piece.stream(hidden)
+    yield Allocation("residual stream", "F-B", stream)
+    yield Allocation("scale", "F-B", piece.sequence_parallel_tokens * piece.wide, offload=False)
+    yield Allocation("normed stream", "F-W" if reused else "F-B", stream, recompute=True)
+    yield Allocation("gradient of the weight", "B-W", hidden * piece.wide)
+
+
+def attention(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
+    """Grouped-query attention: queries, keys and values are parts of one tensor."""
+    tokens, hidden, width, c = piece.tokens, model.hidden, model.qk_head_dim, piece.itemsize
+    heads, kv_heads = model.heads // piece.mesh.tp, max(1, model.kv_heads // piece.mesh.tp)
+    qkv, out = tokens * (heads + 2 * kv_heads) * width * c, tokens * heads * width * c
+    exchanged = tokens * (heads + 2 * max(kv_heads, piece.mesh.cp)) * width * c
+    core = attention_core(AttentionShape(piece, heads, kv_heads, width, width, qkv, exchanged))
+    stream, copy = piece.full_stream(hidden), piece.copy(hidden)
+    yield from core.saved
+    yield Allocation("heads' output", "F-W", out)
+    if model.qk_norm:
+        normed = tokens * (heads + kv_heads)
+        yield Allocation("heads before their norm", "F-B", normed * width * c)
+        yield Allocation("heads' scales", "F-B", normed * piece.wide, offload=False)
+        yield Allocation("gradients of the heads' norms", "B-W", 2 * width * piece.wide)
+    yield Allocation("gradient of the result", "B-W", stream, incoming=not piece.is_gathered)
+    yield Allocation("gradients of queries, keys and values", "B-W", qkv)
+    yield Allocation("gathered input", "B-W", copy)
+    yield Allocation("attention", "F", copy + core.forward)
+    yield Allocation("product with the output weight", "F", 2 * copy + stream)
+    yield Allocation("attention, gradients of heads and of their parts", "B", core.backward + out + qkv)
+    yield Allocation("gradient of the input", "B", copy + piece.stream(hidden))
+
+
+def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Allocation]:
+    """Multi-head latent attention (arXiv 2405.04434, 2.1): latent vectors are made of a rank's own tokens, then
+    gathered."""
+    tokens, own, hidden, c = piece.tokens, piece.sequence_parallel_tokens, model.hidden, piece.itemsize
+    heads, width = model.heads // piece.mesh.tp, model.qk_head_dim
+    queries, out = tokens * heads * width * c, tokens * heads * mla.v_head_dim * c
+    keys_values = tokens * heads * (mla.qk_nope_head_dim + mla.v_head_dim) * c
+    core = attention_core(
+        AttentionShape(piece, heads, heads, width, mla.v_head_dim, 2 * queries + keys_values, 2 * queries + out)
     )
+    latents = mla.kv_lora_rank + mla.q_lora_rank
+    yield from core.saved
+    yield Allocation("heads' output", "F-W", out)
+    yield Allocation("latents", "F-B", own * latents * c)
+    yield Allocation("normed latents", "F-B" if piece.is_gathered else "F-W", own * latents * c)
+    yield Allocation("latents' scales", "F-B", own * piece.wide * (1 + bool(mla.q_lora_rank)), offload=False)
+    yield Allocation("gradient of the result", "B-W", piece.full_stream(hidden), incoming=not piece.is_gathered)
+    yield Allocation("gradients of queries, keys and values", "B-W", queries + keys_values)
+    yield Allocation("gradients of latents and the rotary key", "B-W", own * (latents + mla.qk_rope_head_dim) * c)
+    yield Allocation("gradients of the latents' norms", "B-W", latents * piece.wide)
+    if piece.is_gathered:
+        yield Allocation("gathered latents", "B-W", tokens * latents * c)
+        yield Allocation("gathered input of the queries", "B-W", 0 if mla.q_lora_rank else piece.copy(hidden))
+    gathered = tokens * (latents + mla.qk_rope_head_dim) * c
+    yield Allocation("attention, gathered latents", "F", core.forward + gathered + piece.copy(hidden))
+    yield Allocation("attention, gradients of heads", "B", core.backward + 2 * (queries + out) + piece.copy(hidden))
 
 
-def latent(model: ModelShape, of: MLA, piece: Piece) -> Half:
-    """Keys and values from a vector a token, which is gathered; what comes before it is made where tokens are."""
-    tokens, part, hidden, c, m = piece.tokens, piece.part, model.hidden, piece.compute, piece.main
-    heads, width, again = model.heads // piece.mesh.tp, of.qk_nope_head_dim + of.qk_rope_head_dim, piece.gathered
-    queries, both, out = heads * width, heads * (of.qk_nope_head_dim + of.v_head_dim), heads * of.v_head_dim
-    mixed = _attended(piece, heads, heads, (width, of.v_head_dim), 2 * queries + both, 2 * queries + out)
-    narrow = of.kv_lora_rank + of.q_lora_rank
-    scales = part * m * (1 + bool(of.q_lora_rank))
-    stream, norms = tokens * hidden * c, narrow * m
-    # what the products read: narrow vectors of all tokens, and the normed stream where these are made
-    reads = tokens * narrow * c + part * hidden * c
-    if not of.q_lora_rank and again:
-        reads += stream
-    return Half(
-        roots=tokens * out * c + mixed.kept + 2 * part * narrow * c + scales,
-        leaves=0,
-        still=mixed.still + scales,
-        deferred=stream
-        + tokens * (out + both + queries) * c
-        + part * (narrow + of.qk_rope_head_dim) * c
-        + reads
-        + norms,
-        shared=tokens * out * c + (part * hidden * c if again else reads),
-        given=stream * (1 - again),
-        forward=mixed.forward + tokens * (narrow + of.qk_rope_head_dim) * c + again * stream,
-        backward=mixed.backward + tokens * (2 * queries + 2 * out) * c + again * stream,
-        pairs=tokens * heads * (width + of.v_head_dim),
-    )
+def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
+    """Gated feed-forward network (SwiGLU) of a width that tensor ranks split."""
+    inner, copy = piece.tokens * (width // piece.mesh.tp) * piece.itemsize, piece.copy(hidden)
+    yield Allocation("gate and up", "F-B", 2 * inner, recompute=True)
+    yield Allocation("gradient of the result", "B-W", piece.full_stream(hidden), incoming=not piece.is_gathered)
+    yield Allocation("gated", "B-W", inner)
+    yield Allocation("gradients of gate and up", "B-W", 2 * inner)
+    yield Allocation("gathered input", "B-W", copy)
+    yield Allocation("gated and the result", "F", inner + piece.stream(hidden) + copy)
+    yield Allocation("gradient of gated", "B", inner)
+    yield Allocation("gradient of the input", "B", piece.stream(hidden) + copy)
 
 
-def gated(hidden: int, ffn: int, piece: Piece) -> Half:
-    tokens, c, again = piece.tokens, piece.compute, piece.gathered
-    width, stream = ffn // piece.mesh.tp, piece.tokens * hidden * c
-    own = piece.part * hidden * c
-    return Half(
-        roots=0,
-        leaves=2 * tokens * width * c,
-        still=0,
-        deferred=2 * stream + 3 * tokens * width * c,
-        shared=stream * (1 - again),
-        given=stream * (1 - again),
-        forward=own + tokens * width * c + again * stream,
-        backward=max(tokens * width * c, own + again * stream),
-    )
+def moe(hidden: int, experts: Experts, piece: Piece) -> Iterator[Allocation]:
+    """Mixture of experts. Rows are as many as there can be: groups that gather tokens (GPUs) have room for all of them,
+    and no more come to those that exchange them (CPUs)."""
+    tokens, c, wide, ep = piece.tokens, piece.itemsize, piece.wide, piece.mesh.ep
+    local = experts.num_experts // ep
+    width = experts.intermediate_size // piece.mesh.tp
+    shared = experts.shared_intermediate_size // piece.mesh.tp
+    group_tokens = ep * tokens
+    rows = group_tokens * min(experts.top_k, local)
+    copy, received = piece.copy(hidden), 0 if ep == 1 else group_tokens * hidden * c
+    loads = 1 + (experts.aux_loss_coef > 0 and piece.mesh.cp > 1)
+    yield Allocation("scores and weights", "F-B", tokens * (experts.num_experts + experts.top_k) * wide)
+    yield Allocation("choices", "F-B", tokens * experts.top_k * INDEX, offload=False)
+    yield Allocation("loads", "F-B", experts.num_experts * INDEX * loads, offload=False)
+    yield Allocation("row numbers and offsets", "F-W", rows * INDEX + local * 4, offload=False)
+    yield Allocation("row weights and positions", "F-B", rows * wide + group_tokens * experts.top_k * INDEX, offload=False)
+    yield Allocation("received tokens", "F-W", received)
+    yield Allocation("gate and up", "F-B", 2 * (rows * width + tokens * shared) * c, recompute=True)
+    if ep == 1 or shared:
+        yield Allocation("gradient of the result", "B-W", tokens * hidden * c, incoming=not piece.is_gathered)
+    yield Allocation("received gradients", "B-W", received)
+    yield Allocation("gated, gradients of gate and up", "B-W", 3 * (rows * width + tokens * shared) * c)
+    yield Allocation("gradients of the router's logits", "B-W", tokens * experts.num_experts * c)
+    yield Allocation("gathered input", "B-W", copy)
+    sorted_rows = (rows * (hidden + width) + group_tokens * hidden) * c
+    yield Allocation("sorted rows and results", "F", sorted_rows + copy)
+    yield Allocation("sorted rows and gradients", "B", sorted_rows + copy)
+    yield Allocation("sorted rows", "W", rows * hidden * c)
 
 
-def experts(hidden: int, of: Experts, piece: Piece) -> Half:
-    """As many rows as there can be: where a group gathers its tokens there is room for them, and where it exchanges
-    them (on CPUs) no more than these come."""
-    tokens, c, m, ep, again = piece.tokens, piece.compute, piece.main, piece.mesh.ep, piece.gathered
-    held, width, beside = (
-        of.num_experts // ep,
-        of.intermediate_size // piece.mesh.tp,
-        of.shared_intermediate_size // piece.mesh.tp,
-    )
-    came = ep * tokens
-    rows, stream, alone = came * min(of.top_k, held), tokens * hidden * c, ep == 1
-    far = 0 if alone else came * hidden * c
-    routed = tokens * of.num_experts * m + tokens * of.top_k * m
-    counted = of.num_experts * INDEX * (1 + (of.aux_loss_coef > 0 and piece.mesh.cp > 1))
-    arranged = rows * (INDEX + m) + came * of.top_k * INDEX + held * 4
-    still = tokens * of.top_k * INDEX + counted + arranged
-    numbers = rows * INDEX + held * 4
-    given = stream * (alone or of.shared_intermediate_size > 0)
-    return Half(
-        roots=routed + still + far,
-        leaves=2 * rows * width * c + 2 * tokens * beside * c,
-        still=still,
-        deferred=3 * (rows * width + tokens * beside) * c
-        + tokens * of.num_experts * c
-        + numbers
-        + 2 * far
-        + given
-        + stream,
-        shared=numbers + far + stream * (1 - again),
-        given=given * (1 - again),
-        forward=again * stream + max(rows * hidden, rows * (hidden + width) + came * hidden) * c,
-        backward=(rows * (hidden + width) + came * hidden) * c + again * stream,
-        weight=rows * hidden * c,
-    )
+def head(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
+    """The last norm, the output head and the loss; logits become their gradient."""
+    yield from norm(model.hidden, piece, reused=not piece.is_gathered)
+    yield Allocation("logits", "F-W", piece.tokens * (model.vocab // piece.mesh.tp) * piece.itemsize)
+    yield Allocation("log-sum-exps", "F-B", piece.tokens * piece.wide, offload=False)
+    # tensor ranks count targets from their own first word
+    yield Allocation("targets", "F-B", piece.is_gathered * piece.tokens * INDEX, offload=False)
+    yield Allocation("gathered input", "B-W", piece.copy(model.hidden))
 
 
-def _attended(piece: Piece, heads: int, pairs: int, widths: tuple[int, int], every: int, apart: int) -> Attended:
-    """`every` elements a token are those of what queries, keys and values are parts of, `apart` where these are
-    exchanged for heads of whole sequences; `widths` are of a query and of a value."""
-    tokens, c, m = piece.tokens, piece.compute, piece.main
-    query, value = widths
-    exchanged = piece.mesh.cp > 1 and piece.context == "ulysses"
-    whole = piece.mesh.cp == 1 or exchanged
-    sums, out = heads * m, heads * value * c
-    inputs = (apart if exchanged else every) * c
-    seen = heads * piece.length * piece.slices * piece.mesh.cp  # of a token
-    written = 4 * seen * m
-    moved = pairs * (query + value) * c  # keys and values on their way between context ranks
-    around = (
-        0 if piece.mesh.cp == 1 else {"ring": 3, "all_gather": piece.mesh.cp + 1, "ulysses": 4}[piece.context] * moved
-    )
-    if piece.is_fusable or piece.packed or not whole:  # blocks that stand in no graph
-        again = out if exchanged or not piece.is_fusable else 0
-        merged = 0 if whole else heads * value * m
-        back = {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.context] * around  # what moves has sums in float32
-        forward = _padded(piece, heads, widths) if piece.is_fusable else written
-        backward = _workspace(piece, heads, pairs, widths) if piece.is_fusable else written
-        kept = tokens * (inputs + sums + again)
-        return Attended(kept, 0, tokens * (forward + around + merged), tokens * (backward + back))
-    if query == value and (piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)):
-        again = out * exchanged
-        return Attended(tokens * (inputs + sums + again), tokens * sums, tokens * around, tokens * around)
-    values = 0 if exchanged and c == m else heads * value  # in rows already
-    graph = (2 * heads * query + values + seen) * m
-    return Attended(tokens * (inputs + graph + out), tokens * graph, tokens * (written + around), tokens * written)
+def lookup(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
+    """The embedding's gradient waits for W; tensor ranks count tokens from their own first word."""
+    yield Allocation("gradient of the rows", "B-W", piece.full_stream(model.hidden))
+    yield Allocation("tokens", "B-W", piece.is_gathered * piece.tokens * INDEX)
 
 
-def _padded(piece: Piece, heads: int, widths: tuple[int, int]) -> int:
-    """Bytes a token of values and output in columns of a query's width, the one that flash attention takes."""
-    query, value = widths
-    has_flash = piece.deterministic or piece.packed or piece.slices > 1
-    return 2 * heads * query * piece.compute if has_flash and query != value else 0
+def mtp_input(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
+    """What an MTP layer (arXiv 2412.19437, 2.2) reads: a token's embedding joined with a stream that is saved
+    anyway."""
+    stream = piece.stream(model.hidden)
+    yield Allocation("embedding", "F-B", stream)
+    yield Allocation("scales", "F-B", 2 * piece.sequence_parallel_tokens * piece.wide, offload=False)
+    yield Allocation("joined", "F-W", 2 * stream)
+    yield Allocation("tokens", "F-B" if piece.is_gathered else "F-W", piece.tokens * INDEX, offload=False)
+    yield Allocation("gradient of joined", "B-W", stream)
+    yield Allocation("gradients of the norms", "B-W", 2 * model.hidden * piece.wide)
+    yield from lookup(model, piece)
 
 
-def _workspace(piece: Piece, heads: int, pairs: int, widths: tuple[int, int]) -> int:
-    """Bytes a token of what the backward pass of a fused attention has for a moment: what dq is added up in, as many
-    parts as keep the processors busy, and a gradient of keys and values for every query head."""
-    parts = -(-PROCESSORS // (piece.rows * heads)) if piece.deterministic else 1
-    apart = 2 * heads * widths[0] * piece.compute if pairs < heads else 0
-    return parts * heads * widths[0] * BYTES["float32"] + apart + _padded(piece, heads, widths)
+def kv_elements(model: ModelSpec, piece: Piece) -> int:
+    """Elements of the keys and values of one layer."""
+    if model.mla is not None:
+        return piece.tokens * model.heads // piece.mesh.tp * (model.qk_head_dim + model.mla.v_head_dim)
+    return piece.tokens * max(1, model.kv_heads // piece.mesh.tp) * 2 * model.qk_head_dim
+
+
+class AttentionShape(NamedTuple):
+    """`inputs` are the bytes of the tensors that queries, keys and values are parts of, `exchanged` those of the same
+    for whole sequences and fewer heads (Ulysses)."""
+
+    piece: Piece
+    heads: int
+    kv_heads: int
+    query: int
+    value: int
+    inputs: int
+    exchanged: int
+
+    @property
+    def is_exchanged(self) -> bool:
+        return self.piece.mesh.cp > 1 and self.piece.cp_method == "ulysses"
+
+    @property
+    def saved_inputs(self) -> int:
+        return self.exchanged if self.is_exchanged else self.inputs
+
+    @property
+    def output(self) -> int:
+        return self.piece.tokens * self.heads * self.value * self.piece.itemsize
+
+    @property
+    def log_sum_exps(self) -> int:
+        return self.piece.tokens * self.heads * self.piece.wide
+
+    @property
+    def scores(self) -> int:
+        """Elements of all scores."""
+        return self.piece.tokens * self.heads * self.piece.length * self.piece.slices * self.piece.mesh.cp
+
+    @property
+    def transfers(self) -> int:
+        """Bytes of keys and values in flight between context ranks."""
+        cp, piece = self.piece.mesh.cp, self.piece
+        if cp == 1:
+            return 0
+        blocks = {"ring": 3, "all_gather": cp + 1, "ulysses": 4}[piece.cp_method]
+        return blocks * piece.tokens * self.kv_heads * (self.query + self.value) * piece.itemsize
+
+
+class AttentionCore(NamedTuple):
+    """What scaled dot-product attention saves besides its output, and its workspaces."""
+
+    saved: list[Allocation]
+    forward: int
+    backward: int
+
+
+def attention_core(shape: AttentionShape) -> AttentionCore:
+    """By the kernel that computes it (kernels/attention)."""
+    piece = shape.piece
+    is_flash = piece.device == "cuda" and piece.dtype == "bfloat16"
+    if is_flash or piece.document_mask or (piece.mesh.cp > 1 and not shape.is_exchanged):
+        return _partial_attention(shape, is_flash=is_flash)
+    if shape.query == shape.value and (piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)):
+        return _torch_attention(shape)
+    return _eager_attention(shape)
+
+
+def _partial_attention(shape: AttentionShape, *, is_flash: bool) -> AttentionCore:
+    """Blocks of a sequence, merged by their log-sum-exps: flash attention on a GPU, else products in float32."""
+    piece = shape.piece
+    saved = [
+        Allocation("queries, keys and values", "F-B", shape.saved_inputs),
+        Allocation("log-sum-exps", "F-B", shape.log_sum_exps),
+    ]
+    if shape.is_exchanged or not is_flash:
+        saved.append(Allocation("output", "F-B", shape.output))
+    is_split = piece.mesh.cp > 1 and not shape.is_exchanged
+    merged = is_split * piece.tokens * shape.heads * shape.value * piece.wide
+    gradient_blocks = {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.cp_method]  # gradients in flight are float32
+    forward = _padded_values(shape) if is_flash else 4 * shape.scores * piece.wide
+    backward = _flash_backward(shape) if is_flash else 4 * shape.scores * piece.wide
+    return AttentionCore(saved, forward + shape.transfers + merged, backward + gradient_blocks * shape.transfers)
+
+
+def _torch_attention(shape: AttentionShape) -> AttentionCore:
+    """torch's own fused kernel, in an autograd graph."""
+    saved = [
+        Allocation("queries, keys and values", "F-B", shape.saved_inputs),
+        Allocation("log-sum-exps", "F-B", shape.log_sum_exps, offload=False),
+    ]
+    if shape.is_exchanged:
+        saved.append(Allocation("output", "F-B", shape.output))
+    return AttentionCore(saved, shape.transfers, shape.transfers)
+
+
+def _eager_attention(shape: AttentionShape) -> AttentionCore:
+    """Scores and probabilities in an autograd graph."""
+    piece = shape.piece
+    is_view = shape.is_exchanged and piece.itemsize == piece.wide  # values are in rows already
+    graph = piece.tokens * shape.heads * (2 * shape.query + (0 if is_view else shape.value)) + shape.scores
+    saved = [
+        Allocation("queries, keys and values", "F-B", shape.saved_inputs),
+        Allocation("scaled queries and keys, values, probabilities", "F-B", graph * piece.wide, offload=False),
+        Allocation("output", "F-B", shape.output),
+    ]
+    workspace = 4 * shape.scores * piece.wide
+    return AttentionCore(saved, workspace + shape.transfers, workspace)
+
+
+def _padded_values(shape: AttentionShape) -> int:
+    """Values and output in columns of a query's width, the only ones that flash attention takes."""
+    piece = shape.piece
+    is_flash_attn = piece.deterministic or piece.document_mask or piece.slices > 1
+    if not is_flash_attn or shape.query == shape.value:
+        return 0
+    return 2 * piece.tokens * shape.heads * shape.query * piece.itemsize
+
+
+def _flash_backward(shape: AttentionShape) -> int:
+    """dq in float32, in as many parts as keep all processors busy, and gradients of keys and values for every query
+    head."""
+    piece = shape.piece
+    parts = -(-PROCESSORS // (piece.rows * shape.heads)) if piece.deterministic else 1
+    queries = piece.tokens * shape.heads * shape.query
+    kv_gradients = 2 * queries * piece.itemsize if shape.kv_heads < shape.heads else 0
+    return parts * queries * BYTES["float32"] + kv_gradients + _padded_values(shape)

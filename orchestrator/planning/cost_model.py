@@ -11,15 +11,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pentad.orchestrator.planning.activation_memory import BYTES, Piece
-from pentad.orchestrator.planning.activations import shares
+from pentad.orchestrator.planning.activation_peaks import stage_activations
 from pentad.orchestrator.planning.comm_volume import Inside, stage_flows
 from pentad.orchestrator.planning.hardware import GUESSES, Rates, crosses, link
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Axis, Mesh
-from pentad.schedules.spec.model import ModelShape
-from pentad.schedules.spec.plan import BatchShape
-from pentad.schedules.spec.tensors import active, local_size
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import BatchSpec
+from pentad.schedules.spec.tensors import active_parameters, local_size
 
 WHEN: tuple[Inside, ...] = ("F", "B", "leaves")
 HOLDING: tuple[Axis, ...] = ("dp", "ep", "cp")  # along which ranks hold the same parameters
@@ -28,9 +28,9 @@ ALONE = Mesh()
 
 
 def guess_costs(
-    model: ModelShape,
+    model: ModelSpec,
     layers: Sequence[tuple[int, int]],
-    batch: BatchShape,
+    batch: BatchSpec,
     device: str,
     dtype: str,
     slices: int = 1,
@@ -46,8 +46,8 @@ def guess_costs(
     their gradients; with `zero` each steps on a shard.
     """
     rates = GUESSES[device]
-    piece = Piece(batch.rows, batch.length // slices // mesh.cp, dtype, device, slices, mesh, context)
-    work = [_work(model, span, piece, batch.length, rates) for span in layers]
+    piece = Piece(batch.micro_batch_size, batch.sequence_length // slices // mesh.cp, dtype, device, slices, mesh, context)
+    work = [_work(model, span, piece, batch.sequence_length, rates) for span in layers]
     # W of the embedding fills, reads, adds
     lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / mesh.tp / rates.memory
     inside = {when: [_inside(model, span, piece, when, rates) for span in layers] for when in WHEN}
@@ -56,20 +56,20 @@ def guess_costs(
         seconds if mode == "full" else more.beside(of.leaves)
         for of, seconds, more, mode in zip(work, forward, inside["leaves"], modes, strict=False)  # no modes, no costs
     )
-    kept = [shares(model, layers, stage, piece) for stage in range(len(layers))]
+    activations = [stage_activations(model, layers, stage, piece) for stage in range(len(layers))]
     held = max(_stepped(model, span, mesh, batch.replicas if zero else 0) for span in layers)
     latency, speed = link(rates, mesh, "pp")
     return Costs(
         forward,
         tuple(more.beside(of.backward) for of, more in zip(work, inside["B"], strict=True)),
         tuple(of.weight + lookup * (span[0] == 0) for of, span in zip(work, layers, strict=True)),
-        transfer=latency + piece.part * model.hidden * piece.compute / speed,
+        transfer=latency + piece.sequence_parallel_tokens * model.hidden * piece.itemsize / speed,
         reduce=max(_reduction(model, span, mesh, batch.replicas, rates) for span in layers),
         norm=2 * rates.latency + held / rates.memory,
         step=7 * held / rates.memory,  # reads master, m, v, gradient; writes master, m, v
         launch=rates.launch,
         recompute=again,
-        offload=tuple(rates.latency + (of.roots + of.leaves - of.still) / rates.host for of in kept),
+        offload=tuple(rates.latency + (of.saved - of.not_offloadable) / rates.host for of in activations),
     )
 
 
@@ -83,7 +83,7 @@ class Work(NamedTuple):
     leaves: float
 
 
-def _work(model: ModelShape, span: tuple[int, int], piece: Piece, length: int, rates: Rates) -> Work:
+def _work(model: ModelSpec, span: tuple[int, int], piece: Piece, length: int, rates: Rates) -> Work:
     first, end = span
     if model.custom is not None:
         own = piece.rows * sum(layer.flops for layer in model.custom.layers[first:end]) / rates.flops
@@ -103,7 +103,7 @@ def _work(model: ModelShape, span: tuple[int, int], piece: Piece, length: int, r
     linear += 2 * tokens * 2 * model.hidden**2 * ahead / width  # what joins streams and embeddings
     # norms and sums of streams, and what stands between two products
     wide = _widths(model)
-    passes = count * tokens * piece.compute * (8 * model.hidden + 3 * wide) / piece.mesh.tp / rates.memory
+    passes = count * tokens * piece.itemsize * (8 * model.hidden + 3 * wide) / piece.mesh.tp / rates.memory
     return Work(
         forward=linear + count * square + head + passes,
         backward=linear + count * 2.5 * square + head + 1.5 * passes,  # five products where F had two
@@ -112,7 +112,7 @@ def _work(model: ModelShape, span: tuple[int, int], piece: Piece, length: int, r
     )
 
 
-def _widths(model: ModelShape) -> int:
+def _widths(model: ModelSpec) -> int:
     """Of a token's feed-forward networks in a layer."""
     experts = model.experts
     return (
@@ -131,7 +131,7 @@ class Sent(NamedTuple):
         return max(work + self.links, self.host)
 
 
-def _inside(model: ModelShape, span: tuple[int, int], piece: Piece, when: Inside, rates: Rates) -> Sent:
+def _inside(model: ModelSpec, span: tuple[int, int], piece: Piece, when: Inside, rates: Rates) -> Sent:
     """Along each axis the latency of its operations, and its bytes."""
     links, operations = 0.0, 0
     flows = stage_flows(model, span, piece, when) if model.custom is None else {}
@@ -142,19 +142,19 @@ def _inside(model: ModelShape, span: tuple[int, int], piece: Piece, when: Inside
     return Sent(links, operations * rates.issue)
 
 
-def _stepped(model: ModelShape, span: tuple[int, int], mesh: Mesh, replicas: int) -> float:
+def _stepped(model: ModelSpec, span: tuple[int, int], mesh: Mesh, replicas: int) -> float:
     """Bytes of a stage's gradients that one of its holders steps on: all of them without `replicas`."""
     dense, experts = (_gradients(model, span, mesh, experts=experts) for experts in (False, True))
     copies = max(1, replicas * mesh.cp)
     return dense / copies + experts / max(1, copies // mesh.ep)
 
 
-def _gradients(model: ModelShape, span: tuple[int, int], mesh: Mesh, *, experts: bool) -> int:
+def _gradients(model: ModelSpec, span: tuple[int, int], mesh: Mesh, *, experts: bool) -> int:
     """Bytes, of the experts or of all else."""
     return BYTES["float32"] * local_size(model, *span, Mesh(tp=mesh.tp, ep=mesh.ep), experts=experts)
 
 
-def _reduction(model: ModelShape, span: tuple[int, int], mesh: Mesh, replicas: int, rates: Rates) -> float:
+def _reduction(model: ModelSpec, span: tuple[int, int], mesh: Mesh, replicas: int, rates: Rates) -> float:
     """Seconds of an all-reduce of a stage's gradients: its experts have fewer holders than all else."""
     seconds, axes = rates.latency, [axis for axis in HOLDING if crosses(mesh, axis)]
     for experts in (False, True):
@@ -167,12 +167,12 @@ def _reduction(model: ModelShape, span: tuple[int, int], mesh: Mesh, replicas: i
 
 
 @lru_cache(maxsize=4096)
-def _active(model: ModelShape, layer: int) -> int:
-    return active(model, layer)
+def _active(model: ModelSpec, layer: int) -> int:
+    return active_parameters(model, layer)
 
 
 @lru_cache(maxsize=4096)
-def parameters_held(model: ModelShape, first: int, end: int, mesh: Mesh) -> int:
+def parameters_held(model: ModelSpec, first: int, end: int, mesh: Mesh) -> int:
     """Of a stage, by one rank."""
     inner = Mesh(tp=mesh.tp, ep=mesh.ep)
     return sum(local_size(model, first, end, inner, experts=experts) for experts in (False, True))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import memories
-from pentad.orchestrator.planning.hardware import ASSUMED, DEVICES
-from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.planning.hardware import ASSUMED, DEVICES, NODE
+from pentad.orchestrator.planning.planning import make_plan, require_shards
 from pentad.orchestrator.planning.quantities import size
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
@@ -72,14 +72,24 @@ def fit_of(plan: Plan, room: Room) -> Fit:
     return Fit(room, needed, fullest, each[fullest])
 
 
-def refuse_unfit(config: RunConfig, device: str) -> None:
-    """Raises PentadError where a rank would find no room on a device of this machine; of one that is not known, nothing
-    is said."""
-    if device == "cuda" and gpu_name() not in DEVICES:
-        return
-    found = fit_of(make_plan(config, device), room_of(device))
-    if not found.ok:
-        raise PentadError(f"run {config.run.name} {found.sentence}")
+def first_plan(config: RunConfig, device: str, fingerprint: str = "") -> Plan:
+    """The plan that a run begins with, made before anything is started or written.
+
+    On a local cluster its ranks must have room on 'cpu' or 'cuda' devices of this machine, as far as those are known.
+    For another cluster the plan assumes GPUs, unless the configuration says otherwise, and hosts of NODE of them; the
+    driver makes it again if it finds something else. Raises PentadError.
+    """
+    if config.cluster.address == "local":
+        plan = make_plan(config, device, fingerprint=fingerprint)
+        found = fit_of(plan, room_of(device))
+        if not found.ok and (device == "cpu" or gpu_name() in DEVICES):
+            raise PentadError(f"run {config.run.name} {found.sentence}")
+    else:
+        device = "cpu" if config.cluster.device == "cpu" else "cuda"
+        spans_hosts = config.mesh.size > NODE and config.cluster.transport != "peer"
+        plan = make_plan(config, device, hosts=1 + spans_hosts, fingerprint=fingerprint)
+    require_shards(config, plan)
+    return plan
 
 
 def gpu_name() -> str:

@@ -19,22 +19,22 @@ from pentad.orchestrator.planning.fit import Room
 from pentad.orchestrator.planning.hardware import NODE, refuse_wide
 from pentad.orchestrator.planning.planning import buckets_of, draft
 from pentad.schedules.catalogue import generate
-from pentad.schedules.compiler import add_savings, compile_program
+from pentad.schedules.compiler import add_memory_passes, compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.optimizer_pass import add_reduce
-from pentad.schedules.passes.pools import add_turns
 from pentad.schedules.passes.transfers import add_transfers
+from pentad.schedules.passes.zero import add_gradient_buffer_waits
 from pentad.schedules.search.auto import AUTO
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import unit_times
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import BatchShape, Plan, split_layers
-from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
+from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers
+from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.tensors import head_in_layers
-from pentad.schedules.spec.validate import require_fit
+from pentad.schedules.spec.validate import check_divisibility
 
 ROWS = (1, 2, 4, 8)  # sequences of a microbatch
 MODES = ("none", "selective", "full")
@@ -133,7 +133,7 @@ def _require_state(config: RunConfig, mesh: Mesh, room: Room) -> None:
     """Raises PentadError where there is none for weights and gradients (6 bytes a parameter) and for shards of master
     weights and moments (12), as ranks have on average."""
     model = config.model.shape
-    require_fit(model, mesh, config.batch.sequence_length, mesh.tp, context=config.mesh.cp_method)
+    check_divisibility(model, mesh, config.batch.sequence_length, mesh.tp, cp_method=config.mesh.cp_method)
     held = parameters_held(model, 0, model.layers, mesh) / mesh.pp
     least = held * (6 + 12 / (mesh.size / mesh.tp / mesh.pp))
     if least > room.bytes and not config.zero.max_gathered:
@@ -155,21 +155,21 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
     order = _order(name, mesh.pp, few, options)
     replicas = mesh.dp * mesh.ep
     rows = config.batch.global_batch_size // (replicas * microbatches)
-    require_fit(model, mesh, length, rows, order.slices, config.mesh.cp_method)
+    check_divisibility(model, mesh, length, rows, order.slices, config.mesh.cp_method)
     layers = split_layers(model.layers, order.placement, head_in_layers(model, length))
     alone = replicas * mesh.cp == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages))
     # stages that are alone on a rank are whole in a buffer anyway: to shard more spares nothing
     stages = [0] if alone else [0, 1] if order.chunks == 1 else [0, 1, 2, 3]
-    batch = BatchShape(config.batch.global_batch_size, length, microbatches, replicas)
+    batch = BatchSpec(config.batch.global_batch_size, length, microbatches, replicas)
     transport = "peer" if mesh.size <= NODE and mesh.pp > 1 else "nccl"
-    plan = draft(config, "cuda", order, layers, transport=transport)
+    plan = draft(config, model, "cuda", order, layers, transport=transport)
     for mode in MODES:
         for zero in stages:
             gathered = config.zero.max_gathered if zero == 3 else None
             again = frozenset(range(order.stages)) if mode != "none" else frozenset()
             # one of shards of the optimizer's state needs no other buffers
-            savings = MemoryOptions(zero=zero if zero > 1 else 0, max_gathered=gathered, recompute=again)
-            program = _program(name, mesh.pp, few, options, savings)
+            memory_options = MemoryOptions(zero=zero if zero > 1 else 0, max_gathered=gathered, recompute=again)
+            program = _program(name, mesh.pp, few, options, memory_options)
             modes = (mode,) * order.stages if again else ()
             yield replace(plan, mesh=mesh, batch=batch, program=program, zero=zero, recompute=modes)
 
@@ -214,7 +214,7 @@ def _compiled(config: RunConfig, guess: Found) -> Found:
         gated=plan.transport == "nccl",
         replicas=plan.batch.replicas * plan.mesh.cp,
         options=config.options,
-        savings=MemoryOptions(
+        memory_options=MemoryOptions(
             zero=plan.zero,
             max_gathered=config.zero.max_gathered if plan.zero == 3 else None,
             recompute=again,
@@ -228,17 +228,17 @@ def _compiled(config: RunConfig, guess: Found) -> Found:
 
 
 @lru_cache(maxsize=256)
-def _order(name: str, ranks: int, microbatches: int, options: Options) -> Program:
+def _order(name: str, ranks: int, microbatches: int, options: ScheduleOptions) -> Program:
     return generate(name, ranks, microbatches, options)
 
 
 @lru_cache(maxsize=512)
-def _program(name: str, ranks: int, microbatches: int, options: Options, savings: MemoryOptions) -> Program:
+def _program(name: str, ranks: int, microbatches: int, options: ScheduleOptions, memory_options: MemoryOptions) -> Program:
     """With all that takes memory, and no proof: nobody runs it."""
     order = _order(name, ranks, microbatches, options)
-    spared = add_savings(add_transfers(order, Costs.uniform(order.stages), gated=False), savings)
-    reduced = add_reduce(spared, replicas=1 + (savings.zero > 0), scatter=savings.zero > 0)
-    return add_turns(reduced) if savings.zero > 1 else reduced
+    spared = add_memory_passes(add_transfers(order, Costs.uniform(order.stages), gated=False), memory_options)
+    reduced = add_reduce(spared, replicas=1 + (memory_options.zero > 0), scatter=memory_options.zero > 0)
+    return add_gradient_buffer_waits(reduced) if memory_options.zero > 1 else reduced
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""From a configuration to the plan that workers run. Pure: no Ray; torch and files only for a model of one's own."""
+"""From a configuration to the plan that workers run. Needs no Ray, and torch only for a custom model."""
 
 from __future__ import annotations
 
@@ -10,76 +10,84 @@ from itertools import product
 
 from pydantic import ValidationError
 
-from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.activation_memory import BYTES
 from pentad.orchestrator.planning.cost_model import guess_costs, parameters_held
-from pentad.schedules.catalogue import generate
+from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.auto import AUTO, choose
-from pentad.schedules.search.search_problem import By
+from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.schedules.spec.cut import cut_layers
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import ModelShape
-from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan, split_layers, split_layers_by_cost
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import head_in_layers
 
+Placement = Sequence[Sequence[int]]
+
 
 def make_plan(
-    config: RunConfig, device: str, *, hosts: int = 1, fingerprint: str = "", model: ModelShape | None = None
+    config: RunConfig, device: str, *, hosts: int = 1, fingerprint: str = "", model: ModelSpec | None = None
 ) -> Plan:
-    """The plan of a run whose ranks are on 'cpu' or 'cuda' devices of so many hosts, its program proven.
+    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts.
 
-    `model` is the one that an earlier plan of the run has: a user's file may have changed since. Raises
-    PentadError when cluster.transport cannot serve them.
+    `fingerprint` is the corpus's. `model` is that of the run's first plan: a custom model's file may have changed
+    since. Raises PentadError for a schedule, model or transport that the configuration's own checks could not refuse.
     """
     assert device in ("cpu", "cuda"), device
-    transport = _transport(config, device, hosts)
-    mesh, dtype = config.mesh.mesh, _dtype(config, device)
+    transport, dtype = transport_of(config, device, hosts), _dtype(config, device)
     model = config.shape(dtype) if model is None else model
-    replicas = mesh.dp * mesh.ep
-    batch = BatchShape(
-        config.batch.global_batch_size, config.batch.sequence_length, config.schedule.microbatches, replicas
-    )
-    options = config.options
-    chosen = _chosen(config, model, batch, device, dtype)
-    order = chosen or generate(config.schedule.name, mesh.pp, batch.microbatches, options)
-    layers = _cut(model, order, batch.length)
-    savings = _savings(config, order, model, layers, dtype)
+    batch = _batch(config)
+    order = _order(config, model, batch, device, dtype)
+    layout = config.layout() if order is None else Layout.of(order)
+    assert layout is not None
+    config.check_layout(layout, model)
+    layers = _split(model, layout.placement, batch.sequence_length)
+    recompute = config.memory.modes(layout.stages)
+    options = _memory_options(config, layout, model, layers, dtype)
     costs = guess_costs(
         model,
         layers,
         batch,
         device,
         dtype,
-        order.slices,
-        config.memory.modes(order.stages),
-        mesh,
+        layout.slices,
+        recompute,
+        config.mesh.mesh,
         config.mesh.cp_method,
-        savings.zero,
+        options.zero,
     )
     program = compile_program(
-        order.name,
-        order.ranks,
-        order.microbatches,
+        config.schedule.name if order is None else order.name,
+        config.mesh.pp,
+        batch.microbatches,
         costs=costs,
         gated=transport == "nccl",
-        replicas=replicas * mesh.cp,
-        validated=config.schedule.post_validation,
-        options=options,
-        savings=savings,
-        order=chosen,
+        replicas=config.mesh.replicas,
+        post_validation=config.schedule.post_validation,
+        options=config.options,
+        memory_options=options,
+        order=None if order is None or _is_function(order.name) else order,
     )
-    drafted = draft(config, device, program, layers, transport=transport, zero=savings.zero, fingerprint=fingerprint)
-    return replace(drafted, model=model)
+    return draft(config, model, device, program, layers, transport=transport, zero=options.zero, fingerprint=fingerprint)
+
+
+def plan_on(
+    config: RunConfig, device: str, *, hosts: int, fingerprint: str = "", expected: Plan | None = None
+) -> Plan:
+    """The plan of ranks that have been placed: the `expected` one, if they are as it was made for."""
+    if expected is not None and expected.device == device and expected.transport == transport_of(config, device, hosts):
+        return replace(expected, fingerprint=fingerprint)
+    return make_plan(config, device, hosts=hosts, fingerprint=fingerprint)
 
 
 def draft(
     config: RunConfig,
+    model: ModelSpec,
     device: str,
     program: Program,
     layers: tuple[tuple[int, int], ...],
@@ -88,18 +96,14 @@ def draft(
     zero: int = 0,
     fingerprint: str = "",
 ) -> Plan:
-    """The plan of a run with a program that is there already."""
-    mesh = config.mesh.mesh
-    replicas = mesh.dp * mesh.ep
+    """A plan with a given program."""
     return Plan(
         name=config.run.name,
-        mesh=mesh,
+        mesh=config.mesh.mesh,
         program=program,
         layers=layers,
-        model=config.model.shape,
-        batch=BatchShape(
-            config.batch.global_batch_size, config.batch.sequence_length, config.schedule.microbatches, replicas
-        ),
+        model=model,
+        batch=_batch(config),
         optimizer=_optimizer(config),
         data=_data(config.data.path),
         cache=os.path.abspath(os.path.expanduser(config.data.cache)),
@@ -117,13 +121,19 @@ def draft(
     )
 
 
-def _savings(
-    config: RunConfig, order: Program, model: ModelShape, layers: tuple[tuple[int, int], ...], dtype: str
+def require_shards(config: RunConfig, plan: Plan) -> None:
+    """Raises PentadError if ZeRO is configured and no stage has a second holder to share with."""
+    if config.zero.stage and not plan.zero:
+        found = "mesh.dp x mesh.cp x mesh.ep is 1, so there is nothing to shard"
+        raise PentadError(f"zero.stage is {config.zero.stage}, but {found}: expected zero.stage 0, or more replicas")
+
+
+def _memory_options(
+    config: RunConfig, layout: Layout, model: ModelSpec, layers: tuple[tuple[int, int], ...], dtype: str
 ) -> MemoryOptions:
-    """As configured; no ZeRO where no stage has a second holder. Raises PentadError for too many buckets."""
-    alone = config.mesh.copies == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages))
-    section, found = config.zero, config.memory.savings(order.stages)
-    if alone:
+    """As configured, without ZeRO if every stage has one holder only. Raises PentadError for too many buckets."""
+    section, found = config.zero, config.memory.options(layout.stages)
+    if config.mesh.replicas == 1 and not layout.has_mirrors:
         return found
     return found._replace(
         zero=section.stage,
@@ -134,76 +144,93 @@ def _savings(
 
 
 def buckets_of(
-    config: RunConfig, model: ModelShape, layers: Sequence[tuple[int, int]], mesh: Mesh, dtype: str
+    config: RunConfig, model: ModelSpec, layers: Sequence[tuple[int, int]], mesh: Mesh, dtype: str
 ) -> tuple[int, ...]:
-    """In how many parts the gradients of each stage are reduced (see `MemoryOptions`)."""
+    """The number of buckets in which each stage's gradients are reduced (see `MemoryOptions`)."""
     size = max(BYTES[dtype], BYTES["float32"])
     return config.zero.buckets([size * parameters_held(model, first, end, mesh) for first, end in layers])
 
 
-def _chosen(config: RunConfig, model: ModelShape, batch: BatchShape, device: str, dtype: str) -> Program | None:
-    """The compute order that 'auto' stands for: the quickest by guessed costs; without a barrier at the end of a step
-    the one whose busiest rank is done first."""
+def _order(config: RunConfig, model: ModelSpec, batch: BatchSpec, device: str, dtype: str) -> Program | None:
+    """The compute order of a schedule whose layout only its program tells: one from a file, or what 'auto' finds.
+
+    'auto' takes the order with the least makespan at guessed costs, or the one whose busiest rank ends first if there
+    is no barrier at the end of a step. None for a schedule of the catalogue.
+    """
     section = config.schedule
-    if section.name != AUTO:
+    if section.name in CATALOGUE:
         return None
+    if section.name != AUTO:
+        return generate(section.name, config.mesh.pp, batch.microbatches, config.options)
 
     def costs_of(placed: Program) -> Costs | None:
-        try:
-            layers = _cut(model, placed, batch.length)
-        except PentadError:  # more stages than layers
+        if model.layers < placed.stages:
             return None
+        layers = _split(model, placed.placement, batch.sequence_length)
         return guess_costs(model, layers, batch, device, dtype, placed.slices, mesh=config.mesh.mesh)
 
-    by: By = "longest" if section.post_validation else "makespan"
-    return choose(config.mesh.pp, batch.microbatches, costs_of, section.options, by).best.program
+    objective: Objective = "longest" if section.post_validation else "makespan"
+    return choose(config.mesh.pp, batch.microbatches, costs_of, section.options, objective).best.program
 
 
-def _cut(model: ModelShape, order: Program, length: int) -> tuple[tuple[int, int], ...]:
-    """The layers of each stage. Raises PentadError for fewer layers than stages."""
+def _is_function(name: str) -> bool:
+    """Whether a schedule is a user's function, which may plan with costs and so is called again when they are known."""
+    return ":" in name
+
+
+def _split(model: ModelSpec, placement: Placement, length: int) -> tuple[tuple[int, int], ...]:
+    """The layers of each stage."""
     if model.custom is not None:
-        return cut_layers([layer.flops for layer in model.custom.layers], order.placement)
-    return split_layers(model.layers, order.placement, head_in_layers(model, length))
+        return split_layers_by_cost([layer.flops for layer in model.custom.layers], placement)
+    return split_layers(model.layers, placement, head_in_layers(model, length))
 
 
-def smaller(config: RunConfig, ranks: int) -> RunConfig | None:
-    """The same run on the largest mesh of at most `ranks` ranks, or None when elastic.min_ranks allows none.
+def _batch(config: RunConfig) -> BatchSpec:
+    section, replicas = config.batch, config.mesh.dp * config.mesh.ep
+    return BatchSpec(section.global_batch_size, section.sequence_length, config.schedule.microbatches, replicas)
+
+
+def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
+    """The plan of the same run on the largest mesh of at most `ranks` ranks, or None if elastic.min_ranks allows none.
 
     The batch, its samples and its microbatches stay the same: fewer replicas take more microbatches each, and a
-    shorter pipeline cuts the layers anew. Of meshes of one size, the one whose pipeline is longest: its stages move
-    least.
+    shorter pipeline splits the layers anew. Of meshes of one size, the one with the longest pipeline: its stages
+    change least.
     """
-    inner = config.mesh.cp * config.mesh.tp * config.mesh.ep  # what these cut stays cut as it is
-    least = config.elastic.min_ranks or config.mesh.dp * config.mesh.pp * inner
+    inner = config.mesh.cp * config.mesh.tp * config.mesh.ep  # stay as they are
+    least = config.elastic.min_ranks or config.mesh.size
     sizes = product(range(1, config.mesh.dp + 1), range(1, config.mesh.pp + 1))
     fitting = [(dp, pp) for dp, pp in sizes if least <= dp * pp * inner <= ranks]
     for dp, pp in sorted(fitting, key=lambda size: (-size[0] * size[1], -size[1])):
-        count, rest = divmod(config.mesh.dp * config.schedule.microbatches, dp)
+        microbatches, rest = divmod(config.mesh.dp * config.schedule.microbatches, dp)
+        if rest:
+            continue
         changed = config.model_dump()
         changed["mesh"] |= {"dp": dp, "pp": pp}
-        changed["schedule"]["microbatches"] = count
+        changed["schedule"]["microbatches"] = microbatches
         if pp != config.mesh.pp:  # other stages, with more layers each
             changed["memory"]["recompute_stages"] = None
-        with suppress(ValidationError):  # too few layers or microbatches, or a schedule that wants an even pipeline
-            if not rest:
-                return RunConfig.model_validate(changed)
+        hosts = 1 if full.transport == "peer" else 2
+        with suppress(ValidationError, PentadError):  # too few layers or microbatches, or an odd pipeline
+            smaller = RunConfig.model_validate(changed)
+            return make_plan(smaller, full.device, hosts=hosts, fingerprint=full.fingerprint, model=full.model)
     return None
 
 
 def spread(timeline: Timeline, mesh: Mesh) -> Timeline:
-    """A timeline over pipeline ranks as one over the ranks of the mesh: every replica does the same."""
+    """A timeline of pipeline ranks as one of all ranks of the mesh: every replica does the same."""
     spans = []
     for rank in range(mesh.size):
-        here = mesh.coordinates(rank).pp
+        pp = mesh.coordinates(rank).pp
         for span in timeline.spans:
-            if span.rank == here:
+            if span.rank == pp:
                 peer = span.peer if span.peer < 0 else mesh.move(rank, pp=span.peer)
                 spans.append(span._replace(rank=rank, peer=peer))
     return Timeline(timeline.source, tuple(spans))
 
 
 def _data(path: str) -> str:
-    """Workers may stand in other folders than the user."""
+    """Workers may have other working folders than the user."""
     return path if path.startswith("builtin:") else os.path.abspath(os.path.expanduser(path))
 
 
@@ -212,7 +239,8 @@ def _dtype(config: RunConfig, device: str) -> str:
     return {"cuda": "bfloat16", "cpu": "float32"}[device] if chosen == "auto" else chosen
 
 
-def _transport(config: RunConfig, device: str, hosts: int) -> str:
+def transport_of(config: RunConfig, device: str, hosts: int) -> str:
+    """What moves activations: 'gloo', 'peer' or 'nccl'. Raises PentadError if cluster.transport cannot."""
     chosen = config.cluster.transport
     if device == "cpu":
         return "gloo"
@@ -223,10 +251,10 @@ def _transport(config: RunConfig, device: str, hosts: int) -> str:
     return {"auto": "peer" if hosts == 1 else "nccl"}.get(chosen, chosen)
 
 
-def _optimizer(config: RunConfig) -> OptimizerShape:
+def _optimizer(config: RunConfig) -> OptimizerSpec:
     given = config.optimizer.model_dump()
     if given["min_learning_rate"] is None:
         given["min_learning_rate"] = config.optimizer.learning_rate / 10
     if given["warmup_steps"] is None:
         given["warmup_steps"] = min(100, config.run.steps // 10)
-    return OptimizerShape(steps=config.run.steps, **given)
+    return OptimizerSpec(steps=config.run.steps, **given)

@@ -1,4 +1,4 @@
-"""Whether the ranks get on, and if not, for whom they wait."""
+"""Whether the ranks make progress, and if not, which rank holds them up."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pentad.orchestrator.cluster.worker import Status
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.verify.hang_diagnosis import Diagnosis, Position, find_cause
 
-SILENT_SECONDS = 2.0  # an idle rank answers within milliseconds
-QUIET_SECONDS = 2.0  # after which a person wants to know for whom the run waits
-LONGEST = 10  # a deadline allows this many times the longest instruction that was measured
+SILENT_SECONDS = 2.0  # a healthy rank answers within milliseconds
+REPORT_SECONDS = 2.0  # without progress, before the user is told which rank the run waits for
+LONGEST_FACTOR = 10  # the deadline allows this many times the longest instruction measured
 
 
 class Stall(NamedTuple):
-    """Nothing moved for `seconds`; `causes` are the ranks to give up once `late`."""
+    """No rank made progress for `seconds`; once that is too `late`, the ranks `causes` are to be given up."""
 
     seconds: float
     late: bool
@@ -26,59 +26,59 @@ class Stall(NamedTuple):
 
 
 class Health:
-    """Looks at the ranks' positions again and again.
+    """Compares the ranks' positions from one check to the next.
 
-    Time counts only while this process looks: on a machine that stood still as a whole no rank is late.
+    Time counts only while this process runs: on a machine that was suspended no rank is late.
     """
 
     def __init__(self, group: WorkerGroup, hang_seconds: float, first_seconds: float) -> None:
         self.group, self.hang_seconds, self.first_seconds = group, hang_seconds, first_seconds
-        self.before: dict[int, tuple[int, int]] = {}
-        self.quiet, self.looked, self.stepping = 0.0, time.monotonic(), False
+        self.positions: dict[int, tuple[int, int]] = {}
+        self.stalled, self.checked, self.stepping = 0.0, time.monotonic(), False
 
     def deadline(self, costs: Costs | None) -> float:
-        """Seconds without progress that are too long; `costs` None: nothing has been measured yet."""
+        """Seconds without progress that mean a hang; `costs` None: nothing has been measured yet."""
         if costs is None:
             return max(self.first_seconds, self.hang_seconds)
         longest = max(*costs.forward, *costs.backward, *costs.weight, costs.reduce, costs.norm, costs.step)
-        return self.hang_seconds + LONGEST * longest
+        return self.hang_seconds + LONGEST_FACTOR * longest
 
-    def look(self, statuses: dict[int, Status], costs: Costs | None, *, stepping: bool) -> Stall | None:
-        """None while something moves. `stepping`: the ranks have been told to run steps."""
+    def check(self, statuses: dict[int, Status], costs: Costs | None, *, stepping: bool) -> Stall | None:
+        """None while there is progress. `stepping`: the ranks have steps to run."""
         now = time.monotonic()
-        passed, self.looked = min(now - self.looked, 2 * STATUS_SECONDS), now
+        passed, self.checked = min(now - self.checked, 2 * STATUS_SECONDS), now
         positions = {rank: (status.step, status.counter) for rank, status in statuses.items()}
-        moved = positions != self.before or stepping != self.stepping
-        self.before, self.stepping = positions, stepping
+        moved = positions != self.positions or stepping != self.stepping
+        self.positions, self.stepping = positions, stepping
         silent = self._silent(now)
-        rests = not stepping and not silent  # between steps, at a checkpoint or in a pause
-        self.quiet = 0.0 if moved or rests else self.quiet + passed
-        if self.quiet < QUIET_SECONDS:
+        is_idle = not stepping and not silent  # between steps, at a checkpoint or paused
+        self.stalled = 0.0 if moved or is_idle else self.stalled + passed
+        if self.stalled < REPORT_SECONDS:
             return None
         verdict = self._verdict(statuses)
         causes = _causes(verdict, silent, self.group.plan.mesh.size)
-        return Stall(self.quiet, self.quiet > self.deadline(costs), verdict, causes)
+        return Stall(self.stalled, self.stalled > self.deadline(costs), verdict, causes)
 
     def fault(self, stall: Stall) -> WorkerError:
-        """The error of a run whose ranks stand still."""
+        """The error for ranks that hang."""
         rank = stall.causes[0] if stall.causes else 0
         detector = "heartbeat" if rank in self._silent(time.monotonic()) else "deadline"
-        text = f"no rank got on for {stall.seconds:.0f} s: {stall.verdict.sentence}"
+        text = f"no rank made progress for {stall.seconds:.0f} s: {stall.verdict.sentence}"
         return WorkerError(text, rank, text, stall.causes, "hang", detector, stall.seconds)
 
     def _silent(self, now: float) -> set[int]:
-        heard = self.group.heard
-        return {rank for rank in range(len(self.group.actors)) if now - heard.get(rank, now) > SILENT_SECONDS}
+        last = self.group.last_heard
+        return {rank for rank in range(len(self.group.actors)) if now - last.get(rank, now) > SILENT_SECONDS}
 
     def _verdict(self, statuses: dict[int, Status]) -> Diagnosis:
         plan = self.group.plan
-        none = Status(self.group.generation, -1, "", 0.0)
-        found = [self.group.peek(rank) or statuses.get(rank, none) for rank in range(plan.mesh.size)]
+        unknown = Status(self.group.generation, -1, "", 0.0)
+        found = [self.group.peek(rank) or statuses.get(rank, unknown) for rank in range(plan.mesh.size)]
         return find_cause(plan.program, plan.mesh, [Position(s.step, s.counter, s.age) for s in found])
 
 
 def _causes(verdict: Diagnosis, silent: set[int], ranks: int) -> tuple[int, ...]:
-    """Ranks that do not even answer, of those that lack nothing if there are such: what a frozen process has sent may
-    not have left it, and then its partner seems to lack nothing. Of all ranks at once none is the cause."""
-    quiet = tuple(rank for rank in verdict.roots if rank in silent) or tuple(sorted(silent))
-    return quiet or (() if len(verdict.roots) == ranks else verdict.roots)
+    """Silent ranks, those among the diagnosis's causes if any: data that a frozen process has sent may not have left
+    it, and then its receiver looks like the cause. If all ranks are causes, none is to blame."""
+    causes = tuple(rank for rank in verdict.causes if rank in silent) or tuple(sorted(silent))
+    return causes or (() if len(verdict.causes) == ranks else verdict.causes)

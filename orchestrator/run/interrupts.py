@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as wishes: the first asks to stop after the steps under way, the second stops at once."""
+"""Ctrl-C and SIGTERM: the first asks the run to stop after the steps in flight, the second stops it at once."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 
 
 class Interrupts:
-    """Takes both signals while used in a `with`; off the main thread it takes none.
+    """Handles both signals while used in a `with`; off the main thread it handles none.
 
-    `asked` says that the run should stop soon. Before `patient` is set, and at the second signal, KeyboardInterrupt is
-    raised in the main thread; then no further signal disturbs the clearing up.
+    `requested` says that the run should stop soon. Until `graceful` is set, and at the second signal, KeyboardInterrupt
+    is raised in the main thread, and further signals are ignored during the clean-up.
     """
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.patient = self.asked = False
+        self.graceful = self.requested = False
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self._seen) for number in self.NUMBERS}
+            self.before = {number: signal.signal(number, self._receive) for number in self.NUMBERS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _seen(self, number: int, frame: FrameType | None) -> None:
-        if self.patient and not self.asked:
-            self.asked = True
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.graceful and not self.requested:
+            self.requested = True
             return
         for each in self.NUMBERS:
             signal.signal(each, signal.SIG_IGN)

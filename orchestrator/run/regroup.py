@@ -1,8 +1,8 @@
-"""After a fault: frees the living ranks, replaces the lost or makes do without them, and hands the newest state on.
+"""The steps of a recovery: fences the living ranks, collects what they hold, and replaces the ranks that are lost.
 
-A rank that is lost takes its part of the step under way along, and nothing else, as long as another rank holds the same
-stages; a shard of them (zero.stage) is in the newest checkpoint only. The generation's number grows with every attempt;
-what comes late from an earlier one is refused by the workers.
+A lost rank takes its part of the steps in flight with it, and nothing else, as long as another rank holds the same
+stages; a ZeRO shard of them (zero.stage) is otherwise only in the newest checkpoint. Every attempt increments the
+generation, and workers refuse calls of earlier ones.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ import ray
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.placement import living_bundles
+from pentad.orchestrator.cluster.worker import WorkerPlace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.runtime.results import RankSnapshot, StepResult
 
-FENCE_SECONDS, LEAVE_SECONDS, HIRE_SECONDS = 5.0, 10.0, 30.0
-Tell = Callable[..., None]  # event, facts: a line of the journal
+FENCE_SECONDS, SNAPSHOT_SECONDS, CREATE_SECONDS = 5.0, 10.0, 30.0
+RETRY_SECONDS = 0.2
+Record = Callable[..., None]  # (event, **facts): writes a line of the journal
 
 
 @dataclass
 class RecoveryState:
-    """What is left of a generation: `version` steps are in the newest weights, those of the ranks `current`.
+    """What survives of a generation: `version` steps are in the newest weights, which the ranks `current` hold.
 
-    `results[step][rank]` are accounts of steps done. `seconds` are by phase.
+    `results[step][rank]` are results of completed steps. `seconds` is the duration of each phase of the recovery.
     """
 
     version: int = 0
@@ -41,116 +43,120 @@ class RecoveryState:
     results: dict[int, dict[int, StepResult]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def took(self, phase: str, since: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - since
+    def add_seconds(self, phase: str, began: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
 
 
-def fence(group: WorkerGroup, lost: dict[int, str], stock: RecoveryState, tell: Tell) -> None:
-    """Ends the generation on every living rank and takes stock; ranks that do not follow are `lost` as well, with a
-    cause.
+def fence(group: WorkerGroup, lost: dict[int, str], state: RecoveryState, record: Record) -> None:
+    """Ends the generation on every living rank and fills `state`; ranks that do not follow are added to `lost`, with
+    the cause.
 
     Raises PentadError when no rank is left.
     """
     began = time.monotonic()
     group.generation += 1
-    _ask(group, lost, "fence", FENCE_SECONDS, tell)
+    _call_living(group, lost, "fence", FENCE_SECONDS, record)
     if group.plan.device == "cuda":
-        _ask(group, lost, "abort", FENCE_SECONDS, tell)
+        _call_living(group, lost, "abort", FENCE_SECONDS, record)
     kill(group, lost)
-    stands: dict[int, RankSnapshot] = _ask(group, lost, "leave", LEAVE_SECONDS, tell)
+    snapshots: dict[int, RankSnapshot] = _call_living(group, lost, "leave", SNAPSHOT_SECONDS, record)
     kill(group, lost)
-    if not stands:
+    if not snapshots:
         raise PentadError("no rank is left of the run; the same command resumes from the newest checkpoint")
-    stock.version = max(stand.version for stand in stands.values())
-    late = [r for r, stand in stands.items() if stand.version == stock.version - 1 and stand.ready]
-    norm = next(stand.norm for stand in stands.values() if stand.version == stock.version)
-    answers, _ = group.gather({r: _order(group, r, "advance", norm) for r in late}, LEAVE_SECONDS)
-    newest = [r for r, s in stands.items() if s.version == stock.version and stock.version >= 0]  # -1: no state yet
-    stock.current = tuple(sorted(newest + list(answers)))
-    for rank, stand in stands.items():
-        for result in stand.results:
-            stock.results.setdefault(result.step, {})[rank] = result
-    stock.took("fence", began)
-    tell("fence", generation=group.generation, step=stock.version, seconds=round(time.monotonic() - began, 3))
+    state.version = max(snapshot.version for snapshot in snapshots.values())
+    # A rank that lacks only the last step's global norm gets it from one that has taken the step.
+    late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]
+    norm = next(s.norm for s in snapshots.values() if s.version == state.version)
+    answers, _ = group.gather({rank: _call_runner(group, rank, "advance", norm) for rank in late}, SNAPSHOT_SECONDS)
+    newest = [rank for rank, s in snapshots.items() if s.version == state.version >= 0]  # -1: no state yet
+    state.current = tuple(sorted(newest + list(answers)))
+    for rank, snapshot in snapshots.items():
+        for result in snapshot.results:
+            state.results.setdefault(result.step, {})[rank] = result
+    state.add_seconds("fence", began)
+    record("fence", generation=group.generation, step=state.version, seconds=round(time.monotonic() - began, 3))
 
 
-def complete(plan: Plan, stock: RecoveryState) -> bool:
-    """Whether the ranks that are current hold every share: one holder of each will do, but all where they hold a shard
-    each."""
-    if stock.version < 0:  # a recovery was cut short before any rank had a state again
+def is_complete(plan: Plan, state: RecoveryState) -> bool:
+    """Whether the current ranks hold the newest state of every parameter shard: one holder suffices where holders are
+    replicas, all are needed where each holds a ZeRO shard."""
+    if state.version < 0:  # an earlier recovery was interrupted before any rank had a state
         return False
-    current = set(stock.current)
-    return all(len(current.intersection(plan.holders(share))) >= plan.shards(share) for share in plan.shares)
+    current = set(state.current)
+    return all(
+        len(current.intersection(plan.holders(shard))) >= plan.num_zero_shards(shard) for shard in plan.param_shards
+    )
 
 
 def sources(plan: Plan, current: Iterable[int]) -> dict[ParamShard, int]:
-    """Share -> the current rank that gives its state, for the shares that a rank which is not current holds."""
+    """For each parameter shard that a rank outside `current` holds: the current rank that sends its state."""
     newest = set(current)
-    behind = {share for rank in range(plan.mesh.size) if rank not in newest for share in plan.shares_of(rank)}
-    return {share: min(newest.intersection(plan.holders(share))) for share in sorted(behind)}
+    stale = {shard for rank in range(plan.mesh.size) if rank not in newest for shard in plan.param_shards_of(rank)}
+    return {shard: min(newest.intersection(plan.holders(shard))) for shard in sorted(stale)}
 
 
-def refill(group: WorkerGroup, lost: dict[int, str], seconds: float, pause: Callable[[float], None]) -> bool:
-    """Hires a rank for each that is lost, in its old place or where Ray has moved that; False when not all are placed
-    within seconds. `pause` passes the time."""
-    until = time.monotonic() + seconds
+def create_actors(
+    group: WorkerGroup, plan: Plan, bundles: dict[int, int], seconds: float, sleep: Callable[[float], None]
+) -> dict[int, tuple[Any, WorkerPlace]] | None:
+    """New actors for ranks of `plan`, each in its bundle, on the node where that is or to which Ray moves it; None when
+    not all bundles are on living nodes within `seconds`. `sleep` waits between attempts."""
+    deadline = time.monotonic() + seconds
     while True:
-        missing = set(lost)
-        if all(group.bundles[rank] in living_bundles(group.placement) for rank in missing):
-            hired = {rank: group.hire(rank) for rank in missing}
-            places, failed = group.gather({r: a.where.remote() for r, a in hired.items()}, HIRE_SECONDS)
+        if set(bundles.values()) <= living_bundles(group.placement).keys():
+            actors = {rank: group.create_actor(plan, rank, bundle) for rank, bundle in bundles.items()}
+            places, failed = group.gather({r: actor.place.remote() for r, actor in actors.items()}, CREATE_SECONDS)
             if not failed:
-                for rank, actor in hired.items():
-                    group.seat(rank, actor, places[rank])
-                return True
-            for actor in hired.values():
+                return {rank: (actor, places[rank]) for rank, actor in actors.items()}
+            for actor in actors.values():
                 ray.kill(actor)
-        if time.monotonic() >= until:
-            return False
-        pause(0.2)
+        if time.monotonic() >= deadline:
+            return None
+        sleep(RETRY_SECONDS)
 
 
 def kill(group: WorkerGroup, ranks: Iterable[int]) -> None:
-    """Ends the processes of ranks that are given up: one that hangs may wake up and write where it must not."""
-    here = ray.get_runtime_context().get_node_id()
-    for rank in ranks:
-        at, actor = group.places[rank], group.actors[rank]
+    """Kills the processes of lost ranks: one that hangs might wake up and write to a checkpoint."""
+    this_node = ray.get_runtime_context().get_node_id()
+    lost = set(ranks)
+    for rank in lost:
+        place = group.places[rank]
         with suppress(Exception):
-            ray.kill(actor)
-        if at.node == here:
+            ray.kill(group.actors[rank])
+        if place.node == this_node:
             with suppress(ProcessLookupError):
-                os.kill(at.pid, signal.SIGKILL)
-            Path(at.board).unlink(missing_ok=True)
-        else:
-            near = (r for r, place in enumerate(group.places) if place.node == at.node and r not in set(ranks))
-            for other in near:
-                group.actors[other].kill.remote(at.pid)
-                break
+                os.kill(place.pid, signal.SIGKILL)
+            Path(place.progress_file).unlink(missing_ok=True)
+            continue
+        neighbours = (r for r, other in enumerate(group.places) if other.node == place.node and r not in lost)
+        if (neighbour := next(neighbours, None)) is not None:
+            group.actors[neighbour].kill.remote(place.pid)
 
 
-def _order(group: WorkerGroup, rank: int, method: str, *arguments: Any) -> Any:
-    return group.actors[rank].do.remote(group.generation, method, *arguments)
-
-
-def _ask(group: WorkerGroup, lost: dict[int, str], what: str, seconds: float, tell: Tell) -> dict[int, Any]:
-    """Answers of the ranks that are not lost; those that give none are lost from now on."""
-    living = [rank for rank in range(len(group.actors)) if rank not in lost]
-    if what == "leave":
-        refs = {rank: _order(group, rank, what) for rank in living}
-    else:
-        refs = {rank: getattr(group.actors[rank], what).remote(group.generation) for rank in living}
-    answers, missing = group.gather(refs, seconds)
-    for rank, cause in missing.items():
-        lost[rank] = cause
-        tell("lost", generation=group.generation, rank=rank, fault="killed", detector="heartbeat", cause=cause)
-    return answers
-
-
-def as_fault(group: WorkerGroup, error: PentadError) -> WorkerError:
-    """A recovery that failed without a culprit: those that do not answer are it. Raises it when all do."""
+def as_worker_error(group: WorkerGroup, error: PentadError) -> WorkerError:
+    """The error of a recovery that failed, with the ranks that do not answer as lost. Raises it when all answer."""
     if isinstance(error, WorkerError):
         return error
-    silent = group.silent()
+    silent = group.unresponsive()
     if not silent:
         raise error
     return WorkerError(str(error), silent[0], str(error), silent, "node", "heartbeat")
+
+
+def _call_runner(group: WorkerGroup, rank: int, method: str, *arguments: Any) -> Any:
+    return group.actors[rank].call.remote(group.generation, method, *arguments)
+
+
+def _call_living(
+    group: WorkerGroup, lost: dict[int, str], method: str, seconds: float, record: Record
+) -> dict[int, Any]:
+    """Answers of the ranks that are not lost; those that do not answer are added to `lost`."""
+    living = [rank for rank in range(len(group.actors)) if rank not in lost]
+    if method == "leave":
+        refs = {rank: _call_runner(group, rank, method) for rank in living}
+    else:
+        refs = {rank: getattr(group.actors[rank], method).remote(group.generation) for rank in living}
+    answers, missing = group.gather(refs, seconds)
+    for rank, cause in missing.items():
+        lost[rank] = cause
+        record("lost", generation=group.generation, rank=rank, fault="killed", detector="heartbeat", cause=cause)
+    return answers

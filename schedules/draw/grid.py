@@ -1,4 +1,4 @@
-"""Programs as text: a row a rank."""
+"""Programs as text: one row per rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MARK = "'"
 
 
 def time_grid(program: Program, timeline: Timeline, costs: Costs) -> str:
-    """Compute over time, one cell the shortest instruction, `.` idle; BW is drawn as B then W, RECOMPUTE as R.
+    """Compute over time: a cell is as long as the shortest instruction, `.` is idle, `R` is RECOMPUTE, BW is B then W.
 
-    Letters are capital for a rank's first chunk or for microbatches that enter at rank 0, small for its second or for
-    the others, whose numbers count microbatches of that direction; then the same with a mark: F'0, f'0, F''0.
+    A rank's first chunk has capital letters, its second small ones, later chunks the same with marks: F0 f0 F'0 f'0.
+    With two directions (DualPipe), microbatches that enter at the last rank have small letters and count from 0.
     """
     rows = [_cells(program, timeline, costs, rank) for rank in range(program.ranks)]
     unit = min(end - start for row in rows for start, end, _ in row)
@@ -28,7 +28,7 @@ def time_grid(program: Program, timeline: Timeline, costs: Costs) -> str:
 
 
 def order_grid(program: Program, *, mark: tuple[int, int] = (-1, -1), around: int = 6) -> str:
-    """Instructions in stream order, those near `mark` = (rank, index) only; the marked one is in >arrows<."""
+    """Instructions in stream order, with `mark` = (rank, index) in >arrows< and `around` columns on each side of it."""
     _, index = mark
     first = max(index - around, 0) if index >= 0 else 0
     rows = []
@@ -46,7 +46,7 @@ def _cells(program: Program, timeline: Timeline, costs: Costs, rank: int) -> lis
             continue
         label = _label(program, rank, span.stage, span.microbatch)
         if span.op == Op.BW:
-            middle = span.start + costs.on(rank, Instruction(Op.B, span.stage, span.microbatch))
+            middle = span.start + costs.seconds_on(rank, Instruction(Op.B, span.stage, span.microbatch))
             cells += [(span.start, middle, label("B")), (middle, span.end, label("W"))]
         else:
             cells.append((span.start, span.end, label(letter(span.op))))
@@ -54,7 +54,7 @@ def _cells(program: Program, timeline: Timeline, costs: Costs, rank: int) -> lis
 
 
 def _label(program: Program, rank: int, stage: int, microbatch: int) -> Callable[[str], str]:
-    if len(program.holders(stage)) > 1:  # mirrors
+    if len(program.holders(stage)) > 1:  # two directions
         half = program.microbatches // 2
         chunk, microbatch = divmod(microbatch, half) if half else (0, microbatch)
     else:
@@ -63,12 +63,12 @@ def _label(program: Program, rank: int, stage: int, microbatch: int) -> Callable
 
 
 def chunk_of(cell: str) -> int:
-    """Which of a rank's chunks, or which direction, the cell of a `time_grid` is of."""
+    """The chunk, or the direction, of a cell of a `time_grid`."""
     return 2 * cell.count(MARK) + cell[0].islower()
 
 
 def letter(op: str) -> str:
-    """What stands for an op of compute in a drawing."""
+    """How drawings abbreviate a compute op."""
     return "R" if op == Op.RECOMPUTE else op
 
 

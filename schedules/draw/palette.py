@@ -1,15 +1,15 @@
-"""The look that all drawings share: colours of ops and chunks, the order of rows under a rank, whole nanoseconds."""
+"""What all drawings share: colours of ops and chunks, the order of rows under a rank, times in nanoseconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline
 
 
 class Look(NamedTuple):
-    """How an op is drawn: legend text, fill on a light and on a dark page, nearest fixed colour of a trace viewer."""
+    """How an op is drawn: legend text, fills on a light and a dark background, nearest colour name of trace viewers."""
 
     label: str
     light: str
@@ -17,9 +17,9 @@ class Look(NamedTuple):
     cname: str
 
 
-GROUNDS = ("#ffffff", "#1a1e25")  # of a light and of a dark drawing
-PALEST = 0.52  # how far the last chunk of a rank goes towards the ground
-# F, B, W and BW differ in lightness as well as in hue, in every shade: also to eyes that lack a kind of cone.
+BACKGROUNDS = ("#ffffff", "#1a1e25")  # light and dark
+FAINTEST = 0.52  # share of the background in the colour of a rank's last chunk
+# F, B, W and BW differ in lightness as well as in hue, in every shade, for readers who are colour-blind.
 LOOKS = {
     "F": Look("forward", "#1f3fa8", "#7f9bf5", "rail_response"),
     "B": Look("backward, input", "#d9a02b", "#f7cf7c", "rail_idle"),
@@ -49,18 +49,18 @@ def look(op: str) -> Look:
     return LOOKS.get(op, OTHER)
 
 
-def shades(fill: str, ground: str, count: int) -> list[str]:
-    """A fill (#rrggbb) for each of a rank's `count` chunks: the first as it is, the others in even steps paler."""
-    return [_mixed(fill, ground, PALEST * chunk / max(count - 1, 1)) for chunk in range(count)]
+def shades(fill: str, background: str, count: int) -> list[str]:
+    """A fill (#rrggbb) for each of a rank's `count` chunks: `fill` itself, then even steps towards the background."""
+    return [_mixed(fill, background, FAINTEST * chunk / max(count - 1, 1)) for chunk in range(count)]
 
 
-def _mixed(fill: str, ground: str, share: float) -> str:
-    pairs = ((int(fill[i : i + 2], 16), int(ground[i : i + 2], 16)) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(own + (other - own) * share):02x}" for own, other in pairs)
+def _mixed(fill: str, background: str, share: float) -> str:
+    channels = ((int(fill[i : i + 2], 16), int(background[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 
 
-def ink(fill: str) -> str:
-    """White on `fill` (#rrggbb) where that is legible, else near black: legible is a WCAG 2 contrast of 3.5."""
+def text_colour(fill: str) -> str:
+    """White where it is legible on `fill` (#rrggbb), a WCAG 2 contrast of at least 3.5, else near black."""
     red, green, blue = (_linear(int(fill[i : i + 2], 16) / 255) for i in (1, 3, 5))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#16191f"
@@ -71,24 +71,30 @@ def _linear(value: float) -> float:
 
 
 def row_of(lane: str) -> str:
-    """The row that draws a lane: all sends of a rank share one and all receives share one, whatever their peers."""
+    """The row that draws a lane: all sends of a rank share one row, and so do all receives, whatever their peers."""
     return {"SEND": "send", "RECV": "receive"}.get(lane[:4], lane)
 
 
 def row_order(rows: Iterable[str]) -> list[str]:
-    """Distinct rows in drawing order: compute, transfers, collectives, copies, then unknown ones by name."""
+    """Distinct rows in drawing order: compute, transfers, collectives, copies, then any others by name."""
     return sorted(set(rows), key=lambda row: (ROWS.index(row) if row in ROWS else len(ROWS), row))
 
 
+def zero_of(timeline: Timeline) -> float:
+    """Time zero, in seconds, in the drawing of one step: its first compute start, else its first start."""
+    starts = [span.start for span in timeline.spans if span.op in COMPUTE]
+    return min(starts or [span.start for span in timeline.spans])
+
+
 def nanoseconds(span: Span, zero: float) -> tuple[int, int]:
-    """Start and end as whole nanoseconds after `zero` (seconds): neighbours that touch stay neighbours."""
+    """Start and end in integer nanoseconds after `zero` (seconds), so that spans that touch still touch."""
     return round((span.start - zero) * 1e9), round((span.end - zero) * 1e9)
 
 
-def stack(times: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sets (start, end) pairs, sorted by start, side by side where they overlap: (level, number of levels) of each.
+def stack_overlaps(times: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(level, number of levels) of each (start, end) pair, sorted by start, so that overlapping spans share a row.
 
-    The number of levels counts only what overlaps: a span that meets no other has the row for itself, (0, 1).
+    The number of levels is that of the overlapping group: a span that overlaps no other gets the full height, (0, 1).
     """
     levels: list[int] = []
     depths: list[int] = []

@@ -1,55 +1,117 @@
-"""A schedule's grid as a figure: a row a rank, a bar a compute instruction, made for papers and small on disk."""
+"""Timelines as SVG figures: one row per rank, one bar per compute instruction, small on disk."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
 
-from pentad.schedules.draw.palette import GROUNDS, LOOKS, ink, look, nanoseconds, shades, stack
+from pentad.schedules.draw.palette import (
+    BACKGROUNDS,
+    LOOKS,
+    look,
+    nanoseconds,
+    shades,
+    stack_overlaps,
+    text_colour,
+    zero_of,
+)
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline
 
-LEFT, TOP, BAR, PITCH, MARGIN = 56, 44, 22, 27, 12  # pixels: first bar's corner, height of a bar and of a row
+MARGIN, LEFT = 16, 74  # pixels: around the figure, and from its edge to time zero
+HEADER, HEADING, AXIS = 54, 36, 30  # pixels: heights of title and legend, of a panel's heading, of the time axis
+PITCH, SMALLEST_PITCH, ROWS_HEIGHT = 27, 11, 640  # pixels: height of a row, and of all rows before they get smaller
+COMPARISON_WIDTH = 900  # pixels
 UNITS = ((10**9, " s"), (10**6, " ms"), (10**3, " µs"), (1, " ns"))
 NO_UNIT = ((10**9, ""),)
 Units = tuple[tuple[int, str], ...]
 STYLE = (
-    "text{font:11px Helvetica,Arial,sans-serif;fill:#1b2029}.t{font-size:14px;font-weight:bold}"
-    ".n text{text-anchor:middle;font-weight:bold;fill:#fff}.n .d{fill:#16191f}.a text{text-anchor:middle;fill:#667085}"
-    ".r{text-anchor:end}.i{fill:#eef0f3}.g{stroke:#d5dae1;fill:none}"
+    "text{font:12px system-ui,'Segoe UI',Helvetica,Arial,sans-serif}.title{font-size:16px}.title,.bold{font-weight:600}"
+    ".middle,.n{text-anchor:middle}.end{text-anchor:end}.n text{font-size:11px;font-weight:600}.grid{fill:none}"
+)
+THEMES = (  # light and dark
+    "text{fill:#1b2029}.soft{fill:#5b6573}.page{fill:#fff}.idle{fill:#eef0f3}.grid{stroke:#d5dae1}",
+    "text{fill:#e8ebf0}.soft{fill:#a3adbb}.page{fill:#1a1e25}.idle{fill:#262c35}.grid{stroke:#3d4652}",
 )
 
 
-def svg_grid(timeline: Timeline, *, title: str, timed: bool = True) -> str:
-    """The SVG text of one step, with times in seconds, or (not `timed`) in no unit. Idle time is the row's grey ground;
-    a rank's second stage is drawn paler than the first, and so on.
+@dataclass(frozen=True)
+class _Scale:
+    """What the panels of a figure share: pixels per nanosecond, the length of the time axis, pixels per row."""
 
-    Drawn are the spans of the compute lane. Raises PentadError if the timeline has not exactly one step, or no compute.
+    pixels: float
+    last: int
+    pitch: int
+    chunks: int
+    units: Units
+
+    def duration(self, seconds: float) -> str:
+        size, unit = self.unit(round(seconds * 1e9))
+        return f"{seconds * 1e9 / size:.4g}{unit}"
+
+    def unit(self, nanos: int) -> tuple[int, str]:
+        return next((pair for pair in self.units if nanos >= pair[0]), self.units[-1])
+
+
+def svg_grid(timeline: Timeline, *, title: str, timed: bool = True) -> str:
+    """The SVG text of one step; times are in seconds, or without a unit if not `timed`.
+
+    Idle time is the row's background; a rank's later chunks are fainter. Raises PentadError unless the timeline has
+    exactly one step, with compute spans.
     """
+    last = _checked("svg_grid", timeline)
+    lengths = sorted(span.end - span.start for span in timeline.compute)
+    usual = max(lengths[len(lengths) // 4] * 1e9, 1)
+    pixels = min(max(22 / usual, 640 / last), 2400 / last)  # room for the number of a forward, 640 to 2400 in all
+    return _figure({"": timeline}, title, pixels, last, UNITS if timed else NO_UNIT)
+
+
+def svg_comparison(measured: Timeline, simulated: Timeline, *, title: str) -> str:
+    """The SVG text of a measured step above its simulation, on one time axis. Zero is the first compute start of each.
+
+    Raises PentadError unless both timelines have exactly one step, with compute spans.
+    """
+    last = max(_checked("svg_comparison", timeline) for timeline in (measured, simulated))
+    panels = {f"Measured, step {measured.steps[0]}": measured, "Simulated at that step's costs": simulated}
+    return _figure(panels, title, (COMPARISON_WIDTH - LEFT - MARGIN) / last, last, UNITS)
+
+
+def _checked(function: str, timeline: Timeline) -> int:
+    """The end of the last span drawn, in nanoseconds."""
     if len(timeline.steps) != 1 or not timeline.compute or not timeline.longest > 0:
-        raise PentadError(
-            f"svg_grid got a timeline of {len(timeline.steps)} steps: expected one step with compute spans"
-        )
-    zero = min(span.start for span in timeline.compute)
-    drawn = [span for span in timeline.spans if span.lane == "compute" or span.op in COMPUTE]
-    last = max(nanoseconds(span, zero)[1] for span in drawn)
-    scale = _scale(timeline, last)
-    width, height = LEFT + last * scale + MARGIN, TOP + len(timeline.ranks) * PITCH + 26
-    box = f'viewBox="0 0 {width:.0f} {height}"'
-    ops = [op for op in LOOKS if any(span.op == op for span in drawn)]
-    rows = [[s for s in drawn if s.rank == rank] for rank in timeline.ranks]
-    units = UNITS if timed else NO_UNIT
-    chunks = max(len({span.stage for span in row} - {-1}) for row in rows)
+        steps = len(timeline.steps)
+        raise PentadError(f"{function} got a timeline of {steps} steps: expected one step with compute spans")
+    zero = zero_of(timeline)
+    return max(nanoseconds(span, zero)[1] for span in _drawn(timeline))
+
+
+def _drawn(timeline: Timeline) -> list[Span]:
+    return [span for span in timeline.spans if span.lane == "compute" or span.op in COMPUTE]
+
+
+def _figure(panels: dict[str, Timeline], title: str, pixels: float, last: int, units: Units) -> str:
+    drawn = [span for timeline in panels.values() for span in _drawn(timeline)]
+    ranks = max(len(timeline.ranks) for timeline in panels.values())
+    pitch = max(min(PITCH, ROWS_HEIGHT // ranks), SMALLEST_PITCH)
+    chunks = max(len({span.stage for span in drawn if span.rank == rank} - {-1}) for rank in {s.rank for s in drawn})
+    scale = _Scale(pixels, last, pitch, chunks, units)
+    width, bottom = LEFT + last * pixels + MARGIN, HEADER
+    body: list[str] = []
+    for heading, timeline in panels.items():
+        body += _panel(heading, timeline, bottom, scale)
+        bottom += HEADING + len(timeline.ranks) * pitch
+    size = f"{width:.0f}", f"{bottom + AXIS:.0f}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" {box}>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" viewBox="0 0 {" ".join(size)}">',
         f"<title>{_text(title)}</title><style>{STYLE}{_colours(drawn, chunks)}</style>",
-        f'<rect width="100%" height="100%" fill="#fff"/><text class="t" x="{MARGIN}" y="18">{_text(title)}</text>',
-        f'<text x="{MARGIN}" y="34">{_figures(timeline, units)}</text>',
-        *_legend(ops, width),
-        *_axis(last, scale, len(rows), units),
-        *(line for i, row in enumerate(rows) for line in _row(row, i, timeline.ranks[i], zero, scale, last, chunks)),
+        '<rect class="page" width="100%" height="100%" rx="8"/>',
+        f'<text class="title" x="{MARGIN}" y="28">{_text(title)}</text>',
+        *_legend([op for op in LOOKS if any(span.op == op for span in drawn)]),
+        *_axis(HEADER + HEADING - 4, bottom, scale),
+        *body,
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
@@ -60,79 +122,80 @@ def _text(value: str) -> str:
     return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\ud800-\udfff]", "", value))
 
 
-def _scale(timeline: Timeline, last: int) -> float:
-    """Pixels a nanosecond: a usual forward holds its number, within 640 to 2400 pixels for the whole."""
-    lengths = sorted(span.end - span.start for span in timeline.compute)
-    usual = max(lengths[len(lengths) // 4] * 1e9, 1)
-    return min(max(22 / usual, 640 / last), 2400 / last)
-
-
 def _class(op: str) -> str:
     return op if op in LOOKS else "other"
 
 
-def _colours(spans: list[Span], chunks: int) -> str:
-    """A class an op, and behind it one a chunk (c1, c2, ...) that is paler."""
-    found = []
-    for name in sorted({_class(span.op) for span in spans}):
-        first, *paler = shades(look(name).light, GROUNDS[0], chunks)
-        found.append(f".{name}{{fill:{first}}}")
-        found += [f".{name}.c{chunk}{{fill:{fill}}}" for chunk, fill in enumerate(paler, 1)]
-    return "".join(found)
+def _colours(drawn: list[Span], chunks: int) -> str:
+    """CSS of the bars and the numbers on them, .F for a rank's first chunk and .F.c1 for its second, in both themes."""
+    themes = []
+    for background, theme, fill_of in zip(BACKGROUNDS, THEMES, ("light", "dark"), strict=True):
+        rules = [theme]
+        for name in sorted({_class(span.op) for span in drawn}):
+            for chunk, fill in enumerate(shades(getattr(look(name), fill_of), background, chunks)):
+                selector = f".{name}" + f".c{chunk}" * (chunk > 0)
+                rules.append(f"{selector}{{fill:{fill}}}.n {selector}{{fill:{text_colour(fill)}}}")
+        themes.append("".join(rules))
+    return f"{themes[0]}@media(prefers-color-scheme:dark){{{themes[1]}}}"
 
 
-def _figures(timeline: Timeline, units: Units) -> str:
-    bubble = timeline.bubble()
-    pairs = (("makespan", timeline.makespan, bubble.makespan), ("longest", timeline.longest, bubble.longest))
-    return ", ".join(f"{name} {_duration(value, units)} (bubble {share:.1%})" for name, value, share in pairs)
+def _legend(ops: list[str]) -> Iterator[str]:
+    x = float(MARGIN)
+    for label in dict.fromkeys(look(op).label for op in ops):
+        names = [op for op in ops if look(op).label == label]
+        for name in names:
+            yield f'<rect class="{name}" x="{x:g}" y="41" width="12" height="12" rx="2.5"/>'
+            x += 14
+        letter = names[0] if len(names[0]) < 3 else ""
+        bold = f'<tspan class="bold">{letter}</tspan> ' if letter else ""
+        yield f'<text class="soft" x="{x + 4:g}" y="51">{bold}{label}</text>'
+        x += 6.4 * len(f"{letter} {label}") + 20
 
 
-def _duration(seconds: float, units: Units) -> str:
-    size, unit = _unit(round(seconds * 1e9), units)
-    return f"{seconds * 1e9 / size:.4g}{unit}"
-
-
-def _unit(nanos: int, units: Units) -> tuple[int, str]:
-    return next((pair for pair in units if nanos >= pair[0]), units[-1])
-
-
-def _legend(ops: list[str], width: float) -> Iterator[str]:
-    x = width - MARGIN
-    for op in reversed(ops):
-        x -= 7 * len(op) + 26
-        yield f'<rect class="{op}" x="{x:.0f}" y="25" width="11" height="11" rx="2"/>'
-        yield f'<text x="{x + 15:.0f}" y="34">{op}</text>'
-
-
-def _axis(last: int, scale: float, rows: int, units: Units) -> Iterator[str]:
+def _axis(top: int, bottom: int, scale: _Scale) -> Iterator[str]:
     """Ticks at 1, 2 or 5 times a power of ten nanoseconds, at least 70 pixels apart."""
-    size, unit = _unit(last, units)
-    least = 70 / scale
+    size, unit = scale.unit(scale.last)
+    least = 70 / scale.pixels
     power = 10.0 ** math.floor(math.log10(least))
     gap = next(n * power for n in (1, 2, 5, 10) if n * power >= least)
-    ticks = [i * gap for i in range(int(last / gap) + 1)]
-    bottom = TOP + rows * PITCH
-    path = "".join(f"M{LEFT + tick * scale:.1f} {TOP - 3}V{bottom}" for tick in ticks)
-    labels = (f'<text x="{LEFT + t * scale:.1f}" y="{bottom + 14}">{t / size:.6g}{unit}</text>' for t in ticks)
-    yield f'<path class="g" d="{path}"/><g class="a">{"".join(labels)}</g>'
+    ticks = [(i * gap, LEFT + i * gap * scale.pixels) for i in range(int(scale.last / gap) + 1)]
+    path = "".join(f"M{x:.1f} {top}V{bottom + 2}" for _, x in ticks)
+    yield f'<path class="grid" d="{path}"/>'
+    y = bottom + 17
+    yield from (f'<text class="soft middle" x="{x:.1f}" y="{y}">{t / size:.6g}{unit}</text>' for t, x in ticks)
 
 
-def _row(spans: list[Span], index: int, rank: int, zero: float, scale: float, last: int, chunks: int) -> Iterator[str]:
+def _panel(heading: str, timeline: Timeline, top: int, scale: _Scale) -> Iterator[str]:
+    """A heading with both bubble figures, then one row per rank."""
+    bubble = timeline.bubble()
+    pairs = (("makespan", timeline.makespan, bubble.makespan), ("longest", timeline.longest, bubble.longest))
+    figures = ", ".join(f"{name} {scale.duration(seconds)} (bubble {share:.1%})" for name, seconds, share in pairs)
+    start = f'<tspan class="bold">{heading}</tspan>' + '<tspan dx="14"' if heading else "<tspan"
+    yield f'<text x="{MARGIN}" y="{top + HEADING - 12}">{start} class="soft">{figures}</tspan></text>'
+    zero, drawn = zero_of(timeline), _drawn(timeline)
+    for index, rank in enumerate(timeline.ranks):
+        y = top + HEADING + index * scale.pitch
+        yield f'<text class="end" x="{LEFT - 10}" y="{y + scale.pitch / 2 + 2:g}">rank {rank}</text>'
+        yield f'<g transform="translate({LEFT} {y})">'
+        yield from _row([span for span in drawn if span.rank == rank], zero, scale)
+        yield "</g>"
+
+
+def _row(spans: list[Span], zero: float, scale: _Scale) -> Iterator[str]:
+    """Idle background, bars, and the microbatch on each bar that has room for it."""
+    height = scale.pitch - min(5, scale.pitch // 4)
     timed = sorted(((*nanoseconds(span, zero), span) for span in spans), key=lambda item: item[:2])
     stages = sorted({span.stage for span in spans if span.stage >= 0})
     bars, numbers = [], []
-    for (start, end, span), (level, depth) in zip(timed, stack([item[:2] for item in timed]), strict=True):
-        x, width, tall = start * scale, max((end - start) * scale, 0.5), BAR / depth
+    for (start, end, span), (level, depth) in zip(timed, stack_overlaps([t[:2] for t in timed]), strict=True):
+        x, width, tall = start * scale.pixels, max((end - start) * scale.pixels, 0.5), height / depth
         chunk = stages.index(span.stage) if span.stage in stages else 0
-        shade = _class(span.op) + f" c{chunk}" * (chunk > 0)
-        at = f' y="{level * tall:.4g}"' if level else ""
-        bars.append(f'<rect class="{shade}" x="{x:.1f}"{at} width="{max(width - 0.8, 0.5):.1f}" height="{tall:.4g}"/>')
-        label = str(span.microbatch) if span.microbatch >= 0 else ""
-        if label and tall >= 11 and width >= 6.2 * len(label) + 2:
-            fill = shades(look(span.op).light, GROUNDS[0], chunks)[chunk]
-            tone = ' class="d"' if ink(fill) != "#ffffff" else ""
-            numbers.append(f'<text{tone} x="{x + width / 2:.1f}" y="{(level + 0.5) * tall + 4:.3g}">{label}</text>')
-    y = TOP + index * PITCH
-    yield f'<text class="r" x="{LEFT - 8}" y="{y + 15}">rank {rank}</text><g transform="translate({LEFT} {y})">'
-    yield f'<rect class="i" width="{last * scale:.1f}" height="{BAR}"/><g class="b">{"".join(bars)}</g>'
-    yield f'<g class="n">{"".join(numbers)}</g></g>'
+        name = _class(span.op) + f" c{chunk}" * (chunk > 0)
+        y = f' y="{level * tall:.4g}"' if level else ""
+        bars.append(f'<rect class="{name}" x="{x:.1f}"{y} width="{max(width - 0.8, 0.5):.1f}" height="{tall:.4g}"/>')
+        number = str(span.microbatch) if span.microbatch >= 0 else ""
+        if number and tall >= 11 and width >= 6.2 * len(number) + 2:
+            middle, base = x + width / 2, (level + 0.5) * tall + 4
+            numbers.append(f'<text class="{name}" x="{middle:.1f}" y="{base:.3g}">{number}</text>')
+    yield f'<rect class="idle" width="{scale.last * scale.pixels:.1f}" height="{height}"/>'
+    yield f'<g class="b">{"".join(bars)}</g><g class="n">{"".join(numbers)}</g>'

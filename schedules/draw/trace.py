@@ -1,4 +1,4 @@
-"""Timelines as a trace-event file that opens in Perfetto: a process a rank, a thread a lane, an arrow a transfer."""
+"""Timelines as a trace-event file for Perfetto: ranks are processes, lanes are threads, transfers are arrows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pentad.schedules.draw.palette import look, nanoseconds, row_of, row_order, stack
+from pentad.schedules.draw.palette import look, nanoseconds, row_of, row_order, stack_overlaps
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 Event = dict[str, Any]
 
 
 class _Slice(NamedTuple):
-    """A span with its whole nanoseconds since the timeline's first, and the process and thread that show it."""
+    """A span with its nanoseconds since the start of the timeline, and the process and thread that show it."""
 
     span: Span
     start: int
@@ -29,8 +29,8 @@ class _Slice(NamedTuple):
 def write_trace(path: Path, timelines: Sequence[Timeline], *, process_names: dict[int, str] | None) -> None:
     """Writes gzipped JSON; equal timelines give equal bytes. Each timeline starts at time 0, in its own processes.
 
-    `process_names` (rank -> name, say 'rank 2 (dp0 pp2)') are for measured ranks, and for simulated ones where those
-    are the same ranks.
+    `process_names` (rank -> name, such as 'rank 2 (dp0 pp2)') name measured ranks, and simulated ones if those are the
+    same ranks.
     """
     stride = 10 ** len(str(max((span.rank for timeline in timelines for span in timeline.spans), default=0)))
     encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -39,10 +39,10 @@ def write_trace(path: Path, timelines: Sequence[Timeline], *, process_names: dic
         gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed,
         io.TextIOWrapper(packed, encoding="utf-8") as sink,
     ):
-        sink.write('{"traceEvents":[')  # no displayTimeUnit: some Perfettos take it for the unit of ts
+        sink.write('{"traceEvents":[')  # no displayTimeUnit: some versions of Perfetto take it for the unit of ts
         separator = "\n"
         for index, timeline in enumerate(timelines):
-            # Process 0 and thread 0 mean the idle task to trace viewers.
+            # Trace viewers take process 0 and thread 0 for the idle task.
             for event in _events(timeline, 1 + index * stride, process_names or {}, len(timelines) > 1):
                 sink.write(separator + encode(event))
                 separator = ",\n"
@@ -74,8 +74,8 @@ def _metadata(name: str, pid: int, tid: int, /, **args: Any) -> Event:
 
 
 def _threads(spans: list[Span], zero: float, pid: int) -> Iterator[tuple[int, str, list[_Slice]]]:
-    """(thread, its name, its slices) of a rank. Spans of a lane that overlap go to further threads of that lane,
-    since a thread's slices must nest. Thread numbers are unique in the file: viewers name a thread by number alone."""
+    """(number, name, slices) of a rank's threads. Overlapping spans of a lane go to more threads of that lane, because
+    the slices of a thread must nest. Numbers are unique in the file, because viewers ignore a thread's process."""
     lanes: dict[str, list[tuple[int, int, Span]]] = {}
     for span in spans:
         lanes.setdefault(span.lane, []).append((*nanoseconds(span, zero), span))
@@ -83,58 +83,60 @@ def _threads(spans: list[Span], zero: float, pid: int) -> Iterator[tuple[int, st
     tid = 1000 * pid
     for lane in sorted(lanes, key=lambda lane: (rows.index(row_of(lane)), lane)):
         timed = sorted(lanes[lane], key=lambda item: item[:2])
-        levels = [level for level, _ in stack([item[:2] for item in timed])]
+        levels = [level for level, _ in stack_overlaps([item[:2] for item in timed])]
         for level in range(max(levels) + 1):
             name = lane if level == 0 else f"{lane} ({level + 1})"
-            chosen = [item for item, its in zip(timed, levels, strict=True) if its == level]
+            chosen = [item for item, at in zip(timed, levels, strict=True) if at == level]
             yield tid, name, [_Slice(span, start, end, pid, tid) for start, end, span in chosen]
             tid += 1
 
 
 def _ordered(slices: list[_Slice], first_id: int) -> Iterator[Event]:
-    """Slices and arrow ends by time. Where times are equal an arrow's end follows its slice, and a receive its send."""
+    """Slices and arrow ends by time. At equal times an arrow's end follows its slice, and a receive its send."""
     found: list[tuple[int, int, int, int]] = []  # time, order at that time, slice, arrow
     for index, item in enumerate(slices):
         found.append((item.start, 2 if item.span.op.startswith("RECV") else 0, index, -1))
     for arrow, (send, receive) in enumerate(_transfers(slices)):
         found.append((slices[send].start, 1, send, arrow))
         found.append((max(slices[receive].start, slices[receive].end - 1), 3, receive, arrow))
-    makers = {0: _complete, 1: _tail, 2: _complete, 3: _head}
+    makers = {0: _slice_event, 1: _arrow_start, 2: _slice_event, 3: _arrow_end}
     for time, order, index, arrow in sorted(found):
-        # The process number keeps the arrows of two timelines apart.
+        # The process number distinguishes the arrows of two timelines.
         yield makers[order](slices[index], time, (first_id << 32) + arrow)
 
 
 def _transfers(slices: list[_Slice]) -> Iterator[tuple[int, int]]:
-    """(send, receive) pairs, the k-th of a key with the k-th. Activations go one stage up, gradients one down."""
+    """(send, receive) pairs: the k-th with the k-th of a key. Activations go to the next stage, gradients back."""
     receives: dict[tuple, list[int]] = {}
     sends: dict[tuple, list[int]] = {}
     for index in sorted(range(len(slices)), key=lambda i: slices[i].start):
         span = slices[index].span
-        what = span.op[-1]
+        kind = span.op[-1]  # F or B
         if span.op.startswith("RECV"):
-            receives.setdefault((span.step, what, span.stage, span.microbatch, span.peer, span.rank), []).append(index)
+            receives.setdefault((span.step, kind, span.stage, span.microbatch, span.peer, span.rank), []).append(index)
         elif span.op.startswith("SEND"):
-            stage = span.stage + (1 if what == "F" else -1)
-            sends.setdefault((span.step, what, stage, span.microbatch, span.rank, span.peer), []).append(index)
+            stage = span.stage + (1 if kind == "F" else -1)
+            sends.setdefault((span.step, kind, stage, span.microbatch, span.rank, span.peer), []).append(index)
     for key, starts in sends.items():
-        yield from zip(starts, receives.get(key, ()), strict=False)  # a cut-off recording may lack one of the two
+        yield from zip(starts, receives.get(key, ()), strict=False)  # an incomplete recording may lack one of them
 
 
 def _microseconds(time: int) -> float:
-    """Of nanoseconds. Perfetto cuts off what its product with 1000 has behind the point: that must not lose one."""
-    found = time / 1000
-    return found if found * 1000 >= time else math.nextafter(found, math.inf)
+    """Of nanoseconds. Perfetto multiplies them by 1000 and truncates, which must not lose a nanosecond."""
+    value = time / 1000
+    return value if value * 1000 >= time else math.nextafter(value, math.inf)
 
 
-def _complete(item: _Slice, time: int, _: int) -> Event:
+def _slice_event(item: _Slice, time: int, _: int) -> Event:
     span = item.span
     args = {"stage": span.stage, "microbatch": span.microbatch, "step": span.step}
     if span.peer >= 0:
         args["peer"] = span.peer
-    shown = {"ph": "X", "name": span.name, "cat": span.op, "cname": look(span.op).cname}
     return {
-        **shown,
+        "ph": "X",
+        "name": span.name,
+        "cat": span.op,
+        "cname": look(span.op).cname,
         "pid": item.pid,
         "tid": item.tid,
         "ts": _microseconds(time),
@@ -143,7 +145,7 @@ def _complete(item: _Slice, time: int, _: int) -> Event:
     }
 
 
-def _tail(item: _Slice, time: int, arrow: int) -> Event:
+def _arrow_start(item: _Slice, time: int, arrow: int) -> Event:
     return {
         "ph": "s",
         "name": "transfer",
@@ -155,5 +157,5 @@ def _tail(item: _Slice, time: int, arrow: int) -> Event:
     }
 
 
-def _head(item: _Slice, time: int, arrow: int) -> Event:
-    return {**_tail(item, time, arrow), "ph": "f", "bp": "e"}
+def _arrow_end(item: _Slice, time: int, arrow: int) -> Event:
+    return {**_arrow_start(item, time, arrow), "ph": "f", "bp": "e"}

@@ -1,4 +1,5 @@
-"""The compute order of a program as the CSV of torch.distributed.pipelining: a row a rank, `2F0,2I0,2W0`, both ways."""
+"""Compute orders in the CSV format of torch.distributed.pipelining: a row per rank, such as `2F0,2I0,2W0`; both
+ways."""
 
 from __future__ import annotations
 
@@ -8,42 +9,47 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pentad.schedules.generators.custom import placed
+from pentad.schedules.generators.custom import with_inferred_placement
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Instruction, Op, Overlap, Unit, units_of
+from pentad.schedules.ir.instruction import Instruction, Op, Overlap, Unit, instructions_of
 from pentad.schedules.ir.program import Program
 
 _LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
 _OPS = {letter: op for op, letter in _LETTERS.items()}
 _COMPUTE = re.compile(r"\d{1,9}[FIWB]\d{1,9}", re.ASCII)
 _PAIR = re.compile(r"\((\d{1,9}F\d{1,9});(\d{1,9}[IB]\d{1,9})\)OVERLAP_F_B", re.ASCII)
-_ADDED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)  # by torch's own lowering
-_WANTED = "STAGE LETTER MICROBATCH as in 2F0, 2I0, 2W0 or 2B0 (what torch.distributed.pipelining writes), or nothing"
-_Placed = tuple[int, Unit]  # a unit and its column, from 1
+_LOWERED = re.compile(
+    r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII
+)  # what torch's lowering adds
+_EXPECTED = (
+    "STAGE LETTER MICROBATCH as in 2F0, 2I0, 2W0 or 2B0, or nothing (the format of torch.distributed.pipelining)"
+)
 
 
 def torch_csv(program: Program) -> str:
-    """The file's text. torch itself refuses programs in which two ranks hold a stage (DualPipe). Raises PentadError on
-    sequences in slices, which torch would take for microbatches of their own."""
+    """The content of the file. torch itself refuses programs in which two ranks hold a stage (DualPipe). Raises
+    PentadError for sequence slices, which the format cannot express."""
     if program.slices > 1:
-        text = f"program {program.name} cuts sequences into {program.slices} slices"
-        raise PentadError(f"{text}, but torch's form has no slices: expected 1")
+        found = f"schedule {program.name} cuts sequences into {program.slices} slices"
+        raise PentadError(f"{found}: expected 1, because torch's CSV has no slices")
     return "".join(",".join(map(_cell, stream)) + "\n" for stream in program.compute().streams)
 
 
 def read(path: Path) -> Program:
-    """The compute order in a file that `torch_csv` or torch wrote; bubbles and what torch's lowering added are left
-    out. A rank holds the stages that its row runs. Raises PentadError on any other file."""
+    """The compute order in a file that `torch_csv` or torch wrote, without idle cells and what torch's lowering added.
+
+    A rank holds the stages that its row runs. Raises PentadError for any other file.
+    """
     rows = [_units(path, number, row) for number, row in _rows(path)]
     if not rows:
-        raise PentadError(f"{path} is empty: expected a row a rank with cells such as 2F0")
+        raise PentadError(f"{path} is empty: expected a row per rank, with cells such as 2F0")
 
-    def where(rank: int, at: int) -> str:
+    def describe(rank: int, at: int) -> str:
         return f"row {rank + 1}, column {rows[rank][at][0]}"
 
     streams = tuple(tuple(unit for _, unit in row) for row in rows)
-    microbatches = {part.microbatch for stream in streams for part in units_of(stream)}
-    return placed(str(path), streams, len(microbatches), where)
+    microbatches = {part.microbatch for stream in streams for part in instructions_of(stream)}
+    return with_inferred_placement(str(path), streams, len(microbatches), describe)
 
 
 def _cell(unit: Unit) -> str:
@@ -53,7 +59,7 @@ def _cell(unit: Unit) -> str:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Rows and their numbers, from 1."""
+    """Row numbers, from 1, and cells."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -67,15 +73,16 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise PentadError(f"{path}, line {rows.line_num} is not CSV ({error}): expected cells such as 2F0") from None
 
 
-def _units(path: Path, number: int, row: list[str]) -> list[_Placed]:
+def _units(path: Path, number: int, row: list[str]) -> list[tuple[int, Unit]]:
+    """Columns, from 1, and units."""
     found = []
     for column, cell in enumerate(map(str.strip, row), start=1):
         unit = _unit(cell)
         if unit:
             found.append((column, unit))
-        elif cell and not _ADDED.fullmatch(cell):
+        elif cell and not _LOWERED.fullmatch(cell):
             shown = cell if len(cell) <= 40 else cell[:37] + "..."
-            raise PentadError(f"{path}, row {number}, column {column} holds {shown!r}: expected {_WANTED}")
+            raise PentadError(f"{path}, row {number}, column {column} holds {shown!r}: expected {_EXPECTED}")
     if not found:
         raise PentadError(f"{path}, row {number} runs nothing: expected the compute instructions of rank {number - 1}")
     return found

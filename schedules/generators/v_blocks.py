@@ -1,13 +1,15 @@
 """V-Half and V-Min: ZB-V's placement with about half and a third of 1F1B's activations, the same on every rank.
 
-Qi et al. 2024, arXiv 2405.15362: a building block, the slots of one microbatch, is repeated every six slots; how long
-it keeps a microbatch on a rank fixes the memory. Only the order of the blocks is taken over. Each rank follows it by
-the true costs: W fill gaps, and what is there may overtake what is late, where no activation more is kept for it.
+Qi et al. 2024, arXiv 2405.15362, section 3: a building block, the time slots of one microbatch, is repeated every six
+slots; how long the block keeps a microbatch on a rank determines the memory. Only the order of the repeated blocks is
+used here. Each rank follows it by the true costs: W fills gaps, and what has arrived may overtake what has not, as long
+as that saves no more activations.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import accumulate, product
 from math import inf
@@ -15,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pentad.schedules.generators.orders import numbered, streams
+from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
 from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Instruction, Op
 from pentad.schedules.ir.program import Streams
@@ -23,220 +25,234 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 PERIOD = 6  # slots: F, B and W of two chunks
-LEGS = (Op.F, Op.F, Op.B, Op.B)  # of a microbatch's way: down and up the V forward, down and up again backward
-WEIGHT = -1  # in an order and as a choice: the next W that is due
-WAIT = -2
+
+
+class Leg(IntEnum):
+    """One of the four ways of a microbatch through all ranks, or the next weight gradient due on a rank."""
+
+    F_DOWN = 0
+    F_UP = 1
+    B_DOWN = 2
+    B_UP = 3
+    W = -1  # also the last index of an array by leg
+
+
+PATH = (Leg.F_DOWN, Leg.F_UP, Leg.B_DOWN, Leg.B_UP)
+FORWARDS, BACKWARDS = PATH[:2], PATH[2:]
+UPWARDS = (Leg.F_UP, Leg.B_UP)
+OPS = (Op.F, Op.F, Op.B, Op.B, Op.W)  # by leg
 
 
 class Block(NamedTuple):
-    """Slots from rank to rank on the two ways `down` and the two ways `up`, and those lost at the `turns` between."""
+    """Slots from rank to rank on the two legs `down` and the two legs `up`, and idle slots at the `turns` between."""
 
     down: int
     up: int
     turns: tuple[int, int, int]
 
 
-class Rule(NamedTuple):
-    """How a rank fills the gap before what is next in its order: whether F and B may `overtake`, and for what share of
-    the filler's time it rather waits."""
+class Policy(NamedTuple):
+    """How a rank fills the gap before the next leg of its order: whether later legs may `overtake`, and for what
+    fraction of the filler's time it rather waits."""
 
     overtake: bool
     patience: float
 
 
-IN_PLACE = Rule(False, inf)  # no gap is filled, W runs where the block has it: the paper's squeezed order
-# None is best at all costs: all are tried, and the shortest step is taken.
-FILLING = (Rule(False, 0.5), Rule(True, 0.0), Rule(True, 0.5), Rule(True, 1.0))
+IN_PLACE = Policy(False, inf)  # no gap is filled, W runs where the block has it: the order of the paper
+# None is best at all costs: all are tried, and the shortest step wins.
+FILLING = (Policy(False, 0.5), Policy(True, 0.0), Policy(True, 0.5), Policy(True, 1.0))
 
 
-def v_half(shape: ScheduleSpec) -> Streams:
-    """Keeps at most `(ranks + 2) // 2` microbatches a rank, each until its W. At equal costs and from 3 ranks on, the
-    busiest rank idles for (3 ranks - 7) / 2 times its F, 1.5 more if ranks are odd; that of 1F1B for 3 ranks - 3."""
-    even = shape.ranks % 2 == 0
-    return _shortest(shape, [Block(2, 1, (0, 3 if even else 0, 1))], (shape.ranks + 2) // 2)
+def v_half(spec: ScheduleSpec) -> Streams:
+    """Saves at most `(ranks + 2) // 2` microbatches per rank, each until its W. At equal costs and from 3 ranks on, the
+    busiest rank idles for (3 ranks - 7) / 2 times its F, 1.5 more for odd ranks; 1F1B's for 3 ranks - 3."""
+    is_even = spec.ranks % 2 == 0
+    return _shortest(spec, [Block(2, 1, (0, 3 if is_even else 0, 1))], (spec.ranks + 2) // 2)
 
 
-def v_min(shape: ScheduleSpec) -> Streams:
-    """Keeps at most `(ranks + 4) // 3` microbatches a rank, each until its W. At equal costs and from 2 ranks on, the
+def v_min(spec: ScheduleSpec) -> Streams:
+    """Saves at most `(ranks + 4) // 3` microbatches per rank, each until its W. At equal costs and from 2 ranks on, the
     busiest rank idles for at most (4 ranks - 5) / 2 times its F."""
-    # The first two are the paper's (the second where ranks are a multiple of 3); the third has slack at every turn,
-    # and fits where rounding up leaves memory for it.
+    # The first two are the paper's (the second for multiples of 3 ranks); the third has slack at every turn, for where
+    # rounding up leaves memory for it.
     blocks = [Block(1, 1, turns) for turns in ((0, 0, 0), (0, 2, 0), (2, 2, 2))]
-    return _shortest(shape, blocks, (shape.ranks + 4) // 3)
+    return _shortest(spec, blocks, (spec.ranks + 4) // 3)
 
 
-def _shortest(shape: ScheduleSpec, blocks: list[Block], keep: int) -> Streams:
-    """The shortest step, by its busiest rank and then from end to end, that keeps at most `keep` microbatches."""
-    costs = shape.costs or Costs.uniform(2 * shape.ranks, chunks=2)
+def _shortest(spec: ScheduleSpec, blocks: list[Block], max_saved: int) -> Streams:
+    """The shortest step, by its busiest rank and then by its makespan, that saves at most `max_saved` microbatches."""
+    costs = spec.costs or Costs.uniform(2 * spec.ranks, chunks=2)
     tried = (
-        (rules, [_order(block, rank, shape, in_place=rules == (IN_PLACE,)) for rank in range(shape.ranks)])
-        for block, rules in product(blocks, ((IN_PLACE,), FILLING))
+        (policies, [_block_order(block, rank, spec, in_place=policies == (IN_PLACE,)) for rank in range(spec.ranks)])
+        for block, policies in product(blocks, ((IN_PLACE,), FILLING))
     )
-    fitting = ((rules, orders) for rules, orders in tried if max(map(_peak, orders)) <= 2 * keep)
-    done = (_run(orders, rule, shape, costs, 2 * keep) for rules, orders in fitting for rule in rules)
-    best = min(done, key=_length)
-    return _streams(best, shape.microbatches)
+    fitting = ((policies, orders) for policies, orders in tried if max(map(_peak, orders)) <= 2 * max_saved)
+    steps = (_run(orders, policy, spec, costs, 2 * max_saved) for policies, orders in fitting for policy in policies)
+    return _streams(min(steps, key=_durations), spec.microbatches)
 
 
-def _order(block: Block, rank: int, shape: ScheduleSpec, *, in_place: bool) -> list[int]:
-    """Legs in the order in which a rank runs them, the blocks of all microbatches repeated; each W in the first free
-    slot after its B if they run `in_place`, else left out."""
-    begin = 0
-    places: list[tuple[int, int]] = []
-    for leg, turn in enumerate((*block.turns, 0)):
-        hop, hops = (block.up, shape.ranks - 1 - rank) if leg % 2 else (block.down, rank)
-        first = begin + hop * hops
-        places += [(slot, leg) for slot in range(first, first + PERIOD * shape.microbatches, PERIOD)]
-        begin += hop * (shape.ranks - 1) + 1 + turn
+def _block_order(block: Block, rank: int, spec: ScheduleSpec, *, in_place: bool) -> list[Leg]:
+    """The legs of a rank in the order of the repeated blocks; each W in the first free slot after its B if `in_place`,
+    else left out."""
+    start = 0  # slot in which the first microbatch starts a leg
+    places: list[tuple[int, Leg]] = []
+    for leg, turn in zip(PATH, (*block.turns, 0), strict=True):
+        hop, hops = (block.up, spec.ranks - 1 - rank) if leg in UPWARDS else (block.down, rank)
+        first = start + hop * hops
+        places += [(slot, leg) for slot in range(first, first + PERIOD * spec.microbatches, PERIOD)]
+        start += hop * (spec.ranks - 1) + 1 + turn
     if in_place:
         free = 0
         taken = {slot for slot, _ in places}
-        for slot in sorted(slot for slot, leg in places if leg > 1):
+        for slot in sorted(slot for slot, leg in places if leg in BACKWARDS):
             free = max(free, slot) + 1
             while free in taken:
                 free += 1
-            places.append((free, WEIGHT))
+            places.append((free, Leg.W))
     return [leg for _, leg in sorted(places)]
 
 
-def _peak(order: list[int]) -> int:
-    """Most chunks kept; where W are left out, each is taken to follow its B at once."""
-    frees = (WEIGHT,) if WEIGHT in order else (2, 3)
-    return max(accumulate((leg in (0, 1)) - (leg in frees) for leg in order))
+def _peak(order: list[Leg]) -> int:
+    """Most chunks saved; without W in the order, each is taken to run right after its B."""
+    frees = (Leg.W,) if Leg.W in order else BACKWARDS
+    return max(accumulate((leg in FORWARDS) - (leg in frees) for leg in order))
 
 
 class _Rank:
-    """What a rank has before it, and what it has done."""
+    """What a rank still has to run, and what it has run."""
 
-    def __init__(self, rank: int, ranks: int, order: list[int], costs: Costs) -> None:
+    def __init__(self, rank: int, ranks: int, order: list[Leg], costs: Costs) -> None:
         low, high = rank, 2 * ranks - 1 - rank
         self.order = order.copy()  # legs still to run
-        self.first = [inf for _ in LEGS]  # when each leg's next inputs arrive
-        self.later: list[deque[float]] = [deque() for _ in LEGS]  # ... and those behind them
+        self.next_input = [inf for _ in PATH]  # by leg: when its next input arrives
+        self.later_inputs: list[deque[float]] = [deque() for _ in PATH]  # the inputs after that
         self.stages = (low, high, high, low)
-        self.seconds = [costs.on(rank, Instruction(op, stage)) for op, stage in zip(LEGS, self.stages, strict=True)]
-        self.weight = [costs.on(rank, Instruction(Op.W, stage)) for stage in self.stages]
-        self.next = [_next(rank, leg, ranks, costs) for leg in range(len(LEGS))]
-        self.due: deque[int] = deque()  # legs of which only W is left
-        self.kept = 0  # chunks between F and the end of W
-        self.begin = self.free = 0.0
-        self.done: list[int] = []  # legs, and WEIGHT
+        self.seconds = [costs.seconds_on(rank, Instruction(OPS[leg], self.stages[leg])) for leg in PATH]
+        self.weight_seconds = [costs.seconds_on(rank, Instruction(Op.W, stage)) for stage in self.stages]
+        self.next_leg = [_next_leg(rank, leg, ranks, costs) for leg in PATH]
+        self.pending: deque[Leg] = deque()  # backwards whose W is still to run
+        self.saved = 0  # chunks between F and the end of W
+        self.begin = self.end = 0.0
+        self.done: list[Leg] = []
 
-    def arrive(self, leg: int, time: float) -> None:
-        if self.first[leg] < inf:
-            self.later[leg].append(time)
+    def arrive(self, leg: Leg, time: float) -> None:
+        if self.next_input[leg] < inf:
+            self.later_inputs[leg].append(time)
         else:
-            self.first[leg] = time
+            self.next_input[leg] = time
 
-    def choose(self, now: float, rule: Rule, keep: int) -> int:
-        """A position in `order`, or WEIGHT or WAIT."""
+    def choose(self, now: float, policy: Policy, max_saved: int) -> int | None:
+        """What to start: an index of `order`, Leg.W, or None to wait."""
         fits, arrival = False, inf
         if self.order:
             leg = self.order[0]
-            if leg == WEIGHT:
-                return WEIGHT
-            fits = leg > 1 or self.kept < keep
-            arrival = self.first[leg]
+            if leg is Leg.W:
+                return Leg.W
+            fits = leg in BACKWARDS or self.saved < max_saved
+            arrival = self.next_input[leg]
             if arrival <= now:
-                return 0 if fits else WEIGHT
-        if rule is IN_PLACE:
-            return WAIT
-        filler = self._overtaking(now, keep) if rule.overtake else WAIT
-        if filler != WAIT:
+                return 0 if fits else Leg.W
+        if policy is IN_PLACE:
+            return None
+        filler = self._overtaking(now, max_saved) if policy.overtake else None
+        if filler is not None:
             seconds = self.seconds[self.order[filler]]
-        elif self.due:
-            filler, seconds = WEIGHT, self.weight[self.due[0]]
+        elif self.pending:
+            filler, seconds = Leg.W, self.weight_seconds[self.pending[0]]
         else:
-            return WAIT
-        return WAIT if fits and arrival - now < rule.patience * seconds else filler
+            return None
+        return None if fits and arrival - now < policy.patience * seconds else filler
 
-    def _overtaking(self, now: float, keep: int) -> int:
-        """The first leg that is there and, if it is an F, leaves room for all that it overtakes, once every W that is
-        due has run: so a rank never blocks itself, and the order of the block always remains a way to the end."""
-        if min(self.first) > now:
-            return WAIT
-        arrived = [time <= now for time in self.first]
-        least, peak = self.kept - len(self.due), self.kept
-        for at, leg in enumerate(self.order):
+    def _overtaking(self, now: float, max_saved: int) -> int | None:
+        """Index of the first leg that has arrived and, if it is a forward, leaves enough memory for everything that it
+        overtakes once all pending W have run: a rank never blocks itself, and the block's order stays feasible."""
+        if min(self.next_input) > now:
+            return None
+        arrived = [time <= now for time in self.next_input]
+        saved_after_weights, peak = self.saved - len(self.pending), self.saved
+        for index, leg in enumerate(self.order):
             if arrived[leg]:
-                if leg > 1 or peak < keep:
-                    return at
+                if leg in BACKWARDS or peak < max_saved:
+                    return index
                 arrived[leg] = False
                 if True not in arrived:
                     break
-            least += 1 if leg < 2 else -1
-            peak = max(peak, least)
-        return WAIT
+            saved_after_weights += 1 if leg in FORWARDS else -1
+            peak = max(peak, saved_after_weights)
+        return None
 
-    def take(self, choice: int, now: float) -> int:
-        """Runs the choice and returns its leg, or WEIGHT."""
-        start = now if now > self.free else self.free
+    def start(self, choice: int, now: float) -> Leg:
+        """Runs the choice and returns its leg."""
+        start = now if now > self.end else self.end
         if not self.done:
             self.begin = now
-        if choice == WEIGHT:
-            if self.order and self.order[0] == WEIGHT:
+        if choice == Leg.W:
+            if self.order and self.order[0] is Leg.W:
                 del self.order[0]
-            self.kept -= 1
-            self.free = start + self.weight[self.due.popleft()]
-            self.done.append(WEIGHT)
-            return WEIGHT
+            self.saved -= 1
+            self.end = start + self.weight_seconds[self.pending.popleft()]
+            self.done.append(Leg.W)
+            return Leg.W
         leg = self.order.pop(choice)
-        self.first[leg] = self.later[leg].popleft() if self.later[leg] else inf
-        self.free = start + self.seconds[leg]
+        self.next_input[leg] = self.later_inputs[leg].popleft() if self.later_inputs[leg] else inf
+        self.end = start + self.seconds[leg]
         self.done.append(leg)
-        if leg > 1:
-            self.due.append(leg)
+        if leg in BACKWARDS:
+            self.pending.append(leg)
         else:
-            self.kept += 1
+            self.saved += 1
         return leg
 
 
-def _run(orders: list[list[int]], rule: Rule, shape: ScheduleSpec, costs: Costs, keep: int) -> list[_Rank]:
-    """All ranks after their step, `keep` chunks kept at most."""
-    ranks = [_Rank(rank, shape.ranks, order, costs) for rank, order in enumerate(orders)]
-    for _ in range(shape.microbatches):
-        ranks[0].arrive(0, 0.0)
+def _run(orders: list[list[Leg]], policy: Policy, spec: ScheduleSpec, costs: Costs, max_saved: int) -> list[_Rank]:
+    """All ranks after a step that saves at most `max_saved` chunks per rank."""
+    ranks = [_Rank(rank, spec.ranks, order, costs) for rank, order in enumerate(orders)]
+    for _ in range(spec.microbatches):
+        ranks[0].arrive(Leg.F_DOWN, 0.0)
     events = [(0.0, 0)]  # when a rank may have something to start
-    slack = 1e-9 * max(*costs.forward, *costs.backward, *costs.weight)  # sums of the same costs differ by rounding
+    rounding = 1e-9 * max(*costs.forward, *costs.backward, *costs.weight)  # by which equal sums may differ
     while events:
         now, at = heappop(events)
         rank = ranks[at]
-        late = now + slack
-        if late < rank.free:
+        now_or_so = now + rounding
+        if now_or_so < rank.end:
             continue
-        choice = rank.choose(late, rule, keep)
-        if choice == WAIT:
+        choice = rank.choose(now_or_so, policy, max_saved)
+        if choice is None:
             continue
-        leg = rank.take(choice, now)
-        heappush(events, (rank.free, at))
-        if leg == WEIGHT or (leg == 3 and at == 0):
+        leg = rank.start(choice, now)
+        heappush(events, (rank.end, at))
+        if leg is Leg.W or (leg is Leg.B_UP and at == 0):
             continue
-        target, leg, transfer = rank.next[leg]
-        arrival = rank.free + transfer
+        target, leg, transfer = rank.next_leg[leg]
+        arrival = rank.end + transfer
         ranks[target].arrive(leg, arrival)
-        if arrival + slack >= ranks[target].free:  # else it looks when it is free
+        if arrival + rounding >= ranks[target].end:  # else it looks again when it is free
             heappush(events, (arrival, target))
     return ranks
 
 
-def _next(rank: int, leg: int, ranks: int, costs: Costs) -> tuple[int, int, float]:
-    """Where a microbatch goes behind a leg on a rank: the next rank or, at the end of the leg, the same rank's next
-    leg; and how long that takes."""
-    target = rank + (-1 if leg % 2 else 1)
-    return (target, leg, costs.hop(rank, target)) if 0 <= target < ranks else (rank, leg + 1, 0.0)
+def _next_leg(rank: int, leg: Leg, ranks: int, costs: Costs) -> tuple[int, Leg, float]:
+    """Where a microbatch goes after a leg on a rank, and the seconds it takes: to the next rank or, at the end of the
+    pipeline, to the same rank's next leg."""
+    target = rank + (-1 if leg in UPWARDS else 1)
+    if 0 <= target < ranks:
+        return target, leg, costs.hop(rank, target)
+    return rank, PATH[(leg + 1) % len(PATH)], 0.0
 
 
 def _streams(ranks: list[_Rank], microbatches: int) -> Streams:
-    """What they have done: of each leg one microbatch after the other, and W in the order of B."""
+    """What the ranks have run: the microbatches of each leg in ascending order, W in the order of B."""
     legs = np.array([rank.done for rank in ranks])
-    mb = numbered(legs, microbatches)
+    mb = occurrence_index(legs, microbatches)
     stage = np.take_along_axis(np.array([rank.stages for rank in ranks]), legs, axis=1)
-    weights = legs == WEIGHT
+    is_weight, is_backward = legs == Leg.W, legs >= Leg.B_DOWN
     for column in (mb, stage):
-        column[weights] = column[legs > 1]  # rank after rank as many
-    return streams(np.array([CODE[op] for op in (*LEGS, Op.W)])[legs], stage, mb)  # WEIGHT is the last
+        column[is_weight] = column[is_backward]  # row by row there are equally many
+    return streams_from_arrays(np.array([CODE[op] for op in OPS])[legs], stage, mb)
 
 
-def _length(ranks: list[_Rank]) -> tuple[float, float]:
-    """Seconds of the busiest rank from its first start to its last end, and from the first start to the last end."""
-    return max(rank.free - rank.begin for rank in ranks), max(rank.free for rank in ranks)
+def _durations(ranks: list[_Rank]) -> tuple[float, float]:
+    """Longest (busiest rank from first start to last end) and makespan."""
+    return max(rank.end - rank.begin for rank in ranks), max(rank.end for rank in ranks)

@@ -9,8 +9,8 @@ from math import inf
 
 import numpy as np
 
-from pentad.schedules.generators.orders import numbered, streams
-from pentad.schedules.generators.zb_greedy import NEVER, Knobs, Line, greedy, ticks
+from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
+from pentad.schedules.generators.zb_greedy import NEVER, GreedyOptions, Pipeline, run_greedy, tick_costs
 from pentad.schedules.generators.zero_bubble import zb_h1, zb_h2
 from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.errors import PentadError
@@ -20,96 +20,98 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 
-def zb_1p(shape: ScheduleSpec) -> Streams:
-    """With the memory of 1F1B, unless `shape.limit` says otherwise. Raises PentadError if that is less than 1."""
-    return zb_auto(shape, "zb-1p", shape.ranks)
+def zb_1p(spec: ScheduleSpec) -> Streams:
+    """With the memory of 1F1B, unless `spec.memory_limit` is set. Raises PentadError if that is less than 1."""
+    return zb_auto(spec, "zb-1p", spec.ranks)
 
 
-def zb_2p(shape: ScheduleSpec) -> Streams:
-    """With twice the memory of 1F1B, unless `shape.limit` says otherwise. Raises PentadError if that is less than 1."""
-    return zb_auto(shape, "zb-2p", 2 * shape.ranks)
+def zb_2p(spec: ScheduleSpec) -> Streams:
+    """With twice the memory of 1F1B, unless `spec.memory_limit` is set. Raises PentadError if that is less than 1."""
+    return zb_auto(spec, "zb-2p", 2 * spec.ranks)
 
 
-def zb_auto(shape: ScheduleSpec, name: str = "zb-auto", usual: float = inf) -> Streams:
-    """One stage a rank; of all orders tried the one with the least `longest`, then makespan, then memory.
+def zb_auto(spec: ScheduleSpec, name: str = "zb-auto", default_limit: float = inf) -> Streams:
+    """Of all orders tried, with one stage per rank, the one with the least longest, then makespan, then memory.
 
-    No rank keeps more than `shape.limit` microbatches of activations (`usual` where that is None). Never slower than
-    ZB-H1 or ZB-H2 where they keep to the limit too. Without `shape.costs` F, B and W take equally long. Raises
-    PentadError if the limit is less than 1.
+    No rank saves more than `spec.memory_limit` microbatches of activations (None: `default_limit`). Never slower than
+    ZB-H1 or ZB-H2 if they keep to the limit too. Without `spec.costs`, F, B and W cost the same. Raises PentadError if
+    the limit is less than 1.
     """
-    limit = usual if shape.memory_limit is None else shape.memory_limit
+    limit = default_limit if spec.memory_limit is None else spec.memory_limit
     if not limit >= 1:
-        raise PentadError(f"schedule {name}: memory limit is {limit:g}, but at least 1 microbatch a rank is needed")
-    costs = shape.costs or Costs.uniform(shape.ranks)
-    lines = _lines(costs, shape.ranks, shape.microbatches, min(limit, shape.microbatches))
-    best = min(lines, key=lambda line: (*line.spans(), line.peak))
-    op = np.array([list(map(CODE.__getitem__, ops)) for ops in best.streams])
-    stage = np.broadcast_to(np.arange(shape.ranks)[:, None], op.shape)
-    return streams(op, stage, numbered(op, shape.microbatches))
+        raise PentadError(f"memory_limit is {limit:g}: expected at least 1 microbatch for schedule {name}")
+    costs = spec.costs or Costs.uniform(spec.ranks)
+    tried = _candidates(costs, spec.ranks, spec.microbatches, min(limit, spec.microbatches))
+    best = min(tried, key=lambda pipeline: (*pipeline.durations(), pipeline.peak))
+    op = np.array([[CODE[op] for op in ops] for ops in best.streams])
+    stage = np.broadcast_to(np.arange(spec.ranks)[:, None], op.shape)
+    return streams_from_arrays(op, stage, occurrence_index(op, spec.microbatches))
 
 
-def _lines(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Line]:
-    each = ticks(costs, ranks)
-    for knobs in product((False, True), repeat=3):
-        yield greedy(Line(each, microbatches, limit), Knobs(*knobs))
-    for backward, eager in product((False, True), repeat=2):
-        yield _as_they_come(Line(each, microbatches, limit), backward, eager)
+def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Pipeline]:
+    ticks = tick_costs(costs, ranks)
+    for options in product((False, True), repeat=3):
+        yield run_greedy(Pipeline(ticks, microbatches, limit), GreedyOptions(*options))
+    for backward_first, eager_weight in product((False, True), repeat=2):
+        yield _list_schedule(Pipeline(ticks, microbatches, limit), backward_first, eager_weight)
     for known in (zb_h1, zb_h2):
         streams = [[unit.parts[0].op for unit in known(rank, ranks, microbatches)] for rank in range(ranks)]
         if max(map(_peak, streams)) <= limit:
-            yield _replay(Line(each, microbatches, limit), streams)
+            yield _replay(Pipeline(ticks, microbatches, limit), streams)
 
 
-def _as_they_come(line: Line, backward: bool, eager: bool) -> Line:
-    """List scheduling: a free rank runs what has come. Better than rounds where stages differ or the limit is low."""
-    turns = [(0, rank) for rank in range(line.ranks)]
-    while turns:
-        now, rank = heappop(turns)
-        if now < line.clock[rank]:
-            continue  # busy; its next turn is set
-        op, then = _choice(line, rank, now, backward, eager)
+def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool) -> Pipeline:
+    """List scheduling: a free rank runs what has arrived. Better than rounds if stages differ or the limit is low."""
+    events = [(0, rank) for rank in range(pipeline.ranks)]
+    while events:
+        now, rank = heappop(events)
+        if now < pipeline.clock[rank]:
+            continue  # busy; another event comes when it is free
+        op, then = _choose(pipeline, rank, now, backward_first, eager_weight)
         if op:
-            line.run(rank, op)
-            then = line.clock[rank]
-            if op is Op.F and rank + 1 < line.ranks:
-                heappush(turns, (then + line.hops_f[rank + 1], rank + 1))
+            pipeline.run(rank, op)
+            then = pipeline.clock[rank]
+            if op is Op.F and rank + 1 < pipeline.ranks:
+                heappush(events, (then + pipeline.costs.forward_hop[rank + 1], rank + 1))
             if op is Op.B and rank > 0:
-                heappush(turns, (then + line.hops_b[rank - 1], rank - 1))
+                heappush(events, (then + pipeline.costs.backward_hop[rank - 1], rank - 1))
         if then < NEVER:
-            heappush(turns, (then, rank))
-    return line
+            heappush(events, (then, rank))
+    return pipeline
 
 
-def _choice(line: Line, rank: int, now: int, backward: bool, eager: bool) -> tuple[Op | None, int]:
-    """What a free rank runs now; if nothing, until when it waits. `backward`: B goes before F. `eager`: W may delay
-    them."""
-    excess, pending = line.excess(rank), line.pending[rank]
-    forwards = line.activation(rank) if excess <= pending else NEVER
-    backwards = line.gradient(rank)
-    if backwards <= now and (backward or forwards > now or excess > 0):
+def _choose(pipeline: Pipeline, rank: int, now: int, backward_first: bool, eager_weight: bool) -> tuple[Op | None, int]:
+    """What a free rank runs now, or until when it waits. `backward_first`: B goes before F. `eager_weight`: W may delay
+    F and B."""
+    weights, pending = pipeline.weights_before_forward(rank), pipeline.pending[rank]
+    forward = pipeline.next_activation(rank) if weights <= pending else NEVER
+    backward = pipeline.next_gradient(rank)
+    if backward <= now and (backward_first or forward > now or weights > 0):
         return Op.B, now
-    if forwards <= now:
-        return Op.W if excess > 0 else Op.F, now
-    if pending and (eager or now + line.weight[rank] <= min(forwards, backwards)):
+    if forward <= now:
+        return Op.W if weights > 0 else Op.F, now
+    if pending and (eager_weight or now + pipeline.costs.weight[rank] <= min(forward, backward)):
         return Op.W, now
-    return None, min(forwards, backwards)
+    return None, min(forward, backward)
 
 
-def _replay(line: Line, streams: list[list[Op]]) -> Line:
-    """Runs given streams, each rank as far as its inputs are made before the next one's turn."""
-    done = [0] * line.ranks
+def _replay(pipeline: Pipeline, streams: list[list[Op]]) -> Pipeline:
+    """Runs given streams: each rank in turn as far as its inputs have been produced."""
+    done = [0] * pipeline.ranks
     while sum(done) < sum(map(len, streams)):
         for rank, ops in enumerate(streams):
-            while done[rank] < len(ops) and _ready(line, rank, ops[done[rank]]):
-                line.run(rank, ops[done[rank]])
+            while done[rank] < len(ops) and _can_run(pipeline, rank, ops[done[rank]]):
+                pipeline.run(rank, ops[done[rank]])
                 done[rank] += 1
-    return line
+    return pipeline
 
 
-def _ready(line: Line, rank: int, op: Op) -> bool:
-    return op is Op.W or (line.activation(rank) if op is Op.F else line.gradient(rank)) < NEVER
+def _can_run(pipeline: Pipeline, rank: int, op: Op) -> bool:
+    if op is Op.W:
+        return True
+    return (pipeline.next_activation(rank) if op is Op.F else pipeline.next_gradient(rank)) < NEVER
 
 
 def _peak(ops: list[Op]) -> float:
-    """Most microbatches of activations kept at once."""
+    """Most microbatches of activations saved at once."""
     return max(accumulate(1.0 if op is Op.F else -0.5 for op in ops))

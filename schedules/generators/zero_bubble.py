@@ -8,12 +8,13 @@ from pentad.schedules.ir.instruction import Instruction, Op, Unit
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
-    """W lags by `rank`, so that every rank keeps `ranks` microbatches: the memory of 1F1B."""
+    """W lags `rank` microbatches behind B, so every rank saves at most `ranks` microbatches: the memory of 1F1B."""
     return _split_backward(rank, microbatches, warm_up=ranks - 1 - rank, lag=rank)
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
-    """Twice the warm-up and twice the lag: no bubble without a barrier from `2 * ranks - 1` microbatches on."""
+    """Twice the warm-up and twice the lag: with `2 * ranks - 1` or more microbatches there is no bubble, if the
+    optimizer step needs no barrier."""
     return _split_backward(rank, microbatches, warm_up=2 * (ranks - 1 - rank), lag=2 * rank)
 
 

@@ -1,4 +1,4 @@
-"""Columns as an Arrow table that anybody can read: ops, lanes, groups and waits by their names."""
+"""Instruction columns as an Arrow table that anyone can read: ops, lanes, groups and waits by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSION = "1"
 SCHEMA = pa.schema(
     [
         ("rank", pa.int32()),
-        ("index", pa.int32()),  # position in the stream; the halves of an overlapped pair share it
+        ("index", pa.int32()),  # position in the stream; the two halves of an overlapped pair share it
         ("op", pa.string()),
         ("stage", pa.int32()),
         ("microbatch", pa.int32()),
@@ -28,17 +28,17 @@ SCHEMA = pa.schema(
 )
 
 
-def write(columns: Columns) -> pa.Table:
+def to_table(columns: Columns) -> pa.Table:
     @cache
     def lane(op: int, peer: int) -> str:
         return Instruction(OPS[op], peer=peer).lane
 
     ops, peers = columns.op.tolist(), columns.peer.tolist()
-    keys = zip(columns.wait_op.tolist(), columns.wait_stage.tolist(), columns.wait_microbatch.tolist(), strict=True)
+    keys = zip(*(column.tolist() for column in columns.wait_columns), strict=True)
     waits = pa.array([str(Key(OPS[op], stage, mb)) for op, stage, mb in keys], pa.string())
     arrays = [
         columns.rank,
-        columns.unit - columns.unit_first[columns.rank] if columns.rows else columns.rank,
+        columns.unit - columns.unit_offsets[columns.rank] if columns.rows else columns.rank,
         [OPS[op].value for op in ops],
         columns.stage,
         columns.microbatch,
@@ -46,20 +46,20 @@ def write(columns: Columns) -> pa.Table:
         columns.peer,
         [columns.groups[code] for code in columns.group.tolist()],
         columns.slot,
-        pa.ListArray.from_arrays(pa.array(columns.wait_first, pa.int32()), waits),
+        pa.ListArray.from_arrays(pa.array(columns.wait_offsets, pa.int32()), waits),
     ]
     return pa.table([pa.array(a, f.type) for a, f in zip(arrays, SCHEMA, strict=True)], schema=SCHEMA)
 
 
-def read(table: pa.Table, ranks: int) -> Columns:
-    """The columns of `ranks` streams; of a table that `write` did not make, those of another one (or an error)."""
-    keys = cache(parse_key)
+def from_table(table: pa.Table, ranks: int) -> Columns:
+    """The streams of `ranks` ranks. A table not made by `to_table` gives other columns, or any exception."""
+    key = cache(parse_key)
     names = ("rank", "index", "op", "stage", "microbatch", "peer", "group", "slot", "waits")
     rank, index, op, *numbers, waits = (table.column(name).to_pylist() for name in names)
-    told = zip(map(Op, op), *numbers, (tuple(map(keys, one)) for one in waits), strict=True)
-    places = list(zip(rank, index, strict=True))
-    second = [at for at in range(1, len(places)) if places[at] == places[at - 1]]
-    if any(after - before == 1 for before, after in pairwise(second)):
-        raise ValueError("a pair of three")
-    first = np.searchsorted(np.array(rank, int), np.arange(ranks + 1))
-    return from_rows(first.tolist(), list(map(Instruction._make, told)), second)
+    fields = zip(map(Op, op), *numbers, (tuple(map(key, texts)) for texts in waits), strict=True)
+    positions = list(zip(rank, index, strict=True))
+    seconds = [at for at in range(1, len(positions)) if positions[at] == positions[at - 1]]
+    if any(after - before == 1 for before, after in pairwise(seconds)):
+        raise ValueError("three instructions share a position")
+    rank_offsets = np.searchsorted(np.array(rank, int), np.arange(ranks + 1))
+    return from_rows(rank_offsets.tolist(), list(map(Instruction._make, fields)), seconds)

@@ -1,4 +1,4 @@
-"""Streams as columns: a row an instruction, rank after rank, so that passes and proofs are array operations."""
+"""Instruction streams as arrays, one row per instruction, so that passes and proofs are array operations."""
 
 from __future__ import annotations
 
@@ -19,40 +19,43 @@ OPS = tuple(Op)
 CODE = {op: code for code, op in enumerate(OPS)}
 
 
-def among(ops: Iterable[Op]) -> Array:
-    """A table by op code: whether it is one of `ops`."""
-    expected = frozenset(ops)
-    return np.array([op in expected for op in OPS])
+def op_mask(ops: Iterable[Op]) -> Array:
+    """[len(OPS)] bool, indexed by op code: whether the op is one of `ops`."""
+    members = frozenset(ops)
+    return np.array([op in members for op in OPS])
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Rows of rank r are first[r] to first[r + 1]; the waits of row i are wait_first[i] to wait_first[i + 1].
+    """The instructions of all ranks: rows rank_offsets[r]:rank_offsets[r + 1] are the stream of rank r, and row i waits
+    for entries wait_offsets[i]:wait_offsets[i + 1] of the wait columns.
 
-    `op` and `wait_op` are positions in `OPS`, `group` one in `groups`, which are sorted; `second` marks the second half
-    of an overlapped pair. Whatever a tuple of instructions can say, of a right program or not, its columns say too.
+    `op` and `wait_op` index `OPS`, `group` indexes `groups` (sorted), and `is_second` marks the backward of an
+    overlapped pair. Every tuple of instructions can be expressed, whether it is a valid program or not.
     """
 
-    first: Array
+    rank_offsets: Array
     op: Array
     stage: Array
     microbatch: Array
     peer: Array
     group: Array
     slot: Array
-    second: Array
-    wait_first: Array
+    is_second: Array
+    wait_offsets: Array
     wait_op: Array
     wait_stage: Array
     wait_microbatch: Array
     groups: tuple[str, ...]
 
     @property
-    def of_row(self) -> tuple[Array, ...]:
-        return self.op, self.stage, self.microbatch, self.peer, self.group, self.slot, self.second
+    def row_columns(self) -> tuple[Array, ...]:
+        """Columns with an entry per instruction."""
+        return self.op, self.stage, self.microbatch, self.peer, self.group, self.slot, self.is_second
 
     @property
-    def of_wait(self) -> tuple[Array, Array, Array]:
+    def wait_columns(self) -> tuple[Array, Array, Array]:
+        """Columns with an entry per wait."""
         return self.wait_op, self.wait_stage, self.wait_microbatch
 
     @property
@@ -61,41 +64,45 @@ class Columns:
 
     @property
     def ranks(self) -> int:
-        return len(self.first) - 1
+        return len(self.rank_offsets) - 1
 
     @cached_property
     def rank(self) -> Array:
         """Rank of every row."""
-        return np.repeat(np.arange(self.ranks), np.diff(self.first))
+        return np.repeat(np.arange(self.ranks), np.diff(self.rank_offsets))
 
     @cached_property
     def unit(self) -> Array:
-        """Number of the unit of every row; units are counted through all ranks."""
-        return np.cumsum(~self.second) - 1
+        """Unit of every row, numbered through all ranks; the two rows of an overlapped pair are one unit."""
+        return np.cumsum(~self.is_second) - 1
 
     @cached_property
     def unit_row(self) -> Array:
         """First row of every unit."""
-        return np.flatnonzero(~self.second)
+        return np.flatnonzero(~self.is_second)
 
     @cached_property
-    def unit_first(self) -> Array:
-        """Number of the first unit of every rank, and how many units there are."""
-        return np.searchsorted(self.unit_row, self.first)
+    def unit_offsets(self) -> Array:
+        """Units unit_offsets[r]:unit_offsets[r + 1] are those of rank r."""
+        return np.searchsorted(self.unit_row, self.rank_offsets)
 
     @cached_property
     def wait_row(self) -> Array:
         """Row of every wait."""
-        return np.repeat(np.arange(self.rows), np.diff(self.wait_first))
+        return np.repeat(np.arange(self.rows), np.diff(self.wait_offsets))
 
-    def rows_of(self, table: Array) -> Array:
-        """Rows whose op a table has (see `among`)."""
-        return np.flatnonzero(table.take(self.op))
+    def rows_of(self, mask: Array) -> Array:
+        """Rows whose op is in a mask (see `op_mask`)."""
+        return np.flatnonzero(mask.take(self.op))
 
-    def place(self, row: int) -> tuple[int, int]:
-        """Rank of a row and the position of its unit in that rank's stream."""
+    def position(self, row: int) -> tuple[int, int]:
+        """Rank of a row, and the index of its unit in that rank's stream."""
         rank = int(self.rank[row])
-        return rank, int(self.unit[row] - self.unit_first[rank])
+        return rank, int(self.unit[row] - self.unit_offsets[rank])
+
+    def row_before(self, unit: Array) -> Array:
+        """First row of each unit; for the number of units, the number of rows."""
+        return np.append(self.unit_row, self.rows)[unit]
 
     def keys(self, rows: Array) -> tuple[Array, Array, Array]:
         """Op, stage and microbatch of these rows."""
@@ -108,62 +115,63 @@ class Columns:
         return Key(OPS[self.wait_op[wait]], int(self.wait_stage[wait]), int(self.wait_microbatch[wait]))
 
     def waits(self, row: int) -> tuple[Key, ...]:
-        return tuple(map(self.wait_key, range(self.wait_first[row], self.wait_first[row + 1])))
+        """What the instruction of a row waits for."""
+        return tuple(map(self.wait_key, range(self.wait_offsets[row], self.wait_offsets[row + 1])))
 
     def decode(self, rank: int) -> Stream:
-        """The stream of a rank as units."""
-        start, end = int(self.first[rank]), int(self.first[rank + 1])
+        """The stream of a rank."""
+        start, end = int(self.rank_offsets[rank]), int(self.rank_offsets[rank + 1])
         rows = list(self._instructions(start, end))
-        pairs = np.flatnonzero(self.second[start:end]).tolist()
-        if not pairs:
+        seconds = np.flatnonzero(self.is_second[start:end]).tolist()
+        if not seconds:
             return tuple(rows)
         units: list[Unit | None] = list(rows)
-        for at in pairs:
+        for at in seconds:
             units[at - 1 : at + 1] = Overlap(rows[at - 1], rows[at]), None
         return tuple(unit for unit in units if unit is not None)
 
     def _instructions(self, start: int, end: int) -> Iterator[Instruction]:
-        begin, stop = int(self.wait_first[start]), int(self.wait_first[end])
-        op, *numbers = (column[begin:stop].tolist() for column in self.of_wait)
+        first, last = int(self.wait_offsets[start]), int(self.wait_offsets[end])
+        op, *numbers = (column[first:last].tolist() for column in self.wait_columns)
         keys = list(map(Key._make, zip(map(OPS.__getitem__, op), *numbers, strict=True)))
-        edges = (self.wait_first[start : end + 1] - begin).tolist()
-        waits = (tuple(keys[a:b]) for a, b in pairwise(edges))
-        op, stage, mb, peer, group, slot = (column[start:end].tolist() for column in self.of_row[:-1])
+        offsets = (self.wait_offsets[start : end + 1] - first).tolist()
+        waits = (tuple(keys[a:b]) for a, b in pairwise(offsets))
+        op, stage, mb, peer, group, slot = (column[start:end].tolist() for column in self.row_columns[:-1])
         names = map(self.groups.__getitem__, group)
         return map(Instruction._make, zip(map(OPS.__getitem__, op), stage, mb, peer, names, slot, waits, strict=True))
 
-    def take(self, first: Array, rows: Array) -> Columns:
-        """All rows in this order; `first` tells the rank of each."""
-        counts = np.diff(self.wait_first)[rows]
-        ends = np.concatenate(([0], np.cumsum(counts)))
-        at = np.arange(ends[-1]) + np.repeat(self.wait_first[rows] - ends[:-1], counts)
-        of_wait = [column[at] for column in self.of_wait]
-        return columns(first, [column[rows] for column in self.of_row], ends, of_wait, self.groups)
+    def take(self, rank_offsets: Array, rows: Array) -> Columns:
+        """These rows in this order, distributed over ranks by `rank_offsets`."""
+        counts = np.diff(self.wait_offsets)[rows]
+        offsets = _offsets(counts)
+        at = np.arange(offsets[-1]) + np.repeat(self.wait_offsets[rows] - offsets[:-1], counts)
+        waits = [column[at] for column in self.wait_columns]
+        return _columns(rank_offsets, [column[rows] for column in self.row_columns], offsets, waits, self.groups)
 
-    def bare(self, first: Array, rows: Array) -> Columns:
-        """Some rows in this order, as `take` does, with nothing but the op, stage and microbatch of each."""
-        return replace(plain(first, *self.keys(rows)), second=self.second[rows])
+    def keys_only(self, rank_offsets: Array, rows: Array) -> Columns:
+        """Like `take`, with only the op, stage and microbatch of each row."""
+        return replace(key_columns(rank_offsets, *self.keys(rows)), is_second=self.is_second[rows])
 
-    def waiting(self, rows: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
-        """The same, where these rows also wait for these keys, behind the waits that they have."""
+    def with_waits(self, rows: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
+        """A copy in which rows[k] also waits for the key (op[k], stage[k], microbatch[k]), after its other waits."""
         row = np.concatenate((self.wait_row, rows))
         order = np.argsort(row, kind="stable")
-        ends = np.concatenate(([0], np.bincount(row, minlength=self.rows).cumsum()))
-        parts = zip(self.of_wait, (op, stage, microbatch), strict=True)
-        of_wait = [np.concatenate((mine, more.astype(mine.dtype)))[order] for mine, more in parts]
-        return columns(self.first, self.of_row, ends, of_wait, self.groups)
+        both = zip(self.wait_columns, (op, stage, microbatch), strict=True)
+        waits = [np.concatenate((old, new.astype(old.dtype)))[order] for old, new in both]
+        offsets = _offsets(np.bincount(row, minlength=self.rows))
+        return _columns(self.rank_offsets, self.row_columns, offsets, waits, self.groups)
 
     def __add__(self, other: Columns) -> Columns:
-        """The rows of two, those of `other` behind, as if all were of one rank."""
+        """The rows of both, as if all were of one rank."""
         groups = tuple(sorted({*self.groups, *other.groups}))
-        recoded = (one._grouped(groups).of_row for one in (self, other))
-        of_row = list(map(np.concatenate, zip(*recoded, strict=True)))
-        of_wait = list(map(np.concatenate, zip(self.of_wait, other.of_wait, strict=True)))
-        ends = np.concatenate((self.wait_first, self.wait_first[-1] + other.wait_first[1:]))
-        return columns(np.array([0, len(of_row[0])]), of_row, ends, of_wait, groups)
+        both = (one._with_groups(groups).row_columns for one in (self, other))
+        rows = list(map(np.concatenate, zip(*both, strict=True)))
+        waits = list(map(np.concatenate, zip(self.wait_columns, other.wait_columns, strict=True)))
+        offsets = np.concatenate((self.wait_offsets, self.wait_offsets[-1] + other.wait_offsets[1:]))
+        return _columns(np.array([0, len(rows[0])]), rows, offsets, waits, groups)
 
-    def _grouped(self, groups: tuple[str, ...]) -> Columns:
-        """The same, where these are the groups: its own and others."""
+    def _with_groups(self, groups: tuple[str, ...]) -> Columns:
+        """The same instructions with `group` indexing a superset of `groups`."""
         if groups == self.groups:
             return self
         codes = np.array([groups.index(name) for name in self.groups], np.int32)
@@ -171,8 +179,8 @@ class Columns:
 
     def arrays(self) -> list[Array]:
         """The columns in a form that is the same on every machine."""
-        numbers = [column.astype("<i4") for column in self.of_row + self.of_wait]
-        return [self.first.astype("<i8"), self.wait_first.astype("<i8"), *numbers]
+        numbers = [column.astype("<i4") for column in self.row_columns + self.wait_columns]
+        return [self.rank_offsets.astype("<i8"), self.wait_offsets.astype("<i8"), *numbers]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Columns):
@@ -180,54 +188,60 @@ class Columns:
         return self.groups == other.groups and all(map(np.array_equal, self.arrays(), other.arrays()))
 
 
-def columns(
-    first: Array, of_row: Sequence[Array], wait_first: Array, of_wait: Sequence[Array], groups: tuple[str, ...]
+def _columns(
+    rank_offsets: Array, rows: Sequence[Array], wait_offsets: Array, waits: Sequence[Array], groups: tuple[str, ...]
 ) -> Columns:
-    op, stage, microbatch, peer, group, slot, second = of_row
-    wait_op, wait_stage, wait_microbatch = of_wait
-    parts = wait_op, wait_stage, wait_microbatch
-    return Columns(first, op, stage, microbatch, peer, group, slot, second, wait_first, *parts, groups)
+    """From `row_columns` and `wait_columns`."""
+    op, stage, microbatch, peer, group, slot, is_second = rows
+    wait_op, wait_stage, wait_microbatch = waits
+    numbers = op, stage, microbatch, peer, group, slot, is_second
+    return Columns(rank_offsets, *numbers, wait_offsets, wait_op, wait_stage, wait_microbatch, groups)
 
 
-def plain(first: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
-    """Instructions with nothing but an op, a stage and a microbatch each, none of a pair."""
-    none, empty = np.full(len(op), -1, np.int32), np.zeros(0, np.int32)
-    of_row = (op, stage, microbatch, none, none + 1, none, np.zeros(len(op), bool))
-    return columns(first, of_row, np.zeros(len(op) + 1, int), (op[:0], empty, empty), ("",) if len(op) else ())
+def _offsets(counts: Array) -> Array:
+    return np.concatenate(([0], np.cumsum(counts)))
+
+
+def key_columns(rank_offsets: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
+    """Instructions with an op code, a stage and a microbatch each, and nothing else."""
+    none, no_waits = np.full(len(op), -1, np.int32), np.zeros(0, np.int32)
+    rows = (op, stage, microbatch, none, none + 1, none, np.zeros(len(op), bool))
+    waits = (op[:0], no_waits, no_waits)
+    return _columns(rank_offsets, rows, np.zeros(len(op) + 1, int), waits, ("",) if len(op) else ())
 
 
 def pack(streams: Sequence[Stream]) -> Columns:
-    """Raises PentadError for a number that no instruction can have."""
+    """Raises PentadError for a number that does not fit into 32 bits."""
     rows: list[Instruction] = []
-    second: list[int] = []
-    first = [0]
+    seconds: list[int] = []
+    rank_offsets = [0]
     for stream in streams:
         if set(map(len, stream)) <= {len(Instruction._fields)}:
-            rows += stream  # type: ignore[arg-type]  # no pairs
+            rows += stream  # type: ignore[arg-type]  # no overlapped pairs
         else:
             for unit in stream:
                 rows += unit.parts
-                second += [len(rows) - 1] if len(unit.parts) == 2 else []
-        first.append(len(rows))
-    return from_rows(first, rows, second)
+                seconds += [len(rows) - 1] if len(unit.parts) == 2 else []
+        rank_offsets.append(len(rows))
+    return from_rows(rank_offsets, rows, seconds)
 
 
-def from_rows(first: Sequence[int], rows: Sequence[Instruction], second: Sequence[int]) -> Columns:
-    """`second` are the rows that are the second half of a pair."""
+def from_rows(rank_offsets: Sequence[int], rows: Sequence[Instruction], seconds: Sequence[int]) -> Columns:
+    """`seconds` are the rows that are the second half of an overlapped pair."""
     op, stage, mb, peer, group, slot, waits = _transposed(rows, len(Instruction._fields))
     wait_op, wait_stage, wait_mb = _transposed(list(chain.from_iterable(waits)), len(Key._fields))
     groups = sorted(set(group))
     codes = [groups.index(name) for name in group] if len(groups) > 1 else [0] * len(rows)
-    halves = np.zeros(len(rows), bool)
-    halves[np.asarray(second, int)] = True
-    numbers = [*map(_numbers, (stage, mb, peer)), np.array(codes, np.int32), _numbers(slot)]
-    ends = np.concatenate(([0], np.cumsum(np.fromiter(map(len, waits), int, len(rows)))))
-    of_wait = _codes(wait_op), _numbers(wait_stage), _numbers(wait_mb)
-    return columns(np.array(first), [_codes(op), *numbers, halves], ends, of_wait, tuple(groups))
+    is_second = np.zeros(len(rows), bool)
+    is_second[np.asarray(seconds, int)] = True
+    numbers = [*map(_int32, (stage, mb, peer)), np.array(codes, np.int32), _int32(slot)]
+    offsets = _offsets(np.fromiter(map(len, waits), int, len(rows)))
+    wait_columns = _op_codes(wait_op), _int32(wait_stage), _int32(wait_mb)
+    return _columns(np.array(rank_offsets), [_op_codes(op), *numbers, is_second], offsets, wait_columns, tuple(groups))
 
 
 def _transposed(rows: Sequence[tuple[Any, ...]], width: int) -> list[list[Any]]:
-    """`zip(*rows)` in blocks that stay in the processor's cache."""
+    """`zip(*rows)`, in blocks that stay in the CPU's cache."""
     found: list[list[Any]] = [[] for _ in range(width)]
     for start in range(0, len(rows), 512):
         for column, part in zip(found, zip(*rows[start : start + 512], strict=True), strict=True):
@@ -235,13 +249,13 @@ def _transposed(rows: Sequence[tuple[Any, ...]], width: int) -> list[list[Any]]:
     return found
 
 
-def _codes(ops: Iterable[Op]) -> Array:
+def _op_codes(ops: Iterable[Op]) -> Array:
     return np.array(list(map(CODE.__getitem__, ops)), np.int8)
 
 
-def _numbers(values: Sequence[int]) -> Array:
+def _int32(values: Sequence[int]) -> Array:
     try:
         return np.array(values, np.int32)
     except OverflowError:
-        wrong = max(values, key=abs)
-        raise PentadError(f"an instruction has the number {wrong}, but at most {2**31 - 1} can be told") from None
+        largest = max(values, key=abs)
+        raise PentadError(f"an instruction holds the number {largest}: expected at most {2**31 - 1}") from None

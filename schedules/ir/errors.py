@@ -1,5 +1,18 @@
-"""What pentad raises when its user, not pentad, is wrong."""
+"""The error that pentad raises when its user, not pentad, is wrong."""
 
 
 class PentadError(Exception):
-    """A user's mistake, told in one sentence: the key or argument, the value found, the value expected."""
+    """A user's mistake in one sentence: `KEY is VALUE: expected WHAT`."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """One for each mistake."""
+        return [str(self)]
+
+
+class ScheduleError(Exception):
+    """A program that must not run. `rank` and `index` locate the culprit in that rank's stream; -1: nowhere."""
+
+    def __init__(self, text: str, rank: int = -1, index: int = -1) -> None:
+        super().__init__(text)
+        self.rank, self.index = rank, index

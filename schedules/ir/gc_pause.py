@@ -1,4 +1,4 @@
-"""Work on very many small values, without the garbage collector looking through them."""
+"""Pauses the garbage collector while very many small objects are made."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """There are no cycles to find, and looking at all that is kept, over and over as it grows, takes as long as the
-    work itself."""
+    """For work whose objects form no cycles: scanning them again and again as they grow takes as long as the work."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""The vocabulary of programs: operations and instructions, with a text form that converts both ways.
+"""Operations and instructions, the vocabulary of programs, with a text form that converts both ways.
 
-`2F0` is the forward of microbatch 0 on stage 2; lowered forms add where it goes and what it waits for:
+`2F0` is the forward of microbatch 0 on stage 2. Lowered instructions add their peer, group, slot and waits:
 `2SEND_F0>3 after 2F0`, `3RECV_F0<2@1 after 3W5` (into slot 1), `2ALL_REDUCE#stage2`, `NORM#pp`, `(1F4+2BW0)`.
 """
 
@@ -15,38 +15,38 @@ from pentad.schedules.ir.errors import PentadError
 
 
 class Op(StrEnum):
-    """What an instruction does. Letters follow the zero-bubble papers (torch calls B and BW: I and B)."""
+    """What an instruction does. F, B and W are the letters of the zero-bubble papers (torch calls B `I` and BW `B`)."""
 
     F = "F"  # forward
     B = "B"  # backward for the input
     W = "W"  # backward for the weights
-    BW = "BW"  # both at once
+    BW = "BW"  # both in one
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     ALL_GATHER = "ALL_GATHER"  # parameters of a stage
-    FREE = "FREE"  # gathered parameters of a stage
+    FREE = "FREE"  # drops the gathered parameters of a stage
     REDUCE_SCATTER = "REDUCE_SCATTER"  # gradients of a stage
     ALL_REDUCE = "ALL_REDUCE"  # gradients of a stage
     NORM = "NORM"  # global gradient norm
     STEP = "STEP"  # optimizer
-    VALIDATE = "VALIDATE"
-    ROLLBACK = "ROLLBACK"
-    RECOMPUTE = "RECOMPUTE"
-    OFFLOAD = "OFFLOAD"
-    RELOAD = "RELOAD"
+    VALIDATE = "VALIDATE"  # confirms the previous, optimistic STEP once its norm is known
+    ROLLBACK = "ROLLBACK"  # redoes that STEP if the norm was over the limit
+    RECOMPUTE = "RECOMPUTE"  # the forward again, before its backward
+    OFFLOAD = "OFFLOAD"  # activations to host memory
+    RELOAD = "RELOAD"  # and back
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.W, Op.BW})
 SENDS = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 RECEIVES = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
-REDUCTIONS = frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE})  # their microbatch is a bucket's number; -1: of the only one
+REDUCTIONS = frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE})  # `microbatch` is the bucket; -1 for a single bucket
 COLLECTIVES = REDUCTIONS | {Op.ALL_GATHER, Op.NORM}
 
 
 class Key(NamedTuple):
-    """What names an instruction inside its rank's stream: no two have the same key."""
+    """Identifies an instruction within its rank's stream."""
 
     op: Op
     stage: int
@@ -57,12 +57,12 @@ class Key(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One unit of work of a rank.
+    """One instruction of a rank.
 
-    `stage` and `microbatch` are -1 where they have no meaning (NORM, STEP). Once lowered: `peer` is the pipeline rank
-    at the other end of a transfer, `group` names the ranks of a collective, `slot` is the receive buffer that a
-    transfer fills, and `waits` are the keys of earlier instructions of the same stream, on other lanes, that must have
-    ended before this one starts; a send's first one is the result that it sends.
+    `stage` and `microbatch` are -1 for ops without one (NORM, STEP). Lowering fills in the rest: `peer` is the pipeline
+    rank at the other end of a transfer, `group` names the ranks of a collective, `slot` is the receive buffer that a
+    transfer fills, and `waits` are the keys of earlier instructions in the stream, on other lanes, that must end before
+    this one starts. The first wait of a send is the result that it sends.
     """
 
     op: Op
@@ -79,9 +79,9 @@ class Instruction(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """The queue it runs on: a lane is one CUDA stream with its own communicator, and keeps its order.
+        """The queue it runs on, in order: one CUDA stream with its own communicator.
 
-        Every (transfer op, peer) is a lane of its own, so that no transfer waits behind an unrelated one.
+        Every pair of a transfer op and a peer has its own lane, so no transfer waits behind an unrelated one.
         """
         if self.op in SENDS:
             return f"{self.op}>{self.peer}"
@@ -104,7 +104,7 @@ class Instruction(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A forward and a backward of two microbatches run as one unit (DualPipe's fused pair)."""
+    """The forward of one microbatch and the backward of another, interleaved into one unit (DualPipe)."""
 
     forward: Instruction
     backward: Instruction
@@ -133,11 +133,11 @@ Unit = Instruction | Overlap
 
 _KEY = r"(\d{0,9})(" + "|".join(sorted((op.value for op in Op), key=len, reverse=True)) + r")(\d{0,9})"
 _INSTRUCTION = re.compile(_KEY + r"(?:[<>](\d{1,9}))?(?:#(\w+))?(?:@(\d{1,9}))?(?: after (\S+))?", re.ASCII)
-_WHOLE_KEY = re.compile(_KEY, re.ASCII)
+_KEY_ONLY = re.compile(_KEY, re.ASCII)
 
 
 def parse(text: str) -> Unit:
-    """Reads what `str` writes. Raises PentadError on anything else."""
+    """The inverse of `str`. Raises PentadError on any other text."""
     if text.startswith("(") and text.endswith(")"):
         forward, _, backward = text[1:-1].partition("+")
         return Overlap(_parse_one(forward), _parse_one(backward))
@@ -145,16 +145,16 @@ def parse(text: str) -> Unit:
 
 
 def parse_key(text: str) -> Key:
-    """Reads `2F0` as a key. Raises PentadError on anything else."""
-    found = _WHOLE_KEY.fullmatch(text)
+    """The inverse of `str` for keys such as `2F0`. Raises PentadError on any other text."""
+    found = _KEY_ONLY.fullmatch(text)
     key = Key(Op(found[2]), _index(found[1]), _index(found[3])) if found else None
-    if key is None or str(key) != text:  # such as 02F0
-        raise PentadError(f"instruction {text!r} is not of the form STAGE OP MICROBATCH, as in '2F0'")
+    if key is None or str(key) != text:  # 02F0 is not canonical
+        raise PentadError(f"instruction is {text!r}: expected STAGE OP MICROBATCH as in '2F0'")
     return key
 
 
-def units_of(stream: tuple[Unit, ...]) -> Iterator[Instruction]:
-    """The instructions of a stream in order, overlapped pairs taken apart."""
+def instructions_of(stream: tuple[Unit, ...]) -> Iterator[Instruction]:
+    """The instructions of a stream in order; an overlapped pair gives two."""
     for unit in stream:
         yield from unit.parts
 
@@ -164,10 +164,10 @@ def _parse_one(text: str) -> Instruction:
     if found:
         stage, op, microbatch, peer, group, slot, after = found.groups()
         waits = tuple(parse_key(key) for key in after.split(",")) if after else ()
-        read = Instruction(Op(op), _index(stage), _index(microbatch), _index(peer), group or "", _index(slot), waits)
-        if str(read) == text:  # unlike 2SEND_F0<3
-            return read
-    raise PentadError(f"instruction {text!r} is not of the form STAGE OP MICROBATCH, as in '2F0' or '2SEND_F0>3'")
+        parsed = Instruction(Op(op), _index(stage), _index(microbatch), _index(peer), group or "", _index(slot), waits)
+        if str(parsed) == text:  # 2SEND_F0<3 is not canonical
+            return parsed
+    raise PentadError(f"instruction is {text!r}: expected STAGE OP MICROBATCH as in '2F0' or '2SEND_F0>3'")
 
 
 def _index(text: str | None) -> int:

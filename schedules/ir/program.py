@@ -1,4 +1,4 @@
-"""A step as data: one instruction stream a pipeline rank, immutable, hashed, an Arrow table on disk and on the wire."""
+"""A training step as data: one instruction stream per pipeline rank, immutable and hashed, stored as an Arrow table."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["SCHEMA", "VERSION", "Program", "Stream", "Streams", "index_of"]
 
 
 class Streams(Sequence[Stream]):
-    """The streams of all ranks, kept as columns; a rank's is made into instructions when it is first looked at."""
+    """The streams of all ranks, stored as columns; a stream is decoded into instructions on first access."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
-        self._made: list[Stream | None] = [None] * columns.ranks
+        self._decoded: list[Stream | None] = [None] * columns.ranks
 
     def __len__(self) -> int:
         return self.columns.ranks
@@ -39,10 +39,10 @@ class Streams(Sequence[Stream]):
     def __getitem__(self, rank: int | slice) -> Stream | tuple[Stream, ...]:
         if isinstance(rank, slice):
             return tuple(self[one] for one in range(*rank.indices(len(self))))
-        made = self._made[rank]
-        if made is None:
-            made = self._made[rank] = self.columns.decode(rank % len(self))
-        return made
+        stream = self._decoded[rank]
+        if stream is None:
+            stream = self._decoded[rank] = self.columns.decode(rank % len(self))
+        return stream
 
     def __iter__(self) -> Iterator[Stream]:
         return (self[rank] for rank in range(len(self)))
@@ -56,19 +56,19 @@ class Streams(Sequence[Stream]):
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        return repr(tuple(self))
+        return f"<Streams: {self.columns.ranks} ranks, {self.columns.rows} instructions>"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program:
     """What every pipeline rank does in one step.
 
-    `streams[rank]` is a tuple of instructions; `placement[rank]` the stages that rank holds (a DualPipe rank holds a
-    stage and its mirror); `chunks` the number of parts that a rank's own layers are cut into. Replicas along the other
-    axes of the mesh run the same streams, so ranks here are pipeline ranks.
+    `streams[rank]` is a tuple of instructions and `placement[rank]` the stages that the rank holds (a DualPipe rank
+    holds a stage and its mirror). `chunks` is the number of model chunks that a rank's own layers are split into.
+    Replicas along the other axes of the mesh run the same streams, so ranks here are pipeline ranks.
 
-    With `slices` above 1 the sequences of a microbatch go through the pipeline in so many pieces, and what an
-    instruction calls its microbatch is the piece: microbatch x slices + slice (Seq1F1B, arXiv 2406.03488).
+    With `slices` above 1, the sequences of a microbatch go through the pipeline in that many slices, and the
+    `microbatch` of an instruction is microbatch x slices + slice (Seq1F1B, arXiv 2406.03488).
     """
 
     name: str
@@ -82,6 +82,10 @@ class Program:
         if not isinstance(self.streams, Streams):
             object.__setattr__(self, "streams", Streams(pack(self.streams)))
 
+    def __repr__(self) -> str:
+        sizes = f"{self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"
+        return f"<Program {self.name}: {sizes}, hash {self.hash[:12]}>"
+
     @property
     def columns(self) -> Columns:
         """The streams as arrays."""
@@ -92,8 +96,8 @@ class Program:
         return len(self.streams)
 
     @property
-    def pieces(self) -> int:
-        """What goes through each stage: the slices of all microbatches."""
+    def total_slices(self) -> int:
+        """Slices of all microbatches: how many times each stage runs forward."""
         return self.microbatches * self.slices
 
     @cached_property
@@ -102,45 +106,45 @@ class Program:
 
     @cached_property
     def _holders(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, tuple[int, ...]] = {}
+        holders: dict[int, tuple[int, ...]] = {}
         for rank, stages in enumerate(self.placement):
             for stage in dict.fromkeys(stages):
-                found[stage] = (*found.get(stage, ()), rank)
-        return found
+                holders[stage] = (*holders.get(stage, ()), rank)
+        return holders
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """Pipeline ranks that hold a stage's parameters."""
+        """Pipeline ranks that hold the parameters of a stage."""
         return self._holders.get(stage, ())
 
     @cached_property
     def buckets(self) -> tuple[int, ...]:
-        """By stage, in how many parts its gradients are reduced, if they are."""
+        """By stage: the number of buckets in which its gradients are reduced, if they are."""
         reductions = self.columns.rows_of(IS_REDUCTION)
-        most = np.ones(self.stages, int)
-        np.maximum.at(most, self.columns.stage[reductions], self.columns.microbatch[reductions] + 1)
-        return tuple(most.tolist())
+        buckets = np.ones(self.stages, int)
+        np.maximum.at(buckets, self.columns.stage[reductions], self.columns.microbatch[reductions] + 1)
+        return tuple(buckets.tolist())
 
     @cached_property
     def lookup(self) -> Lookup:
-        """Rows of the columns by what names them."""
-        return Lookup(self.columns, self.placement, self.stages, self.pieces)
+        """Finds rows of the columns by key."""
+        return Lookup(self.columns, self.placement, self.stages, self.total_slices)
 
     @cached_property
-    def home(self) -> dict[tuple[int, int], int]:
-        """(stage, microbatch) -> the rank that runs it."""
+    def compute_rank(self) -> dict[tuple[int, int], int]:
+        """(stage, microbatch) -> the rank that computes it."""
         columns = self.columns
-        at = np.flatnonzero(columns.op == CODE[Op.F])
-        stage, mb, rank = (column[at].tolist() for column in (columns.stage, columns.microbatch, columns.rank))
+        rows = np.flatnonzero(columns.op == CODE[Op.F])
+        stage, mb, rank = (column[rows].tolist() for column in (columns.stage, columns.microbatch, columns.rank))
         return dict(zip(zip(stage, mb, strict=True), rank, strict=True))
 
     @cached_property
     def positions(self) -> tuple[dict[Key, int], ...]:
-        """`index_of` every stream."""
+        """By rank: key -> index of its unit in the stream; the first one where a key appears twice."""
         return tuple(map(index_of, self.streams))
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over placement and columns; equal programs have equal hashes."""
+        """SHA-256 of everything but the name; equal programs have equal hashes."""
         sizes = (VERSION, self.placement, self.microbatches, self.chunks, self.slices, self.columns.groups)
         digest = hashlib.sha256(repr(sizes).encode())
         for column in self.columns.arrays():
@@ -148,10 +152,10 @@ class Program:
         return digest.hexdigest()
 
     def compute(self) -> Program:
-        """The same program with compute instructions only, without what lowering added to them."""
+        """The compute order: only compute instructions, without peers, slots and waits."""
         columns = self.columns
         rows = columns.rows_of(IS_COMPUTE)
-        return self.with_columns(columns.bare(np.searchsorted(rows, columns.first), rows))
+        return self.with_columns(columns.keys_only(np.searchsorted(rows, columns.rank_offsets), rows))
 
     def with_streams(self, streams: Sequence[Stream]) -> Program:
         return replace(self, streams=streams)
@@ -164,41 +168,45 @@ class Program:
         meta = {"version": VERSION, "name": self.name, "placement": placement}
         meta |= {"microbatches": str(self.microbatches), "chunks": str(self.chunks)}
         meta |= {"slices": str(self.slices)} if self.slices != 1 else {}
-        return arrow.write(self.columns).replace_schema_metadata(meta)
+        return arrow.to_table(self.columns).replace_schema_metadata(meta)
 
     @staticmethod
-    def from_arrow(told: pa.Table) -> Program:
+    def from_arrow(table: pa.Table) -> Program:
         """Raises PentadError when the table is not a program of this version."""
-        if (told.schema.metadata or {}).get(b"version") != VERSION.encode() or not told.schema.equals(SCHEMA):
-            raise PentadError(f"the Arrow table is not a program of version {VERSION}: columns {told.schema.names}")
+        if (table.schema.metadata or {}).get(b"version") != VERSION.encode() or not table.schema.equals(SCHEMA):
+            raise PentadError(
+                f"the Arrow table has the columns {table.schema.names}: expected a program, version {VERSION}"
+            )
         try:
-            program = _read(told)
-            whole = program.to_arrow().equals(told) and not any(column.null_count for column in told.columns)
+            program = _from_table(table)
+            valid = program.to_arrow().equals(table) and not any(column.null_count for column in table.columns)
         except (ArithmeticError, LookupError, TypeError, ValueError, PentadError):
-            whole = False
-        if not whole:
-            raise PentadError("the Arrow table has the columns of a program, but its rows are not those of one")
+            valid = False
+        if not valid:
+            raise PentadError(
+                "the Arrow table has the columns of a program but invalid rows: expected what `save` writes"
+            )
         return program
 
     def to_bytes(self) -> bytes:
         sink = pa.BufferOutputStream()
-        made = self.to_arrow()
-        with pa.ipc.new_file(sink, made.schema) as writer:
-            writer.write_table(made)
+        table = self.to_arrow()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
         return sink.getvalue().to_pybytes()
 
     @staticmethod
     def from_bytes(data: bytes) -> Program:
         """Raises PentadError when these are not the bytes of a program."""
         try:
-            told = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-            told.validate(full=True)
+            table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+            table.validate(full=True)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise PentadError(f"{len(data)} bytes are not a program (Arrow file): {error}") from None
-        return Program.from_arrow(told)
+        return Program.from_arrow(table)
 
     def __reduce__(self) -> tuple:
-        return Program.from_bytes, (self.to_bytes(),)  # the wire format is the Arrow table, wherever Ray copies it
+        return Program.from_bytes, (self.to_bytes(),)  # Ray ships the Arrow table
 
     def save(self, path: Path) -> None:
         path.write_bytes(self.to_bytes())
@@ -212,18 +220,18 @@ class Program:
             raise PentadError(f"{path} is not a readable program: {error}") from None
 
 
-def _read(told: pa.Table) -> Program:
-    meta = {key.decode(): value.decode() for key, value in told.schema.metadata.items()}
+def _from_table(table: pa.Table) -> Program:
+    meta = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     placement = tuple(tuple(map(int, stages.split(","))) for stages in meta["placement"].split(";"))
-    streams = Streams(arrow.read(told, len(placement)))
+    streams = Streams(arrow.from_table(table, len(placement)))
     sizes = int(meta["microbatches"]), int(meta["chunks"]), int(meta.get("slices", "1"))
     return Program(meta["name"], streams, placement, *sizes)
 
 
 def index_of(stream: Stream) -> dict[Key, int]:
-    """Key -> position in the stream; the first one where a key appears twice."""
-    found: dict[Key, int] = {}
+    """Key -> index of its unit in the stream; the first one where a key appears twice."""
+    indices: dict[Key, int] = {}
     for index, unit in enumerate(stream):
         for part in unit.parts:
-            found.setdefault(part.key, index)
-    return found
+            indices.setdefault(part.key, index)
+    return indices

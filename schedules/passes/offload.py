@@ -1,7 +1,7 @@
-"""Pass: activations that wait longest for their backward go to the host's memory meanwhile: OFFLOAD and RELOAD.
+"""Pass: activations whose backward is far away are offloaded to host memory and reloaded in time (OFFLOAD, RELOAD).
 
-Which ones: when a rank is to keep more than it may, the one whose backward is farthest (Belady 1966). They come back
-some compute units before that, when there is room.
+When a rank would save more than it may, it offloads the activation whose backward comes last (Belady 1966). A reload
+goes some compute units before that backward, if there is room by then.
 """
 
 from __future__ import annotations
@@ -10,97 +10,99 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, units_of
+from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.ir.rewrite import Addition, insert
-from pentad.schedules.simulate.memory import SHARE
+from pentad.schedules.simulate.memory import SAVED_CHANGE
+
+_Cell = tuple[int, int]  # stage, microbatch
 
 
-class Trip(NamedTuple):
-    """An activation's way to the host and back: indices of the units before which it goes and returns."""
+class _RoundTrip(NamedTuple):
+    """An activation on the host: indices of the units before which it is offloaded and reloaded."""
 
-    stage: int
-    microbatch: int
-    goes: int
-    returns: int
+    cell: _Cell
+    offload: int
+    reload: int
 
 
-def add_offload(program: Program, keep: float, ahead: int = 2) -> Program:
-    """OFFLOAD and RELOAD so that no rank keeps more than `keep` microbatches' activations, of a whole rank, at once.
+def add_offload(program: Program, max_resident: float, prefetch: int = 2) -> Program:
+    """OFFLOAD and RELOAD so that no rank has more than `max_resident` activations, in microbatches of a whole rank, on
+    its device at once.
 
-    RELOAD stands `ahead` compute units before the backward, later where there is no room. What is recomputed stays.
-    Raises PentadError when what a rank needs at one moment is more.
+    RELOAD goes `prefetch` compute units before the backward, or later if there is no room. Activations that are
+    recomputed are not offloaded. Raises PentadError when a rank needs more at one moment.
     """
-    added: list[Addition] = []
+    additions: list[Addition] = []
     waits: dict[tuple[int, Key], list[Key]] = {}
+    chunks = program.chunks * program.slices  # activations in one microbatch of a whole rank
     for rank, stream in enumerate(program.streams):
-        backward = {(p.stage, p.microbatch): p.key for p in units_of(stream) if p.op in (Op.B, Op.BW)}
-        share = program.chunks * program.slices  # activations of a chunk that a whole rank's are
-        walk = _Walk(stream, keep * share, ahead)
-        for trip in walk.trips():
-            where = (trip.stage, trip.microbatch)
-            go, back = Key(Op.OFFLOAD, *where), Key(Op.RELOAD, *where)
-            added.append((rank, trip.goes, Instruction(*go, waits=(Key(Op.F, *where),))))
-            added.append((rank, trip.returns, Instruction(*back, waits=(go,))))
-            waits[rank, backward[where]] = [back]
-        if walk.short:
-            text = f"offload keeps {keep:g} activations, but rank {rank} needs {walk.short / share:g} at once"
-            raise PentadError(text)
-    return insert(program, sorted(added, key=lambda each: (each[1], each[2].op is Op.RELOAD)), waits)
+        backward = {(p.stage, p.microbatch): p.key for p in instructions_of(stream) if p.op in (Op.B, Op.BW)}
+        residency = _Residency(stream, max_resident * chunks, prefetch)
+        for cell, offload, reload in residency.round_trips():
+            offload_key, reload_key = Key(Op.OFFLOAD, *cell), Key(Op.RELOAD, *cell)
+            additions.append((rank, offload, Instruction(*offload_key, waits=(Key(Op.F, *cell),))))
+            additions.append((rank, reload, Instruction(*reload_key, waits=(offload_key,))))
+            waits[rank, backward[cell]] = [reload_key]
+        if residency.shortage:
+            expected = f"at least {residency.shortage / chunks:g}, which rank {rank} saves at once"
+            raise PentadError(f"memory.max_resident_microbatches is {max_resident:g}: expected {expected}")
+    # At one position, offloads come before reloads.
+    return insert(program, sorted(additions, key=lambda each: (each[1], each[2].op is Op.RELOAD)), waits)
 
 
-class _Walk:
-    """A rank's units in order, and what is on the device meanwhile, in activations of a chunk; `short` is how many are
-    needed at once where that is more than `keep`."""
+class _Residency:
+    """Walks through a rank's stream and tracks which activations are on the device. Amounts are in activations of one
+    chunk; `shortage` is how many the rank needs at once if that is more than `limit`."""
 
-    def __init__(self, stream: Stream, keep: float, ahead: int) -> None:
-        self.stream, self.keep = stream, keep
+    def __init__(self, stream: Stream, limit: float, prefetch: int) -> None:
+        self.stream, self.limit = stream, limit
         parts = [(index, part) for index, unit in enumerate(stream) for part in unit.parts]
-        self.again = {(p.stage, p.microbatch): index for index, p in parts if p.op is Op.RECOMPUTE}
-        self.light = {stage for stage, _ in self.again}
+        self.recompute = {(p.stage, p.microbatch): index for index, p in parts if p.op is Op.RECOMPUTE}
+        self.recomputed_stages = {stage for stage, _ in self.recompute}
         self.backward = {(p.stage, p.microbatch): index for index, p in parts if p.op in (Op.B, Op.BW)}
         self.compute = [index for index, unit in enumerate(stream) if unit.parts[0].op in COMPUTE]
-        self.early = {index: self.compute[max(0, at - ahead)] for at, index in enumerate(self.compute)}
-        self.here: set[tuple[int, int]] = set()  # on the device, between F and B, and never away
-        self.away: dict[tuple[int, int], int] = {}  # since before which unit
-        self.held = self.short = 0.0
+        self.reload_from = {index: self.compute[max(0, at - prefetch)] for at, index in enumerate(self.compute)}
+        self.offloadable: set[_Cell] = set()  # on the device since their F
+        self.on_host: dict[_Cell, int] = {}  # with the index of the unit before which they were offloaded
+        self.resident = self.shortage = 0.0
 
-    def trips(self) -> Iterator[Trip]:
+    def round_trips(self) -> Iterator[_RoundTrip]:
         for index in self.compute:
-            due = [each for each in self.away if self.early[self.backward[each]] <= index]
-            for each in sorted(due, key=self.backward.__getitem__):
-                if self.held + 1 <= self.keep or self.backward[each] == index:
-                    self._make_room(1, index)
-                    yield Trip(*each, self.away.pop(each), index)
-                    self.held += 1  # and stays: not in `here`
+            due = [cell for cell in self.on_host if self.reload_from[self.backward[cell]] <= index]
+            for cell in sorted(due, key=self.backward.__getitem__):
+                if self.resident + 1 <= self.limit or self.backward[cell] == index:
+                    self._make_room(index)
+                    yield _RoundTrip(cell, self.on_host.pop(cell), index)
+                    self.resident += 1  # and is not offloaded again
             for part in self.stream[index].parts:
                 self._run(part, index)
 
     def _run(self, part: Instruction, index: int) -> None:
-        where = (part.stage, part.microbatch)
-        light = part.stage in self.light
-        if part.op is Op.F and not light:
-            self._make_room(1, index)
-            self.here.add(where)
-            self.held += 1
+        cell = (part.stage, part.microbatch)
+        is_recomputed = part.stage in self.recomputed_stages
+        if part.op is Op.F and not is_recomputed:
+            self._make_room(index)
+            self.offloadable.add(cell)
+            self.resident += 1
         elif part.op in (Op.B, Op.BW):
-            if light:
-                self._make_room(1, index, self.again[where])
-                self.held += 1
-            self.here.discard(where)
-            self.held += SHARE[part.op]
+            if is_recomputed:
+                self._make_room(index, self.recompute[cell])
+                self.resident += 1
+            self.offloadable.discard(cell)
+            self.resident += SAVED_CHANGE[part.op]
         elif part.op is Op.W:
-            self.held += SHARE[part.op]
+            self.resident += SAVED_CHANGE[part.op]
 
-    def _make_room(self, more: float, index: int, place: int | None = None) -> None:
-        """Sends away what is needed last, before a unit (or an earlier place where it is needed), but not what that
-        unit itself needs."""
-        needed = {(part.stage, part.microbatch) for part in self.stream[index].parts}
-        while self.held + more > self.keep + 1e-9:
-            if not self.here - needed:
-                self.short = max(self.short, self.held + more)
+    def _make_room(self, index: int, before: int | None = None) -> None:
+        """Offloads until one more activation fits for unit `index`, before that unit or an earlier one (`before`), but
+        nothing that the unit itself uses."""
+        used = {(part.stage, part.microbatch) for part in self.stream[index].parts}
+        while self.resident + 1 > self.limit + 1e-9:
+            if not self.offloadable - used:
+                self.shortage = max(self.shortage, self.resident + 1)
                 return
-            farthest = max(self.here - needed, key=self.backward.__getitem__)
-            self.here.remove(farthest)
-            self.away[farthest] = index if place is None else place
-            self.held -= 1
+            farthest = max(self.offloadable - used, key=self.backward.__getitem__)
+            self.offloadable.remove(farthest)
+            self.on_host[farthest] = index if before is None else before
+            self.resident -= 1

@@ -1,4 +1,4 @@
-"""Passes for the end of a step: the reduction of gradients between the holders of a stage, and the optimizer."""
+"""Passes for the end of a step: reducing gradients over the holders of a stage, and the optimizer."""
 
 from __future__ import annotations
 
@@ -11,72 +11,72 @@ from pentad.schedules.ir.rewrite import Addition, insert
 
 
 def add_reduce(program: Program, *, replicas: int, scatter: bool = False, buckets: tuple[int, ...] = ()) -> Program:
-    """An ALL_REDUCE of every stage that more than one rank holds (dp replicas, DualPipe mirrors), after its last W; a
-    REDUCE_SCATTER where holders step on a shard each (`scatter`, ZeRO). Of a stage in several `buckets` (see `Savings`)
-    there is one for each, numbered by place, the last first: a backward pass is done with that first.
+    """After the last W of every stage that several ranks hold (replicas, DualPipe mirrors), an ALL_REDUCE of its
+    gradients, or with `scatter` a REDUCE_SCATTER, where holders update a shard each (ZeRO).
 
-    They come in one order on all ranks, since a collective meets its partner by position: that in which the stages'
-    last holders are done with them.
+    A stage in several `buckets` (see `MemoryOptions`) has one per bucket, last bucket first, since the backward pass
+    finishes that first. Collectives meet by position, so all ranks reduce stages in one order: that in which the last
+    holder of each stage finishes its gradients.
     """
-    columns, last = program.columns, last_weights(program)
+    columns, last = program.columns, last_weight_grads(program)
     op = Op.REDUCE_SCATTER if scatter else Op.ALL_REDUCE
-    done: dict[int, int] = {}
+    finished: dict[int, int] = {}
     for (_, stage), row in last.items():
-        done[stage] = max(done.get(stage, 0), columns.place(row)[1])
+        finished[stage] = max(finished.get(stage, 0), columns.position(row)[1])
     additions: list[Addition] = []
     for rank, stages in enumerate(program.placement):
-        place = 0
-        for stage in sorted(stages, key=lambda stage: (done.get(stage, 0), stage)):
+        position = 0
+        for stage in sorted(stages, key=lambda stage: (finished.get(stage, 0), stage)):
             if replicas > 1 or len(program.holders(stage)) > 1:
                 row = last[rank, stage]
-                place, key = max(place, _behind_sends(program, rank, row)), columns.key(row)
-                for number in reversed(numbers_of(buckets, stage)):
-                    part = Instruction(op, stage, number, group=f"stage{stage}", waits=(key,))
-                    additions.append((rank, place, part))
+                position, key = max(position, _after_sends(program, rank, row)), columns.key(row)
+                for bucket in reversed(bucket_numbers(buckets, stage)):
+                    reduction = Instruction(op, stage, bucket, group=f"stage{stage}", waits=(key,))
+                    additions.append((rank, position, reduction))
     return insert(program, additions)
 
 
-def numbers_of(buckets: tuple[int, ...], stage: int) -> range:
-    """Numbers of a stage's buckets: -1 where there is but one."""
+def bucket_numbers(buckets: tuple[int, ...], stage: int) -> range:
+    """The microbatch field of a stage's reductions: -1 for a single bucket."""
     count = buckets[stage] if buckets else 1
     return range(count) if count > 1 else range(-1, 0)
 
 
-def _behind_sends(program: Program, rank: int, row: int) -> int:
-    """The place behind a unit and behind what it sends: another rank waits for that."""
-    columns, end = program.columns, program.columns.first[rank + 1]
+def _after_sends(program: Program, rank: int, row: int) -> int:
+    """The position after a unit and its sends, which another rank waits for."""
+    columns, end = program.columns, program.columns.rank_offsets[rank + 1]
     while row + 1 < end and IS_SEND[columns.op[row + 1]]:
         row += 1
-    return columns.place(row)[1] + 1
+    return columns.position(row)[1] + 1
 
 
 def add_step(program: Program) -> Program:
-    """NORM and STEP at the end of every stream: the barrier form, where a step waits for the global norm."""
-    ends = np.diff(program.columns.unit_first).tolist()
+    """NORM and STEP at the end of every stream, where STEP waits for the global norm (a barrier)."""
+    ends = np.diff(program.columns.unit_offsets).tolist()
     additions: list[Addition] = []
-    for rank, (last, reduced) in enumerate(whole_gradients(program)):
-        norm = Instruction(Op.NORM, group="pp", waits=(last, *reduced))
+    for rank, (last, reductions) in enumerate(complete_gradients(program)):
+        norm = Instruction(Op.NORM, group="pp", waits=(last, *reductions))
         step = Instruction(Op.STEP, waits=(Key(Op.NORM, -1, -1),))
         additions += [(rank, ends[rank], norm), (rank, ends[rank], step)]
     return insert(program, additions)
 
 
-def whole_gradients(program: Program) -> list[tuple[Key, tuple[Key, ...]]]:
-    """Behind what each rank's gradients are whole: its last compute and its reductions."""
+def complete_gradients(program: Program) -> list[tuple[Key, tuple[Key, ...]]]:
+    """By rank: what its gradients are complete after, the last compute instruction and the reductions."""
     columns = program.columns
-    compute, reduces = columns.rows_of(IS_COMPUTE), columns.rows_of(IS_REDUCTION)
-    last = compute[np.searchsorted(compute, columns.first[1:]) - 1]
-    by_rank = np.split(reduces, np.searchsorted(reduces, columns.first[1:-1]))
+    compute, reductions = columns.rows_of(IS_COMPUTE), columns.rows_of(IS_REDUCTION)
+    last = compute[np.searchsorted(compute, columns.rank_offsets[1:]) - 1]
+    by_rank = np.split(reductions, np.searchsorted(reductions, columns.rank_offsets[1:-1]))
     return [(columns.key(row), tuple(map(columns.key, rows))) for row, rows in zip(last, by_rank, strict=True)]
 
 
-def last_weights(program: Program) -> dict[tuple[int, int], int]:
-    """(rank, stage) -> row of the last weight gradient there."""
+def last_weight_grads(program: Program) -> dict[tuple[int, int], int]:
+    """(rank, stage) -> row of its last W or BW."""
     columns = program.columns
     rows = columns.rows_of(IS_WEIGHT)
     holding = program.lookup.holding(columns.rank[rows], columns.stage[rows])
     last = np.full(holding.max(initial=-1) + 1, -1)
     last[holding] = rows
     found = last[last >= 0]
-    places = zip(columns.rank[found].tolist(), columns.stage[found].tolist(), strict=True)
-    return dict(zip(places, found.tolist(), strict=True))
+    holdings = zip(columns.rank[found].tolist(), columns.stage[found].tolist(), strict=True)
+    return dict(zip(holdings, found.tolist(), strict=True))

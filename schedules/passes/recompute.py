@@ -1,7 +1,7 @@
-"""Pass: RECOMPUTE before every backward of some stages (arXiv 1604.06174): F keeps what it received, no more.
+"""Pass: RECOMPUTE before every backward of some stages, whose F saves only its input (Chen et al., arXiv 1604.06174).
 
-It needs nothing of another rank, so it stands before the wait for the gradient and fills it. W reads what B leaves, so
-a schedule that splits them recomputes once all the same.
+It needs nothing from other ranks, so it goes before the wait for the gradient and fills it. W uses what B saves, so a
+schedule that splits the backward still recomputes once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from pentad.schedules.ir.rewrite import Addition, insert
 
 
 def add_recompute(program: Program, stages: Collection[int]) -> Program:
-    """RECOMPUTE of every microbatch of these stages. Raises PentadError for a stage that the program does not have."""
+    """RECOMPUTE for every microbatch of these stages. Raises PentadError for a stage that the program does not have."""
     unknown = sorted(stage for stage in stages if not 0 <= stage < program.stages)
     if unknown:
-        raise PentadError(f"recompute names stage {unknown[0]}, but the stages are 0 to {program.stages - 1}")
-    added: list[Addition] = []
+        found = f"memory.recompute_stages has stage {unknown[0]}"
+        raise PentadError(f"{found}: expected stages from 0 to {program.stages - 1}")
+    additions: list[Addition] = []
     for rank, stream in enumerate(program.streams):
-        for index, unit in enumerate(stream):
+        for position, unit in enumerate(stream):
             for part in unit.parts:
                 if part.op in (Op.B, Op.BW) and part.stage in stages:
-                    added.append((rank, index, Instruction(Op.RECOMPUTE, part.stage, part.microbatch)))
-    return insert(program, added)
+                    additions.append((rank, position, Instruction(Op.RECOMPUTE, part.stage, part.microbatch)))
+    return insert(program, additions)

@@ -1,4 +1,4 @@
-"""Pass: puts a SEND after every result another rank needs, and a RECV where that sender is due."""
+"""Pass: a SEND after every result that another rank needs, and a RECV where its sender is expected to be done."""
 
 from __future__ import annotations
 
@@ -12,134 +12,139 @@ import numpy as np
 from pentad.schedules.ir.columns import CODE, OPS, Array, Columns
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
-from pentad.schedules.ir.rewrite import woven
+from pentad.schedules.ir.rewrite import insert_rows
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import reads, unit_times
+from pentad.schedules.simulate.dependencies import data_dependencies, unit_times
 
 _F = CODE[Op.F]
-_NAMES = np.argsort(np.argsort([op.value for op in OPS]))  # place of an op by its name
+_ALPHABETICAL = np.argsort(np.argsort([op.value for op in OPS]))  # rank of an op's name, by op code
 
 
-class _Moves(NamedTuple):
-    """Tensors that go from a rank to another: rows of the compute that makes and uses them, and, in units counted
-    through all ranks, that before which the receive stands. Sorted by that, then by when they are sent."""
+class _Transfers(NamedTuple):
+    """By transfer: rows of the compute that produces and consumes the tensor, and the unit (numbered through all ranks)
+    before which it is received. Sorted by that unit, then by the time of sending."""
 
-    made: Array
-    used: Array
-    place: Array
+    producer: Array
+    consumer: Array
+    received_before: Array
 
 
-def add_transfers(program: Program, costs: Costs, *, gated: bool, validated: bool = False) -> Program:
-    """A program whose ranks exchange what they compute.
+def add_transfers(program: Program, costs: Costs, *, gated: bool, post_validation: bool = False) -> Program:
+    """A program whose ranks exchange their results.
 
-    A RECV stands before the compute unit during which its sender is due, so that its slot is granted before the data
-    comes. With `gated` (transports whose receive occupies the GPU while it waits, such as NCCL) it stands after that
-    unit and waits for it: it is launched when the data is there. With `validated` both ends of a transfer stand before
-    the first backward of their ranks, or behind it (see validation.py). Raises ScheduleError when the order cannot run.
+    By `costs`, a RECV goes before the compute unit during which its sender finishes, so that its slot is granted before
+    the data comes. With `gated`, for transports whose waiting receives occupy the GPU (NCCL), it goes after that unit
+    and waits for it, so that it is launched once the data is there. With `post_validation`, both ends of a transfer are
+    before the first backward of their ranks, or both are after it (see validation.py). Raises ScheduleError when the
+    order cannot run.
     """
     columns = program.columns
-    moves = _moves(program, costs, gated=gated, validated=validated)
-    forward = columns.op[moves.made] == _F
-    sends, sent_at = _sends(columns, moves)
-    receives = _receives(program, moves, forward, gated=gated)
-    arrives = columns.waiting(moves.used, receives.op, receives.stage, receives.microbatch)
-    places = np.concatenate((sent_at, np.append(columns.unit_row, columns.rows)[moves.place]))
-    ranks = columns.rank[np.concatenate((np.sort(moves.made), moves.used))]
-    # Of one place, the sends of the unit before it come first.
-    return program.with_columns(woven(arrives, sends + receives, ranks, places))
+    transfers = _plan_transfers(program, costs, gated=gated, post_validation=post_validation)
+    sends, sent_before = _sends(columns, transfers)
+    receives = _receives(program, transfers, gated=gated)
+    waiting = columns.with_waits(transfers.consumer, receives.op, receives.stage, receives.microbatch)
+    before = np.concatenate((sent_before, columns.row_before(transfers.received_before)))
+    ranks = columns.rank[np.concatenate((np.sort(transfers.producer), transfers.consumer))]
+    # Sends first: at one place, those of the unit before it come before receives.
+    return program.with_columns(insert_rows(waiting, sends + receives, ranks, before))
 
 
-def _moves(program: Program, costs: Costs, *, gated: bool, validated: bool) -> _Moves:
+def _plan_transfers(program: Program, costs: Costs, *, gated: bool, post_validation: bool) -> _Transfers:
     columns = program.columns
     starts, ends = unit_times(program, costs)
-    used, made = reads(program)
-    away = columns.rank[used] != columns.rank[made]
-    used, made = used[away], made[away]
-    source, target, sent = columns.rank[made], columns.rank[used], ends[columns.unit[made]]
-    place = np.empty(len(used), int)
+    consumer, producer = data_dependencies(program)
+    remote = columns.rank[consumer] != columns.rank[producer]
+    consumer, producer = consumer[remote], producer[remote]
+    source, target, sent = columns.rank[producer], columns.rank[consumer], ends[columns.unit[producer]]
+    before = np.empty(len(consumer), int)
     by_target = np.split(np.argsort(target, kind="stable"), np.bincount(target, minlength=columns.ranks).cumsum())
-    for (a, b), mine in zip(pairwise(columns.unit_first), by_target, strict=False):
-        place[mine] = _due(starts[a:b], ends[a:b], sent[mine], after=gated) + a
-    late = np.zeros(len(used), bool)
-    if validated:
-        opening = _first_backwards(columns)
-        late = columns.unit[made] >= opening[source]
-        place = np.where(late, np.maximum(place, opening[target]), np.minimum(place, opening[target]))
-    first = (source * len(OPS) + _NAMES[columns.op[made]]) * program.stages * program.pieces + program.lookup.cell(made)
-    order = np.lexsort((first, sent, late, place))
-    return _Moves(made[order], used[order], place[order])
+    for (first, end), received in zip(pairwise(columns.unit_offsets), by_target, strict=False):
+        before[received] = _due(starts[first:end], ends[first:end], sent[received], after=gated) + first
+    late = np.zeros(len(consumer), bool)
+    if post_validation:
+        first_backward = _first_backwards(columns)
+        late = columns.unit[producer] >= first_backward[source]
+        limit = first_backward[target]
+        before = np.where(late, np.maximum(before, limit), np.minimum(before, limit))
+    name = source * len(OPS) + _ALPHABETICAL[columns.op[producer]]
+    key = name * program.stages * program.total_slices + program.lookup.cell(producer)
+    order = np.lexsort((key, sent, late, before))
+    return _Transfers(producer[order], consumer[order], before[order])
 
 
 def _first_backwards(columns: Columns) -> Array:
-    """Unit of every rank with its first instruction that is no forward."""
+    """By rank: its first unit that is not a forward."""
     rows = np.flatnonzero(columns.op != _F)
-    return columns.unit[rows[np.searchsorted(rows, columns.first[:-1])]]
+    return columns.unit[rows[np.searchsorted(rows, columns.rank_offsets[:-1])]]
 
 
 def _due(starts: Array, ends: Array, sent: Array, *, after: bool) -> Array:
-    """Position in the target's stream of the unit during which (after: behind which) the sender is due."""
-    place = np.searchsorted(ends, sent, side="right")
-    return place + (np.append(starts, np.inf)[place] < sent) if after else place
+    """Index of the target's unit before which to receive what is sent at these times: the unit that runs then or, with
+    `after`, the next one if a unit runs then."""
+    unit = np.searchsorted(ends, sent, side="right")
+    return unit + (np.append(starts, np.inf)[unit] < sent) if after else unit
 
 
-def _sends(columns: Columns, moves: _Moves) -> tuple[Columns, Array]:
-    """Sends in the order of the rows that make what they send, and the rows before which they stand."""
-    by_made = np.argsort(moves.made)
-    made, used = moves.made[by_made], moves.used[by_made]
-    op = np.where(columns.op[made] == _F, CODE[Op.SEND_F], CODE[Op.SEND_B])
-    rows = _rows(columns, made, op, columns.rank[used], np.full(len(op), -1))
-    sends = rows.waiting(np.arange(len(op)), *columns.keys(made))
-    return sends, np.append(columns.unit_row, columns.rows)[columns.unit[made] + 1]
+def _sends(columns: Columns, transfers: _Transfers) -> tuple[Columns, Array]:
+    """Sends in the order of their producers, and the rows before which they go."""
+    order = np.argsort(transfers.producer)
+    producer, consumer = transfers.producer[order], transfers.consumer[order]
+    op = np.where(columns.op[producer] == _F, CODE[Op.SEND_F], CODE[Op.SEND_B])
+    rows = _rows(columns, producer, op, columns.rank[consumer], np.full(len(op), -1))
+    sends = rows.with_waits(np.arange(len(op)), *columns.keys(producer))
+    return sends, columns.row_before(columns.unit[producer] + 1)
 
 
-def _receives(program: Program, moves: _Moves, forward: Array, *, gated: bool) -> Columns:
-    """Receives, each with a slot that its last reader has left by then: an activation is read until B, a gradient until
-    W."""
-    columns, rows = program.columns, program.lookup
-    cell = rows.cell(moves.used)
-    reader = np.where(forward, rows.backward[cell], rows.weight[cell])
-    pool = 2 * columns.rank[moves.used] + forward
-    slot, before = _slots(pool, moves.place, columns.unit[reader])
-    op = np.where(forward, CODE[Op.RECV_F], CODE[Op.RECV_B])
-    found = _rows(columns, moves.used, op, columns.rank[moves.made], slot)
-    again = np.flatnonzero(before >= 0)
-    left = np.full(len(op), -1)
-    left[again] = reader[before[again]]
-    found = found.waiting(again, *columns.keys(left[again]))
+def _receives(program: Program, transfers: _Transfers, *, gated: bool) -> Columns:
+    """Receives in the order of `transfers`. Each waits until the last reader of its slot's previous tensor is done: B
+    is the last reader of an activation, W that of a gradient."""
+    columns, lookup = program.columns, program.lookup
+    is_forward = columns.op[transfers.producer] == _F
+    cell = lookup.cell(transfers.consumer)
+    reader = np.where(is_forward, lookup.backward[cell], lookup.weight[cell])
+    pool = 2 * columns.rank[transfers.consumer] + is_forward
+    slot, previous = _assign_slots(pool, transfers.received_before, columns.unit[reader])
+    op = np.where(is_forward, CODE[Op.RECV_F], CODE[Op.RECV_B])
+    receives = _rows(columns, transfers.consumer, op, columns.rank[transfers.producer], slot)
+    reused = np.flatnonzero(previous >= 0)
+    previous_reader = np.full(len(op), -1)
+    previous_reader[reused] = reader[previous[reused]]
+    receives = receives.with_waits(reused, *columns.keys(previous_reader[reused]))
     if not gated:
-        return found
-    late = np.flatnonzero(moves.place > columns.unit_first[columns.rank[moves.used]])
-    gate = np.append(columns.unit_row, columns.rows)[moves.place[late]] - 1  # the last row of the unit before
-    late, gate = late[gate != left[late]], gate[gate != left[late]]
-    return found.waiting(late, *columns.keys(gate))
+        return receives
+    first_unit = columns.unit_offsets[columns.rank[transfers.consumer]]
+    later = np.flatnonzero(transfers.received_before > first_unit)
+    gate = columns.row_before(transfers.received_before[later]) - 1  # the last row of the unit before
+    more = gate != previous_reader[later]
+    return receives.with_waits(later[more], *columns.keys(gate[more]))
 
 
-def _rows(like: Columns, rows: Array, op: Array, peer: Array, slot: Array) -> Columns:
-    """Instructions with the stage and microbatch of others, without waits."""
-    bare = like.bare(np.array([0, len(rows)]), rows)
+def _rows(columns: Columns, rows: Array, op: Array, peer: Array, slot: Array) -> Columns:
+    """Instructions with the stage and microbatch of these rows, without waits."""
+    keys = columns.keys_only(np.array([0, len(rows)]), rows)
     peer, slot = peer.astype(np.int32), slot.astype(np.int32)
-    return replace(bare, op=op.astype(np.int8), peer=peer, slot=slot, second=np.zeros(len(rows), bool))
+    return replace(keys, op=op.astype(np.int8), peer=peer, slot=slot, is_second=np.zeros(len(rows), bool))
 
 
-def _slots(pools: Array, places: Array, leaves: Array) -> tuple[Array, Array]:
-    """The lowest slot of its pool that is free at its place for each receive, and the one that had it before (-1: none
-    had). A slot is free at the places behind the unit that reads it last."""
+def _assign_slots(pools: Array, received_before: Array, last_read: Array) -> tuple[Array, Array]:
+    """By receive: the lowest slot of its pool that is free before unit `received_before`, and the receive that used the
+    slot before (-1: none). A slot becomes free after unit `last_read`."""
     count = len(pools)
-    # All that happens in a pool, in order: a receive takes a slot, and gives it back when it has been read.
-    moments = np.concatenate((2 * places + 1, 2 * (leaves + 1)))
-    later = moments.max(initial=0) + 1
-    happens = np.argsort(np.concatenate((pools, pools)) * later + moments, kind="stable").tolist()
-    slots, befores = [0] * count, [-1] * count
+    # All events of a pool in order: event k < count is receive k taking a slot, event count + k its release.
+    times = np.concatenate((2 * received_before + 1, 2 * (last_read + 1)))
+    horizon = times.max(initial=0) + 1
+    events = np.argsort(np.concatenate((pools, pools)) * horizon + times, kind="stable").tolist()
+    slots, previous = [0] * count, [-1] * count
     for first, end in pairwise(np.concatenate(([0], 2 * np.bincount(pools).cumsum())).tolist()):
-        idle: list[int] = []
-        holders: list[int] = []  # by slot
-        for event in happens[first:end]:
+        free: list[int] = []
+        users: list[int] = []  # by slot: the receive that used it last
+        for event in events[first:end]:
             if event >= count:
-                heappush(idle, slots[event - count])
-            elif idle:
-                slots[event] = slot = heappop(idle)
-                befores[event], holders[slot] = holders[slot], event
+                heappush(free, slots[event - count])
+            elif free:
+                slots[event] = slot = heappop(free)
+                previous[event], users[slot] = users[slot], event
             else:
-                slots[event] = len(holders)
-                holders.append(event)
-    return np.array(slots, int), np.array(befores, int)
+                slots[event] = len(users)
+                users.append(event)
+    return np.array(slots, int), np.array(previous, int)

@@ -1,8 +1,12 @@
-"""Pass of ZeRO (arXiv 1910.02054, section 5): when a rank gathers a stage's parameters from its holders' shards.
+"""Pass of ZeRO (arXiv 1910.02054, section 5): when a rank gathers a stage's parameters, and which buffers hold what.
 
-Stages 1 and 2: once a step, since every holder has stepped on its own shard. Stage 3: a rank keeps the parameters of
-some stages only, and gathers one anew for the next unit that reads it, where it frees what it needs last (Belady 1966).
-A rank that may keep all its stages gathers each once a step, whatever the number of microbatches.
+Stages 1 and 2 gather every stage once a step, after the holders have updated their shards. Stage 3 keeps the gathered
+parameters of some stages only: a stage is gathered again for its next reader, in place of the one that is read last
+from then on (Belady 1966). A rank with room for all its stages gathers each once a step, whatever the number of
+microbatches.
+
+The gathered weights (stage 3) and the gradients (stages 2 and 3) of stages share buffers; `weight_slots` and
+`gradient_slots` decide which stage uses which, for workers and estimates alike.
 """
 
 from __future__ import annotations
@@ -13,109 +17,156 @@ from collections import Counter
 from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, Unit
+from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, Unit, instructions_of
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.ir.rewrite import Addition, insert
 
-READERS = frozenset({Op.F, Op.B, Op.BW, Op.RECOMPUTE})  # of parameters; W reads what B left
+READERS = frozenset({Op.F, Op.B, Op.BW, Op.RECOMPUTE})  # of parameters; W needs only what B saved
+BufferSlots = dict[tuple[int, int], int]  # (stage, number of the gather) -> buffer
 
 
 class Gather(NamedTuple):
-    """The `turn`-th time that a rank holds a stage: read from unit `first` to unit `last` of its stream. `freed` is the
-    last reader of what had its place before, -1 where that is nothing."""
+    """The `number`-th time that a rank gathers a stage, read by units `first` to `last` of its stream. `evicted` is the
+    last reader of the stage that it replaces, -1 if it replaces none."""
 
     stage: int
-    turn: int
+    number: int
     first: int
     last: int
-    freed: int = -1
+    evicted: int = -1
 
 
-def add_gathers(program: Program, *, zero: int, prefetch: int = 1, gathered: int | None = None) -> Program:
-    """ALL_GATHER of every stage before it is read, the k-th of a stage with microbatch k, and with `zero` 3 a FREE of
-    the same number behind its last reader. At most `gathered` stages are whole on a rank at once, those on their way
-    included (None: all it holds); a gather begins `prefetch` compute units before its reader, later without room.
+def add_gathers(program: Program, *, zero: int, prefetch: int = 1, max_gathered: int | None = None) -> Program:
+    """ALL_GATHER of every stage before it is read and, with `zero` 3, FREE after its last reader; the microbatch field
+    of both numbers the gathers of a stage.
 
-    Raises PentadError when that is too few for a unit of the program, or for mirrors, which gather together.
+    A rank holds at most `max_gathered` stages at once, including those being gathered (None: all its stages). A gather
+    goes `prefetch` compute units before its reader, or later if there is no room. Raises PentadError when that is too
+    few stages for a unit of the program, or for DualPipe mirrors, which must gather together.
     """
-    added: list[Addition] = []
+    additions: list[Addition] = []
     waits: dict[tuple[int, Key], list[Key]] = {}
-    if zero == 3 and gathered is not None:
-        require_room(program, gathered)
+    if zero < 3:
+        max_gathered = None
+    if max_gathered is not None:
+        _check_room(program, max_gathered)
     for rank, stream in enumerate(program.streams):
-        room = len(program.placement[rank]) if gathered is None or zero < 3 else gathered
-        found = sorted(_gathers(stream, room), key=lambda each: each.stage)
-        frees = sorted((gather.last + 1, Key(Op.FREE, gather.stage, gather.turn)) for gather in found)
-        for gather in found:
-            key = Key(Op.ALL_GATHER, gather.stage, gather.turn)
-            begins = _begins(stream, gather, prefetch)
-            free = bisect.bisect_right(frees, begins, key=lambda each: each[0])
-            after = (frees[free - 1][1],) if gather.freed >= 0 else ()
-            added.append((rank, begins, Instruction(*key, group=f"stage{gather.stage}", waits=after)))
+        room = len(program.placement[rank]) if max_gathered is None else max_gathered
+        gathers = sorted(_gathers(stream, room), key=lambda gather: gather.stage)
+        frees = sorted((gather.last + 1, Key(Op.FREE, gather.stage, gather.number)) for gather in gathers)
+        for gather in gathers:
+            key = Key(Op.ALL_GATHER, gather.stage, gather.number)
+            position = _position(stream, gather, prefetch)
+            freed = bisect.bisect_right(frees, position, key=lambda free: free[0])
+            after = (frees[freed - 1][1],) if gather.evicted >= 0 else ()
+            additions.append((rank, position, Instruction(*key, group=f"stage{gather.stage}", waits=after)))
             reader = next(part.key for part in stream[gather.first].parts if part.stage == gather.stage)
             waits.setdefault((rank, reader), []).append(key)
             if zero == 3:
-                added.append((rank, gather.last + 1, Instruction(Op.FREE, gather.stage, gather.turn)))
-    return insert(program, sorted(added, key=lambda each: (each[1], each[2].op is not Op.FREE)), waits)
+                additions.append((rank, gather.last + 1, Instruction(Op.FREE, gather.stage, gather.number)))
+    # At one position, frees come before gathers.
+    return insert(program, sorted(additions, key=lambda each: (each[1], each[2].op is not Op.FREE)), waits)
 
 
 def _gathers(stream: Stream, room: int) -> list[Gather]:
     uses: dict[int, list[int]] = {}
     for index, unit in enumerate(stream):
-        for stage in _read(unit):
+        for stage in _stages_read(unit):
             uses.setdefault(stage, []).append(index)
-    here: dict[int, Gather] = {}
-    turns: Counter[int] = Counter()
-    found = []
+    held: dict[int, Gather] = {}
+    counts: Counter[int] = Counter()
+    gathers = []
     for index, unit in enumerate(stream):
-        expected = _read(unit)
-        for stage in sorted(expected - here.keys()):
-            freed = -1
-            if len(here) == room:
-                gone = max(here.keys() - expected, key=lambda each: (_next_use(uses[each], index), each))
-                found.append(here[gone])
-                freed = here.pop(gone).last
-            here[stage] = Gather(stage, turns[stage], index, index, freed)
-            turns[stage] += 1
-        for stage in expected:
-            here[stage] = here[stage]._replace(last=index)
-    return found + list(here.values())
+        needed = _stages_read(unit)
+        for stage in sorted(needed - held.keys()):
+            evicted = -1
+            if len(held) == room:
+                victim = max(held.keys() - needed, key=lambda stage: (_next_use(uses[stage], index), stage))
+                gathers.append(held[victim])
+                evicted = held.pop(victim).last
+            held[stage] = Gather(stage, counts[stage], index, index, evicted)
+            counts[stage] += 1
+        for stage in needed:
+            held[stage] = held[stage]._replace(last=index)
+    return gathers + list(held.values())
 
 
 def _next_use(uses: list[int], index: int) -> int:
-    """The first of these (ascending) behind an index; beyond all when there is none."""
+    """The first of these ascending indices after `index`; a very large number if there is none."""
     place = bisect.bisect_right(uses, index)
     return uses[place] if place < len(uses) else sys.maxsize
 
 
-def _begins(stream: Stream, gather: Gather, prefetch: int) -> int:
-    """Where a gather is to stand: first of all when its place was never taken."""
-    if gather.freed < 0:
+def _position(stream: Stream, gather: Gather, prefetch: int) -> int:
+    """Where a gather goes: at the start of the stream unless it has to wait for room."""
+    if gather.evicted < 0:
         return 0
-    earliest, ahead = gather.freed + 1, 0
+    earliest, compute_units = gather.evicted + 1, 0
     for index in range(gather.first - 1, earliest - 1, -1):
-        ahead += stream[index].parts[0].op in COMPUTE
-        if ahead == prefetch:
+        compute_units += stream[index].parts[0].op in COMPUTE
+        if compute_units == prefetch:
             return index
     return earliest if prefetch else gather.first
 
 
-def _read(unit: Unit) -> set[int]:
+def _stages_read(unit: Unit) -> set[int]:
     return {part.stage for part in unit.parts if part.op in READERS}
 
 
-def require_room(program: Program, gathered: int) -> None:
-    """Raises PentadError where so few stages' parameters at once are too few for a rank."""
-    for rank in range(program.ranks):
-        _require(program, rank, gathered)
+def _check_room(program: Program, max_gathered: int) -> None:
+    for rank, held in enumerate(program.placement):
+        most = max(len(_stages_read(unit)) for unit in program.streams[rank])
+        has_mirrors = any(len(program.holders(stage)) > 1 for stage in held)
+        least, why = (len(held), "mirrors gather together") if has_mirrors else (most, "one unit reads them")
+        if max_gathered < least:
+            stages = f"rank {rank} of schedule {program.name} holds {least} stages at once: {why}"
+            raise PentadError(f"zero.max_gathered is {max_gathered}: expected at least {least} ({stages})")
 
 
-def _require(program: Program, rank: int, room: int) -> None:
-    held = program.placement[rank]
-    most = max(len(_read(unit)) for unit in program.streams[rank])
-    if room < most:
-        raise PentadError(f"gathered is {room}, but rank {rank} reads {most} stages in one unit")
-    if room < len(held) and any(len(program.holders(stage)) > 1 for stage in held):
-        raise PentadError(
-            f"gathered is {room}, but mirrors gather together: rank {rank} of schedule {program.name} holds {len(held)}"
-        )
+def weight_slots(program: Program, rank: int) -> BufferSlots:
+    """The buffer of each gather on a rank, which is its own from ALL_GATHER to FREE."""
+    sharded, free, slots = sharded_stages(program, rank), list[int](), BufferSlots()
+    for part in instructions_of(program.streams[rank]):
+        if part.stage not in sharded:
+            continue
+        if part.op is Op.ALL_GATHER:
+            slots[part.stage, part.microbatch] = free.pop() if free else len(set(slots.values()))
+        elif part.op is Op.FREE:
+            free.append(slots[part.stage, part.microbatch])
+    return slots
+
+
+def gradient_slots(program: Program, rank: int) -> tuple[BufferSlots, dict[Key, Key]]:
+    """The gradient buffer of each (stage, 0) on a rank, which is its own from its first W to its last REDUCE_SCATTER;
+    and, by the key of that W, the REDUCE_SCATTER that it has to wait for.
+
+    A stage takes over a buffer only when another one is free too: the last REDUCE_SCATTER then runs beside its W. A
+    DualPipe stage keeps its buffer, because waiting for it could block its mirror.
+    """
+    sharded, free = sharded_stages(program, rank), list[Key]()
+    slots, waits = BufferSlots(), dict[Key, Key]()
+    for part in instructions_of(program.streams[rank]):
+        if part.op in (Op.W, Op.BW) and part.stage in sharded and (part.stage, 0) not in slots:
+            if len(free) > 1:
+                waits[part.key] = free.pop(0)
+                slots[part.stage, 0] = slots[waits[part.key].stage, 0]
+            else:
+                slots[part.stage, 0] = len(set(slots.values()))
+        elif part.op is Op.REDUCE_SCATTER and part.microbatch < 1 and len(program.holders(part.stage)) == 1:
+            free.append(part.key)  # its last bucket to be reduced
+    return slots, waits
+
+
+def sharded_stages(program: Program, rank: int) -> set[int]:
+    """Stages of which a rank holds a ZeRO shard."""
+    return {part.stage for part in instructions_of(program.streams[rank]) if part.op is Op.REDUCE_SCATTER}
+
+
+def add_gradient_buffer_waits(program: Program) -> Program:
+    """The waits of `gradient_slots`."""
+    waits = {
+        (rank, key): (emptied,)
+        for rank in range(program.ranks)
+        for key, emptied in gradient_slots(program, rank)[1].items()
+    }
+    return insert(program, (), waits)

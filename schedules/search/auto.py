@@ -1,4 +1,4 @@
-"""The schedule with the least time, for given costs and a limit on activations: the catalogue, and orders beyond it."""
+"""The fastest schedule for given costs and a memory limit: of the catalogue, or searched beyond it."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pentad.schedules.catalogue import CATALOGUE, NONE, generate, mirrored, shape_of
+from pentad.schedules.catalogue import CATALOGUE, NO_OPTIONS, generate, mirrored, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.bounds import Bound, lower_bound
-from pentad.schedules.search.search import Search, programs
-from pentad.schedules.search.search_problem import By, Problem, room_of
+from pentad.schedules.search.problem import Objective, Problem, capacity_of
+from pentad.schedules.search.search import Search, candidate_streams
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times
-from pentad.schedules.spec.schedule_spec import Options
-from pentad.schedules.verify.check import peak_activations
+from pentad.schedules.simulate.memory import peak_activations
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 AUTO = "auto"
 MOST_CHUNKS = 4
-EFFORT = 1_500_000  # operations placed by rules and timed after moves: some seconds
+EFFORT = 1_500_000  # operations placed by list schedules or timed by tabu search: some seconds
+Placement = tuple[tuple[int, ...], ...]
 
 
 class CostsOf(Protocol):
-    def __call__(self, placed: Program, /) -> Costs | None:
-        """The costs of a placement's stages; None where there are none, such as more stages than layers."""
+    def __call__(self, order: Program, /) -> Costs | None:
+        """The costs of an order's stages; None if its placement is impossible, such as more stages than layers."""
 
 
 class Candidate(NamedTuple):
-    """A compute order that keeps to the limit. Times in the unit of the costs, `peak` in microbatches of a whole rank.
-
-    `name` and `asked` generate it; where the name is `auto` it was searched, and `origin` says from what.
-    """
+    """A compute order within the limit. Times are in the unit of the costs, `peak` in microbatches of all layers of a
+    rank. `name` and `options` generate it; if the name is `auto` it was searched, and `origin` says from what."""
 
     name: str
-    asked: Options
+    options: ScheduleOptions
     makespan: float
     longest: float
     peak: float
@@ -44,12 +43,12 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidates, the best first, with the bound of the best one's placement, and the least of all placements."""
+    """`candidates`, the best first, the `bound` of the best one's placement, and the least bound of all placements."""
 
     candidates: tuple[Candidate, ...]
     bound: Bound
-    least: Bound
-    by: By
+    least_bound: Bound
+    objective: Objective
 
     @property
     def best(self) -> Candidate:
@@ -57,17 +56,17 @@ class Choice:
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound of its placement the best one takes, as a share of it."""
-        return max(getattr(self.best, self.by) / self.bound.time - 1, 0.0)
+        """By what share of its placement's bound the best one exceeds it."""
+        return max(getattr(self.best, self.objective) / self.bound.time - 1, 0.0)
 
     @property
-    def catalogued(self) -> Candidate | None:
+    def best_known(self) -> Candidate | None:
         """The best of the catalogue."""
-        return next((each for each in self.candidates if each.name != AUTO), None)
+        return next((candidate for candidate in self.candidates if candidate.name != AUTO), None)
 
 
 class Placed(NamedTuple):
-    """A placement of stages that was tried: `program` is some order of it."""
+    """A placement of stages: some order of it, its costs and its bound."""
 
     program: Program
     costs: Costs
@@ -78,139 +77,137 @@ def choose(
     ranks: int,
     microbatches: int,
     costs_of: CostsOf,
-    asked: Options = NONE,
-    by: By = "makespan",
+    options: ScheduleOptions = NO_OPTIONS,
+    objective: Objective = "makespan",
     effort: int = EFFORT,
-    twice: bool | None = None,
+    two_copies: bool | None = None,
 ) -> Choice:
     """Tries every schedule, number of chunks and group, then searches; the least time wins, then the least memory.
 
-    Never worse than the catalogue. `effort` 0 leaves out the search. What a schedule needs to hold its parameters twice
-    (dualpipe) is not counted; it is left out unless `twice` (None: where no limit is asked for). Raises PentadError
-    when nothing fits, and on options that it chooses itself.
+    The result is never slower than the catalogue. `effort` 0 skips the search. The limit is one of activations:
+    schedules that hold all parameters twice (dualpipe) are tried if `two_copies` (None: if there is no limit). Raises
+    PentadError if nothing fits, and for options that it chooses itself.
     """
-    refuse_chosen(asked)
-    twice = asked.memory_limit is None if twice is None else twice
-    found: list[Candidate] = []
-    places: dict[tuple[tuple[int, ...], ...], Placed] = {}
-    for name, options in _tried(ranks, microbatches, asked.memory_limit):
-        if not twice and CATALOGUE[name].placement is mirrored:
+    check_auto_options(options)
+    limit = options.memory_limit
+    two_copies = limit is None if two_copies is None else two_copies
+    candidates: list[Candidate] = []
+    placed: dict[Placement, Placed] = {}
+    for name, tried in _options_to_try(ranks, microbatches, limit):
+        if not two_copies and CATALOGUE[name].placement is mirrored:
             continue
-        placed = generate(name, ranks, microbatches, options)
-        key = placed.placement
-        if key not in places:
-            costs = costs_of(placed)
+        order = generate(name, ranks, microbatches, tried)
+        key = order.placement
+        if key not in placed:
+            costs = costs_of(order)
             if costs is None:
                 continue
-            places[key] = Placed(placed, costs, lower_bound(placed, costs, asked.memory_limit, by))
-        costs = places[key].costs
-        program = generate(name, ranks, microbatches, options, costs) if "costs" in CATALOGUE[name].takes else placed
-        found.append(_candidate(name, options, program, costs))
-    fitting = [each for each in found if asked.memory_limit is None or each.peak <= asked.memory_limit + 1e-9]
+            placed[key] = Placed(order, costs, lower_bound(order, costs, limit, objective))
+        costs = placed[key].costs
+        if "costs" in CATALOGUE[name].accepts:
+            order = generate(name, ranks, microbatches, tried, costs)
+        candidate = _candidate(name, tried, order, costs)
+        if limit is None or candidate.peak <= limit + 1e-9:
+            candidates.append(candidate)
     if effort:
-        fitting += _searched(places, fitting, asked, by, effort)
-    if not fitting:
+        candidates += _searched(placed, candidates, options, objective, effort)
+    if not candidates:
         raise PentadError(f"schedule {AUTO}: none fits {ranks} ranks (mesh.pp) and {microbatches} microbatches")
-    fitting.sort(key=lambda each: (_rounded(getattr(each, by)), each.peak))
-    bounds = [place.bound for place in places.values()]
-    best = places[fitting[0].program.placement].bound
-    return Choice(tuple(fitting), best, min(bounds, key=lambda bound: bound.time), by)
+    candidates.sort(key=lambda each: (_rounded(getattr(each, objective)), each.peak))
+    least = min((place.bound for place in placed.values()), key=lambda bound: bound.time)
+    return Choice(tuple(candidates), placed[candidates[0].program.placement].bound, least, objective)
 
 
 def describe(choice: Choice) -> str:
-    """Where the best one is from, what the catalogue has, how near the bound it is, and what binds it."""
-    best, known = choice.best, choice.catalogued
-    asked = "".join(f", {key} {value:g}" for key, value in best.asked._asdict().items() if value is not None)
-    source = f"of the catalogue{asked}" if best.name != AUTO else f"searched from {best.origin}{asked}"
-    time = getattr(best, choice.by)
+    """One line: where the best one comes from, how it compares to the catalogue and to its bound."""
+    best, known = choice.best, choice.best_known
+    options = "".join(f", {key} {value:g}" for key, value in best.options._asdict().items() if value is not None)
+    source = f"{best.name} of the catalogue" if best.name != AUTO else f"searched from {best.origin}"
+    time = getattr(best, choice.objective)
     if best.name != AUTO or known is None:
-        gain = f"the quickest of {len(choice.candidates)}"
+        gain = f"the fastest of {len(choice.candidates)}"
     else:
-        gain = f"{100 * (1 - time / getattr(known, choice.by)):.2f} % quicker than {known.name}"
+        gain = f"{100 * (1 - time / getattr(known, choice.objective)):.2f} % faster than {known.name}"
     chunks = best.program.chunks
-    placed = f"{chunks} chunk{'s' * (chunks > 1)} a rank"
-    met = "meets its bound" if choice.gap < 1e-9 else f"{100 * choice.gap:.2f} % above its bound"
-    return f"{source}, {placed}, {gain}; {met} of {choice.bound.time:.6g}: {choice.bound.why}"
+    parts = f"{chunks} chunk{'s' * (chunks > 1)} a rank"
+    gap = "meets its bound" if choice.gap < 1e-9 else f"{100 * choice.gap:.2f} % above its bound"
+    return f"{source}{options}, {parts}, {gain}; {gap} of {choice.bound.time:.6g}: {choice.bound.why}"
 
 
-def refuse_chosen(asked: Options) -> None:
-    """Raises PentadError on what `choose` chooses itself, and on a limit that no schedule keeps to."""
-    for option, value in (("chunks", asked.chunks), ("group", asked.group), ("slices", asked.slices)):
+def check_auto_options(options: ScheduleOptions) -> None:
+    """Raises PentadError for options that `choose` chooses itself, and for a limit that no schedule can meet."""
+    for option, value in (("chunks", options.chunks), ("group", options.group), ("slices", options.slices)):
         if value is not None:
             raise PentadError(f"{option} is {value}, but schedule {AUTO} chooses it: expected no {option}")
-    if asked.memory_limit is not None and not asked.memory_limit >= 1:
-        raise PentadError(f"schedule {AUTO}: memory_limit is {asked.memory_limit:g}, but at least 1 is needed")
+    if options.memory_limit is not None and not options.memory_limit >= 1:
+        raise PentadError(f"schedule {AUTO}: memory_limit is {options.memory_limit:g}: expected at least 1")
 
 
 def _searched(
-    places: dict[tuple[tuple[int, ...], ...], Placed],
-    found: list[Candidate],
-    asked: Options,
-    by: By,
+    placed: dict[Placement, Placed],
+    candidates: list[Candidate],
+    options: ScheduleOptions,
+    objective: Objective,
     effort: int,
 ) -> Iterator[Candidate]:
-    """Rules on every placement whose bound leaves hope, then moves on the best of them."""
-    best = min((getattr(each, by) for each in found), default=float("inf"))
-    hopeful = {key: place for key, place in places.items() if _rounded(place.bound.time) < _rounded(best)}
-    searches: dict[tuple[tuple[int, ...], ...], Search] = {}
+    """List schedules for every placement whose bound leaves room for improvement, then tabu search on the best."""
+    best = min((getattr(each, objective) for each in candidates), default=float("inf"))
+    hopeful = {key: place for key, place in placed.items() if _rounded(place.bound.time) < _rounded(best)}
+    searches: dict[Placement, Search] = {}
     for key, place in sorted(hopeful.items(), key=lambda pair: pair[1].bound.time):
         if len({stage for held in key for stage in held}) < sum(map(len, key)):
-            continue  # a stage on two ranks, as dualpipe has it
-        limit, chunks = asked.memory_limit, place.program.chunks
-        room = room_of(limit, chunks, place.program.ranks, place.program.microbatches)
-        if min(room) < 2 * chunks:
+            continue  # a stage on two ranks, as in dualpipe
+        chunks, microbatches = place.program.chunks, place.program.microbatches
+        capacity = capacity_of(options.memory_limit, chunks, place.program.ranks, microbatches)
+        if min(capacity) < 2 * chunks:
             continue
-        problem = Problem(key, place.program.microbatches, chunks, place.costs, room, by)
-        search = Search(problem, problem.ticks(place.bound.time), [])
-        for each in found:
+        problem = Problem(key, microbatches, chunks, place.costs, capacity, objective)
+        search = Search(problem, problem.to_ticks(place.bound.time), [])
+        for each in candidates:
             if each.program.placement == key:
                 search.start(each.name, each.program.streams)
-        search.rules(effort // 2 // len(hopeful))
+        search.list_schedules(effort // 2 // len(hopeful))
         searches[key] = search
-    ranked = sorted((each for each in searches.values() if each.best), key=lambda each: each.span)
+    ranked = sorted((each for each in searches.values() if each.best), key=lambda each: each.cost)
     for number, search in enumerate(ranked[:3]):
-        search.moves(effort // 2 // 2 ** (number + 1))
+        search.tabu_search(effort // 2 // 2 ** (number + 1))
     for search in ranked:
-        yield from _found(search, places, asked)
+        problem, place = search.problem, placed[search.problem.placement]
+        sizes = problem.placement, problem.microbatches, problem.chunks
+        for origin, streams in candidate_streams(search):
+            program = Program(AUTO, streams, *sizes)
+            yield _candidate(AUTO, options, program, place.costs, origin)
 
 
-def _found(search: Search, places: dict[tuple[tuple[int, ...], ...], Placed], asked: Options) -> Iterator[Candidate]:
-    place = places[search.problem.placement]
-    for origin, streams in programs(search):
-        program = Program(AUTO, streams, place.program.placement, place.program.microbatches, place.program.chunks)
-        yield _candidate(AUTO, asked, program, place.costs, origin)
-
-
-def _candidate(name: str, asked: Options, program: Program, costs: Costs, origin: str = "") -> Candidate:
-    """Times of the compute order, transfers never queueing."""
-    times = compute_times(program, costs)
+def _candidate(name: str, options: ScheduleOptions, order: Program, costs: Costs, origin: str = "") -> Candidate:
+    """Times of the compute order; transfers never queue."""
+    times = compute_times(order, costs)
     makespan = max(spans[-1][1] for spans in times) - min(spans[0][0] for spans in times)
     longest = max(spans[-1][1] - spans[0][0] for spans in times)
-    return Candidate(name, asked, makespan, longest, max(peak_activations(program)), program, origin)
+    return Candidate(name, options, makespan, longest, max(peak_activations(order)), order, origin)
 
 
 def _rounded(time: float) -> float:
-    """Sums of the same costs differ by rounding."""
+    """Sums of the same costs in different orders compare equal."""
     return float(f"{time:.9g}")
 
 
-def _tried(ranks: int, microbatches: int, limit: float | None) -> Iterator[tuple[str, Options]]:
+def _options_to_try(ranks: int, microbatches: int, limit: float | None) -> Iterator[tuple[str, ScheduleOptions]]:
     for name, found in CATALOGUE.items():
-        if "slices" in found.takes:  # what a slice costs is not told by the costs of a microbatch
+        if "slices" in found.accepts:  # the cost of a slice does not follow from that of a microbatch
             continue
-        chunks = range(2, MOST_CHUNKS + 1) if "chunks" in found.takes else [None]
-        groups = sorted({ranks, 2 * ranks, microbatches}) if "group" in found.takes else [None]
-        bound = limit if "limit" in found.takes else None
-        for each in chunks:
+        all_chunks = range(2, MOST_CHUNKS + 1) if "chunks" in found.accepts else [None]
+        groups = sorted({ranks, 2 * ranks, microbatches}) if "group" in found.accepts else [None]
+        for chunks in all_chunks:
             for group in groups:
-                asked = Options(each, group, bound)
-                if (group or 0) <= max(microbatches, ranks) and _allowed(name, ranks, microbatches, asked):
-                    yield name, asked
+                options = ScheduleOptions(chunks, group, limit if "memory_limit" in found.accepts else None)
+                if (group or 0) <= max(microbatches, ranks) and _is_allowed(name, ranks, microbatches, options):
+                    yield name, options
 
 
-def _allowed(name: str, ranks: int, microbatches: int, asked: Options) -> bool:
+def _is_allowed(name: str, ranks: int, microbatches: int, options: ScheduleOptions) -> bool:
     try:
-        shape_of(name, ranks, microbatches, asked)
+        spec_of(name, ranks, microbatches, options)
     except PentadError:
         return False
     return True

@@ -1,6 +1,6 @@
-"""Orders of one placement: list schedules under many rules, the best of them improved by moves.
+"""Searches orders of one placement: list schedules under many rules, then tabu search from the best of them.
 
-What is tried depends on sizes and costs alone, never on the clock, so that the same question has the same answer.
+What is tried depends on sizes and costs only, never on a clock, so the same question always has the same answer.
 """
 
 from __future__ import annotations
@@ -13,21 +13,29 @@ from math import inf
 from typing import NamedTuple
 
 from pentad.schedules.ir.instruction import Instruction, Op, Unit
-from pentad.schedules.search.search_list import Rule, by_age, caps_of, listed
-from pentad.schedules.search.search_moves import improved
-from pentad.schedules.search.search_problem import Orders, Problem, length, orders_of, peak, streams_of, timed
+from pentad.schedules.search.list_scheduling import Rule, age_priority, in_flight_limits, list_schedule
+from pentad.schedules.search.problem import (
+    Orders,
+    Problem,
+    orders_of,
+    peak_memory,
+    step_ticks,
+    streams_of,
+    times_of,
+)
+from pentad.schedules.search.tabu_search import improve
 
 STRETCHES = (0.0, 1.0, 1.5, 0.5)
 PATIENCES = (0.0, 0.5, 1.0)
-SHARES = (0.0, 0.5, 1.0)
-MORE = (0.5, inf, 1.0, 0.0, 1.5, 2.0)  # microbatches over a stage's share of the room
-ROOMS = (1.0, 1.5, 2.0)  # of what 1F1B keeps, where the limit is higher
-KEPT = 5  # orders of a placement that are worth moves
-MOST_MOVES = 3000
+FILLS = (0.0, 0.5, 1.0)
+EXTRA_IN_FLIGHT = (0.5, inf, 1.0, 0.0, 1.5, 2.0)
+CAPACITIES = (1.0, 1.5, 2.0)  # in units of what 1F1B saves, where the limit is higher
+MOST_ORDERS = 5  # of a placement that tabu search starts from
+MOST_TIMINGS = 3000  # of one placement's tabu search
 
 
-class Order(NamedTuple):
-    """Orders with their greatest end and handicap in ticks and their peak in half activations of a chunk."""
+class Found(NamedTuple):
+    """Orders with their `step_ticks`, the peak memory of a rank in half activations of a chunk, and their origin."""
 
     ticks: int
     peak: int
@@ -37,100 +45,103 @@ class Order(NamedTuple):
 
 @dataclass
 class Search:
-    """One placement's best orders so far. `least` are ticks that no order can beat."""
+    """The best orders of one placement so far. `bound` is a number of ticks that no order can beat."""
 
     problem: Problem
-    least: int
-    best: list[Order]
+    bound: int
+    best: list[Found]
 
     @property
-    def ticks(self) -> float:
-        return self.best[0].ticks if self.best else inf
+    def cost(self) -> float:
+        """The objective of the best orders, in the unit of the costs."""
+        return self.problem.to_cost(self.best[0].ticks)
 
     @property
-    def span(self) -> float:
-        return self.problem.span(self.best[0].ticks)
-
-    @property
-    def met(self) -> bool:
-        return self.ticks <= self.least
+    def is_optimal(self) -> bool:
+        return bool(self.best) and self.best[0].ticks <= self.bound
 
     def add(self, origin: str, orders: Orders) -> None:
-        """Keeps what is among the best and within the room."""
-        timing = timed(self.problem, orders)
-        peaks = [peak(self.problem, order) for order in orders]
-        if timing is None or any(most > room for most, room in zip(peaks, self.problem.room, strict=True)):
+        """Keeps orders that are valid, within the capacity and among the best."""
+        timing = times_of(self.problem, orders)
+        peaks = [peak_memory(self.problem, order) for order in orders]
+        if timing is None or any(peak > most for peak, most in zip(peaks, self.problem.capacity, strict=True)):
             return
-        found = Order(length(self.problem, orders, timing.ends), max(peaks), origin, orders)
-        if all(found[:2] != order[:2] for order in self.best):  # of orders as good, the first: others are much like it
-            self.best = sorted([*self.best, found], key=lambda order: order[:2])[:KEPT]
+        found = Found(step_ticks(self.problem, orders, timing.ends), max(peaks), origin, orders)
+        if all(found[:2] != other[:2] for other in self.best):  # equally good orders are usually much alike
+            self.best = sorted([*self.best, found], key=lambda other: other[:2])[:MOST_ORDERS]
 
     def start(self, name: str, streams: Sequence[Sequence[Unit]]) -> None:
-        """From a schedule of the catalogue."""
+        """Adds a schedule of the catalogue."""
         self.add(name, orders_of(self.problem, streams))
 
-    def rules(self, operations: int) -> None:
-        """As many list schedules as so many operations are, at least one, until one meets the bound."""
-        grid = _grid(self.problem)
-        for number in range(min(len(grid), 1 + operations // self.problem.size)):
-            if self.met:
+    def list_schedules(self, operations: int) -> None:
+        """As many list schedules as place so many operations, at least one, until one meets the bound."""
+        rules = _rules(self.problem)
+        for stretch, rule in rules[: 1 + operations // self.problem.operations]:
+            if self.is_optimal:
                 return
-            stretch, rule = grid[number]
-            self.add("rules", listed(self.problem, by_age(self.problem, stretch, inf), rule))
+            priority = age_priority(self.problem, stretch, inf)
+            self.add("rules", list_schedule(self.problem, priority, rule))
 
-    def moves(self, operations: int) -> None:
-        """Moves from each of the best in turn, for so many operations timed: half of them from the best."""
-        budget = min(operations // self.problem.size, MOST_MOVES)
-        for order in [*self.best]:
+    def tabu_search(self, operations: int) -> None:
+        """Tabu search from each of the best orders, timing so many operations, half of them from the best one."""
+        budget = min(operations // self.problem.operations, MOST_TIMINGS)
+        for start in [*self.best]:
             budget //= 2
-            if self.met or budget < 2:
+            if self.is_optimal or budget < 2:
                 return
-            found = improved(self.problem, order.orders, budget, self.least)
-            if found.ticks < order.ticks:
-                origin = order.origin if order.origin.endswith("moves") else f"{order.origin} and moves"
-                self.add(origin, found.orders)
+            improved = improve(self.problem, start.orders, budget, self.bound)
+            if improved.ticks < start.ticks:
+                origin = start.origin if start.origin.endswith("moves") else f"{start.origin} and moves"
+                self.add(origin, improved.orders)
 
 
-def _grid(problem: Problem) -> list[tuple[float, Rule]]:
-    """Every rule once, neighbours far apart, so that few of them already differ in everything."""
-    usual = [tuple(min(most, int(2 * problem.chunks * problem.ranks * share)) for most in problem.room)
-             for share in ROOMS]  # fmt: skip
-    rooms = list(dict.fromkeys([problem.room, *usual] if max(usual[0]) >= 2 * problem.chunks else [problem.room]))
-    if max(problem.room) > max(usual[-1]):
-        rooms = usual  # more memory than that is no quicker
-    grid = [
-        (stretch, Rule(patience, share, room, caps_of(problem, room, more)))
-        for more, room, stretch, patience, share in product(MORE, rooms, STRETCHES, PATIENCES, SHARES)
+def _rules(problem: Problem) -> list[tuple[float, Rule]]:
+    """Every combination of a stretch and a rule, shuffled so that the first few differ in everything."""
+    of_1f1b = 2 * problem.chunks * problem.ranks
+    usual = [tuple(min(most, int(of_1f1b * factor)) for most in problem.capacity) for factor in CAPACITIES]
+    if max(problem.capacity) > max(usual[-1]):
+        capacities = usual  # more memory is no faster
+    elif max(usual[0]) >= 2 * problem.chunks:
+        capacities = list(dict.fromkeys([problem.capacity, *usual]))
+    else:
+        capacities = [problem.capacity]
+    rules = [
+        (stretch, Rule(patience, fill, capacity, in_flight_limits(problem, capacity, extra)))
+        for extra, capacity, stretch, patience, fill in product(
+            EXTRA_IN_FLIGHT, capacities, STRETCHES, PATIENCES, FILLS
+        )
     ]
-    random.Random(len(grid)).shuffle(grid)
-    return grid
+    random.Random(len(rules)).shuffle(rules)
+    return rules
 
 
-def fused(streams: Sequence[tuple[Unit, ...]], stages: range) -> tuple[tuple[Unit, ...], ...]:
-    """Each B of those stages and the W that follows it at once as one BW."""
+def fuse(streams: Sequence[tuple[Unit, ...]], stages: range) -> tuple[tuple[Unit, ...], ...]:
+    """Makes each B of these stages and its W one BW where W follows at once."""
     return tuple(tuple(_fused(stream, stages)) for stream in streams)
 
 
 def _fused(stream: tuple[Unit, ...], stages: range) -> Iterator[Unit]:
-    held: Instruction | None = None
+    b: Instruction | None = None  # a B whose W may follow
     for unit in stream:
         assert isinstance(unit, Instruction)
-        if held and unit == Instruction(Op.W, held.stage, held.microbatch):
-            yield Instruction(Op.BW, held.stage, held.microbatch)
-            held = None
+        if b and unit == Instruction(Op.W, b.stage, b.microbatch):
+            yield Instruction(Op.BW, b.stage, b.microbatch)
+            b = None
             continue
-        if held:
-            yield held
-        held = unit if unit.op is Op.B and unit.stage in stages else None
-        if not held:
+        if b:
+            yield b
+        b = unit if unit.op is Op.B and unit.stage in stages else None
+        if not b:
             yield unit
-    if held:
-        yield held
+    if b:
+        yield b
 
 
-def programs(search: Search) -> Iterator[tuple[str, tuple[tuple[Unit, ...], ...]]]:
-    """The streams of the best orders, B and W together where nothing waits for B, or wherever they meet."""
-    for order in search.best:
-        streams = streams_of(search.problem, order.orders)
-        yield order.origin, fused(streams, range(1))
-        yield order.origin, fused(streams, range(search.problem.stages))
+def candidate_streams(search: Search) -> Iterator[tuple[str, tuple[tuple[Unit, ...], ...]]]:
+    """(origin, streams) of the best orders, twice each: with BW on stage 0 only, where no rank waits for B alone, and
+    with BW on all stages."""
+    for found in search.best:
+        streams = streams_of(search.problem, found.orders)
+        yield found.origin, fuse(streams, range(1))
+        yield found.origin, fuse(streams, range(search.problem.stages))

@@ -1,8 +1,10 @@
-"""The chain of instructions that a step cannot be shorter than."""
+"""What bounds a step: its critical path, and its length under other costs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,18 +13,20 @@ import numpy as np
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Unit
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.events import Events, proven_events
-from pentad.schedules.simulate.simulate import Times, times_of
+from pentad.schedules.simulate.events import Events, acyclic_events
+from pentad.schedules.simulate.simulate import EventTimes, event_times, step_time
 
-MOVES = COLLECTIVES | SENDS.keys() | RECEIVES.keys()
-Place = tuple[int, int]  # a rank and an index of its stream
+COMMUNICATION = COLLECTIVES | SENDS.keys() | RECEIVES.keys()
+SLOWER = 1.2
+Place = tuple[int, int]  # a rank and an index in its stream
 
 
-class Step(NamedTuple):
-    """One instruction of the chain, in seconds from the start of the step, and `why` it started no sooner.
+class Segment(NamedTuple):
+    """One instruction of a critical path, in seconds from the start of the step, and `why` it did not start earlier.
 
-    'data': it needs what the one before it made on this rank; 'transfer': it needs what the one before it brought or
-    reduced; 'order': its lane, or the slot that it fills, was taken by the one before it; 'start': nothing held it.
+    'data': it reads what the segment before it computed on this rank; 'transfer': it needs what the segment before it
+    received or reduced; 'order': the segment before it occupied its lane, or the slot that it fills; 'start': it
+    started at once.
     """
 
     rank: int
@@ -33,79 +37,118 @@ class Step(NamedTuple):
     why: str
 
 
-class Shares(NamedTuple):
-    """Seconds of the chain by op and by rank."""
+class Breakdown(NamedTuple):
+    """Seconds of a critical path by op and by rank."""
 
     by_op: dict[str, float]
     by_rank: dict[int, float]
 
 
-def critical_path(program: Program, costs: Costs) -> tuple[Step, ...]:
-    """From time 0 to the end of the last instruction without a gap: each starts when the one before it ends.
+class Scenario(NamedTuple):
+    """A step under changed costs: both lengths in the unit of the costs (see `Bubble`), and by how many percent the
+    makespan differs from that under the given costs."""
 
-    That is the time of the whole step, with its last reduction, norm and optimizer step; where these cost nothing, it
-    is the timeline's makespan. A transfer stands there by the end that came last, its sender if both came at once.
-    Where several chains are as long, it is one of them.
+    name: str
+    makespan: float
+    longest: float
+    change: float
+
+
+def critical_path(program: Program, costs: Costs) -> tuple[Segment, ...]:
+    """A chain from time 0 to the end of the last instruction in which each starts when the one before it ends.
+
+    It includes the last reductions, the norm and the optimizer step; if these cost nothing its length is the makespan.
+    A transfer appears as the end that arrived last, as its send if both arrived together. Of several critical paths
+    it is one.
     """
-    events = proven_events(program)
-    times = times_of(program, events, costs)
+    events = acyclic_events(program)
+    times = event_times(program, events, costs)
     by_event = np.argsort(events.event, kind="stable")
     edges = np.concatenate(([0], np.bincount(events.event).cumsum()))
-    chain: list[Step] = []
+    path: list[Segment] = []
     event: int | None = int(events.order[np.argmax(times.ends[events.order])])
     while event is not None:
-        own = _place(events, int(events.unit[event]))
+        first = _place(events, int(events.unit[event]))
         members = [_place(events, unit) for unit in by_event[edges[event] : edges[event + 1]].tolist()]
-        places = [own, *(place for place in members if place != own)]
-        (rank, index), why, earlier = _held(program, events, times, places)
-        chain += reversed(_steps(rank, program.streams[rank][index], times, event, why))
+        places = [first, *(place for place in members if place != first)]
+        (rank, index), why, earlier = _predecessor(program, events, times, places)
+        path += reversed(_segments(rank, program.streams[rank][index], times, event, why))
         event = earlier
-    return tuple(reversed(chain))
+    return tuple(reversed(path))
 
 
-def shares(path: tuple[Step, ...]) -> Shares:
+def breakdown(path: tuple[Segment, ...]) -> Breakdown:
     by_op: dict[str, float] = defaultdict(float)
     by_rank: dict[int, float] = defaultdict(float)
-    for step in path:
-        by_op[step.op] += step.end - step.start
-        by_rank[step.rank] += step.end - step.start
-    return Shares(dict(by_op), dict(by_rank))
+    for segment in path:
+        by_op[segment.op] += segment.end - segment.start
+        by_rank[segment.rank] += segment.end - segment.start
+    return Breakdown(dict(by_op), dict(by_rank))
 
 
-def _place(events: Events, number: int) -> Place:
-    rank = int(np.searchsorted(events.first, number, side="right")) - 1
-    return rank, number - int(events.first[rank])
+def what_if(program: Program, costs: Costs) -> list[Scenario]:
+    """The program under the given costs, then under changed ones. The order of instructions stays the same, although
+    another order might suit the changed costs better."""
+    events = acyclic_events(program)
+    found: list[Scenario] = []
+    for name, changed in [("as it is", costs), *_scenarios(program.ranks, costs)]:
+        makespan, longest, _ = step_time(program, events, changed)
+        found.append(Scenario(name, makespan, longest, 100 * (makespan / found[0].makespan - 1) if found else 0.0))
+    return found
 
 
-def _held(program: Program, events: Events, times: Times, places: list[Place]) -> tuple[Place, str, int | None]:
-    """Which of the units of an event was held until it started, why, and by which event."""
+def _place(events: Events, unit: int) -> Place:
+    rank = int(np.searchsorted(events.first, unit, side="right")) - 1
+    return rank, unit - int(events.first[rank])
+
+
+def _predecessor(
+    program: Program, events: Events, times: EventTimes, places: list[Place]
+) -> tuple[Place, str, int | None]:
+    """Which unit of an event was held up until it started, why, and by which event."""
     for rank, index in places:
         stream, first = program.streams[rank], int(events.first[rank])
         unit = stream[index]
         start = times.starts[events.event[first + index]]
         lane, waits = unit.lane, set(unit.waits)
-        for place in range(index - 1, -1, -1):
+        for at in range(index - 1, -1, -1):
             if not waits and not lane:
                 break
-            other, event = stream[place], int(events.event[first + place])
-            met = waits.intersection(part.key for part in other.parts)
-            if (met or other.lane == lane) and times.ends[event] == start:
-                return (rank, index), _why(unit, other) if met else "order", event
-            waits -= met
+            other, event = stream[at], int(events.event[first + at])
+            needed = waits.intersection(part.key for part in other.parts)
+            if (needed or other.lane == lane) and times.ends[event] == start:
+                return (rank, index), _why(unit, other) if needed else "order", event
+            waits -= needed
             lane = "" if other.lane == lane else lane
     return places[0], "start", None
 
 
 def _why(unit: Unit, needed: Unit) -> str:
-    if needed.parts[0].op in MOVES:
+    if needed.parts[0].op in COMMUNICATION:
         return "transfer"
     return "order" if unit.parts[0].op in RECEIVES else "data"
 
 
-def _steps(rank: int, unit: Unit, times: Times, event: int, why: str) -> list[Step]:
+def _segments(rank: int, unit: Unit, times: EventTimes, event: int, why: str) -> list[Segment]:
     middle = [times.middles] * (len(unit.parts) == 2)
     moments = [float(column[event]) for column in (times.starts, *middle, times.ends)]
     return [
-        Step(rank, str(part.key), part.op.value, start, end, why if part is unit.parts[0] else "order")
+        Segment(rank, str(part.key), part.op.value, start, end, why if part is unit.parts[0] else "order")
         for part, (start, end) in zip(unit.parts, pairwise(moments), strict=True)
     ]
+
+
+def _scenarios(ranks: int, costs: Costs) -> Iterator[tuple[str, Costs]]:
+    slowdown = costs.slowdown or (1.0,) * ranks
+    for rank in range(ranks):
+        factors = (*slowdown[:rank], slowdown[rank] * SLOWER, *slowdown[rank + 1 :])
+        yield f"rank {rank} {SLOWER}x slower", replace(costs, slowdown=factors)
+    yield "links at half speed", _with_transfers(costs, 2.0)
+    yield "transfers free", _with_transfers(costs, 0.0)
+    yield "launches twice as long", replace(costs, launch=2 * costs.launch)
+    yield "W free", replace(costs, weight=(0.0,) * len(costs.weight))
+
+
+def _with_transfers(costs: Costs, factor: float) -> Costs:
+    links = tuple(tuple(seconds * factor for seconds in row) for row in costs.links)
+    return replace(costs, transfer=costs.transfer * factor, links=links)

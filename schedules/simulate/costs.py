@@ -1,29 +1,35 @@
-"""How long things take: the one input of simulation and planning."""
+"""What instructions cost: the input of simulation, search and planning."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+
+from pentad.schedules.ir.columns import CODE, OPS, Array, op_mask
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
+from pentad.schedules.ir.lookup import IS_RECEIVE, IS_SEND
+from pentad.schedules.ir.program import Program
 
-WIDEST = 1e6  # beyond, sums of costs lose the small ones
+WIDEST = 1e6  # a larger ratio of costs loses the small ones when they are summed
+RUNS_KERNELS = COMPUTE | {Op.RECOMPUTE}  # what a slow rank runs slower
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit) of one microbatch on each stage, and of what moves between ranks.
+    """Seconds, or any other unit, of every kind of instruction.
 
-    `forward`, `backward` (input gradient only) and `weight` have an entry a stage; `transfer` is one hop of an
-    activation or gradient (of a slice, where microbatches are cut: all slices count alike, though under a causal mask
-    the later ones attend to more); `reduce` the gradient all-reduce of a stage, in however many parts; `norm`, `step`
-    the end of a step; `launch` is added to every compute instruction. `recompute` is by stage (empty: as a forward),
-    and so are the seconds that `offload` takes one way, and RELOAD the other (empty: none).
+    `forward`, `backward` (input gradients only) and `weight` (weight gradients) hold one entry per stage, for one
+    microbatch; so do `recompute` (empty: as `forward`) and `offload`, the time of one OFFLOAD or RELOAD (empty: 0).
+    With sliced sequences an entry is for one slice: all slices cost the same, although under a causal mask later ones
+    attend to more tokens. `transfer` is one activation or gradient sent to another rank, `reduce` the all-reduce of a
+    stage's gradients in however many buckets, `norm` and `step` the end of a step; `launch` is added to every compute
+    instruction.
 
-    `slow` is a factor by pipeline rank on every compute instruction, its launch included (empty: 1); `links[source]
-    [target]` are the seconds of one hop between two pipeline ranks (empty: `transfer` between all). Where a transfer or
-    collective of a rank runs, its compute advances 1 / (1 + `overlap`) as fast as alone.
+    `slowdown` holds a factor per pipeline rank for its compute, launches included (empty: 1), and
+    `links[source][target]` the time of a transfer between two pipeline ranks (empty: `transfer`).
     """
 
     forward: tuple[float, ...]
@@ -34,8 +40,7 @@ class Costs:
     norm: float = 0.0
     step: float = 0.0
     launch: float = 0.0
-    slow: tuple[float, ...] = ()
-    overlap: float = 0.0
+    slowdown: tuple[float, ...] = ()
     links: tuple[tuple[float, ...], ...] = ()
     recompute: tuple[float, ...] = ()
     offload: tuple[float, ...] = ()
@@ -51,24 +56,25 @@ class Costs:
         slices: int = 1,
         transfer: float = 0.0,
     ) -> Costs:
-        """The same for every stage; `forward`, `backward`, `weight` are of a whole rank, a chunk costs 1/chunks.
+        """The same for every stage. `forward`, `backward` and `weight` are for all layers of a rank and a whole
+        microbatch, `transfer` is for a whole microbatch: a chunk takes 1/chunks of it, a slice 1/slices.
 
-        A slice has an even share, 1/slices, of these and of the `transfer`.
+        Raises PentadError on costs that are not finite and positive, or too far apart to be summed.
         """
         for name, value in {"F": forward, "B": backward, "W": weight}.items():
             if not 0 < value < inf:
-                raise PentadError(f"--costs: {name} is {value}, but a cost must be finite and greater than 0")
+                raise PentadError(f"--costs: {name} is {value}: expected a finite number greater than 0")
         if (ratio := max(forward, backward, weight) / min(forward, backward, weight)) > WIDEST:
             raise PentadError(
-                f"--costs: the largest is {ratio:g} times the smallest, but at most {WIDEST:g} times is told"
+                f"--costs: the largest is {ratio:g} times the smallest: expected at most {WIDEST:g} times"
             )
         if not 0 <= transfer < inf:
-            raise PentadError(f"--comm is {transfer}, but a transfer must be finite and cannot take less than 0")
-        each = [(value / (chunks * slices),) * stages for value in (forward, backward, weight)]
-        return Costs(each[0], each[1], each[2], transfer / slices)
+            raise PentadError(f"--comm is {transfer}: expected a finite number of at least 0")
+        f, b, w = ((value / (chunks * slices),) * stages for value in (forward, backward, weight))
+        return Costs(f, b, w, transfer / slices)
 
-    def of(self, instruction: Instruction) -> float:
-        """Seconds of one instruction by itself, waiting not included."""
+    def seconds(self, instruction: Instruction) -> float:
+        """Time of one instruction on a rank of normal speed, without waiting."""
         stage = instruction.stage
         match instruction.op:
             case Op.F:
@@ -88,7 +94,7 @@ class Costs:
             case Op.ALL_REDUCE:
                 return self.reduce
             case Op.REDUCE_SCATTER | Op.ALL_GATHER:
-                return self.reduce / 2  # an all-reduce is the one and then the other
+                return self.reduce / 2  # an all-reduce is a reduce-scatter and an all-gather
             case Op.NORM:
                 return self.norm
             case Op.STEP:
@@ -96,39 +102,60 @@ class Costs:
             case _:
                 return 0.0
 
-    def on(self, rank: int, instruction: Instruction) -> float:
-        """Seconds of one instruction by itself on a pipeline rank: `of`, with that rank's speed and links."""
-        op = instruction.op
-        if op in SENDS:
+    def seconds_on(self, rank: int, instruction: Instruction) -> float:
+        """`seconds`, with the slowdown and the links of a pipeline rank."""
+        if instruction.op in SENDS:
             return self.hop(rank, instruction.peer)
-        if op in RECEIVES:
+        if instruction.op in RECEIVES:
             return self.hop(instruction.peer, rank)
-        return (
-            self.of(instruction) * self.slow[rank]
-            if self.slow and (op in COMPUTE or op is Op.RECOMPUTE)
-            else self.of(instruction)
-        )
+        seconds = self.seconds(instruction)
+        return seconds * self.slowdown[rank] if self.slowdown and instruction.op in RUNS_KERNELS else seconds
 
     def hop(self, source: int, target: int) -> float:
-        """Seconds of a transfer from one pipeline rank to another; 0 to itself."""
+        """Time of a transfer from one pipeline rank to another; 0 from a rank to itself."""
         if source == target:
             return 0.0
         return self.links[source][target] if self.links else self.transfer
 
-    def require(self, ranks: int) -> None:
-        """Raises PentadError where `slow`, `overlap` or `links` are no costs of `ranks` pipeline ranks."""
-        if len(self.slow) not in (0, ranks):
-            raise PentadError(f"costs.slow has {len(self.slow)} factors, but there are {ranks} ranks")
-        for rank, factor in enumerate(self.slow):
+    def validate(self, ranks: int) -> None:
+        """Raises PentadError unless `slowdown` and `links` fit `ranks` pipeline ranks."""
+        if len(self.slowdown) not in (0, ranks):
+            raise PentadError(
+                f"costs.slowdown has {len(self.slowdown)} factors: expected one for each of {ranks} ranks"
+            )
+        for rank, factor in enumerate(self.slowdown):
             if not 0 < factor < inf:
-                raise PentadError(f"costs.slow of rank {rank} is {factor}, but it must be finite and greater than 0")
-        if not 0 <= self.overlap < inf:
-            raise PentadError(f"costs.overlap is {self.overlap}, but it must be finite and at least 0")
+                text = f"costs.slowdown[{rank}] is {factor}"
+                raise PentadError(f"{text}: expected a finite number greater than 0")
         if len(self.links) not in (0, ranks) or any(len(row) != ranks for row in self.links):
             rows = [len(row) for row in self.links]
-            raise PentadError(f"costs.links has rows of {rows} entries, but there are {ranks} rows of {ranks} expected")
+            raise PentadError(f"costs.links has rows of {rows} entries: expected {ranks} rows of {ranks}")
         for source, row in enumerate(self.links):
             for target, seconds in enumerate(row):
                 if not 0 <= seconds < inf:
-                    text = f"costs.links from rank {source} to rank {target} is {seconds}"
-                    raise PentadError(f"{text}, but it must be finite and at least 0")
+                    text = f"costs.links[{source}][{target}] is {seconds}"
+                    raise PentadError(f"{text}: expected a finite number of at least 0")
+
+
+def instruction_seconds(program: Program, costs: Costs) -> Array:
+    """`costs.seconds_on` for every row of a program; the buckets of a stage share its reduction equally."""
+    columns = program.columns
+    table = np.zeros((len(OPS), program.stages + 1))  # [op, stage]; the last column is for stage -1
+    for code in np.flatnonzero(np.bincount(columns.op, ~(IS_SEND | IS_RECEIVE)[columns.op])).tolist():
+        table[code] = [costs.seconds(Instruction(OPS[code], stage)) for stage in (*range(program.stages), -1)]
+    table[CODE[Op.ALL_REDUCE], :-1] /= program.buckets
+    table[CODE[Op.REDUCE_SCATTER], :-1] /= program.buckets
+    found = table[columns.op, columns.stage]
+    if costs.slowdown:
+        compute = columns.rows_of(op_mask(RUNS_KERNELS))
+        found[compute] *= np.array(costs.slowdown)[columns.rank[compute]]
+    for kind, source, target in ((IS_SEND, columns.rank, columns.peer), (IS_RECEIVE, columns.peer, columns.rank)):
+        rows = columns.rows_of(kind)
+        found[rows] = hops(costs, source[rows], target[rows])
+    return found
+
+
+def hops(costs: Costs, source: Array, target: Array) -> Array:
+    """`costs.hop` for arrays of ranks."""
+    between = np.array(costs.links)[source, target] if costs.links else np.full(len(source), costs.transfer)
+    return np.where(source == target, 0.0, between)

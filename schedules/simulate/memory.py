@@ -1,61 +1,70 @@
-"""How much every rank keeps, and when."""
+"""How many activations each rank saves, and when."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
 
 from pentad.schedules.ir.columns import CODE, OPS, Array
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Op, units_of
+from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import Timeline
 
-# Of a chunk's activations: B frees half of them, W the rest. A forward that is done again keeps none of its own.
-SHARE = {Op.F: 1.0, Op.B: -0.5, Op.W: -0.5, Op.BW: -1.0, Op.RECOMPUTE: 1.0, Op.OFFLOAD: -1.0, Op.RELOAD: 1.0}
-_SHARE = np.array([SHARE.get(op, 0.0) for op in OPS])
+# Change in saved activations, in chunks of one microbatch: B frees half of them, W the rest.
+SAVED_CHANGE = {Op.F: 1.0, Op.B: -0.5, Op.W: -0.5, Op.BW: -1.0, Op.RECOMPUTE: 1.0, Op.OFFLOAD: -1.0, Op.RELOAD: 1.0}
+_SAVED_CHANGE = np.array([SAVED_CHANGE.get(op, 0.0) for op in OPS])
 
 
-def kept(program: Program) -> Array:
-    """By row of the program's columns, what it adds to what its rank keeps, in microbatches of a whole rank."""
-    columns, changes = program.columns, _SHARE[program.columns.op]
-    again = np.flatnonzero(columns.op == CODE[Op.RECOMPUTE])
-    if len(again):
-        changes[program.lookup.forward[program.lookup.cell(again)]] = 0.0
+def activation_changes(program: Program) -> Array:
+    """By row, the change in its rank's saved activations, in microbatches of all its layers. A forward that will be
+    recomputed saves nothing."""
+    columns, changes = program.columns, _SAVED_CHANGE[program.columns.op]
+    recomputed = np.flatnonzero(columns.op == CODE[Op.RECOMPUTE])
+    if len(recomputed):
+        changes[program.lookup.forward[program.lookup.cell(recomputed)]] = 0.0
     return changes / (program.chunks * program.slices)
 
 
-def activations_over_time(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """(time, microbatches kept from then on) at every change, a list a rank, in microbatches of a whole rank.
+def peak_activations(program: Program) -> list[float]:
+    """Most activations each rank saves at once, in microbatches of all its layers."""
+    changes = activation_changes(program)
+    return [
+        float(np.max(np.cumsum(changes[a:b]), initial=0.0)) for a, b in pairwise(program.columns.rank_offsets.tolist())
+    ]
 
-    A forward takes its share when it starts, a backward frees its share when it ends. The timeline is one step of the
-    program, on the program's ranks. Raises PentadError when an instruction has no span in it, or has several.
+
+def activations_over_time(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
+    """By rank, (time, microbatches saved from then on) at every change, in microbatches of all layers of the rank.
+
+    A forward takes memory when it starts, a backward frees it when it ends. `timeline` is one step of the program on
+    the program's ranks. Raises PentadError if an instruction has no span in it, or several.
     """
     spans = {(span.rank, span.name): span for span in timeline.spans}
     if len(spans) < len(timeline.spans):
-        raise PentadError(f"the timeline has steps {list(timeline.steps)}, but one step at a time is expected")
-    shares = iter(kept(program).tolist())
+        raise PentadError(f"the timeline has steps {list(timeline.steps)}: expected one step")
+    change_of_row = iter(activation_changes(program).tolist())
     found = []
     for rank, stream in enumerate(program.streams):
         changes = []
-        for part in units_of(stream):
-            share = next(shares)
-            if part.op in SHARE:
+        for part in instructions_of(stream):
+            change = next(change_of_row)
+            if part.op in SAVED_CHANGE:
                 span = spans.get((rank, str(part.key)))
                 if span is None:
-                    raise PentadError(
-                        f"the timeline has no {part.key} of rank {rank}, which program {program.name} has"
-                    )
-                changes.append((span.start if share > 0 else span.end, share))
-        found.append(_summed(changes))
+                    text = f"the timeline has no {part.key} of rank {rank}"
+                    raise PentadError(f"{text}: expected every instruction of program {program.name}")
+                changes.append((span.start if change > 0 else span.end, change))
+        found.append(_accumulated(changes))
     return found
 
 
-def _summed(changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What is kept after each change; those of one moment stay in the order of the stream."""
-    kept, found = 0.0, []
+def _accumulated(changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Sums up to each change; changes at the same time stay in stream order."""
+    saved, found = 0.0, []
     for time, change in sorted(changes, key=itemgetter(0)):
-        kept += change
-        found.append((time, kept))
+        saved += change
+        found.append((time, saved))
     return found

@@ -4,86 +4,98 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from math import exp, inf
-from random import Random
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from pentad.schedules.ir.columns import OPS, Array
-from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.columns import OPS, Array, op_mask
 from pentad.schedules.ir.gc_pause import gc_paused
-from pentad.schedules.ir.instruction import Instruction, Key
-from pentad.schedules.ir.lookup import IS_COMPUTE
+from pentad.schedules.ir.instruction import Instruction
 from pentad.schedules.ir.program import Program
-from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.events import Events, proven_events
-from pentad.schedules.simulate.interference import Clock
-from pentad.schedules.simulate.seconds import seconds
-from pentad.schedules.simulate.timeline import Span, Timeline
-from pentad.schedules.simulate.toposort import times
+from pentad.schedules.simulate.costs import RUNS_KERNELS, Costs, instruction_seconds
+from pentad.schedules.simulate.events import Events, acyclic_events
+from pentad.schedules.simulate.timeline import Bubble, Span, Timeline
+from pentad.schedules.simulate.toposort import earliest_times
 
 
-class Times(NamedTuple):
-    """`starts[event]` and `ends[event]`; `middles[event]` is where an overlapped pair turns from F to B, and the end
-    of all others."""
+class EventTimes(NamedTuple):
+    """By event. `middles` is where an overlapped pair changes from its forward to its backward, elsewhere the end."""
 
     starts: Array
     ends: Array
     middles: Array
 
 
-def simulate(program: Program, costs: Costs, *, step: int = 0, jitter: float = 0.0, seed: int = 0) -> Timeline:
-    """Every event starts when all it waits for has ended and lasts as long as it costs.
+class StepTime(NamedTuple):
+    """`makespan`, `longest` and `bubble` of a simulated step, as `Timeline` defines them."""
 
-    With `jitter`, every compute instruction takes its time times a log-normal factor of mean 1 and that sigma, the same
-    for the same seed, rank and instruction. The program must have passed `check`; compute-only programs are simulated
-    once their transfers are added. Raises PentadError on costs that are not of the program's ranks.
+    makespan: float
+    longest: float
+    bubble: Bubble
+
+
+def simulate(program: Program, costs: Costs, *, step: int = 0) -> Timeline:
+    """Every event starts when all that it waits for has ended, and takes what it costs.
+
+    The program must have passed `check`. Raises PentadError on costs that do not fit its ranks.
     """
     with gc_paused():
-        events = proven_events(program)
-        rows = _rows(program, step, events, times_of(program, events, costs, jitter=jitter, seed=seed))
-        # as Span._make does, less a call of Python for each
+        events = acyclic_events(program)
+        rows = _span_fields(program, step, events, event_times(program, events, costs))
+        # tuple.__new__ is what Span._make calls, without the Python call per span
         return Timeline("simulated", tuple(map(partial(tuple.__new__, Span), rows)))
 
 
-def times_of(program: Program, events: Events, costs: Costs, *, jitter: float = 0.0, seed: int = 0) -> Times:
+def simulate_step_time(program: Program, costs: Costs) -> StepTime:
+    """The figures of `simulate` without its spans, which take most of the time for a large program."""
+    return step_time(program, acyclic_events(program), costs)
+
+
+def step_time(program: Program, events: Events, costs: Costs) -> StepTime:
+    """`simulate_step_time` for events that are known."""
+    starts, ends = _row_times(program, events, event_times(program, events, costs))
+    rows = program.columns.rows_of(op_mask(RUNS_KERNELS))
+    starts, ends, first = starts[rows], ends[rows], np.searchsorted(rows, program.columns.rank_offsets)
+    ranks = [(starts[a:b], ends[a:b]) for a, b in pairwise(first.tolist()) if a < b]
+    longest = max(float(end[-1] - start[0]) for start, end in ranks)
+    makespan = float(ends.max() - starts.min())
+    busy = [float(np.cumsum(end - start)[-1]) for start, end in ranks]  # cumsum adds one by one, as Timeline does
+    mean = sum(busy) / len(busy)
+    return StepTime(makespan, longest, Bubble(1 - mean / longest, 1 - mean / makespan))
+
+
+def event_times(program: Program, events: Events, costs: Costs) -> EventTimes:
     """When every event of a program starts and ends (see `simulate`)."""
-    costs.require(program.ranks)
-    if not 0 <= jitter < inf:
-        raise PentadError(f"jitter is {jitter}, but it must be finite and at least 0")
+    costs.validate(program.ranks)
     columns = program.columns
-    each = seconds(program, costs)
-    if jitter:
-        for row in columns.rows_of(IS_COMPUTE).tolist():
-            each[row] *= factor(seed, int(columns.rank[row]), columns.key(row), jitter)
-    pairs = np.flatnonzero(columns.second)
+    seconds = instruction_seconds(program, costs)
+    pairs = np.flatnonzero(columns.is_second)
     second = np.zeros(len(columns.unit_row))
-    second[columns.unit[pairs]] = each[pairs]
-    alone, second = each[columns.unit_row][events.unit], second[events.unit]
-    if costs.overlap:
-        return Times(*Clock(program, events, alone, second, costs.overlap).run())
-    starts, ends = times(events.graph, events.walked, alone, second)
-    return Times(starts, ends, starts + alone)
+    second[columns.unit[pairs]] = seconds[pairs]
+    first, second = seconds[columns.unit_row][events.unit], second[events.unit]
+    starts, ends = earliest_times(events.graph, events.levels, first, second)
+    return EventTimes(starts, ends, starts + first)
 
 
-def factor(seed: int, rank: int, key: Key | Instruction, jitter: float) -> float:
-    """Log-normal with mean 1; nothing but the arguments decides it."""
-    name = Key(*key[:3])
-    return exp(Random(f"{seed} {rank} {name}").gauss(-jitter * jitter / 2, jitter))
-
-
-def _rows(program: Program, step: int, events: Events, times: Times) -> Iterator[tuple]:
-    """The fields of a span for every row."""
+def _row_times(program: Program, events: Events, times: EventTimes) -> tuple[Array, Array]:
+    """Start and end of every row."""
     columns = program.columns
-    event, pairs = events.event[columns.unit], np.flatnonzero(columns.second)
+    event, pairs = events.event[columns.unit], np.flatnonzero(columns.is_second)
     starts, ends = times.starts[event], times.ends[event]
     starts[pairs] = ends[pairs - 1] = times.middles[event[pairs]]
+    return starts, ends
+
+
+def _span_fields(program: Program, step: int, events: Events, times: EventTimes) -> Iterator[tuple]:
+    """The fields of a span for every row."""
+    columns = program.columns
+    starts, ends = _row_times(program, events, times)
+    labels = _Labels()
     kinds = zip(columns.op.tolist(), columns.stage.tolist(), columns.peer.tolist(), strict=True)
-    said = _Words().of(kinds)
-    digits = [*map(str, range(program.lookup.numbers)), ""]  # by microbatch: -1 has none
+    lanes, names, ops = zip(*[labels[kind] for kind in kinds], strict=True)
+    digits = [*map(str, range(program.lookup.numbers)), ""]  # by microbatch; the last is for -1
     mb = columns.microbatch.tolist()
-    lanes, names, ops = zip(*said, strict=True)
     return zip(
         [step] * columns.rows, columns.rank.tolist(), lanes,
         [name + digits[number] for name, number in zip(names, mb, strict=True)], ops,
@@ -91,14 +103,11 @@ def _rows(program: Program, step: int, events: Events, times: Times) -> Iterator
     )  # fmt: skip
 
 
-class _Words(dict[tuple[int, int, int], tuple[str, str, str]]):
-    """(op, stage, peer) -> lane, name without its microbatch, op: each made once."""
+class _Labels(dict[tuple[int, int, int], tuple[str, str, str]]):
+    """(op code, stage, peer) -> lane, name without the microbatch, op."""
 
     def __missing__(self, kind: tuple[int, int, int]) -> tuple[str, str, str]:
         op, stage, peer = kind
         part = Instruction(OPS[op], stage, peer=peer)
-        self[kind] = said = part.lane, str(part.key), part.op.value
-        return said
-
-    def of(self, kinds: Iterator[tuple[int, int, int]]) -> list[tuple[str, str, str]]:
-        return [self[kind] for kind in kinds]
+        self[kind] = labels = part.lane, str(part.key), part.op.value
+        return labels

@@ -1,4 +1,4 @@
-"""When every instruction ran, simulated or measured: one table, the same columns for both."""
+"""When every instruction ran: the same table for simulated and measured steps."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ SCHEMA = pa.schema(
 
 
 class Span(NamedTuple):
-    """One instruction's time on one rank.
+    """One instruction's time on one rank; an overlapped pair has two spans.
 
-    `start` and `end` are seconds on the clock of the timeline; `rank` is the rank of the timeline's program (simulated)
-    or of the run (measured); `peer` is the rank at the other end of a transfer, else -1. The two halves of an
-    overlapped pair are two spans.
+    `start` and `end` are seconds on the timeline's clock. `rank` is a pipeline rank (simulated) or a rank of the run
+    (measured). `peer` is the other end of a transfer, else -1.
     """
 
     step: int
@@ -50,10 +49,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Bubble:
-    """Idle share of the ranks' time, 0 to 1, by the two measures of the field; never mix them.
+    """Idle share of the ranks' time, 0 to 1, by two definitions that must never be mixed.
 
-    `longest`: against the busiest rank's own first start to last end (zero-bubble papers, no barrier before the step);
-    `makespan`: against global start to global end (what a step with a barrier pays).
+    `longest` relates to the time of the rank that takes longest from its own first start to its own last end, as the
+    zero-bubble papers do: right where no barrier precedes the optimizer step. `makespan` relates to the time from the
+    first start to the last end over all ranks: what a step with a barrier takes.
     """
 
     longest: float
@@ -89,21 +89,21 @@ class Timeline:
 
     @property
     def longest(self) -> float:
-        """Seconds from first compute start to last compute end of the rank where that is longest."""
-        return max(end - start for start, end, _ in self.by_rank().values())
+        """Seconds from a rank's first compute start to its last compute end, for the rank where they are most."""
+        return max(end - start for start, end, _ in self.busy_by_rank().values())
 
-    def by_rank(self) -> dict[int, tuple[float, float, float]]:
-        """First compute start, last compute end and busy compute seconds of each rank."""
+    def busy_by_rank(self) -> dict[int, tuple[float, float, float]]:
+        """Rank -> (first compute start, last compute end, seconds of compute)."""
         found: dict[int, tuple[float, float, float]] = {}
         for s in sorted(self.compute, key=lambda span: span.start):
             start, end, busy = found.get(s.rank, (s.start, s.start, 0.0))
-            alone = max(0.0, s.end - max(s.start, end))  # overlapped halves count once
-            found[s.rank] = (start, max(end, s.end), busy + alone)
+            added = max(0.0, s.end - max(s.start, end))  # time that both halves of a pair cover counts once
+            found[s.rank] = (start, max(end, s.end), busy + added)
         return found
 
     def bubble(self) -> Bubble:
         """1 - mean busy time / longest, and 1 - mean busy time / makespan."""
-        busy = [value for _, _, value in self.by_rank().values()]
+        busy = [value for _, _, value in self.busy_by_rank().values()]
         mean = sum(busy) / len(busy)
         return Bubble(1 - mean / self.longest, 1 - mean / self.makespan)
 
@@ -114,11 +114,10 @@ class Timeline:
 
     @staticmethod
     def from_arrow(table: pa.Table) -> Timeline:
-        """Raises PentadError when the table is not a timeline."""
+        """Raises PentadError if the table is not a timeline."""
         if table.schema.names != SCHEMA.names:
-            raise PentadError(
-                f"the Arrow table is not a timeline: columns {table.schema.names}: expected {SCHEMA.names}"
-            )
+            text = f"the Arrow table is not a timeline: its columns are {table.schema.names}"
+            raise PentadError(f"{text}: expected {SCHEMA.names}")
         source = (table.schema.metadata or {}).get(b"source", b"measured").decode()
         rows: Iterable[tuple] = zip(*(table.column(name).to_pylist() for name in SCHEMA.names), strict=True)
         return Timeline(source, tuple(Span(*row) for row in rows))
@@ -129,7 +128,7 @@ class Timeline:
 
     @staticmethod
     def load(path: Path) -> Timeline:
-        """Raises PentadError when the file is not one that `save` wrote."""
+        """Raises PentadError if `save` did not write the file."""
         try:
             with pa.memory_map(str(path)) as source:
                 return Timeline.from_arrow(pa.ipc.open_file(source).read_all())
@@ -137,17 +136,17 @@ class Timeline:
             raise PentadError(f"{path} is not a readable timeline: {error}") from None
 
 
-def parted(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
-    """Every span with its seconds; of two that a rank computes by turns, with its part of their time: 1 of F or B, 2
-    of BW."""
+def attributed_seconds(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
+    """Every span with its seconds. The halves of an overlapped pair share the pair's time: 1 part for F or B, 2 for
+    BW."""
     last: dict[int, Span] = {}
-    halves: dict[Span, Span] = {}
+    other_half: dict[Span, Span] = {}
     for span in sorted((span for span in spans if span.op in COMPUTE), key=lambda span: span.start):
         before = last.get(span.rank)
         if before is not None and span.start < before.end:
-            halves |= {before: span, span: before}
+            other_half |= {before: span, span: before}
         last[span.rank] = span
     for span in spans:
-        other = halves.get(span, span)
+        other = other_half.get(span, span)
         together = max(span.end, other.end) - min(span.start, other.start)
         yield span, together * (1.0 if other is span else len(span.op) / len(span.op + other.op))

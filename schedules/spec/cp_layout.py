@@ -1,10 +1,10 @@
-"""Context parallelism: which positions of a sequence a rank holds, and what of the causal attention falls to it.
+"""Context parallelism: which positions of a sequence each rank holds, and its share of causal attention.
 
-'contiguous': rank r of cp holds the r-th of cp equal chunks. Of a causal attention the last rank then does 2 cp - 1
-times the work of the first one. 'zigzag' (striped attention's remedy, arXiv 2311.09431, as arXiv 2407.21783, 3.3.2, has
-it): of 2 cp equal chunks rank r holds the r-th and the (2 cp - 1 - r)-th, in this order, and all do the same.
+'contiguous': rank r of cp holds the r-th of cp equal chunks, so in causal attention the last rank does 2 cp - 1 times
+the work of the first. 'zigzag': of 2 cp equal chunks, rank r holds the r-th and the (2 cp - 1 - r)-th, in this order,
+and all ranks do the same work (arXiv 2407.21783, section 3.3.2; striped attention, arXiv 2311.09431, has the same aim).
 
-Packed documents: a row is told by the positions at which its documents begin, ascending, the first of them 0.
+The documents packed into a sequence are given by their first positions, in ascending order, starting with 0.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ PLACEMENTS: dict[CpMethod, Placement] = {"ring": "zigzag", "all_gather": "zigzag
 
 
 def chunks(length: int, cp: int, rank: int, placement: Placement) -> tuple[range, ...]:
-    """The positions that a rank holds, as ranges in its order. Raises PentadError where they cannot be equal."""
+    """The positions that a rank holds, as ranges in its order. Raises PentadError when they are not equally long."""
     if cp == 1:
         return (range(length),)
     parts = 2 * cp if placement == "zigzag" else cp
     if length % parts:
-        name = "2 x mesh.cp" if placement == "zigzag" else "mesh.cp"
-        raise PentadError(f"batch.sequence_length is {length}: expected a multiple of {name} = {parts}")
+        factor = "2 x mesh.cp" if placement == "zigzag" else "mesh.cp"
+        raise PentadError(f"batch.sequence_length is {length}: expected a multiple of {factor} = {parts}")
     size = length // parts
-    numbers = (rank, parts - 1 - rank) if placement == "zigzag" else (rank,)
-    return tuple(range(number * size, (number + 1) * size) for number in numbers)
+    held = (rank, parts - 1 - rank) if placement == "zigzag" else (rank,)
+    return tuple(range(chunk * size, (chunk + 1) * size) for chunk in held)
 
 
 def positions(length: int, cp: int, rank: int, placement: Placement) -> NDArray[np.int64]:
-    """The positions that a rank holds, in its order."""
+    """[length / cp] the positions that a rank holds, in its order."""
     return np.concatenate([np.arange(c.start, c.stop, dtype=np.int64) for c in chunks(length, cp, rank, placement)])
 
 
-def check_context(length: int, heads: int, kv_heads: int, cp: int, variant: CpMethod, tp: int = 1) -> None:
-    """Raises PentadError unless cp ranks can share sequences of `length` tokens and, for 'exchange', the heads that tp
-    ranks have cut already. Key-value heads that are fewer than ranks are exchanged to several of these."""
-    chunks(length, cp, 0, PLACEMENTS[variant])
-    if variant != "ulysses" or cp == 1:
+def check_context_parallel(length: int, heads: int, kv_heads: int, cp: int, method: CpMethod, tp: int = 1) -> None:
+    """Raises PentadError unless cp ranks can share sequences of `length` tokens and, for 'ulysses', the heads that tp
+    ranks have split already. Fewer key-value heads than ranks are replicated."""
+    chunks(length, cp, 0, PLACEMENTS[method])
+    if method != "ulysses" or cp == 1:
         return
     ranks = cp * tp
-    why = f"mesh.cp x mesh.tp = {ranks} where context ranks exchange heads"
+    why = f"mesh.cp x mesh.tp = {ranks} for mesh.cp_method ulysses"
     if heads % ranks:
         raise PentadError(f"model.heads is {heads}: expected a multiple of {why}")
     if kv_heads % ranks and ranks % kv_heads:
@@ -55,18 +55,18 @@ def check_context(length: int, heads: int, kv_heads: int, cp: int, variant: CpMe
 
 
 def document_positions(starts: Sequence[int], length: int) -> NDArray[np.int64]:
-    """Of every position of a row, its distance from the start of its document: what a rotary embedding turns by."""
+    """[length] the distance of each position from the start of its document: its rotary position."""
     begins = np.asarray(starts, dtype=np.int64)
     every = np.arange(length, dtype=np.int64)
     return every - begins[np.searchsorted(begins, every, side="right") - 1]
 
 
-def attended(length: int, cp: int, rank: int, placement: Placement, starts: Sequence[int] = (0,)) -> int:
-    """Pairs of a query that a rank holds and a key that it sees: the rank's share of the products of an attention."""
+def attention_pairs(length: int, cp: int, rank: int, placement: Placement, starts: Sequence[int] = (0,)) -> int:
+    """Pairs of a query that a rank holds and a key that the query attends to: the rank's work in causal attention."""
     return int((document_positions(starts, length)[positions(length, cp, rank, placement)] + 1).sum())
 
 
-def balance(length: int, cp: int, placement: Placement, starts: Sequence[int] = (0,)) -> float:
-    """Most over least work of a rank in attention. 1: all do the same."""
-    work = [attended(length, cp, rank, placement, starts) for rank in range(cp)]
+def imbalance(length: int, cp: int, placement: Placement, starts: Sequence[int] = (0,)) -> float:
+    """Causal attention work of the busiest rank over that of the idlest; 1 is perfect balance."""
+    work = [attention_pairs(length, cp, rank, placement, starts) for rank in range(cp)]
     return max(work) / min(work)

@@ -1,4 +1,4 @@
-"""Where a rank stands: the five axes of parallelism and the groups they form."""
+"""The device mesh: five axes of parallelism, the coordinates of a rank, and the groups along any axes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 Axis = Literal["dp", "pp", "cp", "tp", "ep"]
-ORDER: tuple[Axis, ...] = ("pp", "dp", "ep", "cp", "tp")  # outermost first: tp ranks are neighbours
+ORDER: tuple[Axis, ...] = ("pp", "dp", "ep", "cp", "tp")  # outermost first: tp ranks are adjacent
 
 
 class Coordinates(NamedTuple):
@@ -27,13 +27,13 @@ class Coordinates(NamedTuple):
 class Mesh:
     """World size = dp * pp * cp * tp * ep.
 
-    | axis | its ranks | a dense parameter over it |
+    | axis | its ranks | a dense parameter is |
     |---|---|---|
-    | dp | hold different samples | replicated (or sharded by ZeRO) |
-    | pp | hold different stages | split by layer |
+    | dp | have different samples | replicated (or sharded by ZeRO) |
+    | pp | have different stages | split by layer |
     | cp | split a sequence | replicated |
     | tp | split weights, share tokens | split |
-    | ep | hold different samples and different experts | replicated |
+    | ep | have different samples and different experts | replicated |
     """
 
     dp: int = 1
@@ -47,10 +47,10 @@ class Mesh:
         return math.prod(asdict(self).values())
 
     def coordinates(self, rank: int) -> Coordinates:
-        found = {}
+        at = {}
         for axis in reversed(ORDER):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return Coordinates(**found)
+            rank, at[axis] = divmod(rank, getattr(self, axis))
+        return Coordinates(**at)
 
     def rank(self, at: Coordinates) -> int:
         rank = 0
@@ -59,14 +59,14 @@ class Mesh:
         return rank
 
     def move(self, rank: int, **to: int) -> int:
-        """The rank that differs from `rank` in the given coordinates only."""
+        """The rank that differs from `rank` only in the given coordinates."""
         return self.rank(self.coordinates(rank)._replace(**to))
 
     def group(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
-        """Ranks that differ from `rank` in the given axes only, itself included, in rank order."""
-        here = self.coordinates(rank)
-        along = (range(getattr(self, axis)) if axis in axes else (getattr(here, axis),) for axis in ORDER)
-        return tuple(self.rank(Coordinates(**dict(zip(ORDER, at, strict=True)))) for at in product(*along))
+        """Ranks that differ from `rank` only in the given axes, itself included, in ascending order."""
+        at = self.coordinates(rank)
+        along = (range(getattr(self, axis)) if axis in axes else (getattr(at, axis),) for axis in ORDER)
+        return tuple(self.rank(Coordinates(**dict(zip(ORDER, each, strict=True)))) for each in product(*along))
 
     def __str__(self) -> str:
         sizes = asdict(self).items()

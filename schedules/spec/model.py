@@ -1,4 +1,4 @@
-"""Sizes of a model: everything that its layers, its planner and its files have to agree on."""
+"""Architecture of a model: what its layers, the planner and the checkpoint formats have to agree on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class MLA:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from a vector of
-    `rank` a token; a head's query and key are `plain` + `rotary` wide, its value `value`.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    `query_rank` is the width that queries come from; 0: straight from the residual stream.
+    Keys and values are projected up from a vector of `kv_lora_rank` per token, queries from one of `q_lora_rank` (0:
+    straight from the residual stream). A head's query and key are `qk_nope_head_dim` + `qk_rope_head_dim` wide (without
+    and with rotary positions), its value `v_head_dim`.
     """
 
     kv_lora_rank: int
@@ -24,14 +25,16 @@ class MLA:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of `count` gated feed-forward networks of width `ffn`, of which each token visits `active`.
+    """Mixture of `num_experts` gated MLPs of width `intermediate_size`, of which each token visits `top_k`.
 
-    `shared` is the width of one that every token visits besides (0: none). `score` makes probabilities of the router's
-    products; the chosen ones are divided by their sum with `normalized` and then times `scale`. With `groups` > 1 the
-    experts stand in so many equal groups and a token visits `active_groups` of them (node-limited routing,
-    DeepSeek-V3, arXiv 2412.19437, 2.1.2). `auxiliary` is the weight of the balance loss (Switch Transformers,
-    arXiv 2101.03961, 2.2); `bias_rate` what an expert's bias moves a step towards an even load (arXiv 2408.15664), 0:
-    there is no bias. The first `dense` layers of the model have no experts.
+    `shared_intermediate_size` is the width of an MLP that every token visits as well (0: none). `scoring_func` turns
+    router logits into scores; with `norm_topk_prob` the chosen scores are normalized to sum 1, then multiplied by
+    `routed_scaling_factor`. With `num_groups` > 1 the experts form that many equal groups and a token visits only
+    `topk_groups` of them (node-limited routing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    `aux_loss_coef` weighs the load balancing loss (Switch Transformers, arXiv 2101.03961, section 2.2).
+    `bias_update_rate` is how much an expert's bias moves per step towards an even load (arXiv 2408.15664); 0: no bias.
+    The first `first_k_dense` layers of the model have no experts.
     """
 
     num_experts: int
@@ -50,10 +53,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Longer wavelengths for the rotary embedding, as Llama 3.1 ('llama3') and YaRN (arXiv 2309.00071, 'yarn') do.
+    """Longer wavelengths of the rotary embedding, as in Llama 3.1 ('llama3') or YaRN (arXiv 2309.00071, 'yarn').
 
-    `original` is the length that the model was first trained with; `low` and `high` are Llama's frequency factors, or
-    YaRN's beta_slow and beta_fast; `attention` is what YaRN multiplies cos and sin by, and `softmax` the scores.
+    `original_max_position_embeddings` is the sequence length of the first training. `low_freq_factor` and
+    `high_freq_factor` are Llama's, or YaRN's beta_slow and beta_fast. YaRN multiplies cos and sin by
+    `attention_factor` and attention scores by `softmax_factor`.
     """
 
     rope_type: Literal["llama3", "yarn"]
@@ -67,7 +71,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class CustomLayer:
-    """A layer of a user's own: its parameters by name and shape, the FLOPs that products count in the forward of one
+    """A layer of a custom model: its parameters by name and shape, the FLOPs of matrix products in the forward of one
     sequence, and whether it draws random numbers."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -77,8 +81,8 @@ class CustomLayer:
 
 @dataclass(frozen=True)
 class CustomModel:
-    """A model of a user's own for sequences of `length` tokens: what `text` = 'FILE.py:FUNCTION' returns, called with
-    these `sizes` by name. `source` is what the file held when the run began."""
+    """A user's own model for sequences of `length` tokens: what `text` = 'FILE.py:FUNCTION' returns when it is called
+    with `sizes` as keyword arguments. `source` is the content of the file when the run began."""
 
     text: str
     source: str
@@ -88,14 +92,13 @@ class CustomModel:
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder with pre-norms, rotary positions and gated feed-forward layers: `heads` query heads share
-    `kv_heads` key-value heads of width `head_dim`.
+class ModelSpec:
+    """A decoder with pre-norms, rotary positions and gated MLPs; `heads` query heads share `kv_heads` key-value heads.
 
-    `head_size` 0 means hidden / heads. `qk_norm`: queries and keys are normed head by head (Qwen3). `tied`: the output
-    head is the embedding. `predicted` tokens beyond the next one have a layer each (multi-token prediction,
-    arXiv 2412.19437, 2.2), whose loss counts `predicted_weight` over their number. With a model of the user's `own`
-    `layers` are those of its list, and only `hidden` and `vocab` say more.
+    `head_dim` 0 means hidden / heads. With `qk_norm`, queries and keys are normalized per head (Qwen3).
+    `mtp_layers` layers predict one further token each (multi-token prediction, arXiv 2412.19437, section 2.2); their
+    losses are averaged and weighted by `mtp_loss_weight`. For a `custom` model, `layers` is the length of its list of
+    layers, and of the other fields only `hidden` and `vocab` have a meaning.
     """
 
     layers: int
@@ -118,14 +121,14 @@ class ModelShape:
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of a query and of a key."""
+        """Width of a head's query and key."""
         if self.mla is not None:
             return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
         return self.head_dim or self.hidden // self.heads
 
     @property
     def softmax_scale(self) -> float | None:
-        """What attention scores are multiplied by, where it is not 1 / sqrt(head_dim)."""
+        """Factor on attention scores; None: 1 / sqrt(qk_head_dim)."""
         if self.rope_scaling is None or self.rope_scaling.softmax_factor == 1.0:
             return None
         return self.rope_scaling.softmax_factor / math.sqrt(self.qk_head_dim)

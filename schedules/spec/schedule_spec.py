@@ -1,4 +1,4 @@
-"""What a schedule is made for: the one argument of every generator."""
+"""What a schedule is generated for: sizes, options and costs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 from pentad.schedules.simulate.costs import Costs
 
 
-class Options(NamedTuple):
-    """What a user may ask of a schedule that takes it; None: as the schedule likes. Meanings are those of Shape."""
+class ScheduleOptions(NamedTuple):
+    """Options that a schedule may accept (see `ScheduleSpec`); None leaves the choice to the schedule."""
 
     chunks: int | None = None
     group: int | None = None
@@ -18,13 +18,13 @@ class Options(NamedTuple):
 
 
 class MemoryOptions(NamedTuple):
-    """What a program does to need less memory.
+    """How a program trades time for memory.
 
-    `zero` is the stage of ZeRO, 0 to 3; with 3 a rank has at most `gathered` stages' parameters whole at once (None:
-    all it holds) and begins a gather `prefetch` compute units before its reader. The stages in `recompute` compute
-    again what their forward does not keep. `keep` is the most activations that stay on the device, in microbatches of a
-    whole rank (None: all). `buckets[stage]` is in how many parts, one behind the other, a stage's gradients are reduced
-    (empty: in one).
+    `zero` is the ZeRO stage, 0 to 3. With 3, a rank holds the gathered parameters of at most `max_gathered` stages at
+    once (None: all its stages), and a gather starts `prefetch` compute units before its reader. The stages in
+    `recompute` save only their input and recompute the rest. `max_resident` is the largest number of activations that
+    stay on the device, in microbatches of a whole rank (None: all). `buckets[stage]` is the number of parts in which a
+    stage's gradients are reduced (empty: one).
     """
 
     zero: int = 0
@@ -37,12 +37,12 @@ class MemoryOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """`ranks` pipeline ranks and `microbatches` of one step.
+    """The argument of every generator: `ranks` pipeline ranks and the `microbatches` of one step.
 
-    `chunks` is the number of parts that a rank's layers are cut into, `group` how many microbatches go through a chunk
-    before the next chunk's turn (interleaved schedules). `costs` are those of every stage, for schedules that plan with
-    them. `limit` is the most activations that a rank may keep, in microbatches of a whole rank (None: as the schedule
-    likes). `slices` is the number of equal parts that the sequences of a microbatch are cut into.
+    `chunks` is the number of model chunks per rank, `group` the number of microbatches that go through one chunk before
+    the next chunk starts (interleaved schedules), `slices` the number of equal parts that sequences are cut into.
+    `costs` are those of every stage, for schedules that plan with them. `memory_limit` is the largest number of
+    activations that a rank may hold, in microbatches of a whole rank (None: the schedule's own limit).
     """
 
     ranks: int

@@ -1,38 +1,40 @@
-"""Whether a model and its batch can be cut as a mesh asks: every mistake in one sentence with its numbers."""
+"""Checks that the axes of a mesh divide a model and its batch; each mistake is one sentence with its numbers."""
 
 from __future__ import annotations
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.cp_layout import CpMethod, check_context
+from pentad.schedules.spec.cp_layout import CpMethod, check_context_parallel
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.model import ModelSpec
 
 
-def require_fit(
-    model: ModelShape, mesh: Mesh, length: int, rows: int, slices: int = 1, context: CpMethod = "ring"
+def check_divisibility(
+    model: ModelSpec, mesh: Mesh, length: int, rows: int, slices: int = 1, cp_method: CpMethod = "ring"
 ) -> None:
-    """Raises PentadError for the first part of the model that an axis does not divide.
+    """Raises PentadError for the first size that an axis does not divide.
 
-    `rows` sequences of `length` tokens are in a microbatch, each in so many `slices`; `context` is how context ranks
-    attend to each other's tokens.
+    A microbatch has `rows` sequences of `length` tokens, each cut into `slices`.
     """
-    _require_tensor(model, mesh)
-    _require_context(model, mesh, length, slices, context)
-    _require_experts(model, mesh)
+    _check_tensor_parallel(model, mesh)
+    if mesh.cp > 1:
+        if slices > 1:
+            raise PentadError(
+                f"mesh.cp is {mesh.cp}: expected 1 for a schedule that cuts sequences into {slices} slices"
+            )
+        check_context_parallel(length, model.heads, model.kv_heads, mesh.cp, cp_method, mesh.tp)
+    _check_expert_parallel(model, mesh)
     tokens = rows * length // slices // mesh.cp
     if tokens % mesh.tp:
-        shared = f"{rows} x {length} / {slices * mesh.cp}" if slices * mesh.cp > 1 else f"{rows} x {length}"
-        why = f"the tokens of a microbatch, {shared} = {tokens}, which tensor ranks share out"
+        product = f"{rows} x {length} / {slices * mesh.cp}" if slices * mesh.cp > 1 else f"{rows} x {length}"
+        why = f"the tokens of a microbatch, {product} = {tokens}, for sequence parallelism"
         raise PentadError(f"mesh.tp is {mesh.tp}: expected a divisor of {why}")
 
 
-def _require_tensor(model: ModelShape, mesh: Mesh) -> None:
+def _check_tensor_parallel(model: ModelSpec, mesh: Mesh) -> None:
     sizes = {"heads": model.heads, "ffn": model.ffn, "vocab": model.vocab}
     if model.experts is not None:
-        sizes |= {
-            "experts.ffn": model.experts.intermediate_size,
-            "experts.shared": model.experts.shared_intermediate_size,
-        }
+        for name in ("intermediate_size", "shared_intermediate_size"):
+            sizes[f"experts.{name}"] = getattr(model.experts, name)
     for name, size in sizes.items():
         if size % mesh.tp:
             raise PentadError(f"model.{name} is {size}: expected a multiple of mesh.tp = {mesh.tp}")
@@ -41,19 +43,10 @@ def _require_tensor(model: ModelShape, mesh: Mesh) -> None:
         raise PentadError(f"model.kv_heads is {model.kv_heads}: expected {expected}")
 
 
-def _require_context(model: ModelShape, mesh: Mesh, length: int, slices: int, context: CpMethod) -> None:
-    if mesh.cp == 1:
-        return
-    if slices > 1:
-        raise PentadError(f"mesh.cp is {mesh.cp}: expected 1 where a schedule cuts sequences into {slices} slices")
-    check_context(length, model.heads, model.kv_heads, mesh.cp, context, mesh.tp)
-
-
-def _require_experts(model: ModelShape, mesh: Mesh) -> None:
+def _check_expert_parallel(model: ModelSpec, mesh: Mesh) -> None:
     if model.experts is None:
         if mesh.ep > 1:
             raise PentadError(f"mesh.ep is {mesh.ep}: expected 1 for a model without experts")
     elif model.experts.num_experts % mesh.ep:
-        raise PentadError(
-            f"model.experts.num_experts is {model.experts.num_experts}: expected a multiple of mesh.ep = {mesh.ep}"
-        )
+        found = f"model.experts.num_experts is {model.experts.num_experts}"
+        raise PentadError(f"{found}: expected a multiple of mesh.ep = {mesh.ep}")

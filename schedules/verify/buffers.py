@@ -1,155 +1,114 @@
-"""Every buffer of a step: which instruction fills it, which reads it last, and where it is free again.
+"""The lifetime of every buffer of a step: what fills it, what reads it last, and after what it is free again.
 
-Four kinds. *saved*: what a forward keeps until its backward. *deferred*: what B keeps until W. *result*: what goes to
-another stage, until that has it here or, of one that is sent, until the next send of its lane, since a lane sends one
-after another. *slot*: what a receive fills, until the next receive of that slot.
+There are four kinds. *saved*: the activations that a forward saves for its backward. *deferred*: what B saves for W.
+*result*: an output for another stage. If that stage is on the same rank it is free once read; if it is sent it is free
+at the next send of the same lane, since a lane sends one after another. *slot*: received data, until the next receive
+into the same slot.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from pentad.schedules.ir.columns import CODE, Array
+from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.lookup import IS_BACKWARD, IS_RECEIVE
 from pentad.schedules.ir.program import Program
-from pentad.schedules.simulate.dependencies import ScheduleError
-from pentad.schedules.simulate.events import following
+from pentad.schedules.simulate.events import consecutive
 
 KINDS = ("saved", "deferred", "result", "slot")
-SAVED, DEFERRED, RESULT, SLOT = range(4)
 
 
 class Buffers(NamedTuple):
-    """Rows of the program: the k-th buffer is of kind `KINDS[kind[k]]`, filled by made[k], read last by used[k] (-1: by
-    none), and free behind freed[k] (-1: at the end of the step)."""
+    """Buffer k is of kind `KINDS[kind[k]]`; the rest are rows of the program. `last_read` is -1 for a buffer that is
+    never read, `freed` is -1 for one that is freed at the end of the step."""
 
     kind: Array
-    made: Array
-    used: Array
+    filled: Array
+    last_read: Array
     freed: Array
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of a tensor that moves between stages and, by stage, of what F keeps of a piece until B, of what B keeps of
-    it until W, and of what is there all the time (parameters, gradients, optimizer state)."""
-
-    transfer: int
-    saved: tuple[int, ...]
-    deferred: tuple[int, ...]
-    fixed: tuple[int, ...]
-
-
 def buffers(program: Program) -> Buffers:
-    """Of a program whose instructions are unique and complete (see `check`)."""
+    """The buffers of a program whose instructions are unique and complete (see `check`)."""
     columns, rows = program.columns, program.lookup
-    f, b = np.flatnonzero(columns.op == CODE[Op.F]), np.flatnonzero(columns.op == CODE[Op.B])
-    made, used, freed = _results(program)
-    receives = columns.rows_of(IS_RECEIVE)
-    forward = columns.op[receives] == CODE[Op.RECV_F]
-    reader = np.where(forward, rows.backward[rows.cell(receives)], rows.weight[rows.cell(receives)])
-    pool = (2 * columns.rank[receives] + forward) * 2**32 + columns.slot[receives]
-    f, saved = _saved(program, f)
-    deferred = rows.weight[rows.cell(b)]
-    kind = np.repeat(range(4), [len(f), len(b), len(made), len(receives)])
-    every = [(f, saved, saved), (b, deferred, deferred), (made, used, freed)]
-    every.append((receives, reader, _next(columns.rows, receives, pool)[receives]))
-    return Buffers(kind, *map(np.concatenate, zip(*every, strict=True)))
+    b = np.flatnonzero(columns.op == CODE[Op.B])
+    w = rows.weight[rows.cell(b)]
+    saved, saved_end = _saved(program)
+    result, result_read, result_freed = _results(program)
+    slot = columns.rows_of(IS_RECEIVE)
+    forward = columns.op[slot] == CODE[Op.RECV_F]
+    slot_read = np.where(forward, rows.backward[rows.cell(slot)], rows.weight[rows.cell(slot)])
+    slot_freed = _next(columns.rows, slot, slot_numbers(program, slot))[slot]
+    return Buffers(
+        np.repeat(range(4), [len(saved), len(b), len(result), len(slot)]),
+        np.concatenate((saved, b, result, slot)),
+        np.concatenate((saved_end, w, result_read, slot_read)),
+        np.concatenate((saved_end, w, result_freed, slot_freed)),
+    )
 
 
-def _saved(program: Program, forward: Array) -> tuple[Array, Array]:
-    """Who makes what a backward needs, and who ends it: the forward or what does it again, and, of what is offloaded
-    meanwhile, once before its way and once behind it."""
-    columns, rows = program.columns, program.lookup
-    made = forward.copy()
-    ends = rows.backward[rows.cell(forward)]
-    for op, changed in ((Op.RECOMPUTE, made), (Op.OFFLOAD, ends)):
-        found = rows.rows(columns.rank[forward], CODE[op], columns.stage[forward], columns.microbatch[forward])
-        changed[found >= 0] = found[found >= 0]
-    back = np.flatnonzero(columns.op == CODE[Op.RELOAD])
-    return np.concatenate((made, back)), np.concatenate((ends, rows.backward[rows.cell(back)]))
+def slot_numbers(program: Program, receives: Array) -> Array:
+    """A number for the slot that each of these rows fills, the same for rows of one rank, op and slot."""
+    columns = program.columns
+    pool = 2 * columns.rank[receives] + (columns.op[receives] == CODE[Op.RECV_F])
+    return pool * (int(columns.slot.max(initial=0)) + 1) + columns.slot[receives]
 
 
 def prove_buffers(program: Program) -> None:
-    """Raises ScheduleError for a buffer that is read by none, or before it is filled, or behind where it is free."""
+    """Raises ScheduleError for a buffer that is never read, or read before it is filled or after it is freed."""
     columns = program.columns
-    kind, made, used, freed = buffers(program)
-    end = np.where(freed < 0, columns.first[columns.rank[made] + 1] - 1, freed)
-    rank = columns.rank[made]
-    apart = (rank != columns.rank[used]) | (rank != columns.rank[end])
-    reached = np.where(kind == SLOT, columns.unit[made], columns.unit[made] + 1)  # a slot is filled beside compute
-    wrong = np.flatnonzero(
-        (used < 0) | apart | (columns.unit[used] < reached) | (columns.unit[end] < columns.unit[used])
-    )
+    kind, filled, last_read, freed = buffers(program)
+    rank = columns.rank[filled]
+    end = np.where(freed < 0, columns.rank_offsets[rank + 1] - 1, freed)
+    other_rank = (rank != columns.rank[last_read]) | (rank != columns.rank[end])
+    early, late = columns.unit[last_read] <= columns.unit[filled], columns.unit[end] < columns.unit[last_read]
+    wrong = np.flatnonzero((last_read < 0) | other_rank | early | late)
     if len(wrong):
-        k = wrong[np.argmin(made[wrong])]
-        what = f"the {KINDS[kind[k]]} buffer of {columns.key(made[k])}"
-        reads = f"is read last by {columns.key(used[k])}" if used[k] >= 0 else "is read by none"
-        frees = "at the end of the step" if freed[k] < 0 else f"behind {columns.key(freed[k])}"
-        at, index = columns.place(made[k])
-        raise ScheduleError(f"rank {at}: {what} {reads} and free {frees}", at, index)
+        k = wrong[np.argmin(filled[wrong])]
+        at, index = columns.position(filled[k])
+        read = f"last read by {columns.key(last_read[k])}" if last_read[k] >= 0 else "never read"
+        free = "at the end of the step" if freed[k] < 0 else f"after {columns.key(freed[k])}"
+        text = f"the {KINDS[kind[k]]} buffer of {columns.key(filled[k])} is {read} and freed {free}"
+        raise ScheduleError(f"rank {at}: {text}", at, index)
 
 
-def peak_bytes(program: Program, sizes: Sizes) -> list[int]:
-    """Most bytes that each rank holds at once, counted along its stream. A B trades what F kept for what W needs; a BW
-    does so for its own time. All slots of a rank are there for the whole step."""
-    columns = program.columns
-    kind, made, _, freed = buffers(program)
-    saved, deferred = (np.array(part, np.int64)[columns.stage] for part in (sizes.saved, sizes.deferred))
-    size = np.select(
-        [kind == SAVED, kind == DEFERRED, kind == RESULT], [saved[made], deferred[made], sizes.transfer], 0
-    )
-    # Two moments a row: what is taken before it, and what is given back behind it. What B trades is no sum of both.
-    change = np.zeros(2 * columns.rows, np.int64)
-    np.add.at(change, 2 * made, size)
-    behind = freed >= 0
-    at_once = columns.op[freed] == CODE[Op.B]
-    np.add.at(change, (2 * freed + ~((kind == SAVED) & at_once))[behind], -size[behind])
-    both = np.flatnonzero(columns.op == CODE[Op.BW])
-    change[2 * both] += np.maximum(deferred[both] - saved[both], 0)
-    change[2 * both + 1] -= np.maximum(deferred[both] - saved[both], 0)
-    slots = _slots(program)
-    peaks = []
-    for rank, (a, b) in enumerate(pairwise(columns.first.tolist())):
-        most = int(np.max(np.cumsum(change[2 * a : 2 * b]), initial=0))
-        fixed = sum(sizes.fixed[stage] for stage in dict.fromkeys(program.placement[rank]))
-        peaks.append(fixed + int(slots[rank]) * sizes.transfer + most)
-    return peaks
+def _saved(program: Program) -> tuple[Array, Array]:
+    """(filled, freed) of saved activations: from the forward or its recomputation to the backward. An offloaded one has
+    two buffers, from the forward to OFFLOAD and from RELOAD to the backward."""
+    columns, rows = program.columns, program.lookup
+    filled = np.flatnonzero(columns.op == CODE[Op.F])
+    freed = rows.backward[rows.cell(filled)]
+    keys = columns.rank[filled], columns.stage[filled], columns.microbatch[filled]
+    for op, replaced in ((Op.RECOMPUTE, filled), (Op.OFFLOAD, freed)):
+        found = rows.rows(keys[0], CODE[op], *keys[1:])
+        replaced[found >= 0] = found[found >= 0]
+    reload = np.flatnonzero(columns.op == CODE[Op.RELOAD])
+    return np.concatenate((filled, reload)), np.concatenate((freed, rows.backward[rows.cell(reload)]))
 
 
 def _results(program: Program) -> tuple[Array, Array, Array]:
-    """Results that another stage reads: who makes them, who uses them last here, and where they are free."""
-    columns, rows, pieces = program.columns, program.lookup, program.pieces
+    """(filled, last read, freed) of outputs and input gradients that another stage reads."""
+    columns, rows, step = program.columns, program.lookup, program.total_slices
     f = np.flatnonzero((columns.op == CODE[Op.F]) & (columns.stage + 1 < program.stages))
     b = np.flatnonzero(IS_BACKWARD[columns.op] & (columns.stage > 0))
-    made = np.concatenate((f, b))
-    reader = np.concatenate((rows.forward[rows.cell(f) + pieces], rows.backward[rows.cell(b) - pieces]))
-    here = columns.rank[reader] == columns.rank[made]
+    filled = np.concatenate((f, b))
+    reader = np.concatenate((rows.forward[rows.cell(f) + step], rows.backward[rows.cell(b) - step]))
+    same_rank = columns.rank[reader] == columns.rank[filled]
     op = np.repeat([CODE[Op.SEND_F], CODE[Op.SEND_B]], [len(f), len(b)])
-    send = rows.rows(columns.rank[made], op, columns.stage[made], columns.microbatch[made])
-    after = _next(columns.rows, rows.transfers[0], rows.channels[0])
-    # What is both read here and sent, or neither, has no one end.
-    used = np.where(here, np.where(send < 0, reader, -1), send)
-    return made, used, np.where(here, used, after[used])
+    send = rows.rows(columns.rank[filled], op, columns.stage[filled], columns.microbatch[filled])
+    next_send = _next(columns.rows, rows.transfers[0], rows.channels[0])
+    # A result must be either read on its rank or sent: both would free it twice.
+    read = np.where(same_rank, np.where(send < 0, reader, -1), send)
+    return filled, read, np.where(same_rank, read, next_send[read])
 
 
 def _next(count: int, rows: Array, group: Array) -> Array:
-    """By row: the next row of its group, -1 where there is none."""
+    """By row, the next row of the same group, or -1."""
     found = np.full(count, -1)
-    before, after = following(rows, group)
+    before, after = consecutive(rows, group)
     found[before] = after
     return found
-
-
-def _slots(program: Program) -> Array:
-    """Receive slots of each rank."""
-    columns = program.columns
-    rows = columns.rows_of(IS_RECEIVE)
-    forward = columns.op[rows] == CODE[Op.RECV_F]
-    pools = np.unique((2 * columns.rank[rows] + forward) * 2**32 + columns.slot[rows])
-    return np.bincount(pools // 2**33, minlength=program.ranks)

@@ -4,63 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
 import numpy as np
 
 from pentad.schedules.draw.grid import order_grid
-from pentad.schedules.ir.columns import OPS, Array
+from pentad.schedules.ir.columns import CODE, Array
+from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import SENDS, Key, Op
 from pentad.schedules.ir.lookup import IS_COMPUTE, IS_REDUCTION
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.optimizer_pass import last_weights, numbers_of
-from pentad.schedules.passes.validation import is_validated
-from pentad.schedules.simulate.dependencies import ScheduleError
+from pentad.schedules.passes.optimizer_pass import bucket_numbers, last_weight_grads
+from pentad.schedules.passes.validation import has_post_validation
 from pentad.schedules.simulate.events import collectives, events_of
-from pentad.schedules.simulate.memory import kept
 from pentad.schedules.verify.buffers import prove_buffers
-from pentad.schedules.verify.check_data import behind, prove_data, prove_slots, prove_waits
-from pentad.schedules.verify.check_order import prove_order
-from pentad.schedules.verify.check_savings import prove_savings
-from pentad.schedules.verify.check_validation import prove_validation
+from pentad.schedules.verify.check_data import prove_data, prove_slots, prove_waits, waits_for_compute
+from pentad.schedules.verify.check_order import error_at, prove_order
+from pentad.schedules.verify.check_passes import prove_memory_passes, prove_post_validation
 
 
 def check(program: Program, *, replicas: int = 1, buckets: tuple[int, ...] = ()) -> None:
-    """Raises ScheduleError naming the culprit, with the grid of instructions around it. `replicas` is the mesh's dp,
-    `buckets` are those of `Savings`.
+    """Raises ScheduleError naming the culprit, with the instructions around it as a grid. `replicas` is the mesh's dp,
+    `buckets` that of `MemoryOptions`.
 
-    Proven, in this order: every stage is held; each instruction is on a rank that holds its stage, with the peer or
-    group that its op has, and none is there twice; every microbatch has F, then B and W or BW, on one rank, weight
-    gradients in microbatch order; waits name earlier instructions; every result is there, or received, before it is
-    used, and nothing else is received; slots are refilled only after their last reader; all buckets of gradients are
-    reduced after their last W and before NORM, NORM before STEP; the k-th send of a communicator meets the k-th receive
-    of the same tensor; collectives of a group meet in the same order on every member; no cycle through lanes, waits,
-    rendezvous and a host that waits at every compute unit; every buffer is filled, read and given back once, in that
-    order.
+    Proven in this order: - Every stage has a rank. Each instruction is unique, on a rank that holds its stage, with the
+    peer or group of its op. - Every stage runs F and BW, or F, B and W, of every microbatch on one rank, weight
+    gradients in microbatch order. - Waits name earlier instructions of the same stream. - What is read was computed
+    earlier on the same rank or is received; nothing else is received. - A slot is received into again only after its
+    last reader. - All gradient buckets are reduced after their last W and before NORM; STEP comes after NORM. -
+    Gathered parameters, recomputed and offloaded activations are ready when they are read (see check_passes.py). - The
+    k-th send of a communicator meets the k-th receive, of the same tensor. - Members of a group meet in the same order
+    for every collective. - There is no cycle through lanes, waits, rendezvous and a host that waits for every compute
+    unit. - Every buffer is filled, read and freed once, in this order.
     """
-    with _drawn(program):
+    with _with_grid(program):
         prove_order(program)
         prove_waits(program)
         prove_data(program)
         prove_slots(program)
-        _prove_ending(program, replicas, buckets)
-        prove_savings(program)
+        _prove_end(program, replicas, buckets)
+        prove_memory_passes(program)
         _prove_transfers(program)
-        prove_validation(program)
+        prove_post_validation(program)
         _prove_collectives(program)
         _prove_no_cycle(program)
         prove_buffers(program)
 
 
 def check_order(program: Program) -> None:
-    """The part of `check` that a compute order must pass before transfers can be placed."""
-    with _drawn(program):
+    """The part of `check` that a compute order must pass before transfers can be added."""
+    with _with_grid(program):
         prove_order(program)
 
 
 @contextmanager
-def _drawn(program: Program) -> Iterator[None]:
-    """Puts the grid under what is said of a program."""
+def _with_grid(program: Program) -> Iterator[None]:
+    """Adds the program's name and the grid to a ScheduleError."""
     try:
         yield
     except ScheduleError as error:
@@ -68,89 +66,84 @@ def _drawn(program: Program) -> Iterator[None]:
         raise ScheduleError(f"program {program.name} is refused: {error}\n{grid}", error.rank, error.index) from None
 
 
-def peak_activations(program: Program) -> list[float]:
-    """Most activations each rank keeps at once, in microbatches of a whole rank; B frees half of one, W the rest."""
-    changes = kept(program)
-    return [float(np.max(np.cumsum(changes[a:b]), initial=0.0)) for a, b in pairwise(program.columns.first.tolist())]
+def _prove_end(program: Program, replicas: int, buckets: tuple[int, ...]) -> None:
+    """Shared gradients are reduced, then comes NORM, then STEP.
 
-
-def _prove_ending(program: Program, replicas: int, buckets: tuple[int, ...]) -> None:
-    """Lowered programs only: every shared stage is reduced, NORM behind that and behind all compute, then STEP: behind
-    NORM, or behind what NORM waits for where the step is validated later."""
+    With post-validation STEP does not wait for NORM, but for the same gradients as NORM does.
+    """
     columns, ranks = program.columns, np.arange(program.ranks)
-    norm, step = (program.lookup.rows(ranks, OPS.index(op), -1, np.full(len(ranks), -1)) for op in (Op.NORM, Op.STEP))
+    norm, step = (program.lookup.rows(ranks, CODE[op], -1, np.full(len(ranks), -1)) for op in (Op.NORM, Op.STEP))
     compute = columns.rows_of(IS_COMPUTE)
-    last = np.append(compute, -1)[np.searchsorted(compute, columns.first[1:]) - 1]
-    waited, validated = behind(program, norm, last) | (last < columns.first[:-1]), is_validated(program)
+    last = np.append(compute, -1)[np.searchsorted(compute, columns.rank_offsets[1:]) - 1]  # of each rank
+    waited = waits_for_compute(program, norm, last) | (last < columns.rank_offsets[:-1])
+    post_validation = has_post_validation(program)
     for rank in range(program.ranks):
         if norm[rank] < 0 or step[rank] < 0:
             missing = "NORM" if norm[rank] < 0 else "STEP"
             raise ScheduleError(f"rank {rank} has no {missing}", rank, len(program.streams[rank]) - 1)
-        ahead = columns.groups[columns.group[norm[rank]]] == ""
-        if not ahead and columns.key(norm[rank]) not in columns.waits(step[rank]):
-            raise ScheduleError(f"rank {rank}: STEP does not wait for NORM", *columns.place(step[rank]))
-        if ahead != validated:
-            has = "no " * ahead + "VALIDATE"
-            raise ScheduleError(f"rank {rank} has {columns.key(norm[rank])} with {has}", *columns.place(norm[rank]))
+        chained = columns.groups[columns.group[norm[rank]]] == ""  # the NORM of a step with post-validation
+        if not chained and columns.key(norm[rank]) not in columns.waits(step[rank]):
+            raise error_at(program, step[rank], "STEP does not wait for NORM")
+        if chained != post_validation:
+            with_ = "without" if chained else "with"
+            raise error_at(program, norm[rank], f"found {columns.key(norm[rank])} {with_} VALIDATE")
         if step[rank] < last[rank]:
-            text = f"rank {rank}: STEP comes before {columns.key(last[rank])}"
-            raise ScheduleError(text, *columns.place(step[rank]))
+            raise error_at(program, step[rank], f"STEP comes before {columns.key(last[rank])}")
         if not waited[rank]:
-            text = f"rank {rank}: NORM does not wait for {columns.key(last[rank])}"
-            raise ScheduleError(text, *columns.place(norm[rank]))
-    for ends in (norm, step) if validated else (norm,):
-        _prove_reduced(program, replicas, buckets, [(row, set(columns.waits(row))) for row in ends])
+            raise error_at(program, norm[rank], f"NORM does not wait for {columns.key(last[rank])}")
+    for rows in (norm, step) if post_validation else (norm,):
+        _prove_reduced(program, replicas, buckets, [(row, set(columns.waits(row))) for row in rows])
 
 
-def _prove_reduced(program: Program, replicas: int, buckets: tuple[int, ...], ends: list[tuple[int, set[Key]]]) -> None:
-    """`ends[rank]` is the row that wants whole gradients, with the keys that it waits for."""
-    columns, weights = program.columns, last_weights(program)
+def _prove_reduced(
+    program: Program, replicas: int, buckets: tuple[int, ...], readers: list[tuple[int, set[Key]]]
+) -> None:
+    """`readers[rank]` is the row that reads all gradients of a rank, with the keys that it waits for."""
+    columns, weight_grads = program.columns, last_weight_grads(program)
     held = [
         (rank, stage, number)
         for rank, stages in enumerate(program.placement)
         for stage in stages
-        for number in numbers_of(buckets, stage)
+        for number in bucket_numbers(buckets, stage)
     ]
     ranks, stages, numbers = (np.array(part) for part in zip(*held, strict=True))
-    whole, scattered = (
-        program.lookup.rows(ranks, OPS.index(op), stages, numbers) for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
+    reduced, scattered = (
+        program.lookup.rows(ranks, CODE[op], stages, numbers) for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
     )
-    rows = np.where(whole < 0, scattered, whole)
-    final = np.array([weights.get((rank, stage), -1) for rank, stage, _ in held])
-    waited = behind(program, rows, final) | (final < 0)
+    rows = np.where(reduced < 0, scattered, reduced)
+    last = np.array([weight_grads.get((rank, stage), -1) for rank, stage, _ in held])
+    waited = waits_for_compute(program, rows, last) | (last < 0)
     for k, (rank, stage, number) in enumerate(held):
-        key = columns.key(rows[k]) if rows[k] >= 0 else Key(Op.ALL_REDUCE, stage, number)
         shared = replicas > 1 or len(program.holders(stage)) > 1
-        if rows[k] >= 0 and not shared:
-            text = f"rank {rank} reduces the gradients of stage {stage}, which no other rank holds"
-            raise ScheduleError(text, *columns.place(rows[k]))
-        if rows[k] < 0 and shared:
+        if not shared:
+            if rows[k] >= 0:
+                text = f"{columns.key(rows[k])} reduces the gradients of stage {stage}, which no other rank holds"
+                raise error_at(program, rows[k], text)
+            continue
+        if rows[k] < 0:
             bucket = f" (bucket {number})" if number >= 0 else ""
             text = f"rank {rank} never reduces the gradients of stage {stage}{bucket}"
             raise ScheduleError(text, rank, len(program.streams[rank]) - 1)
-        if shared and not waited[k]:
-            text = f"rank {rank}: {key} does not wait for {columns.key(final[k])}"
-            raise ScheduleError(text, *columns.place(rows[k]))
-        end, keys = ends[rank]
-        if shared and key not in keys:
-            raise ScheduleError(f"rank {rank}: {columns.key(end).op} does not wait for {key}", *columns.place(end))
-    found = columns.rows_of(IS_REDUCTION)
-    for row in np.setdiff1d(found, rows).tolist():
-        text = f"rank {columns.rank[row]} runs {columns.key(row)}, which is no bucket of the stage or one reduced twice"
-        raise ScheduleError(text, *columns.place(row))
+        key, (reader, keys) = columns.key(rows[k]), readers[rank]
+        if not waited[k]:
+            raise error_at(program, rows[k], f"{key} does not wait for {columns.key(last[k])}")
+        if key not in keys:
+            raise error_at(program, reader, f"{columns.key(reader).op} does not wait for {key}")
+    for row in np.setdiff1d(columns.rows_of(IS_REDUCTION), rows).tolist():
+        raise error_at(program, row, f"{columns.key(row)} is no bucket of the stage, or is reduced twice")
 
 
 def _prove_transfers(program: Program) -> None:
     columns = program.columns
     sends, receives = program.lookup.transfers
     sent, received = program.lookup.channels
-    shift = np.where(columns.op[sends] == OPS.index(Op.SEND_F), 1, -1)
+    shift = np.where(columns.op[sends] == CODE[Op.SEND_F], 1, -1)
     if len(sends) == len(receives) and np.array_equal(sent, received):
         same = columns.stage[sends] + shift == columns.stage[receives]
         if (same & (columns.microbatch[sends] == columns.microbatch[receives])).all():
             return
-    for one in dict.fromkeys(program.lookup.channel(np.sort(np.concatenate((sends, receives)))).tolist()):
-        _prove_channel(program, one, sends[sent == one], receives[received == one])
+    for channel in dict.fromkeys(program.lookup.channel(np.sort(np.concatenate((sends, receives)))).tolist()):
+        _prove_channel(program, channel, sends[sent == channel], receives[received == channel])
 
 
 def _prove_channel(program: Program, channel: int, sends: Array, receives: Array) -> None:
@@ -165,41 +158,41 @@ def _prove_channel(program: Program, channel: int, sends: Array, receives: Array
         row = receives[k] if k < len(receives) else sends[k]
         text = f"sends {_named(sent, k)} and receives {_named(received, k)}"
         where = f"transfer {k} ({kind} from rank {source} to rank {target})"
-        raise ScheduleError(f"{where} {text}", *columns.place(row))
+        raise ScheduleError(f"{where} {text}", *columns.position(row))
 
 
 def _prove_collectives(program: Program) -> None:
     columns = program.columns
-    for (_, ranks), sides in collectives(program).items():
-        first, *others = ([columns.key(row) for row in sides.get(rank, [])] for rank in ranks)
+    for (_, ranks), rows in collectives(program).items():
+        first, *others = ([columns.key(row) for row in rows.get(rank, [])] for rank in ranks)
         for rank, keys in zip(ranks[1:], others, strict=True):
             if keys != first:
-                same = (k for k, (mine, other) in enumerate(zip(keys, first, strict=False)) if mine != other)
-                k = next(same, min(len(keys), len(first)))
-                end = (rank, len(program.streams[rank]) - 1)
+                differ = (k for k, (one, other) in enumerate(zip(first, keys, strict=False)) if one != other)
+                k = next(differ, min(len(keys), len(first)))
                 text = f"{_named(first, k)} on rank {ranks[0]} and {_named(keys, k)} on rank {rank}"
-                place = columns.place(sides[rank][k]) if k < len(keys) else end
+                end = (rank, len(program.streams[rank]) - 1)
+                place = columns.position(rows[rank][k]) if k < len(keys) else end
                 raise ScheduleError(f"collective {k} of ranks {ranks} is {text}", *place)
 
 
 def _prove_no_cycle(program: Program) -> None:
-    events = events_of(program, issued=True)
+    events = events_of(program, blocking_host=True)
     graph, columns = events.graph, program.columns
     if len(events.order) == graph.events:
         return
     stuck = np.ones(graph.events, bool)
     stuck[events.order] = False
-    cause = np.zeros(graph.events, int)  # one of those that each waits for
-    edges = np.flatnonzero(stuck[graph.earlier] & stuck[graph.later])
-    cause[graph.later[edges]] = graph.earlier[edges]
+    waits_for = np.zeros(graph.events, int)  # one of the stuck events that each stuck event waits for
+    edges = np.flatnonzero(stuck[graph.source] & stuck[graph.target])
+    waits_for[graph.target[edges]] = graph.source[edges]
     path = [int(np.argmax(stuck))]
-    while cause[path[-1]] not in path:
-        path.append(int(cause[path[-1]]))
-    cycle = path[path.index(cause[path[-1]]) :]
-    units = [np.flatnonzero(events.event == event)[:2] for event in cycle]  # a collective is known by two
+    while waits_for[path[-1]] not in path:
+        path.append(int(waits_for[path[-1]]))
+    cycle = path[path.index(waits_for[path[-1]]) :]
+    units = [np.flatnonzero(events.event == event)[:2] for event in cycle]  # two members identify a collective
     rows = [columns.unit_row[members].tolist() for members in units]
     names = [" with ".join(f"{columns.key(row)} (rank {columns.rank[row]})" for row in members) for members in rows]
-    raise ScheduleError("deadlock: " + " waits for ".join([*names, names[0]]), *columns.place(rows[0][0]))
+    raise ScheduleError("deadlock: " + " waits for ".join([*names, names[0]]), *columns.position(rows[0][0]))
 
 
 def _named(keys: list[Key], k: int) -> str:

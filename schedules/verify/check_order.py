@@ -1,162 +1,155 @@
-"""The part of a program's proof that needs no transfers: its placement, each instruction by itself, completeness."""
+"""The part of the proof that needs no transfers: placement, every instruction's fields, completeness, accumulation."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from pentad.schedules.ir.columns import CODE, OPS, Array
+from pentad.schedules.ir.columns import CODE, OPS
+from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, REDUCTIONS, SENDS, Instruction, Key, Op
 from pentad.schedules.ir.lookup import IS_COMPUTE, IS_WEIGHT
 from pentad.schedules.ir.program import Program
-from pentad.schedules.simulate.dependencies import ScheduleError
 
-WHOLE = frozenset({Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})  # of a rank, not of a stage
+RANK_OPS = frozenset({Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})  # once per rank, without a stage
 _BIT = np.array([{Op.F: 1, Op.B: 2, Op.W: 4, Op.BW: 8}.get(op, 0) for op in Op])
-_PAIRED = np.array([op in (Op.B, Op.BW) for op in Op])
+_SECOND_HALF = np.array([op in (Op.B, Op.BW) for op in Op])
+
+
+def error_at(program: Program, row: int, text: str) -> ScheduleError:
+    """A ScheduleError whose culprit is a row of the program."""
+    rank, index = program.columns.position(row)
+    return ScheduleError(f"rank {rank}: {text}", rank, index)
 
 
 def prove_order(program: Program) -> None:
     _prove_placement(program)
     _prove_unique(program)
-    _prove_form(program)
-    _prove_single(program)
+    _prove_fields(program)
+    _prove_computed_once(program)
     _prove_accumulation(program)
     _prove_complete(program)
 
 
 def _prove_placement(program: Program) -> None:
     held = {stage for stages in program.placement for stage in stages}
-    whole = held == set(range(len(held))) and bool(held) and all(program.placement)
-    if not whole or len(program.placement) != program.ranks:
-        text = f"placement {program.placement} does not spread every stage from 0 over {program.ranks} ranks"
-        raise ScheduleError(text)
+    complete = held == set(range(len(held))) and bool(held) and all(program.placement)
+    if not complete or len(program.placement) != program.ranks:
+        text = f"placement is {program.placement}"
+        raise ScheduleError(f"{text}: expected every stage from 0 on {program.ranks} ranks, at least one on each")
     for name in ("microbatches", "chunks", "slices"):
         if (number := getattr(program, name)) < 1:
-            raise ScheduleError(f"there are {number} {name}, but at least 1 is needed")
+            raise ScheduleError(f"{name} is {number}: expected at least 1")
 
 
 def _prove_unique(program: Program) -> None:
-    columns, rows = program.columns, program.lookup
-    first = rows.table[rows.ids]
+    columns, lookup = program.columns, program.lookup
+    first = lookup.table[lookup.ids]
     again = np.flatnonzero((first >= 0) & (first != np.arange(columns.rows)))
     if len(again):
-        rank, at = columns.place(again[0])
-        raise ScheduleError(f"rank {rank} runs {columns.key(again[0])} twice", rank, at)
+        raise error_at(program, again[0], f"{columns.key(again[0])} runs twice")
 
 
-def _prove_form(program: Program) -> None:
-    """One row stands for all that differ in nothing but a microbatch that there is."""
+def _prove_fields(program: Program) -> None:
+    """Checks one row for all rows of a rank that differ in nothing but their microbatch."""
     columns, ids = program.columns, program.lookup.ids
-    second = np.flatnonzero(columns.second)
-    wrong = second[(columns.op[second - 1] != CODE[Op.F]) | ~_PAIRED[columns.op[second]]]
+    second = np.flatnonzero(columns.is_second)
+    wrong = second[(columns.op[second - 1] != CODE[Op.F]) | ~_SECOND_HALF[columns.op[second]]]
     if len(wrong):
-        rank, at = columns.place(wrong[0])
-        text = f"rank {rank}: {program.streams[rank][at]} is no pair of a forward and a backward"
-        raise ScheduleError(text, rank, at)
+        rank, at = columns.position(wrong[0])
+        raise error_at(program, wrong[0], f"{program.streams[rank][at]} is no pair of a forward and a backward")
     numbers = program.lookup.numbers + 1
     kind = ids // numbers * 2 + (columns.microbatch == -1)
     unknown = program.lookup.table.size - 1
-    first = np.empty(2 * (unknown // numbers + 1), int)
-    first[kind] = np.arange(columns.rows)
-    alike = first[kind]
+    representative = np.empty(2 * (unknown // numbers + 1), int)
+    representative[kind] = np.arange(columns.rows)
+    alike = representative[kind]
     same = (ids < unknown) & (columns.peer == columns.peer[alike]) & (columns.group == columns.group[alike])
     rows = np.flatnonzero(~same | (alike == np.arange(columns.rows)))
     fields = (columns.rank, columns.op, columns.stage, columns.microbatch, columns.peer, columns.group)
-    told = zip(*(field[rows].tolist() for field in fields), strict=True)
-    for row, (rank, op, stage, mb, peer, group) in zip(rows.tolist(), told, strict=True):
+    values = zip(*(field[rows].tolist() for field in fields), strict=True)
+    for row, (rank, op, stage, mb, peer, group) in zip(rows.tolist(), values, strict=True):
         part = Instruction(OPS[op], stage, mb, peer, columns.groups[group])
-        fault = _fault(program, rank, part)
-        if fault:
-            raise ScheduleError(f"rank {rank} runs {part.key}, but {fault}", *columns.place(row))
+        if fault := _fault(program, rank, part):
+            raise error_at(program, row, f"{part.key} cannot run: {fault}")
 
 
 def _fault(program: Program, rank: int, part: Instruction) -> str:
-    """What is wrong with the fields of an instruction by themselves; empty if nothing is."""
-    if part.op in WHOLE:
+    """What is wrong with an instruction's fields; empty if nothing is."""
+    if part.op in RANK_OPS:
         if (part.stage, part.microbatch) != (-1, -1):
             return f"{part.op} has no stage and no microbatch"
     elif part.stage not in program.placement[rank]:
-        return f"holds stages {program.placement[rank]}"
+        return f"the rank holds stages {program.placement[rank]}"
     elif part.op in (Op.ALL_GATHER, Op.FREE):
         if part.microbatch < 0:
             return "it has no number"
     elif part.op in REDUCTIONS and part.microbatch < -1:
         return "there is no such bucket"
-    elif part.op not in REDUCTIONS and not 0 <= part.microbatch < program.pieces:
-        pieces = f" of {program.slices} slices" if program.slices > 1 else ""
-        return f"there are {program.microbatches} microbatches{pieces}"
-    if part.op is Op.NORM and part.group == "":  # of a step that is validated later
+    elif part.op not in REDUCTIONS and not 0 <= part.microbatch < program.total_slices:
+        slices = f" of {program.slices} slices" if program.slices > 1 else ""
+        return f"there are {program.microbatches} microbatches{slices}"
+    if part.op is Op.NORM and part.group == "":  # with post-validation, norms are sent from rank to rank
         return "" if part.peer == rank - 1 else f"its peer is {part.peer}: expected {rank - 1}"
     if part.op is Op.VALIDATE and part.peer != program.ranks - 1:
         return f"its peer is {part.peer}: expected {program.ranks - 1}"
-    moves = part.op in SENDS or part.op in RECEIVES
-    if moves and (part.peer == rank or not 0 <= part.peer < program.ranks):
+    transfer = part.op in SENDS or part.op in RECEIVES
+    if transfer and (part.peer == rank or not 0 <= part.peer < program.ranks):
         return f"its peer is {part.peer}: expected another of the {program.ranks} ranks"
     group = "" if part.op not in COLLECTIVES else "pp" if part.op is Op.NORM else f"stage{part.stage}"
-    if part.group != group:
-        return f"its group is {part.group!r}: expected {group!r}"
-    return ""
+    return "" if part.group == group else f"its group is {part.group!r}: expected {group!r}"
 
 
-def _prove_single(program: Program) -> None:
-    columns, compute = program.columns, _compute(program)
-    kind = _BIT[columns.op[compute]] * program.stages * program.pieces + program.lookup.cell(compute)
-    first = np.empty(9 * program.stages * program.pieces, int)
-    first[kind[::-1]] = compute[::-1]
-    again = np.flatnonzero(first[kind] != compute)
+def _prove_computed_once(program: Program) -> None:
+    columns, compute = program.columns, program.columns.rows_of(IS_COMPUTE)
+    cells = program.stages * program.total_slices
+    name = _BIT[columns.op[compute]] * cells + program.lookup.cell(compute)
+    first = np.empty(9 * cells, int)
+    first[name[::-1]] = compute[::-1]
+    again = np.flatnonzero(first[name] != compute)
     if len(again):
-        row, other = compute[again[0]], first[kind][again[0]]
-        rank, at = columns.place(row)
-        raise ScheduleError(f"rank {rank} runs {columns.key(row)}, and so does rank {columns.rank[other]}", rank, at)
-
-
-def accumulation(microbatch: Array, slices: int) -> Array:
-    """Place of a piece in the sum of gradients: microbatch by microbatch, its slices from the last to the first."""
-    return microbatch + slices - 1 - 2 * (microbatch % slices)
+        row, other = compute[again[0]], first[name][again[0]]
+        raise error_at(program, row, f"{columns.key(row)} runs on rank {columns.rank[other]} too")
 
 
 def _prove_accumulation(program: Program) -> None:
-    columns = program.columns
+    """Weight gradients of a stage accumulate microbatch by microbatch, the slices of each from the last to the
+    first."""
+    columns, slices = program.columns, program.slices
     rows = columns.rows_of(IS_WEIGHT)
     holding = columns.rank[rows] * program.stages + columns.stage[rows]
     by_holding = np.argsort(holding, kind="stable")
     rows, holding = rows[by_holding], holding[by_holding]
-    place = accumulation(columns.microbatch[rows], program.slices)
+    mb = columns.microbatch[rows]
+    place = mb + slices - 1 - 2 * (mb % slices)
     late = np.flatnonzero((np.diff(holding) == 0) & (np.diff(place) < 0))
     if len(late):
         before, row = min(zip(rows[late].tolist(), rows[late + 1].tolist(), strict=True), key=lambda pair: pair[1])
-        order = "microbatch order" + ", the slices of one from the last to the first" * (program.slices > 1)
+        order = "microbatch order" + ", the slices of one from the last to the first" * (slices > 1)
         text = f"{columns.key(row)} comes after {columns.key(before)}, but gradients accumulate in {order}"
-        rank, at = columns.place(row)
-        raise ScheduleError(f"rank {rank}: {text}", rank, at)
+        raise error_at(program, row, text)
 
 
 def _prove_complete(program: Program) -> None:
-    columns, rows, compute = program.columns, program.lookup, _compute(program)
-    cells = program.stages * program.pieces
-    bits = np.bincount(rows.cell(compute), _BIT[columns.op[compute]], cells).astype(int)
-    whole = (bits == 1 + 8) | (bits == 1 + 2 + 4)
-    there = np.flatnonzero(whole)
-    f, b, w = (columns.rank[table[there]] for table in (rows.forward, rows.backward, rows.weight))
-    whole[there] &= (f == b) & (f == w)
-    wrong = np.flatnonzero(~whole)
+    """Every stage runs every microbatch on one rank, as F and BW or as F, B and W."""
+    columns, lookup, compute = program.columns, program.lookup, program.columns.rows_of(IS_COMPUTE)
+    bits = np.bincount(lookup.cell(compute), _BIT[columns.op[compute]], program.stages * program.total_slices)
+    complete = (bits == 1 + 8) | (bits == 1 + 2 + 4)
+    cells = np.flatnonzero(complete)
+    f, b, w = (columns.rank[table[cells]] for table in (lookup.forward, lookup.backward, lookup.weight))
+    complete[cells] &= (f == b) & (f == w)
+    wrong = np.flatnonzero(~complete)
     if len(wrong):
-        stage, mb = divmod(int(wrong[0]), program.pieces)
-        found = compute[rows.cell(compute) == wrong[0]]
-        raise _incomplete(program, stage, mb, {columns.key(row).op: columns.place(row) for row in found})
+        stage, mb = divmod(int(wrong[0]), program.total_slices)
+        found = compute[lookup.cell(compute) == wrong[0]]
+        raise _incomplete(program, stage, mb, {columns.key(row).op: columns.position(row) for row in found})
 
 
 def _incomplete(program: Program, stage: int, mb: int, runs: dict[Op, tuple[int, int]]) -> ScheduleError:
-    kinds = sorted(runs)
-    if kinds not in (sorted([Op.F, Op.BW]), sorted([Op.F, Op.B, Op.W])):
-        rank, index = next(iter(runs.values()), (program.holders(stage)[0], -1))
-        f, b, w, bw = (Key(op, stage, mb) for op in (Op.F, Op.B, Op.W, Op.BW))
-        have = ", ".join(str(Key(op, stage, mb)) for op in runs) or "nothing"
-        want = f"{f} with {bw} or with {b} and {w}"
-        return ScheduleError(f"stage {stage}, microbatch {mb}: found {have}: expected {want}", rank, index)
-    rank, index = runs[kinds[0]]
-    return ScheduleError(f"stage {stage}, microbatch {mb} runs on several ranks: {runs}", rank, index)
-
-
-def _compute(program: Program) -> Array:
-    return program.columns.rows_of(IS_COMPUTE)
+    where = f"stage {stage}, microbatch {mb}"
+    if set(runs) in ({Op.F, Op.BW}, {Op.F, Op.B, Op.W}):
+        rank, index = runs[min(runs)]
+        return ScheduleError(f"{where} runs on several ranks: {runs}", rank, index)
+    rank, index = next(iter(runs.values()), (program.holders(stage)[0], -1))
+    f, b, w, bw = (Key(op, stage, mb) for op in (Op.F, Op.B, Op.W, Op.BW))
+    found = ", ".join(str(Key(op, stage, mb)) for op in runs) or "nothing"
+    return ScheduleError(f"{where}: found {found}: expected {f} with {bw} or with {b} and {w}", rank, index)

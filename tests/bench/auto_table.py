@@ -22,11 +22,11 @@ from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.auto import EFFORT, choose
-from pentad.schedules.search.search_problem import By
+from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.model import ModelShape
-from pentad.schedules.spec.plan import BatchShape, split_layers
-from pentad.schedules.spec.schedule_spec import Options
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import BatchSpec, split_layers
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
 from pentad.schedules.spec.tensors import head_in_layers
 
 BETWEEN_HOSTS = 25e9  # bytes/s
@@ -37,20 +37,20 @@ EXCHANGE = 50e9  # bytes/s of a rank in an all-to-all of experts
 class Model:
     """`dense` layers of `shape`, and from there on layers of experts with `active` a token (0: none)."""
 
-    shape: ModelShape
+    shape: ModelSpec
     dense: int = 0
     active: int = 0
 
 
 # layers, hidden, heads, key-value heads, ffn (experts: of all active ones together), vocabulary
 MODELS = {
-    "1B": Model(ModelShape(16, 2048, 32, 8, 8192, 128256)),
-    "8B": Model(ModelShape(32, 4096, 32, 8, 14336, 128256)),
-    "7B-152k": Model(ModelShape(28, 3584, 28, 4, 18944, 152064)),
-    "9B-256k": Model(ModelShape(42, 3584, 16, 8, 14336, 256000)),
-    "70B": Model(ModelShape(80, 8192, 64, 8, 28672, 128256)),
-    "16B-moe": Model(ModelShape(27, 2048, 16, 16, 11264, 102400), dense=1, active=6),
-    "671B-moe": Model(ModelShape(61, 7168, 128, 128, 18432, 129280), dense=3, active=8),
+    "1B": Model(ModelSpec(16, 2048, 32, 8, 8192, 128256)),
+    "8B": Model(ModelSpec(32, 4096, 32, 8, 14336, 128256)),
+    "7B-152k": Model(ModelSpec(28, 3584, 28, 4, 18944, 152064)),
+    "9B-256k": Model(ModelSpec(42, 3584, 16, 8, 14336, 256000)),
+    "70B": Model(ModelSpec(80, 8192, 64, 8, 28672, 128256)),
+    "16B-moe": Model(ModelSpec(27, 2048, 16, 16, 11264, 102400), dense=1, active=6),
+    "671B-moe": Model(ModelSpec(61, 7168, 128, 128, 18432, 129280), dense=3, active=8),
 }
 
 
@@ -66,7 +66,7 @@ class Case:
     length: int = 4096
     slow: dict[int, float] = field(default_factory=dict)
     hosts: int = 1
-    by: By = "makespan"
+    objective: Objective = "makespan"
     gains: bool = True
 
     @property
@@ -76,12 +76,12 @@ class Case:
         parts += [f"limit {self.limit:g}p"] if self.limit is not None else ["no limit"]
         parts += [f"rank {rank} {factor:g} times as slow" for rank, factor in self.slow.items()]
         parts += [f"{self.hosts} hosts"] if self.hosts > 1 else []
-        return ", ".join(parts + ["no barrier"] * (self.by == "longest"))
+        return ", ".join(parts + ["no barrier"] * (self.objective == "longest"))
 
     def costs(self, placed: Program) -> Costs | None:
         """In milliseconds."""
         model, shape = MODELS[self.model], MODELS[self.model].shape
-        batch = BatchShape(self.microbatches, self.length, self.microbatches, 1)
+        batch = BatchSpec(self.microbatches, self.length, self.microbatches, 1)
         try:
             layers = split_layers(shape.layers, placed.placement, head_in_layers(shape, self.length))
         except PentadError:
@@ -99,7 +99,7 @@ class Case:
             weight=tuple(1e3 * w for w in found.weight),
             transfer=near,
             launch=1e3 * found.launch,
-            slow=tuple(self.slow.get(rank, 1.0) for rank in range(self.ranks)) if self.slow else (),
+            slowdown=tuple(self.slow.get(rank, 1.0) for rank in range(self.ranks)) if self.slow else (),
             links=tuple(tuple(near if a == b else far for b in host) for a in host) if self.hosts > 1 else (),
         )
 
@@ -118,7 +118,7 @@ CASES = [
     Case("8B", 8, 32, 1.5, slow={0: 1.2}),
     Case("8B", 8, 32, 1.0, hosts=2),
     Case("8B", 8, 32, 1.0, length=32768),
-    Case("8B", 8, 32, 1.5, by="longest", gains=False),
+    Case("8B", 8, 32, 1.5, objective="longest", gains=False),
     Case("1B", 4, 16, 1.0),
     Case("1B", 8, 32, 1.0, gains=False),
     Case("7B-152k", 4, 16, 1.25),
@@ -140,11 +140,11 @@ def row(case: Case, effort: int = EFFORT) -> dict[str, Any]:
     limit = None if case.limit is None else case.limit * case.ranks
     began = time.process_time()
     choice = choose(
-        case.ranks, case.microbatches, case.costs, Options(memory_limit=limit), case.by, effort, twice=False
+        case.ranks, case.microbatches, case.costs, ScheduleOptions(memory_limit=limit), case.objective, effort, two_copies=False
     )
     seconds = time.process_time() - began
-    best, known = choice.best, choice.catalogued
-    found, before = getattr(best, case.by), getattr(known, case.by) if known else None
+    best, known = choice.best, choice.best_known
+    found, before = getattr(best, case.objective), getattr(known, case.objective) if known else None
     return {
         "case": case.name,
         "catalogue": known.name if known else None,

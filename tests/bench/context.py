@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, attended
+from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, attention_pairs
 from pentad.workers.parallel.async_ops import run_to_completion
-from pentad.workers.parallel.context_parallel import Context
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
 
 WARM, TIMED = 3, 10
 BACKWARD = 2.5  # products of a backward pass over those of a forward one
@@ -36,7 +36,7 @@ def serve(args: argparse.Namespace, rank: int, store: str, results: SimpleQueue)
     for cp, deterministic in product(sorted({1, args.gpus}), (False, True)):
         variants: tuple[CpMethod, ...] = tuple(PLACEMENTS) if cp > 1 else ("ring",)
         for variant in variants:
-            context = Context(dist.group.WORLD if cp > 1 else None, cp, rank % cp, variant)
+            context = ContextParallelGroup(dist.group.WORLD if cp > 1 else None, cp, rank % cp, variant)
             seconds = torch.tensor(measure(args, context, device, deterministic), device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if rank == 0:
@@ -44,14 +44,14 @@ def serve(args: argparse.Namespace, rank: int, store: str, results: SimpleQueue)
     dist.destroy_process_group()
 
 
-def measure(args: argparse.Namespace, context: Context, device: torch.device, deterministic: bool) -> list[float]:
+def measure(args: argparse.Namespace, context: ContextParallelGroup, device: torch.device, deterministic: bool) -> list[float]:
     """Median milliseconds of a forward and of a backward pass."""
     length = args.length // context.size
     heads = args.heads, args.kv_heads, args.kv_heads
     sizes = [(args.rows, length, n, args.width) for n in heads]
     q, k, v = (torch.randn(size, device=device, dtype=torch.bfloat16).transpose(1, 2) for size in sizes)
     starts = range(0, args.length, args.length // args.documents)
-    documents = context.documents([starts] * args.rows, args.length, device)
+    documents = context.document_mask([starts] * args.rows, args.length, device)
     times: list[list[float]] = [[], []]
     for _ in range(WARM + TIMED):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace, context: Context, device: torch.device, de
 def rates(args: argparse.Namespace, cp: int, milliseconds: torch.Tensor) -> dict[str, float]:
     forward, backward = milliseconds.tolist()
     starts = range(0, args.length, args.length // args.documents)
-    pairs = attended(args.length, 1, 0, "contiguous", starts) * args.rows
+    pairs = attention_pairs(args.length, 1, 0, "contiguous", starts) * args.rows
     work = 4 * pairs * args.heads * args.width / cp / 1e9  # of a rank's forward pass, in GFLOP
     return {
         "forward_ms": round(forward, 3),

@@ -25,13 +25,13 @@ from record import record
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.custom.loader import build
+from pentad.workers.custom.loader import build_layers
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.model.stage import Stage
 from pentad.workers.model.stage_protocol import StageProtocol
 from pentad.workers.parallel.async_ops import run_to_completion
-from pentad.workers.params.param_buffers import buffers_of
-from pentad.workers.params.parameters import create
+from pentad.workers.params.param_buffers import make_param_buffers
+from pentad.workers.params.parameters import create_parameters
 
 LLAMA = """
 import torch
@@ -117,9 +117,9 @@ def over(some: list[float], others: list[float]) -> float:
 
 def staged(plan: Plan) -> Callable[[Times], None]:
     """F, B and W of the plan's only stage."""
-    banks = buffers_of(plan, 0, 0, {ParamShard(0): create(plan, ParamShard(0), torch.device("cpu"))})
+    banks = make_param_buffers(plan, 0, 0, {ParamShard(0): create_parameters(plan, ParamShard(0), torch.device("cpu"))})
     stage: StageProtocol = Stage(plan, 0, banks) if plan.model.custom is None else CustomStage(plan, 0, banks)
-    tokens = torch.randint(plan.model.vocab, (plan.piece_tokens,))
+    tokens = torch.randint(plan.model.vocab, (plan.slice_tokens,))
 
     def run(seconds: Times) -> None:
         stage.begin(0)
@@ -140,8 +140,8 @@ def staged(plan: Plan) -> Callable[[Times], None]:
 def plain(plan: Plan) -> Callable[[Times], None]:
     """Forward and backward of the same modules without pentad."""
     assert plan.model.custom is not None
-    layers, _ = build(plan.model.custom, 0, 0, plan.model.layers)
-    tokens = torch.randint(plan.model.vocab, (plan.batch.rows, plan.batch.length))
+    layers, _ = build_layers(plan.model.custom, 0, 0, plan.model.layers)
+    tokens = torch.randint(plan.model.vocab, (plan.batch.micro_batch_size, plan.batch.sequence_length))
 
     def run(seconds: Times) -> None:
         started, x = time.thread_time(), tokens

@@ -32,7 +32,7 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.run import driver
 from pentad.orchestrator.run.measure import History
-from pentad.orchestrator.run.step_loop import Calls
+from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.compiler import compile_program
 from pentad.workers.runtime.progress_file import ProgressFile
 from pentad.workers.runtime.streams import HostStreams
@@ -53,8 +53,8 @@ class Switch:
 
     def patch(self) -> None:
         self._gate(WorkerGroup, "statuses", dict)
-        self._gate(Calls, "_tick", lambda: None)
-        add, tell, say = History.add, EventBus.steps, EventBus.say
+        self._gate(StepLoop, "_tick", lambda: None)
+        add, tell, say = History.add, EventBus.steps_done, EventBus.update
         switch = self
 
         def timed_add(history: History, results: Any) -> Any:
@@ -71,7 +71,7 @@ class Switch:
         def view(news: EventBus, **changes: Any) -> None:
             _quietly(news, lambda: say(news, **changes), switch.on(), switch.told)
 
-        History.add, EventBus.steps, EventBus.say = timed_add, steps, view  # type: ignore[method-assign, assignment]
+        History.add, EventBus.steps_done, EventBus.update = timed_add, steps, view  # type: ignore[method-assign, assignment]
 
     def watch(self, seconds: float) -> None:
         """Once steps come: notes CPU seconds at each change; ends the run as a signal would."""
@@ -127,11 +127,11 @@ def span_seconds() -> float:
     part, lanes, count = stream[0].parts[0], HostStreams(), 20_000
     with tempfile.TemporaryDirectory() as folder:
         board = ProgressFile(Path(folder, "board"), 1)
-        lanes.begin()
+        lanes.begin_step()
         began = time.thread_time()
         for number in range(count):
             board.write(0, number)
-            with lanes.on(part):
+            with lanes.issue(part):
                 pass
         return (time.thread_time() - began) / count
 
@@ -144,21 +144,21 @@ def gpu_span_seconds() -> float:
     part, lanes, count = stream[0].parts[0], CudaStreams(torch.device("cuda", 0), {"compute"}), 2_000
     seconds = []
     for spans in (True, False) * 3:
-        lanes.begin()
+        lanes.begin_step()
         events = [torch.cuda.Event() for _ in range(count)]
         torch.cuda._sleep(200_000_000)  # all of it is issued before the GPU begins
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         for event in events:
             if spans:
-                with lanes.on(part):
+                with lanes.issue(part):
                     pass
             else:
                 event.record()
         last.record()
         torch.cuda.synchronize()
         seconds.append(first.elapsed_time(last) / 1e3 / count)
-        lanes.collect()
+        lanes.read_times(lambda: None)
     return statistics.median(seconds[::2]) - statistics.median(seconds[1::2])
 
 

@@ -30,16 +30,16 @@ import torch.distributed as dist
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import Experts, ModelShape
-from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan
+from pentad.schedules.spec.model import Experts, ModelSpec
+from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel.async_ops import Turns, interleave, on_yield, run_to_completion
-from pentad.workers.parallel.context_parallel import Context
+from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
-from pentad.workers.parallel.process_groups import Inner
-from pentad.workers.parallel.tensor_parallel import TensorRanks
-from pentad.workers.params.param_buffers import buffers_of
-from pentad.workers.params.parameters import create
+from pentad.workers.parallel.process_groups import LayerGroups
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
+from pentad.workers.params.param_buffers import make_param_buffers
+from pentad.workers.params.parameters import create_parameters
 
 RANKS, WARM, TIMED, TRACED = 2, 3, 8, 2
 Run = Callable[..., None]
@@ -50,15 +50,15 @@ def plan_of(args: argparse.Namespace) -> Plan:
     """Three stages, of which the middle one is run."""
     experts = Experts(args.experts, args.active, args.width, args.width, scoring_func="sigmoid")
     heads = args.hidden // args.head_size
-    model = ModelShape(args.layers + 2, args.hidden, heads, max(1, heads // 8), args.width, 128, experts=experts)
+    model = ModelSpec(args.layers + 2, args.hidden, heads, max(1, heads // 8), args.width, 128, experts=experts)
     return Plan(
         name="overlap",
         mesh=Mesh(pp=3, ep=RANKS),
         program=compile_program("1f1b", 3, 3, replicas=RANKS),
         layers=((0, 1), (1, args.layers + 1), (args.layers + 1, args.layers + 2)),
         model=model,
-        batch=BatchShape(3 * RANKS * args.rows, args.length, 3, RANKS),
-        optimizer=OptimizerShape(3e-4, 3e-5, 4, 8, 0.9, 0.95, 1e-8, 0.1, 1.0),
+        batch=BatchSpec(3 * RANKS * args.rows, args.length, 3, RANKS),
+        optimizer=OptimizerSpec(3e-4, 3e-5, 4, 8, 0.9, 0.95, 1e-8, 0.1, 1.0),
         data="",
         cache="",
         seed=0,
@@ -72,25 +72,25 @@ def plan_of(args: argparse.Namespace) -> Plan:
 def stage_of(args: argparse.Namespace, number: int, device: torch.device) -> Stage:
     plan = plan_of(args)
     rank = plan.mesh.move(number, pp=1, ep=number)
-    held = {share: create(plan, share, device, rank=rank, blank=True) for share in plan.shares_of(rank)}
+    held = {share: create_parameters(plan, share, device, rank=rank, blank=True) for share in plan.param_shards_of(rank)}
     for parameters in held.values():
         parameters.master.normal_(0, 0.02)
         parameters.refresh()
-    stage = Stage(plan, 1, buffers_of(plan, rank, 1, held), rank)
-    stage.join(Inner(TensorRanks(), Context(), ExpertParallelGroup(dist.group.WORLD, number, args.way)))
+    stage = Stage(plan, 1, make_param_buffers(plan, rank, 1, held), rank)
+    stage.join(LayerGroups(TensorParallelGroup(), ContextParallelGroup(), ExpertParallelGroup(dist.group.WORLD, number, args.way)))
     stage.begin(0)
     return stage
 
 
-def forward(stage: Stage, microbatch: int, received: torch.Tensor) -> Turns[None]:
+def forward(stage: Stage, microbatch: int, received: torch.Tensor) -> Task[None]:
     yield from stage.forward(microbatch, received, None, None)
 
 
-def backward(stage: Stage, microbatch: int, dy: torch.Tensor) -> Turns[None]:
+def backward(stage: Stage, microbatch: int, dy: torch.Tensor) -> Task[None]:
     yield from on_yield(stage.backward_input(microbatch, dy), partial(stage.backward_weight, microbatch))
 
 
-def in_order(*works: Turns[None]) -> None:
+def in_order(*works: Task[None]) -> None:
     for work in works:
         run_to_completion(work)
 
@@ -169,7 +169,7 @@ def serve(args: argparse.Namespace, number: int, store: str, results: SimpleQueu
     )
     stage = stage_of(args, number, device)
     size = (2, args.rows * args.length, args.hidden)
-    streams = torch.randn(size, device=device).to(stage.banks[0].parameters.compute.dtype)
+    streams = torch.randn(size, device=device).to(stage.param_buffers[0].parameters.compute.dtype)
     for run in (interleave, in_order):
         pairs(stage, streams, run, WARM)
     for run in (interleave, in_order, interleave, in_order):

@@ -22,15 +22,15 @@ from pentad.schedules.ir.instruction import Instruction
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import ModelShape
-from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan, split_layers
 from pentad.schedules.spec.tensors import head_in_layers
-from pentad.workers.parallel.async_ops import Turns
+from pentad.workers.parallel.async_ops import Task
 from pentad.workers.runtime.executor import Executor
 
 MODELS = {
-    "1b": ModelShape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_theta=5e5),
-    "tiny": ModelShape(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096),
+    "1b": ModelSpec(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_theta=5e5),
+    "tiny": ModelSpec(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096),
 }
 
 
@@ -43,8 +43,8 @@ def plan_of(args: argparse.Namespace, name: str) -> Plan:
         program=program,
         layers=split_layers(model.layers, program.placement, head_in_layers(model, args.length)),
         model=model,
-        batch=BatchShape(args.microbatches * args.rows, args.length, args.microbatches, 1),
-        optimizer=OptimizerShape(3e-4, 3e-5, 4, args.steps, 0.9, 0.95, 1e-8, 0.1, 1.0),
+        batch=BatchSpec(args.microbatches * args.rows, args.length, args.microbatches, 1),
+        optimizer=OptimizerSpec(3e-4, 3e-5, 4, args.steps, 0.9, 0.95, 1e-8, 0.1, 1.0),
         data="builtin:pydoc",
         cache="~/.cache/pentad",
         seed=0,
@@ -65,8 +65,8 @@ def serve(plan: Plan, rank: int, end) -> None:
                 end.send(runner.serve("127.0.0.1", 60))
             runner.connect(end.recv(), 60)
             first = runner.run(0, 2)
-            assert runner.executor is not None
-            inside = watch(runner.executor)
+            assert runner.connection is not None
+            inside = watch(runner.connection.executor)
             results = runner.run(2, plan.optimizer.steps - 2)
             issued = sum(result.instructions for result in results)
             around = sum(result.host_seconds for result in results) - sum(map(sum, inside.values()))
@@ -80,9 +80,9 @@ def serve(plan: Plan, rank: int, end) -> None:
 def watch(executor: Executor) -> dict[str, list[float]]:
     """Host seconds that each kind of instruction takes to issue; the loop, the lanes and the events are around it."""
     inside: dict[str, list[float]] = {}
-    execute = executor._turns
+    execute = executor._execute
 
-    def timed(part: Instruction) -> Turns[None]:
+    def timed(part: Instruction) -> Task[None]:
         turns, spent, ended = execute(part), 0.0, None
         while not ended:
             started = time.monotonic()
@@ -92,7 +92,7 @@ def watch(executor: Executor) -> dict[str, list[float]]:
                 yield
         inside.setdefault(part.op.value, []).append(spent)
 
-    executor._turns = timed  # type: ignore[method-assign]
+    executor._execute = timed  # type: ignore[method-assign]
     return inside
 
 

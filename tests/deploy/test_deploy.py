@@ -1,7 +1,7 @@
-"""What is in deploy/ fits together: configs that load, an image whose parts exist, manifests that Kubernetes accepts.
+"""The files in deploy/: configs load, the image's parts exist, Kubernetes accepts the manifests.
 
-The manifests are held against the operator's own schema (tests/data/kuberay-schema.json says where it is from), and
-against the rules that its webhook and controller state in code.
+Manifests are checked against KubeRay's own schema (tests/data/kuberay-schema.json names its origin), and against the
+rules that its webhook and controller enforce in code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Manifest = dict[str, Any]
 
 
 @pytest.mark.parametrize("path", sorted((DEPLOY / "jobs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_job_loads_and_has_a_plan(path: Path) -> None:
+def test_a_job_config_loads_and_has_a_plan(path: Path) -> None:
     config = load(path, [])
     plan = make_plan(config, "cpu" if config.cluster.device == "cpu" else "cuda", hosts=2)
     assert plan.mesh == config.mesh.mesh and config.run.name == path.stem
@@ -46,37 +46,37 @@ def test_a_job_loads_and_has_a_plan(path: Path) -> None:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, its arguments) of the Dockerfile, continued lines joined."""
+    """(instruction, arguments) of the Dockerfile, with continued lines joined."""
     text = re.sub(r"^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
 
 
-def test_the_image_is_made_of_pinned_bases_by_known_instructions() -> None:
+def test_the_image_has_pinned_bases_and_known_instructions() -> None:
     known = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "ENTRYPOINT", "CMD"}
     assert {word for word, _ in instructions()} <= known
     bases = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
     assert bases and all(":" in base and not base.endswith(":latest") for base in bases)
 
 
-def test_the_image_carries_every_package_and_only_what_is_let_through() -> None:
+def test_the_image_has_every_package_and_only_allowed_files() -> None:
     rules = [r for r in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if r and not r.startswith("#")]
-    let_through = [rule[1:] for rule in rules if rule.startswith("!")]
+    allowed = [rule[1:] for rule in rules if rule.startswith("!")]
     assert rules[0] == "*"
     copied = set()
     for word, rest in instructions():
         if word == "COPY" and not rest.startswith("--from"):
             for source in rest.split()[:-1]:
                 assert (ROOT / source).exists(), source
-                assert any(fnmatch(source.rstrip("/"), rule) for rule in let_through), source
+                assert any(fnmatch(source.rstrip("/"), rule) for rule in allowed), source
                 copied.add(source.rstrip("/"))
-    assert copied == set(let_through)
+    assert copied == set(allowed)
     assert copied >= {"kernels", "orchestrator", "schedules", "workers", "pyproject.toml", "constraints.txt", "LICENSE"}
 
 
-def test_the_image_ends_without_rights_behind_a_reaper() -> None:
+def test_the_image_runs_unprivileged_under_an_init_process() -> None:
     last = dict(instructions())
-    assert last["USER"] == "1000"  # a number: Kubernetes cannot tell what a name stands for
+    assert last["USER"] == "1000"  # a number: Kubernetes cannot resolve names
     assert json.loads(last["ENTRYPOINT"])[0] == "tini" and " tini" in last["RUN"]
     assert not {"ADD", "VOLUME"} & set(last) and "[test]" not in last["RUN"]
 
@@ -102,7 +102,7 @@ def schema(kind: str) -> Any:
 
 
 def faults(document: Manifest) -> list[str]:
-    """What the schema of its kind, or a rule that no schema tells, has against a manifest."""
+    """Violations of the schema of the manifest's kind, and of rules that the schema does not contain."""
     of_job = document["kind"] == "Job"
     kind, part = ("PodTemplate", document["spec"]["template"]) if of_job else (document["kind"], document)
     found = [f"{error.json_path}: {error.message}" for error in schema(kind).iter_errors(part)]
@@ -110,22 +110,22 @@ def faults(document: Manifest) -> list[str]:
 
 
 def job_faults(document: Manifest) -> Iterator[str]:
-    longest = 47 if document["kind"] == "RayJob" else 53  # what the operator appends has to fit into 63 as well
+    longest = 47 if document["kind"] == "RayJob" else 53  # the operator appends to it, and the limit is 63
     if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{longest - 2}}}[a-z0-9])?", document["metadata"]["name"]):
-        yield "metadata.name is no DNS label, or too long"
+        yield "metadata.name is not a DNS label, or too long"
     if document["kind"] != "RayJob":
         return
     spec = document["spec"]
     if spec.get("ttlSecondsAfterFinished", 0) and not spec.get("shutdownAfterJobFinishes"):
-        yield "ttlSecondsAfterFinished wants shutdownAfterJobFinishes"
+        yield "ttlSecondsAfterFinished requires shutdownAfterJobFinishes"
     if strategy := spec.get("deletionStrategy"):
         legacy = {"onSuccess", "onFailure"} & set(strategy)
         if bool(legacy) == bool(strategy.get("deletionRules")) or len(legacy) == 1:
-            yield "deletionStrategy wants either both onSuccess and onFailure, or deletionRules"
+            yield "deletionStrategy requires either both onSuccess and onFailure, or deletionRules"
         if spec.get("shutdownAfterJobFinishes") and strategy.get("deletionRules"):
             yield "deletionRules exclude shutdownAfterJobFinishes"
     if spec.get("managedBy", "ray.io/kuberay-operator") not in ("ray.io/kuberay-operator", "kueue.x-k8s.io/multikueue"):
-        yield "managedBy is no manager"
+        yield "managedBy is not a known manager"
     yaml.safe_load(spec.get("runtimeEnvYAML", ""))
 
 
@@ -134,16 +134,16 @@ def cluster_faults(document: Manifest) -> Iterator[str]:
     if spec.get("authOptions", {}).get("mode") == "token":
         version = tuple(map(int, spec.get("rayVersion", "0.0").split(".")[:2]))
         if version < (2, 52):
-            yield "authOptions.mode token wants rayVersion 2.52 or later"
+            yield "authOptions.mode token requires rayVersion 2.52 or later"
     for group in spec["workerGroupSpecs"]:
         if not {"minReplicas", "maxReplicas"} <= set(group):
             yield f"{group['groupName']} lacks minReplicas or maxReplicas, and there is no autoscaler"
         elif not 0 <= group["minReplicas"] <= group.get("replicas", group["minReplicas"]) <= group["maxReplicas"]:
-            yield f"{group['groupName']} has replicas outside of minReplicas and maxReplicas"
+            yield f"{group['groupName']} has replicas outside minReplicas and maxReplicas"
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-        said = {"num-cpus", "num-gpus", "memory", "resources"} & set(group.get("rayStartParams", {}))
-        if said and group.get("resources"):
-            yield "resources are said in rayStartParams and in resources"
+        given = {"num-cpus", "num-gpus", "memory", "resources"} & set(group.get("rayStartParams", {}))
+        if given and group.get("resources"):
+            yield "resources are given in rayStartParams and in resources"
         if not group["template"]["spec"]["containers"]:
             yield "a group has no container"
 
@@ -208,14 +208,14 @@ DAMAGES: dict[str, Callable[[Manifest], None]] = {
     "a wrong mode": lambda d: put("spec.rayClusterSpec.authOptions.mode", "password", d),
     "no head": lambda d: remove("spec.rayClusterSpec.headGroupSpec", d),
     "an older version of the interface": lambda d: put("apiVersion", "ray.io/v1alpha1", d),
-    "a time to live of what is not deleted": lambda d: put("spec.shutdownAfterJobFinishes", False, d),
+    "a time to live without deletion": lambda d: put("spec.shutdownAfterJobFinishes", False, d),
     "an empty deletion strategy": lambda d: put("spec.deletionStrategy", {"onSuccess": {"policy": "DeleteSelf"}}, d),
-    "a manager that there is not": lambda d: put("spec.managedBy", "somebody", d),
-    "a name that grows too long": lambda d: put("metadata.name", "l" * 48, d),
+    "an unknown manager": lambda d: put("spec.managedBy", "somebody", d),
+    "a name that becomes too long": lambda d: put("metadata.name", "l" * 48, d),
     "a Ray without tokens": lambda d: put("spec.rayClusterSpec.rayVersion", "2.51.2", d),
-    "more replicas than there may be": lambda d: put(worker("replicas"), 3, d),
-    "no bound of replicas": lambda d: remove(worker("maxReplicas"), d),
-    "resources said twice": lambda d: put("spec.rayClusterSpec.headGroupSpec.resources", {"CPU": "1"}, d),
+    "too many replicas": lambda d: put(worker("replicas"), 3, d),
+    "no limit of replicas": lambda d: remove(worker("maxReplicas"), d),
+    "resources given twice": lambda d: put("spec.rayClusterSpec.headGroupSpec.resources", {"CPU": "1"}, d),
 }
 
 
@@ -227,7 +227,7 @@ def test_a_damaged_manifest_is_refused(damage: str) -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_pods_have_no_rights_and_mounts_that_exist(name: str) -> None:
+def test_pods_are_unprivileged_and_their_mounts_exist(name: str) -> None:
     claim = manifest("kuberay/runs.yaml")
     assert claim["kind"] == "PersistentVolumeClaim" and claim["spec"]["accessModes"] == ["ReadWriteMany"]
     for pod in pods(manifest(name)):
@@ -239,13 +239,13 @@ def test_pods_have_no_rights_and_mounts_that_exist(name: str) -> None:
         assert container["image"] == IMAGE
         assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 1000
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
-        assert pod.get("shareProcessNamespace") or "command" not in container  # someone reaps
+        assert pod.get("shareProcessNamespace") or "command" not in container  # something reaps orphans
         requests, limits = container["resources"]["requests"], container["resources"]["limits"]
         assert requests.get("nvidia.com/gpu") == limits.get("nvidia.com/gpu")
 
 
 @pytest.mark.parametrize("name", ["kuberay/rayjob.yaml", "kuberay/raycluster.yaml"])
-def test_the_head_drives_and_only_workers_have_gpus(name: str) -> None:
+def test_the_head_runs_drivers_only_and_workers_have_the_gpus(name: str) -> None:
     cluster = cluster_of(manifest(name))
     head, worker = pods(manifest(name))
     start = cluster["headGroupSpec"]["rayStartParams"]
@@ -258,7 +258,7 @@ def test_the_head_drives_and_only_workers_have_gpus(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kuberay/rayjob.yaml", "kubernetes/job.yaml"])
-def test_a_run_has_the_time_to_stop_and_the_ports_that_are_announced(name: str) -> None:
+def test_a_run_has_time_to_stop_and_the_declared_ports(name: str) -> None:
     document = manifest(name)
     config, pod = run_of(document), pods(document)[0]
     for each in pods(document):
@@ -268,7 +268,7 @@ def test_a_run_has_the_time_to_stop_and_the_ports_that_are_announced(name: str) 
     assert config.metrics.host == "0.0.0.0" and config.run.folder == "/runs"
 
 
-def test_a_stopped_ray_job_has_as_long_as_the_config_says() -> None:
+def test_a_stopped_ray_job_has_the_time_in_its_config() -> None:
     document = manifest("kuberay/rayjob.yaml")
     given = yaml.safe_load(document["spec"]["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]
     assert float(given) == run_of(document).cluster.stop_timeout_seconds
@@ -277,7 +277,7 @@ def test_a_stopped_ray_job_has_as_long_as_the_config_says() -> None:
     assert document["spec"]["metadata"] == {"pentad/run": folder.name, "pentad/folder": str(folder)}
 
 
-def test_the_probes_ask_the_control_service_and_outlast_a_recovery() -> None:
+def test_probes_use_the_control_service_and_outlast_a_recovery() -> None:
     document = manifest("kubernetes/job.yaml")
     config, (container,) = run_of(document), pods(document)[0]["containers"]
     for probe in (container["startupProbe"], container["livenessProbe"]):

@@ -1,4 +1,4 @@
-"""The set-up script: which torch a machine gets, and one sentence for what goes wrong."""
+"""The set-up script: which torch a machine gets, and one sentence for every failure."""
 
 import importlib.util
 import subprocess
@@ -16,7 +16,7 @@ CUDA = '{"install": [{"metadata": {"name": "torch"}}, {"metadata": {"name": "nvi
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module whose .venv is an empty folder and whose PATH holds nothing."""
+    """The script as a module, with an empty folder as .venv and an empty PATH."""
     spec = importlib.util.spec_from_file_location("pentad_setup", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -32,11 +32,11 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def commands(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The installers' commands, recorded instead of run; no Python has torch."""
+    """Records the installers' commands instead of running them; no Python has torch."""
     recorded: list[str] = []
     monkeypatch.setattr(setup, "execute", lambda command, environment: recorded.append(" ".join(command)))
     monkeypatch.setattr(setup, "version", lambda python, package: None)
-    monkeypatch.setattr(setup, "borrow_packages", lambda: recorded.append("borrow"))
+    monkeypatch.setattr(setup, "share_packages", lambda: recorded.append("share"))
     return recorded
 
 
@@ -46,18 +46,20 @@ def write_program(path: Path, text: str, status: int = 0) -> None:
     path.chmod(0o755)
 
 
-def test_torch_of_this_python_is_kept(setup: ModuleType, commands: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_torch_of_this_python_is_used(
+    setup: ModuleType, commands: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     versions = {str(setup.PYTHON): None}
     monkeypatch.setattr(setup, "version", lambda python, package: versions.get(python, "2.11.0+cu130"))
     setup.install_torch()
-    assert commands == ["borrow"]
+    assert commands == ["share"]
 
 
 @pytest.mark.parametrize(
     ("version", "recent"),
     [("2.11.0+cu130", True), ("2.13.0", True), ("3.0.0a1", True), ("2.9.1", False), (None, False)],
 )
-def test_only_torch_from_2_11_on_counts(setup: ModuleType, version: str | None, recent: bool) -> None:
+def test_only_torch_2_11_or_newer_is_used(setup: ModuleType, version: str | None, recent: bool) -> None:
     assert setup.is_recent(version) is recent
 
 
@@ -72,7 +74,7 @@ def test_only_torch_from_2_11_on_counts(setup: ModuleType, version: str | None, 
         (False, CUDA, "cuda", ["pip torch"]),
     ],
 )
-def test_a_cpu_gets_no_cuda_and_a_gpu_does(
+def test_only_machines_with_gpus_get_the_cuda_build(
     setup: ModuleType,
     commands: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -117,26 +119,26 @@ def test_a_failed_install_is_one_sentence(
 
 def test_an_unknown_choice_of_torch_is_refused(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH", "rocm")
-    with pytest.raises(SystemExit, match=r"TORCH is 'rocm', but has to be cpu or cuda"):
+    with pytest.raises(SystemExit, match=r"TORCH is 'rocm': expected cpu or cuda"):
         setup.install_torch()
 
 
 def test_a_python_without_venv_is_named(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="comes without venv"):
+    with pytest.raises(SystemExit, match="has no venv module"):
         setup.make_venv()
 
 
-def test_borrowed_packages_stand_behind_the_own(
+def test_shared_packages_come_after_the_venvs_own(
     setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subprocess.run([setup.sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     outer = tmp_path / "outer" / "site-packages"
     outer.mkdir(parents=True)
-    (outer / "lent.py").write_text("")
+    (outer / "shared.py").write_text("")
     monkeypatch.setattr(setup, "PYTHON", tmp_path / "venv" / "bin" / "python")
     monkeypatch.setattr(setup.sys, "path", [str(outer)])
-    setup.borrow_packages()
-    code = "import lent, sys; print([path for path in sys.path if path.endswith('-packages')][-1])"
+    setup.share_packages()
+    code = "import shared, sys; print([path for path in sys.path if path.endswith('-packages')][-1])"
     answer = subprocess.run([setup.PYTHON, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == str(outer)

@@ -1,39 +1,17 @@
-"""What docs/custom-model.md shows is what happens: its code is run, its commands print what stands below them."""
+"""What docs/custom-model.md says about its model is true."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
-from pathlib import Path
 
-import pytest
+from pages import blocks
 from paths import ROOT, TESTS
 
-from pentad.orchestrator.cli.cli import main
-
-PAGE = (ROOT / "docs" / "custom-model.md").read_text()
-BLOCKS = re.findall(r"^```(python|console)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-CODE = "\n\n".join(block for kind, block in BLOCKS if kind == "python")
+FILE = ROOT / "docs" / "custom-model.md"
+PAGE = FILE.read_text()
+CODE = "\n\n".join(block.text for block in blocks(FILE, "python"))
 MOST_LINES = 60
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_command_prints_what_the_page_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
-) -> None:
-    """Three dots stand for what is left out. The second command trains."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.py").write_text(CODE)
-    command, *shown = [block for kind, block in BLOCKS if kind == "console"][number].splitlines()
-    _, program, *arguments = shlex.split(command)
-    assert (command[:2], program) == ("$ ", "pentad")
-    assert main(arguments) == 0
-    printed = capsys.readouterr()
-    pattern = re.escape("\n".join(shown)).replace(re.escape("..."), ".*")
-    text = "\n".join(line.rstrip() for line in printed.out.splitlines())
-    assert re.fullmatch(pattern, text.strip("\n"), re.DOTALL), text
 
 
 def test_the_file_is_short_and_counted_rightly() -> None:

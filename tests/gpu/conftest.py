@@ -2,11 +2,11 @@
 
 import pytest
 from fleet import Fleet
-from gpus import room
+from gpus import num_places
 
 
 @pytest.fixture(scope="module")
 def gpus():
-    made = Fleet(min(4, room()))
+    made = Fleet(min(4, num_places()))
     yield made
     made.stop()

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cells import Cell, lose_one
+from cells import WorkerProcess, check_recovery
 from gpu_axes_cases import WIDE, WIDE_MIXED
-from gpus import RANKS_A_GPU, room
+from gpus import RANKS_A_GPU, num_places
 from plans import plan_of
 
 from pentad.schedules.compiler import compile_program
@@ -17,14 +17,14 @@ from pentad.schedules.compiler import compile_program
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(120 * RANKS_A_GPU),
-    pytest.mark.skipif(room() < 2, reason="two GPUs are needed"),
+    pytest.mark.skipif(num_places() < 2, reason="two GPUs are needed"),
 ]
 STEPS = 24
 
 
 @pytest.fixture(scope="module")
 def cells():
-    made = [Cell() for _ in range(4)]
+    made = [WorkerProcess() for _ in range(4)]
     yield made
     for cell in made:
         cell.stop()
@@ -53,9 +53,9 @@ INNER: list[tuple[str, dict[str, Any]]] = [
 )
 def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, axes, transport, fault):
     plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "microbatches": 8, "data": corpus, "dtype": "float32", **axes})
-    if plan.mesh.size > room():
+    if plan.mesh.size > num_places():
         pytest.skip(f"{plan.mesh.size} GPUs are needed")
     replicas = plan.mesh.dp * plan.mesh.cp * plan.mesh.ep
     program = compile_program(name, plan.mesh.pp, 8, gated=transport == "nccl", replicas=replicas)
     plan = replace(plan, device="cuda", transport=transport, program=program)
-    lose_one(cells, plan, STEPS, fault)
+    check_recovery(cells, plan, STEPS, fault)

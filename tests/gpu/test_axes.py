@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from axes_cases import FAMILIES, HEADS, MIXED, equals_one_process, made
+from axes_cases import FAMILIES, HEADS, MIXED, assert_equals_one_process, plan_on_mesh
 from fleet import Fleet
 from gpu_axes_cases import WIDE, WIDE_MIXED
-from gpus import room
+from gpus import num_places
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.spec.plan import Plan
@@ -32,10 +32,10 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("1f1b", {"ep": 2}, {"model": MIXED}),
     ("1f1b", {"ep": 4}, {"model": MIXED}),
     ("dualpipe", {"ep": 2, "pp": 2}, {"model": MIXED}),
-    ("1f1b", {"ep": 2, "dp": 2}, {"model": MIXED, "savings": MemoryOptions(zero=3)}),
+    ("1f1b", {"ep": 2, "dp": 2}, {"model": MIXED, "memory_options": MemoryOptions(zero=3)}),
     ("zb-h2", {"tp": 2, "pp": 2}, {"model": FAMILIES["deepseek-v3"]}),
     ("zb-v", {"tp": 2, "pp": 2}, {"model": replace(FAMILIES["deepseek-v3"], mtp_layers=1, tie_word_embeddings=True)}),
-    ("1f1b", {"tp": 2, "dp": 2}, {"model": FAMILIES["qwen3"], "savings": MemoryOptions(zero=1)}),
+    ("1f1b", {"tp": 2, "dp": 2}, {"model": FAMILIES["qwen3"], "memory_options": MemoryOptions(zero=1)}),
 ]
 TWICE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("zb-h2", {"tp": 2, "pp": 2}, {"model": WIDE}),
@@ -48,31 +48,31 @@ TWICE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def gpus():
-    found = Fleet(min(4, room()))
+    found = Fleet(min(4, num_places()))
     yield found
     found.stop()
 
 
-def on_gpu(plan: Plan, dtype: str, savings: MemoryOptions) -> Plan:
-    if plan.mesh.size > room():
+def on_gpu(plan: Plan, dtype: str, memory_options: MemoryOptions) -> Plan:
+    if plan.mesh.size > num_places():
         pytest.skip(f"{plan.mesh.size} GPUs are needed")
     copies = plan.mesh.dp * plan.mesh.cp * plan.mesh.ep
     program = compile_program(
-        plan.program.name, plan.mesh.pp, plan.batch.microbatches, replicas=copies, savings=savings
+        plan.program.name, plan.mesh.pp, plan.batch.microbatches, replicas=copies, memory_options=memory_options
     )
     return replace(plan, device="cuda", transport="peer", dtype=dtype, program=program)
 
 
 @pytest.mark.parametrize(("name", "sizes", "more"), CASES)
 def test_ranks_that_share_layers_equal_one_process(gpus, corpus, name, sizes, more):
-    savings = more.get("savings", MemoryOptions())
-    equals_one_process(gpus, on_gpu(made(corpus, name, sizes, **more), "float64", savings))
+    memory_options = more.get("memory_options", MemoryOptions())
+    assert_equals_one_process(gpus, on_gpu(plan_on_mesh(corpus, name, sizes, **more), "float64", memory_options))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("name", "sizes", "more"), TWICE)
 def test_two_runs_have_the_same_bits_and_the_wide_ones_losses(gpus, corpus, name, sizes, more, dtype):
-    plan = on_gpu(made(corpus, name, sizes, **more), dtype, MemoryOptions())
+    plan = on_gpu(plan_on_mesh(corpus, name, sizes, **more), dtype, MemoryOptions())
     one, two = (gpus.run(plan, [(0, 3)]) for _ in range(2))
     for first, second in zip(one, two, strict=True):
         assert first.state.keys() == second.state.keys()

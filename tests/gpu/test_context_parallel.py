@@ -9,7 +9,7 @@ import pytest
 import torch
 from closeness import relative_error
 from context_ranks import Case, Ranks, run_rank
-from gpus import room
+from gpus import num_places
 
 from pentad.schedules.spec.cp_layout import CpMethod
 
@@ -31,7 +31,7 @@ SHAPES = {
 def ranks():
     if torch.cuda.device_count() < 2:
         pytest.skip("two GPUs are needed")
-    made = Ranks(min(4, room()), "cuda")
+    made = Ranks(min(4, num_places()), "cuda")
     yield made
     made.stop()
 
@@ -41,7 +41,7 @@ def ranks():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("cp", "variant"), list(product((2, 4), VARIANTS)))
 def test_ranks_give_what_the_whole_sequence_gives(ranks, cp, variant, shape, dtype, deterministic):
-    if cp > room():
+    if cp > num_places():
         pytest.skip(f"{cp} GPUs are needed")
     case = replace(SHAPES[shape], cp=cp, variant=variant, dtype=dtype, deterministic=deterministic, times=3)
     answers = ranks.run(case)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from custom_models import made, reference
-from fleet import Fleet, assembled, losses_of
-from plans import STEPS, close, plan_of
+from fleet import Fleet, assemble, losses_of
+from plans import STEPS, is_close, plan_of
 
 from pentad.schedules.spec.plan import Plan
 
@@ -41,8 +41,8 @@ def test_any_schedule_equals_one_process(gpus, corpus, tmp_path, model, name, dp
     for step in range(STEPS):
         sums = losses_of(outcomes, step).values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
-        found = assembled([outcome.gradients[step] for outcome in outcomes], weights)
-        assert all(close(found[parameter], gradients[step][parameter]) for parameter in weights)
+        found = assemble([outcome.gradients[step] for outcome in outcomes], weights)
+        assert all(is_close(found[parameter], gradients[step][parameter]) for parameter in weights)
 
 
 def test_two_runs_have_the_same_bits(gpus, corpus, tmp_path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_cases import LINE, SCHEDULES, SQUARE, Outcome, Start, assert_recovered, assert_same, outcome
-from gpus import room
+from gpus import num_places
 from threenodes import Cluster, Run, kill, three_nodes
 
 from pentad.orchestrator.control.control_client import connect
@@ -18,7 +18,7 @@ from pentad.orchestrator.control.control_client import connect
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(room() < 4, reason="four GPUs are needed"),
+    pytest.mark.skipif(num_places() < 4, reason="four GPUs are needed"),
 ]
 STEPS = 300
 GPUS = min(4, max(1, torch.cuda.device_count()))

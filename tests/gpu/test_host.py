@@ -31,9 +31,9 @@ def test_no_step_waits_for_the_device(corpus, tmp_path, name):
         runner.close()
 
 
-@pytest.mark.parametrize("validated", [True, False])
-def test_a_call_whose_last_step_stays_open_does_not_wait_for_the_device(corpus, tmp_path, monkeypatch, validated):
-    plan = on_gpu(plan_of("zb-h2", 1, 1, 4, corpus, validated=validated), "nccl", "bfloat16")
+@pytest.mark.parametrize("post_validation", [True, False])
+def test_a_call_whose_last_step_stays_open_does_not_wait_for_the_device(corpus, tmp_path, monkeypatch, post_validation):
+    plan = on_gpu(plan_of("zb-h2", 1, 1, 4, corpus, post_validation=post_validation), "nccl", "bfloat16")
     runner = Runner(plan, 0, tmp_path / "board")
     runner.connect(runner.serve("127.0.0.1", 30), 30)
     runner.restore(None)

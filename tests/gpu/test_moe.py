@@ -18,20 +18,20 @@ from pentad.kernels.moe.grouped_gemm import (
     grouped_gemm_reference,
 )
 from pentad.kernels.moe.moe_permute import (
-    arrange,
-    gate_rows,
-    gate_rows_backward,
-    gate_rows_backward_reference,
     gather_rows,
+    sort_by_expert,
     sum_rows,
     sum_rows_reference,
+    weighted_swiglu,
+    weighted_swiglu_backward,
+    weighted_swiglu_backward_reference,
 )
 from pentad.schedules.spec.model import Experts
 from pentad.workers.model import experts
-from pentad.workers.model.weight_grad import accumulate
+from pentad.workers.model.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
-from pentad.workers.params.router_bias import moved_bias
+from pentad.workers.params.router_bias import updated_bias
 
 ALONE = ExpertParallelGroup()
 pytestmark = pytest.mark.gpu
@@ -85,7 +85,7 @@ def test_grouped_gradients(dtype: torch.dtype, close: float, counts: tuple[int, 
 @pytest.mark.parametrize(("dtype", "close"), DTYPES)
 def test_rows(dtype: torch.dtype, close: float, width: int) -> None:
     chosen = torch.rand(50, 16, device="cuda").argsort(1)[:, :4].contiguous()
-    rows = arrange(
+    rows = sort_by_expert(
         chosen, torch.rand(50, 4, device="cuda", dtype=torch.float64 if close < 1e-9 else torch.float32), 4, 8
     )
     total = int(rows.offsets[-1])
@@ -96,9 +96,9 @@ def test_rows(dtype: torch.dtype, close: float, width: int) -> None:
     assert relative_error(sum_rows(y, rows.positions), sum_rows_reference(y.double(), rows.positions)) < close
     gate_up = torch.randn(len(rows.tokens), 2 * width, device="cuda", dtype=dtype)
     dy = torch.randn(len(rows.tokens), width, device="cuda", dtype=dtype)
-    found = gate_rows_backward(dy, gate_up, rows)
-    expected = gate_rows_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
-    for mine, there in zip((*found, gate_rows(gate_up, rows)), (*expected, expected[1]), strict=True):
+    found = weighted_swiglu_backward(dy, gate_up, rows)
+    expected = weighted_swiglu_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
+    for mine, there in zip((*found, weighted_swiglu(gate_up, rows)), (*expected, expected[1]), strict=True):
         assert relative_error(mine[:total], there[:total]) < close
 
 
@@ -112,8 +112,8 @@ def run(
     dnormed, work = run_to_completion(
         experts.backward(w, g, shape, tokens, kept, remade, gradient, scale=1 / len(tokens))
     )
-    accumulate(work)
-    found = {"mixed": mixed, "dnormed": dnormed, "bias": moved_bias(state["bias"], kept.routed.load, 1e-3)}
+    accumulate_wgrads(work)
+    found = {"mixed": mixed, "dnormed": dnormed, "bias": updated_bias(state["bias"], kept.routed.load, 1e-3)}
     return found | {name: each for name, each in g._asdict().items() if each is not None}
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from axes_cases import HEADS, MIXED, like
-from fleet import assembled
-from gpus import room
-from overlap_cases import MESHES, apart
-from plans import close, plan_of, reference
+from axes_cases import HEADS, MIXED, with_tied_copies
+from fleet import assemble
+from gpus import num_places
+from overlap_cases import MESHES, without_overlap
+from plans import is_close, plan_of, reference
 
 from pentad.schedules.compiler import compile_program
 
@@ -28,14 +28,14 @@ def test_pairs_give_what_one_process_does_with_the_bits_of_one_after_the_other(
     gpus, corpus, name, pp, transport, sizes
 ) -> None:
     plan = plan_of(name, 1, pp, 4, corpus, model=MIXED if "ep" in sizes else HEADS, **sizes)
-    if plan.mesh.size > room():
+    if plan.mesh.size > num_places():
         pytest.skip(f"{plan.mesh.size} GPUs are needed")
     program = compile_program(name, pp, 4, gated=transport == "nccl", replicas=2 if "tp" not in sizes else 1)
     plan = replace(plan, device="cuda", transport=transport, program=program)
     _, gradients, _, weights = reference(plan)
-    found = assembled([outcome.gradients[0] for outcome in gpus.run(plan, [(0, 1)])], like(weights))
-    assert all(close(gradient, gradients[0][key]) for key, gradient in found.items())
+    found = assemble([outcome.gradients[0] for outcome in gpus.run(plan, [(0, 1)])], with_tied_copies(weights))
+    assert all(is_close(gradient, gradients[0][key]) for key, gradient in found.items())
     narrow = replace(plan, dtype="bfloat16")
-    for mine, other in zip(gpus.run(narrow, [(0, 1)]), gpus.run(apart(narrow), [(0, 1)]), strict=True):
+    for mine, other in zip(gpus.run(narrow, [(0, 1)]), gpus.run(without_overlap(narrow), [(0, 1)]), strict=True):
         for key, value in mine.gradients[0].items():
             assert torch.isfinite(value).all() and torch.equal(value, other.gradients[0][key]), key

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fleet import Fleet, losses_of
 from gpu_cases import on_gpu
-from plans import STEPS, close, plan_of, reference
+from plans import STEPS, is_close, plan_of, reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,11 +34,11 @@ def test_any_schedule_on_any_transport_equals_one_process(gpus, corpus, name, dp
         for outcome in outcomes:
             assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
             for parameter, gradient in outcome.gradients[step].items():
-                assert close(gradient, gradients[step][parameter]), f"step {step}: gradient of {parameter}"
+                assert is_close(gradient, gradients[step][parameter]), f"step {step}: gradient of {parameter}"
     assert {f"model.{name}" for name in weights} <= {name for outcome in outcomes for name in outcome.state}
     for outcome in outcomes:
         for parameter in (n for n in weights if f"model.{n}" in outcome.state):
-            assert close(outcome.state[f"model.{parameter}"], weights[parameter]), parameter
+            assert is_close(outcome.state[f"model.{parameter}"], weights[parameter]), parameter
 
 
 def test_mirrors_next_to_each_other_reduce_in_the_first_step_of_new_processes(corpus):
@@ -63,7 +63,7 @@ def test_triton_kernels_train_as_the_reference_does(gpus, corpus, name, dp, pp, 
     assert sum(sums) / plan.batch.tokens == pytest.approx(losses[0], rel=tolerance)
     for outcome in first:
         for parameter, gradient in outcome.gradients[0].items():
-            assert close(gradient.double(), gradients[0][parameter], tolerance), parameter
+            assert is_close(gradient.double(), gradients[0][parameter], tolerance), parameter
     for a, b in zip(first, second, strict=True):
         assert [r.losses for r in a.results] == [r.losses for r in b.results]
         assert all(torch.equal(a.state[k], b.state[k]) for k in a.state)
@@ -79,8 +79,8 @@ def test_a_step_ahead_of_its_norm_gives_the_bits_of_one_that_waits(
     gpus, corpus, name, dp, pp, microbatches, clip, dtype, transport
 ):
     ends = []
-    for validated in (True, False):
-        plan = plan_of(name, dp, pp, microbatches, corpus, clip=clip, validated=validated)
+    for post_validation in (True, False):
+        plan = plan_of(name, dp, pp, microbatches, corpus, clip=clip, post_validation=post_validation)
         ends.append(gpus.run(on_gpu(plan, transport, dtype), [(0, 4), (4, 1)]))
     for ahead, barrier in zip(*ends, strict=True):
         assert [r.losses for r in ahead.results] == [r.losses for r in barrier.results]
@@ -90,13 +90,13 @@ def test_a_step_ahead_of_its_norm_gives_the_bits_of_one_that_waits(
 
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize(
-    ("name", "dp", "pp", "microbatches", "validated"),
+    ("name", "dp", "pp", "microbatches", "post_validation"),
     [("zb-h2", 1, 2, 6, True), ("zb-h2", 1, 2, 6, False), ("zb-h2", 2, 2, 4, True), ("dualpipe", 1, 4, 8, True)],
 )
 def test_calls_however_split_give_the_accounts_and_bits_of_one(
-    gpus, corpus, name, dp, pp, microbatches, validated, transport
+    gpus, corpus, name, dp, pp, microbatches, post_validation, transport
 ):
-    plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus, validated=validated), transport, "bfloat16")
+    plan = on_gpu(plan_of(name, dp, pp, microbatches, corpus, post_validation=post_validation), transport, "bfloat16")
     whole = gpus.run(plan, [(0, 6)])
     for calls in ([*((step, 1, True) for step in range(6)), (6, 0)], [(0, 2, True), (2, 0), (2, 3, True), (5, 1)]):
         for a, b in zip(gpus.run(plan, calls), whole, strict=True):

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpus import room
+from gpus import num_places
 from plans import MODEL, plan_of
-from zero_cases import equals_one_process
+from zero_cases import assert_equals_one_process
 
 from pentad.orchestrator.planning.estimate import memory
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
+from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.workers.model.stage import Stage
-from pentad.workers.params.param_buffers import buffers_of
-from pentad.workers.params.parameters import create
+from pentad.workers.params.param_buffers import make_param_buffers
+from pentad.workers.params.parameters import create_parameters
 from pentad.workers.runtime.zero import ZeroShards
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -25,13 +25,13 @@ CASES = [("1f1b", 2, 1, 3, None), ("looped-bfs", 2, 1, 3, 4), ("dualpipe", 1, 2,
 BUFFERS = ("parameters", "master", "gradients", "optimizer")
 
 
-def on_gpu(name, dp, pp, m, chunks, zero, corpus, dtype, *, validated=False, buckets=(), model=MODEL) -> Plan:
-    if dp * pp > room():
+def on_gpu(name, dp, pp, m, chunks, zero, corpus, dtype, *, post_validation=False, buckets=(), model=MODEL) -> Plan:
+    if dp * pp > num_places():
         pytest.skip(f"{dp * pp} GPUs are needed")
-    savings = MemoryOptions(zero=zero, max_gathered=2 if chunks and zero == 3 else None, buckets=buckets)
-    plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, validated=validated, savings=savings, model=model)
+    memory_options = MemoryOptions(zero=zero, max_gathered=2 if chunks and zero == 3 else None, buckets=buckets)
+    plan = plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, post_validation=post_validation, memory_options=memory_options, model=model)
     program = compile_program(
-        name, pp, m, gated=True, replicas=dp, validated=validated, options=Options(chunks), savings=savings
+        name, pp, m, gated=True, replicas=dp, post_validation=post_validation, options=ScheduleOptions(chunks), memory_options=memory_options
     )
     return replace(plan, device="cuda", transport="nccl", program=program)
 
@@ -40,15 +40,15 @@ def on_gpu(name, dp, pp, m, chunks, zero, corpus, dtype, *, validated=False, buc
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks"), CASES)
 def test_shards_on_gpus_equal_one_process(gpus, corpus, name, dp, pp, m, chunks, zero):
-    equals_one_process(gpus, on_gpu(name, dp, pp, m, chunks, zero, corpus, "float64"))
+    assert_equals_one_process(gpus, on_gpu(name, dp, pp, m, chunks, zero, corpus, "float64"))
 
 
 @two
-@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks"), CASES)
-def test_two_runs_on_gpus_are_bit_identical(gpus, corpus, name, dp, pp, m, chunks, zero, validated):
-    plan = on_gpu(name, dp, pp, m, chunks, zero, corpus, "bfloat16", validated=validated)
+def test_two_runs_on_gpus_are_bit_identical(gpus, corpus, name, dp, pp, m, chunks, zero, post_validation):
+    plan = on_gpu(name, dp, pp, m, chunks, zero, corpus, "bfloat16", post_validation=post_validation)
     once, again = gpus.run(plan, [(0, 4)]), gpus.run(plan, [(0, 1), (1, 3)])
     for a, b in zip(once, again, strict=True):
         assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
@@ -58,7 +58,7 @@ def test_two_runs_on_gpus_are_bit_identical(gpus, corpus, name, dp, pp, m, chunk
 @two
 @pytest.mark.parametrize("zero", range(4))
 def test_buckets_on_gpus_equal_one_process_and_have_the_same_bits_twice(gpus, corpus, zero):
-    equals_one_process(gpus, on_gpu("1f1b", 2, 1, 3, None, zero, corpus, "float64", buckets=(5,)))
+    assert_equals_one_process(gpus, on_gpu("1f1b", 2, 1, 3, None, zero, corpus, "float64", buckets=(5,)))
     plan = on_gpu("looped-bfs", 2, 1, 3, 4, zero, corpus, "bfloat16", buckets=(3, 1, 2, 4))
     once, again = gpus.run(plan, [(0, 4)]), gpus.run(plan, [(0, 1), (1, 3)])
     for a, b in zip(once, again, strict=True):
@@ -72,7 +72,7 @@ def test_the_last_buckets_are_reduced_while_the_backward_pass_goes_on(gpus, corp
     """Of a stage whose kernels take longer than its host."""
     model = replace(MODEL, hidden=512, heads=4, kv_heads=4, ffn=2048)
     plan = on_gpu("1f1b", 2, 1, 2, None, zero, corpus, "bfloat16", buckets=(8,), model=model)
-    plan = replace(plan, batch=replace(plan.batch, global_batch_size=8, length=16384))
+    plan = replace(plan, batch=replace(plan.batch, global_batch_size=8, sequence_length=16384))
     for outcome in gpus.run(plan, [(0, 3)]):
         spans = {span.name: span for span in outcome.results[-1].spans}
         kind = "REDUCE_SCATTER" if zero else "ALL_REDUCE"
@@ -85,8 +85,8 @@ def test_the_last_buckets_are_reduced_while_the_backward_pass_goes_on(gpus, corp
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_step_ahead_of_its_norm_gives_the_bits_of_one_that_waits(gpus, corpus, zero):
     ends = [
-        gpus.run(on_gpu("1f1b", 2, 1, 3, None, zero, corpus, "bfloat16", validated=validated), [(0, 4), (4, 1)])
-        for validated in (True, False)
+        gpus.run(on_gpu("1f1b", 2, 1, 3, None, zero, corpus, "bfloat16", post_validation=post_validation), [(0, 4), (4, 1)])
+        for post_validation in (True, False)
     ]
     for ahead, barrier in zip(*ends, strict=True):
         assert [r.losses for r in ahead.results] == [r.losses for r in barrier.results]
@@ -106,13 +106,13 @@ def test_a_checkpoint_of_shards_is_whole(gpus, corpus, tmp_path):
 def test_what_a_gpu_allocates_is_what_is_planned(corpus, zero, dtype):
     """The allocator rounds every tensor up to 512 bytes."""
     chunks, device = 4, torch.device("cuda", 0)
-    savings = MemoryOptions(zero=zero, max_gathered=1 if zero == 3 else None)
-    plan = plan_of("looped-bfs", 2, 1, 3, corpus, dtype, chunks=chunks, savings=savings)
+    memory_options = MemoryOptions(zero=zero, max_gathered=1 if zero == 3 else None)
+    plan = plan_of("looped-bfs", 2, 1, 3, corpus, dtype, chunks=chunks, memory_options=memory_options)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)
-    held = {at: create(plan, at, device, rank=1, blank=True) for at in plan.shares_of(1)}
+    held = {at: create_parameters(plan, at, device, rank=1, blank=True) for at in plan.param_shards_of(1)}
     state = torch.cuda.memory_allocated(device) - before
-    stages = {s: Stage(plan, s, buffers_of(plan, 1, s, held)) for s in plan.stages_of(1)}
+    stages = {s: Stage(plan, s, make_param_buffers(plan, 1, s, held)) for s in plan.stages_of(1)}
     tables = torch.cuda.memory_allocated(device) - before - state  # rotations and loss sums
     shards = ZeroShards(plan, 1, stages)
     found = torch.cuda.memory_allocated(device) - before - tables

@@ -7,7 +7,7 @@ import torch
 from closeness import relative_error
 from torch import Tensor
 
-from pentad.kernels.adamw import adamw_, adamw_ahead_, adamw_reference_, coefficients
+from pentad.kernels.adamw import adamw_, adamw_optimistic_, adamw_reference_, coefficients
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -88,7 +88,7 @@ def test_a_step_ahead_writes_the_bits_of_the_step_and_changes_nothing_else(n: in
     master, m, v, grad, _ = shard(n, device)
     before = [t.clone() for t in (master, m, v, grad)]
     ahead, out = torch.zeros(n, device=device, dtype=dtype), torch.zeros(n, device=device, dtype=dtype)
-    adamw_ahead_(ahead, master, m, v, grad, step=3, **SETTINGS)
+    adamw_optimistic_(ahead, master, m, v, grad, step=3, **SETTINGS)
     assert all(torch.equal(a, b) for a, b in zip((master, m, v, grad), before, strict=True))
     adamw_(master, m, v, grad, out, step=3, scale=torch.ones(1, device=device), **SETTINGS)
     assert torch.equal(ahead, out)

@@ -21,26 +21,26 @@ def pair() -> Iterator[Pool]:
 
 def test_ranks_answer_and_live_on(pair: Pool) -> None:
     for seconds in (0.0, 0.1):
-        pair.order([seconds] * 2)
+        pair.send([seconds] * 2)
         assert pair.answers(2, tuple) == [(0, seconds), (1, seconds)]
     assert all(process.is_alive() for process in pair.processes)
 
 
 def test_a_late_answer_is_not_the_next_orders(pair: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair.order([0.0, 0.0])
+    pair.send([0.0, 0.0])
     pair.answers(2, tuple)
-    monkeypatch.setattr(pool, "PATIENCE", 0.3)
-    pair.order([0.0, 1.0])
+    monkeypatch.setattr(pool, "TIMEOUT", 0.3)
+    pair.send([0.0, 1.0])
     with pytest.raises(AssertionError, match=r"ranks \[1\]: no answer in 0\.3 s"):
         pair.answers(2, tuple)
     monkeypatch.undo()
-    pair.order([0.0, 0.0])
+    pair.send([0.0, 0.0])
     assert pair.answers(2, tuple) == [(0, 0.0), (1, 0.0)]
 
 
 def test_a_rank_that_dies_is_told_and_replaced(pair: Pool) -> None:
-    pair.order([0.0, -1.0])
+    pair.send([0.0, -1.0])
     with pytest.raises(AssertionError, match="rank 1 died"):
         pair.answers(2, tuple)
-    pair.order([0.0, 0.0])
+    pair.send([0.0, 0.0])
     assert pair.answers(2, tuple) == [(0, 0.0), (1, 0.0)]

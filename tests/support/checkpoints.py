@@ -1,4 +1,4 @@
-"""Small checkpoints for the tests of the store."""
+"""Small checkpoints for tests."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ import torch
 
 from pentad.workers.checkpoint.checkpoint import commit, folder_of, write_shard
 
-META = {"seed": 7, "config": "ab12", "cursor": {"step": 20, "sample": 320}, "mesh": {"dp": 1, "pp": 2}, "lr": 3e-4}
+META = {"seed": 7, "config": "ab12", "position": {"step": 20, "sample": 320}, "mesh": {"dp": 1, "pp": 2}, "lr": 3e-4}
 
 
 def save(root: Path, step: int, stages: int = 2) -> Path:
-    """A committed checkpoint of two tensors a stage; every value tells step and stage."""
+    """A committed checkpoint of two tensors per stage whose values are step + stage."""
     folder = folder_of(root, step)
     shards = []
     for stage in range(stages):
@@ -22,6 +22,7 @@ def save(root: Path, step: int, stages: int = 2) -> Path:
 
 
 def flip(path: Path, at: int, bit: int = 1) -> None:
+    """Flips a bit of byte `at`."""
     data = bytearray(path.read_bytes())
     data[at] ^= bit
     path.write_bytes(data)

@@ -21,7 +21,7 @@ from pentad.kernels.attention.attention import attention_reference
 from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, positions
 from pentad.workers.parallel import cp_ring
 from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
-from pentad.workers.parallel.context_parallel import Context
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
 
 Rows = Sequence[Sequence[int]]
 
@@ -99,8 +99,8 @@ class Answer:
 def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> Answer:
     """Forward and backward of one rank, `case.times` over."""
     mine = case.held(rank).to(device)
-    context = Context(group, case.cp, rank, case.variant, case.scale)
-    documents = None if case.documents is None else context.documents(case.documents, case.length, device)
+    context = ContextParallelGroup(group, case.cp, rank, case.variant, case.scale)
+    documents = None if case.documents is None else context.document_mask(case.documents, case.length, device)
     log: list[str] = []
     rooms: set[int] = set()
     keys: set[int] = set()  # memory with keys of this pass, which come first, and go on from where they came
@@ -121,14 +121,14 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
         else:
             log.append("gradients")
         coming = real(group, sent, room)
-        coming.made = told("wait", coming.made)
+        coming.result = told("wait", coming.result)
         return coming
 
     runs, most = [], 0
     with (
         patch.object(cp_ring, "pass_on", seen),
-        patch.object(cp_ring, "part", told("block", cp_ring.part)),
-        patch.object(cp_ring, "part_backward", told("block", cp_ring.part_backward)),
+        patch.object(cp_ring, "attend_block", told("block", cp_ring.attend_block)),
+        patch.object(cp_ring, "attend_block_backward", told("block", cp_ring.attend_block_backward)),
     ):
         for _ in range(case.times):
             log.clear()
@@ -162,7 +162,7 @@ class Ranks:
 
     def run(self, case: Case) -> list[Answer]:
         """What each rank of a case gives; raises with a rank's traceback when one fails."""
-        self.pool.order([case] * case.cp)
+        self.pool.send([case] * case.cp)
         return self.pool.answers(case.cp, Answer)
 
     def stop(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pentad.orchestrator.control.control_client import Client
-from pentad.orchestrator.control.server import Control
+from pentad.orchestrator.control.server import ControlServer
 from pentad.orchestrator.monitoring.run_state import ControlRequests, RankView, RunView
 from pentad.schedules.spec.mesh import Coordinates
 
@@ -24,8 +24,8 @@ class Served(Client):
     """A live service, and a client of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.wishes = ControlRequests()
-        self.control = Control(folder, "127.0.0.1", 0, self.wishes)
+        self.requests = ControlRequests()
+        self.control = ControlServer(folder, "127.0.0.1", 0, self.requests)
         self.endpoint = json.loads((folder / "control.json").read_text())
         super().__init__(folder, self.endpoint)
         self.health = health_pb2_grpc.HealthStub(self._channel)
@@ -50,7 +50,7 @@ def seen(state: str = "running", *ranks: RankView, **more: Any) -> RunView:
 def serving(folder: Path) -> Iterator[Served]:
     """A service that has seen a run of two ranks."""
     made = Served(folder)
-    made.control.view(seen())
+    made.control.on_view(seen())
     try:
         yield made
     finally:

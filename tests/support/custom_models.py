@@ -1,4 +1,4 @@
-"""Models of a user's own for tests: what a user's file holds, and what one process makes of it in torch's own words."""
+"""Custom models for tests: the contents of a user's file, and the same training in one process with plain torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from plans import MODEL, STEPS
-from reference_model import Trained
+from reference_model import Trained, optimize
 from torch import Tensor
 
-from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.custom.inspect import look
-from pentad.workers.custom.loader import build, key
+from pentad.workers.custom.inspect import inspect_model
+from pentad.workers.custom.loader import build_layers, derive_seed
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.samples import microbatch
 
@@ -23,19 +23,19 @@ from torch import nn
 import torch.nn.functional as F
 
 
-class Front(nn.Module):
+class Embeddings(nn.Module):
     def __init__(self, vocab, hidden, length):
         super().__init__()
-        self.words, self.places = nn.Embedding(vocab, hidden), nn.Embedding(length, hidden)
+        self.token, self.position = nn.Embedding(vocab, hidden), nn.Embedding(length, hidden)
 
     def forward(self, tokens):
-        return self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
 
 
 class Block(nn.Module):
-    def __init__(self, hidden, heads, drop=0.0):
+    def __init__(self, hidden, heads, dropout=0.0):
         super().__init__()
-        self.heads, self.drop = heads, drop
+        self.heads, self.dropout = heads, dropout
         self.norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.mlp = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
@@ -43,55 +43,55 @@ class Block(nn.Module):
     def forward(self, x):
         parts = self.qkv(self.norm(x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + F.dropout(self.out(mixed), self.drop)
-        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.drop)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + F.dropout(self.out(attended), self.dropout)
+        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout)
 
 
-class End(nn.Module):
+class Head(nn.Module):
     def __init__(self, hidden, vocab):
         super().__init__()
-        self.norm, self.words = nn.LayerNorm(hidden), nn.Linear(hidden, vocab, bias=False)
+        self.norm, self.proj = nn.LayerNorm(hidden), nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, x):
-        return self.words(self.norm(x))
+        return self.proj(self.norm(x))
 
 
 def gpt(vocab, hidden, heads, layers, length):
-    return [Front(vocab, hidden, length), *(Block(hidden, heads) for _ in range(layers)), End(hidden, vocab)]
+    return [Embeddings(vocab, hidden, length), *(Block(hidden, heads) for _ in range(layers)), Head(hidden, vocab)]
 
 
-def dropping(vocab, hidden, heads, layers, length):
-    """Layers that are made where they are held."""
-    inner = [lambda: Block(hidden, heads, 0.2) for _ in range(layers)]
-    return [lambda: Front(vocab, hidden, length), *inner, lambda: End(hidden, vocab)]
+def gpt_dropout(vocab, hidden, heads, layers, length):
+    """Functions that make layers, called only on the ranks that hold them."""
+    blocks = [lambda: Block(hidden, heads, 0.2) for _ in range(layers)]
+    return [lambda: Embeddings(vocab, hidden, length), *blocks, lambda: Head(hidden, vocab)]
 '''
 
-CONVOLUTION = '''
+CONV = '''
 import torch
 from torch import nn
 import torch.nn.functional as F
 
 
 class Gated(nn.Module):
-    """A causal convolution of four tokens, gated; a decay of its own for every channel; no attention."""
+    """A gated causal convolution over four tokens, with a decay for every channel; no attention."""
 
     def __init__(self, hidden):
         super().__init__()
-        self.mix = nn.Conv1d(hidden, hidden, 4, groups=2)
+        self.conv = nn.Conv1d(hidden, hidden, 4, groups=2)
         self.gate = nn.Parameter(torch.randn(hidden, hidden) / hidden**0.5)
         self.decay = nn.Parameter(torch.zeros(hidden))
-        self.size = nn.Parameter(torch.tensor(0.5))
+        self.scale = nn.Parameter(torch.tensor(0.5))
         self.register_buffer("table", torch.linspace(0.5, 1.5, hidden), persistent=False)
 
     def forward(self, x):
-        mixed = self.mix(F.pad(x.transpose(1, 2), (3, 0))).transpose(1, 2)
-        before = F.pad(x[:, :-1], (0, 0, 1, 0)) * self.decay.sigmoid() * self.table
-        return x + self.size * torch.tanh(mixed + before) * torch.sigmoid(x @ self.gate)
+        mixed = self.conv(F.pad(x.transpose(1, 2), (3, 0))).transpose(1, 2)
+        previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * self.decay.sigmoid() * self.table
+        return x + self.scale * torch.tanh(mixed + previous) * torch.sigmoid(x @ self.gate)
 
 
 class Twice(nn.Module):
-    """One matrix used in two ways, once transposed."""
+    """One matrix used twice, once transposed."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -101,7 +101,7 @@ class Twice(nn.Module):
         return x + F.relu(F.linear(x, self.inner.weight, self.inner.bias)) @ self.inner.weight
 
 
-def made(vocab, hidden, layers):
+def conv(vocab, hidden, layers):
     pairs = [layer for _ in range(layers) for layer in (Gated(hidden), Twice(hidden))]
     return [nn.Embedding(vocab, hidden, padding_idx=0), *pairs, nn.Linear(hidden, vocab)], loss
 
@@ -113,62 +113,33 @@ def loss(logits, targets):
 '''
 
 
-def made(folder: Path, name: str, **sizes: int) -> ModelShape:
-    """The shape of one of these models, from a file in the folder."""
-    file = folder / ("gpt.py" if name in ("gpt", "dropping") else "convolution.py")
-    file.write_text(GPT if file.name == "gpt.py" else CONVOLUTION)
-    given = {"vocab": MODEL.vocab, "hidden": 16, "heads": 4, "layers": 3, "length": 8} | sizes
-    own = look(f"{file}:{name}", given, torch.float64)
-    return ModelShape(len(own.layers), given["hidden"], 1, 1, 1, given["vocab"], custom=own)
-
-
-def train(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> Trained:
-    """One step a batch [microbatches, rows, S], as the user would write it: modules, autograd, AdamW."""
-    own, shape = plan.model.custom, plan.optimizer
-    assert own is not None
-    layers, loss = build(own, plan.seed, 0, len(own.layers))
-    model = torch.nn.ModuleList(layers).double()
-    p = {f"layers.{name}": parameter for name, parameter in model.named_parameters()}
-    groups = [
-        {"params": [t for t in p.values() if t.dim() > 1], "weight_decay": shape.weight_decay},
-        {"params": [t for t in p.values() if t.dim() < 2], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=1.0, betas=(shape.beta1, shape.beta2), eps=shape.eps)
-    losses, gradients, norms = [], [], []
-    for step, (inputs, targets) in enumerate(batches):
-        for group in adam.param_groups:
-            group["lr"] = shape.rate(step)
-        adam.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for number, (x, expected) in enumerate(zip(inputs, targets, strict=True)):
-            for at, layer in enumerate(layers):
-                torch.manual_seed(key(plan.seed, "draw", step, number, at))
-                x = layer(x)
-            each = (
-                F.cross_entropy(x.flatten(0, 1), expected.flatten(), reduction="none")
-                if loss is None
-                else loss(x, expected)
-            )
-            total = total + each.sum() / plan.batch.tokens
-        total.backward()
-        losses.append(total.item())
-        found = {name: t.grad for name, t in p.items() if t.grad is not None}
-        assert found.keys() == p.keys()
-        gradients.append({name: gradient.clone() for name, gradient in found.items()})
-        norms.append(torch.stack([gradient.norm() for gradient in found.values()]).norm().item())
-        for gradient in found.values():
-            gradient *= min(1.0, shape.clip_norm / norms[-1])
-        adam.step()
-    return losses, gradients, norms, {name: t.detach() for name, t in p.items()}
+def custom_model(folder: Path, name: str, **sizes: int) -> ModelSpec:
+    """'gpt', 'gpt_dropout' or 'conv', from a file in the folder."""
+    file = folder / ("conv.py" if name == "conv" else "gpt.py")
+    file.write_text(CONV if name == "conv" else GPT)
+    sizes = {"vocab": MODEL.vocab, "hidden": 16, "heads": 4, "layers": 3, "length": 8} | sizes
+    custom = inspect_model(f"{file}:{name}", sizes, torch.float64)
+    return ModelSpec(len(custom.layers), sizes["hidden"], 1, 1, 1, sizes["vocab"], custom=custom)
 
 
 def reference(plan: Plan) -> Trained:
-    """STEPS steps of the plan in one process."""
-    corpus, batch, batches = open_corpus(plan.data, False), plan.batch, []
-    for step in range(STEPS):
-        both = microbatch(
-            corpus, plan.seed, step, batch.global_batch_size, range(batch.global_batch_size), batch.length
-        )
-        inputs, targets = (torch.from_numpy(each).view(-1, batch.rows, batch.length) for each in both)
-        batches.append((inputs, targets))
-    return train(plan, batches)
+    """STEPS steps of the plan in one process, as the user would write them: modules and autograd."""
+    custom, batch = plan.model.custom, plan.batch
+    assert custom is not None
+    corpus, rows = open_corpus(plan.data, False), range(batch.global_batch_size)
+    layers, loss = build_layers(custom, plan.seed, 0, len(custom.layers))
+    loss = loss or (lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none"))
+    parameters = torch.nn.ModuleList(layers).double().named_parameters()
+
+    def loss_of(step: int) -> tuple[Tensor, Tensor]:
+        arrays = microbatch(corpus, plan.seed, step, batch.global_batch_size, rows, batch.sequence_length)
+        shape = (-1, batch.micro_batch_size, batch.sequence_length)
+        total = torch.zeros((), dtype=torch.float64)
+        for mb, (x, targets) in enumerate(zip(*(torch.from_numpy(each).view(shape) for each in arrays), strict=True)):
+            for number, layer in enumerate(layers):
+                torch.manual_seed(derive_seed(plan.seed, "draw", step, mb, number))
+                x = layer(x)
+            total = total + loss(x, targets).sum() / batch.tokens
+        return total, total
+
+    return optimize(plan, {f"layers.{name}": parameter for name, parameter in parameters}, STEPS, loss_of)

@@ -1,9 +1,10 @@
-"""Rank processes in one gloo world that run an expert layer, and what one process makes of the same with autograd."""
+"""Rank processes in one gloo world that run an MoE sublayer, and the same in one process with autograd."""
 
 from __future__ import annotations
 
 import faulthandler
 import traceback
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,92 +14,102 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from closeness import relative_error
+from plans import MODEL
 from pool import Pool
 
 from pentad.schedules.spec.model import Experts
-from pentad.workers.model import experts
-from pentad.workers.model.weight_grad import accumulate
-from pentad.workers.parallel import expert_parallel
+from pentad.workers.model import moe
+from pentad.workers.model.layer_context import LayerContext
+from pentad.workers.model.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
-from pentad.workers.parallel.expert_parallel import DispatchMode
+from pentad.workers.parallel.expert_parallel import DispatchMode, ExpertParallelGroup
 
 State = dict[str, torch.Tensor]
+NO_SEQUENCE: Any = None  # an MoE sublayer does not read positions
 
 
 class Case(NamedTuple):
-    """`tokens` [ranks, T, H] of each rank and the gradients of what becomes of them; whole weights, where 'bias' may be
-    one of."""
+    """Full weights by field of MoEWeights, and the tokens [ranks, T, H] and output gradients of every rank."""
 
     shape: Experts
     state: State
     tokens: torch.Tensor
     gradients: torch.Tensor
-    way: DispatchMode = "all_to_all"
+    mode: DispatchMode = "all_to_all"
     scale: float = 0.25
-    remake: bool = False
+    recompute: bool = False
 
 
 class Answer(NamedTuple):
-    """Of one rank; gradients of experts are of those that it has. `came` tokens were sent to it."""
+    """One rank's results; gradients of experts are those of its local ones."""
 
-    mixed: torch.Tensor
-    dnormed: torch.Tensor
+    y: torch.Tensor
+    dx: torch.Tensor
     gradients: State
     load: torch.Tensor
-    came: int
+    received: int  # tokens
 
 
-def drawn(shape: Experts, ranks: int, tokens: int, hidden: int = 6, bias: torch.Tensor | None = None) -> State:
-    """Weights, tokens and gradients from a seed of their own."""
-    generator = torch.Generator().manual_seed(3)
+def layer_context(shape: Experts, scale: float = 0.0, ep: ExpertParallelGroup | None = None) -> LayerContext:
+    return LayerContext(replace(MODEL, experts=shape), True, scale, ep=ep or ExpertParallelGroup())
+
+
+def case_of(shape: Experts, ranks: int, tokens: int, bias: torch.Tensor | None = None, **options: Any) -> Case:
+    """Weights, tokens and gradients from a fixed seed."""
+    generator, hidden = torch.Generator().manual_seed(3), 6
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, dtype=torch.float64)
 
-    found = {
+    state = {
         "router": normal(shape.num_experts, hidden),
         "gate_up": normal(shape.num_experts, 2 * shape.intermediate_size, hidden) / 2,
         "down": normal(shape.num_experts, hidden, shape.intermediate_size) / 2,
     }
     if shape.shared_intermediate_size:
-        found["shared_gate_up"] = normal(2 * shape.shared_intermediate_size, hidden) / 2
-        found["shared_down"] = normal(hidden, shape.shared_intermediate_size) / 2
+        state["shared_gate_up"] = normal(2 * shape.shared_intermediate_size, hidden) / 2
+        state["shared_down"] = normal(hidden, shape.shared_intermediate_size) / 2
     if bias is not None:
-        found["bias"] = bias.to(torch.float64)
-    return found | {"tokens": normal(ranks, tokens, hidden), "gradients": normal(ranks, tokens, hidden)}
-
-
-def case_of(shape: Experts, ranks: int, tokens: int, bias: torch.Tensor | None = None, **options: Any) -> Case:
-    state = drawn(shape, ranks, tokens, bias=bias)
-    return Case(shape, state, state.pop("tokens"), state.pop("gradients"), **options)
+        state["bias"] = bias.to(torch.float64)
+    return Case(shape, state, normal(ranks, tokens, hidden), normal(ranks, tokens, hidden), **options)
 
 
 def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None) -> Answer:
     """F, B and W of one rank."""
-    shape, normed = case.shape, case.tokens[rank].clone()
-    site, held = expert_parallel.ExpertParallelGroup(group, rank, case.way), shape.num_experts // ranks
-    mine = slice(rank * held, (rank + 1) * held)
-    parts = {k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()}
-    w, g = bound(parts)
-    mixed, kept, remade = run_to_completion(experts.forward(w, shape, normed, case.state.get("bias"), site))
-    if case.remake:
-        remade = experts.remade(w, normed, kept)
-    dnormed, work = run_to_completion(
-        experts.backward(w, g, shape, normed, kept, remade, case.gradients[rank], scale=case.scale)
-    )
-    accumulate(work)
-    gradients = {name: each for name, each in g._asdict().items() if each is not None}
-    return Answer(mixed, dnormed, gradients, kept.routed.load, len(normed if kept.tokens is None else kept.tokens))
+    x, local = case.tokens[rank].clone(), case.shape.num_experts // ranks
+    context = layer_context(case.shape, case.scale, ExpertParallelGroup(group, rank, case.mode))
+    mine = slice(rank * local, (rank + 1) * local)
+    w, g = bind({k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()})
+    y, saved, recomputable = run_to_completion(moe.forward(w, context, NO_SEQUENCE, x))
+    if case.recompute:
+        recomputable = moe.recompute(w, context, x, saved)
+    dy = case.gradients[rank]
+    dx, work = run_to_completion(moe.backward(w, g, context, NO_SEQUENCE, x, saved, recomputable, dy))
+    accumulate_wgrads(work)
+    received = len(x if saved.received is None else saved.received)
+    return Answer(y, dx, named(g), saved.routing.load, received)
+
+
+def bind(state: State) -> tuple[moe.MoEWeights, moe.MoEWeights]:
+    """(weights, zeroed main gradients)."""
+    wide = torch.float64 if state["router"].dtype == torch.float64 else torch.float32
+    weights = moe.MoEWeights(*(state[name].detach() if name in state else None for name in moe.MoEWeights._fields))
+    gradients = [None if each is None else torch.zeros_like(each, dtype=wide) for each in weights]
+    return weights, moe.MoEWeights(*gradients)._replace(bias=None, load=None)
+
+
+def named(gradients: moe.MoEWeights) -> State:
+    return {name: each for name, each in gradients._asdict().items() if each is not None}
 
 
 def reference(case: Case) -> list[Answer]:
-    """Every expert works on every token, and autograd makes the gradients, each rank's tokens being a microbatch."""
+    """Every expert runs on every token, and autograd makes the gradients; the tokens of a rank are a microbatch."""
     p = {name: each.clone().requires_grad_(name != "bias") for name, each in case.state.items()}
     tokens, shape, answers = case.tokens.clone().requires_grad_(), case.shape, []
     total = torch.zeros((), dtype=torch.float64)
-    for x, dmixed in zip(tokens, case.gradients, strict=True):
-        products = x @ p["router"].T
-        scores = products.softmax(-1) if shape.scoring_func == "softmax" else products.sigmoid()
+    for x, dy in zip(tokens, case.gradients, strict=True):
+        logits = x @ p["router"].T
+        scores = logits.softmax(-1) if shape.scoring_func == "softmax" else logits.sigmoid()
         biased = scores.detach() + p.get("bias", 0)
         if shape.num_groups > 1:
             grouped = biased.view(len(x), shape.num_groups, -1)
@@ -109,58 +120,50 @@ def reference(case: Case) -> list[Answer]:
         weights = scores * chosen
         if shape.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        mixed = torch.zeros_like(x)
+        y = torch.zeros_like(x)
         for expert in range(shape.num_experts):
-            made = _network(x, p["gate_up"][expert], p["down"][expert])
-            mixed = mixed + shape.routed_scaling_factor * weights[:, expert, None] * made
+            result = _gated_mlp(x, p["gate_up"][expert], p["down"][expert])
+            y = y + shape.routed_scaling_factor * weights[:, expert, None] * result
         if shape.shared_intermediate_size:
-            mixed = mixed + _network(x, p["shared_gate_up"], p["shared_down"])
+            y = y + _gated_mlp(x, p["shared_gate_up"], p["shared_down"])
         shares = scores if shape.scoring_func == "softmax" else scores / scores.sum(-1, keepdim=True)
         balance = shape.aux_loss_coef * shape.num_experts / shape.top_k * (chosen.mean(0) * shares.mean(0)).sum()
-        total = total + (mixed * dmixed).sum() + case.scale * len(x) * balance
-        answers.append((mixed.detach(), chosen.sum(0).long()))
+        total = total + (y * dy).sum() + case.scale * len(x) * balance
+        answers.append((y.detach(), chosen.sum(0).long()))
     total.backward()
     gradients = {name: each.grad for name, each in p.items() if each.grad is not None}
     assert tokens.grad is not None
-    return [Answer(mixed, dx, gradients, load, 0) for (mixed, load), dx in zip(answers, tokens.grad, strict=True)]
+    return [Answer(y, dx, gradients, load, 0) for (y, load), dx in zip(answers, tokens.grad, strict=True)]
 
 
-def _network(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def _gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     gate, up = (x @ gate_up.T).chunk(2, -1)
     return (F.silu(gate) * up) @ down.T
 
 
-def check(case: Case, found: list[Answer]) -> None:
-    """Everything to 1e-10; what ranks hold together is the sum, what they hold apart the whole."""
+def check(case: Case, answers: list[Answer]) -> None:
+    """Everything to 1e-10: gradients of replicated weights are summed over ranks, those of experts concatenated."""
     expected = reference(case)
-    for mine, there in zip(found, expected, strict=True):
-        assert relative_error(mine.mixed, there.mixed) < 1e-10
-        assert relative_error(mine.dnormed, there.dnormed) < 1e-10
-        assert torch.equal(mine.load, there.load)
+    for mine, theirs in zip(answers, expected, strict=True):
+        assert relative_error(mine.y, theirs.y) < 1e-10
+        assert relative_error(mine.dx, theirs.dx) < 1e-10
+        assert torch.equal(mine.load, theirs.load)
     for name, gradient in expected[0].gradients.items():
-        parts = [answer.gradients[name] for answer in found]
-        whole = torch.cat(parts) if name in ("gate_up", "down") else torch.stack(parts).sum(0)
-        assert relative_error(whole, gradient) < 1e-10, name
-
-
-def bound(parts: State) -> tuple[experts.Weights, experts.Weights]:
-    """Weights by name, detached, and zeros as wide as gradients are."""
-    wide = torch.float64 if parts["router"].dtype == torch.float64 else torch.float32
-    w: list[Any] = [parts[name].detach() if name in parts else None for name in experts.Weights._fields]
-    g: list[Any] = [None if each is None else torch.zeros_like(each, dtype=wide) for each in w]
-    return experts.Weights(*w), experts.Weights(*g)
+        parts = [answer.gradients[name] for answer in answers]
+        full = torch.cat(parts) if name in ("gate_up", "down") else torch.stack(parts).sum(0)
+        assert relative_error(full, gradient) < 1e-10, name
 
 
 class Ranks:
-    """Processes, of which the first so many run a case, each with a GPU where `device` is cuda."""
+    """A pool of processes, of which the first ones run a case; with `device` cuda, each has a GPU."""
 
     def __init__(self, size: int, device: str = "cpu") -> None:
         self.pool = Pool(size, _serve, device)
 
     def run(self, case: Case) -> list[Answer]:
-        """An answer a rank; raises with a rank's traceback when one fails."""
+        """One answer a rank; raises with the traceback of a rank that fails."""
         ranks = len(case.tokens)
-        self.pool.order([case] * ranks)
+        self.pool.send([case] * ranks)
         return self.pool.answers(ranks, Answer)
 
     def stop(self) -> None:
@@ -175,11 +178,10 @@ def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> N
         backend, device = "nccl", f"cuda:{rank}"
         torch.cuda.set_device(rank)
     else:
-        # fills memory that nobody has written with NaN, which must not matter
-        torch.use_deterministic_algorithms(True)
-    meeting, patience = f"file://{Path(folder, 'meeting')}", timedelta(seconds=80)
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=patience)
-    groups = {1: None} | {n: dist.new_group(list(range(n)), timeout=patience) for n in (2, 4) if n <= size}
+        torch.use_deterministic_algorithms(True)  # also fills fresh memory with NaN, which must not matter
+    store, timeout = f"file://{Path(folder, 'store')}", timedelta(seconds=80)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timeout)
+    groups = {1: None} | {n: dist.new_group(list(range(n)), timeout=timeout) for n in (2, 4) if n <= size}
     while True:
         try:
             case = end.recv()
@@ -188,17 +190,15 @@ def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> N
             return
         try:
             ranks = len(case.tokens)
-            end.send(_moved(run_rank(_moved(case, device), rank, ranks, groups[ranks]), "cpu"))
+            end.send(_to_device(run_rank(_to_device(case, device), rank, ranks, groups[ranks]), "cpu"))
         except BaseException:
             end.send(traceback.format_exc())
 
 
-def _moved(nested: Any, device: str) -> Any:
+def _to_device(value: Any, device: str) -> Any:
     """A named tuple with all its tensors, those in dicts too, on a device."""
-
-    def there(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: each.to(device) for name, each in value.items()}
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    return type(nested)(*map(there, nested))
+    if isinstance(value, tuple):
+        return type(value)(*(_to_device(each, device) for each in value))  # type: ignore[misc]
+    if isinstance(value, dict):
+        return {name: each.to(device) for name, each in value.items()}
+    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""A few long-lived rank processes that run many plans: importing torch once is the cost of a rank."""
+"""A few long-lived rank processes that run many plans: starting a rank is mostly importing torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from early import watch
+from early_release import watch_early_releases
 from gpus import gpu_of
 from plans import TILE
 from pool import Pool
 
 from pentad.schedules.spec.plan import Plan
 
+Call = tuple[int, int] | tuple[int, int, bool]  # first step, number of steps, whether more calls follow
+
 
 @dataclass
 class Outcome:
-    """One rank's results, and its gradients before clipping and last state, by global parameter name, of which a shard
-    may hold a part (see `assembled`). `bytes` is what its buffers take."""
+    """One rank's results, its gradients of every step before clipping, its last state, its manifest entries, and the
+    bytes of its buffers by kind. Tensors are by global name; a ZeRO rank holds parts of them (see `assemble`)."""
 
     results: list
     gradients: list[dict[str, torch.Tensor]]
@@ -31,24 +33,24 @@ class Outcome:
     bytes: dict[str, int]
 
 
-def named(parameters, flat: torch.Tensor, kind: str = "") -> dict[str, torch.Tensor]:
-    """Tensors of a flat buffer by name; parts of tensors as 'NAME@RANGES@FIRST', flat."""
-    from pentad.workers.params.sharded_state import stored
+def tensors_by_name(parameters, flat: torch.Tensor, kind: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a flat buffer; parts of tensors are flat and called 'NAME@RANGES@FIRST ELEMENT'."""
+    from pentad.workers.params.sharded_state import stored_name
 
     found = {}
-    for local, span, values in parameters.pieces(flat):
+    for local, span, values in parameters.shard_parts(flat):
         value = values.cpu().clone()
-        if local.is_whole and values.numel() == torch.Size(local.shape).numel():
+        if local.is_full and values.numel() == torch.Size(local.shape).numel():
             found[kind + local.name] = value.view(local.shape)
         else:
-            ranges = stored(local).partition("@")[2]
+            ranges = stored_name(local).partition("@")[2]
             found[f"{kind}{local.name}@{ranges}@{span.start}"] = value
     return found
 
 
-def assembled(parts: list[dict[str, torch.Tensor]], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors, shaped `like` others, from what ranks hold of them; what several hold must have the same bits."""
-    from pentad.workers.params.sharded_state import Assembly
+def assemble(parts: list[dict[str, torch.Tensor]], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Full tensors, in the shapes of `like`, from the parts of all ranks. Copies of a part must be bit-identical."""
+    from pentad.workers.params.sharded_state import TensorAssembly
 
     found: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
     for part in parts:
@@ -56,24 +58,24 @@ def assembled(parts: list[dict[str, torch.Tensor]], like: dict[str, torch.Tensor
             name, ranges, first = (key + "@@0" if "@" not in key else key).split("@")
             shards = found.setdefault(name, {}).setdefault(ranges, {})
             assert torch.equal(shards.setdefault(int(first), value), value), key
-    whole = {}
+    full = {}
     for name, by_ranges in found.items():
-        made = Assembly(tuple(like[name].shape))
+        assembly = TensorAssembly(tuple(like[name].shape))
         for ranges, shards in by_ranges.items():
             flat = torch.cat([value.flatten() for _, value in sorted(shards.items())])
-            made.put(flat, f"{name}@{ranges}" if ranges else name)
-        assert not made.missing, name
-        whole[name] = made.whole
-    return whole
+            assembly.add(flat, f"{name}@{ranges}" if ranges else name)
+        assert not assembly.missing, name
+        full[name] = assembly.tensor
+    return full
 
 
 def losses_of(outcomes: list[Outcome], step: int = 0) -> dict[int, float]:
-    """Summed losses of the pieces of a step; ranks that share a piece say the same."""
-    return {piece: loss for outcome in outcomes for piece, loss in outcome.results[step].losses.items()}
+    """Summed token losses of a step by microbatch."""
+    return {microbatch: loss for outcome in outcomes for microbatch, loss in outcome.results[step].losses.items()}
 
 
-class Poison(NamedTuple):
-    """What the first element of a rank's gradients is, at the end of a step."""
+class BadGradient(NamedTuple):
+    """Sets the first element of a rank's gradients at the end of a step."""
 
     rank: int
     step: int
@@ -81,7 +83,7 @@ class Poison(NamedTuple):
 
 
 class Fleet:
-    """`size` processes; `run` gives each a rank of the plan."""
+    """`size` processes; `run` gives each a rank of a plan."""
 
     def __init__(self, size: int) -> None:
         self.pool = Pool(size, _serve)
@@ -89,16 +91,16 @@ class Fleet:
     def run(
         self,
         plan: Plan,
-        calls: list[tuple[int, int] | tuple[int, int, bool]],
+        calls: list[Call],
         restore: str | None = None,
         save: str | None = None,
-        poison: Poison | None = None,
+        bad_gradient: BadGradient | None = None,
     ) -> list[Outcome]:
-        """`calls` are (first step, count, whether more follow); raises with a rank's traceback when one fails."""
+        """Runs the calls in a new generation. Fails with the traceback of the first rank that does."""
         ranks = range(plan.mesh.size)
-        poisons = [poison if poison and poison.rank == rank else None for rank in ranks]
-        self.pool.order([(plan, rank, calls, restore, save, poisons[rank]) for rank in ranks])
-        address = self.pool.heard(0)
+        faults = [bad_gradient if bad_gradient and bad_gradient.rank == rank else None for rank in ranks]
+        self.pool.send([(plan, rank, calls, restore, save, faults[rank]) for rank in ranks])
+        address = self.pool.receive(0)
         assert "\n" not in address, f"rank 0: {address}"
         for end in self.pool.ends[: plan.mesh.size]:
             end.send(address)
@@ -113,13 +115,13 @@ def _serve(end: Connection, *_: object) -> None:
 
     torch.set_num_threads(1)
     faulthandler.enable()
-    plan.TILE = TILE
+    plan.TILE_TOKENS = TILE
     while True:
         try:
             order = end.recv()
         except EOFError:
             return
-        if isinstance(order, str):  # where to meet, after this rank has failed
+        if isinstance(order, str):  # the address, after this rank has failed
             continue
         try:
             faulthandler.dump_traceback_later(80)
@@ -133,70 +135,72 @@ def _run(
     end: Connection,
     plan: Plan,
     rank: int,
-    calls: list[tuple[int, int] | tuple[int, int, bool]],
+    calls: list[Call],
     restore: str | None,
     save: str | None,
-    poison: Poison | None,
+    bad_gradient: BadGradient | None,
 ) -> Outcome:
     from pentad.workers.params import optimizer
     from pentad.workers.runtime.runner import Runner
 
     gradients: list[dict[str, torch.Tensor]] = []
     real_step, real_sum = optimizer.step, optimizer.square_sum
-    sums = 0  # of a stage's squares
-    owned = sum(plan.shards(share) > 1 or plan.owner(share) == rank for share in plan.shares_of(rank))
+    sums = 0  # calls of square_sum so far
+    sums_per_step = sum(
+        plan.num_zero_shards(share) > 1 or plan.owner(share) == rank for share in plan.param_shards_of(rank)
+    )
 
-    def seen(parameters, shape, number, scale):
+    def recording_step(parameters, spec, number, scale):
         while len(gradients) <= number - calls[0][0]:
             gradients.append({})
-        gradients[number - calls[0][0]] |= named(parameters, parameters.gradient)
-        real_step(parameters, shape, number, scale)
+        gradients[number - calls[0][0]] |= tensors_by_name(parameters, parameters.gradient)
+        real_step(parameters, spec, number, scale)
 
-    def poisoned(parameters, counted):
+    def faulty_sum(parameters, counted):
         nonlocal sums
-        if poison is not None and sums == poison.step * owned:
-            parameters.gradient[0, 0] = poison.value
+        if bad_gradient is not None and sums == bad_gradient.step * sums_per_step:
+            parameters.gradient[0, 0] = bad_gradient.value
         sums += 1
         return real_sum(parameters, counted)
 
-    optimizer.step, optimizer.square_sum = seen, poisoned
+    optimizer.step, optimizer.square_sum = recording_step, faulty_sum
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(plan, rank, Path(folder, "board"), gpu=gpu_of(rank))
+        runner = Runner(plan, rank, Path(folder, "progress"), gpu=gpu_of(rank))
         try:
             if rank == 0:
                 end.send(runner.serve("127.0.0.1", 60))
             runner.connect(end.recv(), 60)
             if plan.device == "cpu":
-                assert runner.executor is not None
-                watch(runner.executor)
+                assert runner.connection is not None
+                watch_early_releases(runner.connection.executor)
             runner.restore(restore)
             results = [result for call in calls for result in runner.run(*call)]
             shards = runner.save(save, sum(calls[-1][:2])) if save else []
             state: dict[str, torch.Tensor] = {}
-            for held in runner.parameters.values():
-                for kind, flat in held.state().items():
-                    state |= named(held, flat, f"{kind}.")
-            held_bytes = buffers(runner.parameters, runner.shards)
+            for parameters in runner.state.parameters.values():
+                for kind, flat in parameters.state().items():
+                    state |= tensors_by_name(parameters, flat, f"{kind}.")
+            sizes = buffer_bytes(runner.state.parameters, runner.local.shards)
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
             runner.close()
-    return Outcome(results, gradients, state, shards, held_bytes)
+    return Outcome(results, gradients, state, shards, sizes)
 
 
-def buffers(parameters, shards) -> dict[str, int]:
-    """Bytes of a rank's weights, gradients and optimizer state, every storage counted once."""
+def buffer_bytes(parameters, shards) -> dict[str, int]:
+    """Bytes of a rank's weights, gradients and optimizer state; every storage counts once."""
     kinds: dict[str, list[torch.Tensor]] = {"parameters": [], "gradients": [], "optimizer": [], "master": []}
-    for held in parameters.values():
-        kinds["parameters"] += [held.compute] if held.weights is None else [held.weights]
-        kinds["gradients"] += [held.gradient] if held.gradients is None else [held.gradients]
-        kinds["optimizer"] += [held.m, held.v]
-        kinds["master"].append(held.master)
+    for each in parameters.values():
+        kinds["parameters"] += [each.compute] if each.full_weights is None else [each.full_weights]
+        kinds["gradients"] += [each.gradient] if each.full_gradients is None else [each.full_gradients]
+        kinds["optimizer"] += [each.m, each.v]
+        kinds["master"].append(each.master)
     kinds["parameters"] += shards.weights.values()
     kinds["gradients"] += shards.gradients.values()
     seen: set[int] = set()
     found = {}
     for kind, tensors in kinds.items():
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        found[kind] = sum(size for at, size in storages.items() if at not in seen)
+        found[kind] = sum(size for address, size in storages.items() if address not in seen)
         seen |= storages.keys()
     return found

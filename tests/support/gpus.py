@@ -1,34 +1,64 @@
-"""GPUs for the ranks of a test: a place each, of which a GPU has one, or RANKS_A_GPU.
+"""GPUs for the ranks of a test. A GPU has places for RANKS_A_GPU ranks, one unless the environment says otherwise.
 
-NCCL takes ranks that share a GPU for ranks of several hosts, and joins those by sockets: slow, and with the same
-results. So tests of four ranks run on two GPUs.
+NCCL takes ranks on a shared GPU for ranks of several hosts and connects them by sockets: slow, with the same results.
+So tests of four ranks run on two GPUs.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
+import pytest
 import torch
+
+from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
+from pentad.schedules.passes.validation import has_post_validation
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 
 RANKS_A_GPU = int(os.environ.get("RANKS_A_GPU", "1"))
 
 
-def room() -> int:
-    """How many places there are."""
+def num_places() -> int:
     return torch.cuda.device_count() * RANKS_A_GPU
 
 
 def gpu_of(place: int) -> int:
-    """The GPU of the rank that this process is; 0 on a machine without."""
+    """The GPU of this process, which is a rank; 0 on a machine without any."""
     os.environ.update(_host(place))
     return place % max(1, torch.cuda.device_count())
 
 
 def node_of(places: Sequence[int]) -> dict[str, str]:
-    """The environment of a node whose ranks have these places, of one host."""
+    """The environment of a node whose ranks have these places, all of one host."""
     gpus = [str(place % torch.cuda.device_count()) for place in places]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **(_host(places[0]) if places else {})}
+
+
+def on_gpu(
+    plan: Plan,
+    transport: str = "peer",
+    dtype: str | None = None,
+    memory_options: MemoryOptions = NO_MEMORY_OPTIONS,
+    chunks: int | None = None,
+) -> Plan:
+    """A plan of `plan_of`, with its program compiled anew, on GPUs. Skips the test if there are too few."""
+    mesh = plan.mesh
+    if mesh.size > num_places():
+        pytest.skip(f"{mesh.size} GPUs are needed")
+    program = compile_program(
+        plan.program.name,
+        mesh.pp,
+        plan.batch.microbatches,
+        gated=transport == "nccl",
+        replicas=mesh.dp * mesh.cp * mesh.ep,
+        post_validation=has_post_validation(plan.program),
+        options=ScheduleOptions(chunks),
+        memory_options=memory_options,
+    )
+    return replace(plan, device="cuda", transport=transport, dtype=dtype or plan.dtype, program=program)
 
 
 def _host(place: int) -> dict[str, str]:

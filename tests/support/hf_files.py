@@ -1,4 +1,4 @@
-"""What tests of Hugging Face files do with them."""
+"""Importing, changing and reading Hugging Face files in tests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import open_checkpoint, read
 from pentad.workers.hf.importer import Imported, import_folder
 from pentad.workers.model.stage import Stage
-from pentad.workers.params.param_buffers import buffers_of
-from pentad.workers.params.parameters import create
-from pentad.workers.params.sharded_state import read_whole
+from pentad.workers.params.param_buffers import make_param_buffers
+from pentad.workers.params.parameters import create_parameters
+from pentad.workers.params.sharded_state import read_full
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -28,23 +28,23 @@ def take(source: Path, out: Path, **how: Any) -> Imported:
 
 def tensors_of(done: Imported) -> dict[str, torch.Tensor]:
     found = open_checkpoint(done.folder)
-    return read(found, found.where)
+    return read(found, found.files)
 
 
 def stage_of(plan: Plan, folder: Path) -> Stage:
-    """The one stage of a plan for one process, with the weights of a checkpoint."""
-    held = {share: create(plan, share, torch.device("cpu"), blank=True) for share in plan.shares_of(0)}
-    stage, found = Stage(plan, 0, buffers_of(plan, 0, 0, held)), open_checkpoint(folder)
+    """The only stage of a single-process plan, with the weights of a checkpoint."""
+    held = {share: create_parameters(plan, share, torch.device("cpu"), blank=True) for share in plan.param_shards_of(0)}
+    stage, found = Stage(plan, 0, make_param_buffers(plan, 0, 0, held)), open_checkpoint(folder)
     for parameters in held.values():
-        for local, view in zip(parameters.locals, parameters.views(parameters.master).values(), strict=True):
-            view.copy_(read_whole(found, f"model.{local.name}", local.tensor.shape))
-        for key, bias in parameters.biases.named.items():
-            bias.copy_(read_whole(found, f"model.{key}", tuple(bias.shape)))
+        for local, view in zip(parameters.local_tensors, parameters.views(parameters.master).values(), strict=True):
+            view.copy_(read_full(found, f"model.{local.name}", local.tensor.shape))
+        for key, bias in parameters.router_bias.by_name.items():
+            bias.copy_(read_full(found, f"model.{key}", tuple(bias.shape)))
     return stage
 
 
 def change(files: Path, **tensors: torch.Tensor | None) -> None:
-    """Puts tensors into the file, by names with '__' for '.', or takes them out."""
+    """Adds tensors to the file, or removes them if None; names have '__' for '.'."""
     state = load_file(files / SINGLE)
     for key, tensor in tensors.items():
         name = key.replace("__", ".")

@@ -1,4 +1,4 @@
-"""Tiny models of every family by transformers, with random weights, and what they give."""
+"""Tiny models of every family in transformers, with random weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEEP = {
 DENSE = {**SIZES, "num_hidden_layers": 2, "intermediate_size": 48, "num_key_value_heads": 2}
 QWEN_MOE = {**DENSE, "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2}
 
-# Name of a model -> (transformers' name of its family, what its config has).
+# Name of a model -> (class prefix in transformers, values of its config).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", DENSE),
     "llama-tied": ("Llama", {**DENSE, "tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str, **other: Any) -> Any:
-    """A model with random weights, norms and biases included, with which its logits are of the order of 1."""
+    """A model with random weights, norms and biases included, whose logits are of order 1."""
     family, values = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**values, **other})
     model = getattr(transformers, f"{family}ForCausalLM")._from_config(
@@ -91,17 +91,17 @@ def randomized(model: Any) -> Any:
 
 
 def save(model: Any, folder: Path, **how: Any) -> Path:
-    """The files of a model, with those of its predicted layers, which transformers itself leaves out."""
+    """Saves a model with its MTP layers, which transformers itself leaves out."""
     model.save_pretrained(folder, **how)
-    extra = predicted_tensors(model)
+    extra = mtp_tensors(model)
     if extra:
         path = folder / "model.safetensors"
         save_file({**load_file(path), **extra}, path, metadata={"format": "pt"})
     return folder
 
 
-def predicted_model(model: Any) -> Any:
-    """Its predicted layers with random weights, always the same; None where it has none."""
+def mtp_model(model: Any) -> Any:
+    """Its MTP layers with random weights, the same every time; None if it has none."""
     count = getattr(model.config, "num_mtp_layers", 0)
     if not count:
         return None
@@ -109,13 +109,13 @@ def predicted_model(model: Any) -> Any:
         torch.manual_seed(7)
         main = {key: tensor.clone() for key, tensor in model.state_dict().items()}
         made = randomized(MtpModel(model, count))
-        model.load_state_dict(main)  # they share the ends of the model
+        model.load_state_dict(main)  # they share embedding and head with the model
     return made
 
 
-def predicted_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """By the names that DeepSeek-V3's files have."""
-    made, found = predicted_model(model), {}
+def mtp_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The MTP layers' tensors under the names in DeepSeek-V3's files."""
+    made, found = mtp_model(model), {}
     if made is None:
         return {}
     for key, tensor in made.state_dict().items():
@@ -138,7 +138,7 @@ def predicted_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def rewrite(folder: Path, **values: Any) -> None:
-    """Changes keys of config.json; None takes them out."""
+    """Changes keys of config.json; None removes them."""
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
@@ -146,19 +146,19 @@ def rewrite(folder: Path, **values: Any) -> None:
 
 @contextmanager
 def widened(name: str, monkeypatch: Any) -> Iterator[None]:
-    """In the block a family computes in float64 what it says to be float32: norms, softmax, the router, angles."""
+    """In the block, a family computes in float64 what it otherwise casts to float32: norms, softmax, router, angles."""
     module = MODELS[name][0].lower().replace("qwen3moe", "qwen3_moe").replace("deepseekv3", "deepseek_v3")
-    places = [importlib.import_module(f"transformers.models.{module}.modeling_{module}")]
-    places.append(importlib.import_module("transformers.modeling_rope_utils"))
+    modules = [importlib.import_module(f"transformers.models.{module}.modeling_{module}")]
+    modules.append(importlib.import_module("transformers.modeling_rope_utils"))
     with monkeypatch.context() as patch:
-        for place in places:
-            patch.setattr(place, "torch", _Wide())
+        for each in modules:
+            patch.setattr(each, "torch", _Wide())
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         yield
 
 
 class _Wide:
-    """torch with another idea of float32."""
+    """torch, with float64 in place of float32."""
 
     float32 = float = torch.float64
 

@@ -1,4 +1,4 @@
-"""What test_html.py shares with other tests."""
+"""Reads the pages that schedules/draw/html.py writes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import re
 from html.parser import HTMLParser
 
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.draw.html import SimulatedProgram
 from pentad.schedules.draw.palette import row_of
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span
 
 
 class Page(HTMLParser):
-    """Elements, attributes and the text after each tag of a page."""
+    """The tags of a page in order, its links, and the text after each tag."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -36,28 +40,45 @@ def payload(page: str) -> dict:
 
 
 def spelled_out(kinds: dict) -> dict[str, list]:
-    """The table of kinds with ops, lanes and names as text."""
-    op, lane = ([kinds[f"{what}s"][number] for number in kinds[what]] for what in ("op", "lane"))
+    """The table of distinct instructions with ops, lanes and names as text."""
+    op, lane = ([kinds[f"{column}s"][index] for index in kinds[column]] for column in ("op", "lane"))
     parts = zip(kinds["stage"], op, kinds["microbatch"], strict=True)
-    usual = [f"{stage if stage >= 0 else ''}{of}{mb if mb >= 0 else ''}" for stage, of, mb in parts]
+    usual = [f"{stage if stage >= 0 else ''}{name}{mb if mb >= 0 else ''}" for stage, name, mb in parts]
     names = [kinds["names"].get(str(number), name) for number, name in enumerate(usual)]
     return kinds | {"op": op, "lane": lane, "name": names}
 
 
 def spans_of(data: dict, panel: dict) -> list[Span]:
-    """The spans that a page holds, by the rule in the docstring of the payload."""
+    """The spans of a panel, decoded as `schedules.draw.html._timelines` says."""
     found = []
     kinds = spelled_out(data["kinds"])
     for step in panel["steps"]:
         for rank in step["ranks"]:
             for track in rank["tracks"]:
-                at = 0
+                time = 0
                 for kind, gap, length in zip(track["kind"], track["gap"], track["length"], strict=True):
-                    at += gap
+                    time += gap
                     name, op, lane = (kinds[column][kind] for column in ("name", "op", "lane"))
                     assert track["row"] == row_of(lane)
                     stage, microbatch, peer = (kinds[column][kind] for column in ("stage", "microbatch", "peer"))
-                    start, end = (step["zero"] + time * 1e-9 for time in (at, at + length))
-                    where = (step["step"], rank["rank"], lane, name, op)
-                    found.append(Span(*where, stage, microbatch, peer, start, end))
+                    start, end = (step["zero"] + nanos * 1e-9 for nanos in (time, time + length))
+                    found.append(
+                        Span(step["step"], rank["rank"], lane, name, op, stage, microbatch, peer, start, end)
+                    )
     return sorted(found)
+
+
+def keys_of(data: dict, panel: dict) -> list[tuple[int, str]]:
+    """Rank and name of the spans of a panel, by their numbers."""
+    names = spelled_out(data["kinds"])["name"]
+    ranks = panel["steps"][0]["ranks"]
+    return [(rank["rank"], names[kind]) for rank in ranks for track in rank["tracks"] for kind in track["kind"]]
+
+
+def simulated_program(name: str, ranks: int = 4, microbatches: int = 8) -> SimulatedProgram:
+    """A schedule on two replicas; 'NAME post-validation' validates its optimizer steps."""
+    name, _, post_validation = name.partition(" ")
+    program = compile_program(name, ranks, microbatches, replicas=2, post_validation=bool(post_validation))
+    parts = {"chunks": program.chunks, "slices": program.slices}
+    costs = Costs.uniform(program.stages, 1.0, 1.2, 0.8, **parts, transfer=0.07)
+    return SimulatedProgram(program, costs, simulate(program, costs))

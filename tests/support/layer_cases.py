@@ -12,17 +12,17 @@ from plans import MODEL, plan_of
 
 from pentad.schedules.spec.model import MLA, Experts
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.model import experts, moe
+from pentad.workers.model import moe
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel import cp_all_gather, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
-from pentad.workers.parallel.async_ops import AsyncResult, Turns, ready
-from pentad.workers.parallel.context_parallel import Context
+from pentad.workers.parallel.async_ops import AsyncResult, Task, ready
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.cp_blocks import Block
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
-from pentad.workers.parallel.process_groups import Inner
-from pentad.workers.parallel.tensor_parallel import TensorRanks
-from pentad.workers.params.param_buffers import buffers_of
-from pentad.workers.params.parameters import create
+from pentad.workers.parallel.process_groups import LayerGroups
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
+from pentad.workers.params.param_buffers import make_param_buffers
+from pentad.workers.params.parameters import create_parameters
 
 MIXED = Experts(num_experts=4, top_k=2, intermediate_size=12, aux_loss_coef=0.1)
 
@@ -85,12 +85,12 @@ def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that are shared with ranks which are not there."""
     monkeypatch.setattr(cp_ring, "pass_on", passed)
     for module in (cp_all_gather, expert_parallel):
-        monkeypatch.setattr(module, "_gather", gathered)
-        monkeypatch.setattr(module, "_scatter", scattered)
-    monkeypatch.setattr(tensor_parallel, "gather_all", gathered)
-    monkeypatch.setattr(tensor_parallel, "scatter_sum", scattered)
+        monkeypatch.setattr(module, "all_gather", gathered)
+        monkeypatch.setattr(module, "reduce_scatter", scattered)
+    monkeypatch.setattr(tensor_parallel, "all_gather", gathered)
+    monkeypatch.setattr(tensor_parallel, "reduce_scatter", scattered)
     monkeypatch.setattr(cp_ulysses, "_exchange", exchanged)
-    monkeypatch.setattr(experts, "open_route", route)
+    monkeypatch.setattr(moe, "make_dispatcher", route)
     monkeypatch.setattr(moe.dist, "all_reduce", lambda load, group, async_op=False: None)
 
 
@@ -98,19 +98,19 @@ def exchanged(group: Any, sent: list[torch.Tensor], laid: Any) -> AsyncResult[li
     return ready([laid(each.clone()) for each in sent])
 
 
-def route(chosen: torch.Tensor, held: int, group: Any, way: str) -> Turns[expert_parallel.Route]:
+def route(chosen: torch.Tensor, held: int, group: Any, way: str) -> Task[expert_parallel.Dispatcher]:
     yield from ()
-    return expert_parallel.Stay() if group is None else expert_parallel.Gather(group, group.size())
+    return expert_parallel.LocalDispatcher() if group is None else expert_parallel.AllGatherDispatcher(group, group.size())
 
 
 def made(plan: Plan, index: int) -> Stage:
     device, mesh = torch.device("cpu"), plan.mesh
     rank = next(rank for rank in range(mesh.size) if index in plan.stages_of(rank))
-    held = {at: create(plan, at, device, rank=rank) for at in plan.shares_of(rank) if at.stage == index}
-    stage = Stage(plan, index, buffers_of(plan, rank, index, held), rank)
+    held = {at: create_parameters(plan, at, device, rank=rank) for at in plan.param_shards_of(rank) if at.stage == index}
+    stage = Stage(plan, index, make_param_buffers(plan, rank, index, held), rank)
     groups: list[Any] = [Group(size) if size > 1 else None for size in (mesh.tp, mesh.cp, mesh.ep)]
-    context = Context(groups[1], mesh.cp, 1 if mesh.cp > 1 else 0, plan.cp_method)
-    stage.join(Inner(TensorRanks(groups[0], mesh.tp), context, ExpertParallelGroup(groups[2], 0, "all_gather")))
+    context = ContextParallelGroup(groups[1], mesh.cp, 1 if mesh.cp > 1 else 0, plan.cp_method)
+    stage.join(LayerGroups(TensorParallelGroup(groups[0], mesh.tp), context, ExpertParallelGroup(groups[2], 0, "all_gather")))
     return stage
 
 

@@ -113,7 +113,7 @@ def _fields(
         for peer in {*range(-1, program.ranks + 1)} - {part.peer}:
             yield "other peer", {"peer": peer}, True
     if part.microbatch >= 0:
-        for mb in {part.microbatch - 1, part.microbatch + 1, program.pieces}:
+        for mb in {part.microbatch - 1, part.microbatch + 1, program.total_slices}:
             yield "other microbatch", {"microbatch": mb}, True
     for stage in {-1, part.stage - 1, part.stage + 1} - {part.stage}:
         yield "other stage", {"stage": stage}, True

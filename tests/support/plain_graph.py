@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Unit
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.validation import NORM, is_validated
+from pentad.schedules.passes.validation import NORM, has_post_validation
 
 
 class Node(NamedTuple):
@@ -84,7 +84,7 @@ def build(program: Program, *, issued: bool = False) -> Graph:
                 here.add(event[Node(rank, last["compute"])])
             last[unit.lane] = index
     for rank, position in enumerate(program.positions):
-        if rank and is_validated(program):
+        if rank and has_post_validation(program):
             before[event[Node(rank, position[NORM])]].add(event[Node(rank - 1, program.positions[rank - 1][NORM])])
     return Graph(nodes, event, tuple(members), tuple(map(tuple, before)))
 

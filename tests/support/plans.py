@@ -1,25 +1,26 @@
-"""Small plans for exactness tests, and what one process makes of them."""
+"""Small plans, and the same training in one process."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from reference_model import Trained, is_balanced, train
 
-from pentad.schedules.compiler import ALL_KEPT, compile_program
+from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import ModelShape
-from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan, split_layers
-from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan, split_layers
+from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.samples import document_starts, microbatch
 
 STEPS = 3
-TILE = 4  # tokens: in ranks of tests, products of small models have tiles as well
-MODEL = ModelShape(layers=8, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
+TILE = 4  # tokens, in rank processes: so that products of small models have several tiles
+MODEL = ModelSpec(layers=8, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
 
 
 def plan_of(
@@ -32,75 +33,85 @@ def plan_of(
     slices: int | None = None,
     *,
     clip: float = 0.5,
-    validated: bool = False,
+    post_validation: bool = False,
     recompute: str = "none",
-    keep: float | None = None,
+    max_resident: float | None = None,
     chunks: int | None = None,
-    savings: MemoryOptions = ALL_KEPT,
+    memory_options: MemoryOptions = NO_MEMORY_OPTIONS,
     tp: int = 1,
     cp: int = 1,
     ep: int = 1,
-    model: ModelShape = MODEL,
-    context: CpMethod = "ring",
-    packed: bool = False,
+    model: ModelSpec = MODEL,
+    cp_method: CpMethod = "ring",
+    document_mask: bool = False,
 ) -> Plan:
+    """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch.
+
+    `recompute` is the mode of all stages, `max_resident` turns offloading on, in microbatches.
+    """
     mesh = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)
 
-    def compiled(savings: MemoryOptions) -> Program:
-        options = Options(chunks=chunks, slices=slices)
+    def compiled(memory_options: MemoryOptions) -> Program:
+        options = ScheduleOptions(chunks=chunks, slices=slices)
         return compile_program(
-            name, pp, microbatches, replicas=dp * cp * ep, validated=validated, options=options, savings=savings
+            name, pp, microbatches, replicas=dp * cp * ep, post_validation=post_validation, options=options, memory_options=memory_options
         )
 
-    program = compiled(savings)
-    again = frozenset(range(program.stages) if recompute != "none" else ())
-    if again or keep is not None:
-        program = compiled(savings._replace(recompute=again, max_resident=keep))
+    program = compiled(memory_options)
+    recomputed = frozenset(range(program.stages) if recompute != "none" else ())
+    if recomputed or max_resident is not None:
+        program = compiled(memory_options._replace(recompute=recomputed, max_resident=max_resident))
     return Plan(
         name="exact",
         mesh=mesh,
         program=program,
         layers=split_layers(model.layers, program.placement, head=1.0),
         model=model,
-        batch=BatchShape(2 * dp * ep * microbatches, 8, microbatches, dp * ep),
-        optimizer=OptimizerShape(1e-2, 1e-3, 2, STEPS, 0.9, 0.95, 1e-8, 0.1, clip_norm=clip),
+        batch=BatchSpec(2 * dp * ep * microbatches, 8, microbatches, dp * ep),
+        optimizer=OptimizerSpec(1e-2, 1e-3, 2, STEPS, 0.9, 0.95, 1e-8, 0.1, clip_norm=clip),
         data=data,
         cache="",
         seed=7,
         dtype=dtype,
         device="cpu",
         transport="gloo",
-        recompute=(recompute,) * program.stages if again else (),
-        zero=savings.zero,
-        cp_method=context,
-        document_mask=packed,
+        recompute=(recompute,) * program.stages if recomputed else (),
+        zero=memory_options.zero,
+        cp_method=cp_method,
+        document_mask=document_mask,
     )
 
 
+def plan_on_mesh(data: str, name: str, sizes: dict[str, int], **more: Any) -> Plan:
+    """`plan_of` with the sizes of the mesh as a dictionary and a suitable number of microbatches."""
+    axes: dict[str, Any] = {"dp": 1, "pp": 1, **sizes}
+    return plan_of(name, microbatches=2 * axes["pp"] if name == "dualpipe" else 4, data=data, **axes, **more)
+
+
 def reference(plan: Plan) -> Trained:
-    """STEPS steps of the plan in one process; they do not depend on how a mesh cuts the batch."""
-    rows = plan.batch.rows if is_balanced(plan) else 2
+    """STEPS steps of the plan in one process. They do not depend on how a mesh divides the batch."""
+    rows = plan.batch.micro_batch_size if is_balanced(plan) else 2
     return _reference(plan.data, plan.batch.global_batch_size, plan.model, plan.document_mask, rows)
 
 
 @functools.cache
-def _reference(data: str, sequences: int, model: ModelShape, packed: bool, rows: int) -> Trained:
+def _reference(data: str, sequences: int, model: ModelSpec, document_mask: bool, micro_batch_size: int) -> Trained:
     plan = plan_of("gpipe", 1, 1, sequences // 2, data, model=model)
-    assert plan.batch.rows == rows
+    assert plan.batch.micro_batch_size == micro_batch_size
     corpus, batches, documents = open_corpus(data, False), [], []
     for step in range(STEPS):
-        inputs, targets = microbatch(corpus, plan.seed, step, sequences, range(sequences), plan.batch.length)
+        inputs, targets = microbatch(corpus, plan.seed, step, sequences, range(sequences), plan.batch.sequence_length)
         batches.append((torch.from_numpy(inputs), torch.from_numpy(targets)))
-        documents.append(torch.stack([numbered(corpus, plan, step * sequences + row) for row in range(sequences)]))
-    return train(plan, batches, documents if packed else None)
+        documents.append(torch.stack([document_indices(corpus, plan, step * sequences + row) for row in range(sequences)]))
+    return train(plan, batches, documents if document_mask else None)
 
 
-def numbered(corpus: Corpus, plan: Plan, number: int) -> torch.Tensor:
-    """[S]: a number for the document of every position of a sequence."""
-    begins = torch.zeros(plan.batch.length, dtype=torch.int64)
-    begins[list(document_starts(corpus, plan.seed, number, plan.batch.length))] = 1
+def document_indices(corpus: Corpus, plan: Plan, number: int) -> torch.Tensor:
+    """[S]: the index of the document at every position of a sequence."""
+    begins = torch.zeros(plan.batch.sequence_length, dtype=torch.int64)
+    begins[list(document_starts(corpus, plan.seed, number, plan.batch.sequence_length))] = 1
     return begins.cumsum(0)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> bool:
+def is_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> bool:
     return float((found - expected).norm()) <= tolerance * float(expected.norm())

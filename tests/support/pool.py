@@ -1,4 +1,4 @@
-"""Rank processes that outlive a test: importing torch once is the cost of a rank."""
+"""Rank processes that outlive a test: starting one is mostly importing torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PATIENCE = 90.0  # seconds for all answers to an order, on a machine that others use too
+TIMEOUT = 90.0  # seconds for all answers to an order, on a machine that is shared
 
 
 class Pool:
-    """`size` processes of `serve(end, rank, size, device, folder)`, made when the first order is given.
+    """`size` processes of `serve(end, rank, size, device, folder)`, started by the first order.
 
-    After an order that was not answered they are made anew: a late answer must not be taken for that to the next order.
+    After an order that was not answered they are replaced: a late answer must not be taken for one to the next order.
     """
 
     def __init__(self, size: int, serve: Callable[..., None], device: str = "cpu") -> None:
@@ -25,35 +25,38 @@ class Pool:
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.is_busy = False
 
-    def order(self, orders: Sequence[object]) -> None:
-        """One for each of the first ranks."""
-        assert len(orders) <= self.size, f"{len(orders)} ranks expected of {self.size}"
+    def send(self, orders: Sequence[object]) -> None:
+        """Sends an order to each of the first ranks."""
+        assert len(orders) <= self.size, f"{len(orders)} orders: expected at most {self.size}"
         if self.is_busy:
             self.stop()
         if not self.processes:
             self._start()
-        self.is_busy, self.deadline = True, time.monotonic() + PATIENCE
-        for end, each in zip(self.ends, orders, strict=False):
-            end.send(each)
+        self.is_busy, self.deadline = True, time.monotonic() + TIMEOUT
+        for end, order in zip(self.ends, orders, strict=False):
+            end.send(order)
 
-    def heard(self, rank: int) -> Any:
-        """What a rank says; raises where it says nothing."""
+    def receive(self, rank: int) -> Any:
+        """The next message of a rank."""
         end = self.ends[rank]
-        assert end.poll(max(0.0, self.deadline - time.monotonic())), f"rank {rank}: no answer in {PATIENCE:g} s"
+        assert end.poll(max(0.0, self.deadline - time.monotonic())), f"rank {rank}: no answer in {TIMEOUT:g} s"
         try:
             return end.recv()
         except EOFError:
             raise AssertionError(f"rank {rank} died") from None
 
     def answers(self, ranks: int, kind: type) -> list[Any]:
-        """Of the first ranks; raises with the traceback of the first to fail, for whom others may be waiting."""
+        """One message of this type from each of the first ranks.
+
+        Fails with the traceback of the first rank to fail; others may be waiting for it.
+        """
         found = dict[int, Any]()
-        while late := [rank for rank in range(ranks) if rank not in found]:
-            ready = wait([self.ends[rank] for rank in late], max(0.0, self.deadline - time.monotonic()))
-            assert ready, f"ranks {late}: no answer in {PATIENCE:g} s"
-            for rank in late:
+        while missing := [rank for rank in range(ranks) if rank not in found]:
+            ready = wait([self.ends[rank] for rank in missing], max(0.0, self.deadline - time.monotonic()))
+            assert ready, f"ranks {missing}: no answer in {TIMEOUT:g} s"
+            for rank in missing:
                 if self.ends[rank] in ready:
-                    found[rank] = self.heard(rank)
+                    found[rank] = self.receive(rank)
                     assert isinstance(found[rank], kind), f"rank {rank}: {found[rank]}"
         self.is_busy = False
         return [found[rank] for rank in range(ranks)]
@@ -73,10 +76,10 @@ class Pool:
         context = mp.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
-            here, there = context.Pipe()
-            args = (there, rank, self.size, self.device, self.folder.name)
+            end, remote_end = context.Pipe()
+            args = (remote_end, rank, self.size, self.device, self.folder.name)
             process = context.Process(target=self.serve, args=args, daemon=True)
             process.start()
-            there.close()
-            self.ends.append(here)
+            remote_end.close()
+            self.ends.append(end)
             self.processes.append(process)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.model import ModelSpec
 
 
-def _llama(layers: int, hidden: int, heads: int, ffn: int, *, tied: bool = False) -> ModelShape:
-    return ModelShape(layers, hidden, heads, heads, ffn, 131072, tie_word_embeddings=tied)
+def _llama(layers: int, hidden: int, heads: int, ffn: int, *, tied: bool = False) -> ModelSpec:
+    return ModelSpec(layers, hidden, heads, heads, ffn, 131072, tie_word_embeddings=tied)
 
 
 MODELS = {

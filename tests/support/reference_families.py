@@ -1,7 +1,7 @@
-"""Every family in one process, straight from the global names, in torch's own words with autograd and for any dtype:
-what Hugging Face's classes are held against, and then every mesh. No line of it is shared with what it checks.
+"""Every family of models in one process, in plain torch with autograd, from tensors by global name, in any dtype.
 
-B sequences of S tokens, H hidden, N query heads, M key-value heads, D width of a query, E experts.
+Checked against Hugging Face's classes, and then the reference for every mesh and schedule. It shares no code with what
+it checks. B sequences of S tokens, H hidden, N query heads, M key-value heads, D head dim, E experts.
 """
 
 from __future__ import annotations
@@ -13,234 +13,234 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentad.schedules.spec.model import MLA, Experts, ModelShape, RopeScaling
+from pentad.schedules.spec.model import MLA, Experts, ModelSpec, RopeScaling
 
 Tensors = dict[str, Tensor]
 
 
 class Losses(NamedTuple):
-    """Parts of a loss, weighted already: `loss` is their sum."""
+    """The parts of a loss, which is their sum."""
 
     main: Tensor
     balance: Tensor
-    predicted: Tensor
+    mtp: Tensor
 
 
 class Routes(NamedTuple):
     """Where a layer's tokens [T] went."""
 
-    scores: Tensor  # [T, E], probabilities or sigmoids
-    chosen: Tensor  # [T, active]
-    weights: Tensor  # [T, active], what the outputs of the chosen ones are multiplied by
+    scores: Tensor  # [T, E]
+    chosen: Tensor  # [T, K]
+    weights: Tensor  # [T, K]
 
 
-def forward(shape: ModelShape, tensors: Tensors, tokens: Tensor) -> Tensor:
+def forward(model: ModelSpec, t: Tensors, tokens: Tensor) -> Tensor:
     """Logits [B, S, V] of the next tokens."""
-    hidden, _ = _hidden(shape, tensors, tokens)
-    return hidden @ _head(shape, tensors).T
+    hidden, _ = _hidden(model, t, tokens, None)
+    return hidden @ _head(model, t).T
 
 
-def predictions(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-    """Logits [B, S - K - 1, V] of each predicted layer K: of the positions i for which targets[i + K + 1], the token
-    that it predicts, is known."""
-    hidden, _ = _hidden(shape, tensors, tokens)
-    found = _predicted(shape, tensors, hidden, targets)
-    known = [each[:, : targets.shape[1] - number - 1] for number, (each, _) in enumerate(found)]
-    return [each @ _head(shape, tensors).T for each in known]
+def predictions(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    """Logits [B, S - K - 1, V] of each MTP layer K, at the positions i whose targets[i + K + 1] exist."""
+    hidden, _ = _hidden(model, t, tokens, None)
+    layers = enumerate(_mtp(model, t, hidden, targets, None))
+    return [each[:, : targets.shape[1] - number - 1] @ _head(model, t).T for number, (each, _) in layers]
 
 
-def loss(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of `targets` [B, S], plus the balance loss and that of the predicted layers."""
-    return torch.stack(losses(shape, tensors, tokens, targets)).sum()
+def loss(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+    """The sum of `losses`."""
+    return torch.stack(losses(model, t, tokens, targets, documents)).sum()
 
 
-def losses(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor) -> Losses:
-    """The balance loss is a sum over all layers with experts, predicted ones too, each over all tokens given; the loss
-    of a predicted layer is its sum over B S, though it predicts fewer (arXiv 2412.19437, eq. 24)."""
-    hidden, routes = _hidden(shape, tensors, tokens)
-    head = _head(shape, tensors)
+def losses(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Losses:
+    """Mean cross-entropy of `targets` [B, S], weighted load-balancing loss, weighted MTP loss.
+
+    Tokens attend only to those with their own number in `documents` [B, S]. The balancing loss is a sum over layers
+    with experts, each over all tokens given; an MTP loss is a sum over B S although fewer tokens have one
+    (arXiv 2412.19437, eq. 24).
+    """
+    hidden, routes = _hidden(model, t, tokens, documents)
+    head = _head(model, t)
     main = F.cross_entropy((hidden @ head.T).flatten(0, 1), targets.flatten())
-    ahead = main.new_zeros(())
-    for number, (each, more) in enumerate(_predicted(shape, tensors, hidden, targets)):
+    mtp = main.new_zeros(())
+    for number, (normed, more) in enumerate(_mtp(model, t, hidden, targets, documents)):
         expected = targets[:, number + 1 :]
-        logits, expected = (each[:, : expected.shape[1]] @ head.T).flatten(0, 1), expected.flatten()
-        ahead = ahead + F.cross_entropy(logits, expected, reduction="sum") / targets.numel()
+        logits = (normed[:, : expected.shape[1]] @ head.T).flatten(0, 1)
+        mtp = mtp + F.cross_entropy(logits, expected.flatten(), reduction="sum") / targets.numel()
         routes += more
-    balances = [balance(shape.experts, each) for each in routes if shape.experts is not None]
-    even = torch.stack(balances).sum() if balances else main.new_zeros(())
-    weight = shape.experts.aux_loss_coef if shape.experts is not None else 0.0
-    return Losses(main, weight * even, shape.mtp_loss_weight / max(1, shape.mtp_layers) * ahead)
+    even, weight = main.new_zeros(()), 0.0
+    if model.experts is not None:
+        even, weight = sum((balance(model.experts, each) for each in routes), even), model.experts.aux_loss_coef
+    return Losses(main, weight * even, model.mtp_loss_weight / max(1, model.mtp_layers) * mtp)
 
 
-def routes(shape: ModelShape, tensors: Tensors, tokens: Tensor, targets: Tensor) -> list[Routes]:
-    """Of every layer with experts, predicted ones last."""
-    hidden, found = _hidden(shape, tensors, tokens)
-    return found + [each for _, more in _predicted(shape, tensors, hidden, targets) for each in more]
+def routes(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor) -> list[Routes]:
+    """Of every layer with experts, MTP layers last."""
+    hidden, found = _hidden(model, t, tokens, None)
+    return found + [each for _, more in _mtp(model, t, hidden, targets, None) for each in more]
 
 
 def balance(experts: Experts, routes: Routes) -> Tensor:
-    """E times the sum over experts of (share of choices that fell on it) x (its mean probability); 1 where even
-    (arXiv 2101.03961, 2.2, with a token's choices counted as a part of it each)."""
-    share = F.one_hot(routes.chosen, experts.num_experts).sum((0, 1)) / routes.chosen.numel()
+    """E sum_e (share of visits of e) (mean probability of e), 1 at an even load (arXiv 2101.03961, section 2.2)."""
+    share = load(experts, routes) / routes.chosen.numel()
     probability = routes.scores / routes.scores.sum(-1, keepdim=True)
     return experts.num_experts * (share.to(probability.dtype) * probability.mean(0)).sum()
 
 
 def load(experts: Experts, routes: Routes) -> Tensor:
-    """How many of the choices fell on each expert [E]: what its bias moves by the sign of."""
+    """Visits of each expert [E]."""
     return F.one_hot(routes.chosen, experts.num_experts).sum((0, 1))
 
 
 def route(experts: Experts, router: Tensor, bias: Tensor | None, x: Tensor) -> Routes:
-    """The experts of tokens x [T, H]; the bias has a say in who is chosen, and none in the weights."""
-    products = x @ router.T
-    scores = products.softmax(-1) if experts.scoring_func == "softmax" else products.sigmoid()
-    expected = scores.detach() + (0.0 if bias is None else bias)
+    """The experts of tokens x [T, H]; the bias affects the choice, not the weights."""
+    logits = x @ router.T
+    scores = logits.softmax(-1) if experts.scoring_func == "softmax" else logits.sigmoid()
+    ranking = scores.detach() + (0.0 if bias is None else bias)
     if experts.num_groups > 1:
-        grouped = expected.unflatten(-1, (experts.num_groups, -1))
+        grouped = ranking.unflatten(-1, (experts.num_groups, -1))
         best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(experts.topk_groups, -1).indices
-        open_to = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0).bool()
-        expected = grouped.masked_fill(~open_to[..., None], -math.inf).flatten(-2)
-    chosen = expected.topk(experts.top_k, -1).indices
+        allowed = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0).bool()
+        ranking = grouped.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
+    chosen = ranking.topk(experts.top_k, -1).indices
     weights = scores.gather(-1, chosen)
     if experts.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return Routes(scores, chosen, weights * experts.routed_scaling_factor)
 
 
-def rope_table(shape: ModelShape, length: int) -> tuple[Tensor, Tensor]:
+def rope_table(model: ModelSpec, length: int) -> tuple[Tensor, Tensor]:
     """(cos, sin) [length, pairs], float64."""
-    width = shape.mla.qk_rope_head_dim if shape.mla is not None else shape.qk_head_dim
-    turn = torch.tensor(
-        [_frequency(shape.rope_theta, width, i, shape.rope_scaling) for i in range(width // 2)], dtype=torch.float64
-    )
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * turn
-    by = shape.rope_scaling.attention_factor if shape.rope_scaling is not None else 1.0
-    return by * angle.cos(), by * angle.sin()
+    width, scaling = model.mla.qk_rope_head_dim if model.mla is not None else model.qk_head_dim, model.rope_scaling
+    frequencies = [_frequency(model.rope_theta, width, pair, scaling) for pair in range(width // 2)]
+    angle = torch.outer(torch.arange(length, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
+    factor = scaling.attention_factor if scaling is not None else 1.0
+    return factor * angle.cos(), factor * angle.sin()
 
 
 def _frequency(theta: float, width: int, pair: int, scaling: RopeScaling | None) -> float:
     plain = theta ** (-2 * pair / width)
     if scaling is None:
         return plain
-    long = plain / scaling.factor
+    long, original = plain / scaling.factor, scaling.original_max_position_embeddings
     if scaling.rope_type == "llama3":
-        wave = 2 * math.pi / plain
-        if wave < scaling.original_max_position_embeddings / scaling.high_freq_factor:
+        wavelength = 2 * math.pi / plain
+        if wavelength < original / scaling.high_freq_factor:
             return plain
-        if wave > scaling.original_max_position_embeddings / scaling.low_freq_factor:
+        if wavelength > original / scaling.low_freq_factor:
             return long
-        part = (scaling.original_max_position_embeddings / wave - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
+        part = original / wavelength - scaling.low_freq_factor
+        part /= scaling.high_freq_factor - scaling.low_freq_factor
         return (1 - part) * long + part * plain
     ends = [
-        width * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        for turns in (scaling.high_freq_factor, scaling.low_freq_factor)
+        width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        for rotations in (scaling.high_freq_factor, scaling.low_freq_factor)
     ]
     low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), width - 1)
     part = min(1.0, max(0.0, (pair - low) / (high - low if high > low else 0.001)))
     return part * long + (1 - part) * plain
 
 
-def _hidden(shape: ModelShape, t: Tensors, tokens: Tensor) -> tuple[Tensor, list[Routes]]:
-    """The normed residual stream [B, S, H] at the end, and the routes of layers with experts."""
+def _hidden(model: ModelSpec, t: Tensors, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, list[Routes]]:
+    """The normed residual stream [B, S, H] after the last layer, and the routes of layers with experts."""
     x, routes = t["embedding"][tokens], list[Routes]()
-    for layer in range(shape.layers):
-        x, more = _layer(shape, t, layer, x)
+    for layer in range(model.layers):
+        x, more = _layer(model, t, layer, x, documents)
         routes += more
-    return _norm(x, t["norm"], shape.norm_eps), routes
+    return _norm(x, t["norm"], model.norm_eps), routes
 
 
-def _behind(targets: Tensor, count: int) -> Tensor:
-    """The tokens `count` behind the targets, 0 beyond the end of a sequence."""
-    return torch.cat([targets[:, count:], targets.new_zeros(len(targets), count)], 1)
+def _mtp(
+    model: ModelSpec, t: Tensors, hidden: Tensor, targets: Tensor, documents: Tensor | None
+) -> list[tuple[Tensor, list[Routes]]]:
+    """The normed stream of each MTP layer, and its routes.
 
-
-def _predicted(shape: ModelShape, t: Tensors, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, list[Routes]]]:
-    """Of each predicted layer its normed stream, and its routes. It gets the normed stream of the layer before it, of
-    positions that have the next token, and that token."""
-    found, eps = [], shape.norm_eps
-    for number in range(shape.mtp_layers):
-        at = f"predicted.{number}"
-        token = t["embedding"][_behind(targets, number)]
-        before = _norm(hidden, t[f"{at}.hidden_norm"], eps)
-        joined = torch.cat([_norm(token, t[f"{at}.embedding_norm"], eps), before], -1) @ t[f"{at}.join"].T
-        x, routes = _layer(shape, t, shape.layers + number, joined)
-        hidden = _norm(x, t[f"{at}.norm"], eps)
+    A layer reads the normed stream of the layer before, and the next token (0 where the sequence has ended).
+    """
+    found, eps = [], model.norm_eps
+    for number in range(model.mtp_layers):
+        prefix = f"predicted.{number}"
+        tokens = torch.cat([targets[:, number:], targets.new_zeros(len(targets), number)], 1)
+        embedded = _norm(t["embedding"][tokens], t[f"{prefix}.embedding_norm"], eps)
+        hidden = _norm(hidden, t[f"{prefix}.hidden_norm"], eps)
+        joined = torch.cat([embedded, hidden], -1) @ t[f"{prefix}.join"].T
+        x, routes = _layer(model, t, model.layers + number, joined, documents)
+        hidden = _norm(x, t[f"{prefix}.norm"], eps)
         found.append((hidden, routes))
     return found
 
 
-def _layer(shape: ModelShape, t: Tensors, layer: int, x: Tensor) -> tuple[Tensor, list[Routes]]:
-    at, experts = f"layers.{layer}", shape.experts
-    normed = _norm(x, t[f"{at}.attention_norm"], shape.norm_eps)
-    attention = _attention if shape.mla is None else _latent_attention
-    x = x + attention(shape, t, f"{at}.attention", normed)
-    normed = _norm(x, t[f"{at}.mlp_norm"], shape.norm_eps)
+def _layer(
+    model: ModelSpec, t: Tensors, layer: int, x: Tensor, documents: Tensor | None
+) -> tuple[Tensor, list[Routes]]:
+    prefix, experts = f"layers.{layer}", model.experts
+    normed = _norm(x, t[f"{prefix}.attention_norm"], model.norm_eps)
+    attention = _attention if model.mla is None else _latent_attention
+    x = x + attention(model, t, f"{prefix}.attention", normed, documents)
+    normed = _norm(x, t[f"{prefix}.mlp_norm"], model.norm_eps)
     if experts is None or layer < experts.first_k_dense:
-        return x + _gated(normed, t[f"{at}.mlp.gate_up"], t[f"{at}.mlp.down"]), []
-    y, routes = _mixture(experts, t, at, normed.flatten(0, 1))
+        return x + _gated_mlp(normed, t[f"{prefix}.mlp.gate_up"], t[f"{prefix}.mlp.down"]), []
+    y, routes = _moe(experts, t, prefix, normed.flatten(0, 1))
     return x + y.view_as(x), [routes]
 
 
-def _mixture(experts: Experts, t: Tensors, at: str, x: Tensor) -> tuple[Tensor, Routes]:
-    routes = route(experts, t[f"{at}.experts.router"], t.get(f"{at}.experts.bias"), x)
-    share = torch.zeros_like(routes.scores).scatter(-1, routes.chosen, routes.weights)  # [T, E]
+def _moe(experts: Experts, t: Tensors, prefix: str, x: Tensor) -> tuple[Tensor, Routes]:
+    routes = route(experts, t[f"{prefix}.experts.router"], t.get(f"{prefix}.experts.bias"), x)
+    weights = torch.zeros_like(routes.scores).scatter(-1, routes.chosen, routes.weights)  # [T, E]
     out = torch.zeros_like(x)
     for expert in range(experts.num_experts):
-        gate_up, down = t[f"{at}.experts.gate_up"][expert], t[f"{at}.experts.down"][expert]
-        out = out + share[:, expert, None] * _gated(x, gate_up, down)
+        gate_up, down = t[f"{prefix}.experts.gate_up"][expert], t[f"{prefix}.experts.down"][expert]
+        out = out + weights[:, expert, None] * _gated_mlp(x, gate_up, down)
     if experts.shared_intermediate_size:
-        out = out + _gated(x, t[f"{at}.shared.gate_up"], t[f"{at}.shared.down"])
+        out = out + _gated_mlp(x, t[f"{prefix}.shared.gate_up"], t[f"{prefix}.shared.down"])
     return out, routes
 
 
-def _attention(shape: ModelShape, t: Tensors, at: str, x: Tensor) -> Tensor:
-    n, m, d = shape.heads, shape.kv_heads, shape.qk_head_dim
-    q, k, v = (x @ t[f"{at}.qkv"].T).unflatten(-1, (n + 2 * m, d)).transpose(1, 2).split([n, m, m], 1)
-    if shape.qk_norm:
-        q = _norm(q, t[f"{at}.query_norm"], shape.norm_eps)
-        k = _norm(k, t[f"{at}.key_norm"], shape.norm_eps)
-    q, k = _rotate(shape, q), _rotate(shape, k)
+def _attention(model: ModelSpec, t: Tensors, prefix: str, x: Tensor, documents: Tensor | None) -> Tensor:
+    n, m, d = model.heads, model.kv_heads, model.qk_head_dim
+    q, k, v = (x @ t[f"{prefix}.qkv"].T).unflatten(-1, (n + 2 * m, d)).transpose(1, 2).split([n, m, m], 1)
+    if model.qk_norm:
+        q = _norm(q, t[f"{prefix}.query_norm"], model.norm_eps)
+        k = _norm(k, t[f"{prefix}.key_norm"], model.norm_eps)
+    q, k = _rotate(model, q), _rotate(model, k)
     k, v = (each.repeat_interleave(n // m, 1) for each in (k, v))
-    return _mix(shape, q, k, v) @ t[f"{at}.out"].T
+    return _attend(model, q, k, v, documents) @ t[f"{prefix}.out"].T
 
 
-def _latent_attention(shape: ModelShape, t: Tensors, at: str, x: Tensor) -> Tensor:
-    latent, eps = shape.mla, shape.norm_eps
-    assert isinstance(latent, MLA)
-    queries = x
-    if latent.q_lora_rank:
-        queries = _norm(x @ t[f"{at}.query_down"].T, t[f"{at}.query_norm"], eps)
-    q = (queries @ t[f"{at}.query"].T).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
-    plain, turned = q.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], -1)
-    down, key = (x @ t[f"{at}.latent"].T).split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
-    up = _norm(down, t[f"{at}.latent_norm"], eps) @ t[f"{at}.keys_values"].T
-    k, v = up.unflatten(-1, (shape.heads, -1)).transpose(1, 2).split([latent.qk_nope_head_dim, latent.v_head_dim], -1)
-    shared = _rotate(shape, key[:, None]).expand(-1, shape.heads, -1, -1)
-    scaled = torch.cat([plain, _rotate(shape, turned)], -1), torch.cat([k, shared], -1)
-    return _mix(shape, *scaled, v) @ t[f"{at}.out"].T
+def _latent_attention(model: ModelSpec, t: Tensors, prefix: str, x: Tensor, documents: Tensor | None) -> Tensor:
+    mla, eps = model.mla, model.norm_eps
+    assert isinstance(mla, MLA)
+    q_input = x
+    if mla.q_lora_rank:
+        q_input = _norm(x @ t[f"{prefix}.query_down"].T, t[f"{prefix}.query_norm"], eps)
+    q = (q_input @ t[f"{prefix}.query"].T).unflatten(-1, (model.heads, -1)).transpose(1, 2)
+    q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
+    latent, k_rope = (x @ t[f"{prefix}.latent"].T).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
+    kv = _norm(latent, t[f"{prefix}.latent_norm"], eps) @ t[f"{prefix}.keys_values"].T
+    k_nope, v = kv.unflatten(-1, (model.heads, -1)).transpose(1, 2).split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
+    k_rope = _rotate(model, k_rope[:, None]).expand(-1, model.heads, -1, -1)
+    q, k = torch.cat([q_nope, _rotate(model, q_rope)], -1), torch.cat([k_nope, k_rope], -1)
+    return _attend(model, q, k, v, documents) @ t[f"{prefix}.out"].T
 
 
-def _mix(shape: ModelShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of [B, N, S, D]; heads side by side, [B, S, N x value width]."""
-    sharpness = (shape.rope_scaling.softmax_factor if shape.rope_scaling is not None else 1.0) / math.sqrt(
-        shape.qk_head_dim
-    )
-    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    scores = (sharpness * (q @ k.transpose(-1, -2))).masked_fill(later, -math.inf)
+def _attend(model: ModelSpec, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    """Causal attention of [B, N, S, D], its heads side by side: [B, S, N D]."""
+    factor = model.rope_scaling.softmax_factor if model.rope_scaling is not None else 1.0
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    if documents is not None:
+        hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
+    scores = (factor / math.sqrt(model.qk_head_dim) * (q @ k.transpose(-1, -2))).masked_fill(hidden, -math.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def _rotate(shape: ModelShape, x: Tensor) -> Tensor:
+def _rotate(model: ModelSpec, x: Tensor) -> Tensor:
     """[B, heads, S, D]: pair i is (x[i], x[i + D/2])."""
-    cos, sin = (each.to(x) for each in rope_table(shape, x.shape[2]))
+    cos, sin = (each.to(x) for each in rope_table(model, x.shape[2]))
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _gated(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     gate, up = (x @ gate_up.T).chunk(2, -1)
     return (F.silu(gate) * up) @ down.T
 
@@ -249,5 +249,5 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def _head(shape: ModelShape, t: Tensors) -> Tensor:
-    return t["embedding" if shape.tie_word_embeddings else "head"]
+def _head(model: ModelSpec, t: Tensors) -> Tensor:
+    return t["embedding" if model.tie_word_embeddings else "head"]

@@ -1,129 +1,88 @@
-"""The whole model in one process, in torch's own words with autograd: what every mesh and schedule is held against."""
+"""Training in one process with autograd and torch's AdamW: the reference for every mesh and schedule."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import reference_families
 import torch
-import torch.nn.functional as F
 
-from pentad.schedules.spec.model import ModelShape
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import tensors
 from pentad.workers.params.param_init import initial_values
 
 State = dict[str, torch.Tensor]
-Trained = tuple[list[float], list[State], list[float], State]  # losses, gradients, norms; last weights
+Trained = tuple[list[float], list[State], list[float], State]  # losses, gradients, norms of each step; last weights
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def initial(plan: Plan) -> dict[str, torch.Tensor]:
-    """Parameters by global name, float64, requiring gradients."""
-    found = [each for each in tensors(plan.model, 0, plan.model.layers) if not each.like]
-    return {s.name: initial_values(s, plan.seed).double().requires_grad_() for s in found}
+def train(plan: Plan, batches: Batches, documents: list[torch.Tensor] | None = None) -> Trained:
+    """One step for each batch (inputs, targets), both [sequences, S].
+
+    Losses are those of the next token, gradients are before clipping, and the last weights include router biases.
+    `documents` [sequences, S] number the documents of each batch that do not attend to each other.
+    """
+    found = [each for each in tensors(plan.model, 0, plan.model.layers) if not each.tied_to]
+    p = {each.name: initial_values(each, plan.seed).double().requires_grad_() for each in found}
+    bias = _zero_biases(plan)
+
+    def losses_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = batches[step]
+        numbers = torch.zeros_like(inputs) if documents is None else documents[step]
+        losses = _mean_losses(plan, p | bias, inputs, targets, numbers)
+        _update_biases(plan, p, bias, inputs, targets)
+        return losses
+
+    *steps, weights = optimize(plan, p, len(batches), losses_of)
+    return *steps, weights | bias
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
-def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """[B, heads, S, D]: pairs (i, i + D/2) turned by position * theta^(-2i/D), as complex numbers."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * frequency
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.real, turned.imag], dim=-1)
-
-
-def _attention(
-    x: torch.Tensor, p: dict[str, torch.Tensor], at: str, m: ModelShape, documents: torch.Tensor | None
-) -> torch.Tensor:
-    rows, length, _ = x.shape
-    q, k, v = (x @ p[f"{at}.qkv"].T).split(
-        [m.heads * m.qk_head_dim, m.kv_heads * m.qk_head_dim, m.kv_heads * m.qk_head_dim], -1
-    )
-    q, k, v = (t.view(rows, length, -1, m.qk_head_dim).transpose(1, 2) for t in (q, k, v))
-    q, k = _rotate(q, m.rope_theta), _rotate(k, m.rope_theta)
-    k, v = (t.repeat_interleave(m.heads // m.kv_heads, dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)) / m.qk_head_dim**0.5
-    mask = torch.ones(length, length, dtype=torch.bool).tril()
-    if documents is not None:
-        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
-    heads = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
-    return heads.transpose(1, 2).reshape(rows, length, -1) @ p[f"{at}.out"].T
-
-
-def loss(
-    p: dict[str, torch.Tensor],
-    m: ModelShape,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    documents: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Mean cross-entropy of rows [B, S], whose tokens see those of their own number in `documents` [B, S] only."""
-    x = F.embedding(inputs, p["embedding"])
-    for i in range(m.layers):
-        x = x + _attention(
-            _norm(x, p[f"layers.{i}.attention_norm"], m.norm_eps), p, f"layers.{i}.attention", m, documents
-        )
-        gate, up = (_norm(x, p[f"layers.{i}.mlp_norm"], m.norm_eps) @ p[f"layers.{i}.mlp.gate_up"].T).chunk(2, -1)
-        x = x + (F.silu(gate) * up) @ p[f"layers.{i}.mlp.down"].T
-    logits = _norm(x, p["norm"], m.norm_eps) @ p.get("head", p["embedding"]).T
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def train(plan: Plan, batches: list[tuple[torch.Tensor, torch.Tensor]], documents: list | None = None) -> Trained:
-    """One step a batch [sequences, S]: losses of the next token, gradients before clipping, norms, and the last
-    parameters, with the experts' biases; `documents` [sequences, S] number those of each batch, where they are told
-    apart."""
-    p, shape = initial(plan), plan.optimizer
-    bias = biases(plan)
-    decayed = [t for t in p.values() if t.dim() > 1]
+def optimize(
+    plan: Plan, p: State, steps: int, losses_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+) -> Trained:
+    """Steps with the plan's optimizer on (loss to report, loss to minimize) of each step."""
+    spec = plan.optimizer
     groups = [
-        {"params": decayed, "weight_decay": shape.weight_decay},
-        {"params": [t for t in p.values() if t.dim() == 1], "weight_decay": 0.0},
+        {"params": [t for t in p.values() if t.dim() > 1], "weight_decay": spec.weight_decay},
+        {"params": [t for t in p.values() if t.dim() < 2], "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, lr=1.0, betas=(shape.beta1, shape.beta2), eps=shape.eps)
+    adam = torch.optim.AdamW(groups, lr=1.0, betas=(spec.beta1, spec.beta2), eps=spec.eps)
     losses, gradients, norms = [], [], []
-    for step, (inputs, targets) in enumerate(batches):
+    for step in range(steps):
         for group in adam.param_groups:
-            group["lr"] = shape.rate(step)
-        if documents is None:
-            main, value = families_loss(plan, p | bias, inputs, targets)
-        else:
-            main = value = loss(p, plan.model, inputs, targets, documents[step])
+            group["lr"] = spec.learning_rate_at(step)
         adam.zero_grad()
-        value.backward()
-        losses.append(main.item())
-        move(plan, p, bias, inputs, targets)
+        reported, total = losses_of(step)
+        total.backward()
+        losses.append(reported.item())
         found = {name: t.grad for name, t in p.items() if t.grad is not None}
         assert found.keys() == p.keys()
         gradients.append({name: gradient.clone() for name, gradient in found.items()})
         norms.append(torch.stack([gradient.norm() for gradient in found.values()]).norm().item())
         for gradient in found.values():
-            gradient *= min(1.0, shape.clip_norm / norms[-1])
+            gradient *= min(1.0, spec.clip_norm / norms[-1])
         adam.step()
-    return losses, gradients, norms, {name: t.detach() for name, t in (p | bias).items()}
+    return losses, gradients, norms, {name: t.detach() for name, t in p.items()}
 
 
-def families_loss(
-    plan: Plan, p: State, inputs: torch.Tensor, targets: torch.Tensor
+def _mean_losses(
+    plan: Plan, p: State, inputs: torch.Tensor, targets: torch.Tensor, documents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(of the next token, of all there is): the means over microbatches, in each of which experts are balanced."""
-    rows = plan.batch.rows if is_balanced(plan) else len(inputs)
+    """(loss of the next token, sum of all losses): means over microbatches, each of which balances its experts."""
+    rows = plan.batch.micro_batch_size if is_balanced(plan) else len(inputs)
     parts = [
-        reference_families.losses(plan.model, p, *each)
-        for each in zip(inputs.split(rows), targets.split(rows), strict=True)
+        torch.stack(reference_families.losses(plan.model, p, *each))
+        for each in zip(inputs.split(rows), targets.split(rows), documents.split(rows), strict=True)
     ]
-    whole = torch.stack([torch.stack(part) for part in parts]).mean(0)  # [parts of a loss]
-    return whole[0], whole.sum()
+    means = torch.stack(parts).mean(0)
+    return means[0], means.sum()
 
 
 def is_balanced(plan: Plan) -> bool:
     return plan.model.experts is not None and plan.model.experts.aux_loss_coef > 0
 
 
-def biases(plan: Plan) -> State:
-    """Of experts, by name: zeros at first."""
+def _zero_biases(plan: Plan) -> State:
     experts = plan.model.experts
     if experts is None or not experts.bias_update_rate:
         return {}
@@ -131,15 +90,13 @@ def biases(plan: Plan) -> State:
     return {f"layers.{n}.experts.bias": torch.zeros(experts.num_experts, dtype=torch.float64) for n in layers}
 
 
-def move(plan: Plan, p: State, bias: State, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """Biases, towards an even load, by what this step's tokens have visited."""
+def _update_biases(plan: Plan, p: State, bias: State, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """Moves router biases towards an even load, in place of the dictionary's values."""
     experts = plan.model.experts
     if not bias or experts is None:
         return
     with torch.no_grad():
         routes = reference_families.routes(plan.model, p | bias, inputs, targets)
-    for each, (name, old) in zip(
-        routes, sorted(bias.items(), key=lambda item: int(item[0].split(".")[1])), strict=True
-    ):
+    for each, name in zip(routes, sorted(bias, key=lambda name: int(name.split(".")[1])), strict=True):
         load = reference_families.load(experts, each).double()
-        bias[name] = old + experts.bias_update_rate * torch.sign(load.mean() - load)
+        bias[name] = bias[name] + experts.bias_update_rate * torch.sign(load.mean() - load)

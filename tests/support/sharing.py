@@ -4,9 +4,7 @@ from paths import TESTS
 
 # Files whose tests start Ray clusters of their own.
 CLUSTERS = {
-    "tests/docs/test_custom_model.py",
-    "tests/docs/test_docs.py",
-    "tests/docs/test_readme.py",
+    "tests/docs/test_pages.py",
     "tests/orchestrator/cluster/test_cluster.py",
     "tests/orchestrator/cluster/test_group.py",
     "tests/orchestrator/jobs/test_jobs.py",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pentad.schedules.catalogue import generate, shape_of
+from pentad.schedules.catalogue import generate, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 
 
 def allows(name: str, ranks: int, microbatches: int) -> bool:
     try:
-        shape_of(name, ranks, microbatches)
+        spec_of(name, ranks, microbatches)
     except PentadError:
         return False
     return True

@@ -72,7 +72,7 @@ class Cluster:
 
     def board(self, pid: int) -> Path:
         """The file where a rank says what it does."""
-        return Path(self.node_of(pid).get_session_dir_path()) / f"pentad-board-{pid}"
+        return Path(self.node_of(pid).get_session_dir_path()) / f"pentad-progress-{pid}"
 
     def drain(self, node: Node, seconds: float) -> None:
         """Gives notice, as a cloud does before it takes a machine back."""
@@ -106,7 +106,7 @@ class Cluster:
             **where,
         )
         known = self._logs()
-        with clusters._environment(gpus.node_of(free) if self.places else {}):
+        with clusters.environment(gpus.node_of(free) if self.places else {}):
             try:
                 node = Node(parameters, head=head, shutdown_at_exit=True, spawn_reaper=True)
             except Exception as error:  # Ray's own says no more than that it waited
@@ -137,8 +137,8 @@ def three_nodes(places: int = 0) -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="pentad-nodes-", dir="/tmp"))  # short: socket paths have at most 107 bytes
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        stack.enter_context(clusters._environment(variables))
-        stack.enter_context(clusters._loopback_only())
+        stack.enter_context(clusters.environment(variables))
+        stack.enter_context(clusters.loopback_allowed())
         cluster = Cluster(folder, places)
         stack.callback(cluster.stop)
         yield cluster

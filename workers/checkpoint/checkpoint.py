@@ -1,8 +1,8 @@
-"""Checkpoints: each rank writes its shard, the driver commits with a manifest, anyone opens what is whole.
+"""Checkpoints: each rank writes its shards, a manifest commits them, and opening verifies everything.
 
-A checkpoint is a folder `step-00000020` of safetensors files and a `manifest.json`, written last. Without a manifest
-the folder is torn, and invisible. Tensor names are global, so any mesh can read what another one wrote. Nothing here
-unpickles: safetensors and JSON only. A failing storage raises PentadError, so that a driver can go on training.
+A checkpoint is a folder `step-00000020` of safetensors files and a `manifest.json`, written last. A folder without a
+manifest is incomplete and ignored. Tensor names are global, so any mesh can read what another one wrote. Nothing here
+unpickles: safetensors and JSON only. A storage failure raises PentadError, so that the driver can keep training.
 """
 
 import errno
@@ -22,130 +22,143 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.atomic_io import free_bytes, make_folder, storage, sync_folder, write_file
-from pentad.workers.checkpoint.manifest import LIMIT, Manifest, Shard, Spec, decode, encode, is_file_name, where_each_is
-from pentad.workers.checkpoint.safetensors_io import DTYPES, head
+from pentad.workers.checkpoint.atomic_io import free_bytes, make_folder, storage_errors, sync_folder, write_file
+from pentad.workers.checkpoint.manifest import (
+    MAX_BYTES,
+    Manifest,
+    Shard,
+    Spec,
+    UnknownVersion,
+    decode,
+    encode,
+    files_by_tensor,
+    is_file_name,
+)
+from pentad.workers.checkpoint.safetensors_io import DTYPES, header, num_bytes, write_tensors
 
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: its folder, step, the driver's JSON about it, and the file of each tensor."""
+    """A verified checkpoint: its folder, the number of steps done, the driver's metadata, and each tensor's file."""
 
     folder: Path
     step: int
     meta: dict[str, Any]
-    where: dict[str, str]
+    files: dict[str, str]
 
 
 class Found(NamedTuple):
-    """The newest valid checkpoint, if any, and each newer one that was refused, newest first, with the reason."""
+    """The newest valid checkpoint, if any, and each newer one that is damaged, newest first, with the reason."""
 
     checkpoint: Checkpoint | None
     refused: tuple[tuple[Path, str], ...]
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lives under `root`."""
+    """The folder of the checkpoint after `step` steps."""
     return root / f"step-{step:08d}"
 
 
 def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Shard:
-    """Writes `tensors`, of any device and layout, into `folder/file` as safetensors; whole and durable on return.
+    """Writes `tensors`, of any device and layout, to `folder/file` as safetensors; complete and durable on return.
 
-    They go through the host one at a time, so a GPU's shard never doubles in host memory; the caller must not change
-    them meanwhile. PentadError, with nothing left behind, for a full or unwritable storage, a file or tensor name
-    that cannot be one, a dtype that is not stored, and a folder that is already committed (`withdraw` it first).
+    Copies to the host one tensor at a time; the caller must not change them meanwhile. Raises PentadError, with nothing
+    left behind, for full or unwritable storage, an invalid file or tensor name, a dtype that cannot be stored, and a
+    folder that is already committed (`delete_checkpoint` first).
     """
     if not is_file_name(file):
         raise PentadError(f"file is {file!r}: expected a plain name that ends in .safetensors")
     for name, tensor in tensors.items():
         if not (name.isascii() and name.isprintable()) or name in ("", "__metadata__"):
-            raise PentadError(f"tensor {name!r} has a name that safetensors cannot keep: expected printable ASCII")
+            raise PentadError(f"tensor {name!r} has a name that safetensors cannot store: expected printable ASCII")
         if tensor.dtype not in DTYPES:
             raise PentadError(f"tensor {name} has dtype {tensor.dtype}: expected one of {', '.join(map(str, DTYPES))}")
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide dtypes first: all aligned
     specs: dict[str, Spec] = {
         name: {"dtype": DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in order
     }
-    first = head(specs)
-    expected = len(first) + sum(tensor.nbytes for tensor in tensors.values())
-    with storage(folder, expected):
+    required = len(header(specs)) + num_bytes(specs.values())
+    with storage_errors(folder, required):
         if os.path.lexists(folder / MANIFEST):
             raise PentadError(f"folder {folder} holds a committed checkpoint: expected one without {MANIFEST}")
-        if free_bytes(folder) < expected:  # so that a save that cannot fit does not fill the disk first
+        if free_bytes(folder) < required:  # fail before filling the disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         make_folder(folder)
-        size, sha256 = write_file(folder / file, _pieces(first, [tensors[name] for name in order]))
-    return Shard(file, size, sha256, specs)
+        return write_tensors(folder / file, specs, (tensors[name] for name in order))
 
 
 def commit(folder: Path, *, step: int, shards: Sequence[Shard], meta: dict[str, Any]) -> Path:
-    """Makes the checkpoint visible: writes its manifest, last; returns the manifest's path.
+    """Makes the checkpoint visible by writing its manifest; returns the manifest's path.
 
-    Call it once every rank's `write_shard` has returned; calling it again with the same arguments changes nothing.
-    PentadError for a tensor or file named twice, a shard that is missing or of another size, a `step` that is not the
-    folder's, a `meta` that is not plain JSON, and a failing storage (then the checkpoint may or may not be visible,
-    and is whole if it is).
+    Call it after every rank's `write_shard` has returned; a second call with the same arguments changes nothing. Raises
+    PentadError for a tensor or file that occurs twice, a shard that is missing or of another size, a `step` that is not
+    the folder's, a `meta` that is not plain JSON, and a storage failure (the checkpoint may be visible after that, and
+    is complete if it is).
     """
-    with _about(folder):
+    with _naming(folder):
         data = encode(Manifest(step, meta, tuple(shards)))
         _check_step(folder, step)
         _check_sizes(folder, shards)
-    with storage(folder, len(data)):
+    with storage_errors(folder, len(data)):
         write_file(folder / MANIFEST, [memoryview(data)])
     return folder / MANIFEST
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Reads and verifies the whole checkpoint in `folder`; PentadError names the file that is wrong.
+    """Reads every byte of the checkpoint in `folder` and verifies it, several shards at a time.
 
-    Verified before anything is returned: the manifest's checksum, then each shard's presence, size, sha256 and header.
-    Reads every byte of it, several shards at a time.
+    Checks the manifest's checksum, then each shard's presence, size, sha256 and header. Raises PentadError, which names
+    the file at fault, and UnknownVersion for a checkpoint of another version of pentad.
     """
-    with _about(folder):
+    with _naming(folder):
         manifest = decode(_manifest_bytes(folder))
         _check_step(folder, manifest.step)
         _check_sizes(folder, manifest.shards)
-        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+        with ThreadPoolExecutor() as pool:  # hashing releases the GIL
             for _ in pool.map(lambda shard: _check_content(folder, shard), manifest.shards):
                 pass
-    return Checkpoint(folder, manifest.step, manifest.meta, where_each_is(manifest.shards))
+    return Checkpoint(folder, manifest.step, manifest.meta, files_by_tensor(manifest.shards))
 
 
 def newest(root: Path) -> Found:
-    """The valid checkpoint of the highest step under `root`, and the newer ones refused; torn ones are invisible."""
+    """The valid checkpoint of the highest step under `root`, and newer damaged ones; incomplete ones do not count.
+
+    Raises UnknownVersion at a checkpoint of another version: to skip it would silently lose its steps.
+    """
     refused: list[tuple[Path, str]] = []
     for folder in reversed(_folders(root).values()):
         if not _is_complete(folder):
             continue
         try:
             return Found(open_checkpoint(folder), tuple(refused))
+        except UnknownVersion:
+            raise
         except PentadError as error:
             refused.append((folder, str(error)))
     return Found(None, tuple(refused))
 
 
 def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The tensors of `names`, on the CPU, in their own memory; PentadError for a name that the checkpoint lacks."""
-    expected = list(names)
-    for name in expected:
-        if name not in checkpoint.where:
-            raise PentadError(f"tensor {name} is not in checkpoint {checkpoint.folder}")
+    """These tensors, on the CPU in memory of their own. Raises PentadError for a name that the checkpoint lacks."""
+    names = list(names)
+    for name in names:
+        if name not in checkpoint.files:
+            raise PentadError(f"tensor {name} is not in checkpoint {checkpoint.folder}: expected it there")
     tensors = {}
-    for file in sorted({checkpoint.where[name] for name in expected}):
+    for file in sorted({checkpoint.files[name] for name in names}):
         try:
             with safe_open(checkpoint.folder / file, framework="pt") as shard:
-                for name in (name for name in expected if checkpoint.where[name] == file):
-                    tensors[name] = shard.get_tensor(name).clone()  # a view of the map would die with the file
+                for name in (name for name in names if checkpoint.files[name] == file):
+                    tensors[name] = shard.get_tensor(name).clone()  # not a view of the mapped file
         except (OSError, SafetensorError) as error:
-            raise PentadError(f"checkpoint {checkpoint.folder}: {file} cannot be read: {error}") from error
-    return {name: tensors[name] for name in expected}
+            raise _unreadable(f"checkpoint {checkpoint.folder}: {file}", error) from error
+    return {name: tensors[name] for name in names}
 
 
-def withdraw(folder: Path) -> None:
-    """Deletes the checkpoint or torn folder `folder`, if there; its manifest first, so that a crash leaves it torn."""
+def delete_checkpoint(folder: Path) -> None:
+    """Deletes the checkpoint, complete or not, in `folder`, if it exists; manifest first, in case of a crash."""
     if _step_of(folder) is None or folder.is_symlink():
         raise PentadError(f"folder is {folder}: expected the step-00000000 folder of a checkpoint")
     if not os.path.lexists(folder):
@@ -156,56 +169,56 @@ def withdraw(folder: Path) -> None:
         shutil.rmtree(folder)
         sync_folder(folder.parent)
     except OSError as error:
-        raise PentadError(f"checkpoint {folder} cannot be deleted: {error.strerror}") from error
+        raise PentadError(
+            f"checkpoint {folder} cannot be deleted ({error.strerror}): expected writable storage"
+        ) from error
 
 
-def discard_older(root: Path, keep: int) -> tuple[Path, ...]:
-    """Deletes all but the newest valid checkpoint, the `keep` - 1 complete ones before it and anything newer.
+def delete_older(root: Path, keep: int) -> tuple[Path, ...]:
+    """Keeps the newest valid checkpoint, the `keep` - 1 complete ones before it, and anything newer; deletes the rest.
 
-    Torn folders older than the newest valid one go too. With no valid one nothing is deleted. Returns what was
-    deleted, oldest first. Reads the newest checkpoint in full, if there is anything to delete: nothing is destroyed
-    on the strength of a checkpoint that was not read back.
+    Returns the deleted folders, oldest first. Deletes nothing unless it has read a newer checkpoint in full and found
+    it valid.
     """
     if keep < 1:
-        raise PentadError(f"keep is {keep}: expected at least 1")
+        raise PentadError(f"checkpoint.keep is {keep}: expected at least 1")
     folders = _folders(root)
     complete = [step for step, folder in folders.items() if _is_complete(folder)]
-    torn = folders.keys() - complete
-    if not complete or (len(complete) <= keep and not any(step < complete[-1] for step in torn)):
+    incomplete = folders.keys() - complete
+    if not complete or (len(complete) <= keep and not any(step < complete[-1] for step in incomplete)):
         return ()
     found = newest(root).checkpoint
     if found is None:
         return ()
     kept = [step for step in complete if step < found.step][::-1][: keep - 1]
-    gone = tuple(folder for step, folder in folders.items() if step < found.step and step not in kept)
-    for folder in gone:
-        withdraw(folder)
-    return gone
+    deleted = tuple(folder for step, folder in folders.items() if step < found.step and step not in kept)
+    for folder in deleted:
+        delete_checkpoint(folder)
+    return deleted
 
 
 @contextmanager
-def _about(folder: Path) -> Iterator[None]:
+def _naming(folder: Path) -> Iterator[None]:
+    """Errors of the block begin with the checkpoint's folder."""
     try:
         yield
     except PentadError as error:
-        raise PentadError(f"checkpoint {folder}: {error}") from error.__cause__
+        raise type(error)(f"checkpoint {folder}: {error}") from error.__cause__
 
 
-def _pieces(first: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    yield memoryview(first)
-    for tensor in tensors:
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _unreadable(file: str, error: OSError | SafetensorError) -> PentadError:
+    return PentadError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): expected a readable file")
 
 
 def _manifest_bytes(folder: Path) -> bytes:
     try:
         with open(folder / MANIFEST, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size > LIMIT:
-                raise PentadError(f"{MANIFEST} has {size} bytes: expected at most {LIMIT}")
+            if size > MAX_BYTES:
+                raise PentadError(f"{MANIFEST} has {size} bytes: expected at most {MAX_BYTES}")
             return file.read()
     except OSError as error:
-        raise PentadError(f"{MANIFEST} cannot be read: {error.strerror}") from error
+        raise _unreadable(MANIFEST, error) from error
 
 
 def _check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
@@ -213,9 +226,9 @@ def _check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
         try:
             status = os.lstat(folder / shard.file)
         except OSError as error:
-            raise PentadError(f"{shard.file} cannot be read: {error.strerror}") from error
+            raise _unreadable(shard.file, error) from error
         if not stat.S_ISREG(status.st_mode):  # a link could lead out of the folder
-            raise PentadError(f"{shard.file} is not a plain file")
+            raise PentadError(f"{shard.file} is a link or device: expected a regular file")
         if status.st_size != shard.bytes:
             raise PentadError(f"{shard.file} has {status.st_size} bytes: expected {shard.bytes}")
 
@@ -228,34 +241,34 @@ def _check_content(folder: Path, shard: Shard) -> None:
         if sha256 != shard.sha256:
             raise PentadError(f"{shard.file} has sha256 {sha256}: expected {shard.sha256}")
         with safe_open(path, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
             specs = {name: {"dtype": it.get_dtype(), "shape": list(it.get_shape())} for name, it in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise PentadError(f"{shard.file} cannot be read: {error}") from error
+        raise _unreadable(shard.file, error) from error
     if specs != shard.tensors:
-        raise PentadError(f"{shard.file} has a header that differs from {MANIFEST}")
+        raise PentadError(f"{shard.file} has tensors that differ from {MANIFEST}: expected the same names and shapes")
 
 
 def _check_step(folder: Path, step: int) -> None:
     if _step_of(folder) not in (None, step):
-        raise PentadError(f"step is {step}: expected {_step_of(folder)}, as the folder's name says")
+        raise PentadError(f"step is {step}: expected {_step_of(folder)}, as in the folder's name")
 
 
 def _step_of(folder: Path) -> int | None:
-    """The step that a folder's name says; None if it is no checkpoint's name."""
+    """The step in a folder's name; None if it is not the name of a checkpoint."""
     match = re.fullmatch(r"step-([0-9]{8,18})", folder.name)
     return int(match[1]) if match and folder == folder_of(folder.parent, int(match[1])) else None
 
 
 def _folders(root: Path) -> dict[int, Path]:
-    """The checkpoint folders under `root` by step, lowest first; torn ones too, links not."""
+    """Checkpoint folders under `root` by step, lowest first, including incomplete ones; links are ignored."""
     try:
-        inside = [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
+        folders = [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise PentadError(f"folder {root} cannot be read: {error.strerror}") from error
-    steps = {step: path for path in inside if (step := _step_of(path)) is not None}
+        raise _unreadable(f"folder {root}", error) from error
+    steps = {step: path for path in folders if (step := _step_of(path)) is not None}
     return dict(sorted(steps.items()))
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: the list of shards, the tensors in each, and a checksum over all of it."""
+"""manifest.json of a checkpoint: its shards, the tensors in each, and a checksum over all of it."""
 
 import hashlib
 import json
@@ -10,16 +10,20 @@ from typing import Any, TypedDict
 
 from pentad.schedules.ir.errors import PentadError
 
-VERSION = 1
-LIMIT = 1 << 27  # bytes of a manifest: about a million tensors; a larger file is foreign and is never read
+VERSION = 2  # 1: model and mesh were described with other keys than today's
+MAX_BYTES = 1 << 27  # about a million tensors; a larger file is foreign and is never read
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = {"bytes", "checksum", "meta", "shards", "step", "version"}
 
 
+class UnknownVersion(PentadError):
+    """An intact checkpoint that another version of pentad wrote. Unlike a damaged one it is never skipped."""
+
+
 class Spec(TypedDict):
-    """Type (as safetensors spells it: F32, BF16, ...) and shape of a tensor."""
+    """Dtype (in safetensors' spelling: F32, BF16, ...) and shape of a tensor."""
 
     dtype: str
     shape: list[int]
@@ -27,7 +31,7 @@ class Spec(TypedDict):
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a checkpoint, as it was written: name in the folder, size, sha256, and its tensors by name."""
+    """One file of a checkpoint as it was written: name in the folder, size, sha256, and its tensors by name."""
 
     file: str
     bytes: int
@@ -40,9 +44,9 @@ class Shard:
 
     @staticmethod
     def from_plain(plain: Any) -> "Shard":
-        """The inverse of `plain`; PentadError for anything else, a file name that leaves the folder included."""
+        """The inverse of `plain`. Raises PentadError for anything else, and for a file outside the folder."""
         _check(isinstance(plain, dict) and plain.keys() == {"file", "bytes", "sha256", "tensors"}, "a shard", plain)
-        _check(is_file_name(plain["file"]), "a shard's file, a plain name that ends in .safetensors,", plain["file"])
+        _check(is_file_name(plain["file"]), "a shard's file: a plain name that ends in .safetensors", plain["file"])
         _check(_is_count(plain["bytes"]), "a shard's bytes", plain["bytes"])
         sha256 = plain["sha256"]
         _check(isinstance(sha256, str) and _SHA256.fullmatch(sha256) is not None, "a shard's sha256", sha256)
@@ -54,7 +58,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's step, the driver's plain JSON about it, and its shards."""
+    """A checkpoint's step (number of steps done), plain JSON from the driver, and the shards."""
 
     step: int
     meta: dict[str, Any]
@@ -67,14 +71,14 @@ def is_file_name(name: object) -> bool:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json; PentadError where `meta` is not plain JSON or a tensor or a file occurs twice."""
-    where_each_is(manifest.shards)
+    """The bytes of manifest.json. Raises PentadError if `meta` is not plain JSON or a tensor or file occurs twice."""
+    files_by_tensor(manifest.shards)
     _check(_is_count(manifest.step), "step", manifest.step)
     try:
-        unchanged = json.loads(_canonical(manifest.meta)) == manifest.meta
+        is_plain = json.loads(_canonical(manifest.meta)) == manifest.meta
     except (TypeError, ValueError, RecursionError):
-        unchanged = False
-    _check(unchanged, "meta, JSON with string keys, lists and finite numbers only,", manifest.meta)
+        is_plain = False
+    _check(is_plain, "meta: JSON with string keys, lists and finite numbers only", manifest.meta)
     body = {
         "bytes": sum(shard.bytes for shard in manifest.shards),
         "meta": manifest.meta,
@@ -83,45 +87,49 @@ def encode(manifest: Manifest) -> bytes:
         "version": VERSION,
     }
     data = _canonical(body | {"checksum": _checksum(body)})
-    _check(len(data) <= LIMIT, f"a manifest of at most {LIMIT} bytes", len(data))
+    _check(len(data) <= MAX_BYTES, f"at most {MAX_BYTES} bytes", len(data))
     return data
 
 
 def decode(data: bytes) -> Manifest:
-    """The inverse of `encode`; PentadError unless `data` is, byte for byte, what `encode` writes for its content."""
+    """The inverse of `encode`.
+
+    Raises UnknownVersion for an intact manifest of another version, and PentadError unless `data` is, byte for byte,
+    what `encode` writes.
+    """
     try:
         body = json.loads(data)
         again = _canonical(body)
     except (ValueError, RecursionError):
-        raise PentadError("manifest.json is not JSON, or is damaged") from None
+        raise PentadError("manifest.json is damaged: expected JSON") from None
     if not isinstance(body, dict) or "checksum" not in body:
-        raise PentadError("manifest.json is not a manifest of pentad")
+        raise PentadError("manifest.json is not pentad's: expected an object with a checksum")
     rest = {key: value for key, value in body.items() if key != "checksum"}
-    if again != data or body["checksum"] != _checksum(rest):  # the first also refuses a changed blank or escape
-        raise PentadError("manifest.json is damaged: its checksum is wrong")
-    _check(body.get("version") == VERSION, f"version {VERSION}", body.get("version"))
+    if again != data or body["checksum"] != _checksum(rest):  # the first also catches a changed blank or escape
+        raise PentadError("manifest.json is damaged: expected content that matches its checksum")
+    if body.get("version") != VERSION:
+        version = str(body.get("version"))[:20]
+        remedy = "it was written by another version of pentad: start a new run, or go back to that version"
+        raise UnknownVersion(f"manifest.json has format {version}: expected {VERSION} ({remedy})")
     _check(body.keys() == _FIELDS, f"the fields {sorted(_FIELDS)}", sorted(body))
     _check(_is_count(body["step"]), "step", body["step"])
     _check(isinstance(body["meta"], dict), "meta", body["meta"])
     _check(isinstance(body["shards"], list), "shards", body["shards"])
     shards = tuple(Shard.from_plain(plain) for plain in body["shards"])
-    _check(body["bytes"] == sum(shard.bytes for shard in shards), "bytes, the sum over the shards,", body["bytes"])
-    where_each_is(shards)
+    _check(body["bytes"] == sum(shard.bytes for shard in shards), "bytes: the sum over its shards", body["bytes"])
+    files_by_tensor(shards)
     return Manifest(body["step"], body["meta"], shards)
 
 
-def where_each_is(shards: Sequence[Shard]) -> dict[str, str]:
-    """The file of each tensor; PentadError if a tensor or a file occurs twice, or there is no shard."""
+def files_by_tensor(shards: Sequence[Shard]) -> dict[str, str]:
+    """The file of each tensor. Raises PentadError if a tensor or file occurs twice, or there is no shard."""
     _check(len(shards) > 0, "at least one shard", "none")
     for file in _repeated(shard.file for shard in shards):
         raise PentadError(f"manifest.json lists the file {file} twice: expected once")
-    where = {name: shard.file for shard in shards for name in shard.tensors}
     for name in _repeated(name for shard in shards for name in shard.tensors):
-        files = [shard.file for shard in shards if name in shard.tensors]
-        raise PentadError(
-            f"manifest.json lists the tensor {name} in the files {' and '.join(files)}: expected one file"
-        )
-    return where
+        files = " and ".join(shard.file for shard in shards if name in shard.tensors)
+        raise PentadError(f"manifest.json lists the tensor {name} in the files {files}: expected one file")
+    return {name: shard.file for shard in shards for name in shard.tensors}
 
 
 def _repeated(names: Iterable[str]) -> list[str]:
@@ -152,4 +160,4 @@ def _is_spec(spec: object) -> bool:
 
 def _check(holds: bool, expected: str, found: object) -> None:
     if not holds:
-        raise PentadError(f"manifest.json wants {expected} and has {str(found)[:200]}")
+        raise PentadError(f"manifest.json has {str(found)[:200]}: expected {expected}")

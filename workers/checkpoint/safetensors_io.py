@@ -1,14 +1,17 @@
-"""What stands before the tensors of a safetensors file."""
+"""Writes safetensors files one tensor at a time: all shapes first, then each tensor as it is produced."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 
-from pentad.workers.checkpoint.manifest import Spec
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.atomic_io import write_file
+from pentad.workers.checkpoint.manifest import Shard, Spec
 
 DTYPES = {
     torch.float64: "F64",
@@ -23,18 +26,57 @@ DTYPES = {
 _SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
-def nbytes(spec: Spec) -> int:
-    return _SIZES[spec["dtype"]] * math.prod(spec["shape"])
+def num_bytes(specs: Iterable[Spec]) -> int:
+    """Bytes of these tensors."""
+    return sum(_SIZES[spec["dtype"]] * math.prod(spec["shape"]) for spec in specs)
 
 
-def head(specs: Mapping[str, Spec], about: Mapping[str, str] | None = None) -> bytes:
-    """The length of its JSON (u64, little endian), the JSON, blanks up to 8 bytes; the tensors follow in the order of
-    `specs`, and `about` is what the file says of itself."""
-    entries: dict[str, object] = {"__metadata__": about} if about else {}
-    start = 0
+def split_by_size(specs: Iterable[tuple[str, Spec]], limit: int) -> list[dict[str, Spec]]:
+    """Distributes named tensors, in order, over files of at most `limit` bytes; a larger tensor gets its own file."""
+    files: list[dict[str, Spec]] = []
+    room = 0
+    for name, spec in specs:
+        if not files or num_bytes([spec]) > room:
+            files.append({})
+            room = limit
+        files[-1][name] = spec
+        room -= num_bytes([spec])
+    return files
+
+
+def header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The start of a file whose tensors follow in the order of `specs`: the length of the JSON (u64, little endian),
+    the JSON, and spaces up to a multiple of 8 bytes."""
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
     for name, spec in specs.items():
-        entries[name] = {**spec, "data_offsets": [start, start + nbytes(spec)]}
-        start += nbytes(spec)
+        entries[name] = {**spec, "data_offsets": [offset, offset + num_bytes([spec])]}
+        offset += num_bytes([spec])
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def write_tensors(
+    path: Path, specs: dict[str, Spec], parts: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> Shard:
+    """Writes a file durably. `parts`, joined, are the elements of all tensors in the order of `specs`.
+
+    A part may be part of a tensor or several; it is on any device, in the tensor's dtype. No reference to it is kept
+    while the next one is produced, except to the memory of the part written last. Raises OSError.
+    """
+    size, sha256 = write_file(path, _buffers(specs, parts, metadata))
+    return Shard(path.name, size, sha256, specs)
+
+
+def _buffers(
+    specs: dict[str, Spec], parts: Iterable[torch.Tensor], metadata: Mapping[str, str] | None
+) -> Iterator[memoryview]:
+    yield memoryview(header(specs, metadata))
+    written = 0
+    for part in parts:
+        written += part.nbytes
+        yield part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        del part
+    if written != num_bytes(specs.values()):
+        raise PentadError(f"the tensors have {written} bytes: expected {num_bytes(specs.values())}")

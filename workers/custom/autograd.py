@@ -1,8 +1,8 @@
-"""F, B and W of somebody else's layers: autograd goes from result to input, and weight products wait for W.
+"""F, B and W of a user's torch modules: autograd runs from result to input, and weight products wait for W.
 
-A layer's parameters are `Weight`s. Where one is multiplied by (torch.nn.functional.linear) or looked up (embedding),
-B computes the gradient of the input and leaves a Product or Lookup to W. All other uses are differentiated in B, which
-leaves W their gradients to add.
+A layer sees its parameters as `DeferringWeight`s. Where one is the weight of torch.nn.functional.linear or embedding, B
+computes the gradient of the input only, and leaves a LinearWgrad or EmbeddingWgrad to W. Every other use is
+differentiated in B, and W adds the gradients.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from pentad.workers.model.weight_grad import Deferred, Lookup, Product, Sum
+from pentad.workers.model.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad, Wgrad
 
 
-class Bound(NamedTuple):
-    """Weights, main gradients and what layers have for parameters, by name; the weights lie in one storage, from
-    element `start` on."""
+class BoundParameters(NamedTuple):
+    """Weights, main gradients and autograd's leaves by name; the weights are in one storage, from element `offset`
+    on."""
 
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
     leaves: dict[str, Tensor]
     storage: int
-    start: int
+    offset: int
 
 
-class End(NamedTuple):
-    """Where B starts: a result without its memory. `edge` is missing where it depends on no parameter and no input."""
+class GraphOutput(NamedTuple):
+    """Where B starts: a result without its memory. `edge` is None if it depends on no parameter and no input."""
 
     edge: GradientEdge | None
     shape: torch.Size
     dtype: torch.dtype
 
 
-class Owner:
-    """Whose parameters they are: `now` is where their values are at present, `tape` that of the piece in F."""
+class ParameterOwner:
+    """Holds the parameters of a stage: where they are now, and the tape of the slice whose forward is running."""
 
-    now: Bound
+    bound: BoundParameters
     tape: Tape | None = None
 
 
 class Tape:
-    """Of one piece: what its F has saved for B, and what B leaves to W.
+    """What the forward of one slice saves for B, and the work that B leaves to W.
 
-    Weights are not saved but found again, for they may lie elsewhere by then (ZeRO 3).
+    Weights are not saved but looked up again, since they may lie elsewhere by then (ZeRO-3).
     """
 
-    def __init__(self, owner: Owner) -> None:
-        self.owner, self.leaves = owner, owner.now.leaves
-        self.anchor = torch.zeros((), requires_grad=True)  # so that B visits every product
+    def __init__(self, owner: ParameterOwner) -> None:
+        self.owner, self.leaves = owner, owner.bound.leaves
+        self.anchor = torch.zeros((), requires_grad=True)  # an input of every deferred product, so that B reaches it
         self.saved: list[Tensor] = []
-        self.work: list[Deferred] = []
+        self.work: list[Wgrad] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """F, with a graph."""
+        """Records a forward."""
         self.owner.tape = self
         try:
             with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
@@ -69,25 +69,24 @@ class Tape:
         finally:
             self.owner.tape = None
 
-    def backward(self, x: Tensor | None, end: End, dy: Tensor) -> Tensor | None:
-        """B: the gradient of x, where there is one; `work` is what W has to do. The graph is used up."""
+    def backward(self, x: Tensor | None, output: GraphOutput, dy: Tensor) -> Tensor | None:
+        """B: the gradient of x, if any; fills `work` and frees the graph."""
         self.saved.clear()
-        if end.edge is None:
+        if output.edge is None:
             return None if x is None else torch.zeros_like(x)
-        given = [] if x is None else [x]
-        inputs = [self.anchor, *self.leaves.values(), *given]
-        found = torch.autograd.grad([end.edge], inputs, [dy.view(end.shape)], allow_unused=True)
-        for name, gradient in zip(self.leaves, found[1:], strict=False):
+        inputs = [self.anchor, *self.leaves.values(), *([] if x is None else [x])]
+        grads = torch.autograd.grad([output.edge], inputs, [dy.view(output.shape)], allow_unused=True)
+        for name, gradient in zip(self.leaves, grads[1:], strict=False):
             if gradient is not None:
-                self.work.append(Sum(self.owner.now.gradients[name], gradient))
+                self.work.append(AddWgrad(self.owner.bound.gradients[name], gradient))
         if x is None:
             return None
-        return torch.zeros_like(x) if found[-1] is None else found[-1]
+        return torch.zeros_like(x) if grads[-1] is None else grads[-1]
 
     def _pack(self, tensor: Tensor) -> Any:
-        bound = self.owner.now
-        if storage_of(tensor) == bound.storage:
-            return tensor.storage_offset() - bound.start, tensor.shape, tensor.stride()
+        bound = self.owner.bound
+        if storage_id(tensor) == bound.storage:
+            return tensor.storage_offset() - bound.offset, tensor.shape, tensor.stride()
         self.saved.append(tensor)
         return tensor, tensor._version
 
@@ -95,94 +94,101 @@ class Tape:
         if isinstance(packed[0], Tensor):
             tensor, version = packed
             if tensor._version != version:
-                raise RuntimeError("a tensor that B needs was changed in place after its use")
+                raise RuntimeError("a tensor that the backward needs was changed in place after its use")
             return tensor
         offset, size, stride = packed
-        bound = self.owner.now
-        return next(iter(bound.weights.values())).as_strided(size, stride, bound.start + offset)
+        bound = self.owner.bound
+        return next(iter(bound.weights.values())).as_strided(size, stride, bound.offset + offset)
 
 
-class Weight(Tensor):
-    """A parameter as a layer sees it: a leaf of the graph, unless an operation leaves its gradient to W."""
+class DeferringWeight(Tensor):
+    """A parameter as a layer sees it: a leaf of the graph, unless its gradient is left to W."""
 
-    called: str
-    owner: Owner
+    param_name: str
+    owner: ParameterOwner
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return _run(func, args, kwargs or {})
+            return _call(func, args, kwargs or {})
 
 
-class Watch(TorchFunctionMode):
-    """What `Weight` does, for tensors without memory, which can be no `Weight`."""
+class DeferringMode(TorchFunctionMode):
+    """Does the same for fake tensors, which cannot be `DeferringWeight`s."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _run(func, args, kwargs or {})
+        return _call(func, args, kwargs or {})
 
 
-def _run(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    if func in DEFERRED and torch.is_grad_enabled():
-        found = DEFERRED[func](*args, **kwargs)
-        if found is not NotImplemented:
-            return found
-    return func(*args, **kwargs)
+def graph_output(result: Tensor) -> GraphOutput:
+    return GraphOutput(get_gradient_edge(result) if result.requires_grad else None, result.shape, result.dtype)
 
 
-def end_of(result: Tensor) -> End:
-    return End(get_gradient_edge(result) if result.requires_grad else None, result.shape, result.dtype)
-
-
-def weight(value: Tensor, name: str, owner: Owner, kind: type[Tensor] = Weight) -> Any:
-    made: Any = value.detach() if kind is Tensor else value.detach().as_subclass(kind)
-    made.called, made.owner = name, owner
-    return made.requires_grad_()
-
-
-def bound(weights: dict[str, Tensor], gradients: dict[str, Tensor], owner: Owner, kind: type[Tensor] = Weight) -> Bound:
-    """`weights` share one storage; the leaves are plain tensors where `kind` is."""
-    leaves = {name: weight(value, name, owner, kind) for name, value in weights.items()}
+def bind_parameters(
+    weights: dict[str, Tensor],
+    gradients: dict[str, Tensor],
+    owner: ParameterOwner,
+    kind: type[Tensor] = DeferringWeight,
+) -> BoundParameters:
+    """`weights` share one storage; leaves are of this kind, plain tensors under `DeferringMode`."""
+    leaves = {name: _leaf(value, name, owner, kind) for name, value in weights.items()}
     first = min(weights.values(), key=Tensor.storage_offset, default=torch.empty(0))
-    return Bound(weights, gradients, leaves, storage_of(first) if weights else 0, int(first.storage_offset()))
+    storage = storage_id(first) if weights else 0
+    return BoundParameters(weights, gradients, leaves, storage, int(first.storage_offset()))
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Tells storages apart, those without memory too."""
+def _leaf(value: Tensor, name: str, owner: ParameterOwner, kind: type[Tensor]) -> Any:
+    leaf: Any = value.detach() if kind is Tensor else value.detach().as_subclass(kind)
+    leaf.param_name, leaf.owner = name, owner
+    return leaf.requires_grad_()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identifies a storage, also of fake tensors."""
     return tensor.untyped_storage()._cdata
 
 
-def without(slots: set[int], item: Deferred) -> Deferred:
-    """The same work for W without memory in these storages: transfers use their slots again after B."""
+def copy_from(storages: set[int], item: Wgrad) -> Wgrad:
+    """The same work for W with copies of what it reads in these storages, which transfers reuse after B."""
     return item._replace(
         **{
             name: value.clone()
             for name, value in item._asdict().items()
-            if name != "gradient" and isinstance(value, Tensor) and storage_of(value) in slots
+            if name != "gradient" and isinstance(value, Tensor) and storage_id(value) in storages
         }
     )
+
+
+def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    if func in _DEFERRED and torch.is_grad_enabled():
+        result = _DEFERRED[func](*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    return func(*args, **kwargs)
 
 
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, tape: Tape, name: str, bias: str | None) -> Tensor:
-        weights = tape.owner.now.weights
+        weights = tape.owner.bound.weights
         ctx.tape, ctx.name, ctx.bias = tape, name, bias
         ctx.save_for_backward(x)
         return F.linear(x, weights[name], None if bias is None else weights[bias])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (x,), tape, now = ctx.saved_tensors, ctx.tape, ctx.tape.owner.now
-        flat = dy.reshape(-1, dy.shape[-1]).contiguous()
-        tape.work.append(Product(now.gradients[ctx.name], flat, x.detach().reshape(-1, x.shape[-1]).contiguous()))
+        (x,), tape, bound = ctx.saved_tensors, ctx.tape, ctx.tape.owner.bound
+        flat_dy = dy.reshape(-1, dy.shape[-1]).contiguous()
+        flat_x = x.detach().reshape(-1, x.shape[-1]).contiguous()
+        tape.work.append(LinearWgrad(bound.gradients[ctx.name], flat_dy, flat_x))
         if ctx.bias is not None:
-            gradient = now.gradients[ctx.bias]
-            tape.work.append(Sum(gradient, flat.sum(0, dtype=gradient.dtype)))
-        dx = torch.mm(flat, now.weights[ctx.name]).view(x.shape) if ctx.needs_input_grad[0] else None
+            gradient = bound.gradients[ctx.bias]
+            tape.work.append(AddWgrad(gradient, flat_dy.sum(0, dtype=gradient.dtype)))
+        dx = torch.mm(flat_dy, bound.weights[ctx.name]).view(x.shape) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None
 
 
@@ -190,27 +196,27 @@ class _Embedding(Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, anchor: Tensor, tape: Tape, name: str) -> Tensor:
         ctx.tape, ctx.name, ctx.tokens = tape, name, tokens
-        return F.embedding(tokens, tape.owner.now.weights[name])
+        return F.embedding(tokens, tape.owner.bound.weights[name])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        gradient = ctx.tape.owner.now.gradients[ctx.name]
+        gradient = ctx.tape.owner.bound.gradients[ctx.name]
         rows = dy.reshape(-1, dy.shape[-1]).contiguous()
-        ctx.tape.work.append(Lookup(gradient, rows, ctx.tokens.reshape(-1)))
+        ctx.tape.work.append(EmbeddingWgrad(gradient, rows, ctx.tokens.reshape(-1)))
         return None, None, None, None
 
 
 def _tape(tensor: Any) -> Tape | None:
-    """Of the piece in F, for a parameter."""
+    """The tape that is recording, if this is a parameter."""
     owner = getattr(tensor, "owner", None)
-    return owner.tape if isinstance(owner, Owner) else None
+    return owner.tape if isinstance(owner, ParameterOwner) else None
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     tape = _tape(weight)
     if tape is None or weight.dim() != 2 or _tape(input) or (bias is not None and _tape(bias) is not tape):
         return NotImplemented
-    return _Linear.apply(input, tape.anchor, tape, weight.called, None if bias is None else bias.called)
+    return _Linear.apply(input, tape.anchor, tape, weight.param_name, None if bias is None else bias.param_name)
 
 
 def _embedding(
@@ -226,7 +232,7 @@ def _embedding(
     tape = _tape(weight)
     if special or tape is None:
         return NotImplemented
-    return _Embedding.apply(input, tape.anchor, tape, weight.called)
+    return _Embedding.apply(input, tape.anchor, tape, weight.param_name)
 
 
-DEFERRED: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}
+_DEFERRED: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}

@@ -1,214 +1,239 @@
-"""One pipeline stage of a model of the user's own: its layers, and the loss at the model's end."""
+"""One pipeline stage of a custom model: the user's torch modules, and the loss at the model's end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pentad.kernels.attention.attention_partial import deterministic_algorithms
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
-from pentad.schedules.generators.custom_file import mistake, raised
+from pentad.schedules.generators.user_file import describe_error, user_error
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.custom.autograd import Bound, End, Owner, Tape, bound, end_of, storage_of, without
-from pentad.workers.custom.loader import MODEL, build, homes, key, narrow
-from pentad.workers.custom.reproducible import reproducible
-from pentad.workers.model.layer_context import Around
-from pentad.workers.model.weight_grad import Deferred, accumulate
-from pentad.workers.parallel.async_ops import Turns
-from pentad.workers.parallel.process_groups import Inner
-from pentad.workers.params.param_buffers import ParamBuffers
+from pentad.workers.custom.autograd import (
+    BoundParameters,
+    GraphOutput,
+    ParameterOwner,
+    Tape,
+    bind_parameters,
+    copy_from,
+    graph_output,
+    storage_id,
+)
+from pentad.workers.custom.loader import MODEL, ParameterSlots, build_layers, cast_layer, derive_seed, parameter_slots
+from pentad.workers.model.layer_context import LayerContext
+from pentad.workers.model.weight_grad import Wgrad, accumulate_wgrads
+from pentad.workers.parallel.async_ops import Task
+from pentad.workers.parallel.process_groups import LayerGroups
+from pentad.workers.params.param_buffers import NamedBuffer, ParamBuffers
+
+# Flash attention takes 16-bit dtypes; the rest goes to plain GEMMs, which always add in the same order.
+DETERMINISTIC_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-class Kept(NamedTuple):
-    """Of a piece from F to B; `tape` is missing until RECOMPUTE where F kept no more than it got. `x` is what the first
-    layer read; B goes from `end`: of the last layer's result, of logits or of the user's loss. Memory that `goes` is
-    that of the result: it is on its way to the next stage, and this one's only where B reads it."""
+class CustomSaved(NamedTuple):
+    """What is saved between F and B. With recomputation, all but the inputs is missing until RECOMPUTE."""
 
-    given: tuple[Tensor | None, Tensor | None, Tensor | None]  # received, tokens, targets
+    inputs: tuple[Tensor | None, Tensor | None, Tensor | None]  # received, tokens, targets
     tape: Tape | None = None
-    x: Tensor | None = None
-    end: End | None = None
-    goes: int = 0
+    x: Tensor | None = None  # what the first layer read
+    output: GraphOutput | None = None  # of the last layer, or of the user's loss
+    sent_storage: int = 0  # that of the result, which a transfer reads: offloading must not touch it
     logits: Tensor | None = None
     lse: Tensor | None = None
 
 
-class CustomStage(Owner):
-    """F, B and W of layers that are torch modules (see stage_protocol.py).
+class CustomStage(ParameterOwner):
+    """Implements StageProtocol with torch modules and autograd.
 
-    They read [rows, S, H] and give the same; the first one gets tokens [rows, S], and the last one gives logits
-    [rows, S, V], or what the user's loss takes. Random numbers depend on seed, step, microbatch and layer alone.
+    Layers map [rows, S, H] to the same shape; the first one of the model reads tokens [rows, S], and the last one
+    returns logits [rows, S, V], or whatever the user's loss takes. Random numbers depend only on seed, step, microbatch
+    and layer.
     """
 
-    def __init__(self, plan: Plan, index: int, banks: list[ParamBuffers], rank: int = 0) -> None:
+    def __init__(self, plan: Plan, index: int, param_buffers: list[ParamBuffers], rank: int = 0) -> None:
         assert plan.model.custom is not None
-        self.plan, self.index, self.banks, self.own = plan, index, banks, plan.model.custom
+        self.plan, self.custom, self.param_buffers = plan, plan.model.custom, param_buffers
         self.first, self.last = index == 0, index == plan.program.stages - 1
-        self.mode, self.balance, self.is_alone = plan.mode(index), None, True
-        self.around = Around(plan.model, plan.deterministic, 1.0 / plan.batch.tokens)
-        master = banks[0].parameters.master
-        self.dtype, self.device = banks[0].parameters.compute.dtype, master.device
-        self.span = range(*plan.layers[index])
-        layers, self.loss = build(self.own, plan.seed, *plan.layers[index])
-        self.homes: dict[str, list[tuple[nn.Module, str]]] = {}
-        for number, layer in zip(self.span, layers, strict=True):
-            self.homes |= {f"layers.{number}.{name}": places for name, places in homes(layer).items()}
-        for module, name in chain(*self.homes.values()):  # their values are in the bank
+        self.recompute_mode, self.load_balancer, self.is_local = plan.recompute_mode(index), None, True
+        self.layer_context = LayerContext(plan.model, plan.deterministic, 1.0 / plan.batch.tokens)
+        parameters = param_buffers[0].parameters
+        self.dtype, self.device = parameters.compute.dtype, parameters.master.device
+        self.layer_numbers = range(*plan.layers[index])
+        self.layers, self.loss = build_layers(self.custom, plan.seed, *plan.layers[index])
+        self.slots: ParameterSlots = {}
+        for number, layer in zip(self.layer_numbers, self.layers, strict=True):
+            self.slots |= {f"layers.{number}.{name}": slots for name, slots in parameter_slots(layer).items()}
+        for module, name in chain(*self.slots.values()):  # the values are in the flat buffers
             module._parameters[name] = nn.Parameter(torch.empty(0))
-        for layer in layers:
-            narrow(layer, self.dtype, self.device)
-        self.layers = layers
+        for layer in self.layers:
+            cast_layer(layer, self.dtype, self.device)
         at = plan.mesh.coordinates(rank)
         self.replica = at.dp * plan.mesh.ep + at.ep
-        self.bound: dict[tuple[int, ...], Bound] = {(): Bound({}, {}, {}, 0, 0)}
+        self._bound: dict[tuple[NamedBuffer | None, NamedBuffer | None], BoundParameters] = {}
         self.bind()
-        self.kept: dict[int, Kept] = {}
-        self.deferred: dict[int, list[Deferred]] = {}
-        self.step, self.reached = 0, plan.model.layers + 1  # a W is in no order of layers
-        self.sums = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=self.device)
-        self.loss_sums = self.sums[0]
+        self.saved: dict[int, CustomSaved] = {}
+        self.deferred: dict[int, list[Wgrad]] = {}
+        self.step = 0
+        self.wgrad_layer = plan.model.layers + 1  # autograd has no order of layers: nothing is complete before the end
+        self.loss_sum_buffers = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=self.device)
+        self.loss_sums = self.loss_sum_buffers[0]
 
-    def join(self, inner: Inner) -> None:
-        self.around = self.around._replace(**inner._asdict())
+    def join(self, groups: LayerGroups) -> None:
+        self.layer_context = self.layer_context._replace(**groups._asdict())
 
     def bind(self) -> None:
-        bank = self.banks[0]
-        at = (id(bank.weights), id(bank.gradients)) if bank.weights and bank.gradients else ()
-        if at not in self.bound:
-            self.bound[at] = bound(bank.weights, bank.gradients, self)
-        self.now = self.bound[at]
-        for name, leaf in self.now.leaves.items():
-            for module, own in self.homes[name]:
-                module._parameters[own] = leaf  # type: ignore[assignment]
+        buffers = self.param_buffers[0].weights, self.param_buffers[0].gradients
+        if buffers not in self._bound:
+            weights, gradients = buffers
+            if weights is None or gradients is None:
+                self._bound[buffers] = BoundParameters({}, {}, {}, 0, 0)
+            else:
+                self._bound[buffers] = bind_parameters(weights.tensors, gradients.tensors, self)
+        self.bound = self._bound[buffers]
+        for name, leaf in self.bound.leaves.items():
+            for module, attribute in self.slots[name]:
+                module._parameters[attribute] = leaf  # type: ignore[assignment]
 
     def begin(self, step: int) -> None:
-        self.step, self.loss_sums = step, self.sums[step % 2]
+        self.step, self.loss_sums = step, self.loss_sum_buffers[step % 2]
         self.loss_sums.zero_()
-        for bank in self.banks:
-            bank.stale = True
+        for buffers in self.param_buffers:
+            buffers.stale = True
 
     def forward(
         self,
-        piece: int,
+        slice_index: int,
         received: Tensor | None,
         tokens: Tensor | None,
         targets: Tensor | None,
-        further: Tensor | None = None,
-        starts: Sequence[Sequence[int]] = (),
-    ) -> Turns[Tensor | None]:
-        """F."""
-        yield from ()  # no other rank shares a layer
-        kept = Kept((received, tokens, targets))
-        if self.mode == "full":
+        mtp_targets: Tensor | None = None,
+        document_starts: Sequence[Sequence[int]] = (),
+    ) -> Task[Tensor | None]:
+        yield from ()  # layers need no communication
+        saved = CustomSaved((received, tokens, targets))
+        if self.recompute_mode == "full":
             with torch.no_grad():
-                result, losses, _ = self._through(piece, self._input(kept), targets)
+                result, losses, _ = self._run_layers(slice_index, self._input(saved), targets)
         else:
-            result, losses, kept = self._recorded(piece, kept)
-        self.kept[piece] = kept
+            result, losses, saved = self._record(slice_index, saved)
+        self.saved[slice_index] = saved
         if losses is None:
             result = result.detach().reshape(-1, result.shape[-1])
-            return result.clone() if received is not None and storage_of(result) == storage_of(received) else result
-        self.loss_sums[piece].add_(losses.detach().sum())
+            return result.clone() if received is not None and storage_id(result) == storage_id(received) else result
+        self.loss_sums[slice_index].add_(losses.detach().sum())
         return None
 
-    def recompute(self, piece: int) -> None:
-        """RECOMPUTE."""
-        self.kept[piece] = self._recorded(piece, self.kept[piece])[2]
+    def recompute(self, slice_index: int) -> None:
+        self.saved[slice_index] = self._record(slice_index, self.saved[slice_index])[2]
 
-    def backward_input(self, piece: int, dy: Tensor | None) -> Turns[Tensor | None]:
-        """B."""
+    def backward_input(self, slice_index: int, dy: Tensor | None) -> Task[Tensor | None]:
         yield from ()
-        kept = self.kept.pop(piece)
-        tape, end = kept.tape, kept.end
-        assert tape is not None and end is not None
-        slots = {storage_of(t) for t in (kept.given[0], dy) if t is not None}
-        if kept.logits is not None:
-            dy = self._logits_backward(kept, kept.logits, tape)
+        saved = self.saved.pop(slice_index)
+        tape, output = saved.tape, saved.output
+        assert tape is not None and output is not None
+        transfers = {storage_id(t) for t in (saved.inputs[0], dy) if t is not None}
+        if saved.logits is not None:
+            dy = self._loss_backward(saved, saved.logits, tape)
         elif self.last:
-            dy = torch.full(end.shape, self.around.loss_scale, dtype=end.dtype, device=self.device)
+            dy = torch.full(output.shape, self.layer_context.loss_scale, dtype=output.dtype, device=self.device)
         assert dy is not None
-        x = None if self.first else kept.x
-        del kept
-        with self._reproducible():
-            dx = tape.backward(x, end, dy)
-        self.deferred[piece] = [without(slots, item) for item in tape.work]
+        x = None if self.first else saved.x
+        del saved
+        with self._deterministic():
+            dx = tape.backward(x, output, dy)
+        self.deferred[slice_index] = [copy_from(transfers, item) for item in tape.work]
         return None if dx is None else dx.reshape(-1, dx.shape[-1])
 
-    def backward_weight(self, piece: int) -> None:
-        """W."""
-        for bank in self.banks:
-            bank.freshen()
-        accumulate(self.deferred.pop(piece, []))
+    def backward_weight(self, slice_index: int) -> None:
+        for buffers in self.param_buffers:
+            buffers.zero_if_stale()
+        accumulate_wgrads(self.deferred.pop(slice_index, []))
 
-    def movable(self, piece: int) -> list[torch.UntypedStorage]:
-        kept = self.kept[piece]
-        stays = {kept.goes, *(storage_of(t) for t in (*kept.given, kept.logits) if t is not None)}
-        saved = kept.tape.saved if kept.tape is not None else []
-        found = (tensor for tensor in saved if tensor.is_floating_point() and tensor.dim() > 1)
-        storages = {storage_of(tensor): tensor.untyped_storage() for tensor in found}
-        return [storage for at, storage in storages.items() if at not in stays]
+    def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:
+        saved = self.saved[slice_index]
+        excluded = {saved.sent_storage, *(storage_id(t) for t in (*saved.inputs, saved.logits) if t is not None)}
+        tensors = saved.tape.saved if saved.tape is not None else []
+        activations = (tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1)
+        storages = {storage_id(tensor): tensor.untyped_storage() for tensor in activations}
+        return [storage for key, storage in storages.items() if key not in excluded]
 
-    def _input(self, kept: Kept) -> Tensor:
-        received, tokens, _ = kept.given
-        given = tokens if received is None else received.detach()
-        assert given is not None
-        return given.view(-1, self.plan.batch.length, *given.shape[1:])
+    def _input(self, saved: CustomSaved) -> Tensor:
+        """What the first layer reads: [rows, S] or [rows, S, H]."""
+        received, tokens, _ = saved.inputs
+        x = tokens if received is None else received.detach()
+        assert x is not None
+        return x.view(-1, self.plan.batch.sequence_length, *x.shape[1:])
 
-    def _recorded(self, piece: int, kept: Kept) -> tuple[Tensor, Tensor | None, Kept]:
-        tape, x = Tape(self), self._input(kept)
+    def _record(self, slice_index: int, saved: CustomSaved) -> tuple[Tensor, Tensor | None, CustomSaved]:
+        """(result, losses, what B needs) of a forward with a graph."""
+        tape, x = Tape(self), self._input(saved)
         x = x if self.first else x.requires_grad_()
         with tape.recording():
-            result, losses, lse = self._through(piece, x, kept.given[2])
-        end = end_of(losses if losses is not None and lse is None else result)
-        logits = None if lse is None else result.detach()
-        kept = kept._replace(
-            tape=tape, x=x, end=end, goes=0 if self.last else storage_of(result), logits=logits, lse=lse
+            result, losses, lse = self._run_layers(slice_index, x, saved.inputs[2])
+        saved = saved._replace(
+            tape=tape,
+            x=x,
+            output=graph_output(losses if losses is not None and lse is None else result),
+            sent_storage=0 if self.last else storage_id(result),
+            logits=None if lse is None else result.detach(),
+            lse=lse,
         )
-        return result.detach(), losses, kept
+        return result.detach(), losses, saved
 
-    def _through(self, piece: int, x: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(result of the last layer, losses, and their logarithms where the loss is not the user's)."""
-        microbatch = self.replica * self.plan.batch.microbatches + piece
-        with self._reproducible():
-            for number, layer in zip(self.span, self.layers, strict=True):
-                if self.own.layers[number].is_random:
-                    self._seed(key(self.plan.seed, "draw", self.step, microbatch, number))
-                x = self._called(f"layer {number}", layer, x)
+    def _run_layers(
+        self, slice_index: int, x: Tensor, targets: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(result of the last layer, losses, log-sum-exp of the logits if the loss is not the user's)."""
+        microbatch = self.replica * self.plan.batch.microbatches + slice_index
+        with self._deterministic():
+            for number, layer in zip(self.layer_numbers, self.layers, strict=True):
+                if self.custom.layers[number].is_random:
+                    self._seed(derive_seed(self.plan.seed, "draw", self.step, microbatch, number))
+                x = self._call(f"layer {number}", layer, x)
             if targets is None:
                 return x, None, None
             if self.loss is not None:
-                return x, self._called("the loss", self.loss, x, targets.view(x.shape[0], -1)), None
+                return x, self._call("the loss", self.loss, x, targets.view(x.shape[0], -1)), None
         losses, lse = cross_entropy(x.detach().reshape(-1, x.shape[-1]), targets)
         return x, losses, lse
 
-    def _called(self, who: str, function: nn.Module | object, *given: Tensor) -> Tensor:
+    def _call(self, name: str, function: nn.Module | object, *args: Tensor) -> Tensor:
         assert callable(function)
         try:
-            made: Tensor = function(*given)
+            result: Tensor = function(*args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise mistake(self.own.text, f"{who} raises {raised(self.own.text, error)}", MODEL) from None
-        return made
+            text = self.custom.text
+            raise user_error(text, f"{name} raises {describe_error(text, error)}", MODEL) from None
+        return result
 
-    def _logits_backward(self, kept: Kept, logits: Tensor, tape: Tape) -> Tensor:
-        """Their gradient, in their place where no other part of B reads them."""
-        read = any(storage_of(logits) == storage_of(saved) for saved in tape.saved)
+    def _loss_backward(self, saved: CustomSaved, logits: Tensor, tape: Tape) -> Tensor:
+        """The gradient of the logits, in place unless B still reads them."""
+        is_read = any(storage_id(logits) == storage_id(tensor) for tensor in tape.saved)
         logits = logits.reshape(-1, logits.shape[-1])
-        logits = logits.clone() if read else logits
-        targets, lse = kept.given[2], kept.lse
+        logits = logits.clone() if is_read else logits
+        targets, lse = saved.inputs[2], saved.lse
         assert targets is not None and lse is not None
-        cross_entropy_backward_(logits, targets, lse, self.around.loss_scale)
+        cross_entropy_backward_(logits, targets, lse, self.layer_context.loss_scale)
         return logits
 
-    def _seed(self, number: int) -> None:
-        torch.default_generator.manual_seed(number)
+    def _seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(number)
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
 
-    def _reproducible(self) -> AbstractContextManager[None]:
-        return reproducible() if self.around.deterministic and self.device.type == "cuda" else nullcontext()
+    @contextmanager
+    def _deterministic(self) -> Iterator[None]:
+        """Asks torch for deterministic algorithms on a GPU; where an operation has none, torch warns."""
+        if not self.layer_context.deterministic or self.device.type != "cuda":
+            yield
+            return
+        with deterministic_algorithms("warn"), sdpa_kernel(DETERMINISTIC_ATTENTION, set_priority=True):
+            yield

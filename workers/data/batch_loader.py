@@ -1,4 +1,4 @@
-"""Brings a rank the tokens of the pieces that it embeds or ends."""
+"""Loads the tokens that one rank needs for a step."""
 
 from __future__ import annotations
 
@@ -11,63 +11,69 @@ from pentad.kernels.backend import IGNORE_INDEX
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.samples import document_starts, microbatch
-from pentad.workers.model.positions import held
+from pentad.workers.model.layer_context import local_positions
 
 
 class Tokens(NamedTuple):
-    """Of one piece, rows one after the other, int64 on the device; of sequences that are cut over context ranks those
-    of this rank's positions. `documents` are, by row, where documents begin in a whole sequence, the first one at 0."""
+    """One slice of a microbatch, its rows concatenated: T = rows x positions of this (context) rank in the slice.
+
+    All tensors are int64 on the device. `document_starts` are, by row, the positions in the full sequence at which a
+    document starts, the first one 0; empty without document masks.
+    """
 
     inputs: torch.Tensor  # [T]
     targets: torch.Tensor  # [T]
-    further: torch.Tensor  # [predicted, T]: the tokens behind the targets, -100 beyond a sequence's end
-    documents: tuple[tuple[int, ...], ...]
+    mtp_targets: torch.Tensor  # [mtp_layers, T]: the 1st, 2nd, ... token after the target, -100 past the sequence's end
+    document_starts: tuple[tuple[int, ...], ...]
 
 
 class BatchLoader:
-    """The tokens of every step for one rank; what they are depends on seed, step and sequence number alone."""
+    """One rank's tokens of any step; their content depends only on seed, step and sequence index."""
 
     def __init__(self, plan: Plan, rank: int, corpus: Corpus, device: torch.device) -> None:
         self.plan, self.corpus, self.device = plan, corpus, device
+        self.slices, self.positions = plan.program.slices, local_positions(plan, rank)
         at = plan.mesh.coordinates(rank)
-        self.slices, self.positions = plan.program.slices, held(plan, rank)
-        reading = range(plan.program.stages) if plan.document_mask else (0, plan.program.stages - 1)
-        home = plan.program.home.items()
-        here = {piece // self.slices for (stage, piece), runs in home if stage in reading and runs == at.pp}
-        replica = at.dp * plan.mesh.ep + at.ep
-        self.microbatches = {mb: replica * plan.batch.microbatches + mb for mb in sorted(here)}
+        # The first stage embeds tokens and the last computes the loss; document masks are needed by every attention.
+        stages = range(plan.program.stages) if plan.document_mask else (0, plan.program.stages - 1)
+        local = {
+            piece // self.slices
+            for (stage, piece), pp in plan.program.compute_rank.items()
+            if stage in stages and pp == at.pp
+        }
+        first = (at.dp * plan.mesh.ep + at.ep) * plan.batch.microbatches
+        self.microbatches = {mb: first + mb for mb in sorted(local)}  # of this replica -> of the global batch
 
     def __call__(self, step: int) -> dict[int, Tokens]:
-        """Piece of this replica -> its tokens."""
+        """Tokens by slice of this replica: slice s of microbatch m has the key m * slices + s."""
         if not self.microbatches:
             return {}
-        batch, found, documents = self.plan.batch, [], []
-        for number in self.microbatches.values():
-            rows = range(number * batch.rows, (number + 1) * batch.rows)
-            pair = microbatch(self.corpus, self.plan.seed, step, batch.global_batch_size, rows, batch.length)
-            found.append([*pair, *_further(pair[1], self.plan.model.mtp_layers)])
-            documents.append(self._documents(step, rows) if self.plan.document_mask else ())
-        whole = torch.from_numpy(np.array(found))[..., self.positions]  # [microbatches, kinds, rows, length]
-        each = (
-            whole.unflatten(3, (self.slices, -1)).permute(0, 3, 1, 2, 4).flatten(3)
-        )  # [microbatches, slices, kinds, T]
+        batch, model, seed = self.plan.batch, self.plan.model, self.plan.seed
+        loaded, starts = [], []
+        for index in self.microbatches.values():
+            rows = range(index * batch.micro_batch_size, (index + 1) * batch.micro_batch_size)
+            inputs, targets = microbatch(self.corpus, seed, step, batch.global_batch_size, rows, batch.sequence_length)
+            loaded.append([inputs, targets, *_shifted(targets, model.mtp_layers)])
+            starts.append(self._document_starts(step, rows) if self.plan.document_mask else ())
+        # [microbatches, kinds, rows, positions] -> [microbatches, slices, kinds, T]
+        local = torch.from_numpy(np.array(loaded))[..., self.positions]
+        sliced = local.unflatten(3, (self.slices, -1)).permute(0, 3, 1, 2, 4).flatten(3)
         if self.device.type == "cuda":
-            each = each.pin_memory().to(self.device, non_blocking=True)
+            sliced = sliced.pin_memory().to(self.device, non_blocking=True)
         return {
-            mb * self.slices + number: Tokens(piece[0], piece[1], piece[2:], of)
-            for mb, slices, of in zip(self.microbatches, each, documents, strict=True)
-            for number, piece in enumerate(slices)
+            mb * self.slices + number: Tokens(tokens[0], tokens[1], tokens[2:], of_microbatch)
+            for mb, slices, of_microbatch in zip(self.microbatches, sliced, starts, strict=True)
+            for number, tokens in enumerate(slices)
         }
 
-    def _documents(self, step: int, rows: range) -> tuple[tuple[int, ...], ...]:
+    def _document_starts(self, step: int, rows: range) -> tuple[tuple[int, ...], ...]:
         batch, seed = self.plan.batch, self.plan.seed
-        numbers = (step * batch.global_batch_size + row for row in rows)
-        return tuple(document_starts(self.corpus, seed, number, batch.length) for number in numbers)
+        indices = (step * batch.global_batch_size + row for row in rows)
+        return tuple(document_starts(self.corpus, seed, index, batch.sequence_length) for index in indices)
 
 
-def _further(targets: np.ndarray, count: int) -> list[np.ndarray]:
-    """[rows, length] each: the tokens 1 to `count` behind the targets."""
+def _shifted(targets: np.ndarray, count: int) -> list[np.ndarray]:
+    """`targets` [rows, length] shifted by 1 to `count` positions to the left, filled with IGNORE_INDEX."""
     rows, length = targets.shape
-    beyond = np.full((rows, count), IGNORE_INDEX)
-    longer = np.concatenate([targets, beyond], axis=1)
-    return [longer[:, number : number + length] for number in range(1, count + 1)]
+    padded = np.concatenate([targets, np.full((rows, count), IGNORE_INDEX)], axis=1)
+    return [padded[:, shift : shift + length] for shift in range(1, count + 1)]

@@ -1,4 +1,4 @@
-"""`data build` and `data inspect`: text into a corpus, and a look at one."""
+"""`pentad data build` and `pentad data inspect`: turns text into a corpus, and describes one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import Corpus, open_corpus, read_index
+from pentad.workers.data.corpus_index import plural
 from pentad.workers.data.corpus_writer import write_corpus
 from pentad.workers.data.samples import sequence, window_count
-from pentad.workers.data.text_sources import Piece, read_pieces, source_files
+from pentad.workers.data.text_sources import TextChunk, read_chunks, source_files
 from pentad.workers.data.tokenizer import decode, load_tokenizer, train_tokenizer
 
-_REPORTED = 2**26  # characters between two lines of progress
+_REPORT_EVERY = 2**26  # characters
 
 
 def build_corpus(
@@ -26,37 +27,40 @@ def build_corpus(
     shard_tokens: int = 2**26,
     progress: Callable[[str], None],
 ) -> Corpus:
-    """Builds the corpus `out` from a text file, a JSONL or Parquet file, or a folder of them, and opens it.
+    """Builds the corpus `out` from a text, JSONL or Parquet file, or a folder of them, and opens it.
 
-    With no `tokenizer` file one of `vocab` tokens is trained on all of the text, in a first pass. Raises PentadError
-    for a source that cannot be read, an empty one, and an `out` that is not empty; `out` is then as it was.
+    Without a `tokenizer` file, trains one of `vocab` tokens on all of the text in a first pass. Raises PentadError for
+    an unreadable or empty source and for an `out` that is not empty; `out` is left as it was.
     """
     if shard_tokens < 1:
         raise PentadError(f"shard_tokens is {shard_tokens}: expected at least 1")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise _not_empty(out)
     files = source_files(source)
-    progress(f"{source}: {len(files)} files")
+    progress(f"{source}: {plural(len(files), 'file')}")
     if tokenizer is None:
-        texts = (piece.text for piece in _reported(read_pieces(files, field), "training the tokenizer", progress))
-        trained = train_tokenizer(texts, vocab)
+        chunks = _with_progress(read_chunks(files, field), "training the tokenizer", progress)
+        trained = train_tokenizer((chunk.text for chunk in chunks), vocab)
     else:
         trained = load_tokenizer(tokenizer)
     try:
-        pieces = _reported(read_pieces(files, field), "encoding", progress)
-        write_corpus(out, pieces, trained, shard_tokens, progress)
+        write_corpus(
+            out, _with_progress(read_chunks(files, field), "encoding", progress), trained, shard_tokens, progress
+        )
     except OSError as error:
         if isinstance(error, FileExistsError) and out.exists():
             raise _not_empty(out) from None
         reason = error.strerror or str(error)
-        raise PentadError(f"OUT is '{out}', which cannot be written ({reason}): expected a folder with room") from None
+        raise PentadError(
+            f"OUT is '{out}', which cannot be written ({reason}): expected a writable folder with free space"
+        ) from None
     return open_corpus(out, verify=False, argument="OUT")
 
 
 def inspect_corpus(path: Path, samples: int, length: int, seed: int) -> dict[str, Any]:
-    """What the corpus at `path` holds, as plain data, with the first `samples` sequences of an epoch as text.
+    """Verifies the corpus at `path` and describes it as plain data, with its first `samples` sequences as text.
 
-    A corpus shorter than `length` + 1 tokens shows one shorter sequence. Everything is verified first.
+    `length` is tokens a sequence; a corpus shorter than `length` + 1 tokens shows one shorter sequence.
     """
     corpus = open_corpus(path, verify=True, argument="PATH")
     index = read_index(path, "PATH")
@@ -76,15 +80,15 @@ def inspect_corpus(path: Path, samples: int, length: int, seed: int) -> dict[str
     }
 
 
-def _reported(pieces: Iterable[Piece], phase: str, progress: Callable[[str], None]) -> Iterator[Piece]:
+def _with_progress(chunks: Iterable[TextChunk], phase: str, progress: Callable[[str], None]) -> Iterator[TextChunk]:
     characters = reported = 0
-    for piece in pieces:
-        yield piece
-        characters += len(piece.text)
-        if characters - reported >= _REPORTED:
-            progress(f"{phase}: {characters} characters read")
+    for chunk in chunks:
+        yield chunk
+        characters += len(chunk.text)
+        if characters - reported >= _REPORT_EVERY:
+            progress(f"{phase}: {characters:,} characters read")
             reported = characters
 
 
 def _not_empty(out: Path) -> PentadError:
-    return PentadError(f"OUT is '{out}', which exists and is not empty; expected a new or an empty folder")
+    return PentadError(f"OUT is '{out}', which exists and is not empty: expected a new or empty folder")

@@ -1,4 +1,4 @@
-"""A corpus of tokens on disk, read through memory maps: the flat stream of all documents, each with its end token."""
+"""A corpus of tokens on disk, memory-mapped: one flat stream of all documents, each with its end token."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pentad.workers.data.corpus_index import INDEX_FILE, Index, Shard, index_tex
 
 
 class Segment(NamedTuple):
-    """One record batch of a shard, without a copy: whole documents that begin at flat position `start`.
+    """One record batch of a shard, not copied: complete documents from position `start` of the flat stream on.
 
-    `tokens` [T] uint16 or uint32 are its flat tokens; `offsets` [D+1] int64 are where its D documents begin, then T.
+    `tokens` is [T] uint16 or uint32; `offsets` is [D + 1] int64: where its D documents start, then T.
     """
 
     start: int
@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 class Corpus:
     """An open corpus: `tokens` ids below `vocab_size` in `documents` documents, mapped and not read into memory.
 
-    `fingerprint` is the sha256 of the index, hence of all content: ranks and resumed runs compare it.
+    `fingerprint` is the sha256 of the index, which has the checksums of all content: ranks and resumed runs compare it.
     """
 
     path: Path
@@ -42,55 +42,54 @@ class Corpus:
     segments: tuple[Segment, ...] = field(repr=False, compare=False)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Flat tokens `start` to `start + count`, as [count] int64, across documents and shards."""
-        parts = [segment.tokens[first:last] for segment, first, last in self._parts(start, count)]
+        """Tokens `start` to `start + count` of the flat stream, [count] int64, across documents and shards."""
+        parts = [segment.tokens[first:end] for segment, first, end in self._overlaps(start, count)]
         return np.concatenate([np.empty(0, np.int64), *parts], dtype=np.int64)
 
     def boundaries(self, start: int, count: int) -> np.ndarray:
-        """Positions within the window `start` to `start + count` at which a document begins, [B] int64 ascending."""
-        begins = [np.empty(0, np.int64)]
-        for segment, first, last in self._parts(start, count):
-            low, high = np.searchsorted(segment.offsets[:-1], (first, last))
-            begins.append(segment.offsets[low:high] + (segment.start - start))
-        return np.concatenate(begins)
+        """Positions relative to `start`, below `count`, at which a document starts, ascending int64."""
+        found = [np.empty(0, np.int64)]
+        for segment, first, end in self._overlaps(start, count):
+            low, high = np.searchsorted(segment.offsets[:-1], (first, end))
+            found.append(segment.offsets[low:high] + (segment.start - start))
+        return np.concatenate(found)
 
-    def _parts(self, start: int, count: int) -> Iterator[tuple[Segment, int, int]]:
-        """The segments that the window meets, each with the first and last (excluded) position inside it."""
+    def _overlaps(self, start: int, count: int) -> Iterator[tuple[Segment, int, int]]:
+        """The segments that overlap the window, each with the first and end position inside it."""
         end = start + count
         assert 0 <= start <= end <= self.tokens, f"window {start}:{end} of {self.tokens} tokens"
-        at = bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
-        while at < len(self.segments) and self.segments[at].start < end:
-            segment = self.segments[at]
+        index = bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
+        while index < len(self.segments) and self.segments[index].start < end:
+            segment = self.segments[index]
             yield segment, max(start - segment.start, 0), min(end - segment.start, len(segment.tokens))
-            at += 1
+            index += 1
 
 
 def open_corpus(path: str | Path, verify: bool, argument: str = "data.path") -> Corpus:
-    """Maps the corpus in folder `path`. Sizes and counts are always checked, content only with `verify`.
+    """Maps the corpus in folder `path`. Always checks sizes and counts, and content only with `verify`.
 
-    `verify` reads everything once: each checksum, and that each token id is below the vocabulary's size. `argument`
-    is what the user's mistake is called. Raises PentadError for a folder that is missing, foreign, empty or damaged.
+    `verify` reads everything once: checksums, and that token ids are below the vocabulary size. `argument` is what the
+    user calls the path. Raises PentadError for a folder that is missing, foreign, empty or damaged.
     """
     path = Path(path)
     index = read_index(path, argument)
     if index.tokens == 0:
-        raise PentadError(f"{argument} is '{path}', which holds 0 tokens; expected at least 1")
+        raise PentadError(f"{argument} is '{path}', which holds 0 tokens: expected at least 1")
     if verify:
-        _check_sum(path / index.tokenizer_file, index.tokenizer_sha256)
+        _check_sha256(path / index.tokenizer_file, index.tokenizer_sha256)
     segments = tuple(_segments(path, index, verify))
     fingerprint = hashlib.sha256(index_text(index).encode()).hexdigest()
     return Corpus(path, index.vocab_size, index.tokens, index.documents, fingerprint, segments)
 
 
 def read_index(path: Path, argument: str) -> Index:
-    """The index of the corpus in folder `path`. Raises PentadError, naming `argument`, if it has none of ours."""
-    expected = "expected a corpus written by 'pentad data build'"
-    if not path.is_dir():
-        raise PentadError(f"{argument} is '{path}', which is no folder; {expected}")
+    """The index of the corpus in folder `path`. Raises PentadError, which names `argument`, if there is none."""
     try:
         text = (path / INDEX_FILE).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
-        raise PentadError(f"{argument} is '{path}', which holds no readable {INDEX_FILE}; {expected}") from None
+        fault = f"which has no readable {INDEX_FILE}" if path.is_dir() else "which is not a folder"
+        expected = "expected a corpus written by 'pentad data build'"
+        raise PentadError(f"{argument} is '{path}', {fault}: {expected}") from None
     return parse_index(text, path / INDEX_FILE)
 
 
@@ -98,14 +97,13 @@ def _segments(path: Path, index: Index, verify: bool) -> Iterator[Segment]:
     start = 0
     for shard in index.shards:
         file = path / shard.file
-        found = file.stat().st_size if file.is_file() else None
-        if found is None:
+        if not file.is_file():
             raise PentadError(f"shard {file} is missing: expected a file of {shard.bytes} bytes")
-        if found != shard.bytes:
-            raise PentadError(f"shard {file} has {found} bytes: expected {shard.bytes}: build the corpus again")
+        if (found := file.stat().st_size) != shard.bytes:
+            raise PentadError(f"shard {file} has {found} bytes: expected {shard.bytes} (build the corpus again)")
         if verify:
-            _check_sum(file, shard.sha256)
-        for tokens, offsets in _map(file, shard):
+            _check_sha256(file, shard.sha256)
+        for tokens, offsets in _map_shard(file, shard):
             if verify and len(tokens) and int(tokens.max()) >= index.vocab_size:
                 raise PentadError(f"shard {file} holds token {tokens.max()}: expected ids below {index.vocab_size}")
             if len(tokens):
@@ -113,38 +111,35 @@ def _segments(path: Path, index: Index, verify: bool) -> Iterator[Segment]:
             start += len(tokens)
 
 
-def _map(file: Path, shard: Shard) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Flat tokens and offsets of each record batch of `file`; the mapping lives as long as the arrays do."""
+def _map_shard(file: Path, shard: Shard) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, offsets) of each record batch of `file`; the mapping lives as long as these arrays."""
     try:
         with pa.memory_map(str(file)) as source:
             reader = pa.ipc.open_file(source)
             columns = [reader.get_batch(i).column("tokens") for i in range(reader.num_record_batches)]
     except (pa.ArrowException, OSError, KeyError) as error:
-        raise PentadError(
-            f"shard {file} is unreadable ({error}): expected an Arrow file with a column 'tokens'"
-        ) from None
-    expected = [pa.large_list(pa.uint16()), pa.large_list(pa.uint32())]
+        expected = "expected an Arrow file with a column 'tokens'"
+        raise PentadError(f"shard {file} cannot be read ({error}): {expected}") from None
+    types = [pa.large_list(pa.uint16()), pa.large_list(pa.uint32())]
     batches = []
     for column in filter(len, columns):
-        if column.type not in expected or column.null_count:
-            raise PentadError(
-                f"shard {file} holds {column.type}: expected {expected[0]} or {expected[1]} without nulls"
-            )
+        if column.type not in types or column.null_count:
+            raise PentadError(f"shard {file} holds {column.type}: expected {types[0]} or {types[1]} without nulls")
         offsets = column.offsets.to_numpy()
         batches.append((column.values.to_numpy()[offsets[0] : offsets[-1]], offsets - offsets[0]))
-    found = (sum(len(tokens) for tokens, _ in batches), sum(len(offsets) - 1 for _, offsets in batches))
-    if found != (shard.tokens, shard.documents):
-        raise PentadError(
-            f"shard {file} holds {found[0]} tokens in {found[1]} documents: expected {shard.tokens} in {shard.documents}"
-        )
+    tokens = sum(len(tokens) for tokens, _ in batches)
+    documents = sum(len(offsets) - 1 for _, offsets in batches)
+    if (tokens, documents) != (shard.tokens, shard.documents):
+        expected = f"expected {shard.tokens} in {shard.documents}, as {INDEX_FILE} says"
+        raise PentadError(f"shard {file} holds {tokens} tokens in {documents} documents: {expected}")
     return batches
 
 
-def _check_sum(file: Path, expected: str) -> None:
+def _check_sha256(file: Path, expected: str) -> None:
     try:
         with file.open("rb") as source:
             found = hashlib.file_digest(source, "sha256").hexdigest()
     except OSError:
         raise PentadError(f"{file} is missing: expected a file with sha256 {expected}") from None
     if found != expected:
-        raise PentadError(f"{file} is corrupt: its sha256 is {found}: expected {expected}")
+        raise PentadError(f"{file} is damaged: sha256 is {found}: expected {expected}")

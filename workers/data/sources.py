@@ -1,44 +1,102 @@
-"""Finds the corpus that `data.path` names. Imports no torch: the driver looks before it starts anything."""
+"""Opens the corpus that `data.path` names: a folder, or `builtin:NAME`, text that every Python installation has.
+
+Imports no torch: the driver checks the data before it starts anything.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import platform
+from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.data.builtin import builtin_corpus
 from pentad.workers.data.corpus import Corpus, open_corpus
+from pentad.workers.data.corpus_index import INDEX_FILE, VERSION, require_vocab
 from pentad.workers.data.samples import window_count
 
-BUILTIN_VOCAB = 4096  # as much as half a megabyte of text can teach
+_BUILTIN_VOCAB = 4096  # half a megabyte of text does not train more tokens well
+_SHARD_TOKENS = 2**26
 
 
 def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = False, fingerprint: str = "") -> Corpus:
-    """The corpus in a folder, or of `builtin:NAME`, which is built in the folder `cache` on first use.
+    """Opens the corpus `data`, building a built-in one below the folder `cache` on first use.
 
-    `verify` reads it all and compares checksums; `fingerprint` is the one it must have. Raises PentadError when it is
-    missing, damaged, another one, shorter than one sequence of `length`, or has more tokens than a model of `vocab`.
+    `verify` reads everything and compares checksums; `fingerprint` is the expected one. Raises PentadError for a corpus
+    that is missing, damaged, another one than expected, shorter than one sequence of `length` tokens, or with more
+    token ids than a model of `vocab` has.
     """
-    kind, _, name = data.partition("builtin:")
-    builtin = bool(name) and not kind
-    folder = (
-        builtin_corpus(name, min(vocab, BUILTIN_VOCAB), Path(cache).expanduser())
-        if builtin
-        else Path(data).expanduser()
-    )
-    corpus = open_corpus(folder, verify)
+    corpus = open_corpus(corpus_folder(data, vocab, cache), verify)
     if corpus.vocab_size > vocab:
-        raise PentadError(
-            f"model.vocab is {vocab}: expected at least {corpus.vocab_size}, the tokens of data.path {data}"
-        )
+        raise PentadError(f"model.vocab is {vocab}: expected at least {corpus.vocab_size}, the vocabulary of {data}")
     if fingerprint:
-        check_same(data, corpus.fingerprint, fingerprint)
+        require_fingerprint(data, corpus.fingerprint, fingerprint)
     window_count(corpus, length)
     return corpus
 
 
-def check_same(data: str, found: str, expected: str) -> None:
-    """Raises PentadError when a corpus is not the one that a run began with, or that its other ranks read."""
+def require_fingerprint(data: str, found: str, expected: str) -> None:
+    """Raises PentadError if a corpus is not the one the run started with, or that its other ranks read."""
     if found != expected:
-        raise PentadError(
-            f"data.path is {data}, a corpus of fingerprint {found[:12]}: expected {expected[:12]} as before"
-        )
+        fault = f"which has fingerprint {found[:12]}"
+        raise PentadError(f"data.path is {data}, {fault}: expected {expected[:12]}, the corpus the run started with")
+
+
+def corpus_folder(data: str, vocab: int, cache: str) -> Path:
+    """The folder of the corpus `data`. A built-in one is built first if need be, with at most `vocab` tokens."""
+    if data.startswith("builtin:"):
+        return builtin_corpus(data.removeprefix("builtin:"), min(vocab, _BUILTIN_VOCAB), Path(cache).expanduser())
+    return Path(data).expanduser()
+
+
+def check_data(data: str, vocab: int, length: int, cache: str) -> None:
+    """Raises PentadError as `open_data` does, but neither builds a built-in corpus nor reads tokens."""
+    if data.startswith("builtin:"):
+        require_vocab(vocab, "model.vocab")
+        size = min(vocab, _BUILTIN_VOCAB)
+        folder, _ = _builtin_folder(data.removeprefix("builtin:"), size, Path(cache).expanduser())
+        if not (folder / INDEX_FILE).exists():
+            return
+    open_data(data, vocab, length, cache)
+
+
+def _builtin_folder(name: str, vocab: int, cache: Path) -> tuple[Path, list[str]]:
+    """Where a built-in corpus is or would be, and its documents. Raises PentadError for an unknown name."""
+    if name not in _TEXTS:
+        known = ", ".join(f"builtin:{known}" for known in _TEXTS)
+        raise PentadError(f"data.path is builtin:{name}: expected one of {known}")
+    documents = _TEXTS[name]()
+    digest = hashlib.sha256("\0".join([str(VERSION), *documents]).encode()).hexdigest()
+    return cache / f"{name}-{vocab}-python{platform.python_version()}-{digest[:16]}", documents
+
+
+def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
+    """The folder of the corpus `builtin:NAME`, built below `cache` if absent, with at most `vocab` tokens.
+
+    When processes race, one folder remains and all get it. Raises PentadError for an unknown name.
+    """
+    out, documents = _builtin_folder(name, vocab, cache)
+    if not (out / INDEX_FILE).exists():
+        from pentad.workers.data.corpus_writer import write_corpus  # these import tokenizers: `pentad plan` needs none
+        from pentad.workers.data.text_sources import document_chunks
+        from pentad.workers.data.tokenizer import train_tokenizer
+
+        chunks = (chunk for document in documents for chunk in document_chunks(document))
+        tokenizer = train_tokenizer(documents, vocab, argument="model.vocab")
+        try:
+            write_corpus(out, chunks, tokenizer, _SHARD_TOKENS, lambda line: None)
+        except OSError as error:
+            if not (out / INDEX_FILE).exists():  # else another process built it meanwhile
+                reason = error.strerror or str(error)
+                text = f"data.cache is '{cache}', where {out.name} cannot be written ({reason})"
+                raise PentadError(f"{text}: expected a writable folder with free space") from None
+    return out
+
+
+def _pydoc() -> list[str]:
+    """Python's language reference as `help()` shows it: 80 topics, 0.5 MB of English."""
+    return [topics[name] for name in sorted(topics)]
+
+
+_TEXTS: dict[str, Callable[[], list[str]]] = {"pydoc": _pydoc}

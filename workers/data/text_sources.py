@@ -1,4 +1,4 @@
-"""Text files, JSONL and Parquet as one stream of document pieces, never more than a piece or a row in memory."""
+"""Reads text, JSONL and Parquet files as a stream of document chunks; at most one chunk or row is in memory."""
 
 from __future__ import annotations
 
@@ -13,123 +13,115 @@ import pyarrow.parquet as pq
 
 from pentad.schedules.ir.errors import PentadError
 
-ENDINGS = (".txt", ".md", ".rst", ".jsonl", ".parquet")
-PIECE = 2**13  # characters; the tokenizer slows down on longer texts
+SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".parquet")
+CHUNK = 2**13  # characters; the tokenizer slows down on longer texts
 _ROWS = 256
-_PARQUET_BUFFER = 2**20  # bytes; without it a column's whole row group is read at once
+_PARQUET_BUFFER = 2**20  # bytes; without it pyarrow reads a column's whole row group at once
 
 
-class Piece(NamedTuple):
-    """At most 2 * PIECE characters of a document; `last` ends it. No document without characters is in a stream."""
+class TextChunk(NamedTuple):
+    """At most 2 * CHUNK characters of a document; `last` ends the document. Empty documents give no chunk."""
 
     text: str
     last: bool
 
 
 def source_files(source: Path) -> tuple[Path, ...]:
-    """`source` itself, or every readable file below it ordered by its path. Raises PentadError if there is none."""
-    if not source.exists():
-        raise PentadError(
-            f"SOURCE is '{source}', which does not exist; expected a folder or a {', '.join(ENDINGS)} file"
-        )
-    if not source.is_dir():
-        if not source.is_file() or source.suffix.lower() not in ENDINGS:
-            raise PentadError(f"SOURCE is '{source}': expected a folder or a file that ends in {', '.join(ENDINGS)}")
-        return (source,)
-    files = [file for file in source.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file()]
+    """`source` itself, or every readable file below it in path order. Raises PentadError if there is none."""
+    expected = f"expected a file that ends in {', '.join(SUFFIXES)} or a folder with such files"
+    if source.is_dir():
+        files = [file for file in source.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()]
+    else:
+        files = [source] if source.suffix.lower() in SUFFIXES and source.is_file() else []
     if not files:
-        raise PentadError(f"SOURCE is '{source}', a folder without a file that ends in {', '.join(ENDINGS)}")
+        raise PentadError(f"SOURCE is '{source}'{'' if source.exists() else ', which does not exist'}: {expected}")
     return tuple(sorted(files, key=lambda file: file.relative_to(source).parts))
 
 
-def read_pieces(files: Iterable[Path], field: str) -> Iterator[Piece]:
-    """The documents of `files`: a text file is one, a JSONL line one (`field`), a Parquet row one (column `field`).
+def read_chunks(files: Iterable[Path], field: str) -> Iterator[TextChunk]:
+    """The documents of `files`: one per text file, JSONL line (its `field`) or Parquet row (its column `field`).
 
-    Null and empty texts are left out. Raises PentadError with file and place for what is no text.
+    Skips null and empty texts. Raises PentadError with the file and the position of what is not text.
     """
     for file in files:
         try:
-            yield from _file_pieces(file, field)
+            match file.suffix.lower():
+                case ".jsonl":
+                    texts = _jsonl_texts(file, field)
+                case ".parquet":
+                    texts = _parquet_texts(file, field)
+                case _:
+                    yield from rechunk(_decoded(file))
+                    continue
+            for text in texts:
+                yield from document_chunks(text)
         except OSError as error:
             raise PentadError(f"{file} cannot be read ({error.strerror or error}): expected a readable file") from None
 
 
-def _file_pieces(file: Path, field: str) -> Iterator[Piece]:
-    match file.suffix.lower():
-        case ".jsonl":
-            texts = _jsonl(file, field)
-        case ".parquet":
-            texts = _parquet(file, field)
-        case _:
-            yield from pieces(_decoded(file))
-            return
-    for text in texts:
-        yield from text_pieces(text)
+def document_chunks(text: str) -> Iterator[TextChunk]:
+    """One document that is already in memory."""
+    return rechunk(text[start : start + CHUNK] for start in range(0, len(text), CHUNK))
 
 
-def text_pieces(text: str) -> Iterator[Piece]:
-    """One document that is in memory."""
-    return pieces(text[start : start + PIECE] for start in range(0, len(text), PIECE))
-
-
-def pieces(chunks: Iterable[str]) -> Iterator[Piece]:
-    """One document cut where byte-level pre-tokenizers cut too, so that encoding pieces gives the document's tokens."""
+def rechunk(parts: Iterable[str]) -> Iterator[TextChunk]:
+    """Splits one document only where byte-level pre-tokenizers split as well, so its tokens do not change."""
     rest = ""
-    for chunk in chunks:
-        rest += chunk
-        while len(rest) > PIECE:
-            cut = _cut(rest)
-            yield Piece(rest[:cut], False)
-            rest = rest[cut:]
+    for part in parts:
+        rest += part
+        while len(rest) > CHUNK:
+            end = _split_point(rest)
+            yield TextChunk(rest[:end], False)
+            rest = rest[end:]
     if rest:
-        yield Piece(rest, True)
+        yield TextChunk(rest, True)
 
 
-def _cut(text: str) -> int:
-    """Where the last space after a word is; PIECE if there is none. No token goes on beyond a word's end."""
+def _split_point(text: str) -> int:
+    """Index of the last space that follows a word (no token crosses a word's end), or CHUNK if there is none."""
     at = text.rfind(" ", 1)
     while at > 0 and text[at - 1].isspace():
         at = text.rfind(" ", 1, at)
-    return at if at > 0 else PIECE
+    return at if at > 0 else CHUNK
 
 
 def _decoded(file: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    place = 0
+    offset = 0
     with file.open("rb") as source:
         while True:
-            chunk = source.read(PIECE)
+            data = source.read(CHUNK)
             pending = len(decoder.getstate()[0])
             try:
-                text = decoder.decode(chunk, final=not chunk)
+                text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                raise _no_utf8(file, place - pending + error.start) from None
+                raise _not_utf8(file, offset - pending + error.start) from None
             if text:
                 yield text
-            if not chunk:
+            if not data:
                 return
-            place += len(chunk)
+            offset += len(data)
 
 
-def _jsonl(file: Path, field: str) -> Iterator[str]:
-    place = 0
+def _jsonl_texts(file: Path, field: str) -> Iterator[str]:
+    offset = 0
     with file.open("rb") as source:
         for number, line in enumerate(source, 1):
             if line.strip():
-                text = _json_text(file, field, number, line, place)
+                text = _json_text(file, field, number, line, offset)
                 if text is not None:
                     yield text
-            place += len(line)
+            offset += len(line)
 
 
-def _json_text(file: Path, field: str, number: int, line: bytes, place: int) -> str | None:
+def _json_text(file: Path, field: str, number: int, line: bytes, offset: int) -> str | None:
     where = f"{file} line {number}"
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _no_utf8(file, place + error.start) from None
+        raise _not_utf8(file, offset + error.start) from None
     except (ValueError, RecursionError) as error:
-        raise PentadError(f"{where} is no JSON ({error}): expected an object with '{field}'") from None
+        raise PentadError(f"{where} is not JSON ({error}): expected an object with '{field}'") from None
     if not isinstance(row, dict):
         raise PentadError(f"{where} is a JSON {type(row).__name__}: expected an object with '{field}'")
     if field not in row:
@@ -140,11 +132,11 @@ def _json_text(file: Path, field: str, number: int, line: bytes, place: int) -> 
     try:
         (text or "").encode()
     except UnicodeEncodeError:
-        raise PentadError(f"{where} has half of a surrogate pair in '{field}': expected text") from None
+        raise PentadError(f"{where} has half a surrogate pair in '{field}': expected valid Unicode") from None
     return text
 
 
-def _parquet(file: Path, field: str) -> Iterator[str]:
+def _parquet_texts(file: Path, field: str) -> Iterator[str]:
     row = 0
     try:
         with pq.ParquetFile(file, buffer_size=_PARQUET_BUFFER) as table:
@@ -161,10 +153,10 @@ def _parquet(file: Path, field: str) -> Iterator[str]:
                         yield text
                     row += 1
     except UnicodeDecodeError as error:
-        raise PentadError(f"{file} row {row} is no UTF-8 at byte {error.start}: expected UTF-8 text") from None
+        raise PentadError(f"{file} row {row} is not UTF-8 at byte {error.start}: expected UTF-8 text") from None
     except (pa.ArrowException, OSError) as error:
-        raise PentadError(f"{file} is unreadable ({error}): expected a Parquet file") from None
+        raise PentadError(f"{file} cannot be read ({error}): expected a Parquet file") from None
 
 
-def _no_utf8(file: Path, place: int) -> PentadError:
-    return PentadError(f"{file} is no UTF-8 at byte {place}: expected UTF-8 text")
+def _not_utf8(file: Path, offset: int) -> PentadError:
+    return PentadError(f"{file} is not UTF-8 at byte {offset}: expected UTF-8 text")

@@ -1,4 +1,4 @@
-"""A checkpoint to Hugging Face files, one tensor of the checkpoint in memory at a time."""
+"""Converts a checkpoint to Hugging Face files, with about one checkpoint tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,125 +10,125 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.checkpoint.checkpoint import Checkpoint
-from pentad.workers.checkpoint.hf_stream import cut, write
 from pentad.workers.checkpoint.manifest import Spec
-from pentad.workers.hf.config import config_of
-from pentad.workers.hf.folder import CONFIG, INDEX, SINGLE
-from pentad.workers.hf.hf_place import fresh_folder
-from pentad.workers.hf.layout import to_pairs
-from pentad.workers.hf.names import Entry, Table, table
-from pentad.workers.params.sharded_state import read_whole
+from pentad.workers.checkpoint.safetensors_io import DTYPES, num_bytes, split_by_size, write_tensors
+from pentad.workers.hf.config import make_config
+from pentad.workers.hf.folder import fresh_folder
+from pentad.workers.hf.layout import to_interleaved
+from pentad.workers.hf.names import CONFIG, INDEX, SINGLE, Entry, FileTensor, tensor_table
+from pentad.workers.params.sharded_state import read_full
 
 Dtype = Literal["bfloat16", "float32"]
-DTYPES = {"bfloat16": ("BF16", torch.bfloat16), "float32": ("F32", torch.float32)}
 FILE_BYTES = 5 * 10**9
+_METADATA = {"format": "pt"}  # transformers refuses files without it
 
-Progress = Callable[[int, int], None]  # bytes done, and of how many
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 class Request(NamedTuple):
-    """What files are asked for: of which model, in what dtype, each of at most `limit` bytes. `positions` are the
-    tokens of a sequence, `tokens` the special tokens' ids by key of config.json, `tokenizer` other files by name."""
+    """What to export: files of at most `limit` bytes of tensors in `dtype`.
+
+    `positions` is the longest sequence, `special_tokens` are ids by key of config.json, and `tokenizer` are further
+    files by name.
+    """
 
     family: str
-    shape: ModelShape
+    model: ModelSpec
     positions: int
-    tokens: dict[str, Any]
+    special_tokens: dict[str, Any]
     tokenizer: Mapping[str, bytes] = MappingProxyType({})
     dtype: Dtype = "float32"
     limit: int = FILE_BYTES
 
 
 class Exported(NamedTuple):
-    """Files of tensors, how many tensors they hold, and the bytes of those."""
+    """The files with tensors, the number of tensors in them and their bytes."""
 
     files: tuple[str, ...]
     tensors: int
     bytes: int
 
 
-def export_checkpoint(found: Checkpoint, out: Path, request: Request, progress: Progress) -> Exported:
-    """Writes config.json, safetensors files (with an index where there are several) and the tokenizer's files.
+def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress: Progress) -> Exported:
+    """Writes config.json, safetensors files (with an index if several) and the tokenizer's files.
 
-    PentadError where the checkpoint holds another model than `request` says or the family's files cannot hold it; then
-    nothing is left.
+    Raises PentadError, with nothing left behind, if the checkpoint holds another model than `request` says or the
+    family's files cannot express it.
     """
-    config = config_of(request.family, request.shape, positions=request.positions, dtype=request.dtype)
-    config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **request.tokens}
-    names = table(request.family, request.shape)
+    config = make_config(request.family, request.model, positions=request.positions, dtype=request.dtype)
+    config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **request.special_tokens}
     with fresh_folder(out):
-        done = _write(found, names, out, request, progress)
+        exported = _write(_FileTensors(source, request), out, request.limit, progress)
         for name, content in request.tokenizer.items():
             (out / name).write_bytes(content)
         (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return done
+    return exported
 
 
-def _write(found: Checkpoint, names: Table, out: Path, request: Request, progress: Progress) -> Exported:
-    owners = {part.name: entry for entry in names.entries for part in entry.parts}
-    parts = {part.name: part for part in (*(p for e in names.entries for p in e.parts), *names.zeros)}
-    order = sorted((*parts, *_written_copies(request.shape, names)), key=lambda name: not _is_bias(name))
-    kind = DTYPES[request.dtype][0]
+def _write(source: _FileTensors, out: Path, limit: int, progress: Progress) -> Exported:
+    plan = split_by_size(source.specs.items(), limit)
+    count = len(plan)
+    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    total, done = num_bytes(source.specs.values()), 0
 
-    def spec(name: str) -> Spec:  # a bias of experts is never narrow: its steps are small
-        shape = parts[names.copies.get(name, name)].shape
-        return Spec(dtype="F32" if _is_bias(name) else kind, shape=list(shape))
-
-    plan = cut(((name, spec(name)) for name in order), request.limit)
-    files = (
-        [SINGLE] if len(plan) == 1 else [f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
-    )
-    total, done = sum(planned.bytes for planned in plan), 0
-    held = _Held(found)
-
-    def pieces(written: dict[str, Spec]) -> Iterator[torch.Tensor]:
+    def tensors(specs: dict[str, Spec]) -> Iterator[torch.Tensor]:
         nonlocal done
-        for name in written:
-            original = names.copies.get(name, name)
-            part, dtype = parts[original], torch.float32 if _is_bias(name) else DTYPES[request.dtype][1]
-            if original in owners:
-                yield to_pairs(held.part(owners[original], original), part.rotary).to(dtype)
-            else:
-                yield torch.zeros(part.shape, dtype=dtype)
-            done += torch.Size(part.shape).numel() * dtype.itemsize
+        for name, spec in specs.items():
+            yield source.read(name)
+            done += num_bytes([spec])
             progress(done, total)
 
-    for file, planned in zip(files, plan, strict=True):
-        write(out / file, planned, pieces(planned.specs))
-    if len(plan) > 1:
-        places = {name: file for file, planned in zip(files, plan, strict=True) for name in planned.specs}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    for file, specs in zip(files, plan, strict=True):
+        write_tensors(out / file, specs, tensors(specs), _METADATA)
+    if count > 1:
+        weight_map = {name: file for file, specs in zip(files, plan, strict=True) for name in specs}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return Exported(tuple(files), len(order), total)
+    return Exported(tuple(files), len(source.specs), total)
 
 
-class _Held:
-    """The tensor of a checkpoint that was read last: its parts are asked for one behind the other."""
+class _FileTensors:
+    """The tensors of the files by name, made from a checkpoint's.
 
-    def __init__(self, found: Checkpoint) -> None:
-        self.found, self.name = found, ""
-        self.whole = torch.empty(0)
+    Keeps the checkpoint tensor read last in memory, because the file tensors it contains are read in a row.
+    """
 
-    def part(self, entry: Entry, name: str) -> torch.Tensor:
-        """One of the tensors that `entry` is made of."""
-        if entry.name != self.name:
-            self.whole = torch.empty(0)  # what was held makes room
-            whole = read_whole(self.found, f"model.{entry.name}", entry.shape)
-            self.name, self.whole = entry.name, whole
-        start = 0
-        for part in entry.parts:
-            count = torch.Size(part.shape).numel()
-            if part.name == name:
-                return self.whole.view(-1)[start : start + count].view(part.shape)
-            start += count
-        raise AssertionError(name)
+    def __init__(self, source: Checkpoint, request: Request) -> None:
+        self.source = source
+        table = tensor_table(request.family, request.model)
+        self.copies = table.copies
+        shapes = {part.name: part.shape for part in table.zeros}
+        self.parts: dict[str, tuple[Entry, FileTensor, int]] = {}  # its entry, itself, its first element in the entry
+        for entry in table.entries:
+            offset = 0
+            for part in entry.parts:
+                self.parts[part.name] = entry, part, offset
+                shapes[part.name] = part.shape
+                offset += torch.Size(part.shape).numel()
+        # As transformers does, leave out a tied head, but write the copies in MTP layers: readers ask for them.
+        names = (*shapes, *(name for name in table.copies if name != "lm_head.weight"))
+        # An expert bias stays float32, since its steps are small; the wide dtype comes first, so all are aligned.
+        self.dtypes = {name: torch.float32 if _is_bias(name) else getattr(torch, request.dtype) for name in names}
+        self.specs = {
+            name: Spec(dtype=DTYPES[self.dtypes[name]], shape=list(shapes[self.copies.get(name, name)]))
+            for name in sorted(names, key=lambda name: not _is_bias(name))
+        }
+        self._entry: Entry | None = None
+        self._tensor = torch.empty(0)
 
-
-def _written_copies(shape: ModelShape, names: Table) -> list[str]:
-    """A tied head is left out, as transformers does; what predicted layers share is not, since readers ask for it."""
-    return [name for name in names.copies if name != "lm_head.weight"]
+    def read(self, name: str) -> torch.Tensor:
+        original = self.copies.get(name, name)
+        if original not in self.parts:
+            return torch.zeros(self.specs[name]["shape"], dtype=self.dtypes[name])
+        entry, part, offset = self.parts[original]
+        if entry is not self._entry:
+            self._tensor = torch.empty(0)  # frees the previous one before reading the next
+            self._tensor, self._entry = read_full(self.source, f"model.{entry.name}", entry.shape), entry
+        end = offset + torch.Size(part.shape).numel()
+        tensor = self._tensor.view(-1)[offset:end].view(part.shape)
+        return to_interleaved(tensor, part.rotary).to(self.dtypes[name])
 
 
 def _is_bias(name: str) -> bool:

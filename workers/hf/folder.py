@@ -1,8 +1,12 @@
-"""A folder of Hugging Face files, opened: its config, and its tensors one at a time."""
+"""Folders of Hugging Face files: reading config.json and tensors, and creating one atomically."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,75 +14,95 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.hf import fp8
-from pentad.workers.hf.fp8 import Blocks
+from pentad.workers.hf.layout import FP8_DTYPE, SCALE_SUFFIX, BlockSize, dequantized, scales_shape
+from pentad.workers.hf.names import CONFIG, INDEX, SINGLE
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _READABLE = ("F32", "F16", "BF16")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder; PentadError if there is none."""
+    """The contents of config.json. Raises PentadError if there is none."""
     if not folder.is_dir():
-        raise PentadError(f"DIR is '{folder}', which is no folder: expected one with {CONFIG} and safetensors files")
-    return _json(folder / CONFIG)
+        raise PentadError(f"DIR is '{folder}', which is not a folder: expected one with {CONFIG} and safetensors files")
+    return _read_json(folder / CONFIG)
 
 
-class Files:
-    """The tensors of a folder by name, in one file or in those of an index; eight-bit ones in `blocks`. PentadError
-    names the file that is missing or cannot be read."""
+@contextmanager
+def fresh_folder(out: Path) -> Iterator[None]:
+    """Creates `out`, which must be new or empty, and its parents; removes all of it again if the block fails.
 
-    def __init__(self, folder: Path, blocks: Blocks | None = None) -> None:
-        self.folder, self.blocks = folder, blocks
-        self._opened: dict[str, Any] = {}
-        if (folder / INDEX).exists():
-            places = _json(folder / INDEX).get("weight_map")
-            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-                raise PentadError(f"{folder / INDEX} has no weight_map of names to files: expected one")
-            self.where: dict[str, str] = places
-            for file in sorted(set(places.values())):
-                if Path(file).name != file:
-                    raise PentadError(f"{folder / INDEX} names the file {file!r}: expected a plain name in its folder")
-        else:
-            self.where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-
-    def spec(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """(dtype as safetensors spells it, shape) of a tensor."""
-        file = self.where[name]
+    Storage failures become PentadError.
+    """
+    try:
+        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+            raise PentadError(f"OUT is '{out}', which exists and is not empty: expected a new or empty folder")
+        top, existed = out, out.exists()
+        while not top.parent.exists():
+            top = top.parent
+        out.mkdir(parents=True, exist_ok=True)
         try:
-            found = self._open(file).get_slice(name)
-        except SafetensorError:
-            raise PentadError(f"{self.folder / file} has no tensor {name}: expected it there by {INDEX}") from None
-        return found.get_dtype(), tuple(found.get_shape())
+            yield
+        except BaseException:
+            shutil.rmtree(top, ignore_errors=True)
+            if existed:
+                out.mkdir()
+            raise
+    except OSError as error:
+        fault = f"which cannot be written ({error.strerror or error})"
+        raise PentadError(f"OUT is '{out}', {fault}: expected a writable folder with free space") from None
+
+
+class TensorFiles:
+    """The tensors of a folder by name, in one file or in several with an index. `block` is the block size of fp8.
+
+    `files` is the file of each tensor. Raises PentadError, which names a file that is missing or unreadable.
+    """
+
+    def __init__(self, folder: Path, block: BlockSize | None = None) -> None:
+        self.folder, self.block = folder, block
+        self._opened: dict[str, Any] = {}
+        if not (folder / INDEX).exists():
+            self.files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+            return
+        files = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise PentadError(f"{folder / INDEX} has no valid weight_map: expected a mapping of tensors to files")
+        for file in sorted(set(files.values())):
+            if Path(file).name != file:
+                raise PentadError(f"{folder / INDEX} names the file {file!r}: expected a plain name in its folder")
+        self.files = files
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """PentadError unless there is a tensor of this name and shape that float32 can hold."""
-        if name not in self.where:
+        """Raises PentadError unless there is a tensor of this name and shape in a dtype that float32 can represent."""
+        if name not in self.files:
             raise PentadError(f"tensor {name} is not in {self.folder}: expected one of shape {list(shape)}")
-        dtype, found = self.spec(name)
+        file = self.files[name]
+        try:
+            stored = self._open(file).get_slice(name)
+        except SafetensorError:
+            raise PentadError(f"{self.folder / file} has no tensor {name}: expected it, according to {INDEX}") from None
+        found, dtype = tuple(stored.get_shape()), stored.get_dtype()
         if found != shape:
             raise PentadError(f"tensor {name} in {self.folder} has shape {list(found)}: expected {list(shape)}")
-        if dtype == fp8.DTYPE and self.blocks is not None and len(shape) == 2:
-            self.check(name + fp8.SUFFIX, fp8.factors_shape(shape, self.blocks))
+        if dtype == FP8_DTYPE and self.block is not None and len(shape) == 2:
+            self.check(name + SCALE_SUFFIX, scales_shape(shape, self.block))
         elif dtype not in _READABLE:
-            raise PentadError(
-                f"tensor {name} in {self.folder} has dtype {dtype}: expected one of {', '.join(_READABLE)}"
-            )
+            raise PentadError(f"tensor {name} in {self.folder} has dtype {dtype}: expected {' or '.join(_READABLE)}")
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor in float32."""
+        """A tensor in float32, [shape of `check`]."""
         stored = self._read(name)
-        if self.blocks is not None and stored.dtype == torch.float8_e4m3fn:
-            return fp8.scaled(stored, self._read(name + fp8.SUFFIX), self.blocks)
+        if self.block is not None and stored.dtype == torch.float8_e4m3fn:
+            return dequantized(stored, self._read(name + SCALE_SUFFIX), self.block)
         return stored.to(torch.float32)
 
     def _read(self, name: str) -> torch.Tensor:
-        """A tensor as it is, in the file's memory perhaps."""
-        file = self.where[name]
+        """A tensor as stored; it may be a view of the mapped file."""
+        file = self.files[name]
         try:
             return self._open(file).get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise PentadError(f"{self.folder / file} cannot be read ({error}): expected a whole file") from None
+            raise PentadError(f"{self.folder / file} cannot be read ({error}): expected a complete file") from None
 
     def _open(self, file: str) -> Any:
         if file not in self._opened:
@@ -91,25 +115,22 @@ class Files:
                 raise PentadError(f"{path} cannot be read ({error}): expected a safetensors file") from None
         return self._opened[file]
 
-    def close(self) -> None:
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for opened in self._opened.values():
             opened.__exit__(None, None, None)
         self._opened.clear()
 
-    def __enter__(self) -> Files:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise PentadError(f"{path} cannot be read ({error.strerror}): expected a model's {path.name}") from None
     except (ValueError, RecursionError):
-        raise PentadError(f"{path} is no JSON: expected a model's {path.name}") from None
+        raise PentadError(f"{path} is not JSON: expected a model's {path.name}") from None
     if not isinstance(found, dict):
-        raise PentadError(f"{path} holds no JSON object: expected a model's {path.name}")
+        raise PentadError(f"{path} is JSON but not an object: expected a model's {path.name}")
     return found

@@ -1,4 +1,4 @@
-"""Hugging Face files to a checkpoint of step 0, one tensor of the files in memory at a time."""
+"""Converts Hugging Face files to a checkpoint of step 0, with about two file tensors in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,32 +12,29 @@ from typing import Any, NamedTuple
 import torch
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.atomic_io import make_folder
-from pentad.workers.checkpoint.hf_stream import cut, write
 from pentad.workers.checkpoint.manifest import Spec
-from pentad.workers.hf.config import section_of, shape_of
-from pentad.workers.hf.folder import Files, read_config
-from pentad.workers.hf.fp8 import SUFFIX, blocks_of
-from pentad.workers.hf.hf_files import MODEL_FILE, TOKENIZER_FILES
-from pentad.workers.hf.hf_place import fresh_folder
-from pentad.workers.hf.layout import to_halves
-from pentad.workers.hf.names import Entry, Layout, Table, table
+from pentad.workers.checkpoint.safetensors_io import num_bytes, split_by_size, write_tensors
+from pentad.workers.hf.config import make_section, parse_config
+from pentad.workers.hf.folder import TensorFiles, fresh_folder, read_config
+from pentad.workers.hf.layout import SCALE_SUFFIX, fp8_block_size, to_half_split
+from pentad.workers.hf.names import MODEL_FILE, TOKENIZER_FILES, Layout, TensorTable, tensor_table
 
-KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, for the way back
+KEPT_KEYS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, for an export
 FILE_BYTES = 4 << 30
 
-Progress = Callable[[int, int], None]  # bytes done, and of how many
-_UNUSED = re.compile(r".*rotary_emb\.inv_freq")  # buffers that old files hold
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # buffers in old files
 
 
 class Imported(NamedTuple):
-    """What a checkpoint was made of."""
+    """The checkpoint's folder, and the model it holds. `bytes` are of all tensors; `tokenizer` are the files copied."""
 
     folder: Path
     family: str
-    shape: ModelShape
+    model: ModelSpec
     tensors: int
     parameters: int
     bytes: int
@@ -47,74 +44,70 @@ class Imported(NamedTuple):
 def import_folder(
     source: Path, out: Path, *, render: Callable[[dict[str, Any]], str], progress: Progress, limit: int = FILE_BYTES
 ) -> Imported:
-    """Writes OUT/checkpoints/step-00000000 with float32 weights and no optimizer state, OUT/model.yaml, which is what
-    `render` makes of the model section, and the tokenizer's files.
+    """Writes OUT/checkpoints/step-00000000 with float32 weights and no optimizer state, in files of at most `limit`
+    bytes, OUT/model.yaml (the model section, as text from `render`), and the tokenizer's files.
 
-    PentadError in one sentence for a folder that is not whole or of another kind of model, and then nothing is left.
+    Raises PentadError, with nothing left behind, for a folder that is incomplete or of an unsupported model.
     """
     config = read_config(source)
-    family, shape = shape_of(config)
-    with Files(source, blocks_of(config)) as files:
-        shape = _as_stored(files, shape)
-        fused = any(name.endswith(".experts.gate_up_proj") for name in files.where)
-        names = table(family, shape, Layout(fused, config.get("rope_interleave") is not False))
-        _check(files, names)
+    family, model = parse_config(config)
+    with TensorFiles(source, fp8_block_size(config)) as files:
+        if not any(f"model.layers.{model.layers}." in name for name in files.files):
+            model = replace(model, mtp_layers=0)  # transformers does not save those layers
+        fused = any(name.endswith(".experts.gate_up_proj") for name in files.files)
+        table = tensor_table(family, model, Layout(fused, config.get("rope_interleave") is not False))
+        _check_tensors(files, table)
         with fresh_folder(out):
             folder = checkpoint.folder_of(out / "checkpoints", 0)
-            section = section_of(family, shape)
-            kept = {key: config[key] for key in KEPT if config.get(key) is not None}
-            meta = {"model": section, "hugging_face": kept}
-            total = _write(files, names, folder, meta, limit, progress)
+            section = make_section(family, model)
+            kept = {key: config[key] for key in KEPT_KEYS if config.get(key) is not None}
+            total = _write(files, table, folder, {"model": section, "hugging_face": kept}, limit, progress)
             (out / MODEL_FILE).write_text(render({"model": section}), encoding="utf-8")
             copied = [name for name in TOKENIZER_FILES if (source / name).is_file()]
             for name in copied:
                 shutil.copyfile(source / name, out / name)
-    count = sum(torch.Size(entry.shape).numel() for entry in names.entries)
-    return Imported(folder, family, shape, len(names.entries), count, total, tuple(copied))
+    parameters = sum(torch.Size(entry.shape).numel() for entry in table.entries)
+    return Imported(folder, family, model, len(table.entries), parameters, total, tuple(copied))
 
 
-def _write(files: Files, names: Table, folder: Path, meta: dict[str, Any], limit: int, progress: Progress) -> int:
-    """The checkpoint's files and its manifest; the bytes of its tensors."""
-    entries = {f"model.{entry.name}": entry for entry in names.entries}
+def _write(
+    files: TensorFiles, table: TensorTable, folder: Path, meta: dict[str, Any], limit: int, progress: Progress
+) -> int:
+    """Writes the checkpoint's shards and its manifest; returns the bytes of its tensors."""
+    entries = {f"model.{entry.name}": entry for entry in table.entries}
     specs = ((name, Spec(dtype="F32", shape=list(entry.shape))) for name, entry in entries.items())
-    plan = cut(specs, limit)
-    total, done = sum(planned.bytes for planned in plan), 0
-    make_folder(folder)
-    shards = []
+    plan = split_by_size(specs, limit)
+    total, done = sum(num_bytes(shard.values()) for shard in plan), 0
 
-    def pieces(held: list[Entry]) -> Iterator[torch.Tensor]:
+    def parts(names: dict[str, Spec]) -> Iterator[torch.Tensor]:
         nonlocal done
-        for entry in held:
-            for part in entry.parts:
-                yield to_halves(files.read(part.name), part.rotary)
+        for name in names:
+            for part in entries[name].parts:
+                yield to_half_split(files.read(part.name), part.rotary)
                 done += 4 * torch.Size(part.shape).numel()
                 progress(done, total)
 
-    for number, planned in enumerate(plan):
-        path = folder / f"model-{number:03d}.safetensors"
-        shards.append(write(path, planned, pieces([entries[name] for name in planned.specs])))
+    make_folder(folder)
+    shards = [
+        write_tensors(folder / f"model-{number:03d}.safetensors", shard, parts(shard))
+        for number, shard in enumerate(plan)
+    ]
     checkpoint.commit(folder, step=0, shards=shards, meta=meta)
     return total
 
 
-def _as_stored(files: Files, shape: ModelShape) -> ModelShape:
-    """Without predicted layers where the files have none of their tensors: transformers saves none."""
-    there = any(f"model.layers.{shape.layers}." in name for name in files.where)
-    return shape if there else replace(shape, mtp_layers=0)
-
-
-def _check(files: Files, names: Table) -> None:
-    """PentadError unless the files hold this model's tensors, and no others."""
-    expected = {part.name: part.shape for entry in names.entries for part in entry.parts}
-    expected |= {part.name: part.shape for part in names.zeros}
+def _check_tensors(files: TensorFiles, table: TensorTable) -> None:
+    """Raises PentadError unless the files hold exactly this model's tensors; copies may be missing."""
+    expected = {part.name: part.shape for entry in table.entries for part in entry.parts}
+    expected |= {part.name: part.shape for part in table.zeros}
     for name, shape in expected.items():
         files.check(name, shape)
-    for name, original in names.copies.items():
-        if name in files.where:
+    for name, original in table.copies.items():
+        if name in files.files:
             files.check(name, expected[original])
             if not torch.equal(files.read(name), files.read(original)):
                 raise PentadError(f"tensor {name} in {files.folder} differs from {original}: expected a copy of it")
-    for name in files.where:
-        known = name.removesuffix(SUFFIX) if files.blocks is not None else name
-        if known not in expected and known not in names.copies and not _UNUSED.fullmatch(name):
-            raise PentadError(f"tensor {name} is in {files.folder}: expected none such by its config.json")
+    for name in files.files:
+        known = name.removesuffix(SCALE_SUFFIX) if files.block is not None else name
+        if known not in expected and known not in table.copies and not _IGNORED.fullmatch(name):
+            raise PentadError(f"tensor {name} is in {files.folder}: expected only those that its config.json implies")

@@ -1,26 +1,65 @@
-"""Rows of a rotary part: interleaved in the files of some families, half-split in pentad."""
+"""How files store weights differently from pentad: the row order of rotary parts, and 8-bit blocks with scales.
+
+Weights in 8 bits (fp8 E4M3 with one scale per block, as DeepSeek-V3 was released) are read, never written.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from pentad.schedules.ir.errors import PentadError
 from pentad.workers.hf.names import Rotary
 
+FP8_DTYPE = "F8_E4M3"  # in safetensors
+SCALE_SUFFIX = "_scale_inv"  # a weight's name + this: the name of its scales
 
-def to_halves(matrix: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    """The rows of `matrix` in pentad's order: of each head the first of all pairs, then the second of all."""
+BlockSize = tuple[int, int]  # rows and columns
+
+
+def to_half_split(matrix: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+    """Reorders interleaved rotary rows to pentad's half-split order: per head all first elements of pairs, then all
+    second ones. Returns `matrix` itself if `rotary` is None."""
     if rotary is None:
         return matrix
     heads = matrix.unflatten(0, (rotary.heads, -1))
-    turned = heads[:, -rotary.width :]
-    return torch.cat([heads[:, : -rotary.width], turned[:, 0::2], turned[:, 1::2]], dim=1).flatten(0, 1)
+    plain, rotated = heads[:, : -rotary.width], heads[:, -rotary.width :]
+    return torch.cat([plain, rotated[:, 0::2], rotated[:, 1::2]], dim=1).flatten(0, 1)
 
 
-def to_pairs(matrix: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    """The inverse of `to_halves`."""
+def to_interleaved(matrix: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+    """The inverse of `to_half_split`."""
     if rotary is None:
         return matrix
     heads = matrix.unflatten(0, (rotary.heads, -1))
     first, second = heads[:, -rotary.width :].chunk(2, dim=1)
-    turned = torch.stack([first, second], dim=2).flatten(1, 2)
-    return torch.cat([heads[:, : -rotary.width], turned], dim=1).flatten(0, 1)
+    rotated = torch.stack([first, second], dim=2).flatten(1, 2)
+    return torch.cat([heads[:, : -rotary.width], rotated], dim=1).flatten(0, 1)
+
+
+def fp8_block_size(config: dict[str, Any]) -> BlockSize | None:
+    """The block size in a config.json; None for weights that are not quantized. Raises PentadError for other kinds."""
+    given = config.get("quantization_config")
+    if not given:
+        return None
+    match given:
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if min(rows, columns) > 0:
+            return rows, columns
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    expected = "expected null, or fp8 with a weight_block_size"
+    raise PentadError(f"config.json has quantization_config with quant_method {method}: {expected}")
+
+
+def scales_shape(shape: tuple[int, ...], block: BlockSize) -> tuple[int, ...]:
+    """One scale per block, partial blocks included, of a matrix of this shape."""
+    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
+
+
+def dequantized(weight: torch.Tensor, scales: torch.Tensor, block: BlockSize) -> torch.Tensor:
+    """The matrix in float32."""
+    rows, columns = block
+    wide, scales = weight.to(torch.float32), scales.to(torch.float32)
+    for number, row in enumerate(scales):  # one row of blocks at a time: all scales expanded are a second matrix
+        wide[number * rows : (number + 1) * rows] *= row.repeat_interleave(columns)[: wide.shape[1]]
+    return wide

@@ -1,7 +1,7 @@
-"""The attention half of a layer: grouped heads with rotary positions, cut over the tensor ranks.
+"""The attention sublayer: grouped-query attention with rotary positions, its heads split over the tp ranks.
 
-B batch rows, S positions of a piece, T = B*S tokens, H hidden, N query heads and M key-value heads of this rank, D head
-dim. Where there are fewer key-value heads than ranks, several ranks compute the same one.
+B sequences, S positions of a slice, T = B S tokens, H hidden, N query heads and M key-value heads of this rank, D head
+dim. With fewer key-value heads than tp ranks, several ranks compute the same one.
 """
 
 from __future__ import annotations
@@ -12,109 +12,121 @@ import torch
 
 from pentad.kernels.attention.rope import rope_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
-from pentad.workers.model.layer_context import Around, Place, Views
-from pentad.workers.model.weight_grad import Deferred, Product, Sum
-from pentad.workers.parallel.async_ops import Turns, gather2
-from pentad.workers.parallel.context_parallel import Kept
+from pentad.workers.model.layer_context import LayerContext, SequenceContext, Views
+from pentad.workers.model.weight_grad import AddWgrad, LinearWgrad, Wgrad
+from pentad.workers.parallel.async_ops import Task, gather2
+from pentad.workers.parallel.context_parallel import SavedContext
 
 
-class Weights(NamedTuple):
+class AttentionWeights(NamedTuple):
     qkv: torch.Tensor  # [(N + 2M) D, H]
     out: torch.Tensor  # [H, N D]
     query_norm: torch.Tensor | None  # [D]
     key_norm: torch.Tensor | None  # [D]
 
 
-class Normed(NamedTuple):
-    """What the norm of every head needs on the way back; heads of one token after the other."""
+class SavedHeadNorm(NamedTuple):
+    """What the backward of a norm per head needs; the heads of a token are consecutive rows."""
 
-    heads: torch.Tensor  # [T heads, D]
-    scale: torch.Tensor  # [T heads]
-
-
-class Roots(NamedTuple):
-    attended: Kept
-    heads: torch.Tensor  # [T, N D] attention output
-    queries: Normed | None
-    keys: Normed | None
+    input: torch.Tensor  # [T heads, D]
+    rstd: torch.Tensor  # [T heads]
 
 
-def weights_of(views: Views, at: str) -> Weights:
-    norms = (views.get(f"{at}.attention.{name}") for name in ("query_norm", "key_norm"))
-    return Weights(views[f"{at}.attention.qkv"], views[f"{at}.attention.out"], *norms)
+class AttentionSaved(NamedTuple):
+    context: SavedContext
+    out: torch.Tensor  # [T, N D]
+    query_norm: SavedHeadNorm | None
+    key_norm: SavedHeadNorm | None
 
 
-def forward(w: Weights, around: Around, place: Place, x: torch.Tensor) -> Turns[tuple[torch.Tensor, Roots, None]]:
-    rotation, past, _ = place
-    heads, pairs = _counts(w, around)
-    x = yield from around.tensor.gather(x)
-    tokens = x.shape[0]
-    qkv = torch.mm(x, w.qkv.t()).view(tokens, -1, around.model.qk_head_dim)  # [T, N + 2M, D]
-    queries = _norm_(qkv[:, :heads], w.query_norm, around)
-    keys = _norm_(qkv[:, heads : heads + pairs], w.key_norm, around)
-    rope_(qkv[:, : heads + pairs], rotation.cos, rotation.sin)
-    rows = qkv.view(-1, rotation.cos.shape[0], *qkv.shape[1:]).transpose(1, 2)  # [B, N + 2M, S, D]
-    q, k, v = rows.split((heads, pairs, pairs), dim=1)
-    k, v = past.extended((k, v), rotation.start)  # [B, M, start + S, D]
-    out, attended = yield from around.context.attend(q, k, v, place.documents, around.deterministic)  # [B, N, S, D]
-    mixed = out.transpose(1, 2).reshape(tokens, -1)
-    out = yield from around.tensor.product(mixed, w.out.t())
-    return out, Roots(attended, mixed, queries, keys), None
+def weights_of(views: Views, prefix: str) -> AttentionWeights:
+    norms = (views.get(f"{prefix}.attention.{name}") for name in ("query_norm", "key_norm"))
+    return AttentionWeights(views[f"{prefix}.attention.qkv"], views[f"{prefix}.attention.out"], *norms)
 
 
-def leaves(w: Weights, around: Around, x: torch.Tensor, roots: Roots) -> None:
-    """Nothing here is cheap."""
+def forward(
+    w: AttentionWeights, context: LayerContext, sequence: SequenceContext, x: torch.Tensor
+) -> Task[tuple[torch.Tensor, AttentionSaved, None]]:
+    rotary, kv_cache, documents = sequence
+    heads, kv_heads = _head_counts(w, context)
+    x = yield from context.tp.all_gather(x)
+    qkv = torch.mm(x, w.qkv.t()).view(x.shape[0], -1, context.model.qk_head_dim)  # [T, N + 2M, D]
+    query_norm = _norm_heads_(qkv[:, :heads], w.query_norm, context)
+    key_norm = _norm_heads_(qkv[:, heads : heads + kv_heads], w.key_norm, context)
+    rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
+    by_sequence = qkv.view(-1, rotary.cos.shape[0], *qkv.shape[1:]).transpose(1, 2)  # [B, N + 2M, S, D]
+    q, k, v = by_sequence.split((heads, kv_heads, kv_heads), dim=1)
+    k, v = kv_cache.extend((k, v), rotary.start)  # [B, M, start + S, D]
+    out, saved = yield from context.cp.attend(q, k, v, documents, context.deterministic)  # [B, N, S, D]
+    out = out.transpose(1, 2).reshape(x.shape[0], -1)
+    y = yield from context.tp.matmul_reduce_scatter(out, w.out.t())
+    return y, AttentionSaved(saved, out, query_norm, key_norm), None
+
+
+def recompute(w: AttentionWeights, context: LayerContext, x: torch.Tensor, saved: AttentionSaved) -> None:
+    """Everything is saved: nothing here is cheap."""
 
 
 def backward(
-    w: Weights, g: Weights, around: Around, place: Place, x: torch.Tensor, roots: Roots, leaves: None, dy: torch.Tensor
-) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
-    dy = yield from around.tensor.gather(dy)
-    heads, pairs = _counts(w, around)
-    dqkv = yield from _attention_backward(around, place, roots.attended, torch.mm(dy, w.out), heads, pairs)
-    norms: list[Deferred] = []
-    for each, weight, gradient, part in (
-        (roots.queries, w.query_norm, g.query_norm, dqkv[:, :heads]),
-        (roots.keys, w.key_norm, g.key_norm, dqkv[:, heads : heads + pairs]),
+    w: AttentionWeights,
+    g: AttentionWeights,
+    context: LayerContext,
+    sequence: SequenceContext,
+    x: torch.Tensor,
+    saved: AttentionSaved,
+    recomputable: None,
+    dy: torch.Tensor,
+) -> Task[tuple[torch.Tensor, list[Wgrad]]]:
+    dy = yield from context.tp.all_gather(dy)
+    heads, kv_heads = _head_counts(w, context)
+    dqkv = yield from _attention_backward(context, sequence, saved.context, torch.mm(dy, w.out), heads, kv_heads)
+    norm_work: list[Wgrad] = []
+    for norm, weight, gradient, part in (
+        (saved.query_norm, w.query_norm, g.query_norm, dqkv[:, :heads]),
+        (saved.key_norm, w.key_norm, g.key_norm, dqkv[:, heads : heads + kv_heads]),
     ):
-        if each is not None and weight is not None and gradient is not None:
-            dheads, dnorm = rms_norm_backward(_flat(part), each.heads, weight, each.scale)
+        if norm is not None and weight is not None and gradient is not None:
+            dheads, dnorm = rms_norm_backward(_flatten_heads(part), norm.input, weight, norm.rstd)
             part.copy_(dheads.view(part.shape))
-            norms.append(Sum(gradient, dnorm))
+            norm_work.append(AddWgrad(gradient, dnorm))
     dqkv = dqkv.view(dqkv.shape[0], -1)
-    whole, dx = yield from gather2(around.tensor.gather(x), around.tensor.product(dqkv, w.qkv))
-    return dx, [Product(g.out, dy, roots.heads), Product(g.qkv, dqkv, whole), *norms]
+    x, dx = yield from gather2(context.tp.all_gather(x), context.tp.matmul_reduce_scatter(dqkv, w.qkv))
+    return dx, [LinearWgrad(g.out, dy, saved.out), LinearWgrad(g.qkv, dqkv, x), *norm_work]
 
 
-def _counts(w: Weights, around: Around) -> tuple[int, int]:
+def _head_counts(w: AttentionWeights, context: LayerContext) -> tuple[int, int]:
     """Query heads and key-value heads of this rank."""
-    heads, pairs = w.out.shape[1], (w.qkv.shape[0] - w.out.shape[1]) // 2
-    return heads // around.model.qk_head_dim, pairs // around.model.qk_head_dim
+    width, head_dim = w.out.shape[1], context.model.qk_head_dim
+    return width // head_dim, (w.qkv.shape[0] - width) // 2 // head_dim
 
 
-def _norm_(heads: torch.Tensor, weight: torch.Tensor | None, around: Around) -> Normed | None:
-    """Norms heads [T, count, D] in place, each by itself."""
+def _norm_heads_(heads: torch.Tensor, weight: torch.Tensor | None, context: LayerContext) -> SavedHeadNorm | None:
+    """Norms each head of [T, heads, D] by itself, in place."""
     if weight is None:
         return None
-    flat = _flat(heads)
-    normed, entry, scale = rms_norm(flat, weight, around.model.norm_eps)
+    normed, flat, rstd = rms_norm(_flatten_heads(heads), weight, context.model.norm_eps)
     heads.copy_(normed.view(heads.shape))
-    return Normed(entry, scale)
+    return SavedHeadNorm(flat, rstd)
 
 
-def _flat(heads: torch.Tensor) -> torch.Tensor:
-    """A copy, [T count, D], also of a single head, which a view could say."""
+def _flatten_heads(heads: torch.Tensor) -> torch.Tensor:
+    """A copy [T heads, D], also of a single head, where `reshape` would return a view."""
     return heads.clone(memory_format=torch.contiguous_format).view(-1, heads.shape[2])
 
 
 def _attention_backward(
-    around: Around, place: Place, attended: Kept, dheads: torch.Tensor, heads: int, pairs: int
-) -> Turns[torch.Tensor]:
-    """Gradients [T, N + 2M, D] of the heads before their rotation."""
-    rotation, past, _ = place
-    dout = dheads.view(-1, rotation.cos.shape[0], heads, around.model.qk_head_dim).transpose(1, 2)
-    dqueries, *reached = yield from around.context.attend_backward(dout, attended)
-    grads = (dqueries, *past.own((reached[0], reached[1]), rotation.start))
+    context: LayerContext,
+    sequence: SequenceContext,
+    saved: SavedContext,
+    dout: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+) -> Task[torch.Tensor]:
+    """The gradient of qkv before the rotation, [T, N + 2M, D], from that of the attention output [T, N D]."""
+    rotary, kv_cache, _ = sequence
+    dout = dout.view(-1, rotary.cos.shape[0], heads, context.model.qk_head_dim).transpose(1, 2)  # [B, N, S, D]
+    dq, dk, dv = yield from context.cp.attend_backward(dout, saved)
+    grads = (dq, *kv_cache.slice_grads((dk, dv), rotary.start))
     dqkv = torch.cat([grad.transpose(1, 2) for grad in grads], dim=2).flatten(0, 1)
-    rope_(dqkv[:, : heads + pairs], rotation.cos, rotation.sin, inverse=True)
+    rope_(dqkv[:, : heads + kv_heads], rotary.cos, rotary.sin, inverse=True)
     return dqkv

@@ -1,7 +1,7 @@
-"""A decoder layer with its backward written out: F, B and W are three calls, no autograd between them.
+"""A decoder layer with a hand-written backward: F, B and W are three calls without autograd between them.
 
-Two halves, attention and feed-forward, each behind a norm and added to the residual stream. T tokens of this rank's
-part of the stream, H hidden.
+Two sublayers, attention and feed-forward, each after an RMSNorm and added to the residual stream. T tokens of this
+rank's part of the stream, H hidden.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
-from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.model import attention, mla, mlp, moe
-from pentad.workers.model.layer_context import Around, Half, Place, Views
-from pentad.workers.model.weight_grad import Deferred, Sum
-from pentad.workers.parallel.async_ops import Turns
+from pentad.workers.model.layer_context import LayerContext, SequenceContext, Sublayer, Views
+from pentad.workers.model.weight_grad import AddWgrad, Wgrad
+from pentad.workers.parallel.async_ops import Task
 
 
-class Weights(NamedTuple):
-    """A layer's tensors: compute weights, or their main gradients."""
+class LayerWeights(NamedTuple):
+    """Compute weights, or their main gradients."""
 
     attention_norm: torch.Tensor  # [H]
     attention: Any
@@ -27,90 +27,99 @@ class Weights(NamedTuple):
     mlp: Any
 
 
-class Roots(NamedTuple):
-    """What B needs of F and what is dear to make: products, attention, and the streams they stand between."""
+class LayerSaved(NamedTuple):
+    """Activations that B needs and RECOMPUTE cannot rebuild cheaply."""
 
-    stream: torch.Tensor  # [T, H] residual stream at the layer's entry
-    scale: torch.Tensor  # [T]
+    stream: torch.Tensor  # [T, H] residual stream before attention
+    rstd: torch.Tensor  # [T]
     attention: Any
-    middle: torch.Tensor  # [T, H] residual stream between the two halves
-    middle_scale: torch.Tensor  # [T]
+    mlp_stream: torch.Tensor  # [T, H] residual stream before the feed-forward sublayer
+    mlp_rstd: torch.Tensor  # [T]
     mlp: Any
 
 
-class Leaves(NamedTuple):
-    """What else B needs, which `leaves` makes of the roots: two norms, and the halves' own."""
+class LayerRecomputable(NamedTuple):
+    """Activations that `recompute` rebuilds from the saved ones: the two norms, and those of the sublayers."""
 
     normed: torch.Tensor  # [T, H]
     attention: Any
-    middle_normed: torch.Tensor  # [T, H]
+    mlp_normed: torch.Tensor  # [T, H]
     mlp: Any
 
 
-class Halves(NamedTuple):
-    attention: Half
-    mlp: Half
+class Sublayers(NamedTuple):
+    attention: Sublayer
+    mlp: Sublayer
 
 
-def halves_of(model: ModelShape, layer: int) -> Halves:
-    """What a layer is made of."""
+def sublayers_of(model: ModelSpec, layer: int) -> Sublayers:
     has_experts = model.experts is not None and layer >= model.experts.first_k_dense
-    return Halves(attention if model.mla is None else mla, moe if has_experts else mlp)
+    return Sublayers(attention if model.mla is None else mla, moe if has_experts else mlp)
 
 
-def weights_of(views: Views, layer: int, halves: Halves) -> Weights:
-    at = f"layers.{layer}"
-    first, second = (half.weights_of(views, at) for half in halves)
-    return Weights(views[f"{at}.attention_norm"], first, views[f"{at}.mlp_norm"], second)
+def weights_of(views: Views, layer: int, sublayers: Sublayers) -> LayerWeights:
+    prefix = f"layers.{layer}"
+    return LayerWeights(
+        views[f"{prefix}.attention_norm"],
+        sublayers.attention.weights_of(views, prefix),
+        views[f"{prefix}.mlp_norm"],
+        sublayers.mlp.weights_of(views, prefix),
+    )
 
 
 def forward(
-    w: Weights, halves: Halves, around: Around, place: Place, branch: torch.Tensor, stream: torch.Tensor | None
-) -> Turns[tuple[torch.Tensor, torch.Tensor, Roots, Leaves]]:
-    """The residual stream is `branch` plus `stream` [T, H]: the sum is taken inside the norm.
+    w: LayerWeights,
+    sublayers: Sublayers,
+    context: LayerContext,
+    sequence: SequenceContext,
+    branch: torch.Tensor,
+    stream: torch.Tensor | None,
+) -> Task[tuple[torch.Tensor, torch.Tensor, LayerSaved, LayerRecomputable]]:
+    """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and after.
 
-    Returns the new (branch, stream) and what B needs.
+    They are added inside the next norm, which reads both anyway.
     """
-    eps = around.model.norm_eps
-    normed, entry, scale = rms_norm(branch, w.attention_norm, eps, stream)
-    mixed, *first = yield from halves.attention.forward(w.attention, around, place, normed)
-    middle_normed, middle, middle_scale = rms_norm(mixed, w.mlp_norm, eps, entry)
-    branch, *second = yield from halves.mlp.forward(w.mlp, around, place, middle_normed)
-    roots = Roots(entry, scale, first[0], middle, middle_scale, second[0])
-    return branch, middle, roots, Leaves(normed, first[1], middle_normed, second[1])
+    eps = context.model.norm_eps
+    normed, stream, rstd = rms_norm(branch, w.attention_norm, eps, stream)
+    branch, *attended = yield from sublayers.attention.forward(w.attention, context, sequence, normed)
+    mlp_normed, mlp_stream, mlp_rstd = rms_norm(branch, w.mlp_norm, eps, stream)
+    branch, *transformed = yield from sublayers.mlp.forward(w.mlp, context, sequence, mlp_normed)
+    saved = LayerSaved(stream, rstd, attended[0], mlp_stream, mlp_rstd, transformed[0])
+    return branch, mlp_stream, saved, LayerRecomputable(normed, attended[1], mlp_normed, transformed[1])
 
 
-def leaves(w: Weights, halves: Halves, around: Around, roots: Roots) -> Leaves:
-    """RECOMPUTE of what F did not keep, by the kernels that made it."""
-    eps = around.model.norm_eps
-    normed, _, _ = rms_norm(roots.stream, w.attention_norm, eps)
-    first = halves.attention.leaves(w.attention, around, normed, roots.attention)
-    middle_normed, _, _ = rms_norm(roots.middle, w.mlp_norm, eps)
-    second = halves.mlp.leaves(w.mlp, around, middle_normed, roots.mlp)
-    return Leaves(normed, first, middle_normed, second)
+def recompute(w: LayerWeights, sublayers: Sublayers, context: LayerContext, saved: LayerSaved) -> LayerRecomputable:
+    """RECOMPUTE, by the kernels of the forward."""
+    eps = context.model.norm_eps
+    normed, _, _ = rms_norm(saved.stream, w.attention_norm, eps)
+    attention = sublayers.attention.recompute(w.attention, context, normed, saved.attention)
+    mlp_normed, _, _ = rms_norm(saved.mlp_stream, w.mlp_norm, eps)
+    return LayerRecomputable(
+        normed, attention, mlp_normed, sublayers.mlp.recompute(w.mlp, context, mlp_normed, saved.mlp)
+    )
 
 
 def backward(
-    w: Weights,
-    g: Weights,
-    halves: Halves,
-    around: Around,
-    place: Place,
-    roots: Roots,
-    leaves: Leaves,
+    w: LayerWeights,
+    g: LayerWeights,
+    sublayers: Sublayers,
+    context: LayerContext,
+    sequence: SequenceContext,
+    saved: LayerSaved,
+    recomputable: LayerRecomputable,
     dy: torch.Tensor,
-) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
-    """B: the gradient of the residual stream at the entry from that at the exit, both [T, H]; and what W has to do.
+) -> Task[tuple[torch.Tensor, list[Wgrad]]]:
+    """B: (gradient of the residual stream before the layer, work for W) from the gradient after it, both [T, H].
 
     `w` are compute weights, `g` their main gradients.
     """
-    saved = roots.mlp, leaves.mlp
-    dnormed, work = yield from halves.mlp.backward(w.mlp, g.mlp, around, place, leaves.middle_normed, *saved, dy)
-    dmiddle, dnorm = rms_norm_backward(dnormed, roots.middle, w.mlp_norm, roots.middle_scale, dy)
-    work = [*work, Sum(g.mlp_norm, dnorm)]
-    saved = roots.attention, leaves.attention
-    dnormed, more = yield from halves.attention.backward(
-        w.attention, g.attention, around, place, leaves.normed, *saved, dmiddle
+    dnormed, mlp_work = yield from sublayers.mlp.backward(
+        w.mlp, g.mlp, context, sequence, recomputable.mlp_normed, saved.mlp, recomputable.mlp, dy
     )
-    dentry, dnorm = rms_norm_backward(dnormed, roots.stream, w.attention_norm, roots.scale, dmiddle)
-    return dentry, [*work, *more, Sum(g.attention_norm, dnorm)]
+    dy, dmlp_norm = rms_norm_backward(dnormed, saved.mlp_stream, w.mlp_norm, saved.mlp_rstd, dy)
+    mlp_work = [*mlp_work, AddWgrad(g.mlp_norm, dmlp_norm)]
+    dnormed, attention_work = yield from sublayers.attention.backward(
+        w.attention, g.attention, context, sequence, recomputable.normed, saved.attention, recomputable.attention, dy
+    )
+    dy, dnorm = rms_norm_backward(dnormed, saved.stream, w.attention_norm, saved.rstd, dy)
+    return dy, [*mlp_work, *attention_work, AddWgrad(g.attention_norm, dnorm)]

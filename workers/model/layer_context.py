@@ -1,4 +1,4 @@
-"""What the halves of a layer are told besides their weights and their input."""
+"""What a layer needs besides its weights and its input: sizes, parallel groups, positions, the KV cache."""
 
 from __future__ import annotations
 
@@ -6,64 +6,93 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pentad.schedules.spec.model import ModelShape
+from pentad.kernels.attention.rope_tables import rope_tables
+from pentad.schedules.spec.cp_layout import PLACEMENTS, positions
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.sliced_kv_cache import SlicedKVCache
-from pentad.workers.model.weight_grad import Deferred
-from pentad.workers.parallel.async_ops import Turns
-from pentad.workers.parallel.context_parallel import Context, Documents
+from pentad.workers.model.weight_grad import Wgrad
+from pentad.workers.parallel.async_ops import Task
+from pentad.workers.parallel.context_parallel import ContextParallelGroup, DocumentMask
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
-from pentad.workers.parallel.tensor_parallel import TensorRanks
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
-Views = dict[str, torch.Tensor]
+Views = dict[str, torch.Tensor]  # parameters or gradients by name
 
 
-class Around(NamedTuple):
-    """The same for all pieces: sizes, and the ranks that a layer is shared with. A token's loss counts `loss_scale`;
-    while a stage makes again what it did not keep, its tokens are not `counted` anew."""
+class LayerContext(NamedTuple):
+    """The same for all layers and microbatches of a stage."""
 
-    model: ModelShape
+    model: ModelSpec
     deterministic: bool
-    loss_scale: float
-    tensor: TensorRanks = TensorRanks()
-    context: Context = Context()
-    experts: ExpertParallelGroup = ExpertParallelGroup()
-    counted: bool = True
+    loss_scale: float  # of each token's loss: 1 / tokens of a step
+    tp: TensorParallelGroup = TensorParallelGroup()
+    cp: ContextParallelGroup = ContextParallelGroup()
+    ep: ExpertParallelGroup = ExpertParallelGroup()
+    count_load: bool = True  # False while RECOMPUTE runs a forward again: its tokens are in the experts' load already
 
 
-class Rotation(NamedTuple):
-    """Of the S positions of a rank's part of a sequence, the first of which is `start` where these are slices."""
+class RotaryTable(NamedTuple):
+    """Angles of the S positions that a rank holds of a sequence slice, which begins at position `start` of its part."""
 
     start: int
-    cos: torch.Tensor  # [S, D/2]
-    sin: torch.Tensor
+    cos: torch.Tensor  # [S, D / 2]
+    sin: torch.Tensor  # [S, D / 2]
 
 
-class Place(NamedTuple):
-    """Of one piece in one layer: its positions, what it shares with the other slices of its sequences, and where these
-    are packed documents, what of them a rank attends to."""
+class SequenceContext(NamedTuple):
+    """Where the tokens of one forward or backward stand in their sequences, for one layer."""
 
-    rotation: Rotation
-    past: SlicedKVCache
-    documents: Documents | None = None
+    rotary: RotaryTable
+    kv_cache: SlicedKVCache
+    documents: DocumentMask | None = None  # of packed sequences
 
 
-class Half(Protocol):
-    """Half a layer, between a norm and the sum with the residual stream: a module with these functions.
+class Sublayer(Protocol):
+    """Half of a layer, between a norm and the addition to the residual stream: a module with these functions.
 
-    What B needs of F comes in two: roots, which are dear to make, and leaves, which `leaves` makes of them again, with
-    the same bits. `w` are its compute weights, `g` their main gradients. Forward and backward give up their turns where
-    they wait for other ranks.
+    B needs two kinds of activations. The saved ones are expensive or need communication; the recomputable ones are
+    rebuilt from them by `recompute`, with the same bits. `w` are compute weights, `g` their main gradients. Forward and
+    backward are tasks, which yield while they wait for other ranks.
     """
 
-    def weights_of(self, views: Views, at: str) -> Any: ...
+    def weights_of(self, views: Views, prefix: str) -> Any: ...
 
-    def forward(self, w: Any, around: Around, place: Place, x: torch.Tensor) -> Turns[tuple[torch.Tensor, Any, Any]]:
-        """(result, roots, leaves) of the normed stream x; both [T / tp, H]."""
+    def forward(
+        self, w: Any, context: LayerContext, sequence: SequenceContext, x: torch.Tensor
+    ) -> Task[tuple[torch.Tensor, Any, Any]]:
+        """(result, saved, recomputable) of the normed stream x; result and x are [T / tp, H]."""
 
-    def leaves(self, w: Any, around: Around, x: torch.Tensor, roots: Any) -> Any:
-        """RECOMPUTE."""
+    def recompute(self, w: Any, context: LayerContext, x: torch.Tensor, saved: Any) -> Any:
+        """The recomputable activations, for RECOMPUTE."""
 
     def backward(
-        self, w: Any, g: Any, around: Around, place: Place, x: torch.Tensor, roots: Any, leaves: Any, dy: torch.Tensor
-    ) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
-        """(gradient of x, what W has to do) from that of the result."""
+        self,
+        w: Any,
+        g: Any,
+        context: LayerContext,
+        sequence: SequenceContext,
+        x: torch.Tensor,
+        saved: Any,
+        recomputable: Any,
+        dy: torch.Tensor,
+    ) -> Task[tuple[torch.Tensor, list[Wgrad]]]:
+        """(gradient of x, work for W) from the gradient of the result."""
+
+
+def local_positions(plan: Plan, rank: int) -> torch.Tensor:
+    """The positions of every sequence that a rank holds, [S / cp] int64, in its order."""
+    cp_rank, length = plan.mesh.coordinates(rank).cp, plan.batch.sequence_length
+    return torch.from_numpy(positions(length, plan.mesh.cp, cp_rank, PLACEMENTS[plan.cp_method]))
+
+
+def rotary_tables(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype) -> list[RotaryTable]:
+    """One table for each sequence slice of a rank."""
+    model = plan.model
+    width = model.mla.qk_rope_head_dim if model.mla is not None else model.qk_head_dim
+    tables = rope_tables(plan.batch.sequence_length, width, model.rope_theta, device, dtype, model.rope_scaling)
+    local = local_positions(plan, rank).to(device)
+    cos, sin = (table[local] for table in tables)
+    size = len(local) // plan.program.slices
+    starts = range(0, len(local), size)
+    return [RotaryTable(start, cos[start : start + size], sin[start : start + size]) for start in starts]

@@ -1,6 +1,6 @@
-"""The two ends of a model, their vocabulary cut over the tensor ranks: embedding, and output head with its loss.
+"""The ends of a model, their vocabulary split over the tp ranks: the embedding, and the output head with its loss.
 
-Logits are never gathered: ranks exchange two numbers a token (arXiv 1909.08053, section 3).
+Logits are never gathered: the ranks exchange two numbers a token (Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -10,77 +10,84 @@ from typing import NamedTuple
 import torch
 
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
-from pentad.workers.model.weight_grad import Deferred, Lookup, Product
+from pentad.workers.model.weight_grad import EmbeddingWgrad, LinearWgrad, Wgrad
 from pentad.workers.parallel.async_ops import gather2
-from pentad.workers.parallel.tensor_parallel import TensorRanks
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 
-class Scores(NamedTuple):
+class LossSaved(NamedTuple):
     """What B needs of the head and the loss."""
 
     normed: torch.Tensor  # [T / tp, H]
     logits: torch.Tensor  # [T, V / tp]
     lse: torch.Tensor  # [T]
-    targets: torch.Tensor  # [T], counted from this rank's first word
+    targets: torch.Tensor  # [T], relative to this rank's first vocabulary entry
 
 
-def embed(weight: torch.Tensor, tokens: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-    """Rows [T / tp, H] of the tokens [T]; `weight` [V / tp, H] are this rank's words."""
-    if ranks.size == 1:
+def embed(weight: torch.Tensor, tokens: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
+    """The embeddings [T / tp, H] of tokens [T]; `weight` [V / tp, H] is this rank's part of the vocabulary."""
+    if tp.size == 1:
         return weight[tokens]
-    own, foreign = _own(weight, tokens, ranks)
-    return ranks.scatter(weight[own].masked_fill_(foreign[:, None], 0.0)).now()
+    rows, foreign = _local_rows(weight, tokens, tp)
+    return tp.reduce_scatter(weight[rows].masked_fill_(foreign[:, None], 0.0)).wait()
 
 
 def embed_backward(
-    gradient: torch.Tensor, dy: torch.Tensor, tokens: torch.Tensor, ranks: TensorRanks
-) -> list[Deferred]:
-    """What W adds for the rows' gradient dy [T / tp, H]."""
-    dy = ranks.gather(dy).now()
-    if ranks.size > 1:
-        tokens, foreign = _own(gradient, tokens, ranks)
+    gradient: torch.Tensor, dy: torch.Tensor, tokens: torch.Tensor, tp: TensorParallelGroup
+) -> list[Wgrad]:
+    """The work for W, from the gradient dy [T / tp, H] of the embeddings."""
+    dy = tp.all_gather(dy).wait()
+    if tp.size > 1:
+        tokens, foreign = _local_rows(gradient, tokens, tp)
         dy = dy.masked_fill(foreign[:, None], 0.0)
-    return [Lookup(gradient, dy, tokens)]
+    return [EmbeddingWgrad(gradient, dy, tokens)]
 
 
-def score(
-    weight: torch.Tensor, normed: torch.Tensor, targets: torch.Tensor, ranks: TensorRanks
-) -> tuple[Scores, torch.Tensor]:
-    """(what B needs, losses [T]); `weight` [V / tp, H] are this rank's words. Every rank has the same losses."""
-    logits = torch.mm(ranks.gather(normed).now(), weight.t())
-    if ranks.size > 1:
-        # -1 is no rank's word, and -100 no token's loss
-        first = ranks.number * weight.shape[0]
+def head_loss(
+    weight: torch.Tensor, normed: torch.Tensor, targets: torch.Tensor, tp: TensorParallelGroup
+) -> tuple[LossSaved, torch.Tensor]:
+    """(what B needs, losses [T], the same on every rank); `weight` [V / tp, H] is this rank's part of the vocabulary.
+
+    A target of -100 has no loss.
+    """
+    logits = torch.mm(tp.all_gather(normed).wait(), weight.t())
+    if tp.size > 1:
+        first = tp.rank * weight.shape[0]
+        # -1 is outside of every rank's vocabulary, and -100 stays as it is.
         targets = torch.where(targets < 0, targets, (targets - first).masked_fill(targets < first, -1))
     losses, lse = cross_entropy(logits, targets)
-    if ranks.size > 1:
-        losses, lse = _whole(losses, lse, targets, ranks)
-    return Scores(normed, logits, lse, targets), losses
+    if tp.size > 1:
+        losses, lse = _reduce_losses(losses, lse, targets, tp)
+    return LossSaved(normed, logits, lse, targets), losses
 
 
-def score_backward(
-    weight: torch.Tensor, gradient: torch.Tensor, scores: Scores, scale: float, ranks: TensorRanks
-) -> tuple[torch.Tensor, list[Deferred]]:
-    """The gradient [T / tp, H] of the normed stream, and what W adds; every token's loss counts `scale`. The logits
-    become their gradient."""
-    dlogits = scores.logits
-    cross_entropy_backward_(dlogits, scores.targets, scores.lse, scale)
-    dnormed, normed = gather2(ranks.product(dlogits, weight), ranks.gather(scores.normed)).now()
-    return dnormed, [Product(gradient, dlogits, normed)]
+def head_loss_backward(
+    weight: torch.Tensor, gradient: torch.Tensor, saved: LossSaved, scale: float, tp: TensorParallelGroup
+) -> tuple[torch.Tensor, list[Wgrad]]:
+    """(gradient [T / tp, H] of the normed stream, work for W), each token's loss times `scale`.
+
+    The saved logits become their gradient in place.
+    """
+    dlogits = saved.logits
+    cross_entropy_backward_(dlogits, saved.targets, saved.lse, scale)
+    dnormed, normed = gather2(tp.matmul_reduce_scatter(dlogits, weight), tp.all_gather(saved.normed)).wait()
+    return dnormed, [LinearWgrad(gradient, dlogits, normed)]
 
 
-def _own(weight: torch.Tensor, tokens: torch.Tensor, ranks: TensorRanks) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens as rows of this rank's words, which of them are not its own)."""
-    rows = tokens - ranks.number * weight.shape[0]
+def _local_rows(
+    weight: torch.Tensor, tokens: torch.Tensor, tp: TensorParallelGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of this rank's part of the vocabulary, which tokens belong to other ranks), both [T]."""
+    rows = tokens - tp.rank * weight.shape[0]
     foreign = (rows < 0) | (rows >= weight.shape[0])
     return rows.masked_fill(foreign, 0), foreign
 
 
-def _whole(
-    losses: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, ranks: TensorRanks
+def _reduce_losses(
+    losses: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, tp: TensorParallelGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and sums over the whole vocabulary from each rank's over its own words."""
-    chosen = torch.where(targets == -100, 0.0, lse - losses)  # the target's logit, where it is this rank's
-    sums = ranks.sums(torch.stack((lse, chosen))).now()  # [tp, 2, T]
-    whole = torch.logsumexp(sums[:, 0], 0)
-    return torch.where(targets == -100, 0.0, whole - sums[:, 1].sum(0)), whole
+    """(losses, lse) over the full vocabulary from those over each rank's part."""
+    target_logit = torch.where(targets == -100, 0.0, lse - losses)  # 0 on ranks that do not have the target
+    parts = tp.all_gather_stacked(torch.stack((lse, target_logit))).wait()  # [tp, 2, T]
+    full = torch.logsumexp(parts[:, 0], 0)
+    return torch.where(targets == -100, 0.0, full - parts[:, 1].sum(0)), full

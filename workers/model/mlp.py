@@ -1,4 +1,4 @@
-"""The gated feed-forward half of a layer: down(silu(gate x) * up x), its width cut over the tensor ranks."""
+"""The dense feed-forward sublayer: down(silu(gate x) * up x), its intermediate size split over the tp ranks."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ from typing import NamedTuple
 import torch
 
 from pentad.kernels.swiglu import swiglu, swiglu_backward
-from pentad.workers.model.layer_context import Around, Place, Views
-from pentad.workers.model.weight_grad import Deferred, Product
-from pentad.workers.parallel.async_ops import Turns, gather2
+from pentad.workers.model.layer_context import LayerContext, SequenceContext, Views
+from pentad.workers.model.weight_grad import LinearWgrad, Wgrad
+from pentad.workers.parallel.async_ops import Task, gather2
 
 
-class Weights(NamedTuple):
-    """I is this rank's part of the width."""
+class MLPWeights(NamedTuple):
+    """I is this rank's part of the intermediate size."""
 
     gate_up: torch.Tensor  # [2I, H]
     down: torch.Tensor  # [H, I]
 
 
-def weights_of(views: Views, at: str) -> Weights:
-    return Weights(views[f"{at}.mlp.gate_up"], views[f"{at}.mlp.down"])
+def weights_of(views: Views, prefix: str) -> MLPWeights:
+    return MLPWeights(views[f"{prefix}.mlp.gate_up"], views[f"{prefix}.mlp.down"])
 
 
 def forward(
-    w: Weights, around: Around, place: Place, x: torch.Tensor
-) -> Turns[tuple[torch.Tensor, None, torch.Tensor]]:
-    whole = yield from around.tensor.gather(x)
-    gate_up = torch.mm(whole, w.gate_up.t())
-    out = yield from around.tensor.product(swiglu(gate_up), w.down.t())
+    w: MLPWeights, context: LayerContext, sequence: SequenceContext, x: torch.Tensor
+) -> Task[tuple[torch.Tensor, None, torch.Tensor]]:
+    x = yield from context.tp.all_gather(x)
+    gate_up = torch.mm(x, w.gate_up.t())
+    out = yield from context.tp.matmul_reduce_scatter(swiglu(gate_up), w.down.t())
     return out, None, gate_up
 
 
-def leaves(w: Weights, around: Around, x: torch.Tensor, roots: None) -> torch.Tensor:
-    """[T, 2I]: the widest product."""
-    return torch.mm(around.tensor.gather(x).now(), w.gate_up.t())
+def recompute(w: MLPWeights, context: LayerContext, x: torch.Tensor, saved: None) -> torch.Tensor:
+    """gate_up [T, 2I]: the largest activation of a dense layer."""
+    return torch.mm(context.tp.all_gather(x).wait(), w.gate_up.t())
 
 
 def backward(
-    w: Weights,
-    g: Weights,
-    around: Around,
-    place: Place,
+    w: MLPWeights,
+    g: MLPWeights,
+    context: LayerContext,
+    sequence: SequenceContext,
     x: torch.Tensor,
-    roots: None,
-    leaves: torch.Tensor,
+    saved: None,
+    gate_up: torch.Tensor,
     dy: torch.Tensor,
-) -> Turns[tuple[torch.Tensor, list[Deferred]]]:
-    dy = yield from around.tensor.gather(dy)
-    dgate_up, gated = swiglu_backward(torch.mm(dy, w.down), leaves)
-    whole, dx = yield from gather2(around.tensor.gather(x), around.tensor.product(dgate_up, w.gate_up))
-    return dx, [Product(g.down, dy, gated), Product(g.gate_up, dgate_up, whole)]
+) -> Task[tuple[torch.Tensor, list[Wgrad]]]:
+    dy = yield from context.tp.all_gather(dy)
+    dgate_up, gated = swiglu_backward(torch.mm(dy, w.down), gate_up)
+    x, dx = yield from gather2(context.tp.all_gather(x), context.tp.matmul_reduce_scatter(dgate_up, w.gate_up))
+    return dx, [LinearWgrad(g.down, dy, gated), LinearWgrad(g.gate_up, dgate_up, x)]

@@ -1,7 +1,7 @@
-"""Layers that predict tokens beyond the next one, at the end of the model (DeepSeek-V3, arXiv 2412.19437, 2.2).
+"""Multi-token prediction at the end of the model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-Each joins the normed stream before it with the embedding of the token that stands one further, and has the model's own
-head behind it. T tokens of a piece, t of them in this rank's part of the stream, H hidden.
+Each MTP layer joins the normed stream before it with the embedding of the next token, and predicts the token after that
+with the model's own head. T tokens of a slice, t of them in this rank's part of the residual stream, H hidden.
 """
 
 from __future__ import annotations
@@ -11,99 +11,116 @@ from typing import NamedTuple
 import torch
 
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
-from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.model import layer, lm_head
-from pentad.workers.model.layer_context import Around, Place, Views
-from pentad.workers.model.weight_grad import Deferred, Product, Sum
+from pentad.workers.model.layer_context import LayerContext, SequenceContext, Views
+from pentad.workers.model.weight_grad import AddWgrad, LinearWgrad, Wgrad
 from pentad.workers.parallel.async_ops import run_to_completion
 
 
-class Weights(NamedTuple):
-    """Of one such layer; `embedding` and `words` are the model's."""
+class MTPWeights(NamedTuple):
+    """Weights of one MTP layer; `embedding` and `head` are the model's."""
 
     hidden_norm: torch.Tensor  # [H]
     embedding_norm: torch.Tensor  # [H]
     join: torch.Tensor  # [H, 2H], of the embedding and then the stream
     norm: torch.Tensor  # [H]
-    layer: layer.Weights
+    layer: layer.LayerWeights
     embedding: torch.Tensor  # [V / tp, H]
-    words: torch.Tensor  # [V / tp, H]
+    head: torch.Tensor  # [V / tp, H]
 
 
-class Normed(NamedTuple):
-    entry: torch.Tensor  # [t, H]
-    scale: torch.Tensor  # [t]
+class SavedNorm(NamedTuple):
+    input: torch.Tensor  # [t, H]
+    rstd: torch.Tensor  # [t]
 
 
-class Saved(NamedTuple):
+class MTPSaved(NamedTuple):
     """What B needs of F."""
 
-    tokens: torch.Tensor  # [T], the ones joined
-    embedding: Normed
-    hidden: Normed
+    tokens: torch.Tensor  # [T], whose embeddings are joined
+    embedding_norm: SavedNorm
+    hidden_norm: SavedNorm
     joined: torch.Tensor  # [t, 2H]
-    roots: layer.Roots
-    leaves: layer.Leaves
-    end: Normed
-    scores: lm_head.Scores
+    saved: layer.LayerSaved
+    recomputable: layer.LayerRecomputable
+    norm: SavedNorm
+    loss: lm_head.LossSaved
 
 
-def weights_of(views: Views, model: ModelShape, number: int, names: tuple[str, str]) -> Weights:
-    """`names` are those of the embedding and the head on this stage."""
-    at, index = f"predicted.{number}", model.layers + number
-    hidden, embedded, join, norm = (views[f"{at}.{name}"] for name in ("hidden_norm", "embedding_norm", "join", "norm"))
-    made = layer.weights_of(views, index, layer.halves_of(model, index))
-    embedding, words = (views[name] for name in names)
-    return Weights(hidden, embedded, join, norm, made, embedding, words)
+def weights_of(views: Views, model: ModelSpec, index: int, embedding: str, head: str) -> MTPWeights:
+    """Weights of MTP layer `index`; the last two are the names of the embedding and the head on this stage."""
+    prefix, layer_index = f"predicted.{index}", model.layers + index
+    return MTPWeights(
+        views[f"{prefix}.hidden_norm"],
+        views[f"{prefix}.embedding_norm"],
+        views[f"{prefix}.join"],
+        views[f"{prefix}.norm"],
+        layer.weights_of(views, layer_index, layer.sublayers_of(model, layer_index)),
+        views[embedding],
+        views[head],
+    )
 
 
 def forward(
-    w: Weights,
-    halves: layer.Halves,
-    around: Around,
-    place: Place,
+    w: MTPWeights,
+    sublayers: layer.Sublayers,
+    context: LayerContext,
+    sequence: SequenceContext,
     hidden: torch.Tensor,
     tokens: torch.Tensor,
     targets: torch.Tensor,
-) -> tuple[torch.Tensor, Saved]:
-    """(normed stream, what B needs) from the normed stream `hidden` [t, H] before it, the `tokens` [T] that follow and
-    the `targets` [T] behind those; of each -100 are not known, and no target then is."""
-    eps = around.model.norm_eps
-    known = tokens.clamp(min=0)
-    embedded, *embedding = rms_norm(lm_head.embed(w.embedding, known, around.tensor), w.embedding_norm, eps)
-    before, *stream = rms_norm(hidden, w.hidden_norm, eps)
-    joined = torch.cat((embedded, before), dim=1)
-    branch, middle, roots, leaves = run_to_completion(
-        layer.forward(w.layer, halves, around, place, torch.mm(joined, w.join.t()), None)
+) -> tuple[torch.Tensor, MTPSaved]:
+    """(normed stream [t, H], what B needs) from the normed stream `hidden` [t, H] before this layer.
+
+    `tokens` [T] are the next tokens, `targets` [T] the ones after them; -100 where a sequence has ended.
+    """
+    eps, tp = context.model.norm_eps, context.tp
+    tokens = tokens.clamp(min=0)  # the target of an unknown token is -100 too
+    embedded, *embedding_norm = rms_norm(lm_head.embed(w.embedding, tokens, tp), w.embedding_norm, eps)
+    normed, *hidden_norm = rms_norm(hidden, w.hidden_norm, eps)
+    joined = torch.cat((embedded, normed), dim=1)
+    branch, stream, saved, recomputable = run_to_completion(
+        layer.forward(w.layer, sublayers, context, sequence, torch.mm(joined, w.join.t()), None)
     )
-    normed, *end = rms_norm(branch, w.norm, eps, middle)
-    scores, _ = lm_head.score(w.words, normed, targets, around.tensor)
-    return normed, Saved(known, Normed(*embedding), Normed(*stream), joined, roots, leaves, Normed(*end), scores)
+    normed, *norm = rms_norm(branch, w.norm, eps, stream)
+    loss, _ = lm_head.head_loss(w.head, normed, targets, tp)
+    norms = SavedNorm(*embedding_norm), SavedNorm(*hidden_norm)
+    return normed, MTPSaved(tokens, *norms, joined, saved, recomputable, SavedNorm(*norm), loss)
 
 
 def backward(
-    w: Weights,
-    g: Weights,
-    halves: layer.Halves,
-    around: Around,
-    place: Place,
-    saved: Saved,
+    w: MTPWeights,
+    g: MTPWeights,
+    sublayers: layer.Sublayers,
+    context: LayerContext,
+    sequence: SequenceContext,
+    saved: MTPSaved,
     dnormed: torch.Tensor | None,
-) -> tuple[torch.Tensor, list[Deferred]]:
-    """(gradient of `hidden`, what W has to do); `dnormed` [t, H] is what a further layer gives to the normed stream. A
-    token's loss counts `predicted_weight` over the number of such layers."""
-    model, tensor = around.model, around.tensor
-    scale = around.loss_scale * model.mtp_loss_weight / model.mtp_layers
-    dend, work = lm_head.score_backward(w.words, g.words, saved.scores, scale, tensor)
-    dend = dend if dnormed is None else dend + dnormed
-    dstream, dnorm = rms_norm_backward(dend, saved.end.entry, w.norm, saved.end.scale)
-    turns = layer.backward(w.layer, g.layer, halves, around, place, saved.roots, saved.leaves, dstream)
-    dentry, more = run_to_completion(turns)
-    dembedded, dbefore = (half.contiguous() for half in torch.mm(dentry, w.join).chunk(2, dim=1))
-    dtoken, dembedding_norm = rms_norm_backward(
-        dembedded, saved.embedding.entry, w.embedding_norm, saved.embedding.scale
+) -> tuple[torch.Tensor, list[Wgrad]]:
+    """(gradient of `hidden` [t, H], work for W); `dnormed` [t, H] is what the next MTP layer contributes, if any.
+
+    The losses of all MTP layers together weigh `mtp_loss_weight`.
+    """
+    model, tp = context.model, context.tp
+    scale = context.loss_scale * model.mtp_loss_weight / model.mtp_layers
+    dhead, head_work = lm_head.head_loss_backward(w.head, g.head, saved.loss, scale, tp)
+    dhead = dhead if dnormed is None else dhead + dnormed
+    dstream, dnorm = rms_norm_backward(dhead, saved.norm.input, w.norm, saved.norm.rstd)
+    djoin, layer_work = run_to_completion(
+        layer.backward(w.layer, g.layer, sublayers, context, sequence, saved.saved, saved.recomputable, dstream)
     )
-    dhidden, dhidden_norm = rms_norm_backward(dbefore, saved.hidden.entry, w.hidden_norm, saved.hidden.scale)
-    norms = Sum(g.norm, dnorm), Sum(g.embedding_norm, dembedding_norm), Sum(g.hidden_norm, dhidden_norm)
-    lookup = lm_head.embed_backward(g.embedding, dtoken, saved.tokens, tensor)
-    return dhidden, [*work, *more, Product(g.join, dentry, saved.joined), *norms, *lookup]
+    dembedded, dhidden = (half.contiguous() for half in torch.mm(djoin, w.join).chunk(2, dim=1))
+    norm = saved.embedding_norm
+    dembedding, dembedding_norm = rms_norm_backward(dembedded, norm.input, w.embedding_norm, norm.rstd)
+    norm = saved.hidden_norm
+    dhidden, dhidden_norm = rms_norm_backward(dhidden, norm.input, w.hidden_norm, norm.rstd)
+    return dhidden, [
+        *head_work,
+        *layer_work,
+        LinearWgrad(g.join, djoin, saved.joined),
+        AddWgrad(g.norm, dnorm),
+        AddWgrad(g.embedding_norm, dembedding_norm),
+        AddWgrad(g.hidden_norm, dhidden_norm),
+        *lm_head.embed_backward(g.embedding, dembedding, saved.tokens, tp),
+    ]

@@ -1,50 +1,52 @@
-"""What the slices of a sequence share: keys and values on the way forward, gradients of these on the way back."""
+"""What the slices of a sequence share: keys and values in forward order, their gradients in backward order."""
 
 from __future__ import annotations
 
 import torch
 
-from pentad.kernels.backend import accumulator
+from pentad.kernels.backend import accumulation_dtype
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values, each [B, M, positions, D]
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # each [B, M, positions, D]; or their gradients
 
 
 class SlicedKVCache:
-    """One layer's keys and values of one microbatch, whose slices come in order and go back in reverse.
+    """The keys and values of one layer and microbatch, for sequences of `length` tokens cut into slices.
 
-    `length` is that of a whole sequence. Gradients of earlier positions are kept in float32 or wider until their own
-    slice's turn: every later slice adds to them, the last one first.
+    Slices go forward in order and backward in reverse. Every later slice adds to the gradients of an earlier one, which
+    are summed in float32 or wider until that slice runs its backward.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.room: Pair | None = None
-        self.gradients: Pair | None = None  # of the positions before the slice that went back last
+        self.buffer: KeysValues | None = None
+        self.gradients: KeysValues | None = None  # of the positions before the slice that ran its backward last
 
-    def extended(self, own: Pair, start: int) -> Pair:
-        """Keys and values up to the end of the slice that begins at position `start`, whose own ones are given."""
-        count = own[0].shape[2]
-        if count == self.length:
-            return own  # the only slice stays where it is
-        if self.room is None:
-            keys, values = (each.new_empty(*each.shape[:2], self.length, each.shape[3]) for each in own)
-            self.room = keys, values
-        end = start + count
-        for room, new in zip(self.room, own, strict=True):
-            # `data`: graphs of earlier slices watch for changes of what they have read, and these are none
-            room.data[:, :, start:end] = new
-        return self.room[0][:, :, :end], self.room[1][:, :, :end]
+    def extend(self, own: KeysValues, start: int) -> KeysValues:
+        """All keys and values up to the end of the slice that starts at position `start`, given its own."""
+        size = own[0].shape[2]
+        if size == self.length:
+            return own  # a single slice needs no copy
+        if self.buffer is None:
+            keys, values = (x.new_empty(*x.shape[:2], self.length, x.shape[3]) for x in own)
+            self.buffer = keys, values
+        end = start + size
+        for buffer, new in zip(self.buffer, own, strict=True):
+            # `data`: autograd graphs of earlier slices read other positions, so this is no change to their inputs.
+            buffer.data[:, :, start:end] = new
+        return self.buffer[0][:, :, :end], self.buffer[1][:, :, :end]
 
-    def own(self, gradients: Pair, start: int) -> Pair:
-        """Gradients of a slice's own keys and values: what it gives to all up to its end is given, what later slices
-        gave is here."""
+    def slice_grads(self, gradients: KeysValues, start: int) -> KeysValues:
+        """The gradients of a slice's own keys and values, given its gradients of all positions up to its end.
+
+        Adds what later slices contributed, and keeps the part of earlier slices.
+        """
         dtype = gradients[0].dtype
         if self.gradients is not None:
             keys, values = self.gradients
             gradients = keys.add_(gradients[0]), values.add_(gradients[1])
         keys, values = gradients
         if start:
-            wide = accumulator(dtype)
+            wide = accumulation_dtype(dtype)
             self.gradients = keys[:, :, :start].to(wide), values[:, :, :start].to(wide)
             keys, values = keys[:, :, start:], values[:, :, start:]
         return keys.to(dtype), values.to(dtype)

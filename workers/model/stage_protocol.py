@@ -1,11 +1,11 @@
-"""What a rank asks of a pipeline stage: any model that answers trains under every schedule.
+"""What a rank requires of a pipeline stage: any model that implements it trains under every schedule.
 
-`workers.stage.Stage` runs the models that pentad has; `workers.own_stage.OwnStage` runs layers of the user's own.
+`workers.model.stage.Stage` runs pentad's own models, `workers.custom.stage.CustomStage` a user's torch modules.
 
-The executor calls `begin` before the first F of a step, then for every piece (a microbatch or, where sequences are cut,
-a slice of one) `forward`, `backward_input` and `backward_weight`, each once, in an order that the schedule chooses:
-F before B before W of a piece, any number of pieces between them. Where a stage recomputes, `recompute` comes between
-F and B. T tokens of a piece, H hidden.
+The executor calls `begin` before the first F of a step. Then, for every slice of a microbatch (the whole microbatch
+where sequences are not cut), it calls `forward`, `backward_input` and `backward_weight` once each, in this order, in
+any interleaving with other slices that the schedule chooses. Where a stage recomputes, `recompute` comes between the
+first two. T tokens of a slice, H hidden.
 """
 
 from __future__ import annotations
@@ -15,69 +15,74 @@ from typing import Any, Protocol
 
 import torch
 
-from pentad.workers.model.layer_context import Around
-from pentad.workers.parallel.async_ops import Turns
-from pentad.workers.parallel.process_groups import Inner
+from pentad.workers.model.layer_context import LayerContext
+from pentad.workers.parallel.async_ops import Task
+from pentad.workers.parallel.process_groups import LayerGroups
 from pentad.workers.params.param_buffers import ParamBuffers
-from pentad.workers.params.router_bias import Balance
+from pentad.workers.params.router_bias import LoadBalancer
 
 
 class StageProtocol(Protocol):
-    """`banks` hold its parameters: flat buffers of weights, which it reads, and of main gradients, to which W adds.
+    """A `slice_index` is microbatch * slices + slice.
 
-    `last` says that it ends in the loss, `is_alone` that no other rank shares its layers; `balance` are biases of
-    experts, if it has any. `kept` is, by piece, what F leaves for B; who clears it starts the step again. `reached` is
-    the layer that the last W has come down to, -1 when it is done with all: later layers' gradients are whole then.
-    `loss_sums` [microbatches], float64, are the sums of tokens' losses of the step that was begun last, a row of `sums`
-    [2, microbatches]: the row of the step before may still be on its way to other ranks.
+    `param_buffers` hold the flat weights that a stage reads and the main gradients that W adds to, those of experts
+    separately. `saved` is what F leaves for B, by slice index; clearing it discards the step so far. `wgrad_layer` is
+    the layer that the last W has reached, -1 once it has run for all: gradients of later layers are complete.
+    `loss_sums` [microbatches], float64, are the summed token losses of the current step: one row of `loss_sum_buffers`
+    [2, microbatches], the other of which may still be on its way to other ranks.
     """
 
-    banks: list[ParamBuffers]
-    last: bool
-    is_alone: bool
-    around: Around
-    reached: int
-    sums: torch.Tensor
+    param_buffers: list[ParamBuffers]
+    layer_context: LayerContext
+    last: bool  # ends in the loss
+    is_local: bool  # no other rank shares the layers
+    wgrad_layer: int
+    loss_sum_buffers: torch.Tensor
     loss_sums: torch.Tensor
 
     @property
-    def kept(self) -> dict[int, Any]: ...
+    def saved(self) -> dict[int, Any]: ...
 
     @property
-    def balance(self) -> Balance | None: ...
+    def load_balancer(self) -> LoadBalancer | None: ...
 
-    def join(self, inner: Inner) -> None:
-        """From here on its layers are shared with these ranks."""
+    def join(self, groups: LayerGroups) -> None:
+        """Shares the layers with these ranks from now on."""
 
     def bind(self) -> None:
-        """A bank's buffers are others, or gone: with ZeRO weights may lie elsewhere in B than they did in F."""
+        """Reads the current `param_buffers`: under ZeRO-3, weights may lie elsewhere in B than in F, or nowhere."""
 
     def begin(self, step: int) -> None:
-        """Before the first F of a step: sums of losses begin at zero."""
+        """Starts a step: its loss sums are zero."""
 
     def forward(
         self,
-        piece: int,
+        slice_index: int,
         received: torch.Tensor | None,
         tokens: torch.Tensor | None,
         targets: torch.Tensor | None,
-        further: torch.Tensor | None = None,
-        starts: Sequence[Sequence[int]] = (),
-    ) -> Turns[torch.Tensor | None]:
-        """F: the result [T, H] from `received` [T, H], which stays unchanged until B. The first stage gets tokens [T]
-        in its place; the last one gets targets [T] besides, adds up their losses and returns nothing. `further`
-        [predicted, T] are the tokens behind the targets, `starts` are, by row of packed sequences, where documents
-        begin. A generator that yields where operations between ranks are under way (see turns.py), or not at all."""
+        mtp_targets: torch.Tensor | None = None,
+        document_starts: Sequence[Sequence[int]] = (),
+    ) -> Task[torch.Tensor | None]:
+        """F: the residual stream [T, H], or None on the last stage, which adds to the loss sums instead.
 
-    def recompute(self, piece: int) -> None:
-        """RECOMPUTE: makes, with the same bits, what F did not keep."""
+        The first stage reads `tokens` [T], every other one `received` [T, H], which must stay unchanged until B. The
+        last one also needs `targets` [T] and `mtp_targets` [mtp_layers, T], the tokens after them. `document_starts` of
+        packed sequences are positions, by row of the batch.
+        """
 
-    def backward_input(self, piece: int, dy: torch.Tensor | None) -> Turns[torch.Tensor | None]:
-        """B: the gradient of what F received from that of its result, both [T, H]; nothing on the first stage, and from
-        nothing on the last one, where every token's loss counts 1 / tokens of the step. Keeps what W needs."""
+    def recompute(self, slice_index: int) -> None:
+        """RECOMPUTE: rebuilds the activations that F did not save, with the same bits."""
 
-    def backward_weight(self, piece: int) -> None:
-        """W: adds to the main gradients, in their precision. Called in the order of microbatches."""
+    def backward_input(self, slice_index: int, dy: torch.Tensor | None) -> Task[torch.Tensor | None]:
+        """B: the gradient [T, H] of what F received, or None on the first stage; leaves the rest to W.
 
-    def movable(self, piece: int) -> list[torch.UntypedStorage]:
-        """What OFFLOAD takes to the host and RELOAD brings back: memory that this piece alone keeps between F and B."""
+        `dy` [T, H] is the gradient of what F returned, None on the last stage, where every token's loss counts
+        1 / tokens of the step.
+        """
+
+    def backward_weight(self, slice_index: int) -> None:
+        """W: adds to the main gradients, in their precision. Called in microbatch order."""
+
+    def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:
+        """Memory that only this slice uses between F and B: OFFLOAD moves it to the host, RELOAD brings it back."""

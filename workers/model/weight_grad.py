@@ -1,4 +1,4 @@
-"""W as data: what a backward pass leaves to be added to the main gradients."""
+"""W as data: the weight gradients that B leaves to be added to the main gradients later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pentad.kernels.moe.moe_permute import gather_rows
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
 
 
-class Product(NamedTuple):
+class LinearWgrad(NamedTuple):
     """gradient [N, K] += dy [T, N]^T @ x [T, K]"""
 
     gradient: torch.Tensor
@@ -19,24 +19,26 @@ class Product(NamedTuple):
     x: torch.Tensor
 
 
-class Sum(NamedTuple):
+class AddWgrad(NamedTuple):
     """gradient [H] += dy [H]"""
 
     gradient: torch.Tensor
     dy: torch.Tensor
 
 
-class Lookup(NamedTuple):
-    """gradient [V, H] += rows dy [T, H] at tokens [T]"""
+class EmbeddingWgrad(NamedTuple):
+    """gradient [V, H] += dy [T, H] at the rows `tokens` [T]"""
 
     gradient: torch.Tensor
     dy: torch.Tensor
     tokens: torch.Tensor
 
 
-class Grouped(NamedTuple):
-    """gradient[e] [N, K] += dy_e^T @ x_e over the rows of expert e, up to `offsets[e]` of them all; `dy_rows` and
-    `x_rows` [R] say which row of dy [.., N] and of x [.., K] each is, where it is not that of its number."""
+class GroupedWgrad(NamedTuple):
+    """gradient[e] [N, K] += dy_e^T @ x_e over the rows of expert e, which end at `offsets[e]`.
+
+    `dy_rows` and `x_rows` [R] give the row of dy [.., N] and of x [.., K] for each row; None: they are in order.
+    """
 
     gradient: torch.Tensor
     dy: torch.Tensor
@@ -46,24 +48,24 @@ class Grouped(NamedTuple):
     x_rows: torch.Tensor | None
 
 
-Deferred = Product | Sum | Lookup | Grouped
+Wgrad = LinearWgrad | AddWgrad | EmbeddingWgrad | GroupedWgrad
 
 
-def accumulate(work: list[Deferred]) -> None:
-    """Runs the deferred products of one microbatch into the main gradients, in order."""
+def accumulate_wgrads(work: list[Wgrad]) -> None:
+    """Adds the weight gradients of one microbatch slice to the main gradients, in order."""
     for item in work:
         match item:
-            case Product(gradient, dy, x):
+            case LinearWgrad(gradient, dy, x):
                 accumulate_gradient_(gradient, dy, x)
-            case Sum(gradient, dy):
+            case AddWgrad(gradient, dy):
                 gradient += dy
-            case Lookup(gradient, dy, tokens):
-                # sorts the tokens first, so the order of additions is the same in every run
+            case EmbeddingWgrad(gradient, dy, tokens):
+                # This sorts the tokens first, so that the additions have the same order in every run.
                 rows = torch.ops.aten.embedding_dense_backward(
                     dy.to(gradient.dtype), tokens, gradient.shape[0], -1, False
                 )
                 gradient += rows
-            case Grouped(gradient, dy, x, offsets, dy_rows, x_rows):
+            case GroupedWgrad(gradient, dy, x, offsets, dy_rows, x_rows):
                 left = dy if dy_rows is None else gather_rows(dy, dy_rows, offsets)
                 right = x if x_rows is None else gather_rows(x, x_rows, offsets)
                 accumulate_grouped_gradient_(gradient, left, right, offsets)

@@ -1,8 +1,8 @@
-"""Work that is done by turns: a generator that yields where it needs what operations between ranks have yet to bring.
+"""Asynchronous communication: handles of operations in flight, and tasks that yield while they wait for one.
 
-Of a forward and a backward at work together each computes while the other's operations run (DualPipe, arXiv
-2412.19437, section 3.2.1). Turns depend on the program and on shapes, never on time: all ranks of a group start their
-operations in one order.
+DualPipe (arXiv 2412.19437, section 3.2.1) overlaps a forward and a backward: each computes while the other
+communicates. Where a task yields depends on the program and on shapes, never on time, so that all ranks of a group
+start their operations in the same order.
 """
 
 from __future__ import annotations
@@ -14,69 +14,74 @@ import torch.distributed as dist
 
 S = TypeVar("S")
 T = TypeVar("T")
-Turns = Generator[None, None, T]
+Task = Generator[None, None, T]  # yields when it has started communication, returns its result
+
+# torch 2.13 renames both.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class AsyncResult(Generic[T]):
-    """What operations between ranks, which have been started, will bring.
+    """The result of operations in flight.
 
-    `yield from` it gives up the turn, unless nothing had to be started, and waits when it is resumed: on a GPU the
-    current stream does, not the host. `made` says what came; `held` is what the operations read and write meanwhile.
+    In a task, `yield from` it yields once if there is anything to wait for, then waits; on a GPU the current stream
+    waits, not the host. `result` makes the value once `works` are done; `keep_alive` are buffers in use until then.
     """
 
-    def __init__(self, works: Sequence[dist.Work | None], made: Callable[[], T], *held: object) -> None:
-        self.works, self.made, self.held = works, made, held
+    def __init__(self, works: Sequence[dist.Work | None], result: Callable[[], T], *keep_alive: object) -> None:
+        self.works, self.result, self.keep_alive = works, result, keep_alive
 
-    def __iter__(self) -> Turns[T]:
+    def __iter__(self) -> Task[T]:
         if self.works:
             yield
-        return self.now()
+        return self.wait()
 
-    def now(self) -> T:
-        """Without giving up the turn."""
+    def wait(self) -> T:
+        """Waits without yielding."""
         for work in self.works:
-            if work is not None:  # as it is where this rank is not of the group
+            if work is not None:  # torch returns None to a rank outside the group
                 work.wait()
-        return self.made()
+        return self.result()
 
 
 def ready(value: T) -> AsyncResult[T]:
-    """What no rank has to bring."""
+    """A value that needs no communication."""
     return AsyncResult((), lambda: value)
 
 
 def gather2(first: AsyncResult[S], second: AsyncResult[T]) -> AsyncResult[tuple[S, T]]:
-    """Awaited in one turn."""
-    return AsyncResult((*first.works, *second.works), lambda: (first.made(), second.made()), first.held, second.held)
+    """Both results, with one yield."""
+    works = (*first.works, *second.works)
+    return AsyncResult(works, lambda: (first.result(), second.result()), first.keep_alive, second.keep_alive)
 
 
-def run_to_completion(turns: Turns[T]) -> T:
-    """All of it at once."""
+def run_to_completion(task: Task[T]) -> T:
+    """Runs a task by itself."""
     while True:
         try:
-            next(turns)
+            next(task)
         except StopIteration as end:
             return end.value
 
 
-def on_yield(turns: Turns[T], act: Callable[[], None]) -> Turns[T]:
-    """Acts whenever a turn is given up, before it is, and at the end."""
+def on_yield(task: Task[T], callback: Callable[[], None]) -> Task[T]:
+    """Calls back before each yield of the task and at its end."""
     while True:
         try:
-            next(turns)
+            next(task)
         except StopIteration as end:
-            act()
+            callback()
             return end.value
-        act()
+        callback()
         yield
 
 
-def interleave(*works: Turns[None]) -> None:
-    """Each as far as it gets, in this order, until all have ended."""
-    left = list(works)
+def interleave(*tasks: Task[None]) -> None:
+    """Runs tasks round-robin, each up to its next yield, until all have ended."""
+    running = list(tasks)
     try:
-        while left:
-            left = [work for work in left if next(work, "ended") is None]
+        while running:
+            running = [task for task in running if next(task, "ended") is None]
     finally:
-        for work in works:
-            work.close()
+        for task in tasks:
+            task.close()

@@ -1,7 +1,7 @@
-"""Context parallelism by gathering: every rank gets all keys and values at once (arXiv 2407.21783, 3.3.2).
+"""Context parallelism by all-gathering keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
 
-The blocks are a ring's. One message in place of many, and room for the keys and values of whole sequences while a layer
-is computed; they are gathered again for the backward pass, so that none are kept in between.
+Computes the blocks of a ring, with one large message instead of many small ones. The keys and values of full sequences
+take memory only while a layer is computed: B gathers them again.
 """
 
 from __future__ import annotations
@@ -11,62 +11,69 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from pentad.kernels.attention.attention_partial import Gradients, merge_
-from pentad.kernels.backend import accumulator
-from pentad.workers.parallel.async_ops import AsyncResult, Turns
-from pentad.workers.parallel.cp_blocks import Block, Step
-from pentad.workers.parallel.cp_parts import Given, Saved, packed, part, part_backward, unpacked
-from pentad.workers.parallel.tensor_parallel import gather_all as _gather
-from pentad.workers.parallel.tensor_parallel import scatter_sum as _scatter
+from pentad.kernels.attention.attention_partial import QKVGrads, merge_partials_
+from pentad.kernels.backend import accumulation_dtype
+from pentad.workers.parallel.async_ops import AsyncResult, Task, all_gather, reduce_scatter
+from pentad.workers.parallel.cp_blocks import (
+    Block,
+    Inputs,
+    SavedBlocks,
+    Step,
+    attend_block,
+    attend_block_backward,
+    pack_kv,
+    unpack_kv,
+)
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, or what belongs to them
-
-
-def forward(group: dist.ProcessGroup, given: Given) -> Turns[Saved]:
-    """Attention of a rank's queries to the keys of all."""
-    q, k, v = given.q, given.k, given.v
-    coming = _everything(group, k, v)
-    out, lse = part(given, given.steps[0][0], k, v)  # with its own ones, while those of others come
-    out = out.to(accumulator(q.dtype))
-    everything = yield from coming
-    for at, source in _others(group, given.steps):
-        merge_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *part(given, at, *everything[source]))
-    return given.saved(out.to(q.dtype), lse)
+KV = tuple[torch.Tensor, torch.Tensor]  # keys and values, or their gradients
 
 
-def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turns[Gradients]:
-    """(dq, dk, dv) of what this rank gave to the forward pass."""
+def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
+    """Attention of this rank's queries to the keys of all ranks."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    in_flight = _gather_kv(group, k, v)
+    out, lse = attend_block(inputs, inputs.steps[0][0], k, v)  # overlaps with the all-gather
+    out = out.to(accumulation_dtype(q.dtype))
+    kv_by_rank = yield from in_flight
+    for at, source in _remote_blocks(group, inputs.steps):
+        partial = attend_block(inputs, at, *kv_by_rank[source])
+        merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
+    return inputs.saved(out.to(q.dtype), lse)
+
+
+def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: torch.Tensor) -> Task[QKVGrads]:
+    """(dq, dk, dv) of this rank's inputs."""
     q, k, v = saved.q, saved.k, saved.v
-    wide = accumulator(q.dtype)
-    coming = _everything(group, k, v)
-    dq, *own = part_backward(saved, dout, saved.steps[0][0], k, v)
+    wide = accumulation_dtype(q.dtype)
+    in_flight = _gather_kv(group, k, v)
+    dq, *own = attend_block_backward(saved, dout, saved.steps[0][0], k, v)
     dq = dq.to(wide)
-    everything = yield from coming
-    by_rank = q.new_zeros(group.size(), k.numel() + v.numel(), dtype=wide)
-    sums = [unpacked(each, k, v) for each in by_rank]
-    for total, more in zip(sums[group.rank()], own, strict=True):
-        total.copy_(more)
-    for at, source in _others(group, saved.steps):
-        more_dq, *reached = part_backward(saved, dout, at, *everything[source])
-        dq[at.rows, :, at.queries] += more_dq
-        for total, more in zip(sums[source], reached, strict=True):
-            total[at.rows, :, at.keys] += more
-    mine = by_rank.new_empty(by_rank.shape[1])
-    work = _scatter(mine, by_rank.view(-1), group=group, async_op=True)
-    dk, dv = unpacked((yield from AsyncResult((work,), lambda: mine, by_rank)), k, v)
+    kv_by_rank = yield from in_flight
+    packed = q.new_zeros(group.size(), k.numel() + v.numel(), dtype=wide)
+    dkv_by_rank = [unpack_kv(each, k, v) for each in packed]
+    for total, gradient in zip(dkv_by_rank[group.rank()], own, strict=True):
+        total.copy_(gradient)
+    for at, source in _remote_blocks(group, saved.steps):
+        block_dq, *block_dkv = attend_block_backward(saved, dout, at, *kv_by_rank[source])
+        dq[at.rows, :, at.queries] += block_dq
+        for total, gradient in zip(dkv_by_rank[source], block_dkv, strict=True):
+            total[at.rows, :, at.keys] += gradient
+    reduced = packed.new_empty(packed.shape[1])
+    work = reduce_scatter(reduced, packed.view(-1), group=group, async_op=True)
+    dk, dv = unpack_kv((yield from AsyncResult((work,), lambda: reduced, packed)), k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _everything(group: dist.ProcessGroup, k: torch.Tensor, v: torch.Tensor) -> AsyncResult[list[Pair]]:
-    """Keys and values of whole sequences, by rank."""
-    own = packed(k, v)
-    by_rank = own.new_empty(group.size(), own.numel())
-    work = _gather(by_rank.view(-1), own, group=group, async_op=True)
-    return AsyncResult((work,), lambda: [unpacked(each, k, v) for each in by_rank], own)
+def _gather_kv(group: dist.ProcessGroup, k: torch.Tensor, v: torch.Tensor) -> AsyncResult[list[KV]]:
+    """Keys and values of full sequences, by rank."""
+    own = pack_kv(k, v)
+    packed = own.new_empty(group.size(), own.numel())
+    work = all_gather(packed.view(-1), own, group=group, async_op=True)
+    return AsyncResult((work,), lambda: [unpack_kv(each, k, v) for each in packed], own)
 
 
-def _others(group: dist.ProcessGroup, steps: Sequence[Step]) -> Iterator[tuple[Block, int]]:
-    """Blocks with keys of other ranks, and whose they are."""
+def _remote_blocks(group: dist.ProcessGroup, steps: Sequence[Step]) -> Iterator[tuple[Block, int]]:
+    """Blocks with keys of other ranks, each with that rank."""
     for number, blocks in enumerate(steps[1:], 1):
         for at in blocks:
             yield at, (group.rank() - number) % group.size()

@@ -1,8 +1,8 @@
-"""What a rank of a cp group computes of a causal attention: blocks of queries and keys, without what is masked.
+"""Causal attention of a cp rank as blocks of queries and keys that contain no masked pair off the diagonal.
 
-Of two chunks of a sequence, one behind the other, one document at most reaches from the earlier into the later: what
-the later one's queries see of the earlier one is its last keys, and only the first queries see them. So every block
-with keys of other ranks is a full rectangle, and documents make it smaller.
+Take two chunks of a sequence, one after the other: at most one document spans both, so only the first queries of the
+later chunk see keys of the earlier one, namely its last keys. A block with keys of another rank is therefore always a
+full rectangle; document masking only shrinks it.
 """
 
 from __future__ import annotations
@@ -15,83 +15,144 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.kernels.attention.attention_reference import Lengths
+from pentad.kernels.attention.attention_partial import QKVGrads, partial_attention, partial_attention_backward
+from pentad.kernels.attention.attention_reference import AttentionOptions, PackedLengths, softmax_scale
 from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, chunks
 
-Rows = Sequence[tuple[slice, Sequence[int]]]  # rows of a batch, and where their documents begin
+Rows = Sequence[tuple[slice, Sequence[int]]]  # rows of a batch, and the positions at which their documents begin
 
 
 class Block(NamedTuple):
-    """Queries of a rank, and the keys among those at hand that they see: all of them, or up to their own (`causal`)."""
+    """Slices of this rank's queries and of one rank's keys: every query sees all keys, or those up to its own position
+    (`causal`)."""
 
     rows: slice
     queries: slice
     keys: slice
     causal: bool
-    lengths: Lengths | None = None  # of the documents inside a causal one, if there are several
-    steady: bool = True  # of this size whatever the documents
+    lengths: PackedLengths | None = None  # of the documents in a causal block with several
+    fixed_shape: bool = True  # the same for any documents
 
 
-Step = tuple[Block, ...]  # all that is computed with the same keys at hand
+Step = tuple[Block, ...]  # the blocks computed with one rank's keys
 
 
-def plan(
-    variant: CpMethod, size: int, rank: int, length: int, rows: Rows, device: torch.device | str = "cpu"
+class Inputs(NamedTuple):
+    """The inputs of one rank's attention, and the blocks to compute."""
+
+    q: torch.Tensor  # [B, N, S, D]
+    k: torch.Tensor  # [B, M, S, D]
+    v: torch.Tensor  # [B, M, S, Dv]
+    steps: tuple[Step, ...]
+    scale: float | None
+    deterministic: bool
+
+    def saved(self, out: torch.Tensor, lse: torch.Tensor) -> SavedBlocks:
+        scale = softmax_scale(self.q, self.scale)
+        return SavedBlocks(self.q, self.k, self.v, out, lse, self.steps, scale, self.deterministic)
+
+
+class SavedBlocks(NamedTuple):
+    """What B needs: this rank's inputs and results, and the blocks."""
+
+    q: torch.Tensor  # [B, N, S, D]
+    k: torch.Tensor  # [B, M, S, D]
+    v: torch.Tensor  # [B, M, S, Dv]
+    out: torch.Tensor  # [B, N, S, Dv]
+    lse: torch.Tensor  # [B, N, S], of the softmax over the keys of all ranks; float32 or wider
+    steps: tuple[Step, ...]
+    scale: float
+    deterministic: bool
+
+
+def attend_block(inputs: Inputs, at: Block, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of one block, with the keys and values of the rank it belongs to."""
+    options = AttentionOptions(
+        at.causal, softmax_scale(inputs.q, inputs.scale), inputs.deterministic, at.lengths, at.fixed_shape
+    )
+    return partial_attention(inputs.q[at.rows, :, at.queries], k[at.rows, :, at.keys], v[at.rows, :, at.keys], options)
+
+
+def attend_block_backward(
+    saved: SavedBlocks, dout: torch.Tensor, at: Block, k: torch.Tensor, v: torch.Tensor
+) -> QKVGrads:
+    """(dq, dk, dv) of one block."""
+    options = AttentionOptions(at.causal, saved.scale, saved.deterministic, at.lengths, at.fixed_shape)
+    dout, q, out, lse = (x[at.rows, :, at.queries] for x in (dout, saved.q, saved.out, saved.lse))
+    return partial_attention_backward(dout, q, k[at.rows, :, at.keys], v[at.rows, :, at.keys], out, lse, options)
+
+
+def pack_kv(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Keys and values as one flat message."""
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def unpack_kv(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a message [..., elements] in the shapes of `k` and `v`."""
+    keys, values = packed.split([k.numel(), v.numel()], dim=-1)
+    return keys.unflatten(-1, k.shape), values.unflatten(-1, v.shape)
+
+
+def plan_steps(
+    method: CpMethod, size: int, rank: int, length: int, rows: Rows, device: torch.device | str = "cpu"
 ) -> tuple[Step, ...]:
-    """The steps of a rank, of sequences of `length` tokens.
+    """The blocks that a rank computes of sequences of `length` tokens, by source of the keys.
 
-    'ring' and 'gather': step t takes the keys of rank - t; the first block covers all queries. 'exchange', and a group
-    of one: the rank has whole sequences, in one block.
+    ring and all_gather: step t uses the keys of rank - t, and its first block covers all queries. ulysses, and a group
+    of one: one block of full sequences.
     """
-    if variant == "ulysses" or size == 1:
-        return ((_own((range(length),), rows, device),),)
-    held = [chunks(length, size, each, PLACEMENTS[variant]) for each in range(size)]
-    first = (_own(held[rank], rows, device),)
-    return first, *(_from(rank, (rank - step) % size, held, rows) for step in range(1, size))
+    if method == "ulysses" or size == 1:
+        return ((_diagonal_block((range(length),), rows, device),),)
+    layout = [chunks(length, size, each, PLACEMENTS[method]) for each in range(size)]
+    first = (_diagonal_block(layout[rank], rows, device),)
+    return first, *(_blocks_from(rank, (rank - step) % size, layout, rows) for step in range(1, size))
 
 
-def _own(held: Sequence[range], rows: Rows, device: torch.device | str) -> Block:
-    """A rank's queries and its own keys: in their order what a query sees stands before it."""
-    runs = [_runs(held, starts) for _, starts in rows]
-    cut = any(len(each) > 1 for each in runs)
-    flat = [length for each in runs for length in each]
+def _diagonal_block(own: Sequence[range], rows: Rows, device: torch.device | str) -> Block:
+    """This rank's queries and its own keys, which are in sequence order: plain causal attention."""
+    lengths = [_document_lengths(own, starts) for _, starts in rows]
+    split = any(len(each) > 1 for each in lengths)
+    flat = [length for each in lengths for length in each]
     every = slice(None)
-    return Block(every, every, every, True, _lengths(flat, device) if cut else None)
+    return Block(every, every, every, True, _on_device(flat, device) if split else None)
 
 
-def _from(rank: int, source: int, held: Sequence[Sequence[range]], rows: Rows) -> Step:
-    """A rank's queries and the keys of another one: half of all pairs are masked, and not among these (zigzag)."""
-    cut = len(held[rank][0])
-    if source < rank:  # all queries are behind its first chunk and before its second one
-        first, last, queries, keys = 0, cut, held[rank], held[source][:1]
-    else:  # it is all between this rank's two chunks
-        first, last, queries, keys = cut, 2 * cut, held[rank][1:], held[source]
+def _blocks_from(rank: int, source: int, layout: Sequence[Sequence[range]], rows: Rows) -> Step:
+    """This rank's queries and the keys of another. In the zigzag layout half of all pairs are masked; none of those is
+    computed."""
+    chunk = len(layout[rank][0])
+    if source < rank:  # the source's first chunk is before all queries, its second one after them
+        first, last, queries, keys = 0, chunk, layout[rank], layout[source][:1]
+    else:  # both chunks of the source are between this rank's two
+        first, last, queries, keys = chunk, 2 * chunk, layout[rank][1:], layout[source]
     found = []
-    numbered = [(row, _reach(queries, keys, starts)) for row, starts in rows]
-    for (reached, seen), equal in groupby(numbered, key=lambda each: each[1]):
-        together = [row for row, _ in equal]
-        if reached:
-            among = slice(together[0].start, together[-1].stop)
-            steady = reached == sum(map(len, queries)) and seen == last
-            found.append(Block(among, slice(first, first + reached), slice(last - seen, last), False, steady=steady))
+    visible = [(row, _visible(queries, keys, starts)) for row, starts in rows]
+    for (num_queries, num_keys), equal in groupby(visible, key=lambda each: each[1]):
+        group = [row for row, _ in equal]
+        if num_queries:
+            batch = slice(group[0].start, group[-1].stop)
+            fixed = num_queries == sum(map(len, queries)) and num_keys == last
+            at = slice(first, first + num_queries), slice(last - num_keys, last)
+            found.append(Block(batch, *at, False, fixed_shape=fixed))
     return tuple(found)
 
 
-def _reach(queries: Sequence[range], keys: Sequence[range], starts: Sequence[int]) -> tuple[int, int]:
-    """How many of the first queries, and of the last keys before them, are of the document that reaches over both."""
+def _visible(queries: Sequence[range], keys: Sequence[range], starts: Sequence[int]) -> tuple[int, int]:
+    """How many of the first queries and of the last keys, all of which precede them, are in the document spanning
+    both."""
     document = bisect_right(starts, keys[-1].stop - 1)
     if bisect_right(starts, queries[0].start) != document:
         return 0, 0
     begin, end = starts[document - 1], starts[document] if document < len(starts) else inf
-    reached = sum(len(chunk) if chunk.stop <= end else max(0, int(end) - chunk.start) for chunk in queries)
-    return reached, sum(max(0, chunk.stop - max(chunk.start, begin)) for chunk in keys)
+    num_queries = sum(len(chunk) if chunk.stop <= end else max(0, int(end) - chunk.start) for chunk in queries)
+    return num_queries, sum(max(0, chunk.stop - max(chunk.start, begin)) for chunk in keys)
 
 
-def _runs(held: Sequence[range], starts: Sequence[int]) -> list[int]:
-    """Lengths of the runs of one document each among positions in their order."""
+def _document_lengths(own: Sequence[range], starts: Sequence[int]) -> list[int]:
+    """PackedLengths of the parts of documents in a rank's chunks, in sequence order."""
     found: list[int] = []
-    last = -1  # document before the chunk
-    for chunk in held:
+    last = -1  # document at the end of the previous chunk
+    for chunk in own:
         inside = starts[bisect_right(starts, chunk.start) : bisect_left(starts, chunk.stop)]
         lengths = [end - begin for begin, end in pairwise((chunk.start, *inside, chunk.stop))]
         if bisect_right(starts, chunk.start) == last:
@@ -101,8 +162,8 @@ def _runs(held: Sequence[range], starts: Sequence[int]) -> list[int]:
     return found
 
 
-def _lengths(runs: Sequence[int], device: torch.device | str) -> Lengths:
-    ends = torch.tensor([0, *accumulate(runs)], dtype=torch.int32)
-    if torch.device(device).type == "cuda":  # from pinned memory the host need not wait for the copy
+def _on_device(lengths: Sequence[int], device: torch.device | str) -> PackedLengths:
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    if torch.device(device).type == "cuda":  # from pinned memory, so that the host does not wait for the copy
         ends = ends.pin_memory().to(device, non_blocking=True)
-    return Lengths(ends, ends, (max(runs), max(runs)))
+    return PackedLengths(ends, ends, (max(lengths), max(lengths)))

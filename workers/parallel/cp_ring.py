@@ -1,7 +1,7 @@
-"""Ring attention (arXiv 2310.01889): keys and values go round the ranks while each computes with those it has.
+"""Ring attention (arXiv 2310.01889): keys and values travel round the ring while each rank computes with those it has.
 
-The next ones are under way during a computation, so a rank has room for two blocks of others and no more. On the way
-back the gradients of keys and values travel behind them, summed in float32 or wider, and end where they belong.
+The next ones are received during a computation, so a rank holds at most two foreign sets of them. In B the gradients of
+keys and values follow them round the ring, accumulated in float32 or wider, and end on the rank that owns them.
 """
 
 from __future__ import annotations
@@ -9,69 +9,76 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from pentad.kernels.attention.attention_partial import Gradients, merge_
-from pentad.kernels.backend import accumulator
-from pentad.workers.parallel.async_ops import AsyncResult, Turns
-from pentad.workers.parallel.cp_parts import Given, Saved, packed, part, part_backward, unpacked
+from pentad.kernels.attention.attention_partial import QKVGrads, merge_partials_
+from pentad.kernels.backend import accumulation_dtype
+from pentad.workers.parallel.async_ops import AsyncResult, Task
+from pentad.workers.parallel.cp_blocks import (
+    Inputs,
+    SavedBlocks,
+    attend_block,
+    attend_block_backward,
+    pack_kv,
+    unpack_kv,
+)
 
 
-def forward(group: dist.ProcessGroup, given: Given) -> Turns[Saved]:
-    """Attention of a rank's queries to the keys of all."""
-    q, k, v, size = given.q, given.k, given.v, group.size()
-    held = packed(k, v)
-    rooms = [torch.empty_like(held) for _ in range(min(2, size - 1))]
-    for number, blocks in enumerate(given.steps):
-        last = number == size - 1
-        coming = None if last else pass_on(group, held, rooms[number % 2])
+def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
+    """Attention of this rank's queries to the keys of all ranks."""
+    q, k, v, size = inputs.q, inputs.k, inputs.v, group.size()
+    packed = pack_kv(k, v)
+    buffers = [torch.empty_like(packed) for _ in range(min(2, size - 1))]
+    for number, blocks in enumerate(inputs.steps):
+        in_flight = None if number == size - 1 else pass_on(group, packed, buffers[number % 2])
         if number == 0:
-            out, lse = part(given, blocks[0], k, v)
-            out = out.to(accumulator(q.dtype))
+            out, lse = attend_block(inputs, blocks[0], k, v)
+            out = out.to(accumulation_dtype(q.dtype))
         else:
-            keys, values = unpacked(held, k, v)
+            keys, values = unpack_kv(packed, k, v)
             for at in blocks:
-                merge_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *part(given, at, keys, values))
-        if coming:
-            held = yield from coming
-    return given.saved(out.to(q.dtype), lse)
+                partial = attend_block(inputs, at, keys, values)
+                merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
+        if in_flight:
+            packed = yield from in_flight
+    return inputs.saved(out.to(q.dtype), lse)
 
 
-def backward(group: dist.ProcessGroup, saved: Saved, dout: torch.Tensor) -> Turns[Gradients]:
-    """(dq, dk, dv) of what this rank gave to the forward pass."""
+def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: torch.Tensor) -> Task[QKVGrads]:
+    """(dq, dk, dv) of this rank's inputs."""
     q, k, v, size = saved.q, saved.k, saved.v, group.size()
-    wide = accumulator(q.dtype)
-    held, keys, values = packed(k, v), k, v
-    rooms = [torch.empty_like(held) for _ in range(min(2, size - 1))]
-    sums = [torch.empty_like(held, dtype=wide) for _ in range(2)]
+    wide = accumulation_dtype(q.dtype)
+    packed, keys, values = pack_kv(k, v), k, v
+    buffers = [torch.empty_like(packed) for _ in range(min(2, size - 1))]
+    sums = [torch.empty_like(packed, dtype=wide) for _ in range(2)]
     dq = q.new_zeros(q.shape, dtype=wide)
-    returning: AsyncResult[torch.Tensor] | None = None
+    sums_in_flight: AsyncResult[torch.Tensor] | None = None
     for number, blocks in enumerate(saved.steps):
-        coming = None if number == size - 1 else pass_on(group, held, rooms[number % 2])
-        parts = [(at, *part_backward(saved, dout, at, keys, values)) for at in blocks]
-        if coming:
+        kv_in_flight = None if number == size - 1 else pass_on(group, packed, buffers[number % 2])
+        gradients = [(at, *attend_block_backward(saved, dout, at, keys, values)) for at in blocks]
+        if kv_in_flight:
             yield
-        # what the ranks before gave for these keys has come while this was computed
-        total = returning.now() if returning else sums[1].zero_()
-        dk, dv = unpacked(total, k, v)
-        for at, more_dq, more_dk, more_dv in parts:
-            dq[at.rows, :, at.queries] += more_dq
-            dk[at.rows, :, at.keys] += more_dk
-            dv[at.rows, :, at.keys] += more_dv
-        if coming:
-            held = coming.now()
-            keys, values = unpacked(held, k, v)
-        returning = pass_on(group, total, sums[number % 2])
-    assert returning is not None
-    dk, dv = unpacked((yield from returning), k, v)
+        # The sums of the ranks before, for these keys, arrived while this rank computed its own.
+        total = sums_in_flight.wait() if sums_in_flight else sums[1].zero_()
+        dk, dv = unpack_kv(total, k, v)
+        for at, block_dq, block_dk, block_dv in gradients:
+            dq[at.rows, :, at.queries] += block_dq
+            dk[at.rows, :, at.keys] += block_dk
+            dv[at.rows, :, at.keys] += block_dv
+        if kv_in_flight:
+            packed = kv_in_flight.wait()
+            keys, values = unpack_kv(packed, k, v)
+        sums_in_flight = pass_on(group, total, sums[number % 2])
+    assert sums_in_flight is not None
+    dk, dv = unpack_kv((yield from sums_in_flight), k, v)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def pass_on(group: dist.ProcessGroup, sent: torch.Tensor, room: torch.Tensor) -> AsyncResult[torch.Tensor]:
-    """One step of the ring: what is sent to the next rank, while what comes from the one before gets the room.
+def pass_on(group: dist.ProcessGroup, sent: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    """One step round the ring: sends to the next rank and receives into `buffer` from the previous one.
 
-    In one call of torch: when a generation ends between the parts of its batch_isend_irecv, NCCL's group stays open,
-    and of all that this thread starts afterwards, in whatever generation, nothing ever begins.
+    A single torch call, unlike batch_isend_irecv: if a generation were aborted between the parts of a batch, NCCL's
+    group call would stay open, and nothing this thread launches later, in any generation, would ever start.
     """
     size, rank, count = group.size(), group.rank(), sent.numel()
     to, source = ([count * (other == peer % size) for other in range(size)] for peer in (rank + 1, rank - 1))
-    work = dist.all_to_all_single(room, sent, source, to, group=group, async_op=True)
-    return AsyncResult((work,), lambda: room, sent)
+    work = dist.all_to_all_single(buffer, sent, source, to, group=group, async_op=True)
+    return AsyncResult((work,), lambda: buffer, sent)

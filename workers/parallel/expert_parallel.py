@@ -1,8 +1,9 @@
-"""How tokens come to the ranks of their experts and results come home: over the ranks of an expert-parallel group.
+"""Expert parallelism: token dispatchers, which move tokens to the ranks of their experts and results back.
 
-E experts are cut into contiguous blocks of E / ranks. `out` takes rows [T, ...] of this rank's tokens to all ranks that
-need them and returns the [T', ...] that came here; `home` takes a part of each of those [T', ...] back to where it came
-from and returns their sums [T, ...]. Each is the other's transpose, so the backward pass is made of the same two.
+Experts are cut into contiguous blocks of equal size, a block a rank. `dispatch` sends rows [T, ...] of this rank's
+tokens to every rank that has an expert for them and returns the rows [T', ...] received; `combine` sends partial
+results [T', ...] back and returns their sums [T, ...]. Each is the transpose of the other, so the backward pass uses
+the same two.
 """
 
 from __future__ import annotations
@@ -13,98 +14,98 @@ import torch
 import torch.distributed as dist
 
 from pentad.kernels.moe.moe_permute import sum_rows
-from pentad.workers.parallel.async_ops import AsyncResult, Turns, ready
-from pentad.workers.parallel.tensor_parallel import gather_all as _gather
-from pentad.workers.parallel.tensor_parallel import scatter_sum as _scatter
+from pentad.workers.parallel.async_ops import AsyncResult, Task, all_gather, ready, reduce_scatter
 
 DispatchMode = Literal["all_to_all", "all_gather"]
 
 
 class ExpertParallelGroup(NamedTuple):
-    """This rank's place among those that share the experts; `group` is None where it has them all."""
+    """The ep group of a rank; `group` is None where a rank holds all experts."""
 
     group: dist.ProcessGroup | None = None
-    number: int = 0
-    way: DispatchMode = "all_to_all"
+    rank: int = 0
+    mode: DispatchMode = "all_to_all"
 
 
-class Stay(NamedTuple):
-    """All experts are here."""
+class LocalDispatcher(NamedTuple):
+    """This rank holds all experts: nothing moves."""
 
-    def out(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def dispatch(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
         return ready(x)
 
-    def home(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def combine(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
         return ready(x)
 
 
-class Gather(NamedTuple):
-    """Every rank gets the tokens of all, T on each, and gives a part of every result: the shapes are known before the
-    routing is, and the host waits for nothing."""
+class AllGatherDispatcher(NamedTuple):
+    """Every rank gets all tokens of the group. Shapes do not depend on the routing, so the host never waits for it."""
 
     group: dist.ProcessGroup
-    ranks: int
+    size: int
 
-    def out(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        whole, x = x.new_empty(self.ranks * x.shape[0], *x.shape[1:]), x.contiguous()
-        return AsyncResult((_gather(whole, x, group=self.group, async_op=True),), lambda: whole, x)
+    def dispatch(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        full, x = x.new_empty(self.size * x.shape[0], *x.shape[1:]), x.contiguous()
+        return AsyncResult((all_gather(full, x, group=self.group, async_op=True),), lambda: full, x)
 
-    def home(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        mine, x = x.new_empty(x.shape[0] // self.ranks, *x.shape[1:]), x.contiguous()
-        return AsyncResult((_scatter(mine, x, group=self.group, async_op=True),), lambda: mine, x)
+    def combine(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        own, x = x.new_empty(x.shape[0] // self.size, *x.shape[1:]), x.contiguous()
+        return AsyncResult((reduce_scatter(own, x, group=self.group, async_op=True),), lambda: own, x)
 
 
-class Exchange(NamedTuple):
-    """A token travels once to each rank that has experts of it, however many. The host has to know how many do."""
+class AllToAllDispatcher(NamedTuple):
+    """A token is sent once to each rank that has experts for it. The host has to wait for the numbers of rows."""
 
     group: dist.ProcessGroup
-    tokens: torch.Tensor  # [rows sent] int64, by rank and in order
-    positions: torch.Tensor  # [T, ranks] int64, the row sent of a token to a rank, -1 for none
-    sent: list[int]  # rows, by rank
+    tokens: torch.Tensor  # [rows sent] int64, the token of each row; rows are ordered by destination rank
+    positions: torch.Tensor  # [T, ep] int64, the row sent for a token to a rank, -1 for none
+    sent: list[int]  # rows by rank
     received: list[int]
 
-    def out(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        came, rows = x.new_empty(sum(self.received), *x.shape[1:]), x[self.tokens]
-        work = dist.all_to_all_single(came, rows, self.received, self.sent, group=self.group, async_op=True)
-        return AsyncResult((work,), lambda: came, rows)
+    def dispatch(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        received, rows = x.new_empty(sum(self.received), *x.shape[1:]), x[self.tokens]
+        work = dist.all_to_all_single(received, rows, self.received, self.sent, group=self.group, async_op=True)
+        return AsyncResult((work,), lambda: received, rows)
 
-    def home(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        back, x = x.new_empty(sum(self.sent), *x.shape[1:]), x.contiguous()
-        work = dist.all_to_all_single(back, x, self.sent, self.received, group=self.group, async_op=True)
-        return AsyncResult((work,), lambda: sum_rows(back, self.positions), x)
-
-
-Route = Stay | Gather | Exchange
+    def combine(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        returned, x = x.new_empty(sum(self.sent), *x.shape[1:]), x.contiguous()
+        work = dist.all_to_all_single(returned, x, self.sent, self.received, group=self.group, async_op=True)
+        return AsyncResult((work,), lambda: sum_rows(returned, self.positions), x)
 
 
-def open_route(experts: torch.Tensor, held: int, group: dist.ProcessGroup | None, way: DispatchMode) -> Turns[Route]:
-    """For tokens that visit `experts` [T, K], `held` of which are on each rank of the group (None: all are here)."""
+Dispatcher = LocalDispatcher | AllGatherDispatcher | AllToAllDispatcher
+
+
+def make_dispatcher(
+    experts: torch.Tensor, num_local: int, group: dist.ProcessGroup | None, mode: DispatchMode
+) -> Task[Dispatcher]:
+    """The dispatcher for tokens routed to `experts` [T, K]; each rank of the group holds `num_local` experts."""
     if group is None:
-        return Stay()
-    ranks = dist.get_world_size(group)
-    if way == "all_gather":
-        return Gather(group, ranks)
-    visits = torch.zeros(experts.shape[0], ranks, dtype=torch.bool, device=experts.device)
-    visits.scatter_(1, experts // held, True)
-    counts = visits.sum(0)
-    theirs = torch.empty_like(counts)
-    coming = AsyncResult((dist.all_to_all_single(theirs, counts, group=group, async_op=True),), lambda: theirs, counts)
+        return LocalDispatcher()
+    size = dist.get_world_size(group)
+    if mode == "all_gather":
+        return AllGatherDispatcher(group, size)
+    visits = torch.zeros(experts.shape[0], size, dtype=torch.bool, device=experts.device)
+    visits.scatter_(1, experts // num_local, True)
+    sent = visits.sum(0)
+    received = torch.empty_like(sent)
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    in_flight = AsyncResult((work,), lambda: received, sent)
     by_rank = visits.t()
-    places = (by_rank.flatten().cumsum(0) - 1).view_as(by_rank)
-    positions = torch.where(by_rank, places, -1).t().contiguous()
+    rows = (by_rank.flatten().cumsum(0) - 1).view_as(by_rank)
+    positions = torch.where(by_rank, rows, -1).t().contiguous()
     tokens = by_rank.nonzero()[:, 1]
-    received = yield from coming
-    return Exchange(group, tokens, positions, counts.tolist(), received.tolist())
+    yield from in_flight
+    return AllToAllDispatcher(group, tokens, positions, sent.tolist(), received.tolist())
 
 
-def pack(experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Choices [T, K] and weights [T, K] as one [T, 2K] of integers as wide as the weights, to travel at once."""
+def pack_routing(experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Chosen experts [T, K] and their weights [T, K] as one message [T, 2K] of integers as wide as the weights."""
     integer = torch.int64 if weights.dtype == torch.float64 else torch.int32
     return torch.cat([experts.to(integer), weights.contiguous().view(integer)], dim=1)
 
 
-def unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(experts int64, weights) of what `pack` made."""
+def unpack_routing(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts int64, weights) from the message of `pack_routing`."""
     experts, bits = packed.chunk(2, dim=1)
     weights = bits.contiguous().view(torch.float64 if packed.dtype == torch.int64 else torch.float32)
     return experts.to(torch.int64), weights

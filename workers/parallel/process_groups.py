@@ -1,20 +1,209 @@
-"""The ranks that a layer is shared with: groups whose operations run inside F, B and W."""
+"""Process groups of a rank. All are created at start-up, in the same order on every rank."""
 
 from __future__ import annotations
 
+import socket
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
 from typing import NamedTuple
 
-from pentad.workers.parallel.context_parallel import Context
+import torch
+import torch.distributed as dist
+
+from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Op, instructions_of
+from pentad.schedules.spec.mesh import Axis, Mesh
+from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
-from pentad.workers.parallel.tensor_parallel import TensorRanks
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
+
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the driver detects lost ranks, much sooner
+Channel = tuple[Op, int, int]  # kind of send, source and target rank of the mesh
+GroupsByStage = dict[int, list[dist.ProcessGroup | None]]
 
 
-class Inner(NamedTuple):
-    tensor: TensorRanks
-    context: Context
-    experts: ExpertParallelGroup
+class LayerGroups(NamedTuple):
+    """The groups whose operations run inside F, B and W."""
+
+    tp: TensorParallelGroup
+    cp: ContextParallelGroup
+    ep: ExpertParallelGroup
 
     @property
-    def is_alone(self) -> bool:
-        """Whether a rank shares its layers with no other."""
-        return self.tensor.size == 1 and self.context.size == 1 and self.experts.group is None
+    def is_local(self) -> bool:
+        """Whether layers need no communication."""
+        return self.tp.size == 1 and self.cp.size == 1 and self.ep.group is None
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """All groups of one rank; None stands for a group of one.
+
+    `channels[kind, source, target]` carries the transfers of one direction between two ranks (gloo has one group for
+    all and tells them apart by tag; peer copies need none). `gradients[stage]` are the holders of a stage and of its
+    experts, if it has any; `weights[stage]` are the same ranks with communicators for ZeRO's all-gathers, which run
+    beside reductions. `world` is all ranks of the mesh, `tied` the holders of the embedding where the head shares it.
+    """
+
+    rank: int
+    channels: dict[Channel, dist.ProcessGroup | None]
+    gradients: GroupsByStage
+    weights: GroupsByStage
+    world: dist.ProcessGroup | None
+    layers: LayerGroups
+    tied: dist.ProcessGroup | None
+
+
+def start_store(host: str, size: int, timeout_seconds: float) -> dist.TCPStore:
+    """A store at an IP address of this machine and a free port, listening before the port is announced.
+
+    A client that dials a port nobody listens on yet may be given that very port as its own end and connect to itself.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def join_store(address: str, size: int, timeout_seconds: float) -> dist.TCPStore:
+    """The store of rank 0 at 'HOST:PORT'."""
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(host, int(port), size, False, timedelta(seconds=timeout_seconds))
+
+
+def connect(
+    plan: Plan, rank: int, store: dist.TCPStore, timeout_seconds: float, device: torch.device, generation: int
+) -> ProcessGroups:
+    """Initializes torch.distributed through the store and creates every group of this rank."""
+    # Symmetric memory remembers groups by name for ever, so a later generation must not use a name again.
+    dist.distributed_c10d._world.group_count = 1000 * generation
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=plan.mesh.size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if cuda else None,
+    )
+    world = _connected_group(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
+    channels = _channels(plan, rank, world, device)
+    gradients = _holder_groups(plan, rank)
+    weights = _holder_groups(plan, rank) if plan.zero else {}
+    tied = [_connected_group(ranks) for ranks in _embedding_ranks(plan)]
+    tied_group = tied[plan.mesh.coordinates(rank).tp] if tied else None
+    return ProcessGroups(rank, channels, gradients, weights, world, _layer_groups(plan, rank), tied_group)
+
+
+def first_stage_ranks(mesh: Mesh) -> list[int]:
+    """The pp 0 rank of every pipeline of the mesh."""
+    return [rank for rank in range(mesh.size) if mesh.coordinates(rank).pp == 0]
+
+
+def transfer_edges(plan: Plan) -> list[tuple[Op, int, int]]:
+    """Every (kind of send, source, target) of the program, in pipeline ranks; sorted, so equal on all ranks."""
+    found = set()
+    for rank, stream in enumerate(plan.program.streams):
+        for part in instructions_of(stream):
+            if part.op in SENDS:
+                found.add((part.op, rank, part.peer))
+    return sorted(found)
+
+
+def channel_of(part: Instruction, rank: int, peer: int) -> Channel:
+    """The channel of a SEND or RECV of `rank`; both are ranks of the mesh."""
+    return (part.op, rank, peer) if part.op in SENDS else (RECEIVES[part.op], peer, rank)
+
+
+def abort_nccl() -> None:
+    """Aborts every NCCL communicator of this process, in parallel: each abort waits for the whole device, and so for
+    the kernels of the others. From any thread."""
+    threads = [threading.Thread(target=group.abort) for group in list(dist.distributed_c10d._world.pg_map)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dist.distributed_c10d._abort_process_group()
+
+
+def _channels(
+    plan: Plan, rank: int, world: dist.ProcessGroup | None, device: torch.device
+) -> dict[Channel, dist.ProcessGroup | None]:
+    channels = {}
+    for first, (kind, source, target) in product(first_stage_ranks(plan.mesh), transfer_edges(plan)):
+        ends = plan.mesh.move(first, pp=source), plan.mesh.move(first, pp=target)
+        group = world if plan.transport == "gloo" else _new_group(ends) if plan.transport == "nccl" else None
+        if rank in ends:
+            channels[kind, *ends] = group
+            if plan.transport == "nccl":
+                _first_transfer(rank, *ends, group, device)
+    return channels
+
+
+def _holder_groups(plan: Plan, rank: int) -> GroupsByStage:
+    """New groups of the holders of each share of this rank's stages. Every rank creates all of them."""
+    made = {
+        ranks: _connected_group(ranks)
+        for ranks in dict.fromkeys(map(plan.holders, plan.param_shards))
+        if len(ranks) > 1
+    }
+    found: GroupsByStage = {stage: [] for stage in plan.stages_of(rank)}
+    for share in plan.param_shards_of(rank):
+        found[share.stage].append(made.get(plan.holders(share)))
+    return found
+
+
+def _embedding_ranks(plan: Plan) -> list[tuple[int, ...]]:
+    """By tp coordinate, the ranks of the first and last stage if both have the embedding. A single rank gets a group
+    too: it may hold both."""
+    if not plan.is_tied:
+        return []
+    last = plan.program.stages - 1
+    both = [[plan.holders(ParamShard(stage, tp)) for stage in (0, last)] for tp in range(plan.mesh.tp)]
+    return [tuple(sorted({*first, *end})) for first, end in both]
+
+
+def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
+    mesh, at = plan.mesh, plan.mesh.coordinates(rank)
+    axes: tuple[Axis, ...] = ("tp", "cp", "ep")
+    tensor, context, experts = (_axis_group(mesh, axis, rank) for axis in axes)
+    return LayerGroups(
+        TensorParallelGroup(tensor, mesh.tp, at.tp),
+        ContextParallelGroup(context, mesh.cp, at.cp, plan.cp_method, plan.model.softmax_scale),
+        # A GPU's host must not wait for the routing.
+        ExpertParallelGroup(experts, at.ep, "all_gather" if plan.device == "cuda" else "all_to_all"),
+    )
+
+
+def _axis_group(mesh: Mesh, axis: Axis, rank: int) -> dist.ProcessGroup | None:
+    """A new group of the ranks along one axis through this rank. Every rank creates all groups of the axis."""
+    all_ranks = dict.fromkeys(mesh.group((axis,), other) for other in range(mesh.size))
+    made = {ranks: _connected_group(ranks) for ranks in all_ranks if len(ranks) > 1}
+    return made.get(mesh.group((axis,), rank))
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
+
+
+def _connected_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A new group that has run its first operation.
+
+    NCCL's first operation of a communicator can hold the host until the GPU has done all it was given. In the middle of
+    a step that may include a wait for a transfer that another host, held in the same way, has yet to issue: a deadlock.
+    """
+    group = _new_group(ranks)
+    if dist.get_backend() == "nccl" and dist.get_rank() in ranks:
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return group
+
+
+def _first_transfer(rank: int, source: int, target: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """The first transfer of an NCCL channel, which blocks both hosts until they have connected."""
+    token = torch.zeros(1, device=device)
+    if rank == source:
+        dist.send(token, target, group=group)
+    else:
+        dist.recv(token, source, group=group)

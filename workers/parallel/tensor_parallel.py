@@ -1,8 +1,7 @@
-"""The ranks that share out a layer's matrices, and between them the tokens of its residual stream.
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3) with sequence parallelism (arXiv 2205.05198, 4.2).
 
-Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3) with sequence parallelism (arXiv 2205.05198, section 4.2):
-norms and sums see a rank's own tokens; before a product with a rank's rows of a matrix all tokens are gathered, after
-one with its columns partial results are added up and scattered.
+Between the matrix products a rank holds 1 / tp of the tokens. They are all-gathered before a column-parallel product;
+the partial sums after a row-parallel product are reduce-scattered.
 """
 
 from __future__ import annotations
@@ -12,53 +11,49 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.spec.plan import tiles
-from pentad.workers.parallel.async_ops import AsyncResult, ready
-
-# torch 2.13 gives them new names
-scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from pentad.schedules.spec.plan import num_tiles
+from pentad.workers.parallel.async_ops import AsyncResult, all_gather, ready, reduce_scatter
 
 
-class TensorRanks:
-    """`size` ranks with a communicator, of which this is `number`; alone it has none and does nothing but products."""
+class TensorParallelGroup:
+    """The tp group of a rank. With a size of 1 there is no group, and nothing is communicated."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, size: int = 1, number: int = 0) -> None:
-        self.group, self.size, self.number = group, size, number
+    def __init__(self, group: dist.ProcessGroup | None = None, size: int = 1, rank: int = 0) -> None:
+        self.group, self.size, self.rank = group, size, rank
 
-    def gather(self, part: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        """All tokens' rows [T, ...] from those of this rank [T / size, ...]."""
+    def all_gather(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        """The rows of all tokens [T, ...] from this rank's [T / tp, ...]."""
         if self.size == 1:
-            return ready(part)
-        whole, part = part.new_empty(self.size * part.shape[0], *part.shape[1:]), part.contiguous()
-        return AsyncResult((gather_all(whole, part, group=self.group, async_op=True),), lambda: whole, part)
+            return ready(x)
+        full, x = x.new_empty(self.size * x.shape[0], *x.shape[1:]), x.contiguous()
+        return AsyncResult((all_gather(full, x, group=self.group, async_op=True),), lambda: full, x)
 
-    def scatter(self, partial: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        """This rank's rows [T / size, ...] of the sum of all ranks' partial results [T, ...]."""
+    def reduce_scatter(self, partial: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        """This rank's rows [T / tp, ...] of the sum over ranks of partial results [T, ...]."""
         if self.size == 1:
             return ready(partial)
         own, partial = partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:]), partial.contiguous()
-        return AsyncResult((scatter_sum(own, partial, group=self.group, async_op=True),), lambda: own, partial)
+        return AsyncResult((reduce_scatter(own, partial, group=self.group, async_op=True),), lambda: own, partial)
 
-    def product(self, x: torch.Tensor, matrix: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        """This rank's rows [T / size, N] of the sum of all ranks' x [T, K] @ matrix [K, N].
+    def matmul_reduce_scatter(self, x: torch.Tensor, matrix: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        """This rank's rows [T / tp, N] of the sum over ranks of x [T, K] @ matrix [K, N].
 
-        Tile by tile, some rows of each rank: they are added up while the next tile is computed. A batched product
-        takes them from where they lie: to copy them first cost 8B under tp2 4 % of a step.
+        A long product is cut into tiles, each with some rows of every rank: one is reduced while the next is computed.
+        The batched product reads x in place: copying the tiles first cost a dense 8B model under tp2 4 % of a step.
         """
-        parts = tiles(x.shape[0])
-        if self.size == 1 or parts == 1:
-            return self.scatter(torch.mm(x, matrix))
+        count = num_tiles(x.shape[0])
+        if self.size == 1 or count == 1:
+            return self.reduce_scatter(torch.mm(x, matrix))
         rows, matrices = x.view(self.size, -1, x.shape[1]), matrix.expand(self.size, -1, -1)
-        count = rows.shape[1]
-        own = x.new_empty(count, matrix.shape[1])
+        own_rows = rows.shape[1]
+        own = x.new_empty(own_rows, matrix.shape[1])
         works, partials = [], []
-        for start, end in pairwise(count * part // parts for part in range(parts + 1)):
+        for start, end in pairwise(own_rows * tile // count for tile in range(count + 1)):
             partial = torch.bmm(rows[:, start:end], matrices).flatten(0, 1)
-            works.append(scatter_sum(own[start:end], partial, group=self.group, async_op=True))
+            works.append(reduce_scatter(own[start:end], partial, group=self.group, async_op=True))
             partials.append(partial)
         return AsyncResult(works, lambda: own, partials)
 
-    def sums(self, values: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        """Each rank's values [...], side by side [size, ...]."""
-        return self.gather(values[None])
+    def all_gather_stacked(self, values: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        """The values [...] of all ranks, stacked [tp, ...]."""
+        return self.all_gather(values[None])

@@ -1,4 +1,4 @@
-"""How a stage's flat buffers are cut: into buckets, gathered and reduced one by one, and these into shards."""
+"""How the flat buffers of a stage are divided: into buckets, reduced or gathered one by one, and those into shards."""
 
 from __future__ import annotations
 
@@ -8,71 +8,69 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.schedules.spec.plan import Plan, part_of
+from pentad.schedules.spec.plan import Plan, aligned_part
 from pentad.schedules.spec.tensors import Tensor
 
-Place = tuple[int, slice]  # of a shard: the number of a bucket, and elements of its part of that
+ShardIndex = tuple[int, slice]  # indexes a shard [buckets, part]: a bucket, and elements of the shard's part of it
 
 
-class Cut(NamedTuple):
-    """A stage's parameters end to end, `size` of them and zeros that fill up the last ones, in equal `buckets`; each
-    of these in `parts` equal parts, of which the shard has that of its `number`."""
+class ZeroLayout(NamedTuple):
+    """A stage's parameters end to end, `size` elements and zeros as padding, in equal `buckets`; each bucket is cut
+    into `num_shards` equal parts, one of which is this shard's."""
 
     size: int
-    parts: int = 1
-    number: int = 0
+    num_shards: int = 1
+    shard_index: int = 0
     buckets: int = 1
 
     @property
     def part(self) -> int:
-        """Elements of a bucket's part."""
-        return part_of(self.size, self.parts * self.buckets)
+        """Elements of a shard in one bucket."""
+        return aligned_part(self.size, self.num_shards * self.buckets)
 
     @property
-    def whole(self) -> int:
-        """Elements of a whole buffer."""
-        return self.buckets * self.parts * self.part
+    def padded_size(self) -> int:
+        return self.buckets * self.num_shards * self.part
 
-    def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """[buckets, part] of a whole buffer, where it lies there."""
-        return whole.view(self.buckets, self.parts, self.part)[:, self.number]
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """The shard [buckets, part], a view of a full buffer [padded_size]."""
+        return full.view(self.buckets, self.num_shards, self.part)[:, self.shard_index]
 
-    def common(self, start: int, end: int) -> Iterator[tuple[Place, slice]]:
-        """What the shard has of the elements `start` to `end` of a whole buffer: its place in the shard, and which
-        those are, counted from `start`."""
+    def overlap(self, start: int, end: int) -> Iterator[tuple[ShardIndex, slice]]:
+        """Where the shard holds elements `start` to `end` of a full buffer, and which, relative to `start`."""
         for bucket in range(self.buckets):
-            own = (bucket * self.parts + self.number) * self.part
+            own = (bucket * self.num_shards + self.shard_index) * self.part
             first, last = max(start, own), min(end, own + self.part)
             if first < last:
                 yield (bucket, slice(first - own, last - own)), slice(first - start, last - start)
 
 
-class Bucket(NamedTuple):
-    """Elements `span` of a stage's whole gradients. A backward pass that has come down to `layer` adds no more to them;
-    -1: not before its end."""
+class GradientBucket(NamedTuple):
+    """Elements `span` of a stage's full gradients, complete once a backward has reached `layer`; -1: at its end."""
 
     span: slice
     layer: int
 
 
-def buckets_of(plan: Plan, stage: int, cut: Cut, shapes: Iterable[tuple[Tensor, tuple[int, ...]]]) -> list[Bucket]:
-    """Those that the plan's program reduces of a stage, by number, from the tensors that its buffers consist of and
-    their shapes there."""
+def gradient_buckets(
+    plan: Plan, stage: int, layout: ZeroLayout, shapes: Iterable[tuple[Tensor, tuple[int, ...]]]
+) -> list[GradientBucket]:
+    """The buckets that the program reduces for a stage, from its tensors and their local shapes in buffer order."""
     count = plan.program.buckets[stage]
-    size, start = part_of(cut.whole, count), 0
+    size, start = aligned_part(layout.padded_size, count), 0
     layers = [plan.model.layers] * count
     for tensor, shape in shapes:
         end = start + math.prod(shape)
-        for number in range(start // size, -(-end // size)):
-            layers[number] = min(layers[number], _layer_of(tensor, plan.model.layers))
+        for bucket in range(start // size, -(-end // size)):
+            layers[bucket] = min(layers[bucket], _layer_of(tensor, plan.model.layers))
         start = end
-    ends = [min((number + 1) * size, cut.whole) for number in range(count)]
-    return [Bucket(slice(number * size, end), layers[number]) for number, end in enumerate(ends)]
+    ends = [min((bucket + 1) * size, layout.padded_size) for bucket in range(count)]
+    return [GradientBucket(slice(bucket * size, end), layers[bucket]) for bucket, end in enumerate(ends)]
 
 
 def _layer_of(tensor: Tensor, layers: int) -> int:
-    """The layer that is done with a tensor's gradient; a backward pass begins with what is behind the last one."""
+    """The layer at which a backward completes a tensor's gradient: it starts with all that follows the last layer."""
     if tensor.name == "embedding":
         return -1
-    at, _, rest = tensor.name.partition(".")
-    return min(int(rest.partition(".")[0]), layers) if at == "layers" else layers
+    prefix, _, rest = tensor.name.partition(".")
+    return min(int(rest.partition(".")[0]), layers) if prefix == "layers" else layers

@@ -1,61 +1,74 @@
-"""Where a stage's layers read one kind of parameters and add up their gradients, as whole as a rank ever has them."""
+"""The full weights that a stage's layers read, and the full gradients that they add to."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.params.buckets import Bucket, buckets_of
+from pentad.workers.params.buckets import GradientBucket, gradient_buckets
 from pentad.workers.params.parameters import Parameters
-from pentad.workers.params.tp_replicated import Copies
+from pentad.workers.params.tp_replicated import ReplicatedGradients
+
+
+@dataclass(frozen=True, eq=False)
+class NamedBuffer:
+    """A full flat buffer and the tensors in it by name. Equal only to itself, so it can be the key of what is derived
+    from it."""
+
+    flat: torch.Tensor
+    tensors: dict[str, torch.Tensor]
 
 
 class ParamBuffers:
-    """`weights` and `gradients` are views by name; there are no weights to read before `read` or after `forget` where
-    stages take turns on a buffer."""
+    """The buffers of one kind of parameters of a stage (its experts, or all else).
 
-    def __init__(self, parameters: Parameters, copies: Copies, buckets: list[Bucket]) -> None:
-        self.parameters, self.copies, self.buckets = parameters, copies, buckets
-        self.whole: torch.Tensor | None = None
-        self.stale = False
-        self.made: dict[int, dict[str, torch.Tensor]] = {}  # views of the few buffers there are
-        self.weights: dict[str, torch.Tensor] = {}
-        self.gradients: dict[str, torch.Tensor] = {}
-        if parameters.gradients is not None:
-            self.accumulate_in(parameters.gradients)
-        if parameters.weights is not None:
-            self.read(parameters.weights)
+    Under ZeRO stages share a few buffers: `weights` is None except between `set_weights` and `clear_weights`.
+    """
 
-    def accumulate_in(self, flat: torch.Tensor) -> None:
-        """The whole gradients are in this buffer from here on; they begin with zeros at the first W of a step, and of
-        every turn that it takes on the buffer."""
-        self.whole = flat
-        self.gradients = self._views(flat)
+    def __init__(self, parameters: Parameters, replicated: ReplicatedGradients, buckets: list[GradientBucket]) -> None:
+        self.parameters, self.replicated, self.buckets = parameters, replicated, buckets
+        self.weights: NamedBuffer | None = None
+        self.gradients: NamedBuffer | None = None
+        self.stale = False  # the gradients hold those of an earlier step or another stage
+        self._named: dict[int, NamedBuffer] = {}  # by address
+        if parameters.full_gradients is not None:
+            self.set_gradients(parameters.full_gradients)
+        if parameters.full_weights is not None:
+            self.set_weights(parameters.full_weights)
 
-    def read(self, flat: torch.Tensor) -> None:
-        """The whole weights are in this buffer from here on."""
-        self.weights = self._views(flat)
+    def set_gradients(self, flat: torch.Tensor) -> None:
+        """Adds to the gradients in this buffer from now on. W zeroes it first where it is `stale`."""
+        self.gradients = self._name(flat)
 
-    def forget(self) -> None:
-        self.weights = {}
+    def set_weights(self, flat: torch.Tensor) -> None:
+        self.weights = self._name(flat)
 
-    def freshen(self) -> None:
-        """Before a W adds to the gradients."""
-        if self.stale and self.whole is not None:
-            self.whole.zero_()
+    def clear_weights(self) -> None:
+        self.weights = None
+
+    def zero_if_stale(self) -> None:
+        """Called before a W adds to the gradients."""
+        if self.stale and self.gradients is not None:
+            self.gradients.flat.zero_()
             self.stale = False
 
-    def _views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        at = flat.data_ptr()
-        if at not in self.made:
-            self.made[at] = self.parameters.views(flat)
-        return self.made[at]
+    def _name(self, flat: torch.Tensor) -> NamedBuffer:
+        """The same object whenever the same buffer comes again."""
+        address = flat.data_ptr()
+        if address not in self._named:
+            self._named[address] = NamedBuffer(flat, self.parameters.views(flat))
+        return self._named[address]
 
 
-def buffers_of(plan: Plan, rank: int, stage: int, parameters: dict[ParamShard, Parameters]) -> list[ParamBuffers]:
-    """Those of a stage, from all that a rank holds."""
-    found = []
-    for held in (held for share, held in parameters.items() if share.stage == stage):
-        buckets = buckets_of(plan, stage, held.cut, ((local.tensor, local.shape) for local in held.locals))
-        found.append(ParamBuffers(held, Copies(plan, rank, held), buckets))
-    return found
+def make_param_buffers(
+    plan: Plan, rank: int, stage: int, parameters: dict[ParamShard, Parameters]
+) -> list[ParamBuffers]:
+    """The buffers of a stage, from all parameters that a rank holds."""
+    result = []
+    for each in (parameters for shard, parameters in parameters.items() if shard.stage == stage):
+        shapes = ((local.tensor, local.shape) for local in each.local_tensors)
+        buckets = gradient_buckets(plan, stage, each.layout, shapes)
+        result.append(ParamBuffers(each, ReplicatedGradients(plan, rank, each), buckets))
+    return result

@@ -1,4 +1,4 @@
-"""The parameters of one stage: flat buffers, named views, reproducible first values."""
+"""The parameters of one stage: flat buffers, the tensors in them by name, reproducible initial values."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.schedules.passes.validation import is_validated
+from pentad.schedules.passes.validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import Range, Tensor, tensors
-from pentad.workers.params.buckets import Cut, Place
+from pentad.workers.params.buckets import ShardIndex, ZeroLayout
 from pentad.workers.params.param_init import initial_values
-from pentad.workers.params.router_bias import Biases
+from pentad.workers.params.router_bias import RouterBias
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
-class Local(NamedTuple):
-    """What a rank holds of a tensor: `ranges` of every dimension, side by side in `shape`."""
+class LocalTensor(NamedTuple):
+    """A rank's part of a tensor: the `ranges` of every dimension, joined, have the shape `shape`."""
 
     tensor: Tensor
     ranges: list[list[Range]]
@@ -35,84 +35,84 @@ class Local(NamedTuple):
         return tuple(sum(end - start for start, end in ranges) for ranges in self.ranges)
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         return self.shape == self.tensor.shape
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of a whole tensor."""
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
+        """This part of the full tensor."""
         for dim, ranges in enumerate(self.ranges):
-            if ranges != [(0, whole.shape[dim])]:
-                whole = torch.cat([whole.narrow(dim, start, end - start) for start, end in ranges], dim)
-        return whole
+            if ranges != [(0, full.shape[dim])]:
+                full = torch.cat([full.narrow(dim, start, end - start) for start, end in ranges], dim)
+        return full
 
 
-class Piece(NamedTuple):
-    """What a shard has of a rank's part of a tensor: its elements `span`, in C order."""
+class ShardPart(NamedTuple):
+    """The elements `span` of a local tensor, in C order, that a ZeRO shard holds."""
 
-    local: Local
+    local: LocalTensor
     span: slice
     values: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Buffers of one share of a stage, all in the order of `locals`, and of the shape of a shard [buckets, part] (the
-    share [1, size], where it is not cut).
+    """What a rank holds of a stage's parameters, experts and all else separately, in the order of `local_tensors`.
 
-    `master`, `gradient`, `m`, `v` are float32 (float64 when compute is); `compute` is what STEP makes of `master`:
-    itself or its copy in the compute dtype. `weights` and `gradients` are flat and whole, what layers read and add to:
-    `compute` and `gradient` are a part of them, or they are None where other stages use them too (see shards.py).
-    `biases` of experts are with the share that is not theirs: all that hold the stage have them.
+    `master`, `compute`, `gradient`, `m` and `v` are its ZeRO shard, [buckets, part] ([1, size] without ZeRO); all but
+    `compute` are float32 (float64 when compute is). `compute` is a copy of `master` in the compute dtype, or `master`
+    itself. Layers read `full_weights` and add to `full_gradients`, flat, of which `compute` and `gradient` are views;
+    they are None where stages share buffers (workers/runtime/zero.py). `router_bias` is not sharded; it comes with the
+    parameters that are not experts', as every rank of the stage needs it.
     """
 
-    locals: tuple[Local, ...]
+    local_tensors: tuple[LocalTensor, ...]
     experts: bool
-    cut: Cut
+    layout: ZeroLayout
     master: torch.Tensor
     compute: torch.Tensor
     gradient: torch.Tensor
     m: torch.Tensor
     v: torch.Tensor
-    weights: torch.Tensor | None
-    gradients: torch.Tensor | None
-    biases: Biases
+    full_weights: torch.Tensor | None
+    full_gradients: torch.Tensor | None
+    router_bias: RouterBias
 
     @cached_property
-    def kinds(self) -> list[tuple[Place, bool]]:
-        """All places of the shard, and whether matrices are there, or norms."""
-        norms = sum(math.prod(local.shape) for local in self.locals if len(local.shape) < 2)
-        ends = (0, norms, False), (norms, self.cut.whole, True)
-        return [(place, matrices) for start, end, matrices in ends for place, _ in self.cut.common(start, end)]
+    def decay_groups(self) -> list[tuple[ShardIndex, bool]]:
+        """All parts of the shard, with whether they hold matrices (which have weight decay) or norms."""
+        norms = sum(math.prod(local.shape) for local in self.local_tensors if len(local.shape) < 2)
+        ends = (0, norms, False), (norms, self.layout.padded_size, True)
+        return [(index, matrices) for start, end, matrices in ends for index, _ in self.layout.overlap(start, end)]
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Name -> its part of a whole buffer, in its own shape."""
-        found, start, flat = {}, 0, flat.view(-1)
-        for local in self.locals:
+        """The local tensors in a full buffer, by name."""
+        result, start, flat = {}, 0, flat.view(-1)
+        for local in self.local_tensors:
             size = math.prod(local.shape)
-            found[local.name] = flat[start : start + size].view(local.shape)
+            result[local.name] = flat[start : start + size].view(local.shape)
             start += size
-        return found
+        return result
 
-    def places(self) -> Iterator[tuple[Local, Place, slice]]:
-        """Of every tensor where the shard has elements of it, and which."""
+    def shard_spans(self) -> Iterator[tuple[LocalTensor, ShardIndex, slice]]:
+        """For each tensor of which the shard has elements: where, and which elements of the tensor."""
         start = 0
-        for local in self.locals:
+        for local in self.local_tensors:
             end = start + math.prod(local.shape)
-            for place, span in self.cut.common(start, end):
-                yield local, place, span
+            for index, span in self.layout.overlap(start, end):
+                yield local, index, span
             start = end
 
-    def pieces(self, shard: torch.Tensor) -> list[Piece]:
-        """What a shard has of the stage's tensors."""
-        return [Piece(local, span, shard[place]) for local, place, span in self.places()]
+    def shard_parts(self, shard: torch.Tensor) -> list[ShardPart]:
+        """The tensors' elements in a shard."""
+        return [ShardPart(local, span, shard[index]) for local, index, span in self.shard_spans()]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps, by kind: master weights and both moments."""
+        """What a checkpoint holds: master weights and both moments, by kind."""
         return {"model": self.master, "optimizer.m": self.m, "optimizer.v": self.v}
 
-    def given(self) -> list[torch.Tensor]:
-        """All that another rank needs to hold the same."""
-        return [*self.state().values(), *([self.biases.values] if self.biases.layers else [])]
+    def state_tensors(self) -> list[torch.Tensor]:
+        """All that another rank needs to continue with the same parameters."""
+        return [*self.state().values(), *([self.router_bias.values] if self.router_bias.layers else [])]
 
     def refresh(self) -> None:
         """Writes the compute copy from the master weights."""
@@ -120,59 +120,67 @@ class Parameters:
             self.compute.copy_(self.master)
 
 
-def create(
+def create_parameters(
     plan: Plan,
-    share: ParamShard,
+    shard: ParamShard,
     device: torch.device,
     *,
     rank: int = 0,
     blank: bool = False,
     initial: Mapping[str, torch.Tensor] | None = None,
 ) -> Parameters:
-    """The buffers of a share on a rank. Initial values depend on the seed and the parameter's name alone, unless
-    `initial` gives the full tensors by name.
+    """The buffers of a parameter shard on a rank.
 
-    `blank` buffers hold zeros, for state that comes from elsewhere.
+    Initial values depend only on the seed and the tensors' names; `initial` overrides them by full tensors. `blank`
+    buffers are zeros, for state that comes from a checkpoint or another rank.
     """
-    found, cut = locals_of(plan, share), cut_of(plan, share, rank)
+    layout, experts = zero_layout(plan, shard, rank), plan.model.experts
     narrow = DTYPES[plan.dtype]
     wide = torch.float64 if narrow is torch.float64 else torch.float32
 
     def zeros(*shape: int, dtype: torch.dtype = wide) -> torch.Tensor:
-        return torch.zeros(shape or (cut.buckets, cut.part), dtype=dtype, device=device)
+        return torch.zeros(shape or (layout.buckets, layout.part), dtype=dtype, device=device)
 
-    # The compute weights may be a step ahead of the master's, else they can be the same.
-    shared = narrow is wide and not is_validated(plan.program)
-    alone = cut.parts == 1
-    weights = zeros(cut.whole, dtype=narrow) if alone or plan.zero < 3 else None
-    gradients = zeros(cut.whole) if alone or plan.zero < 2 else None
-    compute = zeros(dtype=narrow) if weights is None else cut.shard(weights)
-    gradient = zeros() if gradients is None else cut.shard(gradients)
-    master = compute if shared else zeros()
-    experts = plan.model.experts
-    biased = () if share.experts else plan.balanced(share.stage)
-    biases = Biases(biased, zeros(len(biased), experts.num_experts if experts else 0))
-    moments = zeros(), zeros()
-    parameters = Parameters(found, share.experts, cut, master, compute, gradient, *moments, weights, gradients, biases)
-    for piece in () if blank else parameters.pieces(master):
-        local = piece.local
+    unsharded = layout.num_shards == 1
+    full_weights = zeros(layout.padded_size, dtype=narrow) if unsharded or plan.zero < 3 else None
+    full_gradients = zeros(layout.padded_size) if unsharded or plan.zero < 2 else None
+    compute = zeros(dtype=narrow) if full_weights is None else layout.shard_of(full_weights)
+    # With post-validation the compute weights can be a step ahead, so they need memory of their own.
+    shared = narrow is wide and not has_post_validation(plan.program)
+    bias_layers = () if shard.experts else plan.router_bias_layers(shard.stage)
+    parameters = Parameters(
+        local_tensors=local_tensors(plan, shard),
+        experts=shard.experts,
+        layout=layout,
+        master=compute if shared else zeros(),
+        compute=compute,
+        gradient=zeros() if full_gradients is None else layout.shard_of(full_gradients),
+        m=zeros(),
+        v=zeros(),
+        full_weights=full_weights,
+        full_gradients=full_gradients,
+        router_bias=RouterBias(bias_layers, zeros(len(bias_layers), experts.num_experts if experts else 0)),
+    )
+    for local, span, values in () if blank else parameters.shard_parts(parameters.master):
         if initial is not None:
-            part = local.of(initial[local.name])
+            value = local.slice_of(initial[local.name])
         else:
-            part = initial_values(local.tensor, plan.seed, local.ranges, device)
-        piece.values.copy_(part.flatten()[piece.span])
+            value = initial_values(local.tensor, plan.seed, local.ranges, device)
+        values.copy_(value.flatten()[span])
     parameters.refresh()
     return parameters
 
 
-def locals_of(plan: Plan, share: ParamShard) -> tuple[Local, ...]:
-    """The parts of tensors that a share is made of."""
-    rank = plan.owner(share)
-    found = tensors(plan.model, *plan.layers[share.stage])
-    return tuple(Local(each, each.ranges(plan.mesh, rank)) for each in found if each.experts is share.experts)
+def local_tensors(plan: Plan, shard: ParamShard) -> tuple[LocalTensor, ...]:
+    """A rank's parts of the tensors in a parameter shard."""
+    rank = plan.owner(shard)
+    found = tensors(plan.model, *plan.layers[shard.stage])
+    return tuple(LocalTensor(each, each.ranges(plan.mesh, rank)) for each in found if each.experts is shard.experts)
 
 
-def cut_of(plan: Plan, share: ParamShard, rank: int) -> Cut:
-    """The shard of a rank: that of its place among the holders."""
-    size, parts = plan.size(share), plan.shards(share)
-    return Cut(size, parts, plan.holders(share).index(rank), plan.buckets(share)) if parts > 1 else Cut(size)
+def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
+    """How a parameter shard is cut over its holders."""
+    size, num_shards = plan.size(shard), plan.num_zero_shards(shard)
+    if num_shards == 1:
+        return ZeroLayout(size)
+    return ZeroLayout(size, num_shards, plan.holders(shard).index(rank), plan.buckets(shard))

@@ -1,7 +1,7 @@
-"""How a checkpoint keeps a tensor that ranks share out: every rank's part by itself, under a name that says which.
+"""How checkpoints store split tensors: every rank's part by itself, under a name that says which part it is.
 
-`model.embedding` is whole; `model.embedding@0-150,0-16` are rows 0 to 149 and columns 0 to 15, and a dimension of
-several ranges has them joined by `+`. Any mesh puts the parts of another one together.
+`model.embedding` is a full tensor; `model.embedding@0-150,0-16` are rows 0 to 149 and columns 0 to 15 of it. Several
+ranges of a dimension are joined by `+`. Any mesh can assemble the parts that another one wrote.
 """
 
 from __future__ import annotations
@@ -15,89 +15,97 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import Range
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.checkpoint import Checkpoint
-from pentad.workers.params.parameters import Local, Parameters
+from pentad.workers.params.parameters import LocalTensor, Parameters
 
 
-def file_of(plan: Plan, share: ParamShard) -> str:
-    """The file that a share is saved in."""
-    tensor = f"-tp{share.tp}" if plan.mesh.tp > 1 else ""
-    experts = f"-experts{share.ep}" if share.experts else ""
-    return f"stage-{share.stage:03d}{experts}{tensor}.safetensors"
+def shard_file(plan: Plan, shard: ParamShard) -> str:
+    """The file that stores a parameter shard."""
+    tp = f"-tp{shard.tp}" if plan.mesh.tp > 1 else ""
+    experts = f"-experts{shard.ep}" if shard.experts else ""
+    return f"stage-{shard.stage:03d}{experts}{tp}.safetensors"
 
 
-def named(parameters: Parameters, state: dict[str, torch.Tensor], share: ParamShard) -> dict[str, torch.Tensor]:
-    """Tensors by kind and name, of whole flat buffers by kind, and biases; of what all tensor ranks hold, the first
-    one's."""
-    found = {}
+def checkpoint_tensors(
+    parameters: Parameters, state: dict[str, torch.Tensor], shard: ParamShard
+) -> dict[str, torch.Tensor]:
+    """The tensors to store, by kind and name, from full flat buffers by kind; with router biases.
+
+    What all tp ranks hold alike is stored by the first one, and a tied copy not at all.
+    """
+    result = {}
     for kind, flat in state.items():
         views = parameters.views(flat)
-        for local in parameters.locals:
-            if not local.tensor.like and (share.tp == 0 or any(cut.axis == "tp" for cut in local.tensor.cuts)):
-                found[f"{kind}.{stored(local)}"] = views[local.name]
-    if share.tp == 0:
-        found |= {f"model.{name}": bias for name, bias in parameters.biases.named.items()}
-    return found
+        for local in parameters.local_tensors:
+            if not local.tensor.tied_to and (shard.tp == 0 or any(split.axis == "tp" for split in local.tensor.splits)):
+                result[f"{kind}.{stored_name(local)}"] = views[local.name]
+    if shard.tp == 0:
+        result |= {f"model.{name}": bias for name, bias in parameters.router_bias.by_name.items()}
+    return result
 
 
-def read_whole(found: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor, whatever parts it was saved in; zeros for a moment of the optimizer where a checkpoint has none at all,
-    as an imported one. Raises PentadError where a part is missing or of another size."""
-    if name.startswith("optimizer.") and not any(held.startswith("optimizer.") for held in found.where):
+def read_full(source: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A full tensor, whatever parts it was stored in.
+
+    Moments of the optimizer are zeros if the checkpoint has none, as an imported one. Raises PentadError where a part
+    is missing or has another shape.
+    """
+    if name.startswith("optimizer.") and not any(stored.startswith("optimizer.") for stored in source.files):
         return torch.zeros(shape)
-    if name in found.where:
-        whole = checkpoint.read(found, [name])[name]
-        if whole.shape != shape:
-            text = f"tensor {name} of checkpoint {found.folder} has the shape {list(whole.shape)}"
-            raise PentadError(f"{text}: expected {list(shape)}, as the model's sizes say")
-        return whole
-    made = Assembly(shape)
-    for key in sorted(key for key in found.where if key.startswith(f"{name}@")):
-        made.put(checkpoint.read(found, [key])[key], key)
-    if made.missing == made.seen.numel():
-        raise PentadError(f"tensor {name} is not in checkpoint {found.folder}")
-    if made.missing:
-        raise PentadError(f"tensor {name} of checkpoint {found.folder} lacks {made.missing} of its elements")
-    return made.whole
+    if name in source.files:
+        tensor = checkpoint.read(source, [name])[name]
+        if tensor.shape != shape:
+            found = f"tensor {name} of checkpoint {source.folder} has shape {list(tensor.shape)}"
+            raise PentadError(f"{found}: expected {list(shape)}, from the model's sizes")
+        return tensor
+    assembly = TensorAssembly(shape)
+    for key in sorted(key for key in source.files if key.startswith(f"{name}@")):
+        assembly.add(checkpoint.read(source, [key])[key], key)
+    if assembly.missing == assembly.seen.numel():
+        raise PentadError(f"tensor {name} is not in checkpoint {source.folder}")
+    if assembly.missing:
+        raise PentadError(f"tensor {name} of checkpoint {source.folder} lacks {assembly.missing} of its elements")
+    return assembly.tensor
 
 
-class Assembly:
-    """A tensor of some shape while its parts come in; `missing` elements have not come yet."""
+class TensorAssembly:
+    """A tensor put together from its parts."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.seen = torch.zeros(shape, dtype=torch.bool)
-        self.whole = torch.empty(0)
+        self.tensor = torch.empty(0)
 
     @property
     def missing(self) -> int:
+        """Elements that no part has had so far."""
         return int((~self.seen).sum())
 
-    def put(self, part: torch.Tensor, name: str) -> None:
-        """Writes a part, flat or in its shape, to where its stored name says, block by block."""
-        if not self.whole.numel():
-            self.whole = part.new_empty(self.seen.shape)
+    def add(self, part: torch.Tensor, name: str) -> None:
+        """Writes a part, flat or in its shape, to the ranges in its stored name."""
+        if not self.tensor.numel():
+            self.tensor = part.new_empty(self.seen.shape)
         ranges = _ranges(name) if "@" in name else [[(0, size)] for size in self.seen.shape]
         part = part.view([sum(end - start for start, end in dim) for dim in ranges])
-        for block in product(*(_places(dim) for dim in ranges)):
-            there = tuple(slice(start, end) for _, (start, end) in block)
-            here = tuple(slice(first, first + end - start) for first, (start, end) in block)
-            self.whole[there] = part[here]
-            self.seen[there] = True
+        for block in product(*(_with_offsets(dim) for dim in ranges)):
+            target = tuple(slice(start, end) for _, (start, end) in block)
+            source = tuple(slice(offset, offset + end - start) for offset, (start, end) in block)
+            self.tensor[target] = part[source]
+            self.seen[target] = True
 
 
-def _places(ranges: list[Range]) -> list[tuple[int, Range]]:
-    """Where each range begins in a part, and the range."""
-    starts = accumulate((end - start for start, end in ranges), initial=0)
-    return list(zip(starts, ranges, strict=False))
-
-
-def stored(local: Local) -> str:
-    """The name that says which part it is."""
-    if local.is_whole:
+def stored_name(local: LocalTensor) -> str:
+    """The name of a part in a checkpoint."""
+    if local.is_full:
         return local.name
     return f"{local.name}@" + ",".join("+".join(f"{a}-{b}" for a, b in ranges) for ranges in local.ranges)
 
 
 def _ranges(name: str) -> list[list[Range]]:
     dims = name.partition("@")[2].split(",")
-    found = [[each.split("-") for each in dim.split("+")] for dim in dims]
-    return [[(int(start), int(end)) for start, end in dim] for dim in found]
+    pairs = [[each.split("-") for each in dim.split("+")] for dim in dims]
+    return [[(int(start), int(end)) for start, end in dim] for dim in pairs]
+
+
+def _with_offsets(ranges: list[Range]) -> list[tuple[int, Range]]:
+    """(where it starts in the part, range) of each range of a dimension."""
+    offsets = accumulate((end - start for start, end in ranges), initial=0)
+    return list(zip(offsets, ranges, strict=False))

@@ -1,7 +1,7 @@
-"""Parameters that several tensor ranks hold: norms, routers, and key-value heads of which there are fewer than ranks.
+"""Parameters that several tp ranks hold alike: norms, routers, and key-value heads when there are fewer than ranks.
 
-Each rank's gradient of them is of its own tokens or query heads only. The sum over the tensor ranks is taken where all
-else is summed already, just before the step's norm, in which every element counts once.
+Each rank's gradient covers only its own tokens or query heads. They are summed over the tp ranks after all other
+reductions, just before the gradient norm, which counts every element once.
 """
 
 from __future__ import annotations
@@ -14,79 +14,79 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.params.buckets import Place
-from pentad.workers.params.parameters import Local, Parameters
+from pentad.workers.params.buckets import ShardIndex
+from pentad.workers.params.parameters import LocalTensor, Parameters
 
 
-class Copy(NamedTuple):
-    """Elements `mine` of a rank's shard, which stand at `place` among all that are shared; the rank with `counts` has
-    them in the norm."""
+class ReplicatedSlice(NamedTuple):
+    """Elements `local` of this rank's shard, at `position` in the buffer of all replicated elements."""
 
-    mine: Place
-    place: slice
-    counts: bool
+    local: ShardIndex
+    position: slice
+    counts: bool  # whether this rank counts them in the gradient norm
 
 
-class Copies:
-    """Of one flat buffer of a rank's parameters."""
+class ReplicatedGradients:
+    """The replicated parts of one flat gradient."""
 
     def __init__(self, plan: Plan, rank: int, parameters: Parameters) -> None:
         self.parameters = parameters
-        tp, parts = plan.mesh.coordinates(rank).tp, plan.mesh.tp
-        self.found: list[Copy] = []
-        self.elsewhere: list[Place] = []  # copies of other stages' tensors
+        tp, tp_rank = plan.mesh.tp, plan.mesh.coordinates(rank).tp
+        self.slices: list[ReplicatedSlice] = []
+        self.tied: list[ShardIndex] = []  # copies of another stage's tensors, which counts them
         self.size = start = 0
-        for local in parameters.locals:
-            for first, size, place, whole, counts in _shared(local, parts, tp) if parts > 1 else ():
-                self._add(start + first, size, self.size + place, counts)
-                self.size += whole
+        for local in parameters.local_tensors:
+            for first, size, offset, total, counts in _replicated(local, tp, tp_rank) if tp > 1 else ():
+                position = self.size + offset
+                for index, span in parameters.layout.overlap(start + first, start + first + size):
+                    found = slice(position + span.start, position + span.stop)
+                    self.slices.append(ReplicatedSlice(index, found, counts))
+                self.size += total
             end = start + math.prod(local.shape)
-            if local.tensor.like:
-                self.elsewhere += [place for place, _ in parameters.cut.common(start, end)]
+            if local.tensor.tied_to:
+                self.tied += [index for index, _ in parameters.layout.overlap(start, end)]
             start = end
 
-    def _add(self, first: int, size: int, place: int, counts: bool) -> None:
-        """What of it is in the shard."""
-        for mine, span in self.parameters.cut.common(first, first + size):
-            self.found.append(Copy(mine, slice(place + span.start, place + span.stop), counts))
-
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Adds up the gradients of what is shared, over the tensor ranks."""
+        """Sums the replicated gradients over the tp ranks."""
         if not self.size:
             return
-        flat = self.parameters.gradient
-        joint = flat.new_zeros(self.size)
-        for copy in self.found:
-            joint[copy.place] = flat[copy.mine]
-        dist.all_reduce(joint, group=group)
-        for copy in self.found:
-            flat[copy.mine] = joint[copy.place]
+        gradient = self.parameters.gradient
+        joined = gradient.new_zeros(self.size)
+        for each in self.slices:
+            joined[each.position] = gradient[each.local]
+        dist.all_reduce(joined, group=group)
+        for each in self.slices:
+            gradient[each.local] = joined[each.position]
 
     @cached_property
-    def counted(self) -> list[Place]:
-        """Parts of the shard that this rank counts in the norm."""
-        left_out, cut = [copy.mine for copy in self.found if not copy.counts] + self.elsewhere, self.parameters.cut
-        found = []
-        for bucket in range(cut.buckets):
-            outs = sorted((out for number, out in left_out if number == bucket), key=lambda out: out.start)
-            ends = [0, *(out.stop for out in outs)], [*(out.start for out in outs), cut.part]
-            found += [(bucket, slice(start, end)) for start, end in zip(*ends, strict=True) if start < end]
-        return found
+    def counted(self) -> list[ShardIndex]:
+        """The parts of the shard that this rank counts in the gradient norm."""
+        excluded = [each.local for each in self.slices if not each.counts] + self.tied
+        layout, result = self.parameters.layout, []
+        for bucket in range(layout.buckets):
+            gaps = sorted((span for number, span in excluded if number == bucket), key=lambda span: span.start)
+            starts, ends = [0, *(gap.stop for gap in gaps)], [*(gap.start for gap in gaps), layout.part]
+            spans = (slice(start, end) for start, end in zip(starts, ends, strict=True) if start < end)
+            result += [(bucket, span) for span in spans]
+        return result
 
 
-def _shared(local: Local, parts: int, number: int) -> Iterator[tuple[int, int, int, int, bool]]:
-    """(first, size) of elements that other tensor ranks hold as well, where they stand among `whole` such elements, and
-    whether this rank counts them."""
-    cuts = [cut for cut in local.tensor.cuts if cut.axis == "tp"]
-    if not cuts:
+def _replicated(local: LocalTensor, tp: int, tp_rank: int) -> Iterator[tuple[int, int, int, int, bool]]:
+    """(first, size, offset, total, counts) of runs of elements that other tp ranks hold too.
+
+    `first` is in the local tensor, `offset` among `total` such elements of all ranks; `counts`: this rank counts them.
+    """
+    splits = [split for split in local.tensor.splits if split.axis == "tp"]
+    if not splits:
         size = math.prod(local.shape)
-        yield 0, size, 0, size, number == 0
-    for cut in cuts:
+        yield 0, size, 0, size, tp_rank == 0
+    for split in splits:
         row, first = math.prod(local.shape[1:]), 0
-        for run, (start, end) in zip(cut.runs, cut.ranges(parts, number), strict=True):
+        for segment, (start, end) in zip(split.segments, split.ranges(tp, tp_rank), strict=True):
             size = (end - start) * row
-            if run.units < parts:
-                assert cut.dim == 0, "columns are not shared"
-                copies = parts // run.units
-                yield first, size, number // copies * size, run.size * row, number % copies == 0
+            if segment.units < tp:
+                assert split.dim == 0, "columns are never replicated"
+                copies = tp // segment.units
+                yield first, size, tp_rank // copies * size, segment.size * row, tp_rank % copies == 0
             first += size

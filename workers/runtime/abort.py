@@ -1,79 +1,113 @@
-"""Freeing a rank from a generation that has lost a member: what its train thread waits for will never come."""
+"""Aborting a generation that has lost a rank: frees the train thread from waits that nothing will ever end."""
 
 from __future__ import annotations
 
-import math
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from os import dup
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the driver reads Fenced out of its workers' answers, and does without torch
+if TYPE_CHECKING:  # the driver unpickles Aborted and does without torch
     import torch.distributed as dist
 
-    from pentad.workers.runtime.executor import Executor
+    from pentad.workers.runtime.optimizer_step import BarrierStep, PostValidatedStep
     from pentad.workers.runtime.streams import CudaStreams
     from pentad.workers.transport.stream_flags import StreamFlags
 
-STILL_SECONDS = 0.3
-RUN_OUT_SECONDS = 4.0  # the driver waits regroup.FENCE_SECONDS
+QUIET_SECONDS = 0.3
+DRAIN_SECONDS = 4.0  # the driver waits regroup.FENCE_SECONDS
 
 
 class Aborted(Exception):
-    """The generation of this call is over; nothing that it began counts."""
+    """The generation of this call is over; nothing it began counts."""
 
 
-def listening() -> frozenset[int]:
+class Fence:
+    """The end of a generation: `set` by the control thread, or by an error of the train thread, which checks it."""
+
+    def __init__(self) -> None:
+        self.is_set = self.failed = False
+
+    def set(self) -> None:
+        self.is_set = True
+
+    def check(self) -> None:
+        """Raises Aborted if the generation is over."""
+        if self.is_set or self.failed:
+            raise Aborted
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Errors raised after an abort are reported as Aborted, and any other error ends the generation: a queued call
+        would otherwise continue in the middle of a step and add to gradients that are only waiting for their norm."""
+        self.check()
+        try:
+            yield
+            self.check()
+        except Exception as error:
+            if self.is_set or self.failed:
+                raise Aborted(str(error)) from None
+            self.failed = True
+            raise
+
+
+def listening_ports() -> frozenset[int]:
     """TCP ports that this process listens on."""
-    import psutil  # needed on CPUs alone
+    import psutil  # needed on CPUs only
 
     return frozenset(c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN)
 
 
 class SocketRegistry:
-    """The TCP connections of one generation (gloo's and the store's), which another thread can cut.
+    """The TCP connections of one generation (gloo's and the store's), which another thread can shut down.
 
-    gloo knows no abort: a wait for a lost rank, or for a living one that itself waits, ends when the connection does.
+    gloo cannot abort: a wait for a lost rank, or for a rank that itself waits, ends only when the connection does.
     """
 
     def __init__(self, store_port: int) -> None:
-        self.before, self.known = listening(), {store_port}
+        self.ports_before, self.known_ports = listening_ports(), {store_port}
 
     def exchange(self, store: dist.TCPStore, rank: int, size: int) -> None:
-        """Tells the others which ports this rank's connections come in at, and learns theirs."""
-        store.set(f"wires/{rank}", ",".join(map(str, listening() - self.before)))
+        """Tells the other ranks the ports this rank listens on, and learns theirs."""
+        store.set(f"ports/{rank}", ",".join(map(str, listening_ports() - self.ports_before)))
         for other in range(size):
-            self.known |= set(map(int, filter(None, store.get(f"wires/{other}").decode().split(","))))
+            self.known_ports |= set(map(int, filter(None, store.get(f"ports/{other}").decode().split(","))))
 
-    def cut(self) -> int:
-        """Shuts every connection of the generation down; returns how many."""
+    def shutdown(self) -> int:
+        """Shuts down every connection of the generation; returns how many."""
         import psutil
 
-        ports, count = self.known | (listening() - self.before), 0
-        for wire in psutil.Process().net_connections("tcp"):
-            ends = {wire.laddr.port} | ({wire.raddr.port} if wire.raddr else set())
-            if wire.status == psutil.CONN_LISTEN or wire.fd < 0 or not ends & ports:
+        ports, count = self.known_ports | (listening_ports() - self.ports_before), 0
+        for connection in psutil.Process().net_connections("tcp"):
+            ends = {connection.laddr.port} | ({connection.raddr.port} if connection.raddr else set())
+            if connection.status == psutil.CONN_LISTEN or connection.fd < 0 or not ends & ports:
                 continue
-            with suppress(OSError), socket.socket(fileno=dup(wire.fd)) as end:  # it may be closed by now
+            with suppress(OSError), socket.socket(fileno=dup(connection.fd)) as end:  # it may be closed by now
                 end.shutdown(socket.SHUT_RDWR)
                 count += 1
         return count
 
 
-def run_out(executor: Executor, signals: StreamFlags | None, lanes: CudaStreams, longest: float) -> None:
-    """Lets a GPU run out: no step counts any more, and no transfer waits; returns when nothing moves, for longer than
-    the `longest` instruction takes (transfers inside one are not to be cut short), or when time is up.
+def drain(
+    lanes: CudaStreams,
+    optimizer_step: BarrierStep | PostValidatedStep,
+    flags: StreamFlags | None,
+    longest_instruction: float,
+) -> None:
+    """Lets a GPU finish what it was given, without further steps or waits for transfers.
 
-    Only memory is written: calls of the GPU's driver may be held up.
+    Returns when no instruction has ended for longer than the longest one takes (transfers inside an instruction must
+    not be cut short), or after DRAIN_SECONDS. Only writes memory: calls of the CUDA driver may be blocked.
     """
-    still = max(STILL_SECONDS, 1.5 * longest)
-    executor.end.fence.fill_(math.nan)
-    if signals is not None:
-        signals.release()
-    moved, done = time.monotonic(), -1
-    until = moved + RUN_OUT_SECONDS
-    while time.monotonic() < min(moved + still, until):
-        if (now := lanes.done()) != done:
-            moved, done = time.monotonic(), now
+    quiet = max(QUIET_SECONDS, 1.5 * longest_instruction)
+    optimizer_step.cancel()
+    if flags is not None:
+        flags.release()
+    last_change, completed = time.monotonic(), -1
+    deadline = last_change + DRAIN_SECONDS
+    while time.monotonic() < min(last_change + quiet, deadline):
+        if (now := lanes.progress.completed()) != completed:
+            last_change, completed = time.monotonic(), now
         time.sleep(0.01)

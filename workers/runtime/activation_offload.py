@@ -1,7 +1,7 @@
-"""OFFLOAD and RELOAD: activations wait in the host's memory while others need the device's.
+"""OFFLOAD and RELOAD: keeps activations in host memory while others need the device's.
 
-What is moved is memory, not tensors: a storage is emptied and later filled again under the tensors that view it, some
-of which only autograd's graph of attention knows.
+Storages are moved, not tensors: a storage is emptied, and later filled again under the tensors that view it, some of
+which only an autograd graph refers to.
 """
 
 from __future__ import annotations
@@ -12,52 +12,52 @@ import torch
 
 from pentad.workers.runtime.streams import CudaStreams, Lanes
 
-Piece = tuple[int, int]  # stage and microbatch
+Slice = tuple[int, int]  # stage and microbatch, or a slice of one
 
 
 class ActivationOffload:
-    """What one rank has on the host, piece by piece. `send` and `bring_back` are called on the lane of copies.
+    """The offloaded activations of one rank. `offload` and `reload` are called on the copy lane.
 
-    Buffers on the host are used again by size: the lane's order keeps one copy from another. On a CPU both sides are
-    the same memory, and the copies are as real.
+    Host buffers are reused by size; the order of the lane keeps their copies apart. On a CPU the copies are real, but
+    both sides are the same memory.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self.compute = lanes.compute if isinstance(lanes, CudaStreams) else None
-        self.held: dict[Piece, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
-        self.spare: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size
+        self.offloaded: dict[Slice, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
+        self.free_buffers: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size
 
-    def send(self, piece: Piece, storages: list[torch.UntypedStorage]) -> None:
-        """OFFLOAD: copies the storages and empties them; the piece's forward has ended on this lane."""
-        self.held[piece] = [(storage, self._buffer(storage.nbytes())) for storage in storages]
-        for storage, there in self.held[piece]:
-            here = _bytes(storage)
-            there.copy_(here, non_blocking=True)
-            if self.compute is not None:  # whoever gets this memory next waits for the copy
-                here.record_stream(torch.cuda.current_stream())
-            del here
+    def offload(self, key: Slice, storages: list[torch.UntypedStorage]) -> None:
+        """OFFLOAD: copies the storages to the host and empties them; the lane has waited for the forward."""
+        self.offloaded[key] = [(storage, self._buffer(storage.nbytes())) for storage in storages]
+        for storage, buffer in self.offloaded[key]:
+            source = _bytes(storage)
+            buffer.copy_(source, non_blocking=True)
+            if self.compute is not None:  # the next owner of this memory waits for the copy
+                source.record_stream(torch.cuda.current_stream())
+            del source
             storage.resize_(0)
 
-    def bring_back(self, piece: Piece) -> None:
-        """RELOAD: fills the storages again; whoever reads them waits for this lane."""
-        pairs = self.held.pop(piece)
-        for storage, there in pairs:
-            self._grow(storage, there.nbytes)
-        if self.compute is not None:  # what is filled here was others' until the compute before this place had ended
+    def reload(self, key: Slice) -> None:
+        """RELOAD: fills the storages again; their readers wait for this lane."""
+        copies = self.offloaded.pop(key)
+        for storage, buffer in copies:
+            self._allocate(storage, buffer.nbytes)
+        if self.compute is not None:  # compute issued before may still use the memory just allocated
             torch.cuda.current_stream().wait_stream(self.compute)
-        for storage, there in pairs:
-            _bytes(storage).copy_(there, non_blocking=True)
-            self.spare[there.nbytes].append(there)
+        for storage, buffer in copies:
+            _bytes(storage).copy_(buffer, non_blocking=True)
+            self.free_buffers[buffer.nbytes].append(buffer)
 
-    def forget(self) -> None:
-        """Gives up all that is on the host; every copy has ended."""
-        for pairs in self.held.values():
-            for _, there in pairs:
-                self.spare[there.nbytes].append(there)
-        self.held.clear()
+    def discard(self) -> None:
+        """Drops everything on the host, after every copy has ended."""
+        for copies in self.offloaded.values():
+            for _, buffer in copies:
+                self.free_buffers[buffer.nbytes].append(buffer)
+        self.offloaded.clear()
 
-    def _grow(self, storage: torch.UntypedStorage, size: int) -> None:
-        """In the memory of the compute lane, where it came from and will go."""
+    def _allocate(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Allocates on the compute lane, which allocated the memory first and will free it."""
         if self.compute is None:
             storage.resize_(size)
             return
@@ -65,11 +65,11 @@ class ActivationOffload:
             storage.resize_(size)
 
     def _buffer(self, size: int) -> torch.Tensor:
-        if self.spare[size]:
-            return self.spare[size].pop()
+        if self.free_buffers[size]:
+            return self.free_buffers[size].pop()
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.compute is not None)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as a tensor of its own: autograd sees no change of those that are in its graphs."""
+    """A new tensor on a storage: autograd does not see changes of it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

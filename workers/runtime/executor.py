@@ -1,4 +1,4 @@
-"""Runs one rank's stream: a loop over instructions with one `match`."""
+"""Runs the instruction stream of one rank: a loop over instructions with one `match`."""
 
 from __future__ import annotations
 
@@ -8,171 +8,198 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.ir.instruction import REDUCTIONS, Instruction, Key, Op, units_of
+from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Stream
 from pentad.workers.data.batch_loader import Tokens
 from pentad.workers.model.stage_protocol import StageProtocol
-from pentad.workers.parallel.async_ops import Turns, interleave, on_yield, run_to_completion
-from pentad.workers.parallel.groups import Groups
-from pentad.workers.runtime.abort import Aborted
+from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
+from pentad.workers.parallel.process_groups import ProcessGroups
+from pentad.workers.runtime.abort import Fence
 from pentad.workers.runtime.activation_offload import ActivationOffload
-from pentad.workers.runtime.optimizer_step import Barrier, PostValidated
+from pentad.workers.runtime.optimizer_step import BarrierStep, PostValidatedStep
 from pentad.workers.runtime.progress_file import ProgressFile
 from pentad.workers.runtime.streams import Lanes
 from pentad.workers.runtime.zero import ZeroShards
-from pentad.workers.transport.p2p import Transport
+from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 
 
 class Executor:
-    """A rank's stages, communicators and lanes; `run` takes them through one step.
+    """Runs steps with the stages, process groups and lanes of one rank.
 
-    `end` is what becomes of the gradients, and `host_seconds[step]` what issuing the stream took. Another thread may
-    end the generation: it sets `fenced`, which the host sees before the next instruction.
+    `host_seconds[step]` is how long the host took to issue a step. Before every instruction the host checks `fence`.
     """
 
     def __init__(
         self,
         stream: Stream,
         stages: dict[int, StageProtocol],
-        groups: Groups,
-        transport: Transport | IpcTransport,
+        groups: ProcessGroups,
+        transport: P2PTransport | IpcTransport,
         lanes: Lanes,
-        board: ProgressFile,
-        end: Barrier | PostValidated,
+        progress: ProgressFile,
+        optimizer_step: BarrierStep | PostValidatedStep,
         shards: ZeroShards,
+        fence: Fence,
     ) -> None:
-        self.stream, self.stages, self.end, self.shards = stream, stages, end, shards
-        self.groups, self.transport, self.lanes, self.board = groups, transport, lanes, board
-        self.fenced = self.again = False
-        self.valid = True
-        self.away = ActivationOffload(lanes)
-        # by the last W of a stage whose gradients are reduced in several parts
-        self.reductions: dict[Key, list[Instruction]] = {}
-        for part in units_of(stream):
-            if part.op in REDUCTIONS and part.microbatch >= 0:
-                self.reductions.setdefault(part.waits[0], []).append(part)
+        self.stream, self.stages, self.groups, self.transport = stream, stages, groups, transport
+        self.lanes, self.progress, self.fence = lanes, progress, fence
+        self.optimizer_step, self.shards = optimizer_step, shards
+        self.activations = ActivationOffload(lanes)
+        self.sources, self.reductions = resolve_inputs(stream), bucket_reductions(stream)
         self.results: dict[Key, torch.Tensor | None] = {}
         self.step, self.host_seconds = 0, dict[int, float]()
+        self.valid, self.restart = True, False
 
     def run(self, step: int, tokens: dict[int, Tokens]) -> None:
-        """`tokens[piece]` are inputs and targets [T] of the pieces that this rank embeds or ends."""
+        """Issues one step. `tokens` are those of the microbatches (or slices) that this rank embeds or ends.
+
+        Raises Aborted if the generation ends.
+        """
         self.step, self.tokens = step, tokens
-        self.lanes.begin()
-        self.transport.begin()
+        self.lanes.begin_step()
+        self.transport.begin_step()
         for stage in self.stages.values():
             stage.begin(step)
         started = time.monotonic()
         counter = 0
         while counter < len(self.stream):
-            self.board.write(step, counter)
-            self.refuse_if_fenced()
-            self.lanes.near(self.refuse_if_fenced)
-            # A backward has operations to start before it computes anything, so of a pair it is the first.
-            interleave(*map(self._execute, reversed(self.stream[counter].parts)))
+            self.progress.write(step, counter)
+            self.fence.check()
+            self.lanes.throttle(self.fence.check)
+            # The backward of an overlapped pair goes first: it communicates before it computes.
+            interleave(*map(self._issue, reversed(self.stream[counter].parts)))
             counter += 1
-            if self.again:
-                self._start_again()
+            if self.restart:
+                self._restart_step()
                 counter = 0
-        self.transport.settle()
+        self.transport.finish_sends()
         self.host_seconds[step] = time.monotonic() - started
-        self.board.write(step, -1)
+        self.progress.write(step, -1)
 
-    def _execute(self, part: Instruction) -> Turns[None]:
-        with self.lanes.on(part):
-            yield  # a pair begins when both have what they wait for
-            yield from self._turns(part)
+    def _issue(self, part: Instruction) -> Task[None]:
+        with self.lanes.issue(part):
+            yield  # an overlapped pair starts once both halves have what they wait for
+            yield from self._execute(part)
 
-    def _turns(self, part: Instruction) -> Turns[None]:
-        _, stage, mb, *_ = part
+    def _execute(self, part: Instruction) -> Task[None]:
+        index = part.microbatch
         match part.op:
             case Op.F:
-                received = self._input(part, Op.RECV_F, (Op.F,), stage - 1)
-                found = self.tokens.get(mb)
-                inputs = found.inputs if found and stage == 0 else None
-                ends = found and self.stages[stage].last
-                targets, further = (found.targets, found.further) if found and ends else (None, None)
-                starts = found.documents if found else ()
-                turns = self.stages[stage].forward(mb, received, inputs, targets, further, starts)
-                self.results[part.key] = yield from turns
+                yield from self._forward(part)
             case Op.B | Op.BW:
-                dy = self._input(part, Op.RECV_B, (Op.B, Op.BW), stage + 1)
-                turns = self.stages[stage].backward_input(mb, dy)
-                if part.op is Op.BW:  # W of a layer runs while operations of the one before it do
-                    turns = on_yield(turns, partial(self._weigh, part))
-                # with no one to wait for, the other of a pair would only delay it
-                self.results[part.key] = run_to_completion(turns) if self.stages[stage].is_alone else (yield from turns)
+                yield from self._backward(part)
             case Op.W:
-                self._weigh(part)
+                self._run_weight_grad(part)
             case Op.RECOMPUTE:
-                self.stages[stage].recompute(mb)
+                self.stages[part.stage].recompute(index)
             case Op.OFFLOAD:
-                self.away.send(part.key[1:], self.stages[stage].movable(mb))
+                self.activations.offload((part.stage, index), self.stages[part.stage].offloadable(index))
             case Op.RELOAD:
-                self.away.bring_back(part.key[1:])
+                self.activations.reload((part.stage, index))
             case Op.SEND_F | Op.SEND_B:
-                result = self.results.pop(part.waits[0])
+                result = self._input(part)
                 assert result is not None
                 self.transport.send(part, result)
             case Op.RECV_F | Op.RECV_B:
                 self.results[part.key], work = self.transport.receive(part)
                 if work is not None:
-                    self.lanes.finish_with(part, [work])
+                    self.lanes.end_with(part, [work])
             case Op.ALL_REDUCE:
-                self.lanes.finish_with(part, self._reduce(part))
+                self.lanes.end_with(part, self._all_reduce(part))
             case Op.ALL_GATHER:
-                self.lanes.finish_with(part, self.shards.gather(part, self.groups))
+                self.lanes.end_with(part, self.shards.gather(part, self.groups))
             case Op.FREE:
                 self.shards.free(part)
             case Op.REDUCE_SCATTER:
-                self.lanes.finish_with(part, self.shards.scatter(part, self.groups))
+                self.lanes.end_with(part, self.shards.scatter(part, self.groups))
             case Op.NORM:
-                self.end.reduce(self.step, self.refuse_if_fenced)
+                self.optimizer_step.reduce_norm(self.step, self.fence.check)
             case Op.STEP:
-                self.end.take(self.step)
+                self.optimizer_step.step(self.step)
             case Op.VALIDATE:
-                self.valid = self.end.validate(self.refuse_if_fenced)
+                self.valid = self.optimizer_step.validate(self.fence.check)
             case Op.ROLLBACK:
-                self.again = not self.valid
-            case _:
-                raise AssertionError(f"no worker runs {part.op}")
+                self.restart = not self.valid
 
-    def _reduce(self, part: Instruction) -> list[dist.Work]:
-        running, number = [], max(0, part.microbatch)
-        for bank, group in zip(self.stages[part.stage].banks, self.groups.holders[part.stage], strict=True):
-            assert bank.whole is not None
-            bucket = bank.whole[bank.buckets[number].span]
-            if group is not None and bucket.numel():
-                running.append(dist.all_reduce(bucket, group=group, async_op=True))
-        return running
+    def _forward(self, part: Instruction) -> Task[None]:
+        stage, tokens = self.stages[part.stage], self.tokens.get(part.microbatch)
+        self.results[part.key] = yield from stage.forward(
+            part.microbatch,
+            self._input(part),
+            tokens.inputs if tokens and part.stage == 0 else None,
+            tokens.targets if tokens and stage.last else None,
+            tokens.mtp_targets if tokens and stage.last else None,
+            tokens.document_starts if tokens else (),
+        )
 
-    def _weigh(self, part: Instruction) -> None:
-        """W, of as much as B has got to. What of the stage's gradients is whole now may be reduced meanwhile."""
+    def _backward(self, part: Instruction) -> Task[None]:
         stage = self.stages[part.stage]
-        self.lanes.past(self.refuse_if_fenced)  # gradients of a step that may yet be taken stay (Barrier.advance)
+        task = stage.backward_input(part.microbatch, self._input(part))
+        if part.op is Op.BW:  # W of a layer runs while B of the layer below communicates
+            task = on_yield(task, partial(self._run_weight_grad, part))
+        # Without communication there is nothing to overlap: yielding would only delay the other half of a pair.
+        self.results[part.key] = run_to_completion(task) if stage.is_local else (yield from task)
+
+    def _run_weight_grad(self, part: Instruction) -> None:
+        """W, for the layers that B has passed. Reductions of the buckets it completes may start right away."""
+        stage = self.stages[part.stage]
+        self.lanes.wait_previous_step(self.fence.check)  # that step may still need its gradients (BarrierStep.commit)
         stage.backward_weight(part.microbatch)
         for reduction in self.reductions.get(part.key, ()):
-            if all(bank.buckets[reduction.microbatch].layer >= stage.reached for bank in stage.banks):
-                self.lanes.leave(part, reduction)
+            if all(each.buckets[reduction.microbatch].layer >= stage.wgrad_layer for each in stage.param_buffers):
+                self.lanes.release_early(part, reduction)
 
-    def _input(self, part: Instruction, receive: Op, ops: tuple[Op, ...], stage: int) -> torch.Tensor | None:
-        """What F or B reads: from a slot, or this rank's own result of the neighbouring stage; none at the ends."""
-        mb = part.microbatch
-        keys = (Key(receive, part.stage, mb), *(Key(op, stage, mb) for op in ops))
-        return next((self.results.pop(key) for key in keys if key in self.results), None)
+    def _all_reduce(self, part: Instruction) -> list[dist.Work]:
+        works, bucket = [], max(0, part.microbatch)
+        buffers = self.stages[part.stage].param_buffers
+        for each, group in zip(buffers, self.groups.gradients[part.stage], strict=True):
+            assert each.gradients is not None
+            values = each.gradients.flat[each.buckets[bucket].span]
+            if group is not None and values.numel():
+                works.append(dist.all_reduce(values, group=group, async_op=True))
+        return works
 
-    def _start_again(self) -> None:
-        """Forgets what the step has computed so far; the ranks at the other ends of its transfers do the same."""
-        self.transport.settle()
-        self.lanes.drop(self.refuse_if_fenced)
-        self.transport.begin()
+    def _input(self, part: Instruction) -> torch.Tensor | None:
+        source = self.sources.get(part.key)
+        return None if source is None else self.results.pop(source)
+
+    def _restart_step(self) -> None:
+        """ROLLBACK: discards what the step has computed; the other ends of its transfers do the same."""
+        self.transport.finish_sends()
+        self.lanes.discard_step(self.fence.check)
+        self.transport.begin_step()
         self.results.clear()
-        self.away.forget()
+        self.activations.discard()
         for stage in self.stages.values():
-            stage.kept.clear()
+            stage.saved.clear()
             stage.begin(self.step)
-        self.again = False
+        self.restart = False
 
-    def refuse_if_fenced(self) -> None:
-        if self.fenced:
-            raise Aborted
+
+def resolve_inputs(stream: Stream) -> dict[Key, Key]:
+    """For every compute instruction and send with an input, the instruction of the stream whose result it is: a
+    receive, or this rank's own compute of the neighbouring stage. The ends of the model have none."""
+    keys, found = {part.key for part in instructions_of(stream)}, {}
+    for part in instructions_of(stream):
+        _, stage, index = part.key
+        candidates: tuple[Key, ...] = ()
+        if part.op is Op.F:
+            candidates = Key(Op.RECV_F, stage, index), Key(Op.F, stage - 1, index)
+        elif part.op in (Op.B, Op.BW):
+            candidates = Key(Op.RECV_B, stage, index), Key(Op.B, stage + 1, index), Key(Op.BW, stage + 1, index)
+        elif part.op in SENDS:
+            candidates = part.waits[:1]
+        source = next((key for key in candidates if key in keys), None)
+        if source is not None:
+            found[part.key] = source
+    return found
+
+
+def bucket_reductions(stream: Stream) -> dict[Key, list[Instruction]]:
+    """The reductions of stages with several buckets, by the last W (or BW) of the stage."""
+    found: dict[Key, list[Instruction]] = {}
+    for part in instructions_of(stream):
+        if part.op in REDUCTIONS and part.microbatch >= 0:
+            found.setdefault(part.waits[0], []).append(part)
+    return found

@@ -1,7 +1,7 @@
-"""The end of a step on one rank: what NORM, STEP and VALIDATE do.
+"""The end of a step on one rank: NORM, STEP and VALIDATE.
 
-`Barrier` lets every rank wait for the global norm; `PostValidated` takes the step ahead of it and hears it later (see
-schedules/passes/validation.py).
+`BarrierStep` waits for the global gradient norm before it updates weights. `PostValidatedStep` updates them first and
+checks the norm in the next step (schedules/passes/validation.py).
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.stage_protocol import StageProtocol
-from pentad.workers.parallel.groups import Groups
+from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import optimizer
 from pentad.workers.params.parameters import Parameters
-from pentad.workers.runtime.tied import Tied
+from pentad.workers.runtime.tied import TiedEmbedding
 from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
 
-Check = Callable[[], None]
+Check = Callable[[], None]  # raises Aborted if the generation is over
 
 
-class Taken(NamedTuple):
-    """A step that is in the weights; on a GPU, once it has come so far and `version` counts it.
+class CommittedStep(NamedTuple):
+    """A step in the master weights; on a GPU, once it has come so far.
 
-    `losses` [replicas x microbatches] are the loss sums of the whole mesh, `norm` is the global gradient norm before
-    clipping, a float64 scalar. Both lie on the host and are whole once the step has ended: who reads them waits for
-    nothing that was issued later.
+    `losses` [replicas x microbatches] are sums over tokens for the whole mesh, `norm` is the global gradient norm
+    before clipping, a scalar. Both are float64 on the host and valid once the step has ended.
     """
 
     step: int
@@ -38,198 +37,229 @@ class Taken(NamedTuple):
     norm: torch.Tensor
 
 
-def on_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, whole once the current stream has come so far."""
-    here = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-    return here.copy_(value, non_blocking=True)
+class StepTotals:
+    """What ranks add up at the end of a step, in float64: squared gradient norms by shard, and losses by replica,
+    microbatch and cp rank.
 
-
-def held(stages: dict[int, StageProtocol]) -> list[Parameters]:
-    return [bank.parameters for stage in stages.values() for bank in stage.banks]
-
-
-class Sums:
-    """What the ranks add up at the end of a step, in float64: squares by shard, then losses by microbatch and context
-    rank of the mesh.
-
-    Every entry is given by one rank only, so that the sums are exact in any order. The losses travel along, so that a
-    committed step's loss outlives the rank that computed it.
+    Every entry has one contributor, so that sums are exact in any order. All ranks learn the losses: those of a
+    committed step survive the rank that computed them.
     """
 
     def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol]) -> None:
-        self.plan, self.stages, self.at = plan, stages, plan.mesh.coordinates(rank)
-        self.rank, self.limit = rank, plan.optimizer.clip_norm
-        *first, self.squares = accumulate(map(plan.shards, plan.shares), initial=0)
-        self.first = dict(zip(plan.shares, first, strict=True))
-        self.shape = (plan.batch.replicas, plan.batch.microbatches, plan.mesh.cp)
-        device = next(iter(stages.values())).sums.device
-        self.values = torch.zeros(self.squares + math.prod(self.shape), dtype=torch.float64, device=device)
+        self.plan, self.stages, self.at, self.rank = plan, stages, plan.mesh.coordinates(rank), rank
+        *first, self.num_squares = accumulate(map(plan.num_zero_shards, plan.param_shards), initial=0)
+        self.first_square = dict(zip(plan.param_shards, first, strict=True))
+        self.loss_shape = (plan.batch.replicas, plan.batch.microbatches, plan.mesh.cp)
+        device = next(iter(stages.values())).loss_sum_buffers.device
+        self.values = torch.zeros(self.num_squares + math.prod(self.loss_shape), dtype=torch.float64, device=device)
 
     def fill(self) -> torch.Tensor:
-        """This rank's part: of a share's square that of its shard, and that of one that is not cut if it owns it."""
+        """This rank's entries, zeros elsewhere. The owner of an unsharded share contributes its square."""
         self.values.zero_()
         at = self.at
-        for share in self.plan.shares_of(self.rank):
+        for share in self.plan.param_shards_of(self.rank):
             stage = self.stages[share.stage]
-            bank = stage.banks[share.experts]
-            bank.copies.reduce(stage.around.tensor.group)
-            cut = bank.parameters.cut
-            if cut.parts > 1 or self.plan.owner(share) == self.rank:
-                square = optimizer.square_sum(bank.parameters, bank.copies.counted)
-                self.values[self.first[share] + cut.number] = square
-        ends = [stage for stage in self.stages.values() if stage.last and at.tp == 0]
-        for stage in ends:
-            self.losses(self.values)[at.dp * self.plan.mesh.ep + at.ep, :, at.cp] += stage.loss_sums
+            bank = stage.param_buffers[share.experts]
+            bank.replicated.reduce(stage.layer_context.tp.group)
+            layout = bank.parameters.layout
+            if layout.num_shards > 1 or self.plan.owner(share) == self.rank:
+                square = optimizer.square_sum(bank.parameters, bank.replicated.counted)
+                self.values[self.first_square[share] + layout.shard_index] = square
+        for stage in self.stages.values():
+            if stage.last and at.tp == 0:
+                self._losses(self.values)[at.dp * self.plan.mesh.ep + at.ep, :, at.cp] += stage.loss_sums
         return self.values
 
-    def norm(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[: self.squares].sum().sqrt()
+    def norm(self, totals: torch.Tensor) -> torch.Tensor:
+        """The global gradient norm, a scalar."""
+        return totals[: self.num_squares].sum().sqrt()
 
-    def losses(self, whole: torch.Tensor) -> torch.Tensor:
-        """Of every replica, microbatch and context rank."""
-        return whole[self.squares :].view(self.shape)
+    def losses(self, totals: torch.Tensor) -> torch.Tensor:
+        """[replicas x microbatches]."""
+        return self._losses(totals).sum(2).flatten()
+
+    def _losses(self, totals: torch.Tensor) -> torch.Tensor:
+        return totals[self.num_squares :].view(self.loss_shape)
 
 
-class Barrier:
-    """All ranks of the mesh meet at NORM: when one has the norm, every rank's gradients are whole.
+class LocalGradients(NamedTuple):
+    """A step's gradients on this rank; `complete` is a bool scalar, false if an abort may have cut their sums short."""
 
-    `version` (on the device) counts the steps that are in the weights, `norm` is that of the newest one; `ready` says
-    that only its global norm lacks for one more. `fence` (on the host) is 0 until another thread makes it nan, which a
-    GPU that runs behind its host sees at NORM: the step then changes no weight, and its gradients stay, for a host
-    issues no W until the step before has ended.
+    step: int
+    complete: torch.Tensor
+
+
+class GlobalNorm(NamedTuple):
+    """The result of NORM: `accepted` is a bool scalar, false after an abort; `norm` is nan then."""
+
+    step: int
+    accepted: torch.Tensor
+    norm: torch.Tensor
+    losses: torch.Tensor
+
+
+class BarrierStep:
+    """All ranks of the mesh meet at NORM: once one rank has the norm, the gradients of every rank are complete.
+
+    `version` (on the device) is the number of steps in the weights, `norm` that of the newest one. After `cancel`, a
+    GPU that is behind its host changes no weight at STEP, and the gradients stay: the host issues no W of the next
+    step before this one has ended.
     """
 
-    def __init__(self, plan: Plan, groups: Groups, stages: dict[int, StageProtocol]) -> None:
+    def __init__(self, plan: Plan, groups: ProcessGroups, stages: dict[int, StageProtocol]) -> None:
         self.plan, self.groups, self.stages = plan, groups, stages
-        self.sums = Sums(plan, groups.rank, stages)
-        self.tied = Tied(plan, groups.rank, stages, groups.tied)
-        # in one order, as mirrors hold the same stages in another
-        each = [(stage.balance, groups.holders[index][0]) for index, stage in sorted(stages.items())]
-        self.balances = [(balance, group) for balance, group in each if balance is not None]
-        device = self.sums.values.device
-        self.fence = torch.zeros((), dtype=torch.float64, pin_memory=device.type == "cuda")
+        self.totals = StepTotals(plan, groups.rank, stages)
+        self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
+        # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
+        balances = [(stage.load_balancer, groups.gradients[index][0]) for index, stage in sorted(stages.items())]
+        self.balances = [(balance, group) for balance, group in balances if balance is not None]
+        device = self.totals.values.device
+        self.cancelled = torch.zeros((), dtype=torch.float64, pin_memory=device.type == "cuda")  # nan after `cancel`
         self.version = torch.zeros((), dtype=torch.int64, device=device)
-        self.norm = self.losses = torch.zeros((), dtype=torch.float64, device=device)
-        self.taken: list[Taken] = []
-        self.whole, self.reduced = self._unfenced(), -1
+        self.norm = torch.zeros((), dtype=torch.float64, device=device)
+        self.gradients: LocalGradients | None = None
+        self.global_norm: GlobalNorm | None = None
+        self.committed: list[CommittedStep] = []
 
     @property
-    def ready(self) -> bool:
-        return bool(self.whole) and int(self.version) == self.reduced
+    def is_ready(self) -> bool:
+        """Whether the next step lacks nothing but its global norm."""
+        found = self.gradients
+        return found is not None and bool(found.complete) and int(self.version) == found.step
 
-    def reduce(self, step: int, check: Check) -> None:
+    def reduce_norm(self, step: int, check: Check) -> None:
         """NORM."""
         self.tied.reduce()
         for balance, group in self.balances:
             balance.reduce(group)
-        values = self.sums.fill()
-        self.whole, self.reduced = self._unfenced(), step  # nobody has cut short what they were summed with
-        if self.groups.everyone is not None:
-            dist.all_reduce(values, group=self.groups.everyone)
+        totals = self.totals.fill()
+        self.gradients = LocalGradients(step, self._not_cancelled())
+        if self.groups.world is not None:
+            dist.all_reduce(totals, group=self.groups.world)
         check()
-        self.open = self._unfenced()
-        self.heard = torch.where(self.open, self.sums.norm(values), torch.nan)
-        self.losses = self.sums.losses(values).sum(2).flatten()
+        accepted = self._not_cancelled()
+        norm = torch.where(accepted, self.totals.norm(totals), torch.nan)
+        self.global_norm = GlobalNorm(step, accepted, norm, self.totals.losses(totals))
 
-    def take(self, step: int) -> None:
-        """STEP, scaled as NORM says; a step after the fence counts for nothing."""
-        for parameters in held(self.stages):
-            factor = optimizer.clip(self.heard, self.sums.limit, parameters.master.dtype)
-            optimizer.step(parameters, self.plan.optimizer, step, factor)
-        for balance, _ in self.balances:
-            balance.take(self.open & self.heard.isfinite())
-        self.version = torch.where(self.open, step + 1, self.version)
-        self.norm = torch.where(self.open, self.heard, self.norm)
-        self.taken.append(Taken(step, on_host(self.losses), on_host(self.heard)))
+    def step(self, step: int) -> None:
+        """STEP, scaled by the norm; changes nothing if the norm is not finite."""
+        assert self.global_norm is not None and self.global_norm.step == step
+        self._commit(self.global_norm)
 
-    def advance(self, step: int, norm: float) -> None:
-        """Takes the step that lacked its global norm only: another rank has heard it before the generation ended."""
-        self.heard = torch.tensor(norm, dtype=torch.float64, device=self.version.device)
-        self.open = torch.ones((), dtype=torch.bool, device=self.version.device)
-        self.take(step)
+    def commit(self, step: int, norm: float) -> None:
+        """Takes the step that lacked only its norm, which another rank heard before the generation ended."""
+        device = self.version.device
+        accepted = torch.ones((), dtype=torch.bool, device=device)
+        value = torch.tensor(norm, dtype=torch.float64, device=device)
+        self._commit(GlobalNorm(step, accepted, value, torch.zeros(0, dtype=torch.float64)))
 
     def validate(self, check: Check) -> bool:
-        raise AssertionError("a step with a barrier has no VALIDATE")
+        raise AssertionError("a program with a barrier has no VALIDATE")
 
     def finish(self, check: Check) -> None:
-        """Nothing is left to hear."""
+        """Nothing to do: STEP has waited for the norm."""
+
+    def cancel(self) -> None:
+        """Lets no step count that the GPU has not taken yet. From any thread; writes host memory only."""
+        self.cancelled.fill_(math.nan)
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Nothing to release."""
 
-    def _unfenced(self) -> torch.Tensor:
-        """Whether the generation is not over: on a GPU, once the current stream has come so far."""
-        return self.fence.to(self.version.device, non_blocking=True) == 0
+    def _commit(self, result: GlobalNorm) -> None:
+        for parameters in _all_parameters(self.stages):
+            scale = optimizer.clip_scale(result.norm, self.plan.optimizer.clip_norm, parameters.master.dtype)
+            optimizer.step(parameters, self.plan.optimizer, result.step, scale)
+        for balance, _ in self.balances:
+            balance.update(result.accepted & result.norm.isfinite())
+        self.version = torch.where(result.accepted, result.step + 1, self.version)
+        self.norm = torch.where(result.accepted, result.norm, self.norm)
+        self.committed.append(CommittedStep(result.step, _to_host(result.losses), _to_host(result.norm)))
+
+    def _not_cancelled(self) -> torch.Tensor:
+        """A bool scalar; on a GPU, as of when the current stream comes here."""
+        return self.cancelled.to(self.version.device, non_blocking=True) == 0
 
 
-class PostValidated:
-    """The step is taken ahead, into the compute weights alone, and into the master weights once the norm is known.
+class PostValidatedStep:
+    """STEP updates the compute weights only; the master weights follow once the norm is known. Until then gradients and
+    optimizer state stay as they were.
 
-    The attributes are those of `Barrier`. The gradients stay until then, and so does all that the step was made from.
+    Same interface as `BarrierStep`.
     """
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol], courier: NormReducer) -> None:
-        self.plan, self.stages, self.courier = plan, stages, courier
-        self.sums = Sums(plan, rank, stages)
-        device = self.sums.values.device
-        self.fence = torch.zeros((), dtype=torch.float64)
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol], reducer: NormReducer) -> None:
+        self.plan, self.stages, self.reducer = plan, stages, reducer
+        self.totals = StepTotals(plan, rank, stages)
+        device = self.totals.values.device
         self.version = torch.zeros((), dtype=torch.int64, device=device)
-        self.norm = self.losses = torch.zeros(1)
-        self.taken: list[Taken] = []
-        self.ahead = -1  # the step whose norm is still to be heard
+        self.norm = torch.zeros(1)
+        self.unvalidated: int | None = None  # the step whose norm is not known yet
+        self.committed: list[CommittedStep] = []
 
     @property
-    def ready(self) -> bool:
-        return 0 <= self.ahead == self.courier.given
+    def is_ready(self) -> bool:
+        return self.unvalidated is not None and self.unvalidated == self.reducer.newest_partial
 
-    def reduce(self, step: int, check: Check) -> None:
-        """NORM: hands this rank's part to the courier."""
-        values = self.sums.fill()
-        self.ahead = step
-        if values.device.type == "cpu":
-            self.courier.bring(NormPartial(step, values.clone(), lambda: True))
+    def reduce_norm(self, step: int, check: Check) -> None:
+        """NORM: submits this rank's sums."""
+        totals = self.totals.fill()
+        self.unvalidated = step
+        if totals.device.type == "cpu":
+            self.reducer.submit(NormPartial(step, totals.clone(), lambda: True))
             return
-        here = on_host(values)
+        sums = _to_host(totals)
         arrived = torch.cuda.Event()
         arrived.record()
-        self.courier.bring(NormPartial(step, here, arrived.query))
+        self.reducer.submit(NormPartial(step, sums, arrived.query))
 
-    def take(self, step: int) -> None:
-        """STEP, ahead of the norm."""
-        for parameters in held(self.stages):
-            optimizer.step_ahead(parameters, self.plan.optimizer, step)
+    def step(self, step: int) -> None:
+        """STEP, as if the norm were within the limit."""
+        for parameters in _all_parameters(self.stages):
+            optimizer.optimistic_step(parameters, self.plan.optimizer, step)
 
     def validate(self, check: Check) -> bool:
-        """VALIDATE: hears the norm and takes the step for good. False when the weights are others than were taken
-        ahead; what was computed with those counts for nothing."""
-        if self.ahead < 0:
+        """VALIDATE: waits for the norm and commits the step. False if the compute weights differ from those that were
+        used since: what was computed with them must be discarded."""
+        if self.unvalidated is None:
             return True
-        parts = self.courier.hear(self.ahead, check)
-        whole = parts.sum(0)  # every entry is one pipeline's, and zero in the others
-        self.losses = self.sums.losses(whole).sum(2).flatten()
-        return self._commit(self.sums.norm(whole))
+        # Every entry is one pipeline's, and zero in the others.
+        totals = self.reducer.wait(self.unvalidated, check).sum(0)
+        return self._commit(self.unvalidated, self.totals.norm(totals), self.totals.losses(totals))
+
+    def commit(self, step: int, norm: float) -> None:
+        self._commit(step, torch.tensor(norm, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
 
     def finish(self, check: Check) -> None:
-        """When no step follows for now: nothing was computed with the last one's weights yet."""
+        """Validates the last step when no other follows; nothing has been computed with its weights yet."""
         self.validate(check)
 
-    def advance(self, step: int, norm: float) -> None:
-        """Takes the step that lacked its global norm only: another rank has heard it before the generation ended."""
-        self._commit(torch.tensor(norm, dtype=torch.float64))
+    def cancel(self) -> None:
+        """Nothing to do: the host commits every step."""
 
     def close(self) -> None:
-        self.courier.close()
+        self.reducer.close()
 
-    def _commit(self, norm: torch.Tensor) -> bool:
-        dtype = held(self.stages)[0].master.dtype
-        factor, step = optimizer.clip(norm, self.sums.limit, dtype), self.ahead
+    def _commit(self, step: int, norm: torch.Tensor, losses: torch.Tensor) -> bool:
+        parameters = _all_parameters(self.stages)
+        factor = optimizer.clip_scale(norm, self.plan.optimizer.clip_norm, parameters[0].master.dtype)
         finite, unscaled = bool(factor.isfinite()), bool(factor == 1)
         scale = factor.to(self.version.device, non_blocking=True)
-        for parameters in held(self.stages):
+        for each in parameters:
             if not finite:
-                parameters.refresh()
-            optimizer.step(parameters, self.plan.optimizer, step, scale)
+                each.refresh()
+            optimizer.step(each, self.plan.optimizer, step, scale)
         self.version.fill_(step + 1)
-        self.norm, self.ahead = norm, -1
-        self.taken.append(Taken(step, self.losses, norm))
+        self.norm, self.unvalidated = norm, None
+        self.committed.append(CommittedStep(step, losses, norm))
         return unscaled
+
+
+def _to_host(value: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, valid once the current stream has come so far."""
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return copy.copy_(value, non_blocking=True)
+
+
+def _all_parameters(stages: dict[int, StageProtocol]) -> list[Parameters]:
+    return [bank.parameters for stage in stages.values() for bank in stage.param_buffers]

@@ -1,4 +1,4 @@
-"""What a rank is doing, in memory that outlives a locked interpreter: a file of 32 bytes that both sides map."""
+"""A rank's progress in a memory-mapped file of 32 bytes, readable while its interpreter is blocked or gone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import NamedTuple
 _FORMAT = struct.Struct("<qqqd")
 
 
-class State(NamedTuple):
-    """`counter` is the index in the rank's stream (-1 between steps), `since` the monotonic second it was reached."""
+class Progress(NamedTuple):
+    """`counter` is the index in the rank's stream (-1 between steps), `since` the time it was reached, in seconds of
+    the host's monotonic clock."""
 
     generation: int
     step: int
@@ -21,25 +22,22 @@ class State(NamedTuple):
 
 
 class ProgressFile:
-    """Written by the train thread before every instruction, at the cost of one copy of 32 bytes."""
+    """Written by the train thread before every instruction, at the cost of copying 32 bytes."""
 
     def __init__(self, path: Path, generation: int) -> None:
         path.write_bytes(bytes(_FORMAT.size))
         with path.open("r+b") as file:
             self.memory = mmap.mmap(file.fileno(), _FORMAT.size)
-        self.generation = generation
-        self.write(-1, -1)
+        self.begin_generation(generation)
 
-    def renew(self, generation: int) -> ProgressFile:
-        """The same board in a later generation."""
+    def begin_generation(self, generation: int) -> None:
         self.generation = generation
         self.write(-1, -1)
-        return self
 
     def write(self, step: int, counter: int) -> None:
         _FORMAT.pack_into(self.memory, 0, self.generation, step, counter, time.monotonic())
 
 
-def read_board(path: Path) -> State:
-    """The state a rank left in its file, whatever became of the rank."""
-    return State(*_FORMAT.unpack(path.read_bytes()))
+def read_progress(path: Path) -> Progress:
+    """The last state that a rank wrote, whatever became of the rank."""
+    return Progress(*_FORMAT.unpack(path.read_bytes()))

@@ -1,6 +1,6 @@
-"""When instructions run: lanes as CUDA streams with events on GPU, plain order on CPU; both record every span.
+"""The order of instructions: lanes are CUDA streams with events between them on a GPU, program order on a CPU.
 
-An instruction starts behind the earlier ones of its lane and behind those it waits for, and nothing else.
+An instruction starts after the previous one of its lane and after those it waits for, and after nothing else.
 """
 
 from __future__ import annotations
@@ -9,220 +9,177 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction, Key
-from pentad.workers.transport.stream_flags import checked
+from pentad.workers.runtime.gpu_progress import GpuProgress
+from pentad.workers.runtime.gpu_timer import GpuTimer, StepTimes
 
-AHEAD = 2  # instructions that a host issues before the GPU needs them
-POLL_SECONDS = 5e-5
-
-
-class Times(list[tuple[Instruction, float, float]]):
-    """(instruction, start, end) of one step in seconds on the host's monotonic clock."""
-
-
-class Issued(NamedTuple):
-    """A step on a GPU: an event that ended when the host's monotonic clock was at `zero_at`, and instructions, each
-    with an event before and one after it."""
-
-    zero: torch.cuda.Event
-    zero_at: float
-    spans: list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]]
+AHEAD = 2  # instructions that the host issues before the compute lane needs them
+Check = Callable[[], None]  # called while the host waits; may raise
 
 
 class HostStreams:
-    """CPU: compute is synchronous; a transfer or reduction runs in the background until somebody waits for it."""
+    """CPU: compute is synchronous; transfers and reductions run in the background until an instruction waits for them.
+
+    Same interface as `CudaStreams`.
+    """
 
     def __init__(self) -> None:
-        self.steps: list[Times] = []
-        self.running: dict[Key, tuple[list[dist.Work], int]] = {}
+        self.steps: list[StepTimes] = []
+        self.running: dict[Key, tuple[list[dist.Work], int]] = {}  # works, and where their times are
 
-    def begin(self) -> None:
-        self.steps.append(Times())
+    @property
+    def has_unread_steps(self) -> bool:
+        return bool(self.steps)
+
+    def begin_step(self) -> None:
+        self.steps.append([])
 
     @contextmanager
-    def on(self, part: Instruction) -> Iterator[None]:
+    def issue(self, part: Instruction) -> Iterator[None]:
         for key in part.waits:
-            self._await(key)
-        spans = self.steps[-1]
+            self._wait_for(key)
+        times = self.steps[-1]
         start = time.monotonic()
         yield
-        spans.append((part, start, time.monotonic()))
+        times.append((part, start, time.monotonic()))
 
-    def leave(self, part: Instruction, reader: Instruction) -> None:
+    def end_with(self, part: Instruction, works: list[dist.Work]) -> None:
+        self.running[part.key] = (works, len(self.steps[-1]))
+
+    def release_early(self, part: Instruction, reader: Instruction) -> None:
         """Nothing to do: compute is synchronous."""
 
-    def past(self, check: Callable[[], None]) -> None:
-        """A host that computes itself is through with all it did before."""
-
-    def near(self, check: Callable[[], None], ahead: int = 0) -> None:
+    def throttle(self, check: Check, ahead: int = 0) -> None:
         """Nothing to do: compute is synchronous."""
 
-    def finish_with(self, part: Instruction, work: list[dist.Work]) -> None:
-        self.running[part.key] = (work, len(self.steps[-1]))
+    def wait_previous_step(self, check: Check) -> None:
+        """Nothing to do: compute is synchronous."""
 
-    def drop(self, check: Callable[[], None]) -> None:
-        """Waits for all that was begun in this step and forgets it."""
+    def discard_step(self, check: Check) -> None:
         for key in list(self.running):
-            self._await(key)
+            self._wait_for(key)
         self.steps[-1].clear()
 
-    def collect(self, left_open: int = 0, check: Callable[[], None] = lambda: None) -> list[Times]:
-        """Of all steps but the newest `left_open` ones, which a later call has."""
-        count = len(self.steps) - left_open
-        steps, self.steps = self.steps[:count], self.steps[count:]
-        return steps
+    def read_times(self, check: Check, num_open: int = 0) -> list[StepTimes]:
+        count = len(self.steps) - num_open
+        found, self.steps = self.steps[:count], self.steps[count:]
+        return found
 
-    def _await(self, key: Key) -> None:
+    def _wait_for(self, key: Key) -> None:
         if key not in self.running:
             return
-        work, index = self.running.pop(key)
-        for each in work:
-            each.wait()
-        spans = self.steps[-1]
-        part, start, _ = spans[index]
-        spans[index] = (part, start, time.monotonic())
+        works, index = self.running.pop(key)
+        for work in works:
+            work.wait()
+        times = self.steps[-1]
+        part, start, _ = times[index]
+        times[index] = (part, start, time.monotonic())
 
 
 class CudaStreams:
-    """GPU: a stream a lane, an event before and after every instruction; the host waits for no event in a step."""
+    """GPU: one stream per lane. The host waits for no event while it issues a step.
+
+    Times are kept by `timer`; `progress` says how far the GPU has come.
+    """
 
     def __init__(self, device: torch.device, lanes: set[str]) -> None:
-        from cuda.bindings import driver
-
-        self.device, self.driver = device, driver
-        self.compute = torch.cuda.current_stream(device)
+        self.device, self.compute = device, torch.cuda.current_stream(device)
         self.streams = {lane: torch.cuda.Stream(device) for lane in sorted(lanes)} | {"compute": self.compute}
-        self.steps: list[Issued] = []
-        self.ended: dict[Key, tuple[str, torch.cuda.Event]] = {}
-        self.left: dict[tuple[Key, Key], torch.cuda.Event] = {}
-        self.spare: list[torch.cuda.Event] = []
-        # Where nothing else runs, so that an event ends at once. Streams come out of a pool for each priority and may
-        # come twice: that of the high ones has no lane.
-        self.clock = torch.cuda.Stream(device, priority=-1)
-        # How many instructions each lane has ended, written by the GPU itself: its driver, asked for an event, may be
-        # held up behind a stream that waits.
-        self.ends = torch.zeros(len(self.streams), dtype=torch.int32).pin_memory()
-        self.word = {lane: self.ends.data_ptr() + 4 * number for number, lane in enumerate(self.streams)}
-        self.seen, self.mine = self.ends.numpy(), list(self.streams).index("compute")
-        self.issued: Counter[str] = Counter()
-        self.former = 0  # instructions of the compute lane in earlier steps
+        self.timer, self.progress = GpuTimer(device), GpuProgress(self.streams)
+        self.ends: dict[Key, tuple[str, torch.cuda.Event]] = {}  # lane and event of each instruction of the step
+        self.early_releases: dict[tuple[Key, Key], torch.cuda.Event] = {}
 
-    def begin(self) -> None:
-        self.former = self.issued["compute"]
-        self.ended.clear()
-        self.left.clear()
-        zero = self._event()
-        zero.record(self.clock)
-        zero.synchronize()
-        self.steps.append(Issued(zero, time.monotonic(), []))
-        before = self._event()  # slots and send buffers of the step before are free when its compute has ended
+    @property
+    def has_unread_steps(self) -> bool:
+        return bool(self.timer.steps)
+
+    def begin_step(self) -> None:
+        self.progress.begin_step()
+        self.ends.clear()
+        self.early_releases.clear()
+        self.timer.begin_step()
+        before = self.timer.event()  # the previous step's compute has ended: its slots and send buffers are free
         before.record(self.compute)
         for lane, stream in self.streams.items():
             if lane != "compute":
                 stream.wait_event(before)
-        self.spare.append(before)
+        self.timer.free.append(before)
 
     @contextmanager
-    def on(self, part: Instruction) -> Iterator[None]:
+    def issue(self, part: Instruction) -> Iterator[None]:
+        """What is launched inside runs on the lane of the instruction, after those it waits for."""
         lane, stream = part.lane, self.streams[part.lane]
         for key in part.waits:
-            where, event = self.ended[key]
-            if where != lane:
-                stream.wait_event(self.left.get((key, part.key), event))
-        start, end = self._event(), self._event()
+            other, event = self.ends[key]
+            if other != lane:
+                stream.wait_event(self.early_releases.get((key, part.key), event))
+        start, end = self.timer.event(), self.timer.event()
         with torch.cuda.stream(stream):
             start.record(stream)
             yield
             end.record(stream)
-        self.issued[lane] += 1
-        checked(self.driver.cuStreamWriteValue32(stream.cuda_stream, self.word[lane], self.issued[lane], 0))
-        self.ended[part.key] = (lane, end)
-        self.steps[-1].spans.append((part, start, end))
+        self.progress.count(lane)
+        self.ends[part.key] = (lane, end)
+        self.timer.add(part, start, end)
 
-    def leave(self, part: Instruction, reader: Instruction) -> None:
-        """While `part` is being issued: what `reader` waits for is there already."""
-        if (part.key, reader.key) not in self.left:
-            self.left[part.key, reader.key] = torch.cuda.Event()
-            self.left[part.key, reader.key].record(self.streams[part.lane])
+    def end_with(self, part: Instruction, works: list[dist.Work]) -> None:
+        """Makes the instruction being issued end with these operations."""
+        for work in works:
+            work.wait()  # the lane's stream waits for NCCL's, not the host
 
-    def finish_with(self, part: Instruction, work: list[dist.Work]) -> None:
-        for each in work:
-            each.wait()  # the lane's stream waits for NCCL's own, not the host
+    def release_early(self, part: Instruction, reader: Instruction) -> None:
+        """While `part` is being issued: what `reader` waits for in it is complete from here on."""
+        if (part.key, reader.key) not in self.early_releases:
+            self.early_releases[part.key, reader.key] = torch.cuda.Event()
+            self.early_releases[part.key, reader.key].record(self.streams[part.lane])
 
-    def near(self, check: Callable[[], None], ahead: int = AHEAD) -> None:
-        """Waits until the compute lane has at most `ahead` instructions before it, calling `check` meanwhile.
+    def throttle(self, check: Check, ahead: int = AHEAD) -> None:
+        """Waits until the compute lane has at most `ahead` instructions to complete.
 
-        A host that runs on until the driver's queue is full is stuck in there when the GPU is, and holds up every other
-        thread's calls as well.
+        A host that issues until the driver's queue is full blocks inside the driver, and holds up every other thread's
+        driver calls too.
         """
-        while self.issued["compute"] - int(self.seen[self.mine]) > ahead:
-            check()
-            time.sleep(POLL_SECONDS)
+        self.progress.wait_compute(check, ahead)
 
-    def past(self, check: Callable[[], None]) -> None:
-        """Waits until the compute lane has come to this step, calling `check` meanwhile."""
-        self.near(check, ahead=self.issued["compute"] - self.former)
+    def wait_previous_step(self, check: Check) -> None:
+        """Waits until the compute lane has completed the previous step."""
+        self.progress.wait_previous_step(check)
 
-    def drop(self, check: Callable[[], None]) -> None:
-        """Waits for all that was begun in this step, calling `check` meanwhile, and forgets it."""
-        while self.issued.total() > self.done():
-            check()
-            time.sleep(POLL_SECONDS)
-        self.spare += [event for _, *events in self.steps[-1].spans for event in events]
-        self.steps[-1].spans.clear()
-        self.ended.clear()
-        self.left.clear()
+    def discard_step(self, check: Check) -> None:
+        """Waits for everything issued, and forgets the instructions of the newest step."""
+        self.progress.wait_all(check)
+        self.timer.discard_step()
+        self.ends.clear()
+        self.early_releases.clear()
 
-    def collect(self, left_open: int = 0, check: Callable[[], None] = lambda: None) -> list[Times]:
-        """Of all steps but the newest `left_open` ones, which may go on: waits until the others have ended, calling
-        `check` meanwhile. With none left open, waits for all that the GPU was given."""
-        count = len(self.steps) - left_open
-        closed, later = self.steps[:count], self.steps[count:]
+    def read_times(self, check: Check, num_open: int = 0) -> list[StepTimes]:
+        """Waits for all steps except the newest `num_open`, which may still run, and returns the times of each; waits
+        for the whole device if there are none of those."""
+        count = len(self.timer.steps) - num_open
+        closed, later = self.timer.steps[:count], self.timer.steps[count:]
         if later:
-            self._await(closed, later, check)
+            self.progress.wait_all(check, Counter(part.lane for step in later for part, _, _ in step.events))
+            last = {part.lane: end for step in closed for part, _, end in step.events}
+            for end in last.values():
+                end.synchronize()  # already complete, but the driver may not have noticed yet
         else:
             torch.cuda.synchronize(self.device)
-        steps = []
-        for zero, zero_at, spans in closed:
-            at = [(part, zero.elapsed_time(a), zero.elapsed_time(b)) for part, a, b in spans]
-            steps.append(Times((part, zero_at + a / 1e3, zero_at + b / 1e3) for part, a, b in at))
-            self.spare += [zero, *(event for _, *events in spans for event in events)]
-        self.steps = later
-        return steps
+        return self.timer.read(count)
 
-    def done(self) -> int:
-        """How many instructions have ended; from any thread."""
-        return int(self.seen.sum())
-
-    def reached(self) -> tuple[int, Instruction] | None:
-        """(steps behind the newest one, instruction) that the compute lane is at; None when it has done all it was
-        given. From any thread."""
-        left = self.issued["compute"] - int(self.seen[self.mine])
-        for behind, (_, _, spans) in enumerate(reversed(list(self.steps))):
-            mine = [part for part, _, _ in list(spans) if part.lane == "compute"]
-            if 0 < left <= len(mine):
-                return behind, mine[-left]
-            left -= len(mine)
+    def position(self) -> tuple[int, Instruction] | None:
+        """(steps behind the newest one, instruction) that the compute lane is at; None if it is idle. From any
+        thread."""
+        pending = self.progress.compute_pending()
+        for behind, step in enumerate(reversed(list(self.timer.steps))):
+            compute = [part for part, _, _ in list(step.events) if part.lane == "compute"]
+            if 0 < pending <= len(compute):
+                return behind, compute[-pending]
+            pending -= len(compute)
         return None
-
-    def _await(self, closed: list[Issued], later: list[Issued], check: Callable[[], None]) -> None:
-        """Until every lane has ended what was issued before the later steps."""
-        newer = Counter(part.lane for _, _, spans in later for part, _, _ in spans)
-        until = [self.issued[lane] - newer[lane] for lane in self.streams]
-        while any(int(seen) < expected for seen, expected in zip(self.seen, until, strict=True)):
-            check()
-            time.sleep(POLL_SECONDS)
-        last = {part.lane: end for _, _, spans in closed for part, _, end in spans}
-        for end in last.values():
-            end.synchronize()  # each stands before the word that was seen: now the GPU's driver knows it as well
-
-    def _event(self) -> torch.cuda.Event:
-        return self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
 
 
 Lanes = HostStreams | CudaStreams

@@ -1,7 +1,7 @@
-"""An embedding that the last stage has as well, as its head or for layers that predict further tokens: each has a copy,
-and both step on the sum of their gradients.
+"""Tied embeddings across pipeline stages: the first and the last stage each have a copy and add up its gradients.
 
-The sum is taken where all else is summed already, just before the step's norm, in which it counts once.
+The last stage needs the embedding as its head or for multi-token prediction. The sum is taken just before the
+gradient norm, in which it counts once.
 """
 
 from __future__ import annotations
@@ -14,50 +14,49 @@ import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.stage_protocol import StageProtocol
-from pentad.workers.params.buckets import Place
+from pentad.workers.params.buckets import ShardIndex
 from pentad.workers.params.param_buffers import ParamBuffers
 
 
-class Copy(NamedTuple):
-    """What a rank's shard has of one of the two tensors: `mine` of its gradients are `place` of the tensor's. It
-    `gives` them where no other rank does."""
+class EmbeddingPart(NamedTuple):
+    """The part of one copy in a rank's shard: `gradient[shard_index]` are the elements `span` of the copy. The rank
+    `contributes` them if no other rank does."""
 
     gradient: torch.Tensor
-    mine: Place
-    place: slice
-    gives: bool
+    shard_index: ShardIndex
+    span: slice
+    contributes: bool
 
 
-class Tied:
-    """The copies of a rank; `group` are the ranks of its tensor coordinate that have one of either."""
+class TiedEmbedding:
+    """The copies on one rank; `group` are the ranks of its tp coordinate that have either copy."""
 
     def __init__(
         self, plan: Plan, rank: int, stages: dict[int, StageProtocol], group: dist.ProcessGroup | None
     ) -> None:
-        self.group, self.found, self.size = group, list[Copy](), 0
-        for share in plan.shares_of(rank) if plan.is_tied else ():
+        self.group, self.parts, self.size = group, list[EmbeddingPart](), 0
+        for share in plan.param_shards_of(rank) if plan.is_tied else ():
             if not share.experts and share.stage in (0, plan.program.stages - 1):
-                bank = stages[share.stage].banks[0]
-                gives = bank.parameters.cut.parts > 1 or plan.owner(share) == rank
-                self._add(bank, gives)
+                bank = stages[share.stage].param_buffers[0]
+                self._add(bank, bank.parameters.layout.num_shards > 1 or plan.owner(share) == rank)
 
-    def _add(self, bank: ParamBuffers, gives: bool) -> None:
+    def _add(self, bank: ParamBuffers, contributes: bool) -> None:
         parameters = bank.parameters
-        for local in parameters.locals:
-            if "embedding" in (local.name, local.tensor.like):
+        for local in parameters.local_tensors:
+            if "embedding" in (local.name, local.tensor.tied_to):
                 self.size, self.gradient = math.prod(local.shape), parameters.gradient
-        for local, mine, span in parameters.places():
-            if "embedding" in (local.name, local.tensor.like):
-                self.found.append(Copy(parameters.gradient, mine, span, gives))
+        for local, index, span in parameters.shard_spans():
+            if "embedding" in (local.name, local.tensor.tied_to):
+                self.parts.append(EmbeddingPart(parameters.gradient, index, span, contributes))
 
     def reduce(self) -> None:
-        """Makes both gradients their sum."""
+        """Replaces the gradients of both copies by their sum."""
         if not self.size:
             return
-        joint = self.gradient.new_zeros(self.size)
-        for copy in self.found:
-            if copy.gives:
-                joint[copy.place] += copy.gradient[copy.mine]
-        dist.all_reduce(joint, group=self.group)
-        for copy in self.found:
-            copy.gradient[copy.mine] = joint[copy.place]
+        total = self.gradient.new_zeros(self.size)
+        for part in self.parts:
+            if part.contributes:
+                total[part.span] += part.gradient[part.shard_index]
+        dist.all_reduce(total, group=self.group)
+        for part in self.parts:
+            part.gradient[part.shard_index] = total[part.span]

@@ -1,1 +1,1 @@
-"""Point-to-point transfers between pipeline ranks."""
+"""Point-to-point transfers between pipeline ranks, and the reduction of the gradient norm."""

@@ -1,4 +1,4 @@
-"""Carries the partial sums of every step's global norm along the pipeline, beside the train thread."""
+"""Adds up the partial sums of the global gradient norm along the pipeline, in a thread beside the train thread."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 POLL_SECONDS = 5e-4
-PATIENCE = timedelta(milliseconds=200)
+STORE_TIMEOUT = timedelta(milliseconds=200)
 
 
 class NormPartial(NamedTuple):
-    """This rank's part of a step's sums: float64 on the host, whole once `arrived` says so."""
+    """This rank's sums of a step: float64 on the host, valid once `arrived()` is true."""
 
     step: int
     sums: torch.Tensor
@@ -26,76 +26,78 @@ class NormPartial(NamedTuple):
 
 
 class NormReducer:
-    """One rank's courier: it adds this rank's part to what comes from the rank before and passes the sum on.
+    """Adds this rank's sums to those of the previous pipeline rank and passes them on.
 
-    The last rank's sum of every pipeline is what `hear` returns on all ranks. Few bytes a step, so they go by the store
-    that the ranks met at, over a connection of the courier's own, and occupy neither the GPU nor a communicator.
+    The totals of all pipelines' last ranks then go to all ranks. They are a few bytes a step, so they travel through
+    the TCP store, over a connection of their own, and occupy neither the GPU nor a communicator.
     """
 
-    def __init__(self, store: dist.TCPStore, pipeline: int, pp: int, pipelines: int, ranks: int) -> None:
-        self.store, self.pipeline, self.pp, self.pipelines, self.ranks = store, pipeline, pp, pipelines, ranks
-        self.parcels: queue.SimpleQueue[NormPartial | None] = queue.SimpleQueue()
-        self.whole: dict[int, torch.Tensor] = {}
-        self.given = -1  # the last step whose part was whole
+    def __init__(self, store: dist.TCPStore, pipeline: int, pp: int, num_pipelines: int, pp_size: int) -> None:
+        self.store, self.pipeline, self.pp = store, pipeline, pp
+        self.num_pipelines, self.pp_size = num_pipelines, pp_size
+        self.submitted: queue.SimpleQueue[NormPartial | None] = queue.SimpleQueue()
+        self.totals: dict[int, torch.Tensor] = {}
+        self.newest_partial = -1  # newest step whose partial sums have arrived on the host
         self.closed = False
-        self.news = threading.Condition()
-        self.failed: Exception | None = None
-        threading.Thread(target=self._run, name="courier", daemon=True).start()
+        self.changed = threading.Condition()
+        self.error: Exception | None = None
+        threading.Thread(target=self._run, name="norm reducer", daemon=True).start()
 
-    def bring(self, parcel: NormPartial) -> None:
-        self.parcels.put(parcel)
+    def submit(self, partial: NormPartial) -> None:
+        self.submitted.put(partial)
 
-    def hear(self, step: int, check: Callable[[], None]) -> torch.Tensor:
-        """The sums of a step over all ranks [pipelines, entries]; calls `check` while it waits, which may raise."""
+    def wait(self, step: int, check: Callable[[], None]) -> torch.Tensor:
+        """The sums of a step over all ranks [pipelines, entries]; calls `check`, which may raise, while it waits."""
         while True:
             check()
-            with self.news:
-                if step in self.whole or self.news.wait_for(lambda: step in self.whole or self.failed, POLL_SECONDS):
-                    if self.failed is not None:
-                        raise self.failed
-                    return self.whole.pop(step)
+            with self.changed:
+                if self.changed.wait_for(lambda: step in self.totals or self.error, POLL_SECONDS):
+                    if self.error is not None:
+                        raise self.error
+                    return self.totals.pop(step)
 
     def close(self) -> None:
         self.closed = True
-        self.parcels.put(None)
+        self.submitted.put(None)
 
     def _run(self) -> None:
         try:
-            while (parcel := self.parcels.get()) is not None:
-                self._carry(parcel)
-        except Exception as error:  # the train thread is told, if it still listens
-            with self.news:
-                self.failed = error
-                self.news.notify_all()
+            while (partial := self.submitted.get()) is not None:
+                self._reduce(partial)
+        except Exception as error:  # for the train thread, in `wait`
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
 
-    def _carry(self, parcel: NormPartial) -> None:
-        while not parcel.arrived():
+    def _reduce(self, partial: NormPartial) -> None:
+        while not partial.arrived():
             if self.closed:
                 return
             time.sleep(POLL_SECONDS)
-        self.given = parcel.step
-        sums = parcel.sums.numpy().copy()
+        self.newest_partial = partial.step
+        sums = partial.sums.numpy().copy()
         if self.pp > 0:
-            sums += self._take(parcel.step, self.pipeline, self.pp - 1)
-        self.store.set(_name(parcel.step, self.pipeline, self.pp), sums.tobytes().hex())
-        whole = np.stack([self._take(parcel.step, number, self.ranks - 1) for number in range(self.pipelines)])
-        self.store.delete_key(
-            _name(parcel.step - 1, self.pipeline, self.pp)
-        )  # all have heard that one: they gave this one
-        with self.news:
-            self.whole[parcel.step] = torch.from_numpy(whole)
-            self.news.notify_all()
+            sums += self._receive(partial.step, self.pipeline, self.pp - 1)
+        self.store.set(_key(partial.step, self.pipeline, self.pp), sums.tobytes().hex())
+        totals = np.stack(
+            [self._receive(partial.step, pipeline, self.pp_size - 1) for pipeline in range(self.num_pipelines)]
+        )
+        # Every rank has read the previous step's: it has contributed to this one.
+        self.store.delete_key(_key(partial.step - 1, self.pipeline, self.pp))
+        with self.changed:
+            self.totals[partial.step] = torch.from_numpy(totals)
+            self.changed.notify_all()
 
-    def _take(self, step: int, pipeline: int, pp: int) -> np.ndarray:
-        name = _name(step, pipeline, pp)
+    def _receive(self, step: int, pipeline: int, pp: int) -> np.ndarray:
+        key = _key(step, pipeline, pp)
         while True:
             try:
-                self.store.wait([name], PATIENCE)
-                return np.frombuffer(bytes.fromhex(self.store.get(name).decode()), dtype=np.float64)
+                self.store.wait([key], STORE_TIMEOUT)
+                return np.frombuffer(bytes.fromhex(self.store.get(key).decode()), dtype=np.float64)
             except dist.DistStoreError:
                 if self.closed:
                     raise
 
 
-def _name(step: int, pipeline: int, pp: int) -> str:
+def _key(step: int, pipeline: int, pp: int) -> str:
     return f"norm/{step}/{pipeline}/{pp}"

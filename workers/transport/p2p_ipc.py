@@ -1,8 +1,8 @@
-"""Transfers inside a host without a waiting kernel: the sender copies into the receiver's slot and sets a flag.
+"""SEND and RECV inside a host by peer copies over CUDA IPC, without a kernel that waits.
 
-Both sides wait with stream memory operations (cuStreamWaitValue32), which occupy no SM; the copy is made by the copy
-engine. A RECV grants its slot to the sender and then waits for the arrival; a SEND waits for the grant. The order of a
-channel's transfers is the program's, so a count says which transfer a flag belongs to.
+The sender copies into the receiver's slot with a copy engine, then sets a flag; both sides wait with stream memory
+operations (cuStreamWaitValue32), which occupy no SM. A RECV grants its slot and then waits for the arrival, a SEND
+waits for the grant. The transfers of a channel are ordered by the program, so a count identifies the one a flag is for.
 """
 
 from __future__ import annotations
@@ -12,38 +12,21 @@ from collections import Counter, defaultdict
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.ir.instruction import RECEIVES, Instruction, Op, units_of
+from pentad.schedules.ir.instruction import RECEIVES, Instruction, Op, instructions_of
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.parallel.groups import Channel, channel, columns, edges
-from pentad.workers.transport.ipc import Opened, offer
-from pentad.workers.transport.stream_flags import LINE, StreamFlags
+from pentad.workers.parallel.process_groups import Channel, channel_of, first_stage_ranks, transfer_edges
+from pentad.workers.transport.stream_flags import FLAG_STRIDE, StreamFlags, check_driver
 
-
-def slot_counts(plan: Plan, pipeline_rank: int) -> Counter[Op]:
-    """How many slots a pipeline rank's program names, by kind of receive."""
-    counts: Counter[Op] = Counter()
-    for part in units_of(plan.program.streams[pipeline_rank]):
-        if part.op in RECEIVES:
-            counts[part.op] = max(counts[part.op], part.slot + 1)
-    return counts
-
-
-def channels(plan: Plan) -> dict[Channel, int]:
-    """A number for every channel of the mesh, the same on all ranks."""
-    mesh = plan.mesh
-    ends = [
-        (kind, mesh.move(column, pp=source), mesh.move(column, pp=target))
-        for column in columns(mesh)
-        for kind, source, target in edges(plan)
-    ]
-    return {name: number for number, name in enumerate(ends)}
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
 
 
 class IpcTransport:
-    """Transfers of one rank; the same calls as `Transport`. All ranks of the mesh must be on one host.
+    """Transfers of one rank; same interface as `P2PTransport`. All ranks of the mesh must be on one host.
 
-    A rank's buffer holds its slots, activations first, then gradients; those who send to it have it mapped. A channel
-    of the mesh has two signals: 'granted', written by the receiver, and 'arrived', written by the sender.
+    A rank's buffer holds its receive slots, first those of activations, then those of gradients; the ranks that send to
+    it have it mapped. Every channel of the mesh has two flags: 'granted', written by the receiver, and 'arrived',
+    written by the sender.
     """
 
     def __init__(
@@ -54,78 +37,127 @@ class IpcTransport:
         dtype: torch.dtype,
         device: torch.device,
         store: dist.Store,
-        signals: StreamFlags,
+        flags: StreamFlags,
     ) -> None:
-        self.plan, self.rank, self.shape, self.dtype, self.signals = plan, rank, shape, dtype, signals
-        self.at = plan.mesh.coordinates(rank)
-        self.slot_bytes = -(-shape[0] * shape[1] * dtype.itemsize // LINE) * LINE
+        self.plan, self.rank, self.shape, self.dtype, self.flags = plan, rank, shape, dtype, flags
+        self.pp = plan.mesh.coordinates(rank).pp
+        self.slot_bytes = -(-shape[0] * shape[1] * dtype.itemsize // FLAG_STRIDE) * FLAG_STRIDE
         counts = [slot_counts(plan, pp) for pp in range(plan.mesh.pp)]
         self.first_gradient = [count[Op.RECV_F] for count in counts]
-        self.channels = channels(plan)
-        size = max(1, counts[self.at.pp].total()) * self.slot_bytes
+        self.channels = channel_numbers(plan)
+        size = max(1, counts[self.pp].total()) * self.slot_bytes
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        store.set(f"slots/{rank}", offer(self.buffer).hex())
-        self.targets = self._targets()
-        receivers = sorted({name[2] for name in self.targets})
-        self.opened = {peer: Opened(bytes.fromhex(store.get(f"slots/{peer}").decode())) for peer in receivers}
-        self.count: Counter[Channel] = Counter()  # transfers so far
-        self.place: Counter[Channel] = Counter()  # of this step
+        store.set(f"slots/{rank}", export_memory(self.buffer).hex())
+        self.target_slots = self._target_slots()
+        receivers = sorted({channel[2] for channel in self.target_slots})
+        self.mapped = {peer: MappedMemory(bytes.fromhex(store.get(f"slots/{peer}").decode())) for peer in receivers}
+        self.transfers: Counter[Channel] = Counter()  # since the start
+        self.step_sends: Counter[Channel] = Counter()  # in this step
 
-    def begin(self) -> None:
-        """Before the first transfer of a step."""
-        self.place.clear()
+    def begin_step(self) -> None:
+        self.step_sends.clear()
 
     def send(self, part: Instruction, tensor: torch.Tensor) -> None:
-        """Waits on the lane for the slot to be granted, copies [T, H] into it, tells the receiver."""
-        name = channel(part, self.rank, self._peer(part))
-        place = self.targets[name][self.place[name]]
-        self.count[name] += 1
-        self.place[name] += 1
-        self._wait(name, 0)
+        """On the lane: waits for the grant, copies [T, H] into the slot, notifies the receiver."""
+        channel = channel_of(part, self.rank, self._peer(part))
+        slot = self.target_slots[channel][self.step_sends[channel]]
+        self.transfers[channel] += 1
+        self.step_sends[channel] += 1
+        self.flags.wait(self._granted(channel), self.transfers[channel])
         tensor = tensor.contiguous()
-        self.opened[name[2]].fill(place * self.slot_bytes, tensor)
+        self.mapped[channel[2]].copy_from(tensor, slot * self.slot_bytes)
         tensor.record_stream(torch.cuda.current_stream())
-        self._write(name, 1)
+        self.flags.write(self._granted(channel) + 1, self.transfers[channel])
 
     def receive(self, part: Instruction) -> tuple[torch.Tensor, None]:
-        """Grants the slot and lets the lane wait until it is filled."""
-        name = channel(part, self.rank, self._peer(part))
-        self.count[name] += 1
-        self._write(name, 0)
-        self._wait(name, 1)
-        return self._slot(self._place(self.at.pp, part)), None
+        """On the lane: grants the slot and waits until it is filled."""
+        channel = channel_of(part, self.rank, self._peer(part))
+        self.transfers[channel] += 1
+        self.flags.write(self._granted(channel), self.transfers[channel])
+        self.flags.wait(self._granted(channel) + 1, self.transfers[channel])
+        start = self._slot_index(self.pp, part) * self.slot_bytes
+        size = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        return self.buffer[start : start + size].view(self.dtype).view(self.shape), None
 
-    def settle(self) -> None:
+    def finish_sends(self) -> None:
         """Nothing to wait for: the lanes keep the order."""
 
     def close(self) -> None:
-        """After the last copy of this rank is done."""
-        for opened in self.opened.values():
-            opened.close()
-        self.signals.close()
+        """Call after this rank's last copy is done."""
+        for memory in self.mapped.values():
+            memory.close()
+        self.flags.close()
 
-    def _write(self, name: Channel, which: int) -> None:
-        self.signals.write(2 * self.channels[name] + which, self.count[name])
+    def _granted(self, channel: Channel) -> int:
+        """The flag 'granted'; 'arrived' is the next one."""
+        return 2 * self.channels[channel]
 
-    def _wait(self, name: Channel, which: int) -> None:
-        self.signals.wait(2 * self.channels[name] + which, self.count[name])
-
-    def _slot(self, place: int) -> torch.Tensor:
-        start, size = place * self.slot_bytes, self.shape[0] * self.shape[1] * self.dtype.itemsize
-        return self.buffer[start : start + size].view(self.dtype).view(self.shape)
-
-    def _place(self, pipeline_rank: int, part: Instruction) -> int:
-        return part.slot + (self.first_gradient[pipeline_rank] if part.op is Op.RECV_B else 0)
+    def _slot_index(self, pp: int, part: Instruction) -> int:
+        return part.slot + (self.first_gradient[pp] if part.op is Op.RECV_B else 0)
 
     def _peer(self, part: Instruction) -> int:
         return self.plan.mesh.move(self.rank, pp=part.peer)
 
-    def _targets(self) -> dict[Channel, list[int]]:
-        """For every channel that this rank sends on, the slots its receiver grants in one step, in order."""
+    def _target_slots(self) -> dict[Channel, list[int]]:
+        """For every channel this rank sends on, the slots its receiver grants in one step, in order."""
         found: dict[Channel, list[int]] = defaultdict(list)
         for pp, stream in enumerate(self.plan.program.streams):
-            for part in units_of(stream):
-                if part.op in RECEIVES and part.peer == self.at.pp:
+            for part in instructions_of(stream):
+                if part.op in RECEIVES and part.peer == self.pp:
                     target = self.plan.mesh.move(self.rank, pp=pp)
-                    found[RECEIVES[part.op], self.rank, target].append(self._place(pp, part))
+                    found[RECEIVES[part.op], self.rank, target].append(self._slot_index(pp, part))
         return found
+
+
+class MappedMemory:
+    """Memory of another process's GPU, mapped into this process. Close it after the last copy."""
+
+    def __init__(self, exported: bytes) -> None:
+        from cuda.bindings import driver
+
+        self.driver, handle = driver, driver.CUipcMemHandle()
+        handle.reserved = exported[:_HANDLE_BYTES]
+        result = driver.cuIpcOpenMemHandle(handle, _LAZY_PEER_ACCESS)
+        check_driver(result)
+        self.base = int(result[1])
+        self.address = self.base + int.from_bytes(exported[_HANDLE_BYTES:], "little")
+
+    def copy_from(self, tensor: torch.Tensor, offset: int) -> None:
+        """Copies a contiguous tensor to `offset` bytes from the start, on the current stream."""
+        stream, size = torch.cuda.current_stream().cuda_stream, tensor.numel() * tensor.element_size()
+        check_driver(self.driver.cuMemcpyDtoDAsync(self.address + offset, tensor.data_ptr(), size, stream))
+
+    def close(self) -> None:
+        check_driver(self.driver.cuIpcCloseMemHandle(self.base))
+
+
+def export_memory(tensor: torch.Tensor) -> bytes:
+    """A handle with which another process of the host can map a tensor's memory, valid as long as the tensor lives."""
+    from cuda.bindings import driver
+
+    allocation = driver.cuMemGetAddressRange(tensor.data_ptr())
+    check_driver(allocation)
+    base = int(allocation[1])
+    handle = driver.cuIpcGetMemHandle(base)
+    check_driver(handle)
+    return bytes(handle[1].reserved) + (tensor.data_ptr() - base).to_bytes(8, "little")
+
+
+def slot_counts(plan: Plan, pp: int) -> Counter[Op]:
+    """How many receive slots a pipeline rank's program uses, by kind of receive."""
+    counts: Counter[Op] = Counter()
+    for part in instructions_of(plan.program.streams[pp]):
+        if part.op in RECEIVES:
+            counts[part.op] = max(counts[part.op], part.slot + 1)
+    return counts
+
+
+def channel_numbers(plan: Plan) -> dict[Channel, int]:
+    """A number for every channel of the mesh, the same on all ranks."""
+    mesh = plan.mesh
+    channels = [
+        (kind, mesh.move(first, pp=source), mesh.move(first, pp=target))
+        for first in first_stage_ranks(mesh)
+        for kind, source, target in transfer_edges(plan)
+    ]
+    return {channel: number for number, channel in enumerate(channels)}

@@ -1,6 +1,6 @@
-"""Words of host memory that the GPUs of a host wait for and write, and that its processes may write as well.
+"""Flags in host memory that the GPUs of a host wait for and write, and that its processes can write too.
 
-So a wait can be ended without the GPU's driver, whose calls may all be held up behind a stream that waits.
+A process can thus end a wait without the CUDA driver, whose calls may all be held up behind a stream that waits.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch.distributed as dist
 
 from pentad.schedules.ir.errors import PentadError
 
-LINE = 128  # bytes between words, so that no two share a cache line
-PAST_ALL = 2**30 - 1  # a count that nobody reaches; words are compared in a circle of 2^32
+FLAG_STRIDE = 128  # bytes, so that no two flags share a cache line
+RELEASED = 2**30 - 1  # above any count; the driver compares modulo 2^32
 RELEASE_SECONDS = 0.005
 _PORTABLE_AND_MAPPED = 3
-SHARED = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class StreamFlags:
-    """`count` words, all 0, that the ranks which meet at `store` share; rank 0 makes the file, which has no name left
-    when everybody has it open."""
+    """`count` flags, initially 0, shared by all ranks of a store. Rank 0 makes the file and it is unlinked once every
+    rank has opened it."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, count: int, generation: int) -> None:
         from cuda.bindings import driver
 
-        self.driver, key, size = driver, f"signals/{generation}", max(1, count) * LINE
+        self.driver, key, size = driver, f"flags/{generation}", max(1, count) * FLAG_STRIDE
         if rank == 0:
-            descriptor, path = tempfile.mkstemp(prefix="pentad-signals-", dir=SHARED)
+            descriptor, path = tempfile.mkstemp(prefix="pentad-flags-", dir=SHARED_MEMORY)
             os.ftruncate(descriptor, size)
             store.set(key, path)
         else:
@@ -42,54 +42,56 @@ class StreamFlags:
                 descriptor = os.open(path, os.O_RDWR)
             except OSError as error:
                 raise PentadError(
-                    f"cluster.transport is peer, but rank {rank} does not share {SHARED} with rank 0 "
-                    f"({error.strerror}): expected nccl"
+                    f"cluster.transport is peer: expected nccl (rank {rank} does not share {SHARED_MEMORY} with "
+                    f"rank 0: {error.strerror})"
                 ) from None
         self.memory = mmap.mmap(descriptor, size)
         os.close(descriptor)
-        if store.add(f"{key}/open", 1) == ranks:
+        if store.add(f"{key}/opened", 1) == ranks:
             os.unlink(path)
         self.words = torch.frombuffer(self.memory, dtype=torch.int32)
-        self.at = self.words.data_ptr()
-        checked(driver.cuMemHostRegister(self.at, size, _PORTABLE_AND_MAPPED))
+        self.address = self.words.data_ptr()
+        check_driver(driver.cuMemHostRegister(self.address, size, _PORTABLE_AND_MAPPED))
         self.closed = threading.Event()
-        self.releasing: threading.Thread | None = None
+        self.releaser: threading.Thread | None = None
 
-    def write(self, word: int, value: int) -> None:
-        """By the current stream, when it has done what was given to it before."""
+    def write(self, flag: int, value: int) -> None:
+        """Enqueues a write on the current stream."""
         stream = torch.cuda.current_stream().cuda_stream
-        checked(self.driver.cuStreamWriteValue32(stream, self.at + word * LINE, value & 0xFFFFFFFF, 0))
+        check_driver(self.driver.cuStreamWriteValue32(stream, self.address + flag * FLAG_STRIDE, value & 0xFFFFFFFF, 0))
 
-    def wait(self, word: int, value: int) -> None:
-        """The current stream goes on when the word has reached the value; no SM waits for it."""
+    def wait(self, flag: int, value: int) -> None:
+        """Makes the current stream wait until the flag has reached the value; no SM waits."""
         stream = torch.cuda.current_stream().cuda_stream
         at_least = self.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        checked(self.driver.cuStreamWaitValue32(stream, self.at + word * LINE, value & 0xFFFFFFFF, at_least))
+        check_driver(
+            self.driver.cuStreamWaitValue32(stream, self.address + flag * FLAG_STRIDE, value & 0xFFFFFFFF, at_least)
+        )
 
     def release(self) -> None:
-        """Ends every wait, of all ranks, and those that begin until `close`; from any thread.
+        """Ends every wait of all ranks, now and until `close`. From any thread.
 
-        The GPU of a rank that has not heard yet, or that an aborted collective operation lets go on, still writes what
-        its program says: so the words are set again and again.
+        A GPU of a rank that does not know of the abort yet, or that an aborted collective has released, still writes
+        what its program says; hence the flags are overwritten again and again.
         """
-        if self.releasing is None:
-            self.releasing = threading.Thread(target=self._release, daemon=True)
-            self.releasing.start()
+        if self.releaser is None:
+            self.releaser = threading.Thread(target=self._release, daemon=True)
+            self.releaser.start()
 
     def close(self) -> None:
-        """After the last stream that uses it is done."""
+        """Call after the last stream that uses the flags is done."""
         self.closed.set()
-        if self.releasing is not None:
-            self.releasing.join()
-        checked(self.driver.cuMemHostUnregister(self.at))
+        if self.releaser is not None:
+            self.releaser.join()
+        check_driver(self.driver.cuMemHostUnregister(self.address))
 
     def _release(self) -> None:
         while not self.closed.is_set():
-            self.words.fill_(PAST_ALL)
+            self.words.fill_(RELEASED)
             self.closed.wait(RELEASE_SECONDS)
 
 
-def checked(result: tuple[Any, ...]) -> None:
-    """Raises RuntimeError for a call of the CUDA driver that failed."""
+def check_driver(result: tuple[Any, ...]) -> None:
+    """Raises RuntimeError if a CUDA driver call failed."""
     if int(result[0]) != 0:
-        raise RuntimeError(f"a call of the CUDA driver failed: {result[0]!r}")
+        raise RuntimeError(f"a CUDA driver call failed: {result[0]!r}")

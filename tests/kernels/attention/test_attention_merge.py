@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from interpreted import index_by_one_element
 
 from pentad.kernels.attention import attention_triton
-from pentad.kernels.attention.attention_partial import merge_reference_
+from pentad.kernels.attention.attention_partial import merge_partials_reference_
 
 __all__ = ["index_by_one_element"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,7 +26,7 @@ def test_the_kernel_adds_parts_up_as_the_formula_does(batch, heads, length, widt
     more = torch.randn(batch, length, heads, width, device=DEVICE).to(dtype).transpose(1, 2)
     more_lse = 10 * torch.randn(heads, batch, length, device=DEVICE).transpose(0, 1)
     expected, expected_lse = out.double(), lse.double()
-    merge_reference_(expected[:, :, length:], expected_lse[:, :, length:], more.double(), more_lse.double())
-    attention_triton.merge_(out[:, :, length:], lse[:, :, length:], more, more_lse)
+    merge_partials_reference_(expected[:, :, length:], expected_lse[:, :, length:], more.double(), more_lse.double())
+    attention_triton.merge_partials_(out[:, :, length:], lse[:, :, length:], more, more_lse)
     assert relative_error(out, expected) < bound
     assert relative_error(lse, expected_lse) < bound

@@ -11,8 +11,13 @@ from closeness import relative_error
 from torch import Tensor
 
 from pentad.kernels.attention.attention import attention, attention_backward, attention_reference
-from pentad.kernels.attention.attention_partial import block, block_backward, merge_
-from pentad.kernels.attention.attention_reference import Lengths, Rule, formula, formula_backward
+from pentad.kernels.attention.attention_partial import merge_partials_, partial_attention, partial_attention_backward
+from pentad.kernels.attention.attention_reference import (
+    AttentionOptions,
+    PackedLengths,
+    partial_attention_backward_reference,
+    partial_attention_reference,
+)
 
 Shape = tuple[int, int, int, int, int, int]  # batch, query heads, key heads, positions, width, width of values
 SHAPES: list[Shape] = [(1, 4, 4, 12, 8, 8), (3, 6, 2, 8, 16, 16), (2, 4, 1, 20, 12, 8)]
@@ -38,17 +43,17 @@ def in_halves(given: list[Tensor], deterministic: bool, scale: float) -> list[Te
     q, k, v, dout = given
     cut = q.shape[2] // 2
     first, second = slice(0, cut), slice(cut, None)
-    causal, full = Rule(True, scale, deterministic), Rule(False, scale, deterministic)
-    a, a_lse = block(q[:, :, first], k[:, :, first], v[:, :, first], causal)
-    b, b_lse = block(q[:, :, second], k[:, :, second], v[:, :, second], causal)
+    causal, full = AttentionOptions(True, scale, deterministic), AttentionOptions(False, scale, deterministic)
+    a, a_lse = partial_attention(q[:, :, first], k[:, :, first], v[:, :, first], causal)
+    b, b_lse = partial_attention(q[:, :, second], k[:, :, second], v[:, :, second], causal)
     out, lse = torch.cat([a, b], 2).to(a_lse.dtype), torch.cat([a_lse, b_lse], 2)
-    merge_(out[:, :, second], lse[:, :, second], *block(q[:, :, second], k[:, :, first], v[:, :, first], full))
+    merge_partials_(out[:, :, second], lse[:, :, second], *partial_attention(q[:, :, second], k[:, :, first], v[:, :, first], full))
     parts = [(first, first, causal), (second, second, causal), (second, first, full)]
     sums = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
     out = out.to(q.dtype)
     for rows, columns, rule in parts:
         of_dout, of_q, of_out, of_lse = (x[:, :, rows] for x in (dout, q, out, lse))
-        found = block_backward(of_dout, of_q, k[:, :, columns], v[:, :, columns], of_out, of_lse, rule)
+        found = partial_attention_backward(of_dout, of_q, k[:, :, columns], v[:, :, columns], of_out, of_lse, rule)
         for total, more, at in zip(sums, found, (rows, columns, columns), strict=True):
             total[:, :, at] += more
     return [out, *sums]
@@ -66,7 +71,7 @@ def close(found: list[Tensor], expected: list[Tensor], bound: float) -> None:
         assert relative_error(one, other) < bound
 
 
-def pieces(shape: Shape, device: str) -> tuple[Lengths, Tensor]:
+def pieces(shape: Shape, device: str) -> tuple[PackedLengths, Tensor]:
     """Documents of all rows, in uneven pieces, and the number of each position's."""
     batch, length = shape[0], shape[3]
     runs = [[length - 2, 1, 1], [1, length // 2, length - length // 2 - 1], [length]]
@@ -74,16 +79,16 @@ def pieces(shape: Shape, device: str) -> tuple[Lengths, Tensor]:
     flat = [run for row in of_row for run in row]
     ends = torch.tensor([0, *accumulate(flat)], dtype=torch.int32, device=device)
     numbers = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in of_row]
-    return Lengths(ends, ends, (max(flat), max(flat))), torch.stack(numbers).to(device)
+    return PackedLengths(ends, ends, (max(flat), max(flat))), torch.stack(numbers).to(device)
 
 
 def packed(given: list[Tensor], shape: Shape, deterministic: bool) -> tuple[list[Tensor], list[Tensor]]:
     """What is found and what is expected of rows with documents."""
     q, k, v, dout = given
     lengths, numbers = pieces(shape, str(q.device))
-    rule = Rule(True, 0.2, deterministic, lengths)
-    out, lse = block(q, k, v, rule)
-    return [out, *block_backward(dout, q, k, v, out, lse, rule)], whole(given, 0.2, numbers)
+    rule = AttentionOptions(True, 0.2, deterministic, lengths)
+    out, lse = partial_attention(q, k, v, rule)
+    return [out, *partial_attention_backward(dout, q, k, v, out, lse, rule)], whole(given, 0.2, numbers)
 
 
 def with_past(given: list[Tensor], deterministic: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -95,10 +100,10 @@ def with_past(given: list[Tensor], deterministic: bool) -> tuple[list[Tensor], l
     k, v = k[:1], v[:1]
     both = [0, cut, late], [0, length - late + cut, length]
     ends = [torch.tensor(x, dtype=torch.int32, device=q.device) for x in both]
-    rule = Rule(True, 0.2, deterministic, Lengths(ends[0], ends[1], (max(cut, late - cut), length - late + cut)))
-    out, lse = block(q, k, v, rule)
+    rule = AttentionOptions(True, 0.2, deterministic, PackedLengths(ends[0], ends[1], (max(cut, late - cut), length - late + cut)))
+    out, lse = partial_attention(q, k, v, rule)
     numbers = (torch.arange(length, device=q.device) >= length - late + cut).int()[None]
-    return [out, *block_backward(dout, q, k, v, out, lse, rule)], whole([q, k, v, dout], 0.2, numbers)
+    return [out, *partial_attention_backward(dout, q, k, v, out, lse, rule)], whole([q, k, v, dout], 0.2, numbers)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), list(product(SHAPES, (torch.float64, torch.float32))))
@@ -118,9 +123,9 @@ def test_documents_see_nothing_of_each_other(shape):
 def test_queries_of_the_last_positions_see_all_before(shape):
     q, k, v, dout = inputs(shape, "cpu", torch.float64)
     given = [q[:, :, -3:], k, v, dout[:, :, -3:]]
-    rule = Rule(True, 0.3, True)
-    out, lse = block(given[0], k, v, rule)
-    close([out, *block_backward(given[3], given[0], k, v, out, lse, rule)], whole(given, 0.3), 1e-12)
+    rule = AttentionOptions(True, 0.3, True)
+    out, lse = partial_attention(given[0], k, v, rule)
+    close([out, *partial_attention_backward(given[3], given[0], k, v, out, lse, rule)], whole(given, 0.3), 1e-12)
 
 
 def test_the_sum_of_parts_does_not_overflow():
@@ -135,7 +140,7 @@ def test_the_sum_of_parts_does_not_overflow():
 
 def test_sixteen_bit_inputs_are_added_up_in_float32():
     q, k, v, _ = given = inputs(SHAPES[1], "cpu", torch.bfloat16)
-    _, lse = block(q, k, v, Rule(True, 0.3, True))
+    _, lse = partial_attention(q, k, v, AttentionOptions(True, 0.3, True))
     assert lse.dtype == torch.float32
     close(in_halves(given, True, 0.3), whole(given, 0.3), 1e-2)
 
@@ -168,15 +173,15 @@ def test_fused_parts_agree_with_the_formula(shape, deterministic, causal):
     """Rectangles: all keys, and those up to the queries' own positions."""
     q, k, v, dout = inputs(shape, "cuda", torch.bfloat16)
     q, dout = q[:, :, -32:], dout[:, :, -32:]
-    rule = Rule(causal, 0.1, deterministic)
-    out, lse = block(q, k, v, rule)
+    rule = AttentionOptions(causal, 0.1, deterministic)
+    out, lse = partial_attention(q, k, v, rule)
     wide_q, wide_k, wide_v = (x.double() for x in (q, k, v))
-    expected, expected_lse = formula(wide_q, wide_k, wide_v, rule)
+    expected, expected_lse = partial_attention_reference(wide_q, wide_k, wide_v, rule)
     close([out, lse], [expected, expected_lse], 1e-2)
     # of half the softmax of a whole: one more part with as large a denominator
-    found = block_backward(dout, q, k, v, out / 2, lse + math.log(2), rule)
+    found = partial_attention_backward(dout, q, k, v, out / 2, lse + math.log(2), rule)
     double = expected_lse + math.log(2)
-    other = formula_backward(dout.double(), wide_q, wide_k, wide_v, expected / 2, double, rule)
+    other = partial_attention_backward_reference(dout.double(), wide_q, wide_k, wide_v, expected / 2, double, rule)
     close(list(found), list(other), 2e-2)
 
 
@@ -202,10 +207,10 @@ def test_fused_attention_takes_values_narrower_than_keys(deterministic):
 def test_gradients_do_not_hang_on_the_layout_of_the_part_before(shape):
     """Out and dout of one layout after another, and with gaps between the rows of a slice."""
     q, k, v, dout = inputs(shape, "cuda", torch.bfloat16)
-    rule = Rule(False, 0.1, False)
-    out, lse = block(q, k, v, rule)
+    rule = AttentionOptions(False, 0.1, False)
+    out, lse = partial_attention(q, k, v, rule)
     wide = [x.double() for x in (dout, q, k, v, out, lse)]
-    expected = formula_backward(wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], rule)
+    expected = partial_attention_backward_reference(wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], rule)
     gapped = [torch.cat([x, x], 2)[:, :, : x.shape[2]] for x in (dout, out)]
     for one, other in (dout, out), (dout.contiguous(), out.contiguous()), gapped, (dout, out):
-        close(list(block_backward(one, q, k, v, other, lse, rule)), list(expected), 1e-2)
+        close(list(partial_attention_backward(one, q, k, v, other, lse, rule)), list(expected), 1e-2)

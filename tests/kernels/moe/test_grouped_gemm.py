@@ -12,8 +12,14 @@ from pentad.kernels.moe.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_reference,
 )
-from pentad.kernels.moe.moe_permute import arrange, gate_rows, gate_rows_backward, gather_rows, sum_rows
-from pentad.workers.model.weight_grad import Grouped, accumulate
+from pentad.kernels.moe.moe_permute import (
+    gather_rows,
+    sort_by_expert,
+    sum_rows,
+    weighted_swiglu,
+    weighted_swiglu_backward,
+)
+from pentad.workers.model.weight_grad import GroupedWgrad, accumulate_wgrads
 
 COUNTS = [(3, 0, 5), (0, 0, 0), (0, 9, 0), (1, 70, 2), (4,)]
 
@@ -53,13 +59,13 @@ def test_rows_of_w_may_be_named_by_number() -> None:
     rows, expected = torch.tensor([2, 1, 0, 2, 2, 1, 0, 0, 9, 9, 9]), main.clone()
     accumulate_grouped_gradient_(expected, dy[rows], x, offsets)
     accumulate_grouped_gradient_(expected, dy, x[rows], offsets)
-    accumulate([Grouped(main, dy, x, offsets, rows, None), Grouped(main, dy, x, offsets, None, rows)])
+    accumulate_wgrads([GroupedWgrad(main, dy, x, offsets, rows, None), GroupedWgrad(main, dy, x, offsets, None, rows)])
     assert torch.equal(main, expected)
 
 
 def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
     experts = torch.tensor([[5, 2], [2, 3], [7, 0], [3, 5]])
-    rows = arrange(experts, torch.arange(8.0).view(4, 2), first=2, held=3)
+    rows = sort_by_expert(experts, torch.arange(8.0).view(4, 2), first=2, held=3)
     assert rows.offsets.tolist() == [2, 4, 4]
     assert rows.tokens[:4].tolist() == [0, 1, 1, 3] and rows.weights[:4].tolist() == [1, 2, 3, 6]
     assert rows.positions.tolist() == [[-1, 0], [1, 2], [-1, -1], [3, -1]]
@@ -71,16 +77,16 @@ def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
 
 
 def test_gates_are_weighted() -> None:
-    rows = arrange(torch.tensor([[1, 0], [0, 2]]), torch.rand(2, 2, dtype=torch.float64), 0, 3)
+    rows = sort_by_expert(torch.tensor([[1, 0], [0, 2]]), torch.rand(2, 2, dtype=torch.float64), 0, 3)
     gate_up = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
     weights = rows.weights.clone().requires_grad_()
     gate, up = gate_up.chunk(2, 1)
     expected = torch.nn.functional.silu(gate) * up * weights[:, None]
     dy = torch.randn(4, 5, dtype=torch.float64)
     dgate_up, dweights = torch.autograd.grad(expected, (gate_up, weights), dy)
-    assert torch.allclose(gate_rows(gate_up.detach(), rows), expected)
+    assert torch.allclose(weighted_swiglu(gate_up.detach(), rows), expected)
     for found, there in zip(
-        gate_rows_backward(dy, gate_up.detach(), rows), (dgate_up, expected, dweights), strict=True
+        weighted_swiglu_backward(dy, gate_up.detach(), rows), (dgate_up, expected, dweights), strict=True
     ):
         assert torch.allclose(found, there)
 

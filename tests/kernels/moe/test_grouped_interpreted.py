@@ -18,11 +18,11 @@ from interpreted import fresh_memory_holds_nan, index_by_one_element
 from pentad.kernels.moe import grouped_gemm_triton, moe_permute_triton
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_reference_, grouped_gemm_reference
 from pentad.kernels.moe.moe_permute import (
-    arrange,
-    gate_rows_backward_reference,
-    gate_rows_reference,
     gather_rows,
+    sort_by_expert,
     sum_rows_reference,
+    weighted_swiglu_backward_reference,
+    weighted_swiglu_reference,
 )
 
 __all__ = ["fresh_memory_holds_nan", "index_by_one_element"]
@@ -61,17 +61,17 @@ def test_grouped_gradients(counts: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [5, 2100])
 def test_rows(width: int, dtype: torch.dtype, bound: float) -> None:
     experts = torch.tensor([[5, 2], [2, 3], [7, 0], [3, 5]])
-    rows = arrange(experts, torch.rand(4, 2), first=2, held=3)
+    rows = sort_by_expert(experts, torch.rand(4, 2), first=2, held=3)
     x, total = torch.randn(4, width, dtype=dtype), 4
     gathered = moe_permute_triton.gather_rows(x, rows.tokens, rows.offsets)
     assert torch.equal(gathered[:total], gather_rows(x, rows.tokens, rows.offsets)[:total])
     summed = moe_permute_triton.sum_rows(gathered, rows.positions)
     assert relative_error(summed, sum_rows_reference(gathered, rows.positions)) < bound
     gate_up, dy = torch.randn(8, 2 * width, dtype=dtype), torch.randn(8, width, dtype=dtype)
-    expected = gate_rows_reference(gate_up.double(), rows.weights.double())
-    found = moe_permute_triton.gate_rows(gate_up, rows.weights, rows.offsets)
+    expected = weighted_swiglu_reference(gate_up.double(), rows.weights.double())
+    found = moe_permute_triton.weighted_swiglu(gate_up, rows.weights, rows.offsets)
     assert relative_error(found[:total], expected[:total]) < bound
-    back = moe_permute_triton.gate_rows_backward(dy, gate_up, rows.weights, rows.offsets)
-    there = gate_rows_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
+    back = moe_permute_triton.weighted_swiglu_backward(dy, gate_up, rows.weights, rows.offsets)
+    there = weighted_swiglu_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
     for mine, other in zip(back, there, strict=True):
         assert relative_error(mine[:total], other[:total]) < bound

@@ -134,7 +134,7 @@ def test_a_live_runs_name_is_refused_before_anything_starts(refused, corpus, tmp
 def test_ranks_that_read_another_corpus_than_the_driver_say_so(corpus):
     found = open_data(str(corpus), 300, 8, "")
     assert open_data(str(corpus), 300, 8, "", fingerprint=found.fingerprint).tokens == found.tokens
-    with pytest.raises(PentadError, match=r"data\.path is .*, a corpus of fingerprint .*: expected 000000000000"):
+    with pytest.raises(PentadError, match=r"data\.path is .*, which has fingerprint .*: expected 000000000000"):
         open_data(str(corpus), 300, 8, "", fingerprint="0" * 64)
 
 

@@ -25,7 +25,7 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.schedules.spec.schedule_spec import Options
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 __all__ = ["pentad"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
@@ -91,13 +91,13 @@ def test_slices_are_asked_for_and_told(pentad: Pentad) -> None:
     status, out, _ = pentad("schedule", "seq-1f1b", *SIZES, "--slices", "2", "--comm", "0.5", "--json")
     facts = json.loads(out)
     costs = Costs.uniform(4, slices=2, transfer=0.5)
-    expected = compile_program("seq-1f1b", 4, 8, costs=costs, options=Options(slices=2))
+    expected = compile_program("seq-1f1b", 4, 8, costs=costs, options=ScheduleOptions(slices=2))
     assert (status, facts["slices"], facts["hash"]) == (0, 2, expected.hash)
     assert facts["makespan"] == simulate(expected, costs).makespan
     assert "8 microbatches of 4 slices, proven" in pentad("schedule", "seq-1f1b", *SIZES)[1]
     status, _, err = pentad("schedule", "seq-1f1b", *SIZES, "--csv", "a.csv")
     assert status != 0
-    assert err == "pentad: program seq-1f1b cuts sequences into 4 slices, but torch's form has no slices: expected 1\n"
+    assert err == "pentad: schedule seq-1f1b cuts sequences into 4 slices: expected 1, because torch's CSV has no slices\n"
     assert pentad("schedule", "seq-1f1b", *SIZES, "--slices", "1", "--csv", "a.csv")[0] == 0
 
 
@@ -164,18 +164,18 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("schedule", "zbh2", *SIZES), "schedule.name is 'zbh2' (did you mean 'zb-h2'?)"),
+        (("schedule", "zbh2", *SIZES), "schedule.name is 'zbh2': expected one of gpipe"),
         (("schedule", "1f1b", *SIZES, "--costs", "1,1"), "--costs is '1,1': expected three numbers F,B,W"),
         (("schedule", "1f1b", *SIZES, "--costs", "1,0,1"), "--costs: B is 0.0"),
         (("schedule", "1f1b", *SIZES, "--comm", "-1"), "--comm is -1.0"),
         (
             ("schedule", "1f1b", *SIZES, "--chunks", "2"),
-            "chunks is 2, but schedule 1f1b has 1 chunk a rank: expected 1",
+            "chunks is 2: expected 1 for schedule 1f1b",
         ),
-        (("schedule", "1f1b", *SIZES, "--group", "2"), "group is 2, but schedule 1f1b does not take it"),
+        (("schedule", "1f1b", *SIZES, "--group", "2"), "group is 2: expected none (schedule 1f1b has no such option)"),
         (
             ("schedule", "1f1b", *SIZES, "--memory-limit", "2"),
-            "memory_limit is 2, but schedule 1f1b does not take it",
+            "memory_limit is 2: expected none (schedule 1f1b has no such option)",
         ),
         (("schedule", "1f1b", "--ranks", "0", "--microbatches", "8"), "ranks (mesh.pp) is 0"),
         (("schedule", "1f1b", *SIZES, "--svg", "no/a.svg"), "--svg is 'no/a.svg', which cannot be written"),
@@ -261,24 +261,26 @@ def run(tmp_path: Path) -> Path:
     """A run 'trial' below runs/ that has measured steps 3 and 4, a little slower than planned."""
     config = load(None, [f"run.folder={tmp_path / 'runs'}", "run.name=trial", "mesh.dp=2"])
     plan = make_plan(config, "cpu")
-    simulated = simulate(plan.program, guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype))
-    wide = spread(simulated, plan.mesh)
+    costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
+    wide = spread(simulate(plan.program, costs), plan.mesh)
     spans = [
         span._replace(step=step, start=1000 * step + 1.1 * span.start, end=1000 * step + 1.1 * span.end)
         for step in (3, 4)
         for span in wide.spans
     ]
     with RunFolder(config, plan) as folder:
-        folder.timelines(Timeline("measured", tuple(spans)), simulated)
+        folder.timelines(Timeline("measured", tuple(spans)), costs)
     return folder.path
 
 
 def test_timeline_compares_the_last_measured_step(pentad: Pentad, run: Path) -> None:
-    status, out, err = pentad("timeline", "trial", "--html", "a.html", "--trace", "a.json.gz")
+    files = ("--html", "a.html", "--trace", "a.json.gz", "--svg", "a.svg")
+    status, out, err = pentad("timeline", "trial", *files)
     assert (status, err) == (0, "")
     assert "step 4 of trial" in out
-    assert len(re.findall(r"^ +\d simulated ", out, re.M)) == len(re.findall(r"^ +measured +[F.]", out, re.M)) == 8
+    assert len(re.findall(r"^ +\d measured ", out, re.M)) == len(re.findall(r"^ +simulated +[F.]", out, re.M)) == 8
     assert Path("a.html").stat().st_size > 1000
+    assert Path("a.svg").read_text().startswith("<svg ")
     assert Path("a.json.gz").read_bytes()[:2] == b"\x1f\x8b"
     facts = json.loads(pentad("timeline", str(run), "--json")[1])
     assert facts["step"] == 4

@@ -1,4 +1,4 @@
-"""Laws of `pentad import-hf` and `pentad export-hf`: what a person types, sees and gets."""
+"""`pentad import-hf` and `pentad export-hf`: arguments, output and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint, read, write_shard
 from pentad.workers.data.tokenizer import train_tokenizer
-from pentad.workers.hf.config import of_section
+from pentad.workers.hf.config import parse_section
 
 __all__ = ["pentad"]
 SECTION = "model: {family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 64, norm_eps: 1e-6}\n"
@@ -31,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_goes_in_and_out(pentad: Pentad, files: Path) -> None:
+def test_an_import_exports_to_the_same_files(pentad: Pentad, files: Path) -> None:
     status, out, err = pentad("import-hf", str(files), "mine")
     assert (status, out.count("\n")) == (0, 2), err
     assert "llama, 19,616 parameters" in out and "read 76.6 KiB of 76.6 KiB" in err
@@ -39,7 +39,7 @@ def test_a_model_goes_in_and_out(pentad: Pentad, files: Path) -> None:
     assert found.step == 0
     section = load_yaml(Path("mine/model.yaml").read_text(), "model.yaml")["model"]
     assert section["family"] == "llama" and section["experts"] is None
-    assert of_section(section) == of_section(found.meta["model"])
+    assert parse_section(section) == parse_section(found.meta["model"])
     for path in ("mine", str(found.folder)):
         out_folder = f"out-{len(path)}"
         status, out, err = pentad("export-hf", path, out_folder, "--json")
@@ -55,7 +55,7 @@ def test_a_model_goes_in_and_out(pentad: Pentad, files: Path) -> None:
         assert AutoTokenizer.from_pretrained(out_folder).decode([1, 2]) is not None
 
 
-def test_narrow_files_in_several_parts_open_in_transformers(pentad: Pentad, files: Path) -> None:
+def test_a_bfloat16_export_in_several_files_opens_in_transformers(pentad: Pentad, files: Path) -> None:
     assert pentad("import-hf", str(files), "mine", "--json")[0] == 0
     status, out, err = pentad(
         "export-hf", "mine", "narrow", "--dtype", "bfloat16", "--max-shard-size", "0.00001", "--json"
@@ -71,14 +71,16 @@ def test_narrow_files_in_several_parts_open_in_transformers(pentad: Pentad, file
         assert torch.equal(tensor, expected[name].bfloat16())
 
 
-def test_a_runs_newest_checkpoint_goes_out_with_the_tokenizer_of_its_corpus(pentad: Pentad, files: Path) -> None:
+def test_an_export_of_a_run_has_its_newest_checkpoint_and_the_tokenizer_of_its_corpus(
+    pentad: Pentad, files: Path
+) -> None:
     assert pentad("import-hf", str(files), "mine", "--json")[0] == 0
     found = open_checkpoint(folder_of(Path("mine/checkpoints"), 0))
     Path("text.txt").write_text("some text " * 50)
     assert pentad("data", "build", "text.txt", "corpus", "--vocab", "300", "--json")[0] == 0
     for step in (2, 7):
         folder = folder_of(Path("runs/ours/checkpoints"), step)
-        tensors = {name: tensor + step for name, tensor in read(found, found.where).items()}
+        tensors = {name: tensor + step for name, tensor in read(found, found.files).items()}
         halves = [dict(list(tensors.items())[start::2]) for start in (0, 1)]
         shards = [write_shard(folder, f"stage-{number}.safetensors", half) for number, half in enumerate(halves)]
         commit(folder, step=step, shards=shards, meta={"run": "ours"})
@@ -98,13 +100,13 @@ def test_a_runs_newest_checkpoint_goes_out_with_the_tokenizer_of_its_corpus(pent
     [
         (["import-hf", "nowhere", "out"], ["DIR is 'nowhere'"]),
         (["export-hf", "nowhere", "out"], ["RUN is 'nowhere'"]),
-        (["export-hf", "empty", "out"], ["no whole checkpoint"]),
-        (["export-hf", "bare", "out"], ["whose model is not known", "config.yaml"]),
+        (["export-hf", "empty", "out"], ["no valid checkpoint"]),
+        (["export-hf", "bare", "out"], ["whose model is unknown", "config.yaml"]),
         (["export-hf", "step-00000003", "out"], ["step-00000003", "manifest.json"]),
         (["export-hf", "bare", "out", "--dtype", "float16"], ["--dtype"]),
     ],
 )
-def test_a_mistake_is_one_sentence(pentad: Pentad, arguments: list[str], words: list[str]) -> None:
+def test_an_error_is_one_sentence(pentad: Pentad, arguments: list[str], words: list[str]) -> None:
     Path("empty/checkpoints").mkdir(parents=True)
     folder = folder_of(Path("bare/checkpoints"), 1)
     commit(folder, step=1, shards=[write_shard(folder, "a.safetensors", {"model.norm": torch.ones(3)})], meta={})

@@ -12,20 +12,27 @@ from commands import Pentad, pentad
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.palette import look
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
+from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 
 __all__ = ["pentad"]
 
 
 def test_what_spares_memory_is_in_the_program_and_its_drawings(pentad: Pentad, tmp_path: Path) -> None:
-    more = ("--recompute", "0,2", "--keep", "2", "--zero", "3", "--gathered", "1", "--prefetch", "2")
+    more = ("--recompute", "0,2", "--max-resident", "2", "--zero", "3", "--max-gathered", "1", "--prefetch", "2")
     arguments = ("schedule", "interleaved", *SIZES, "--chunks", "2", *more, "--post-validation")
     status, out, _ = pentad(*arguments, "--json")
     facts = json.loads(out)
-    savings = MemoryOptions(3, 2, 1, frozenset({0, 2}), 2.0)
-    costs, options = Costs.uniform(8, chunks=2), Options(2)
+    memory_options = MemoryOptions(3, 2, 1, frozenset({0, 2}), 2.0)
+    costs, options = Costs.uniform(8, chunks=2), ScheduleOptions(2)
     program = compile_program(
-        "interleaved", 4, 8, costs=costs, options=options, savings=savings, validated=True, replicas=2
+        "interleaved",
+        4,
+        8,
+        costs=costs,
+        options=options,
+        memory_options=memory_options,
+        post_validation=True,
+        replicas=2,
     )
     assert (status, facts["hash"]) == (0, program.hash)
     assert max(facts["peak_activations"]) <= 2
@@ -57,10 +64,10 @@ def test_a_plan_says_what_is_recomputed_and_what_waits_on_the_host(pentad: Penta
     [
         (("--recompute", "4"), "--recompute is '4': expected all or stages of 0 to 3"),
         (("--recompute", "x"), "--recompute is 'x': expected all or stages of 0 to 3"),
-        (("--keep", "0"), "--keep is 0: expected a number of activations greater than 0"),
-        (("--keep", "0.5"), "keeps 0.5 activations, but rank 0 needs 1 at once"),
+        (("--max-resident", "0"), "--max-resident is 0: expected a number of microbatches greater than 0"),
+        (("--max-resident", "0.5"), "memory.max_resident_microbatches is 0.5: expected at least 1, which rank 0 saves at once"),
         (("--zero", "4"), "--zero is 4: expected a stage of ZeRO, 0 to 3"),
-        (("--gathered", "1"), "--gathered is 1 with --zero 0: expected at least 1 with"),
+        (("--max-gathered", "1"), "--max-gathered is 1 with --zero 0: expected at least 1 with"),
         (("--prefetch", "1"), "--prefetch is 1 with --zero 0: expected at least 0 with"),
     ],
 )

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,26 +17,20 @@ import ray
 from footprint import Footprint
 
 from pentad.orchestrator.cluster import cluster as clusters
-from pentad.orchestrator.cluster.cluster_join import refuse_unjoinable
+from pentad.orchestrator.cluster import devices
+from pentad.orchestrator.cluster.cluster_join import check_joinable
 from pentad.orchestrator.cluster.ray_head import psutil
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.schedules.ir.errors import PentadError
 
 CPU = ClusterSection(device="cpu")
+SIGTERM_BEFORE = signal.getsignal(signal.SIGTERM)  # a coverage tool may have set one
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[clusters.Cluster]:
     with clusters.start(CPU, 4) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def ray_resources(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def have(**resources: float) -> None:
-        monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
-
-    return have
 
 
 def test_a_local_cluster_has_room_for_the_ranks_and_their_workers_ahead(running: clusters.Cluster) -> None:
@@ -68,8 +62,8 @@ def test_the_users_home_gets_no_token_file(running: clusters.Cluster) -> None:
     assert not (Path.home() / ".ray" / "auth_token").exists()
 
 
-def test_signals_stay_the_drivers(running: clusters.Cluster) -> None:
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+def test_sigterm_stays_the_drivers(running: clusters.Cluster) -> None:
+    assert signal.getsignal(signal.SIGTERM) == SIGTERM_BEFORE
 
 
 @pytest.fixture
@@ -105,17 +99,27 @@ def test_a_second_ctrl_c_does_not_wait_for_ray(heeded: None, monkeypatch: pytest
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_auto_means_gpus_if_there_are_enough(ray_resources: Callable[..., None]) -> None:
+def test_auto_means_gpus_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = ClusterSection()
-    ray_resources(CPU=8.0, GPU=4.0)
-    assert clusters._device(auto, 4, local=True) == ("cuda", "")
-    assert clusters._device(auto, 8, local=False) == ("cuda", "")
-    device, note = clusters._device(auto, 8, local=True)
+    monkeypatch.setattr(devices, "local_gpus", lambda: 4)
+    assert devices.local_device(auto, 4) == ("cuda", "")
+    device, note = devices.local_device(auto, 8)
     assert device == "cpu"
-    assert note == "8 ranks want a GPU each, but this machine has 4: training on CPUs"
-    assert clusters._device(ClusterSection(device="cuda"), 8, local=True) == ("cuda", "")
-    ray_resources(CPU=8.0)
-    assert clusters._device(auto, 4, local=True) == ("cpu", "")
+    assert note == "8 ranks need a GPU each, but this machine has 4: training on CPUs"
+    assert devices.local_device(ClusterSection(device="cuda"), 8) == ("cuda", "")
+    monkeypatch.setattr(devices, "local_gpus", lambda: 0)
+    assert devices.local_device(auto, 4) == ("cpu", "")
+
+
+@pytest.mark.parametrize(("visible", "gpus"), [(None, 4), ("2,3", 2), ("", 0), ("-1", 0), ("0,1,2,3,4,5", 4)])
+def test_cuda_visible_devices_limits_the_local_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: int
+) -> None:
+    monkeypatch.setattr(devices.Path, "glob", lambda path, pattern: [Path(f"/dev/nvidia{n}") for n in range(4)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.local_gpus() == gpus
 
 
 def test_a_taken_dashboard_port_is_told_with_its_holder() -> None:
@@ -134,7 +138,7 @@ def test_a_taken_dashboard_port_is_told_with_its_holder() -> None:
 
 JOIN = """
 import sys
-from pentad.orchestrator import cluster
+from pentad.orchestrator.cluster import cluster
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.schedules.ir.errors import PentadError
 import ray
@@ -204,13 +208,13 @@ def test_a_token_that_does_not_fit_is_told_at_once(
 ) -> None:
     began = time.monotonic()
     nowhere = {"HOME": str(tmp_path)}  # where Ray looks for a token last
-    with clusters._environment(nowhere | variables), pytest.raises(PentadError, match=told.format(running.address)):
-        refuse_unjoinable(running.address, mode)
+    with clusters.environment(nowhere | variables), pytest.raises(PentadError, match=told.format(running.address)):
+        check_joinable(running.address, mode)
     assert time.monotonic() - began < 5
-    refuse_unjoinable(running.address, "token")
+    check_joinable(running.address, "token")
 
 
 def test_a_dashboard_is_no_address_of_a_cluster(running: clusters.Cluster) -> None:
     address = str(running.dashboard).removeprefix("http://")
     with pytest.raises(PentadError, match=f"^cluster.address is '{address}', where no Ray cluster answers .what list"):
-        refuse_unjoinable(address, "token")
+        check_joinable(address, "token")

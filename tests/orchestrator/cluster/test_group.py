@@ -10,7 +10,7 @@ import ray
 from paths import SUPPORT
 
 from pentad.orchestrator.cluster import cluster as clusters
-from pentad.orchestrator.cluster import worker
+from pentad.orchestrator.cluster import local_head, worker
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.placement import reserve
@@ -31,8 +31,10 @@ def cluster() -> Iterator[clusters.Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("CUDA_VISIBLE_DEVICES", "7,5,6,4")
-        head = clusters._head
-        patch.setattr(clusters, "_head", lambda options: head({**options, "num_gpus": 4}))  # Ray believes it
+        launched = local_head.LocalHead
+        patch.setattr(  # Ray believes it
+            local_head, "LocalHead", lambda folder, options, *rest: launched(folder, {**options, "num_gpus": 4}, *rest)
+        )
         with clusters.start(ClusterSection(dashboard=False), 4) as cluster:
             yield cluster
 
@@ -89,7 +91,7 @@ def test_every_rank_runs_every_step_and_says_where_it_is(cluster: clusters.Clust
 
 def test_neighbours_in_the_pipeline_get_neighbouring_gpus(cluster: clusters.Cluster) -> None:
     plan = make_plan(config_of("fake:", "mesh.pp=4"), "cuda")
-    group = WorkerGroup(plan, reserve(plan.mesh, "cuda", 10, fixed=True), runner=FAKE)
+    group = WorkerGroup(plan, reserve(plan.mesh, "cuda", 10, fixed=True), generation=1, runner=FAKE)
     try:
         group._create(time.monotonic() + 30)
         assert [at.gpu for at in group.places] == [4, 5, 6, 7]  # Ray gives bundles 7, 5, 6 and 4
@@ -111,7 +113,7 @@ def test_a_gpus_cuda_number_is_its_place_among_the_visible_ones(
 def test_calls_handed_in_ahead_are_done_in_order(cluster: clusters.Cluster) -> None:
     with start(plan_of("fake:seconds=0.05", "mesh.pp=2")) as group:
         calls = [group.submit_run(0, 2), group.submit_run(2, 1), group.submit_run(3, 3)]
-        assert not group.ready(calls[2])
+        assert not group.is_ready(calls[2])
         done = [[result.step for result in group.collect(call)[1]] for call in calls]
         assert done == [[0, 1], [2], [3, 4, 5]]
 

@@ -15,7 +15,7 @@ from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.cli.show_status import status_view
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.control.control_client import NotLive, connect, ended
-from pentad.orchestrator.control.server import Control
+from pentad.orchestrator.control.server import ControlServer
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
@@ -74,7 +74,9 @@ def test_a_live_run_s_status_has_the_agreed_keys(pentad: Pentad, served: Served)
 
 
 def test_a_person_sees_every_rank_and_for_whom_the_run_waits(pentad: Pentad, served: Served) -> None:
-    served.control.view(seen("recovering", rank(0), rank(1, "hung", age=9.0), verdict="rank 1 has not moved for 9 s"))
+    served.control.on_view(
+        seen("recovering", rank(0), rank(1, "hung", age=9.0), verdict="rank 1 has not moved for 9 s")
+    )
     status, out, _ = pentad("status", "runs/trial")
     assert status == 0
     for text in ("recovering", "step 5/60", "generation 2", "dp0 pp1", "hung", "rank 1 has not moved for 9 s"):
@@ -83,7 +85,7 @@ def test_a_person_sees_every_rank_and_for_whom_the_run_waits(pentad: Pentad, ser
 
 
 def test_of_a_run_that_is_over_no_rank_and_no_endpoint_is_shown(pentad: Pentad, served: Served) -> None:
-    served.control.view(seen("finished", step=60))
+    served.control.on_view(seen("finished", step=60))
     out = pentad("status", "trial")[1]
     assert "finished" in out
     assert "dp0" not in out and "127.0.0.1" not in out
@@ -99,7 +101,7 @@ def test_where_not_all_ranks_fit_those_in_trouble_are_shown() -> None:
 
 
 def test_watch_shows_each_change_until_the_run_is_over(pentad: Pentad, served: Served) -> None:
-    once_printed(served.control.view, seen("finished", step=60))
+    once_printed(served.control.on_view, seen("finished", step=60))
     status, out, _ = pentad("status", "trial", "--watch", "--json")
     assert status == 0
     assert [json.loads(line)["state"] for line in out.splitlines()] == ["running", "finished"]
@@ -118,21 +120,22 @@ def test_a_run_that_goes_while_it_is_watched_is_told_from_its_folder(pentad: Pen
     ("verb", "news", "said"),
     [
         ("pause", seen("paused", step=7), "trial paused after step 7"),
-        ("resume", seen(step=7), "trial goes on from step 7"),
-        ("abort", seen("stopped", step=7), "trial ended at step 7, without a checkpoint"),
+        ("resume", seen(step=7), "trial continues from step 7"),
+        ("stop", seen("stopped", step=7), "trial stopped after step 7, with a checkpoint"),
+        ("abort", seen("stopped", step=7), "trial aborted at step 7, without a checkpoint"),
     ],
 )
 def test_a_wish_is_answered_when_it_has_come_true(
     pentad: Pentad, served: Served, verb: str, news: Any, said: str
 ) -> None:
-    served.control.view(seen("paused" if verb == "resume" else "running"))
-    later(served.control.view, news)
+    served.control.on_view(seen("paused" if verb == "resume" else "running"))
+    later(served.control.on_view, news)
     status, out, err = pentad(verb, "trial")
     assert (status, out, err) == (0, f" {said}\n", "")
 
 
 def test_a_checkpoint_is_answered_with_its_step(pentad: Pentad, served: Served) -> None:
-    later(served.wishes.saved, 6)
+    later(served.requests.checkpoint_saved, 6)
     status, out, _ = pentad("checkpoint", "trial", "--json")
     assert (status, json.loads(out)) == (0, {"run": "trial", "state": "running", "step": 6, "generation": 2})
 
@@ -140,7 +143,7 @@ def test_a_checkpoint_is_answered_with_its_step(pentad: Pentad, served: Served) 
 def test_a_wish_that_takes_too_long_is_one_sentence(pentad: Pentad, served: Served) -> None:
     status, out, err = pentad("pause", "trial", "--timeout", "0.2")
     assert (status, out) == (1, "")
-    told = "in which run trial has been told, but Pause is not done yet: expected a longer one"
+    told = "in which run trial got the request, but Pause is not done yet: expected a longer one"
     assert err == f"pentad: --timeout is 0.2 s, {told}\n"
 
 
@@ -150,7 +153,11 @@ def test_a_wish_that_takes_too_long_is_one_sentence(pentad: Pentad, served: Serv
         ([("end", {})], "finished", ""),
         ([("stop", {})], "stopped", ""),
         ([("failure", {"error": "rank 1 died"})], "failed", "rank 1 died"),
-        ([("end", {}), ("start", {"generation": 3})], "failed", "it left no last word: killed, or its machine is gone"),
+        (
+            [("end", {}), ("start", {"generation": 3})],
+            "failed",
+            "it ended without an error message: it was killed, or its machine is gone",
+        ),
     ],
 )
 def test_a_run_that_is_over_is_told_from_its_folder(
@@ -175,7 +182,7 @@ def test_a_killed_run_s_endpoint_is_seen_through(pentad: Pentad, folder: Path) -
         address = f"127.0.0.1:{gone.getsockname()[1]}"
     (folder / "control.json").write_text(json.dumps({"address": address, "token": "t", "pid": 1}))
     status, _, err = pentad("resume", "trial")
-    told = f"run trial is not running any more (nobody answers at {address}), its last known step is 3"
+    told = f"run trial is not running any more (nothing answers at {address}), its last known step is 3"
     assert (status, err) == (1, f"pentad: {told}: expected a live one\n")
     status, out, _ = pentad("status", "trial", "--json")
     assert (status, json.loads(out)["state"]) == (0, "failed")
@@ -188,7 +195,7 @@ def test_a_folder_before_its_first_step_has_a_status(tmp_path: Path) -> None:
 
 
 def test_a_port_that_another_run_has_now_is_told(folder: Path, tmp_path: Path) -> None:
-    with closing(Control(tmp_path, "127.0.0.1", 0, ControlRequests())) as other:
+    with closing(ControlServer(tmp_path, "127.0.0.1", 0, ControlRequests())) as other:
         endpoint = {"address": other.address, "token": "of a run that was killed", "pid": 1}
         (folder / "control.json").write_text(json.dumps(endpoint))
         with (

@@ -51,11 +51,11 @@ def test_probes_need_no_token_and_watch_a_rank_come_and_go(served: Served) -> No
         served.serves("pentad.rank.2")
     told = served.health.Watch(health_pb2.HealthCheckRequest(service="pentad.rank.1"), timeout=10)
     assert next(told).status == SERVING
-    served.control.view(seen("running", rank(0), rank(1, "hung")))
+    served.control.on_view(seen("running", rank(0), rank(1, "hung")))
     assert next(told).status == NOT_SERVING
-    served.control.plan(seen("running", rank(0)))
+    served.control.on_ranks_placed(seen("running", rank(0)))
     assert next(told).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-    served.control.view(seen())
+    served.control.on_view(seen())
     assert next(told).status == SERVING
     served.control.close()
     assert [answer.status for answer in told] == [NOT_SERVING]

@@ -27,11 +27,11 @@ from paths import ROOT
 from pentad.orchestrator.control import interceptors
 from pentad.orchestrator.control.control_client import NotLive
 from pentad.orchestrator.control.control_messages import METHODS, plain, status_of
-from pentad.orchestrator.control.server import Control
+from pentad.orchestrator.control.server import ControlServer
 from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView
 from pentad.schedules.ir.errors import PentadError
 
-FOLDER = ROOT / "orchestrator"
+FOLDER = ROOT / "orchestrator" / "control"
 MUTATIONS = ("Pause", "Resume", "Checkpoint", "Abort")
 
 
@@ -79,10 +79,10 @@ def test_standard_stubs_drive_the_service(generated: Path, served: Served, monke
         status = stub.GetStatus(messages.StatusRequest(), metadata=metadata, timeout=5)
         assert (status.step, status.ranks[1].coordinates.pp, status.loss) == (5, 1, 2.5)
         assert next(stub.WatchStatus(messages.StatusRequest(), metadata=metadata, timeout=5)).run == "trial"
-        later(served.control.view, seen("paused"))
-        assert stub.Pause(messages.Wish(generation=2), metadata=metadata, timeout=5).state == "paused"
-        later(served.control.view, seen())
-        assert stub.Resume(messages.Wish(), metadata=metadata, timeout=5).state == "running"
+        later(served.control.on_view, seen("paused"))
+        assert stub.Pause(messages.ControlRequest(generation=2), metadata=metadata, timeout=5).state == "paused"
+        later(served.control.on_view, seen())
+        assert stub.Resume(messages.ControlRequest(), metadata=metadata, timeout=5).state == "running"
 
 
 @pytest.mark.parametrize("view", [seen(), seen(loss=None, tokens_per_second=None, verdict="rank 1 waits"), seen()[:9]])
@@ -120,11 +120,11 @@ def test_no_method_answers_without_the_token(served: Served, generated: Path, to
             with pytest.raises(grpc.RpcError) as refused:
                 raw(served, path_of(method.name), content, token)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert not (served.wishes.paused or served.wishes.aborted or served.wishes.wants_checkpoint)
+    assert not (served.requests.paused or served.requests.aborted or served.requests.wants_checkpoint)
 
 
 def test_the_endpoint_is_for_the_user_only_and_ends_with_the_run(tmp_path: Path) -> None:
-    control = Control(tmp_path, "127.0.0.1", 0, ControlRequests())
+    control = ControlServer(tmp_path, "127.0.0.1", 0, ControlRequests())
     path = tmp_path / "control.json"
     assert path.stat().st_mode & 0o777 == 0o600
     endpoint = json.loads(path.read_text())
@@ -132,7 +132,7 @@ def test_the_endpoint_is_for_the_user_only_and_ends_with_the_run(tmp_path: Path)
     assert len(endpoint["token"]) >= 32
     control.close()
     control.close()
-    control.view(seen())
+    control.on_view(seen())
     assert os.listdir(tmp_path) == []
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", int(control.address.rpartition(":")[2])))
@@ -142,7 +142,7 @@ def test_a_service_that_cannot_say_where_it_is_does_not_run(tmp_path: Path) -> N
     before = threading.active_count()
     (tmp_path / "control.json").mkdir()
     with pytest.raises(PentadError, match=r"control.json cannot be written"):
-        Control(tmp_path, "127.0.0.1", 0, ControlRequests())
+        ControlServer(tmp_path, "127.0.0.1", 0, ControlRequests())
     assert threading.active_count() <= before + 1  # grpc keeps a poller of its own
     assert "control" not in {thread.name for thread in threading.enumerate()}
 
@@ -158,42 +158,42 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path, reusable: bool, capfd: pyt
             rf"metrics.control_port is {port}, but .*pid {os.getpid()}.* has that port .*; expected a free one, or 0"
         )
         with pytest.raises(PentadError, match=sentence):
-            Control(tmp_path, "127.0.0.1", port, ControlRequests())
+            ControlServer(tmp_path, "127.0.0.1", port, ControlRequests())
     assert capfd.readouterr().err == ""
-    with closing(Control(tmp_path, "127.0.0.1", port, ControlRequests())) as control:
+    with closing(ControlServer(tmp_path, "127.0.0.1", port, ControlRequests())) as control:
         assert control.address == f"127.0.0.1:{port}"
         with pytest.raises(PentadError, match=f"metrics.control_port is {port}"):
-            Control(tmp_path / "other", "127.0.0.1", port, ControlRequests())
+            ControlServer(tmp_path / "other", "127.0.0.1", port, ControlRequests())
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.invalid", "x" * 100])
 def test_a_host_that_is_not_this_machine_is_one_sentence(tmp_path: Path, host: str) -> None:
     with pytest.raises(PentadError, match=rf"metrics.host is '{host}', where nothing can listen \(.*\): expected an a"):
-        Control(tmp_path, host, 0, ControlRequests())
+        ControlServer(tmp_path, host, 0, ControlRequests())
 
 
 def test_all_interfaces_are_told_as_an_address_that_others_reach(tmp_path: Path) -> None:
-    with closing(Control(tmp_path, "0.0.0.0", 0, ControlRequests())) as control:
+    with closing(ControlServer(tmp_path, "0.0.0.0", 0, ControlRequests())) as control:
         assert not control.address.startswith("0.0.0.0")
         with connected(tmp_path) as client:
             assert client.status()["state"] == "starting"
 
 
 def test_pause_answers_when_the_run_is_paused_and_resume_when_it_is_not(served: Served) -> None:
-    later(served.control.view, seen("paused", step=7))
+    later(served.control.on_view, seen("paused", step=7))
     assert served.pause(5) == {"run": "trial", "state": "paused", "step": 7, "generation": 2}
-    assert served.wishes.paused
-    later(served.control.view, seen(step=7))
+    assert served.requests.paused
+    later(served.control.on_view, seen(step=7))
     assert served.resume(5)["state"] == "running"
-    assert not served.wishes.paused
+    assert not served.requests.paused
 
 
 def test_checkpoint_answers_when_one_is_whole(served: Served) -> None:
-    later(served.wishes.saved, 4)  # older than the run's step
+    later(served.requests.checkpoint_saved, 4)  # older than the run's step
     with pytest.raises(PentadError, match=r"--timeout is 0.5 s, in which run .*Checkpoint is not done yet"):
         served.checkpoint(0.5)
-    assert served.wishes.wants_checkpoint
-    later(served.wishes.saved, 6)
+    assert served.requests.wants_checkpoint
+    later(served.requests.checkpoint_saved, 6)
     assert served.checkpoint(5)["step"] == 6
 
 
@@ -201,12 +201,12 @@ def test_abort_answers_when_the_run_is_over(served: Served) -> None:
     timer = later(served.control.close)
     assert served.abort(5)["state"] == "stopped"
     timer.join()
-    assert served.wishes.aborted
+    assert served.requests.aborted
 
 
 @pytest.mark.parametrize("verb", ["pause", "checkpoint"])
 def test_who_waits_for_a_run_that_ends_is_told(served: Served, verb: str) -> None:
-    later(served.control.view, seen("finished", step=60))
+    later(served.control.on_view, seen("finished", step=60))
     with pytest.raises(PentadError, match=r"run trial is over at step 60: expected a live one"):
         getattr(served, verb)(5)
 
@@ -215,7 +215,7 @@ def test_who_waits_for_a_run_that_ends_is_told(served: Served, verb: str) -> Non
 def test_a_request_for_another_generation_is_refused(served: Served, verb: str) -> None:
     with pytest.raises(PentadError, match=r"generation is 1, but run trial is in 2: expected that or 0"):
         getattr(served, verb)(5, generation=1)
-    assert not (served.wishes.paused or served.wishes.aborted or served.wishes.wants_checkpoint)
+    assert not (served.requests.paused or served.requests.aborted or served.requests.wants_checkpoint)
 
 
 def test_a_watcher_sees_the_newest_at_most_twice_a_second_until_the_end(served: Served) -> None:
@@ -224,10 +224,10 @@ def test_a_watcher_sees_the_newest_at_most_twice_a_second_until_the_end(served: 
 
     def run() -> None:
         for step in range(10_000):
-            served.control.view(seen(step=step))
+            served.control.on_view(seen(step=step))
             if stop.wait(0.01):
                 break
-        served.control.view(seen("finished", step=10_000))
+        served.control.on_view(seen("finished", step=10_000))
 
     driver = threading.Thread(target=run)
     driver.start()
@@ -247,7 +247,7 @@ def test_stuck_callers_keep_nobody_waiting(served: Served) -> None:
     token = (("authorization", f"Bearer {served.endpoint['token']}"),)
     with ExitStack() as stack:
         watchers = []
-        for _ in range(interceptors.CALLERS):
+        for _ in range(interceptors.MAX_CALLERS):
             channel = stack.enter_context(grpc.insecure_channel(served.endpoint["address"]))
             watchers.append(channel.unary_stream(path_of("WatchStatus"))(b"", metadata=token))
             channel.stream_stream(path_of("Pause"))(_never(stack), metadata=token)
@@ -274,7 +274,7 @@ def _never(stack: ExitStack) -> Iterator[bytes]:
 
 
 def test_no_call_lasts_for_ever(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interceptors, "SECONDS", 0.1)
+    monkeypatch.setattr(interceptors, "DEFAULT_SECONDS", 0.1)
     call = served._channel.unary_unary(path_of("Pause"))
     with pytest.raises(grpc.RpcError) as late:
         call(b"", metadata=served._metadata)
@@ -291,7 +291,7 @@ def test_nonsense_does_not_end_the_service(served: Served) -> None:
         half_open.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         for name in ("GetStatus", "WatchStatus", *MUTATIONS):
             for _ in range(20):
-                # A generation that is not the run's, so that nonsense which happens to be a Wish is refused.
+                # A generation that is not the run's, so that nonsense which happens to be a ControlRequest is refused.
                 content = b"\x08\x63" + draw.randbytes(draw.randrange(64)) if name in MUTATIONS else draw.randbytes(9)
                 with suppress(grpc.RpcError):
                     raw(served, path_of(name), content)
@@ -303,18 +303,18 @@ def test_nonsense_does_not_end_the_service(served: Served) -> None:
         assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert served.status()["step"] == 5
         assert served.serves("")
-    assert not (served.wishes.paused or served.wishes.aborted or served.wishes.wants_checkpoint)
+    assert not (served.requests.paused or served.requests.aborted or served.requests.wants_checkpoint)
 
 
 def test_what_is_no_message_is_one_sentence(served: Served) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         raw(served, path_of("Pause"), b"\xff\xff")
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert refused.value.details() == "the request is no pentad.v1.Wish"
+    assert refused.value.details() == "the request is not a pentad.v1.ControlRequest"
 
 
 def test_a_fault_of_ours_is_told_without_its_text(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    served.control.view(seen(step="/home/user/secret"))
+    served.control.on_view(seen(step="/home/user/secret"))
     with pytest.raises(grpc.RpcError) as failed:
         raw(served, path_of("GetStatus"), b"")
     assert failed.value.details() == "GetStatus failed in the run's driver (TypeError)"
@@ -324,9 +324,9 @@ def test_a_fault_of_ours_is_told_without_its_text(served: Served, caplog: pytest
 SERVER = """
 import sys, time
 from pathlib import Path
-from pentad.orchestrator.control.server import Control
-from pentad.orchestrator.monitoring.run_state import Wishes
-control = Control(Path(sys.argv[1]), "127.0.0.1", 0, Wishes())
+from pentad.orchestrator.control.server import ControlServer
+from pentad.orchestrator.monitoring.run_state import ControlRequests
+control = ControlServer(Path(sys.argv[1]), "127.0.0.1", 0, ControlRequests())
 print("ready", flush=True)
 """
 

@@ -26,7 +26,8 @@ from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.jobs import job_log, job_package, jobs
 from pentad.orchestrator.jobs.job_log import follow, outcome
-from pentad.orchestrator.jobs.jobs import Job, Jobs, announce, failure
+from pentad.orchestrator.jobs.jobs import Job, Jobs, failure
+from pentad.orchestrator.monitoring.ray_job import announce
 from pentad.schedules.ir.errors import PentadError
 
 __all__ = ["pentad"]
@@ -215,7 +216,7 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(monkeypatch: pytest.Mon
     monkeypatch.setattr(show_jobs, "follow", interrupted)
     at = "--address http://head:8265"
     ways = f"pentad logs trial-1 {at} --follow, stop it with pentad stop trial-1 {at}"
-    with pytest.raises(PentadError, match=f"^detached from job trial-1, which goes on: follow it with {ways}$"):
+    with pytest.raises(PentadError, match=f"^detached from job trial-1, which continues: follow it with {ways}$"):
         show_jobs._follow(fake([], []), JOB, as_json=False)
 
 

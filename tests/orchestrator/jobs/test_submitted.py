@@ -21,6 +21,7 @@ from ray._private.parameter import RayParams
 
 from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.cluster.local_head import LOOPBACK, OBJECT_STORE_BYTES
 from pentad.orchestrator.cluster.ray_head import psutil
 from pentad.orchestrator.config.sections import ClusterSection
 
@@ -98,10 +99,10 @@ def user(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> Ite
 def second_node(address: str) -> Iterator[None]:
     parameters = RayParams(
         gcs_address=address,
-        node_ip_address=clusters.LOOPBACK,
+        node_ip_address=LOOPBACK,
         num_cpus=1,
         num_gpus=0,
-        object_store_memory=clusters.OBJECT_STORE_BYTES,
+        object_store_memory=OBJECT_STORE_BYTES,
         dashboard_agent_listen_port=0,
         include_log_monitor=False,
     )

@@ -1,4 +1,4 @@
-"""Laws of the display: a line a step in logs, a table that moves in terminals, nothing wider than the screen."""
+"""The display: one line per step in logs, a live table in terminals, nothing wider than the screen or cut off."""
 
 import io
 import math
@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.monitoring.display import Display, RankPlacement, RankState, ending, layers_text
+from pentad.orchestrator.monitoring.display import Display, RankState, print_summary
+from pentad.orchestrator.monitoring.plan_view import RankPlacement, layers_text
 from pentad.orchestrator.monitoring.progress_bars import bars, coloured_grid, sparkline
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.planning import make_plan
@@ -23,8 +24,8 @@ CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_good_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tests run in."""
+def _capable_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever environment the tests run in."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
@@ -62,7 +63,7 @@ def states(plan: Plan, step: int) -> list[RankState]:
     return [RankState(rank, at(rank), "running", f"{rank}F3", step) for rank in range(plan.mesh.size)]
 
 
-def test_outside_a_terminal_every_step_is_one_line_with_its_figures() -> None:
+def test_outside_a_terminal_every_step_is_one_line() -> None:
     screen = console(terminal=False, width=20)
     with Display(screen, "trial", 5) as display:
         for step in range(5):
@@ -76,7 +77,7 @@ def test_outside_a_terminal_every_step_is_one_line_with_its_figures() -> None:
     assert "\x1b" not in shown(screen)
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_missing_figures_are_dashes() -> None:
     screen = console(terminal=False)
     Display(screen, "trial", 5).step(row(0, loss=math.nan, grad_norm=None, bubble_measured=None))
     assert "loss nan  grad norm -" in shown(screen)
@@ -96,7 +97,7 @@ def test_in_a_terminal_a_table_shows_the_last_steps_and_every_rank() -> None:
         assert re.search(rf"^ +{rank} +dp0 pp{rank} +running +11 +{rank}F3", frame, re.M)
 
 
-def test_what_was_heard_of_a_rank_before_the_last_step_is_not_shown() -> None:
+def test_reports_from_before_the_last_step_are_not_shown() -> None:
     plan, _, _ = planned()
     screen = console(terminal=True)
     with Display(screen, "trial", 60) as display:
@@ -109,17 +110,17 @@ def test_what_was_heard_of_a_rank_before_the_last_step_is_not_shown() -> None:
     assert re.search(r"^ +2 +dp0 pp2 +- +- *$", stale, re.M)
 
 
-def test_in_a_recovery_the_state_of_the_run_and_the_lost_rank_are_shown() -> None:
+def test_a_recovery_shows_the_state_of_the_run_and_the_lost_rank() -> None:
     plan, _, _ = planned()
     screen = console(terminal=True)
     with Display(screen, "trial", 60) as display:
         display.step(row(4), states(plan, 4))
-        display.turn("recovering")
+        display.set_state("recovering")
         display.refresh([seen._replace(state="lost") if seen.rank == 2 else seen for seen in states(plan, 3)])
         recovering = shown(screen).rpartition("trial")[2]
-        display.turn("running")
+        display.set_state("running")
         again = shown(screen).rpartition("trial")[2]
-        display.turn("stopped")
+        display.set_state("stopped")
         over = shown(screen).rpartition("trial")[2]
     assert "recovering" in recovering and "left" not in recovering
     assert re.search(r"^ +2 +dp0 pp2 +lost +3 +2F3", CODES.sub("", recovering), re.M)
@@ -127,7 +128,7 @@ def test_in_a_recovery_the_state_of_the_run_and_the_lost_rank_are_shown() -> Non
     assert "stopped" in over and "dp0 pp2" not in over
 
 
-def test_the_terminal_gets_its_cursor_back_however_the_run_ends() -> None:
+def test_the_cursor_is_restored_however_the_run_ends() -> None:
     screen = console(terminal=True)
 
     def run() -> None:
@@ -140,7 +141,7 @@ def test_the_terminal_gets_its_cursor_back_however_the_run_ends() -> None:
     assert shown(screen).count("\x1b[?25l") == shown(screen).count("\x1b[?25h") == 1
 
 
-def test_a_note_stands_above_the_table() -> None:
+def test_a_note_is_printed_above_the_table() -> None:
     screen = console(terminal=True)
     with Display(screen, "trial", 60) as display:
         display.step(row(0))
@@ -156,6 +157,47 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CODES.sub("", shown(screen)).count("\n") == 1
 
 
+def words_at(width: int, steps: int = 12) -> list[list[str]]:
+    """The words of each line of a live table after `steps` long figures, without its bars."""
+    mesh = ("mesh.dp=2", "mesh.cp=2", "mesh.tp=2", "batch.global_batch_size=32")
+    plan, _, _ = planned(*mesh)
+    screen = console(terminal=True, width=width)
+    with Display(screen, "a-run-with-a-long-name-of-its-own", 100_000) as display:
+        for step in range(steps):
+            figures = {"tokens_per_second": 1_234_567.8, "step_seconds": 61.7, "grad_norm": 1234.567}
+            display.step(row(90_000 + step, loss=12.3456 - step / 7, **figures), states(plan, 90_000 + step))
+        page = console(terminal=False, width=width)
+        page.print(display._view())
+    assert all(len(line) <= width for line in shown(page).splitlines())
+    return [re.sub("[━╸╺▁▂▃▄▅▆▇█]+", " ", line).split() for line in shown(page).splitlines()]
+
+
+@pytest.mark.parametrize("width", [36, 48, 60, 72, 100])
+def test_a_narrow_terminal_drops_columns_but_never_digits(width: int) -> None:
+    known = {word for line in words_at(200) for word in line}
+    found = words_at(width)
+    assert {word for line in found for word in line if not word.startswith("a-run")} <= known
+    for step in range(90_004, 90_012):
+        assert any(line[:2] == [str(step), f"{12.3456 - (step - 90_000) / 7:.4f}"] for line in found)
+    assert any("running" in line for line in found)
+
+
+def test_at_60_columns_the_bubble_and_the_pace_remain() -> None:
+    assert next(line for line in words_at(60) if "loss" in line and "step" in line)[-1] == "bubble"
+    assert any("1,234,568" in line and "13.2" in line for line in words_at(60))
+
+
+@pytest.mark.parametrize("width", [44, 60])
+def test_a_plan_in_a_narrow_terminal_drops_columns_but_no_memory(width: int) -> None:
+    plan, costs, placements = planned("mesh.dp=2")
+    screen = console(terminal=False, width=width)
+    Display(screen, "trial", 5).plan(plan, costs, placements)
+    text = shown(screen)
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    for rank in range(8):
+        assert re.search(rf"^ +{rank} .*\d+\.\d MiB", text, re.M)
+
+
 CHUNKS = ("mesh.pp=2", "schedule.name=interleaved", "schedule.chunks=16", "model.layers=32", "model.hidden=64")
 
 
@@ -164,40 +206,40 @@ CHUNKS = ("mesh.pp=2", "schedule.name=interleaved", "schedule.chunks=16", "model
     "overrides", [(), ("mesh.dp=2",), ("schedule.name=dualpipe",), ("mesh.pp=8", "schedule.name=gpipe"), CHUNKS]
 )
 def test_a_plan_fits_in_80_columns(overrides: tuple[str, ...], terminal: bool) -> None:
-    plan, costs, seats = planned(*overrides)
+    plan, costs, placements = planned(*overrides)
     screen = console(terminal=terminal, width=80)
-    Display(screen, "trial", 5).plan(plan, costs, seats)
+    Display(screen, "trial", 5).plan(plan, costs, placements)
     lines = CODES.sub("", shown(screen)).splitlines()
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert plan.program.hash[:12] in text
     assert "longest" in text
     assert "makespan" in text
-    for seat in seats:
-        assert re.search(rf"^ +{seat.rank} +{seat.coordinates} .*node-1 +CPU +{seat.pid} +[\d.]+ MiB", text, re.M)
+    for at in placements:
+        assert re.search(rf"^ +{at.rank} +{at.coordinates} .*node-1 +CPU +{at.pid} +[\d.]+ MiB", text, re.M)
 
 
 @pytest.mark.parametrize(
     ("stages", "text"),
     [((0,), "embed 0-1"), ((0, 1), "embed 0-3"), ((0, 3), "embed 0-1, 7 head"), ((1, 2, 3), "2-7 head")],
 )
-def test_stages_that_follow_each_other_are_one_span_of_layers(stages: tuple[int, ...], text: str) -> None:
+def test_layers_of_consecutive_stages_are_one_range(stages: tuple[int, ...], text: str) -> None:
     plan, _, _ = planned()
     assert layers_text(plan, *stages) == text
 
 
-def test_a_large_mesh_is_cut_and_says_so() -> None:
-    plan, costs, seats = planned("mesh.dp=16", "batch.global_batch_size=128")
+def test_a_large_mesh_shows_some_ranks_and_counts_the_others() -> None:
+    plan, costs, placements = planned("mesh.dp=16", "batch.global_batch_size=128")
     screen = console(terminal=False)
-    Display(screen, "trial", 5).plan(plan, costs, seats)
+    Display(screen, "trial", 5).plan(plan, costs, placements)
     assert "and 32 more" in shown(screen)
 
 
-def test_without_colours_nothing_is_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    plan, costs, seats = planned()
+    plan, costs, placements = planned()
     screen = console(terminal=True)
-    Display(screen, "trial", 5).plan(plan, costs, seats)
+    Display(screen, "trial", 5).plan(plan, costs, placements)
     assert not re.search(r"\x1b\[[0-9;]*[34][0-9]", shown(screen))
     assert "F0" in shown(screen)
 
@@ -244,11 +286,11 @@ def test_numbers_are_readable() -> None:
     assert [count(n) for n in (12, 2.62e6, 8.03e9)] == ["12", "2.62 M", "8.03 B"]
 
 
-def test_the_ending_says_where_the_files_are() -> None:
+def test_the_summary_says_where_the_files_are() -> None:
     screen = console(terminal=False, width=20)
     facts = {"run": "trial", "folder": "runs/trial", "steps": 60, "loss": 5.1, "first_loss": 8.3, "state": "finished"}
     rates = {"tokens_per_second": 34120.0, "bubble_planned": 0.1, "bubble_measured": None}
-    ending(screen, {**facts, **rates, "files": {"page": "runs/trial/timeline.html"}})
+    print_summary(screen, {**facts, **rates, "files": {"page": "runs/trial/timeline.html"}})
     assert " finished  60 steps\n" in shown(screen)
     assert " timeline  runs/trial/timeline.html\n" in shown(screen)
     assert "trace" not in shown(screen)

@@ -87,11 +87,11 @@ def exporter() -> Iterator[Exporter]:
 @pytest.fixture
 def full(exporter: Exporter) -> Exporter:
     """Has been told something of every kind."""
-    exporter.plan(view_of(Mesh(pp=4)))
-    exporter.steps([ROW], [spans_of(4, 100)])
-    exporter.gpus(dict.fromkeys(range(4), GPU))
+    exporter.on_ranks_placed(view_of(Mesh(pp=4)))
+    exporter.on_steps([ROW], [spans_of(4, 100)])
+    exporter.set_gpu_states(dict.fromkeys(range(4), GPU))
     for entry in (CHECKPOINT, RECOVERED, {"event": "lost", "rank": 1, "fault": "hang", "detector": "deadline"}):
-        exporter.event(entry)
+        exporter.on_event(entry)
     return exporter
 
 
@@ -135,13 +135,13 @@ def test_a_step_is_told_as_its_row_says(full: Exporter) -> None:
 
 
 def test_what_was_not_measured_is_not_told(exporter: Exporter) -> None:
-    exporter.steps([row(0, mfu=None, bubble_measured=None, peak_bytes=0)], [()])
+    exporter.on_steps([row(0, mfu=None, bubble_measured=None, peak_bytes=0)], [()])
     missing = {"pentad_model_flops_utilization_ratio", "pentad_bubble_ratio", "pentad_gpu_memory_peak_bytes"}
     assert not missing & set(scrape(exporter))
 
 
 def test_what_is_not_finite_is_nan_and_counted(exporter: Exporter) -> None:
-    exporter.steps([row(0), row(1, grad_norm=None, skipped=True)], [(), ()])
+    exporter.on_steps([row(0), row(1, grad_norm=None, skipped=True)], [(), ()])
     samples = scrape(exporter)
     assert value(samples, "pentad_grad_norm") != value(samples, "pentad_grad_norm")
     assert value(samples, "pentad_nonfinite_values_total", tensor="gradient") == 1
@@ -158,7 +158,7 @@ def test_spans_become_a_histogram_of_each_op(full: Exporter) -> None:
 
 
 def test_a_value_on_a_bucket_s_bound_is_inside(exporter: Exporter) -> None:
-    exporter.steps([row(0, step_seconds=0.1), row(1, step_seconds=1000.0)], [(), ()])
+    exporter.on_steps([row(0, step_seconds=0.1), row(1, step_seconds=1000.0)], [(), ()])
     counts = {s.labels["le"]: s.value for s in scrape(exporter)["pentad_step_duration_seconds_bucket"]}
     assert (counts["0.079"], counts["0.1"], counts["100.0"], counts["+Inf"]) == (0, 1, 1, 2)
 
@@ -179,29 +179,29 @@ def test_ranks_have_all_coordinates_and_wall_clock_heartbeats(full: Exporter) ->
 
 
 def test_ranks_that_are_gone_vanish_and_so_do_their_gpus(full: Exporter) -> None:
-    full.plan(view_of(Mesh(pp=3), generation=2))
+    full.on_ranks_placed(view_of(Mesh(pp=3), generation=2))
     samples = scrape(full)
     ranks = {s.labels["rank"] for its in samples.values() for s in its if "rank" in s.labels}
     assert ranks == {"0", "1", "2"}
     assert not [name for name in samples if name.startswith("pentad_gpu_") and "peak" not in name]
     assert value(samples, "pentad_world_size") == 3
     assert value(samples, "pentad_generation") == 2
-    full.gpus({0: GPU, 3: GPU})
+    full.set_gpu_states({0: GPU, 3: GPU})
     assert [s.labels["rank"] for s in scrape(full)["pentad_gpu_power_watts"]] == ["0"]
 
 
 def test_a_lost_rank_keeps_its_last_heartbeat_but_does_not_count(exporter: Exporter) -> None:
     view = view_of(Mesh(pp=2))
-    exporter.plan(view)
-    exporter.view(view._replace(ranks=(view.ranks[0], view.ranks[1]._replace(state="lost"))))
+    exporter.on_ranks_placed(view)
+    exporter.on_view(view._replace(ranks=(view.ranks[0], view.ranks[1]._replace(state="lost"))))
     samples = scrape(exporter)
     assert value(samples, "pentad_world_size") == 1
     assert len(samples["pentad_heartbeat_timestamp_seconds"]) == 2
 
 
 def test_a_gpu_that_does_not_tell_something_has_no_series_of_it(exporter: Exporter) -> None:
-    exporter.plan(view_of(Mesh(pp=2)))
-    exporter.gpus({0: GPU, 1: GpuState(power=100.0)})
+    exporter.on_ranks_placed(view_of(Mesh(pp=2)))
+    exporter.set_gpu_states({0: GPU, 1: GpuState(power=100.0)})
     samples = scrape(exporter)
     assert [s.value for s in samples["pentad_gpu_power_watts"]] == [512.5, 100.0]
     assert value(samples, "pentad_gpu_ecc_errors_total", rank="0", type="uncorrected") == 2
@@ -214,7 +214,7 @@ def test_a_gpu_that_does_not_tell_something_has_no_series_of_it(exporter: Export
 
 
 def test_the_state_of_the_run_is_one_of_all(exporter: Exporter) -> None:
-    exporter.view(view_of(Mesh(), state="recovering"))
+    exporter.on_view(view_of(Mesh(), state="recovering"))
     states = {s.labels["state"]: s.value for s in scrape(exporter)["pentad_run_state"]}
     assert [state for state, on in states.items() if on] == ["recovering"]
     assert len(states) == 8
@@ -237,18 +237,18 @@ def test_the_journal_is_counted(full: Exporter) -> None:
     assert value(samples, "pentad_checkpoint_last_success_timestamp_seconds", tier="disk") == 1.7e9
     assert value(samples, "pentad_checkpoint_duration_seconds_sum", stage="disk") == 2.0
     assert value(samples, "pentad_checkpoint_bytes_total") == 1000
-    full.event({"event": "checkpoint failed", "time": 1.7e9, "step": 5, "error": "no space"})
+    full.on_event({"event": "checkpoint failed", "time": 1.7e9, "step": 5, "error": "no space"})
     assert value(scrape(full), "pentad_checkpoint_failures_total") == 1
 
 
 @pytest.mark.parametrize("event", ["start", "place", "fence", "pause", "resume", "stop", "end", "failure", "new"])
 def test_other_events_are_none_of_its_business(exporter: Exporter, event: str) -> None:
-    exporter.event({"time": 1.7e9, "event": event})
+    exporter.on_event({"time": 1.7e9, "event": event})
 
 
 def test_steps_done_again_are_not_effective_time(exporter: Exporter) -> None:
     exporter._began -= 100
-    exporter.steps([row(k, step_seconds=10.0) for k in (4, 5, 6, 7, 6, 7)], [()] * 6)
+    exporter.on_steps([row(k, step_seconds=10.0) for k in (4, 5, 6, 7, 6, 7)], [()] * 6)
     assert value(scrape(exporter), "pentad_effective_training_time_ratio") == pytest.approx(0.4, rel=0.05)
 
 
@@ -257,7 +257,7 @@ def test_a_scrape_sees_a_step_whole_or_not_at_all(exporter: Exporter) -> None:
 
     def tell() -> None:
         while not over.is_set():
-            exporter.steps([ROW], [spans_of(1, 8)])
+            exporter.on_steps([ROW], [spans_of(1, 8)])
 
     teller = threading.Thread(target=tell)
     teller.start()
@@ -274,11 +274,11 @@ def test_a_scrape_sees_a_step_whole_or_not_at_all(exporter: Exporter) -> None:
 
 def test_it_costs_next_to_nothing_even_for_64_ranks(exporter: Exporter) -> None:
     """Seconds of this process, which both asks and answers: those of a clock are other programs' too."""
-    exporter.plan(view := view_of(Mesh(dp=4, pp=16)))
-    exporter.gpus(dict.fromkeys(range(64), GPU))
+    exporter.on_ranks_placed(view := view_of(Mesh(dp=4, pp=16)))
+    exporter.set_gpu_states(dict.fromkeys(range(64), GPU))
     spans = spans_of(4, 100)
-    assert cost(lambda: exporter.steps([ROW], [spans])) < 0.001
-    assert cost(lambda: exporter.view(view)) < 0.001
+    assert cost(lambda: exporter.on_steps([ROW], [spans])) < 0.001
+    assert cost(lambda: exporter.on_view(view)) < 0.001
     assert cost(lambda: urllib.request.urlopen(f"http://{exporter.address}/metrics").read()) < 0.020
 
 
@@ -354,15 +354,15 @@ def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeGauge]:
 
 def test_ray_is_told_a_few_figures(gauges: dict[str, FakeGauge]) -> None:
     watcher = RayMetrics("quick")
-    watcher.plan(view_of(Mesh(pp=2)))
-    watcher.steps([row(2), row(3, loss=None)], [(), ()])
+    watcher.on_ranks_placed(view_of(Mesh(pp=2)))
+    watcher.on_steps([row(2), row(3, loss=None)], [(), ()])
     assert {name: gauge.told for name, gauge in gauges.items()} == {
         "pentad_step": [(3, "quick")],
         "pentad_world_size": [(2, "quick")],
         "pentad_tokens_per_second": [(6826.0, "quick")],
         "pentad_bubble_ratio": [(0.25, "quick")],
     }
-    watcher.steps([row(4)], [()])
+    watcher.on_steps([row(4)], [()])
     assert gauges["pentad_loss"].told == [(2.5, "quick")]
     assert set(gauges) == set(GAUGES)
 
@@ -370,7 +370,7 @@ def test_ray_is_told_a_few_figures(gauges: dict[str, FakeGauge]) -> None:
 def test_without_ray_nobody_is_told(gauges: dict[str, FakeGauge], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     watcher = RayMetrics("quick")
-    watcher.view(view_of(Mesh()))
+    watcher.on_view(view_of(Mesh()))
     watcher.close()
     assert not gauges
 
@@ -380,7 +380,7 @@ def test_what_ray_refuses_ends_no_run(gauges: dict[str, FakeGauge], monkeypatch:
         raise ValueError("no")
 
     monkeypatch.setattr(FakeGauge, "set", refuse)
-    RayMetrics("quick").steps([ROW], [()])
+    RayMetrics("quick").on_steps([ROW], [()])
 
 
 def test_rays_gauges_have_the_names_and_meanings_of_the_exporters() -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(30)
 @pytest.fixture
 def watch(monkeypatch):
     """Watches an address; gives the event of its end, the one that ends it, and the thread."""
-    monkeypatch.setattr(headwatch, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(headwatch, "CHECK_SECONDS", 0.02)
     ends = []
 
     def do(address: str, patience: float):

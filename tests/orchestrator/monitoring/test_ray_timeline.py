@@ -125,9 +125,9 @@ def test_what_is_pushed_comes_back_from_the_dashboard(auth: Any, monkeypatch: py
 
         said: list[str] = []
         timeline = RayTimeline(2, said.append)
-        timeline.plan(view())
+        timeline.on_ranks_placed(view())
         steps = [made_up_step(number, seconds_ago=0.5 - number / 10) for number in range(5)]
-        timeline.steps([], steps)
+        timeline.on_steps([], steps)
         events = eventually(lambda: ask(f"tasks/timeline?job_id={job}"), lambda found: len(slices(found)) >= 48)
         assert_side_by_side(events)
         shown = slices(events)
@@ -135,22 +135,22 @@ def test_what_is_pushed_comes_back_from_the_dashboard(auth: Any, monkeypatch: py
         assert [s.process for s in shown] == sorted(s.process for s in shown)
         assert_same_step([s for s in shown if s.step == 4], steps[4])
         assert states() == dict.fromkeys((f"step 4 {MESH.coordinates(rank)}" for rank in range(4)), "RUNNING")
-        timeline.steps([], [made_up_step(5)])
+        timeline.on_steps([], [made_up_step(5)])
         timeline.close()
         names = [f"step 5 {MESH.coordinates(rank)}" for rank in range(4)]
         assert eventually(states, lambda found: "FINISHED" in found.values()) == dict.fromkeys(names, "FINISHED")
         assert said == []
         monkeypatch.setattr(ray_timeline, "_channel", lambda: grpc.insecure_channel("127.0.0.1:1"))
-        assert_said_once(r"lacks steps: UNAVAILABLE: .*127\.0\.0\.1:1")
+        assert_said_once(r"is incomplete: UNAVAILABLE: .*127\.0\.0\.1:1")
 
 
 def assert_said_once(sentence: str) -> None:
     said: list[str] = []
     timeline = RayTimeline(2, said.append)
-    timeline.plan(view())
+    timeline.on_ranks_placed(view())
     for number in range(3):
-        timeline.steps([], [made_up_step(number)])
-        timeline.view(view())
+        timeline.on_steps([], [made_up_step(number)])
+        timeline.on_view(view())
     timeline.close()
     timeline.close()
     assert len(said) == 1 and re.search(sentence, said[0]), said
@@ -166,11 +166,11 @@ class Lacking:
 def test_a_missing_interface_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_timeline, "_channel", lambda: contextlib.nullcontext())
     monkeypatch.setattr(gcs_service_pb2_grpc, "TaskInfoGcsServiceStub", Lacking)
-    assert_said_once("lacks steps: AttributeError: .*AddTaskEventData")
+    assert_said_once("is incomplete: AttributeError: .*AddTaskEventData")
 
 
 def test_without_ray_nothing_is_raised_nor_started() -> None:
-    assert_said_once("lacks steps: ")
+    assert_said_once("is incomplete: ")
     assert not ray.is_initialized()
 
 
@@ -183,12 +183,12 @@ def test_a_stalled_push_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError("at last")
 
     monkeypatch.setattr(ray_timeline, "_channel", stall)
-    monkeypatch.setattr(ray_timeline, "DEADLINE_SECONDS", 0.2)
+    monkeypatch.setattr(ray_timeline, "TIMEOUT_SECONDS", 0.2)
     timeline = RayTimeline(2, lambda text: None)
-    timeline.plan(view())
+    timeline.on_ranks_placed(view())
     began = time.monotonic()
     for number in range(100):
-        timeline.steps([], [made_up_step(number)])
+        timeline.on_steps([], [made_up_step(number)])
     assert stalled.wait(5)
     timeline.close()
     assert time.monotonic() - began < 5
@@ -198,8 +198,8 @@ def test_a_stalled_push_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_nothing_kept_means_nothing_done() -> None:
     timeline = RayTimeline(0, pytest.fail)
-    timeline.plan(view())
-    timeline.steps([], [made_up_step(0)])
+    timeline.on_ranks_placed(view())
+    timeline.on_steps([], [made_up_step(0)])
     timeline.close()
     assert timeline._thread is None
 
@@ -209,22 +209,22 @@ def test_nothing_kept_means_nothing_done() -> None:
     [(100, 5, 4, 1), (300, 5, 4, 2), (400, 5, 4, 3), (2000, 5, 4, 5), (2000, 5, 50, 2), (100, 5, 4000, 1)],
 )
 def test_a_rank_has_as_many_tasks_as_hold_the_steps(spans: int, keep: int, ranks: int, tasks: int) -> None:
-    assert ray_timeline._tasks_a_rank(spans, keep, ranks) == tasks
+    assert ray_timeline._tasks_per_rank(spans, keep, ranks) == tasks
 
 
 @pytest.mark.parametrize(
     ("rank", "title"), [(0, "0000"), (3, "0003"), (120, "0120"), (9999, "9999"), (12345, "012345")]
 )
 def test_a_rows_title_reads_as_its_rank(rank: int, title: str) -> None:
-    assert ray_timeline._spelled(rank).hex() == title
+    assert ray_timeline._thread_id(rank).hex() == title
 
 
 def test_a_smaller_mesh_keeps_the_rows_it_had() -> None:
     timeline = RayTimeline(2, pytest.fail)
-    timeline.plan(view())
+    timeline.on_ranks_placed(view())
     assert {row.name: row.number for row in timeline._rows.values()} == {
         **{"dp0 pp0": 0, "dp0 pp1": 1},
         **{"dp1 pp0": 2, "dp1 pp1": 3},
     }
-    timeline.plan(view(Mesh(dp=1, pp=2)))
+    timeline.on_ranks_placed(view(Mesh(dp=1, pp=2)))
     assert {row.name: row.number for row in timeline._rows.values()} == {"dp0 pp0": 0, "dp0 pp1": 1}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from paths import SUPPORT
+from paths import ROOT, SUPPORT
 
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder, read_lines, resolve_run, saved_config
@@ -22,7 +22,7 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SUPPORT.parent / ".typings")}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
 
 
 def config_in(folder: Path, *overrides: str) -> RunConfig:
@@ -127,7 +127,7 @@ def test_a_resumed_run_may_change_what_does_not_change_its_data_or_model(tmp_pat
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trial").mkdir()
     (tmp_path / "trial" / "thesis.tex").write_text("years of work")
-    with pytest.raises(PentadError, match=r"trial exists and is no run's folder: expected a new one"):
+    with pytest.raises(PentadError, match=r"trial exists and is not a run's folder: expected a new one"):
         opened(tmp_path)
     assert os.listdir(tmp_path / "trial") == ["thesis.tex"]
 
@@ -145,7 +145,7 @@ def test_two_live_runs_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
-    code = f"import sys; sys.path.insert(0, {str(SUPPORT)!r})\n"
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); sys.path.insert(0, {str(SUPPORT)!r})\n"
     code += f"from test_runfolder import opened\nfrom pathlib import Path\nrun = opened(Path({str(tmp_path)!r}))\n"
     code += "import os, signal; print('held', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     ended = subprocess.run(
@@ -162,7 +162,7 @@ def test_a_damaged_line_is_named_and_kept(tmp_path: Path, line: str) -> None:
         run.metrics(row(0))
         with (run.path / "metrics.jsonl").open("a") as file:
             file.write(f"{line}\n")
-        with pytest.raises(PentadError, match=r"metrics.jsonl line 2 is .*: expected an object.*: mend or remove"):
+        with pytest.raises(PentadError, match=r"metrics.jsonl line 2 is .*: expected an object.*: repair or remove"):
             run.rewind(0)
     assert (run.path / "metrics.jsonl").read_text().endswith(f"\n{line}\n")
 
@@ -181,8 +181,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> No
 def test_timelines_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as run:
         plan = run.plan
-        simulated = simulate(plan.program, guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype))
-        run.timelines(simulated, simulated)
+        costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
+        measured = spread(simulate(plan.program, costs), plan.mesh)
+        run.timelines(measured, costs)
         files = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
 
         def full(self: Timeline, path: Path) -> None:
@@ -191,16 +192,16 @@ def test_timelines_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, mon
 
         monkeypatch.setattr(Timeline, "save", full)
         with pytest.raises(PentadError, match=r"timeline.arrow cannot be written \(No space left on device\)"):
-            run.timelines(simulated, simulated)
+            run.timelines(measured, costs)
     assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == files
 
 
 def test_timelines_are_written_in_all_their_forms(tmp_path: Path) -> None:
     with opened(tmp_path, "mesh.dp=2") as run:
         plan = run.plan
-        simulated = simulate(plan.program, guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype))
-        measured = replace(spread(simulated, plan.mesh), source="measured")
-        run.timelines(measured, simulated)
+        costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
+        measured = replace(spread(simulate(plan.program, costs), plan.mesh), source="measured")
+        run.timelines(measured, costs)
     assert Timeline.load(run.path / "timeline.arrow") == measured
     events = json.loads(gzip.decompress((run.path / "trace.json.gz").read_bytes()))["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}

@@ -16,7 +16,7 @@ from layer_cases import (
     size,
 )
 
-from pentad.orchestrator.planning.activations import shares_of
+from pentad.orchestrator.planning.activation_peaks import activations_of
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import run_to_completion
@@ -26,40 +26,40 @@ MODES = ("none", "selective", "full")
 
 
 def gradients(stage: Stage) -> list[torch.Tensor]:
-    return [bank.whole for bank in stage.banks if bank.whole is not None]
+    return [bank.gradients.flat for bank in stage.param_buffers if bank.gradients is not None]
 
 
 def check(plan: Plan, index: int) -> None:
     """F, RECOMPUTE, B: what is kept after each, without what lies in the slots of transfers."""
-    stage, of, mode = made(plan, index), shares_of(plan, index), plan.mode(index)
-    tokens = torch.arange(plan.piece_tokens)
-    shape = plan.stream_tokens, plan.model.hidden
+    stage, of, mode = made(plan, index), activations_of(plan, index), plan.recompute_mode(index)
+    tokens = torch.arange(plan.slice_tokens)
+    shape = plan.sequence_parallel_tokens, plan.model.hidden
     dtype = DTYPES[plan.dtype]
     received = None if stage.first else torch.randn(shape).to(dtype)
-    starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.rows if plan.document_mask else []
+    starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.micro_batch_size if plan.document_mask else []
     fixed = [*gradients(stage), received, tokens]
     further = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
     run_to_completion(stage.forward(0, received, *ends, further, starts))
-    saved = of.saved - (0 if stage.first else of.entry)
-    said = {"none": saved, "selective": saved - of.leaves, "full": 0}[mode]
-    found = size(stage.kept[0][1:], *fixed)
+    saved = of.saved - (0 if stage.first else of.input)
+    said = {"none": saved, "selective": saved - of.recomputable, "full": 0}[mode]
+    found = size(stage.saved[0][1:], *fixed)
     assert found == said
     if mode != "none":
         stage.recompute(0)
-        found = size(stage.kept[0][1:], *fixed)
+        found = size(stage.saved[0][1:], *fixed)
         assert found == saved
-    stays = found - sum(each.nbytes() for each in stage.movable(0))
-    assert stays == of.still
+    stays = found - sum(each.nbytes() for each in stage.offloadable(0))
+    assert stays == of.not_offloadable
     dy = None if stage.last else torch.randn(shape).to(dtype)
     run_to_completion(stage.backward_input(0, dy))
     found = size(stage.deferred[0], *fixed, dy)
-    assert found == of.deferred - of.given
+    assert found == of.deferred - of.incoming
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [*((mode, {}) for mode in MODES), *((mode, {"tp": 2}) for mode in MODES)]
 CASES.append(("none", {"tp": 4}))
-SHARED: list[dict[str, Any]] = [{"cp": 2, "context": way} for way in ("ring", "all_gather", "ulysses")]
+SHARED: list[dict[str, Any]] = [{"cp": 2, "cp_method": way} for way in ("ring", "all_gather", "ulysses")]
 
 
 @pytest.mark.parametrize(("mode", "axes"), CASES)
@@ -73,12 +73,12 @@ def test_a_stage_keeps_what_is_planned(alone, corpus, family, mode, axes):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek"])
 def test_context_ranks_keep_what_is_planned(alone, corpus, family, packed, axes):
-    check(plan(corpus, family, "none", packed=packed, **axes), 1)
+    check(plan(corpus, family, "none", document_mask=packed, **axes), 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
 def test_packed_documents_keep_what_is_planned(alone, corpus, family):
-    check(plan(corpus, family, "none", packed=True), 1)
+    check(plan(corpus, family, "none", document_mask=True), 1)
 
 
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4}, {"ep": 2, "cp": 2}])

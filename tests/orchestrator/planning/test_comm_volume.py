@@ -17,9 +17,9 @@ from pentad.orchestrator.planning.comm_volume import Flow, Flows, flows, layer_f
 from pentad.orchestrator.planning.hardware import NODE, crosses
 from pentad.schedules.spec import plan as plan_module
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import LINE, ParamShard, Plan
+from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.spec.tensors import parameters
+from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.parallel import cp_all_gather, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
 from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
 
@@ -47,10 +47,10 @@ def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
     monkeypatch.setattr(cp_ring, "pass_on", pass_on)
     monkeypatch.setattr(cp_ulysses, "_exchange", exchange)
     for module, axis in ((cp_all_gather, "cp"), (expert_parallel, "ep")):
-        monkeypatch.setattr(module, "_gather", tell(axis, "gather", gathered))
-        monkeypatch.setattr(module, "_scatter", tell(axis, "scatter", scattered))
-    monkeypatch.setattr(tensor_parallel, "gather_all", tell("tp", "gather", gathered))
-    monkeypatch.setattr(tensor_parallel, "scatter_sum", tell("tp", "scatter", scattered))
+        monkeypatch.setattr(module, "all_gather", tell(axis, "gather", gathered))
+        monkeypatch.setattr(module, "reduce_scatter", tell(axis, "scatter", scattered))
+    monkeypatch.setattr(tensor_parallel, "all_gather", tell("tp", "gather", gathered))
+    monkeypatch.setattr(tensor_parallel, "reduce_scatter", tell("tp", "scatter", scattered))
     monkeypatch.setattr(plan_module, "TILE", TILE)
     for cache in caches:
         cache.cache_clear()
@@ -60,10 +60,10 @@ def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
 
 
 def test_few_tokens_are_one_tile_and_many_have_tiles() -> None:
-    assert [plan_module.tiles(tokens) for tokens in (1, 8191, 8192, 16383, 16384, 65536)] == [1, 1, 1, 1, 2, 8]
+    assert [plan_module.num_tiles(tokens) for tokens in (1, 8191, 8192, 16383, 16384, 65536)] == [1, 1, 1, 1, 2, 8]
 
 
-AXES = [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "context": "all_gather"}, {"cp": 2, "context": "ulysses", "tp": 2}]
+AXES = [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "cp_method": "all_gather"}, {"cp": 2, "cp_method": "ulysses", "tp": 2}]
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_experts_send_what_is_planned(log, corpus, family, axes):
 def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
     """F, RECOMPUTE and B of a stage, one after the other."""
     stage = made(plan, index)
-    tokens = torch.arange(plan.piece_tokens)
-    shape = plan.stream_tokens, plan.model.hidden
+    tokens = torch.arange(plan.slice_tokens)
+    shape = plan.sequence_parallel_tokens, plan.model.hidden
     received = None if stage.first else torch.randn(shape, dtype=torch.float64)
     dy = None if stage.last else torch.randn(shape, dtype=torch.float64)
-    piece, mode = piece_of(plan)._replace(device=device), plan.mode(index)
+    piece, mode = piece_of(plan)._replace(device=device), plan.recompute_mode(index)
     further = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
     steps: list[Any] = [("F", lambda: run_to_completion(stage.forward(0, received, *ends, further)))]
@@ -103,12 +103,12 @@ def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
 
 
 def test_a_step_is_the_sum_of_its_instructions(corpus: str) -> None:
-    plan = plan_of("1f1b", 2, 2, 4, corpus, tp=2, savings=MemoryOptions(zero=1))
+    plan = plan_of("1f1b", 2, 2, 4, corpus, tp=2, memory_options=MemoryOptions(zero=1))
     found, piece = flows(plan, 0), piece_of(plan)
     once: Counter[Flow] = Counter()
     for when in ("F", "B"):
         once.update({flow: sent.bytes for flow, sent in stage_flows(plan.model, plan.layers[0], piece, when).items()})
-    stream = plan.stream_tokens * plan.model.hidden * 8
+    stream = plan.sequence_parallel_tokens * plan.model.hidden * 8
     assert {flow: sent.bytes for flow, sent in found.items() if flow.axis == "tp"} == {
         f: 4 * b for f, b in once.items()
     }
@@ -119,10 +119,10 @@ def test_a_step_is_the_sum_of_its_instructions(corpus: str) -> None:
 @pytest.mark.parametrize("zero", range(4))
 def test_a_step_moves_what_the_paper_says(corpus: str, zero: int) -> None:
     """arXiv 1910.02054, section 7: 2N of gradients and weights, 3N where weights are gathered for both directions."""
-    plan = plan_of("gpipe", 4, 1, 2, corpus, savings=MemoryOptions(zero=zero))
+    plan = plan_of("gpipe", 4, 1, 2, corpus, memory_options=MemoryOptions(zero=zero))
     found = {flow.kind: sent for flow, sent in flows(plan, 0).items()}
-    size = plan.shards(ParamShard(0)) * plan.shard_size(ParamShard(0))
-    assert 0 <= size - parameters(MODEL) < 4 * LINE, "shards are filled up"
+    size = plan.num_zero_shards(ParamShard(0)) * plan.zero_shard_size(ParamShard(0))
+    assert 0 <= size - num_parameters(MODEL) < 4 * ALIGNMENT, "shards are filled up"
     moved = sum(sent.bytes for sent in found.values()) / 8 / size
     assert moved == pytest.approx(2 * 3 / 4, rel=1e-3)  # (n - 1) / n of 2N; a whole rank is gathered but once
     kinds = {0: {"ALL_REDUCE"}}.get(zero, {"ALL_GATHER", "REDUCE_SCATTER"})

@@ -72,7 +72,7 @@ def test_tensor_ranks_stay_on_a_node_unless_they_may_leave_it() -> None:
 
 
 def test_experts_open_the_fifth_axis() -> None:
-    sizes = ("family=mixtral", "experts.count=8", "experts.active=2", "experts.ffn=3584", *EIGHT)
+    sizes = ("family=mixtral", "experts.num_experts=8", "experts.top_k=2", "experts.intermediate_size=3584", *EIGHT)
     found = survey(config(model=sizes), 8, H200)
     assert any(each.plan.mesh.ep > 1 for each in found.found)
 

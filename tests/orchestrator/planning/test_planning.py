@@ -1,26 +1,32 @@
 """Laws of planning: a plan is a pure function of its configuration, and its estimates are arithmetic."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.planning import estimate
+from pentad.orchestrator.planning import estimate, planning
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.estimate import flops_per_token, memory, peak_flops, read_costs, utilisation
-from pentad.orchestrator.planning.planning import make_plan, spread
+from pentad.orchestrator.planning.fit import first_plan
+from pentad.orchestrator.planning.planning import make_plan, plan_on, shrunk_plan, spread
+from pentad.schedules import compiler
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Op, units_of
+from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.tensors import parameters
-from pentad.schedules.verify.check import check, peak_activations
+from pentad.schedules.spec.tensors import num_parameters
+from pentad.schedules.verify.check import check
 
-LLAMA_8B = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
+LLAMA_8B = ModelSpec(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 
 
 def plan_of(*overrides: str, device: str = "cpu", hosts: int = 1) -> Plan:
@@ -79,7 +85,7 @@ def test_flops_of_a_known_model_are_the_known_ones() -> None:
 
 def test_utilisation_is_unknown_without_a_known_peak() -> None:
     plan = plan_of(device="cuda")
-    ranks, flops = plan.mesh.size, flops_per_token(plan.model, plan.batch.length)
+    ranks, flops = plan.mesh.size, flops_per_token(plan.model, plan.batch.sequence_length)
     assert utilisation(ranks * 989e12 / flops, plan, "NVIDIA H200") == pytest.approx(1)
     assert utilisation(1e4, plan_of(), "NVIDIA H200") is None
     assert utilisation(1e4, plan, "cpu") is None
@@ -125,7 +131,7 @@ def test_no_costs_are_read_from_half_a_step() -> None:
 def test_activations_with_a_whole_backward_are_whole_microbatches(name: str) -> None:
     """F keeps and BW frees the same: middle ranks need their peak count times a microbatch, and BW's own operands."""
     plan = plan_of(f"schedule.name={name}")
-    tokens, model = plan.batch.rows * plan.batch.length, plan.model
+    tokens, model = plan.batch.micro_batch_size * plan.batch.sequence_length, plan.model
     # two streams, two normed, q k v, attention out, gate and up: float32; two scales and a sum a head
     layer = 4 * (4 * 128 + 2 * 128 + 2 * 64 + 2 * 384) + 4 * (2 + model.heads)
     entry = 4 * 128  # lies in the slot of its transfer
@@ -150,7 +156,7 @@ def test_slices_keep_keys_and_values_of_whole_sequences(slices: int) -> None:
     alone = ("mesh.pp=1", "model.layers=4")
     plan = plan_of("schedule.name=seq-1f1b", f"schedule.slices={slices}", *alone)
     whole = memory(plan_of("schedule.name=1f1b", *alone), 0)["activations"]
-    pairs = 4 * 2 * 64 * plan.batch.rows * plan.batch.length * 4  # layers, keys and values, width, tokens, float32
+    pairs = 4 * 2 * 64 * plan.batch.micro_batch_size * plan.batch.sequence_length * 4  # layers, keys and values, width, tokens, float32
     shared = pairs * (2 + (slices - 1) / slices) if slices > 1 else 0
     assert 0.85 * whole + shared < memory(plan, 0)["activations"] <= whole + shared
 
@@ -161,7 +167,7 @@ def test_memory_sums_up_and_counts_master_weights_once() -> None:
         parts = memory(plan, rank)
         assert parts["total"] == sum(value for name, value in parts.items() if name not in ("total", "host"))
     whole = sum(memory(plan, rank)["parameters"] for rank in range(4))
-    assert whole == 4 * parameters(plan.model)
+    assert whole == 4 * num_parameters(plan.model)
     assert memory(plan, 0)["master"] == 0
     parts = memory(on_gpu, 0)
     assert (parts["master"], parts["gradients"], parts["optimizer"]) == tuple(
@@ -171,14 +177,14 @@ def test_memory_sums_up_and_counts_master_weights_once() -> None:
 
 def test_dualpipe_holds_its_parameters_twice() -> None:
     plan = plan_of("schedule.name=dualpipe")
-    assert sum(memory(plan, rank)["parameters"] for rank in range(4)) == 2 * 4 * parameters(plan.model)
+    assert sum(memory(plan, rank)["parameters"] for rank in range(4)) == 2 * 4 * num_parameters(plan.model)
 
 
 def test_a_rank_pays_for_each_of_its_receive_slots() -> None:
     plan = plan_of()
-    tensor = plan.batch.rows * plan.batch.length * plan.model.hidden * 4
+    tensor = plan.batch.micro_batch_size * plan.batch.sequence_length * plan.model.hidden * 4
     stream = plan.program.streams[0]
-    slots = {(part.op, part.slot) for part in units_of(stream) if part.op in (Op.RECV_F, Op.RECV_B)}
+    slots = {(part.op, part.slot) for part in instructions_of(stream) if part.op in (Op.RECV_F, Op.RECV_B)}
     assert memory(plan, 0)["slots"] == len(slots) * tensor
 
 
@@ -199,6 +205,47 @@ def test_spread_gives_every_replica_the_same_times() -> None:
             if span.peer >= 0:
                 assert mesh.coordinates(span.peer) == here._replace(pp=of.peer)
     assert wide.bubble().makespan == pytest.approx(timeline.bubble().makespan)
+
+
+@pytest.mark.parametrize("name", ["zb-h2", "zb-1p", "auto", "dualpipe"])
+def test_a_run_is_planned_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From the command line to the placed ranks; the proof is part of compiling."""
+    calls: Counter[str] = Counter()
+    for module, function in ((planning, "choose"), (planning, "compile_program"), (compiler, "check")):
+
+        def counted(*args: object, do: Callable = getattr(module, function), of: str = function, **more: object) -> Any:
+            calls[of] += 1
+            return do(*args, **more)
+
+        monkeypatch.setattr(module, function, counted)
+    config = load(None, [f"schedule.name={name}"])
+    plan = first_plan(config, "cpu")
+    placed = plan_on(config, "cpu", hosts=1, fingerprint="f", expected=plan)
+    assert placed == replace(plan, fingerprint="f")
+    assert calls == {"compile_program": 1, "check": 1} | ({"choose": 1} if name == "auto" else {})
+
+
+def test_ranks_unlike_those_expected_get_a_plan_of_their_own() -> None:
+    config = load(None, [])
+    expected = make_plan(config, "cuda")
+    assert expected.transport == "peer"
+    assert plan_on(config, "cuda", hosts=2, expected=expected).transport == "nccl"
+    assert plan_on(config, "cpu", hosts=1, expected=expected) == make_plan(config, "cpu")
+
+
+def test_zero_without_a_second_holder_is_refused() -> None:
+    with pytest.raises(PentadError, match=r"^zero.stage is 3, but .* is 1, .*: expected zero.stage 0, or more replicas$"):
+        first_plan(load(None, ["zero.stage=3"]), "cpu")
+    for overrides in (["mesh.dp=2"], ["schedule.name=dualpipe"]):
+        assert first_plan(load(None, ["zero.stage=3", *overrides]), "cpu").zero == 3
+
+
+def test_a_smaller_mesh_may_have_nothing_to_shard() -> None:
+    config = load(None, ["zero.stage=3", "mesh.dp=2", "elastic.min_ranks=4", "schedule.name=1f1b"])
+    smaller = shrunk_plan(config, make_plan(config, "cpu"), 7)
+    assert smaller is not None
+    assert (smaller.mesh, smaller.zero, smaller.batch.microbatches) == (Mesh(pp=4), 0, 16)
+    assert shrunk_plan(config, make_plan(config, "cpu"), 3) is None
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

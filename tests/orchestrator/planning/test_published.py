@@ -13,9 +13,9 @@ from pentad.orchestrator.planning.mesh_search import survey
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import BatchShape, OptimizerShape, Plan, split_layers
+from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan, split_layers
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.spec.tensors import head_in_layers, parameters
+from pentad.schedules.spec.tensors import head_in_layers, num_parameters
 
 ROOM = room_of("cuda", 79).bytes
 
@@ -23,7 +23,7 @@ ROOM = room_of("cuda", 79).bytes
 def planned(row: Published) -> Plan:
     model, mesh = MODELS[row.model], Mesh(dp=row.dp, tp=row.tp, pp=row.pp)
     program = compile_program(
-        "1f1b", row.pp, row.parts, replicas=row.dp, gated=True, savings=MemoryOptions(zero=row.zero)
+        "1f1b", row.pp, row.parts, replicas=row.dp, gated=True, memory_options=MemoryOptions(zero=row.zero)
     )
     return Plan(
         name="published",
@@ -31,8 +31,8 @@ def planned(row: Published) -> Plan:
         program=program,
         layers=split_layers(model.layers, program.placement, head_in_layers(model, 4096)),
         model=model,
-        batch=BatchShape(256, 4096, row.parts, row.dp),
-        optimizer=OptimizerShape(1e-3, 1e-4, 0, 1, 0.9, 0.95, 1e-8, 0.1, clip_norm=1.0),
+        batch=BatchSpec(256, 4096, row.parts, row.dp),
+        optimizer=OptimizerSpec(1e-3, 1e-4, 0, 1, 0.9, 0.95, 1e-8, 0.1, clip_norm=1.0),
         data="",
         cache="",
         seed=0,
@@ -53,19 +53,19 @@ def used(plan: Plan) -> float:
     """MFU in percent as the source counts it."""
     spans = simulate(plan.program, costs_of(plan)).spans
     seconds = max(span.end for span in spans) - min(span.start for span in spans)
-    work = plan.batch.tokens * flops_per_token(plan.model, plan.batch.length, causal=False)
+    work = plan.batch.tokens * flops_per_token(plan.model, plan.batch.sequence_length, causal=False)
     return 100 * work / seconds / plan.mesh.size / 989e12
 
 
 def test_models_have_the_parameters_of_their_names() -> None:
-    sizes = {name: f"{parameters(model) / 1e9:.3g}B" for name, model in MODELS.items()}
+    sizes = {name: f"{num_parameters(model) / 1e9:.3g}B" for name, model in MODELS.items()}
     assert sizes == {"1.34B": "1.34B", "3.57B": "3.57B", "8.86B": "8.86B", "80B": "80B"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.nodes}-{row.model}")
 def test_what_fitted_in_80_gb_fits(row: Published) -> None:
     plan = planned(row)
-    assert plan.batch.rows == row.rows
+    assert plan.batch.micro_batch_size == row.rows
     assert needed(plan) <= ROOM
 
 

@@ -114,7 +114,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_doubles_no_line(train: Tra
     shard = tmp_path / "quickstart" / "checkpoints" / "step-00000007" / "stage-000.safetensors"
     shard.write_bytes(bytes(shard.stat().st_size))
     result, printed = train("run.steps=8")
-    assert "checkpoint refused, and put aside as step-00000007.refused-3" in printed
+    assert "checkpoint refused and renamed to step-00000007.refused-3" in printed
     assert "resuming from step 4" in printed
     assert [row["step"] for row in metrics(tmp_path)] == list(range(8))
 
@@ -130,7 +130,7 @@ def test_a_run_that_has_all_its_steps_does_nothing_more(train: Train, tmp_path: 
 
 def test_a_step_whose_norm_is_not_finite_is_told(train: Train) -> None:
     _, printed = train("run.steps=3", behaviour="fake:nan=1")
-    assert "step 1 had a gradient norm that is not finite: no weight changed" in printed
+    assert "step 1 had a non-finite gradient norm: its update was skipped" in printed
 
 
 def test_a_rank_that_fails_ends_the_run_with_whole_files(train: Train, tmp_path: Path) -> None:

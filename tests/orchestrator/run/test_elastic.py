@@ -20,8 +20,8 @@ from threenodes import Cluster, Run, kill, three_nodes
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.control.control_client import connect
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.run.regroup import RecoveryState, complete
-from pentad.workers.runtime.progress_file import read_board
+from pentad.orchestrator.run.regroup import RecoveryState, is_complete
+from pentad.workers.runtime.progress_file import read_progress
 
 SMALL = (
     "model.layers=4",
@@ -257,7 +257,7 @@ def test_a_fault_while_a_checkpoint_is_read_again(nodes, start, reference):
     run.at_step(12)
     run.hit(1)
     run.wait_for(lambda: run.events("fence"))
-    run.wait_for(lambda: read_board(nodes.board(run.pids()[2])).generation == 2)  # it has given its old weights up
+    run.wait_for(lambda: read_progress(nodes.board(run.pids()[2])).generation == 2)  # it has given its old weights up
     run.hit(2)
     assert_recovered(run, "checkpoint")
     assert_same(run, expected)
@@ -265,10 +265,10 @@ def test_a_fault_while_a_checkpoint_is_read_again(nodes, start, reference):
 
 def test_ranks_that_have_no_state_yet_are_no_source_of_it():
     plan = make_plan(load(None, [*SMALL, *SQUARE, "schedule.name=1f1b"]), "cpu")
-    assert complete(plan, RecoveryState(0, (0, 1, 2, 3)))
-    assert complete(plan, RecoveryState(7, (0, 3)))
-    assert not complete(plan, RecoveryState(7, (0, 1)))
-    assert not complete(plan, RecoveryState(-1, (0, 1, 2, 3)))
+    assert is_complete(plan, RecoveryState(0, (0, 1, 2, 3)))
+    assert is_complete(plan, RecoveryState(7, (0, 3)))
+    assert not is_complete(plan, RecoveryState(7, (0, 1)))
+    assert not is_complete(plan, RecoveryState(-1, (0, 1, 2, 3)))
 
 
 def test_a_fault_in_the_first_step(nodes, start, reference):
@@ -277,7 +277,7 @@ def test_a_fault_in_the_first_step(nodes, start, reference):
     run = start(*SQUARE, "schedule.name=1f1b")
     run.wait_for(lambda: run.events("place"))
     board = nodes.board(run.pids()[3])
-    run.wait_for(lambda: read_board(board).counter >= 0)
+    run.wait_for(lambda: read_progress(board).counter >= 0)
     run.hit(3)
     assert_recovered(run, "repair")
     assert run.events("recovered")[0]["step"] <= 1
@@ -326,7 +326,7 @@ def test_a_mesh_that_may_not_shrink_says_what_it_lacks(nodes, start):
     assert run.end() == 1
     sentence = run.printed.read_text().strip().splitlines()[-1]
     assert sentence.startswith("pentad: rank "), run.account()
-    assert "; no place came free within elastic.wait_seconds = 1, and 2 ranks make no mesh of" in sentence
+    assert "; no node with room for it joined within elastic.wait_seconds = 1, and 2 ranks make no mesh of" in sentence
     assert "elastic.min_ranks = 4 or more (more in " in sentence
     assert "Traceback" not in run.printed.read_text()
     assert run.events()[-1]["event"] == "failure"

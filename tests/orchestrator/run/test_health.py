@@ -24,7 +24,9 @@ class Clock:
         self.now = 100.0
         patch.setattr(time, "monotonic", lambda: self.now)
         self.heard = {0: self.now, 1: self.now}
-        self.group = SimpleNamespace(plan=PLAN, generation=1, actors=[0, 1], heard=self.heard, peek=lambda rank: None)
+        self.group = SimpleNamespace(
+            plan=PLAN, generation=1, actors=[0, 1], last_heard=self.heard, peek=lambda rank: None
+        )
         self.health = Health(self.group, hang_seconds=4.0, first_seconds=60.0)  # type: ignore[arg-type]
         self.at = {0: (7, 3), 1: (7, 3)}
 
@@ -39,7 +41,7 @@ class Clock:
             for rank in {0, 1} - set(deaf):
                 self.heard[rank] = self.now
             statuses = {rank: Status(1, step, "x", 0.5, counter) for rank, (step, counter) in self.at.items()}
-            if stall := self.health.look(statuses, costs, stepping=stepping):
+            if stall := self.health.check(statuses, costs, stepping=stepping):
                 stalls.append(stall)
         return stalls
 

@@ -17,7 +17,7 @@ from pentad.orchestrator.monitoring.runfolder import METRICS, RunFolder, read_li
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import History
-from pentad.orchestrator.run.step_loop import AHEAD, Calls
+from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
@@ -36,8 +36,8 @@ class Ranks:
         self.generation = 1
         self.ahead = 0
         self.broken: dict[tuple, PentadError] = {}
-        self.at: dict[int, Callable[[Calls], None]] = {}  # what somebody does during a step
-        self.calls: Calls | None = None
+        self.at: dict[int, Callable[[StepLoop], None]] = {}  # what somebody does during a step
+        self.calls: StepLoop | None = None
         self.rests = 0
 
     def _submit(self, *call: Any) -> list[tuple]:
@@ -65,9 +65,9 @@ class Ranks:
         assert not self.kept and not self.open
         self.rests += 1
         assert self.calls is not None
-        self.calls.wishes.resume()
+        self.calls.requests.resume()
 
-    def ready(self, refs: list[tuple]) -> bool:
+    def is_ready(self, refs: list[tuple]) -> bool:
         return True
 
     def collect(self, refs: list[tuple], *, tick: Any = None) -> list:
@@ -92,14 +92,14 @@ class Ranks:
         return StepResult(step, {0: 1.0}, 1.0, 0.1, False, (span,), 0.0, 1, 0)
 
 
-Run = Callable[..., tuple[Ranks, Calls]]
+Run = Callable[..., tuple[Ranks, StepLoop]]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Runs all calls of a configuration; returns the ranks with what they were asked, and the calls."""
 
-    def do(*overrides: str, seconds: float = 0.3, first: int = 0, prepare: Any = None) -> tuple[Ranks, Calls]:
+    def do(*overrides: str, seconds: float = 0.3, first: int = 0, prepare: Any = None) -> tuple[Ranks, StepLoop]:
         sizes = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8"]
         config: RunConfig = load(None, [f"run.folder={tmp_path}", *sizes, *overrides])
         plan = make_plan(config, "cpu")
@@ -109,12 +109,12 @@ def run(tmp_path: Path) -> Run:
             prepare(ranks)
         with RunFolder(config, plan) as folder:
             display = Display(Console(quiet=True), config.run.name, config.run.steps)
-            news = EventBus(config, folder, display, first, None)
-            history, wishes = History(plan, 1, keep=2), ControlRequests()
-            calls = Calls(config, ranks, news, history, interrupts, wishes, first, first, lambda: False)  # type: ignore[arg-type]
+            bus = EventBus(config, folder, display, first, None)
+            history, requests = History(plan, 1, keep=2), ControlRequests()
+            calls = StepLoop(config, ranks, bus, history, interrupts, requests, first, first, lambda: False)  # type: ignore[arg-type]
             ranks.calls = calls
             calls.run()
-        assert not ranks.kept and not calls.pending and not calls.open
+        assert not ranks.kept and not calls.in_flight and not calls.open
         steps = [row["step"] for row in read_lines(folder.path / METRICS)]
         assert steps == list(range(first, calls.done))
         return ranks, calls
@@ -154,7 +154,7 @@ def test_slow_steps_come_one_a_call(run: Run) -> None:
 
 def test_a_call_is_always_handed_in_ahead_and_never_more(run: Run) -> None:
     ranks, _ = run("run.steps=30", "checkpoint.every=5")
-    assert ranks.ahead == AHEAD
+    assert ranks.ahead == CALLS_IN_FLIGHT
 
 
 def test_a_resumed_run_goes_on_where_it_was(run: Run) -> None:
@@ -164,8 +164,8 @@ def test_a_resumed_run_goes_on_where_it_was(run: Run) -> None:
 
 
 def test_an_interrupt_ends_after_the_steps_under_way_with_a_checkpoint(run: Run) -> None:
-    def ask(calls: Calls) -> None:
-        calls.interrupts.asked = True
+    def ask(calls: StepLoop) -> None:
+        calls.interrupts.requested = True
 
     ranks, calls = run("run.steps=1000", "checkpoint.every=100", prepare=lambda r: r.at.update({20: ask}))
     assert 20 < calls.done < 40
@@ -173,8 +173,8 @@ def test_an_interrupt_ends_after_the_steps_under_way_with_a_checkpoint(run: Run)
 
 
 def test_a_change_of_mesh_begins_with_every_step_done_and_saved(run: Run) -> None:
-    def change(calls: Calls) -> None:
-        calls.changing = True
+    def change(calls: StepLoop) -> None:
+        calls.regrouping = True
 
     ranks, calls = run("run.steps=1000", prepare=lambda r: r.at.update({20: change}))
     assert 20 < calls.done == calls.submitted == calls.durable < 40
@@ -182,7 +182,7 @@ def test_a_change_of_mesh_begins_with_every_step_done_and_saved(run: Run) -> Non
 
 
 def test_a_pause_begins_with_every_step_done_and_saves_nothing(run: Run) -> None:
-    ranks, _ = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: lambda c: c.wishes.pause()}))
+    ranks, _ = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: lambda c: c.requests.pause()}))
     assert ranks.rests == 1
     (closed,) = (call[1] for call in ranks.asked if call[0] == "run" and not call[2])
     assert 20 < closed < 25
@@ -190,19 +190,19 @@ def test_a_pause_begins_with_every_step_done_and_saves_nothing(run: Run) -> None
 
 
 def test_a_checkpoint_that_is_wished_for_is_of_steps_that_are_accounted_for(run: Run) -> None:
-    def wish(calls: Calls) -> None:
-        calls.wishes._expected = calls.done  # as `checkpoint` notes it, which waits
+    def wish(calls: StepLoop) -> None:
+        calls.requests._requested = calls.done  # as `checkpoint` notes it, which waits
 
     ranks, calls = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: wish}))
     first = next(call[1] for call in ranks.asked if call[0] == "save")
     assert 20 < first < 25
     assert ("run", first, 0, False) in ranks.asked
-    assert not calls.wishes.wants_checkpoint
+    assert not calls.requests.wants_checkpoint
 
 
 def test_steps_stay_open_between_calls_unless_something_else_follows(run: Run) -> None:
     ranks, _ = run("run.steps=12", "checkpoint.every=5", seconds=3.0)
-    assert [call[1] for call in ranks.asked if call[0] == "run" and not call[3]] == [4, 9, 11]
+    assert [call[1] for call in ranks.asked if call[0] == "run" and not call[3]] == [0, 4, 9, 11]
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])

@@ -53,7 +53,7 @@ def state(run: Path) -> dict[str, torch.Tensor]:
     found = newest(run / "checkpoints").checkpoint
     assert found is not None
     assert found.step == STEPS
-    return read(found, found.where)
+    return read(found, found.files)
 
 
 def test_a_run_that_was_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path):

@@ -1,4 +1,4 @@
-"""The timeline page: self-contained, true to its spans, safe against any text."""
+"""The page of a run: self-contained, exact to a nanosecond, safe against any text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html_pages import Page, payload, spans_of
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.html import timeline_page
-from pentad.schedules.draw.palette import ROWS, ink, row_of, row_order, stack
+from pentad.schedules.draw.palette import ROWS, row_of, row_order, stack_overlaps, text_colour
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
@@ -22,7 +22,7 @@ def simulated(name: str = "zb-h1", microbatches: int = 8, step: int = 0) -> Time
 
 
 def measured(steps: tuple[int, ...] = (3,)) -> Timeline:
-    """The simulated spans a little stretched, on another clock, once a step."""
+    """The simulated spans, 7 % slower, on another clock, once per step."""
     spans = [
         span._replace(step=step, start=1e5 + step + span.start * 1.07, end=1e5 + step + span.end * 1.07)
         for step in steps
@@ -33,9 +33,9 @@ def measured(steps: tuple[int, ...] = (3,)) -> Timeline:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "dualpipe"])
 def test_the_page_holds_every_span_to_a_nanosecond(name: str) -> None:
-    timelines = [simulated(name), measured((3, 4))]
-    data = payload(timeline_page(*timelines, title="t", facts={}))
-    assert [panel["source"] for panel in data["panels"]] == ["simulated", "measured"]
+    timelines = [measured((3, 4)), simulated(name)]
+    data = payload(timeline_page(timelines, title="t", facts={}))
+    assert [panel["source"] for panel in data["panels"]] == ["measured", "simulated"]
     for panel, timeline in zip(data["panels"], timelines, strict=True):
         found, expected = spans_of(data, panel), sorted(timeline.spans)
         assert [span[:8] for span in found] == [span[:8] for span in expected]
@@ -43,8 +43,8 @@ def test_the_page_holds_every_span_to_a_nanosecond(name: str) -> None:
         assert [span[9] for span in found] == pytest.approx([span.end for span in expected], abs=1.1e-9, rel=0)
 
 
-def test_the_page_needs_nothing_but_itself() -> None:
-    text = timeline_page(simulated(), measured(), title="t", facts={"run": "quickstart"})
+def test_the_page_is_self_contained() -> None:
+    text = timeline_page([measured(), simulated()], title="t", facts={"run": "quickstart"})
     page = Page(text)
     assert page.links == []
     assert "link" not in page.tags and "img" not in page.tags and page.tags.count("script") == 2
@@ -53,11 +53,11 @@ def test_the_page_needs_nothing_but_itself() -> None:
 
 
 @pytest.mark.parametrize("steps", [(3,), (3, 4, 7)])
-def test_every_step_carries_both_bubbles_of_its_own(steps: tuple[int, ...]) -> None:
+def test_every_step_has_both_of_its_bubble_figures(steps: tuple[int, ...]) -> None:
     timeline = measured(steps)
-    panels = payload(timeline_page(simulated(), timeline, title="t", facts={}))["panels"]
-    assert [step["step"] for step in panels[1]["steps"]] == list(steps)
-    for panel, source in zip(panels, (simulated(), timeline), strict=True):
+    panels = payload(timeline_page([timeline, simulated()], title="t", facts={}))["panels"]
+    assert [step["step"] for step in panels[0]["steps"]] == list(steps)
+    for panel, source in zip(panels, (timeline, simulated()), strict=True):
         for step in panel["steps"]:
             own = source.of_step(step["step"])
             assert step["bubble"] == {"longest": own.bubble().longest, "makespan": own.bubble().makespan}
@@ -65,41 +65,41 @@ def test_every_step_carries_both_bubbles_of_its_own(steps: tuple[int, ...]) -> N
             assert step["zero"] == min(span.start for span in own.compute)
 
 
-def test_no_text_escapes_from_its_place() -> None:
+def test_no_text_becomes_markup() -> None:
     spans = [span._replace(name=HOSTILE, lane=HOSTILE) if span.op == "NORM" else span for span in simulated().spans]
-    text = timeline_page(Timeline("simulated", tuple(spans)), None, title=HOSTILE, facts={HOSTILE: HOSTILE})
-    plain = timeline_page(simulated(), None, title="t", facts={"k": "v"})
+    text = timeline_page([Timeline("simulated", tuple(spans))], title=HOSTILE, facts={HOSTILE: HOSTILE})
+    plain = timeline_page([simulated()], title="t", facts={"k": "v"})
     page = Page(text)
     assert page.tags == Page(plain).tags
     assert page.texts["h1"].strip() == page.texts["dt"].strip() == page.texts["dd"].strip() == HOSTILE
     assert HOSTILE in payload(text)["kinds"]["names"].values()
 
 
-def test_a_step_without_compute_has_no_bubble_but_is_drawn() -> None:
+def test_a_step_without_compute_is_drawn_without_figures() -> None:
     spans = tuple(span._replace(step=1) for span in simulated().spans if span.op == "STEP")
-    data = payload(timeline_page(None, Timeline("measured", spans), title="t", facts={}))
+    data = payload(timeline_page([Timeline("measured", spans)], title="t", facts={}))
     step = data["panels"][0]["steps"][0]
     assert step["bubble"] is None and step["makespan"] is None
     assert len(spans_of(data, data["panels"][0])) == len(spans)
 
 
-@pytest.mark.parametrize("pair", [(None, None), (Timeline("simulated", ()), None)])
-def test_a_page_of_nothing_is_refused(pair: tuple[Timeline | None, Timeline | None]) -> None:
+@pytest.mark.parametrize("timelines", [[], [Timeline("simulated", ())]])
+def test_a_page_without_spans_is_refused(timelines: list[Timeline]) -> None:
     with pytest.raises(PentadError, match="no spans to draw"):
-        timeline_page(*pair, title="t", facts={})
+        timeline_page(timelines, title="t", facts={})
 
 
-def test_spans_that_overlap_lie_side_by_side_and_others_fill_the_row() -> None:
+def test_overlapping_spans_share_a_row_and_others_fill_it() -> None:
     times = [(0, 4), (1, 2), (2, 6), (6, 7), (6, 6), (7, 9)]
-    assert stack(times) == [(0, 2), (1, 2), (1, 2), (0, 2), (1, 2), (0, 1)]
-    assert stack([]) == []
+    assert stack_overlaps(times) == [(0, 2), (1, 2), (1, 2), (0, 2), (1, 2), (0, 1)]
+    assert stack_overlaps([]) == []
     a, b = (Span(0, 0, "compute", f"0{op}1", op, 0, 1, -1, 0.0, 1.0) for op in ("F", "B"))
-    track = payload(timeline_page(Timeline("simulated", (a, b)), None, title="t", facts={}))["panels"][0]["steps"][0]
+    track = payload(timeline_page([Timeline("simulated", (a, b))], title="t", facts={}))["panels"][0]["steps"][0]
     assert track["ranks"][0]["tracks"][0]["depth"] == [2, 2]
 
 
-def test_rows_are_ordered_and_fills_are_legible() -> None:
+def test_rows_are_ordered_and_text_is_legible() -> None:
     assert row_order(["z", "gather", "send", "compute", "send", "a"]) == ["compute", "send", "gather", "a", "z"]
     assert [row_of(lane) for lane in ("SEND_F>3", "RECV_B<0", "reduce")] == ["send", "receive", "reduce"]
     assert set(ROWS) >= {row_of(span.lane) for span in simulated().spans}
-    assert (ink("#000000"), ink("#ffffff")) == ("#ffffff", "#16191f")
+    assert (text_colour("#000000"), text_colour("#ffffff")) == ("#ffffff", "#16191f")

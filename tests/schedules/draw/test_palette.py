@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from pentad.schedules.draw.palette import GROUNDS, LOOKS, shades
+from pentad.schedules.draw.palette import BACKGROUNDS, LOOKS, shades
 
 # What eyes see that lack one kind of cone, on linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
 EYES = {
@@ -16,7 +16,7 @@ EYES = {
     "no middle": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
     "no short": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
 }
-THEMES = {"light": GROUNDS[0], "dark": GROUNDS[1]}
+THEMES = {"light": BACKGROUNDS[0], "dark": BACKGROUNDS[1]}
 
 
 def lab(colour: str, eye: str) -> tuple[float, float, float]:

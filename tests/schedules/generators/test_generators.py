@@ -15,8 +15,8 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key, Op, Overlap, parse
 from pentad.schedules.ir.program import index_of
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.verify.check import peak_activations
 
 # 4 ranks, 8 microbatches, F = B = W = 1, transfers free. A cell is one unit of time and `.` is idle; DualPipe's lower
 # case microbatches enter at the last rank.
@@ -128,7 +128,7 @@ def test_every_microbatch_goes_once_through_every_stage_in_order(name: str, data
                 order = [part.microbatch for part in parts if part.stage == stage and part.op in kinds]
                 back = 1 if kinds == (Op.F,) else -1
                 assert order == sorted(order, key=lambda piece: (piece // program.slices, back * piece))
-    assert sorted(seen) == [Key(Op.F, s, piece) for s in range(program.stages) for piece in range(program.pieces)]
+    assert sorted(seen) == [Key(Op.F, s, piece) for s in range(program.stages) for piece in range(program.total_slices)]
 
 
 @given(st.integers(1, 6), st.integers(0, 8))
@@ -147,7 +147,7 @@ def test_dualpipe_overlaps_a_forward_with_a_backward_of_the_other_direction(half
 def test_dualpipe_sends_half_of_the_microbatches_in_at_each_end() -> None:
     program = generate("dualpipe", 4, 12)
     assert program.placement == ((0, 3), (1, 2), (2, 1), (3, 0))
-    assert all(program.home[0, mb] == (0 if mb < 6 else 3) for mb in range(12))
+    assert all(program.compute_rank[0, mb] == (0 if mb < 6 else 3) for mb in range(12))
     assert all(index_of(stream) for stream in program.streams)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from pentad.schedules.catalogue import generate
 from pentad.schedules.generators.torch_csv import torch_csv
-from pentad.schedules.spec.schedule_spec import Options
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 SIZES = [(ranks, microbatches) for ranks in (2, 4, 8) for microbatches in range(ranks, 2 * ranks + 1)]
 KINDS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
@@ -27,7 +27,7 @@ def compute_of(actions: Any) -> list[tuple[int, str, int]]:
 
 def ours(name: str, ranks: int, microbatches: int, **asked: int) -> Order:
     """Read by torch from the CSV that we write."""
-    rows = torch_csv(generate(name, ranks, microbatches, Options(**asked))).splitlines()
+    rows = torch_csv(generate(name, ranks, microbatches, ScheduleOptions(**asked))).splitlines()
     return [compute_of(_Action.from_str(cell) for cell in row.split(",")) for row in rows]
 
 

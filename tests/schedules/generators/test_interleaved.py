@@ -10,8 +10,8 @@ from pentad.schedules.catalogue import generate
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times
-from pentad.schedules.spec.schedule_spec import Options
-from pentad.schedules.verify.check import peak_activations
+from pentad.schedules.simulate.memory import peak_activations
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 # (ranks, chunks, microbatches, F, B, W, transfer in ms, rate of 1F1B-I); chunks = (layers + 2) / ranks.
 # Qi et al. 2023, arXiv 2401.10241: inputs in table 9, rates in table 5.
@@ -33,7 +33,7 @@ SIZES = st.tuples(st.integers(1, 6), st.integers(1, 20), st.integers(1, 3), st.i
 
 
 def longest(
-    name: str, ranks: int, microbatches: int, asked: Options, costs: tuple[float, float, float, float]
+    name: str, ranks: int, microbatches: int, asked: ScheduleOptions, costs: tuple[float, float, float, float]
 ) -> float:
     program = generate(name, ranks, microbatches, asked)
     f, b, w, transfer = costs
@@ -45,7 +45,7 @@ def longest(
 def test_published_rates_come_out_to_four_decimals(ranks, chunks, m, f, b, w, transfer, rate):
     """The published script lets only the first microbatch of a group wait for the transfer from the last rank to the
     first: all of them wait here, and the time is longer by just one transfer a rank."""
-    found = longest("interleaved", ranks, m, Options(chunks=chunks), (f, b, w, transfer)) - ranks * transfer
+    found = longest("interleaved", ranks, m, ScheduleOptions(chunks=chunks), (f, b, w, transfer)) - ranks * transfer
     assert (found - m * (f + b + w)) / found == pytest.approx(rate, abs=0.00005)
 
 
@@ -54,7 +54,7 @@ def test_published_rates_come_out_to_four_decimals(ranks, chunks, m, f, b, w, tr
 def test_an_order_of_any_groups_runs_through(name, size):
     ranks, microbatches, chunks, more = size
     group = min(ranks, microbatches) + more
-    program = generate(name, ranks, microbatches, Options(chunks=chunks, group=group))
+    program = generate(name, ranks, microbatches, ScheduleOptions(chunks=chunks, group=group))
     compute_times(program, Costs.uniform(program.stages))
 
 
@@ -62,14 +62,14 @@ def test_an_order_of_any_groups_runs_through(name, size):
 def test_idle_time_is_a_chunk_s_share_of_1f1b_s_whatever_the_group(ranks, chunks, rounds, more, costs):
     """(p-1)(F+B+W)/v without transfers, where groups are all of one size, at least p."""
     group = ranks + more
-    found = longest("interleaved", ranks, rounds * group, Options(chunks=chunks, group=group), (*costs, 0.0))
+    found = longest("interleaved", ranks, rounds * group, ScheduleOptions(chunks=chunks, group=group), (*costs, 0.0))
     assert found - rounds * group * sum(costs) == pytest.approx((ranks - 1) * sum(costs) / chunks)
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
 def test_zero_bubble_idle_time_at_equal_costs_is_a_chunk_s_share_of_zb_h1_s(ranks, chunks, rounds):
     """(p-1)(F+B-W)/v."""
-    found = longest("interleaved-zb", ranks, rounds * ranks, Options(chunks=chunks), (1.0, 1.0, 1.0, 0.0))
+    found = longest("interleaved-zb", ranks, rounds * ranks, ScheduleOptions(chunks=chunks), (1.0, 1.0, 1.0, 0.0))
     assert found - 3 * rounds * ranks == pytest.approx((ranks - 1) / chunks)
 
 
@@ -77,14 +77,14 @@ def test_zero_bubble_idle_time_at_equal_costs_is_a_chunk_s_share_of_zb_h1_s(rank
 def test_the_first_rank_keeps_what_its_warm_up_and_groups_make(ranks, chunks, more):
     """(2(p-1) + (v-1)N + 1)/v microbatches of a rank, from enough microbatches on."""
     group = ranks + more
-    program = generate("interleaved", ranks, 4 * group, Options(chunks=chunks, group=group))
+    program = generate("interleaved", ranks, 4 * group, ScheduleOptions(chunks=chunks, group=group))
     expected = (2 * (ranks - 1) + (chunks - 1) * group + 1) / chunks
     assert peak_activations(program)[0] == pytest.approx(expected)
 
 
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_one_chunk_without_groups_is_the_plain_schedule(ranks, microbatches):
-    one = Options(chunks=1)
+    one = ScheduleOptions(chunks=1)
     assert (
         generate("interleaved-zb", ranks, microbatches, one).streams == generate("zb-h1", ranks, microbatches).streams
     )
@@ -94,4 +94,4 @@ def test_one_chunk_without_groups_is_the_plain_schedule(ranks, microbatches):
 
 def test_a_group_that_leaves_ranks_without_work_is_refused():
     with pytest.raises(PentadError, match="group is 2, but a group of fewer than 4 microbatches leaves ranks without"):
-        generate("interleaved", 4, 8, Options(group=2))
+        generate("interleaved", 4, 8, ScheduleOptions(group=2))

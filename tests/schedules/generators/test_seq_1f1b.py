@@ -8,20 +8,21 @@ from hypothesis import strategies as st
 
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Instruction, Key, Op, parse_key, units_of
+from pentad.schedules.ir.errors import PentadError, ScheduleError
+from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of, parse_key
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.optimizer_pass import add_step
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import ScheduleError, compute_times
-from pentad.schedules.spec.schedule_spec import Options
-from pentad.schedules.verify.check import check, check_order, peak_activations
+from pentad.schedules.simulate.dependencies import compute_times
+from pentad.schedules.simulate.memory import peak_activations
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
+from pentad.schedules.verify.check import check, check_order
 
 SIZES = (st.integers(1, 8), st.integers(1, 9), st.integers(1, 6))  # ranks, microbatches, slices
 
 
 def sliced(ranks: int, microbatches: int, slices: int) -> Program:
-    return generate("seq-1f1b", ranks, microbatches, Options(slices=slices))
+    return generate("seq-1f1b", ranks, microbatches, ScheduleOptions(slices=slices))
 
 
 def exchanged(program: Program, one: Key, two: Key) -> Program:
@@ -47,8 +48,8 @@ def test_slices_go_forward_in_order_and_back_from_the_last_of_each_microbatch(p:
     program = sliced(p, m, k)
     check_order(program)
     for rank, stream in enumerate(program.streams):
-        forward = [part.microbatch for part in units_of(stream) if part.op is Op.F]
-        backward = [part.microbatch for part in units_of(stream) if part.op is Op.BW]
+        forward = [part.microbatch for part in instructions_of(stream) if part.op is Op.F]
+        backward = [part.microbatch for part in instructions_of(stream) if part.op is Op.BW]
         assert forward == list(range(m * k))
         assert backward == [mb * k + piece for mb in range(m) for piece in range(k - 1, -1, -1)]
         first = next(at for at, unit in enumerate(stream) if unit.key.op is Op.BW)
@@ -73,8 +74,8 @@ def test_the_bubble_is_that_of_1f1b_over_the_slices(p: int, m: int, k: int, f: f
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("p", "m", "k"), [(1, 1, 2), (2, 1, 4), (2, 3, 2), (3, 2, 3), (4, 5, 4)])
 def test_it_compiles_and_keeps_its_slices(p: int, m: int, k: int, gated: bool) -> None:
-    program = compile_program("seq-1f1b", p, m, gated=gated, replicas=2, options=Options(slices=k))
-    assert (program.microbatches, program.slices, program.pieces) == (m, k, m * k)
+    program = compile_program("seq-1f1b", p, m, gated=gated, replicas=2, options=ScheduleOptions(slices=k))
+    assert (program.microbatches, program.slices, program.total_slices) == (m, k, m * k)
     read = Program.from_bytes(program.to_bytes())
     assert read == program
     check(read, replicas=2)
@@ -83,7 +84,7 @@ def test_it_compiles_and_keeps_its_slices(p: int, m: int, k: int, gated: bool) -
 def test_programs_that_differ_in_slices_only_have_other_hashes() -> None:
     program = generate("1f1b", 2, 4)
     halved = Program(program.name, program.streams, program.placement, 2, 1, 2)
-    assert halved.pieces == program.pieces
+    assert halved.total_slices == program.total_slices
     assert halved.hash != program.hash
 
 
@@ -96,7 +97,7 @@ def test_programs_that_differ_in_slices_only_have_other_hashes() -> None:
     ],
 )
 def test_slices_out_of_their_order_are_refused(one: str, two: str, said: str) -> None:
-    program = compile_program("seq-1f1b", 1, 2, options=Options(slices=4))
+    program = compile_program("seq-1f1b", 1, 2, options=ScheduleOptions(slices=4))
     with pytest.raises(ScheduleError, match=said):
         check(exchanged(program, parse_key(one), parse_key(two)))
 
@@ -121,8 +122,8 @@ def test_what_is_no_number_of_slices_is_refused() -> None:
     with pytest.raises(PentadError, match="schedule seq-1f1b: slices is 0, but at least 1 is needed"):
         sliced(2, 2, 0)
     with pytest.raises(PentadError, match="slices is 2, but schedule 1f1b does not take it: expected no slices"):
-        generate("1f1b", 2, 2, Options(slices=2))
+        generate("1f1b", 2, 2, ScheduleOptions(slices=2))
     with pytest.raises(PentadError, match="100 x 5000, in 4 slices each, but at most 1000000"):
         sliced(100, 5000, 4)
-    assert generate("1f1b", 2, 2, Options(slices=1)).slices == 1
+    assert generate("1f1b", 2, 2, ScheduleOptions(slices=1)).slices == 1
     assert generate("seq-1f1b", 2, 2).slices == 4

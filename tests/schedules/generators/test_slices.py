@@ -9,13 +9,14 @@ from proof import prove
 from seq import backwards, seq_order
 
 from pentad.schedules.compiler import lower
-from pentad.schedules.ir.instruction import Instruction, Key, Op, units_of
+from pentad.schedules.ir.errors import ScheduleError
+from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import ScheduleError, compute_times, inputs_of
-from pentad.schedules.simulate.memory import activations_over_time
+from pentad.schedules.simulate.dependencies import compute_times, inputs_of
+from pentad.schedules.simulate.memory import activations_over_time, peak_activations
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.verify.check import check, peak_activations
+from pentad.schedules.verify.check import check
 
 SIZES = [(1, 1, 2), (1, 3, 1), (2, 2, 2), (2, 3, 4), (3, 2, 3), (4, 5, 2)]
 of_all = pytest.mark.parametrize(("ranks", "microbatches", "slices"), SIZES)
@@ -33,8 +34,8 @@ def test_a_sliced_program_is_proven(ranks: int, microbatches: int, slices: int, 
     program = lowered(ranks, microbatches, slices, gated=gated, split=split)
     check(program, replicas=2)
     prove(program, 2)
-    assert program.pieces == microbatches * slices
-    assert len(simulate(program, Costs.uniform(ranks)).compute) == (2 + split) * ranks * program.pieces
+    assert program.total_slices == microbatches * slices
+    assert len(simulate(program, Costs.uniform(ranks)).compute) == (2 + split) * ranks * program.total_slices
 
 
 @of_all
@@ -44,7 +45,7 @@ def test_slices_stay_with_a_program_wherever_it_goes(ranks: int, microbatches: i
     assert program.compute() == seq_order(ranks, microbatches, slices)
     meta = program.to_arrow().schema.metadata
     assert meta.get(b"slices") == (None if slices == 1 else str(slices).encode())
-    other = replace(program, microbatches=program.pieces, slices=1)
+    other = replace(program, microbatches=program.total_slices, slices=1)
     assert (other.hash == program.hash) == (slices == 1)
 
 
@@ -80,7 +81,7 @@ def test_a_rank_waits_for_the_slices_that_it_needs(ranks: int, microbatches: int
         for part in unit.parts
     }
     for stage in range(ranks):
-        for piece in range(order.pieces):
+        for piece in range(order.total_slices):
             if piece % slices:
                 assert ends[Key(Op.F, stage, piece)] > ends[Key(Op.F, stage, piece - 1)]
                 assert ends[Key(Op.BW, stage, piece)] < ends[Key(Op.BW, stage, piece - 1)]
@@ -109,7 +110,7 @@ def test_slices_of_one_sequence_stay_on_one_rank() -> None:
     own = lowered(1, 1, 2).streams[0]
     streams = []
     for piece in (0, 1):
-        mine = [part for part in units_of(own) if part.microbatch in (-1, piece)]
+        mine = [part for part in instructions_of(own) if part.microbatch in (-1, piece)]
         last = Key(Op.BW, 0, piece)
         streams.append([p._replace(waits=tuple(last if k.op is Op.BW else k for k in p.waits)) for p in mine])
     program = Program("apart", tuple(map(tuple, streams)), ((0,), (0,)), 1, slices=2)
@@ -119,5 +120,5 @@ def test_slices_of_one_sequence_stay_on_one_rank() -> None:
 
 @pytest.mark.parametrize("slices", [0, -1])
 def test_fewer_slices_than_one_are_refused(slices: int) -> None:
-    with pytest.raises(ScheduleError, match=f"there are {slices} slices, but at least 1 is needed"):
+    with pytest.raises(ScheduleError, match=f"slices is {slices}: expected at least 1"):
         check(replace(lowered(1, 2, 1), slices=slices), replicas=2)

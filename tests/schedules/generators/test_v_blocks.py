@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.generators.v_blocks import v_half, v_min
-from pentad.schedules.ir.instruction import Instruction, Op, units_of
+from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times
+from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
-from pentad.schedules.verify.check import check, peak_activations
+from pentad.schedules.verify.check import check
 
 GENERATORS = {"v-half": v_half, "v-min": v_min}
 LIMITS = {"v-half": lambda p: (p + 2) // 2, "v-min": lambda p: (p + 4) // 3}  # microbatches of a whole rank
@@ -47,7 +48,7 @@ def idle(name: str, p: int, m: int) -> float:
 def kept_until_w(program: Program) -> float:
     """Most microbatches of a whole rank that any rank keeps if B frees nothing."""
     share = {Op.F: 0.5, Op.B: 0.0, Op.W: -0.5}
-    return max(max(accumulate(share[part.op] for part in units_of(stream))) for stream in program.streams)
+    return max(max(accumulate(share[part.op] for part in instructions_of(stream))) for stream in program.streams)
 
 
 @st.composite
@@ -70,7 +71,7 @@ def test_every_order_is_complete_and_runs_through_whatever_the_costs(
         assert len(stream) == 6 * m
         for stage in program.placement[rank]:
             for op in (Op.F, Op.B, Op.W):
-                mine = [part.microbatch for part in units_of(stream) if (part.op, part.stage) == (op, stage)]
+                mine = [part.microbatch for part in instructions_of(stream) if (part.op, part.stage) == (op, stage)]
                 assert mine == list(range(m))
     assert max(peak_activations(program)) <= kept_until_w(program) <= min(LIMITS[name](p), m)
 
@@ -174,5 +175,5 @@ def test_a_slow_rank_and_slow_links_are_planned_with(name: str) -> None:
     """The step is shorter than with the order for equal ranks."""
     equal = uniform(4, 1.0, 1.2, 0.8, 0.05)
     links = tuple(tuple(0.05 * (1 + 8 * (source == 1)) for _ in range(4)) for source in range(4))
-    costs = replace(equal, slow=(1.0, 1.5, 1.0, 1.0), links=links)
+    costs = replace(equal, slowdown=(1.0, 1.5, 1.0, 1.0), links=links)
     assert longest(program_of(name, 4, 12, costs), costs) < longest(program_of(name, 4, 12, equal), costs)

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from pentad.schedules.generators.zb_auto import zb_1p, zb_2p, zb_auto
 from pentad.schedules.generators.zero_bubble import zb_h1, zb_h2
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Op, Unit, units_of
+from pentad.schedules.ir.instruction import Op, Unit, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times
+from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
-from pentad.schedules.verify.check import check, peak_activations
+from pentad.schedules.verify.check import check
 
 Streams = Sequence[tuple[Unit, ...]]
 
@@ -92,7 +93,7 @@ def test_every_order_is_whole_and_proven(shape: ScheduleSpec) -> None:
     order = program(zb_auto(shape), shape.microbatches)
     for rank, stream in enumerate(order.streams):
         for op in (Op.F, Op.B, Op.W):
-            found = [(part.stage, part.microbatch) for part in units_of(stream) if part.op is op]
+            found = [(part.stage, part.microbatch) for part in instructions_of(stream) if part.op is op]
             assert found == [(rank, mb) for mb in range(shape.microbatches)]
     check(add_step(add_reduce(add_transfers(order, Costs.uniform(shape.ranks), gated=False), replicas=1)))
 
@@ -118,7 +119,7 @@ def test_never_longer_than_zb_h1_or_zb_h2_within_the_limit(shape: ScheduleSpec) 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (4, 1), (4, 3), (4, 8), (5, 13)])
 def test_one_microbatch_a_rank_runs_them_one_after_the_other(ranks: int, microbatches: int) -> None:
     streams = zb_auto(ScheduleSpec(ranks, microbatches, memory_limit=1))
-    assert all([part.op for part in units_of(stream)] == [Op.F, Op.B, Op.W] * microbatches for stream in streams)
+    assert all([part.op for part in instructions_of(stream)] == [Op.F, Op.B, Op.W] * microbatches for stream in streams)
 
 
 @pytest.mark.parametrize(("limit", "longest"), [(2, 289), (4, 151), (6, 109), (8, 103), (16, 96), (None, 96)])

@@ -1,4 +1,4 @@
-"""A program is the same thing as an object, a table, bytes, a file and a pickle, and its hash tells it from others."""
+"""A program survives conversion to a table, bytes, a file and a pickle, and its hash identifies it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 @given(programs())
 @settings(max_examples=50)
-def test_every_form_of_a_program_says_the_same(program: Program) -> None:
+def test_conversions_keep_the_program_and_its_hash(program: Program) -> None:
     forms = [
         Program.from_arrow(program.to_arrow()),
         Program.from_bytes(program.to_bytes()),
@@ -60,16 +60,16 @@ def test_every_form_of_a_program_says_the_same(program: Program) -> None:
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_a_file_holds_the_program(name: str, tmp_path: Path) -> None:
+def test_a_saved_program_loads_and_any_arrow_reader_can_read_it(name: str, tmp_path: Path) -> None:
     program = compile_program(name, 4, 8, replicas=2)
     program.save(tmp_path / "program.arrow")
     assert Program.load(tmp_path / "program.arrow") == program
-    table = pa.ipc.open_file(tmp_path / "program.arrow").read_all()  # anybody can read it
+    table = pa.ipc.open_file(tmp_path / "program.arrow").read_all()
     assert table.schema.equals(SCHEMA)
     assert table.num_rows == sum(len(unit.parts) for stream in program.streams for unit in stream)
 
 
-def test_a_pickle_is_the_table() -> None:
+def test_a_pickle_contains_the_arrow_table() -> None:
     program = compiled("dualpipe", 4, 8)
     assert program.__reduce__() == (Program.from_bytes, (program.to_bytes(),))
     assert program.to_bytes() in pickle.dumps(program)
@@ -83,7 +83,7 @@ def test_the_hash_changes_with_any_instruction(name: str) -> None:
     assert len({other.hash for other in changed}) == len({other.streams for other in changed})
 
 
-def test_the_hash_is_of_what_runs_and_where_and_not_of_the_name() -> None:
+def test_the_hash_covers_everything_but_the_name() -> None:
     program = compiled("1f1b", 2, 4)
     assert replace(program, name="another").hash == program.hash
     others = [replace(program, microbatches=5), replace(program, chunks=2), replace(program, placement=((1,), (0,)))]
@@ -93,30 +93,37 @@ def test_the_hash_is_of_what_runs_and_where_and_not_of_the_name() -> None:
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_compute_takes_away_what_lowering_added(name: str) -> None:
+def test_compute_undoes_lowering(name: str) -> None:
     assert compiled(name, 4, 8, gated=True, replicas=2).compute() == generate(name, 4, 8)
 
 
-def test_a_program_knows_who_holds_a_stage_and_who_runs_a_microbatch() -> None:
+def test_holders_of_a_stage_and_the_rank_that_computes_a_microbatch() -> None:
     program = compiled("dualpipe", 4, 8)
     assert (program.ranks, program.stages) == (4, 4)
     assert program.holders(0) == (0, 3)
     assert program.holders(4) == ()
-    assert [program.home[0, mb] for mb in range(8)] == [0] * 4 + [3] * 4
-    assert compiled("1f1b", 4, 8).home == {(stage, mb): stage for stage in range(4) for mb in range(8)}
+    assert [program.compute_rank[0, mb] for mb in range(8)] == [0] * 4 + [3] * 4
+    assert compiled("1f1b", 4, 8).compute_rank == {(stage, mb): stage for stage in range(4) for mb in range(8)}
 
 
-def test_a_key_is_found_where_it_first_stands_and_halves_of_a_pair_together() -> None:
+def test_index_of_gives_the_first_unit_with_a_key_and_one_index_for_a_pair() -> None:
     pair = Overlap(Instruction(Op.F, 0, 1), Instruction(Op.BW, 1, 0))
     stream = (Instruction(Op.F, 0, 0), pair, Instruction(Op.F, 0, 0))
     assert index_of(stream) == {Key(Op.F, 0, 0): 0, Key(Op.F, 0, 1): 1, Key(Op.BW, 1, 0): 1}
 
 
-# What is no program is refused.
+def test_repr_is_one_short_line() -> None:
+    program = compiled("zb-v", 4, 64)
+    expected = f"<Program zb-v: 4 ranks, 8 stages, 64 microbatches, hash {program.hash[:12]}>"
+    assert repr(program) == expected
+    assert repr(program.streams) == f"<Streams: 4 ranks, {program.columns.rows} instructions>"
+
+
+# Invalid tables and files.
 
 
 def table_with(**columns: object) -> pa.Table:
-    """The table of a program with other values in its last row."""
+    """The table of a program with these values in its last row."""
     table = compiled("1f1b", 2, 2).to_arrow()
     for name, value in columns.items():
         field = SCHEMA.field(name)
@@ -125,32 +132,32 @@ def table_with(**columns: object) -> pa.Table:
     return table
 
 
-FOREIGN = {
+INVALID = {
     "shuffled": compiled("1f1b", 2, 2).to_arrow().take([1, 0, *range(2, compiled("1f1b", 2, 2).to_arrow().num_rows)]),
     "unknown op": table_with(op="JUMP"),
-    "rank that is not placed": table_with(rank=2),
+    "rank without stages": table_with(rank=2),
     "negative rank": table_with(rank=-1),
     "gap in the order": table_with(index=99),
-    "lane of another": table_with(lane="reduce"),
+    "lane of another op": table_with(lane="reduce"),
     "null stage": table_with(stage=None),
     "null waits": table_with(waits=None),
-    "wait for nothing": table_with(waits=[None]),
-    "wait for text": table_with(waits=["later"]),
+    "null wait": table_with(waits=[None]),
+    "wait that is no key": table_with(waits=["later"]),
 }
 
 
-@pytest.mark.parametrize("fault", FOREIGN)
-def test_a_table_whose_rows_are_not_a_program_is_refused(fault: str) -> None:
+@pytest.mark.parametrize("fault", INVALID)
+def test_a_table_with_invalid_rows_is_refused(fault: str) -> None:
     with pytest.raises(
-        PentadError, match=r"^the Arrow table has the columns of a program, but its rows are not those of one$"
+        PentadError, match=r"^the Arrow table has the columns of a program but invalid rows: expected what"
     ):
-        Program.from_arrow(FOREIGN[fault])
+        Program.from_arrow(INVALID[fault])
 
 
-def test_a_pair_of_three_is_refused() -> None:
+def test_three_instructions_at_one_position_are_refused() -> None:
     table = generate("1f1b", 1, 3).to_arrow()
     same = table.set_column(1, SCHEMA.field("index"), pa.array([0] * table.num_rows, pa.int32()))
-    with pytest.raises(PentadError, match="its rows are not those of one"):
+    with pytest.raises(PentadError, match="but invalid rows: expected"):
         Program.from_arrow(same)
 
 
@@ -159,32 +166,34 @@ def test_a_table_of_another_version_is_refused(change: dict[str, str | None] | N
     table = compiled("1f1b", 2, 2).to_arrow()
     meta = {key.decode(): value.decode() for key, value in table.schema.metadata.items()} | (change or {})
     kept = {key: value for key, value in meta.items() if value is not None} if change else None
-    with pytest.raises(PentadError, match=f"^the Arrow table is not a program of version {VERSION}: columns "):
+    with pytest.raises(
+        PentadError, match=f"^the Arrow table has the columns .*: expected a program, version {VERSION}$"
+    ):
         Program.from_arrow(table.replace_schema_metadata(kept))
 
 
 @pytest.mark.parametrize("key", ["name", "placement", "microbatches", "chunks"])
-def test_a_table_without_its_facts_is_refused(key: str) -> None:
+def test_a_table_without_its_metadata_is_refused(key: str) -> None:
     table = compiled("1f1b", 2, 2).to_arrow()
     meta = {k: v for k, v in table.schema.metadata.items() if k.decode() != key}
-    with pytest.raises(PentadError, match="its rows are not those of one"):
+    with pytest.raises(PentadError, match="but invalid rows: expected"):
         Program.from_arrow(table.replace_schema_metadata(meta))
 
 
 @pytest.mark.parametrize("type_", [pa.large_string(), pa.binary()])
-def test_a_table_of_other_types_is_refused(type_: pa.DataType) -> None:
+def test_a_table_with_other_column_types_is_refused(type_: pa.DataType) -> None:
     table = compiled("1f1b", 2, 2).to_arrow()
     meta, lane = table.schema.metadata, SCHEMA.get_field_index("lane")
     table = table.set_column(lane, pa.field("lane", type_), table.column(lane).cast(type_))
-    with pytest.raises(PentadError, match="not a program of version"):
+    with pytest.raises(PentadError, match="expected a program, version"):
         Program.from_arrow(table.replace_schema_metadata(meta))
 
 
-def test_a_file_that_is_no_program_is_refused_in_one_sentence_with_its_path(tmp_path: Path) -> None:
+def test_a_file_without_a_program_is_refused_in_one_sentence_with_its_path(tmp_path: Path) -> None:
     contents = {
         "garbage": b"garbage",
         "empty": b"",
-        "cut": compiled("1f1b", 2, 2).to_bytes()[:1000],
+        "truncated": compiled("1f1b", 2, 2).to_bytes()[:1000],
         "stream": compiled("1f1b", 2, 2).to_bytes()[8:],
     }
     for name, content in contents.items():
@@ -202,10 +211,10 @@ DATA = compile_program("dualpipe", 2, 4).to_bytes()
 
 
 @given(st.integers(0, len(DATA) - 1), st.integers(0, 255))
-def test_a_damaged_byte_is_refused_or_seen_in_the_hash(place: int, value: int) -> None:
+def test_a_damaged_byte_is_refused_or_changes_the_hash(offset: int, value: int) -> None:
     original = Program.from_bytes(DATA)
     try:
-        program = Program.from_bytes(DATA[:place] + bytes([value]) + DATA[place + 1 :])
+        program = Program.from_bytes(DATA[:offset] + bytes([value]) + DATA[offset + 1 :])
     except PentadError:
         return
     assert replace(program, name=original.name) == original or program.hash != original.hash

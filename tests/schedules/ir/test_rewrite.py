@@ -1,4 +1,4 @@
-"""What is woven into a program stands where it was put, and all else stays as it was."""
+"""Inserted instructions are where they were put, and everything else is unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.columns import pack
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Instruction, Key, Op, Unit, units_of
+from pentad.schedules.ir.instruction import Instruction, Key, Op, Unit, instructions_of
 from pentad.schedules.ir.program import Program, Streams
 from pentad.schedules.ir.rewrite import insert
 
@@ -32,7 +32,7 @@ ADDED = st.builds(
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
 @settings(max_examples=20)
-def test_additions_stand_before_their_positions_in_the_order_they_are_given(
+def test_additions_go_before_their_positions_in_the_given_order(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
     program = compiled(name, ranks, microbatches, replicas=2)
@@ -51,23 +51,23 @@ def test_additions_stand_before_their_positions_in_the_order_they_are_given(
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
-def test_more_waits_come_behind_those_that_are_there(name: str, ranks: int, microbatches: int) -> None:
+def test_new_waits_come_after_existing_ones(name: str, ranks: int, microbatches: int) -> None:
     program = compiled(name, ranks, microbatches, replicas=2)
     more = {(rank, Key(Op.STEP, -1, -1)): (Key(Op.F, 0, 0), Key(Op.W, 1, 9)) for rank in range(ranks)}
     found = insert(program, (), more)
     for rank in range(ranks):
-        parts = {part.key: part for part in units_of(program.streams[rank])}
-        for part in units_of(found.streams[rank]):
+        parts = {part.key: part for part in instructions_of(program.streams[rank])}
+        for part in instructions_of(found.streams[rank]):
             assert part == parts[part.key]._replace(waits=parts[part.key].waits + more.get((rank, part.key), ()))
 
 
-def test_a_wait_of_what_is_not_there_is_refused() -> None:
+def test_a_wait_of_an_instruction_that_does_not_exist_is_refused() -> None:
     with pytest.raises(KeyError, match="rank 1 has no 0F0"):
         insert(compiled("1f1b", 2, 3), (), {(1, Key(Op.F, 0, 0)): (Key(Op.F, 0, 1),)})
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
-def test_streams_are_what_they_were_packed_from(name: str, ranks: int, microbatches: int) -> None:
+def test_packed_streams_decode_to_what_they_were_packed_from(name: str, ranks: int, microbatches: int) -> None:
     program = compiled(name, ranks, microbatches, gated=True, replicas=2)
     streams: tuple[tuple[Unit, ...], ...] = tuple(program.streams)
     again = Streams(pack(streams))
@@ -77,6 +77,6 @@ def test_streams_are_what_they_were_packed_from(name: str, ranks: int, microbatc
     assert Program(program.name, streams, program.placement, microbatches, program.chunks) == program
 
 
-def test_a_number_that_no_program_has_is_refused_in_one_sentence() -> None:
-    with pytest.raises(PentadError, match=r"^an instruction has the number 2147483648, but at most 2147483647 can be "):
+def test_a_number_beyond_32_bits_is_refused() -> None:
+    with pytest.raises(PentadError, match=r"^an instruction holds the number 2147483648: expected at most 2147483647$"):
         Program("wide", ((Instruction(Op.F, 0, 2**31),),), ((0,),), 1)

@@ -11,16 +11,15 @@ from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import COMPUTE, Key, Op, units_of
+from pentad.schedules.ir.errors import PentadError, ScheduleError
+from pentad.schedules.ir.instruction import COMPUTE, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.pools import gradient_slots
+from pentad.schedules.passes.zero import gradient_slots
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import ScheduleError
-from pentad.schedules.simulate.memory import SHARE
+from pentad.schedules.simulate.memory import SAVED_CHANGE, peak_activations
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
-from pentad.schedules.verify.check import check, peak_activations
+from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
+from pentad.schedules.verify.check import check
 
 READERS = (Op.F, Op.B, Op.BW, Op.RECOMPUTE)
 SIZES = [(n, p, m) for n in CATALOGUE for p, m in ((1, 3), (2, 5), (4, 8), (4, 12)) if allows(n, p, m)]
@@ -28,9 +27,9 @@ CHUNKED = [("interleaved", 2, 4, 4), ("interleaved", 1, 3, 4), ("looped-bfs", 2,
 
 
 def with_savings(
-    name: str, p: int, m: int, savings: MemoryOptions, chunks: int | None = None, validated: bool = False
+    name: str, p: int, m: int, memory_options: MemoryOptions, chunks: int | None = None, post_validation: bool = False
 ) -> Program:
-    return compile_program(name, p, m, replicas=2, savings=savings, options=Options(chunks), validated=validated)
+    return compile_program(name, p, m, replicas=2, memory_options=memory_options, options=ScheduleOptions(chunks), post_validation=post_validation)
 
 
 def most_gathered(program: Program) -> int:
@@ -38,7 +37,7 @@ def most_gathered(program: Program) -> int:
     most = 0
     for stream in program.streams:
         here: set[int] = set()
-        for part in units_of(stream):
+        for part in instructions_of(stream):
             if part.op is Op.ALL_GATHER:
                 assert part.stage not in here
                 here.add(part.stage)
@@ -51,13 +50,13 @@ def most_gathered(program: Program) -> int:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize(("name", "p", "m"), SIZES)
-def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(name, p, m, zero, validated):
-    program = with_savings(name, p, m, MemoryOptions(zero=zero), validated=validated)
+def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(name, p, m, zero, post_validation):
+    program = with_savings(name, p, m, MemoryOptions(zero=zero), post_validation=post_validation)
     assert most_gathered(program) == max(map(len, program.placement))
     for stages, stream in zip(program.placement, program.streams, strict=True):
-        count = Counter((part.op, part.stage) for part in units_of(stream))
+        count = Counter((part.op, part.stage) for part in instructions_of(stream))
         for stage in stages:
             assert count[Op.ALL_GATHER, stage] == count[Op.REDUCE_SCATTER, stage] == 1
             assert count[Op.FREE, stage] == (zero == 3)
@@ -71,7 +70,7 @@ def test_gradients_are_reduced_as_soon_as_all_holders_of_a_stage_are_done(name, 
     program = with_savings(name, p, m, MemoryOptions(zero=zero), chunks)
     order: set[tuple[int, int]] = set()
     for stream in program.streams:
-        parts = [part for part in units_of(stream) if part.op in (*COMPUTE, Op.ALL_REDUCE, Op.REDUCE_SCATTER)]
+        parts = [part for part in instructions_of(stream) if part.op in (*COMPUTE, Op.ALL_REDUCE, Op.REDUCE_SCATTER)]
         at = {part.key: place for place, part in enumerate(parts)}
         reduced = [part for part in parts if part.op not in COMPUTE]
         last = {part.stage: part.key for part in parts if part.op in (Op.W, Op.BW)}
@@ -110,9 +109,9 @@ def test_room_for_all_gathers_less_often_and_prefetching_hides_it():
     costs = Costs(*((1.0,) * 8,) * 3, reduce=1.6)
     found = {}
     for gathered, prefetch in ((1, 0), (2, 0), (3, 0), (3, 1), (4, 0)):
-        savings = MemoryOptions(zero=3, max_gathered=gathered, prefetch=prefetch)
-        program = with_savings("interleaved", 2, 4, savings, 4)
-        gathers = sum(part.op is Op.ALL_GATHER for stream in program.streams for part in units_of(stream))
+        memory_options = MemoryOptions(zero=3, max_gathered=gathered, prefetch=prefetch)
+        program = with_savings("interleaved", 2, 4, memory_options, 4)
+        gathers = sum(part.op is Op.ALL_GATHER for stream in program.streams for part in instructions_of(stream))
         found[gathered, prefetch] = (gathers, simulate(program, costs).makespan)
     assert found[4, 0][0] == 8 < found[2, 0][0] < found[1, 0][0]
     assert found[4, 0][1] < found[3, 1][1] < found[3, 0][1] < found[2, 0][1] < found[1, 0][1]
@@ -125,16 +124,16 @@ def test_every_microbatch_of_a_stage_is_recomputed_once(name, p, m):
     again = Counter(
         (part.stage, part.microbatch)
         for stream in program.streams
-        for part in units_of(stream)
+        for part in instructions_of(stream)
         if part.op is Op.RECOMPUTE
     )
-    assert again == {(stage, mb): 1 for stage in stages for mb in range(program.pieces)}
+    assert again == {(stage, mb): 1 for stage in stages for mb in range(program.total_slices)}
 
 
 def test_recompute_fills_the_wait_for_the_gradient():
     """A rank that waits for a gradient recomputes meanwhile: a pipeline's bubble pays for some of it."""
     plain, costs = compile_program("gpipe", 4, 4), Costs.uniform(4)
-    program = compile_program("gpipe", 4, 4, savings=MemoryOptions(recompute=frozenset({0, 1, 2})))
+    program = compile_program("gpipe", 4, 4, memory_options=MemoryOptions(recompute=frozenset({0, 1, 2})))
     assert simulate(program, costs).makespan < simulate(plain, costs).makespan + 4
 
 
@@ -142,8 +141,8 @@ def most_kept(program: Program) -> float:
     most = 0.0
     for stream in program.streams:
         held = 0.0
-        for part in units_of(stream):
-            held += SHARE.get(part.op, 0.0)
+        for part in instructions_of(stream):
+            held += SAVED_CHANGE.get(part.op, 0.0)
             most = max(most, held)
     return most / (program.chunks * program.slices)
 
@@ -155,21 +154,21 @@ def test_no_more_activations_stay_than_are_allowed(name, p, m, keep):
     try:
         program = with_savings(name, p, m, MemoryOptions(max_resident=keep))
     except PentadError:  # B frees half of an activation: what is left for W cannot be sent away
-        assert Op.W in {part.op for stream in plain.streams for part in units_of(stream)}
+        assert Op.W in {part.op for stream in plain.streams for part in instructions_of(stream)}
         return
     assert most_kept(program) == max(peak_activations(program)) <= keep
-    moved = Counter(part.op for stream in program.streams for part in units_of(stream))
+    moved = Counter(part.op for stream in program.streams for part in instructions_of(stream))
     assert moved[Op.OFFLOAD] == moved[Op.RELOAD]
     assert bool(moved[Op.OFFLOAD]) == (most_kept(plain) > keep)
     simulate(program, Costs.uniform(program.stages))
 
 
 def test_all_of_it_together_is_proven():
-    savings = MemoryOptions(zero=3, max_gathered=2, recompute=frozenset({0, 5}), max_resident=2.0)
-    for validated in (False, True):
-        program = with_savings("interleaved", 4, 8, savings, 3, validated=validated)
+    memory_options = MemoryOptions(zero=3, max_gathered=2, recompute=frozenset({0, 5}), max_resident=2.0)
+    for post_validation in (False, True):
+        program = with_savings("interleaved", 4, 8, memory_options, 3, post_validation=post_validation)
         assert max(peak_activations(program)) <= 2
-        assert {part.op for stream in program.streams for part in units_of(stream)} >= {
+        assert {part.op for stream in program.streams for part in instructions_of(stream)} >= {
             Op.ALL_GATHER, Op.FREE, Op.REDUCE_SCATTER, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD,
         }  # fmt: skip
         assert Program.from_bytes(program.to_bytes()) == program
@@ -184,10 +183,10 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "p", "m", "savings", "words"), BAD)
-def test_what_cannot_be_is_told_in_one_sentence(name, p, m, savings, words):
+@pytest.mark.parametrize(("name", "p", "m", "memory_options", "words"), BAD)
+def test_what_cannot_be_is_told_in_one_sentence(name, p, m, memory_options, words):
     with pytest.raises(PentadError) as caught:
-        compile_program(name, p, m, savings=savings)
+        compile_program(name, p, m, memory_options=memory_options)
     assert str(caught.value) == words
 
 
@@ -202,7 +201,7 @@ def test_a_program_that_lacks_one_of_them_is_refused(op):
     program = with_savings("interleaved", 2, 6, MemoryOptions(zero=3, max_gathered=1, max_resident=2.0), 3)
     check(program, replicas=2)
     for rank, stream in enumerate(program.streams):
-        for key in [part.key for part in units_of(stream) if part.op is op]:
+        for key in [part.key for part in instructions_of(stream) if part.op is op]:
             with pytest.raises(ScheduleError):
                 check(drop(program, rank, key), replicas=2)
 
@@ -211,7 +210,7 @@ def test_a_program_that_lacks_one_of_them_is_refused(op):
 def test_a_program_that_does_not_wait_for_them_is_refused(op):
     program = with_savings("interleaved", 2, 6, MemoryOptions(zero=3, max_gathered=1, max_resident=2.0), 3)
     for rank, stream in enumerate(program.streams):
-        for part in units_of(stream):
+        for part in instructions_of(stream):
             for key in part.waits:
                 if part.op is op and key.op in (Op.ALL_GATHER, Op.FREE, Op.F, Op.RELOAD):
                     less = tuple(other for other in part.waits if other != key)

@@ -13,11 +13,11 @@ from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Key, Op
 from pentad.schedules.ir.program import Program, index_of
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import ScheduleError
 from pentad.schedules.simulate.simulate import simulate
 
 PROGRAMS = [(name, 4, 8) for name in CATALOGUE] + [(name, 3, 2) for name in CATALOGUE if allows(name, 3, 2)]
@@ -43,8 +43,8 @@ def test_every_send_meets_its_receive(name: str, ranks: int, microbatches: int, 
                 received[part.peer, rank, part.op].append(part.key)
     assert sent == received
     hops = Counter(kind for (_, _, kind), keys in sent.items() for _ in keys)
-    home = program.home
-    crossed = sum(home[s, mb] != home[s + 1, mb] for s in range(program.stages - 1) for mb in range(program.pieces))
+    home = program.compute_rank
+    crossed = sum(home[s, mb] != home[s + 1, mb] for s in range(program.stages - 1) for mb in range(program.total_slices))
     assert hops == Counter({kind: crossed for kind in RECEIVES if crossed})
 
 

@@ -1,4 +1,4 @@
-"""The schedule that is chosen is as quick as any that keeps to the limit, and no quicker than its bound."""
+"""The chosen schedule is as fast as any within the limit, and no faster than its bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sizes import allows
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.schedules.catalogue import CATALOGUE, NONE, generate
+from pentad.schedules.catalogue import CATALOGUE, NO_OPTIONS, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -18,8 +18,8 @@ from pentad.schedules.search.auto import choose, describe
 from pentad.schedules.search.bounds import lower_bound
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times
-from pentad.schedules.spec.schedule_spec import Options
-from pentad.schedules.verify.check import peak_activations
+from pentad.schedules.simulate.memory import peak_activations
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 COSTS = st.tuples(st.floats(0.5, 2), st.floats(0.5, 2), st.floats(0.2, 2), st.floats(0, 0.3))
 LITTLE = 60_000  # effort of a search in tests
@@ -32,52 +32,52 @@ def costs_of(each: tuple[float, float, float, float]):
 
 
 def uneven(placed: Program) -> Costs:
-    """A head as dear as half a rank, and a slow rank."""
+    """An LM head that costs half as much as a rank, and a slow rank."""
     f = [1 / placed.chunks] * placed.stages
     f[-1] += 0.5
-    slow = (1.0,) * (placed.ranks - 1) + (1.25,)
-    return Costs(tuple(f), tuple(f), tuple(f), 0.02, slow=slow)
+    slowdown = (1.0,) * (placed.ranks - 1) + (1.25,)
+    return Costs(tuple(f), tuple(f), tuple(f), 0.02, slowdown=slowdown)
 
 
-def length(program: Program, costs: Costs, by: str = "makespan") -> float:
+def length(program: Program, costs: Costs, objective: str = "makespan") -> float:
     times = compute_times(program, costs)
-    if by == "longest":
+    if objective == "longest":
         return max(spans[-1][1] - spans[0][0] for spans in times)
     return max(spans[-1][1] for spans in times) - min(spans[0][0] for spans in times)
 
 
 @settings(max_examples=15)
 @given(st.integers(1, 5), st.integers(1, 12), COSTS, st.one_of(st.none(), st.floats(2, 9)))
-def test_no_schedule_of_the_catalogue_that_keeps_to_the_limit_is_quicker(ranks, microbatches, each, limit):
+def test_no_schedule_of_the_catalogue_within_the_limit_is_faster(ranks, microbatches, each, limit):
     of = costs_of(each)
-    choice = choose(ranks, microbatches, of, Options(memory_limit=limit), effort=LITTLE // 10)
+    choice = choose(ranks, microbatches, of, ScheduleOptions(memory_limit=limit), effort=LITTLE // 10)
     for name in CATALOGUE:
         if not allows(name, ranks, microbatches):
             continue
         costs = of(generate(name, ranks, microbatches))
-        program = generate(name, ranks, microbatches, NONE, costs)
+        program = generate(name, ranks, microbatches, NO_OPTIONS, costs)
         if limit is None or max(peak_activations(program)) <= limit:
             assert choice.best.makespan <= length(program, costs) * (1 + 1e-9)
 
 
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 6), st.integers(1, 14), COSTS, st.sampled_from(["makespan", "longest"]))
-def test_no_order_is_quicker_than_the_bound_of_its_placement(data, ranks, microbatches, each, by):
+def test_no_order_is_faster_than_the_bound_of_its_placement(data, ranks, microbatches, each, objective):
     names = [name for name in CATALOGUE if CATALOGUE[name].slices == 1 and allows(name, ranks, microbatches)]
     name = data.draw(st.sampled_from(names))
     stages = generate(name, ranks, microbatches).stages
     f, b, w = (tuple(value * data.draw(st.floats(0.5, 2)) for _ in range(stages)) for value in each[:3])
-    slow = tuple(data.draw(st.floats(0.8, 1.5)) for _ in range(ranks)) if data.draw(st.booleans()) else ()
+    slowdown = tuple(data.draw(st.floats(0.8, 1.5)) for _ in range(ranks)) if data.draw(st.booleans()) else ()
     launch = data.draw(st.sampled_from([0.0, 0.1]))
-    costs = Costs(f, b, w, each[3], launch=launch, slow=slow)
-    program = generate(name, ranks, microbatches, NONE, costs)
+    costs = Costs(f, b, w, each[3], launch=launch, slowdown=slowdown)
+    program = generate(name, ranks, microbatches, NO_OPTIONS, costs)
     limit = data.draw(st.sampled_from([None, max(peak_activations(program))]))
-    assert length(program, costs, by) >= lower_bound(program, costs, limit, by).time * (1 - 1e-9)
+    assert length(program, costs, objective) >= lower_bound(program, costs, limit, objective).time * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("name", "bound"), [("1f1b", 27), ("zb-h1", 27), ("zb-v", 25.5), ("gpipe", 27)])
-def test_the_bound_is_met_by_the_schedules_that_have_no_better(name, bound):
-    """p=4, m=8, equal costs: ZB-H1 and ZB-V are the quickest of their placements."""
+def test_zb_h1_and_zb_v_meet_the_bounds_of_their_placements(name, bound):
+    """p=4, m=8, equal costs."""
     program = generate(name, 4, 8)
     costs = Costs.uniform(program.stages, chunks=program.chunks)
     assert lower_bound(program, costs).time == pytest.approx(bound)
@@ -85,38 +85,38 @@ def test_the_bound_is_met_by_the_schedules_that_have_no_better(name, bound):
         assert length(program, costs) == pytest.approx(bound)
 
 
-def test_zb_h1_is_the_quickest_in_the_memory_of_1f1b():
-    """p=4, m=8, a transfer 0.1: with four microbatches a rank no order of single stages is quicker."""
+def test_zb_h1_is_the_fastest_in_the_memory_of_1f1b():
+    """p=4, m=8, a transfer 0.1: with four microbatches a rank no order of one stage a rank is faster."""
     costs = Costs.uniform(4, transfer=0.1)
-    program = generate("zb-1p", 4, 8, NONE, costs)
+    program = generate("zb-1p", 4, 8, NO_OPTIONS, costs)
     bound = lower_bound(program, costs, 4.0)
     assert length(program, costs) == pytest.approx(bound.time)
     assert "after 4 of F" in bound.why
 
 
 @pytest.mark.parametrize("limit", [1.0, 1.5, 2.0])
-def test_a_bound_knows_of_memory(limit):
+def test_bounds_depend_on_memory(limit):
     program = generate("1f1b", 4, 16)
     costs = Costs.uniform(4)
     assert lower_bound(program, costs, limit).time > 1.15 * lower_bound(program, costs).time
     assert "has room for" in lower_bound(program, costs, limit).why
 
 
-@pytest.mark.parametrize("by", ["makespan", "longest"])
+@pytest.mark.parametrize("objective", ["makespan", "longest"])
 @pytest.mark.parametrize("limit", [4.0, 5.0, 2.5])
-def test_uneven_costs_are_served_better_than_the_catalogue_does(by, limit):
-    choice = choose(4, 12, uneven, Options(memory_limit=limit), by, LITTLE, twice=False)
-    best, known = choice.best, choice.catalogued
-    assert known is not None and getattr(best, by) < getattr(known, by) * 0.999
+def test_with_uneven_costs_the_search_beats_the_catalogue(objective, limit):
+    choice = choose(4, 12, uneven, ScheduleOptions(memory_limit=limit), objective, LITTLE, two_copies=False)
+    best, known = choice.best, choice.best_known
+    assert known is not None and getattr(best, objective) < getattr(known, objective) * 0.999
     assert max(peak_activations(best.program)) <= limit + 1e-9
-    assert "searched from" in describe(choice) and "% quicker than" in describe(choice)
-    assert choice.least.time <= choice.bound.time <= getattr(best, by) * (1 + 1e-9)
+    assert "searched from" in describe(choice) and "% faster than" in describe(choice)
+    assert choice.least_bound.time <= choice.bound.time <= getattr(best, objective) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("limit", [None, 2.0, 3.0])
 @pytest.mark.parametrize("gated", [False, True])
-def test_what_was_searched_is_a_program_like_any_other(limit, gated):
-    choice = choose(3, 6, uneven, Options(memory_limit=limit), effort=LITTLE, twice=False)
+def test_a_searched_order_compiles_and_is_saved_like_any_other(limit, gated):
+    choice = choose(3, 6, uneven, ScheduleOptions(memory_limit=limit), effort=LITTLE, two_copies=False)
     order = choice.best.program
     program = compile_program(order.name, 3, 6, costs=uneven(order), gated=gated, replicas=2, order=order)
     assert program.compute().streams == order.streams
@@ -124,12 +124,12 @@ def test_what_was_searched_is_a_program_like_any_other(limit, gated):
 
 
 def test_the_same_question_has_the_same_answer():
-    first, then = (choose(3, 9, uneven, Options(memory_limit=3), effort=LITTLE).best for _ in range(2))
+    first, then = (choose(3, 9, uneven, ScheduleOptions(memory_limit=3), effort=LITTLE).best for _ in range(2))
     assert first.program.hash == then.program.hash
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_realistic_cases_gain_where_they_say_so(case: Case):
+def test_realistic_cases_gain_where_they_should(case: Case):
     found = row(case, effort=4 * LITTLE)
     assert found["gain_percent"] >= (1e-3 if case.gains else -1e-9)
     assert found["gap_percent"] >= 0
@@ -137,12 +137,12 @@ def test_realistic_cases_gain_where_they_say_so(case: Case):
 
 @pytest.mark.parametrize("limit", [0.5, 0.0, -1.0, float("nan")])
 def test_a_limit_below_one_microbatch_is_refused(limit):
-    with pytest.raises(PentadError, match=r"^schedule auto: memory_limit is .*, but at least 1 is needed$"):
-        choose(4, 8, costs_of((1.0, 1.0, 1.0, 0.0)), Options(memory_limit=limit))
+    with pytest.raises(PentadError, match=r"^schedule auto: memory_limit is .*: expected at least 1$"):
+        choose(4, 8, costs_of((1.0, 1.0, 1.0, 0.0)), ScheduleOptions(memory_limit=limit))
 
 
 @pytest.mark.parametrize("option", ["chunks", "group"])
-def test_what_it_chooses_itself_cannot_be_asked_for(option):
+def test_options_that_auto_chooses_are_refused(option):
     with pytest.raises(PentadError, match=f"{option} is 3, but schedule auto chooses it: expected no {option}$"):
         load(None, ["schedule.name=auto", f"schedule.{option}=3"])
 
@@ -152,25 +152,25 @@ def test_fewer_layers_than_ranks_are_refused():
         load(None, ["schedule.name=auto", "model.layers=3"])
 
 
-def test_a_run_takes_the_quickest_schedule_whose_stages_have_layers():
+def test_a_run_takes_a_schedule_whose_stages_all_have_layers():
     plan = make_plan(load(None, ["schedule.name=auto", "model.layers=9"]), "cpu")
     assert plan.program.stages <= 9
     assert make_plan(load(None, ["schedule.name=auto", "model.layers=9"]), "cpu").program.hash == plan.program.hash
 
 
-def test_a_run_keeps_to_its_limit():
+def test_a_run_respects_its_memory_limit():
     plan = make_plan(load(None, ["schedule.name=auto", "schedule.memory_limit=3.5"]), "cpu")
     assert max(peak_activations(plan.program)) <= 3.5 + 1e-9
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "dualpipe"])
-@pytest.mark.parametrize("by", ["makespan", "longest"])
-def test_the_bound_counts_one_launch_where_b_and_w_are_one(name, by):
+@pytest.mark.parametrize("objective", ["makespan", "longest"])
+def test_the_bound_counts_one_launch_for_a_bw(name, objective):
     program = generate(name, 2, 4)
     costs = Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, launch=0.1)
-    assert length(program, costs, by) >= lower_bound(program, costs, None, by).time * (1 - 1e-9)
+    assert length(program, costs, objective) >= lower_bound(program, costs, None, objective).time * (1 - 1e-9)
 
 
-def test_the_way_of_one_microbatch_ends_in_one_launch():
+def test_the_path_of_one_microbatch_ends_with_one_launch():
     program, costs = generate("gpipe", 1, 1), Costs((1.0,), (1.0,), (1.0,), launch=0.1)
     assert length(program, costs) == pytest.approx(lower_bound(program, costs).time) == pytest.approx(3.2)

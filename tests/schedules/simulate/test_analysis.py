@@ -1,4 +1,4 @@
-"""The critical path has no gap, is as long as the step, and every instruction of it is held by the one before."""
+"""The critical path has no gaps and is as long as the step; scenarios are simulations with changed costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.simulate.analysis import Step, critical_path, shares
+from pentad.schedules.simulate.analysis import Scenario, Segment, breakdown, critical_path, what_if
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import COMPUTE
@@ -25,8 +25,8 @@ compiled = cache(compile_program)
 def costs_of(draw: st.DrawFn, stages: int, *, tail: bool = True) -> Costs:
     each = st.tuples(*[SECONDS] * stages)
     reduce, norm, step = (draw(SECONDS) if tail else 0.0 for _ in range(3))
-    transfer, overlap = draw(st.sampled_from([0.0, 0.3, 2.0])), draw(st.sampled_from([0.0, 0.4]))
-    return Costs(draw(each), draw(each), draw(each), transfer, reduce, norm, step, overlap=overlap)
+    transfer = draw(st.sampled_from([0.0, 0.3, 2.0]))
+    return Costs(draw(each), draw(each), draw(each), transfer, reduce, norm, step)
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
@@ -44,7 +44,7 @@ def test_the_path_has_no_gap_and_is_as_long_as_the_step(
     assert all(one.end == other.start for one, other in pairwise(path))
     assert all((step.start, step.end) == spans[step.rank, step.key][8:] for step in path)
     assert sum(step.end - step.start for step in path) == pytest.approx(path[-1].end)
-    by_op, by_rank = shares(path)
+    by_op, by_rank = breakdown(path)
     assert sum(by_op.values()) == pytest.approx(path[-1].end)
     assert sum(by_rank.values()) == pytest.approx(path[-1].end)
 
@@ -65,7 +65,9 @@ def test_without_a_tail_the_path_is_as_long_as_the_makespan(
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
 @settings(max_examples=5, deadline=None)
-def test_each_is_held_by_the_one_before(name: str, ranks: int, microbatches: int, data: st.DataObject) -> None:
+def test_each_segment_waited_for_the_one_before_it(
+    name: str, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
     program = compiled(name, ranks, microbatches, gated=data.draw(st.booleans()), replicas=2)
     units = {(r, str(p.key)): (u, p) for r, s in enumerate(program.streams) for u in s for p in u.parts}
     costs = data.draw(costs_of(program.stages))
@@ -89,27 +91,80 @@ def test_each_is_held_by_the_one_before(name: str, ranks: int, microbatches: int
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
 @settings(max_examples=4, deadline=None)
-def test_a_slower_rank_costs_at_least_its_share_of_the_path(
+def test_a_slower_rank_adds_at_least_its_share_of_the_path(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
     program = compiled(name, ranks, microbatches)
-    costs = replace(data.draw(costs_of(program.stages)), overlap=0.0)
+    costs = data.draw(costs_of(program.stages))
     path = critical_path(program, costs)
     for rank in range(ranks):
         compute = sum(step.end - step.start for step in path if step.rank == rank and step.op in COMPUTE)
-        slow = replace(costs, slow=tuple(1.5 if r == rank else 1.0 for r in range(ranks)))
+        slow = replace(costs, slowdown=tuple(1.5 if r == rank else 1.0 for r in range(ranks)))
         assert critical_path(program, slow)[-1].end >= path[-1].end + compute / 2 - 1e-9
 
 
-def test_one_microbatch_goes_down_the_ranks_and_back() -> None:
+def test_the_path_of_one_microbatch_goes_through_all_ranks_and_back() -> None:
     path = critical_path(compiled("1f1b", 2, 1), Costs.uniform(2, 1.0, 2.0, 0.5, transfer=0.25))
     assert path == (
-        Step(0, "0F0", "F", 0.0, 1.0, "start"),
-        Step(0, "0SEND_F0", "SEND_F", 1.0, 1.25, "data"),
-        Step(1, "1F0", "F", 1.25, 2.25, "transfer"),
-        Step(1, "1BW0", "BW", 2.25, 4.75, "order"),
-        Step(1, "1SEND_B0", "SEND_B", 4.75, 5.0, "data"),
-        Step(0, "0BW0", "BW", 5.0, 7.5, "transfer"),
+        Segment(0, "0F0", "F", 0.0, 1.0, "start"),
+        Segment(0, "0SEND_F0", "SEND_F", 1.0, 1.25, "data"),
+        Segment(1, "1F0", "F", 1.25, 2.25, "transfer"),
+        Segment(1, "1BW0", "BW", 2.25, 4.75, "order"),
+        Segment(1, "1SEND_B0", "SEND_B", 4.75, 5.0, "data"),
+        Segment(0, "0BW0", "BW", 5.0, 7.5, "transfer"),
     )
-    assert shares(path).by_op == {"F": 2.0, "SEND_F": 0.25, "BW": 5.0, "SEND_B": 0.25}
-    assert shares(path).by_rank == {0: 3.75, 1: 3.75}
+    assert breakdown(path).by_op == {"F": 2.0, "SEND_F": 0.25, "BW": 5.0, "SEND_B": 0.25}
+    assert breakdown(path).by_rank == {0: 3.75, 1: 3.75}
+
+
+SCENARIO_PROGRAMS = [("gpipe", 3, 4), ("1f1b", 4, 6), ("zb-h2", 3, 6), ("zb-v", 3, 6), ("dualpipe", 4, 8)]
+
+
+def uneven(stages: int) -> Costs:
+    each = [tuple(1 + (stage * k % 7) / 8 for stage in range(stages)) for k in (1, 2, 3)]
+    return Costs(each[0], each[1], each[2], transfer=0.3, reduce=0.7, norm=0.2, step=0.4, launch=0.1)
+
+
+def simulated(name: str, program_costs: tuple, costs: Costs) -> Scenario:
+    program, given_costs = program_costs
+    timeline, before = simulate(program, costs), simulate(program, given_costs).makespan
+    return Scenario(name, timeline.makespan, timeline.longest, 100 * (timeline.makespan / before - 1))
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+def test_a_scenario_is_a_simulation_with_its_costs(name: str, ranks: int, microbatches: int) -> None:
+    program = compiled(name, ranks, microbatches, replicas=2)
+    costs = uneven(program.stages)
+    own = (program, costs)
+    slow = [tuple(1.2 if r == rank else 1.0 for r in range(ranks)) for rank in range(ranks)]
+    assert what_if(program, costs) == [
+        simulated("as it is", own, costs),
+        *(simulated(f"rank {rank} 1.2x slower", own, replace(costs, slowdown=slow[rank])) for rank in range(ranks)),
+        simulated("links at half speed", own, replace(costs, transfer=0.6)),
+        simulated("transfers free", own, replace(costs, transfer=0.0)),
+        simulated("launches twice as long", own, replace(costs, launch=0.2)),
+        simulated("W free", own, replace(costs, weight=(0.0,) * program.stages)),
+    ]
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+def test_higher_costs_never_shorten_a_step_and_lower_ones_never_lengthen_it(
+    name: str, ranks: int, microbatches: int
+) -> None:
+    program = compiled(name, ranks, microbatches)
+    for found in what_if(program, uneven(program.stages)):
+        if "free" in found.name:
+            assert found.change <= 0
+        else:
+            assert found.change >= 0
+
+
+def test_given_slowdowns_and_links_are_scaled() -> None:
+    program = compiled("1f1b", 2, 4)
+    links = ((0.0, 0.5), (0.25, 0.0))
+    costs = replace(uneven(2), slowdown=(1.0, 2.0), links=links)
+    found = {scenario.name: scenario for scenario in what_if(program, costs)}
+    slower = simulate(program, replace(costs, slowdown=(1.0, 2.4)))
+    assert found["rank 1 1.2x slower"].makespan == slower.makespan
+    halved = simulate(program, replace(costs, links=((0.0, 1.0), (0.5, 0.0))))
+    assert found["links at half speed"].makespan == halved.makespan

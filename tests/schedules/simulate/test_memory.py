@@ -1,4 +1,4 @@
-"""Activations over time: their maximum is the peak that the order of instructions gives, whatever the costs."""
+"""Saved activations over time: their maximum is the peak that the order alone gives, whatever the costs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.memory import activations_over_time
+from pentad.schedules.simulate.memory import activations_over_time, peak_activations
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.schedules.verify.check import peak_activations
 
 PROGRAMS = [("gpipe", 1, 3), ("1f1b", 4, 6), ("zb-h1", 3, 5), ("zb-h2", 3, 6), ("zb-v", 3, 6), ("dualpipe", 4, 8)]
 compiled = cache(compile_program)
@@ -23,30 +22,30 @@ compiled = cache(compile_program)
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
 @settings(max_examples=5)
-def test_the_most_that_is_kept_is_the_peak_and_nothing_is_left(
+def test_the_maximum_is_the_peak_and_nothing_is_left(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
     program = compiled(name, ranks, microbatches)
     each = st.tuples(*[st.floats(0.1, 4)] * program.stages)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each), transfer=data.draw(st.sampled_from([0.0, 0.5])))
-    kept = activations_over_time(program, simulate(program, costs))
-    assert [max(share for _, share in rank) for rank in kept] == pytest.approx(peak_activations(program))
-    for rank in kept:
+    saved = activations_over_time(program, simulate(program, costs))
+    assert [max(share for _, share in rank) for rank in saved] == pytest.approx(peak_activations(program))
+    for rank in saved:
         assert rank == sorted(rank, key=lambda change: change[0])
         assert rank[-1][1] == pytest.approx(0)
         assert min(share for _, share in rank) >= -1e-9
 
 
-def test_a_microbatch_is_kept_from_its_forward_to_its_backward() -> None:
-    kept = activations_over_time(compiled("zb-h1", 1, 2), simulate(compiled("zb-h1", 1, 2), Costs.uniform(1)))
-    assert kept == [[(0, 1), (2, 0.5), (3, 0), (3, 1), (5, 0.5), (6, 0)]]
+def test_a_microbatch_is_saved_from_its_forward_to_its_backward() -> None:
+    saved = activations_over_time(compiled("zb-h1", 1, 2), simulate(compiled("zb-h1", 1, 2), Costs.uniform(1)))
+    assert saved == [[(0, 1), (2, 0.5), (3, 0), (3, 1), (5, 0.5), (6, 0)]]
 
 
-def test_a_timeline_of_something_else_is_refused_in_one_sentence() -> None:
+def test_a_timeline_of_another_program_is_refused() -> None:
     program = compiled("1f1b", 2, 3)
     costs = Costs.uniform(2)
-    with pytest.raises(PentadError, match=r"^the timeline has no 0F2 of rank 0, which program 1f1b has$"):
+    with pytest.raises(PentadError, match=r"^the timeline has no 0F2 of rank 0: expected every instruction of program"):
         activations_over_time(program, simulate(compiled("1f1b", 2, 2), costs))
     both = simulate(program, costs).spans + simulate(program, costs, step=1).spans
-    with pytest.raises(PentadError, match=r"^the timeline has steps \[0, 1\], but one step at a time is expected$"):
+    with pytest.raises(PentadError, match=r"^the timeline has steps \[0, 1\]: expected one step$"):
         activations_over_time(program, Timeline("simulated", both))

@@ -1,4 +1,4 @@
-"""Simulated times keep every order that the program states, and give the idle times that the papers publish."""
+"""Simulated times respect every order of a program, and reproduce the idle times of the papers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COLLECTIVES, SENDS, Unit
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import ScheduleError, compute_times
-from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.dependencies import compute_times
+from pentad.schedules.simulate.simulate import StepTime, simulate, simulate_step_time
 from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 SECONDS = st.floats(0.1, 10)
 SIZES = [(1, 3), (2, 4), (2, 7), (3, 2), (4, 8), (4, 13)]
@@ -40,7 +42,7 @@ def costs_of(draw: st.DrawFn, stages: int) -> Costs:
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
 @settings(max_examples=6)
-def test_every_instruction_runs_once_in_the_order_of_lanes_waits_and_meetings(
+def test_every_instruction_runs_once_in_the_order_of_lanes_waits_and_rendezvous(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
     program = compiled(name, ranks, microbatches, gated=data.draw(st.booleans()), replicas=2)
@@ -58,7 +60,7 @@ def test_every_instruction_runs_once_in_the_order_of_lanes_waits_and_meetings(
             free[rank, unit.lane] = last.end
             for part in unit.parts:
                 span = found[rank, str(part.key)]
-                assert span.end - span.start == pytest.approx(costs.of(part))
+                assert span.end - span.start == pytest.approx(costs.seconds(part))
                 assert (span.op, span.stage, span.microbatch, span.peer) == (*part.key, part.peer)
                 if part.op in SENDS:
                     other, key = partner((rank, part.key), part)
@@ -72,21 +74,21 @@ def test_every_instruction_runs_once_in_the_order_of_lanes_waits_and_meetings(
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
 @settings(max_examples=3)
-def test_simulation_gives_what_the_graph_of_the_program_gives(
+def test_simulation_agrees_with_a_plain_walk_of_the_event_graph(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
     program = compiled(name, ranks, microbatches, gated=data.draw(st.booleans()), replicas=2)
     costs = data.draw(costs_of(program.stages))
-    assert simulate(program, costs, step=3) == plainly(program, costs, step=3)
+    assert simulate(program, costs, step=3) == plain_simulation(program, costs, step=3)
 
 
-def plainly(program: Program, costs: Costs, *, step: int) -> Timeline:
-    """Simulation as it is told: over the graph, one event after the other."""
+def plain_simulation(program: Program, costs: Costs, *, step: int) -> Timeline:
+    """The simulation as it is defined: event by event over the graph."""
     graph = build(program)
     starts, ends = [0.0] * len(graph.members), [0.0] * len(graph.members)
 
     def moments(unit: Unit, start: float) -> list[float]:
-        return list(accumulate((costs.of(part) for part in unit.parts), initial=start))
+        return list(accumulate((costs.seconds(part) for part in unit.parts), initial=start))
 
     for event in ordered(graph):
         starts[event] = max((ends[earlier] for earlier in graph.before[event]), default=0.0)
@@ -102,7 +104,20 @@ def plainly(program: Program, costs: Costs, *, step: int) -> Timeline:
     return Timeline("simulated", tuple(spans))
 
 
-def test_what_deadlocks_is_not_simulated() -> None:
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
+@given(data=st.data())
+@settings(max_examples=3)
+def test_step_times_are_those_of_the_timeline(name: str, ranks: int, microbatches: int, data: st.DataObject) -> None:
+    """To the last bit, with recomputation and offloading as well."""
+    stages = generate(name, ranks, microbatches).stages
+    memory = data.draw(st.sampled_from([MemoryOptions(), MemoryOptions(3, recompute=frozenset(range(stages)))]))
+    costs = data.draw(costs_of(stages))
+    program = compile_program(name, ranks, microbatches, replicas=2, memory_options=memory)
+    timeline = simulate(program, costs)
+    assert simulate_step_time(program, costs) == StepTime(timeline.makespan, timeline.longest, timeline.bubble())
+
+
+def test_a_program_that_deadlocks_is_not_simulated() -> None:
     program = compiled("1f1b", 2, 2)
     first = ("0RECV_B0", "0BW0")
     hasty = tuple(sorted(program.streams[0], key=lambda unit: str(unit.key) not in first))
@@ -175,7 +190,7 @@ def test_zb_h1_of_few_microbatches_hides_all_weights_but_one(
 
 
 @given(RANKS, st.integers(0, 12), QUARTERS, QUARTERS, QUARTERS)
-def test_zb_h2_leaves_what_two_weights_do_not_fill(ranks: int, more: int, f: float, b: float, w: float) -> None:
+def test_zb_h2_idles_by_what_two_weights_do_not_fill(ranks: int, more: int, f: float, b: float, w: float) -> None:
     """Longest, from m = 2p-1 on: the published (p-1)(F+B-2W) as long as W fits into F and this is not negative. More W
     fills no more: it never gets below 0, nor below (p-1)(B-F), by which the first B of a rank comes late."""
     m = 2 * ranks - 1 + more

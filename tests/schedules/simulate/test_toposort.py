@@ -1,4 +1,4 @@
-"""Wide and narrow walks of a graph put every event behind what it waits for, and start it when that has ended."""
+"""Both algorithms order every event after its predecessors, and start it when the last of them has ended."""
 
 from __future__ import annotations
 
@@ -7,56 +7,56 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentad.schedules.simulate.toposort import WIDE, Graph, levels, times
+from pentad.schedules.simulate.toposort import WIDE, Graph, earliest_times, topological_levels
 
 WIDTHS = pytest.mark.parametrize("width", [1, WIDE], ids=["narrow", "wide"])
 
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, float]]]:
-    """Events in a drawn order, and edges (earlier, later, seconds between) along it."""
+    """A number of events and edges (source, target, delay) along a random order of them."""
     count = draw(st.integers(1, 12))
     order = draw(st.permutations(range(count)))
     pair = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1), st.floats(0, 9))
-    pairs = [(min(a, b), max(a, b), extra) for a, b, extra in draw(st.lists(pair, max_size=30)) if a != b]
-    return count, [(order[a], order[b], extra) for a, b, extra in pairs]
+    pairs = [(min(a, b), max(a, b), delay) for a, b, delay in draw(st.lists(pair, max_size=30)) if a != b]
+    return count, [(order[a], order[b], delay) for a, b, delay in pairs]
 
 
 def graph_of(count: int, edges: list[tuple[int, int, float]], width: int) -> Graph:
-    earlier, later = (np.array([edge[k] for edge in edges], int) for k in (0, 1))
-    return Graph(count, earlier, later, width, np.array([extra for _, _, extra in edges], float))
+    source, target = (np.array([edge[k] for edge in edges], int) for k in (0, 1))
+    return Graph(count, source, target, width, np.array([delay for _, _, delay in edges], float))
 
 
 @WIDTHS
-@given(found=graphs(), data=st.data())
-def test_every_event_starts_when_the_last_it_waits_for_has_ended(
-    width: int, found: tuple[int, list[tuple[int, int, float]]], data: st.DataObject
+@given(drawn=graphs(), data=st.data())
+def test_every_event_starts_when_its_last_predecessor_has_ended(
+    width: int, drawn: tuple[int, list[tuple[int, int, float]]], data: st.DataObject
 ) -> None:
-    count, edges = found
+    count, edges = drawn
     seconds = st.lists(st.floats(0, 9), min_size=count, max_size=count).map(np.array)
     first, second = data.draw(seconds), data.draw(seconds)
     graph = graph_of(count, edges, width)
-    walked = levels(graph)
-    assert sorted(walked.order) == list(range(count))
-    place = {event: k for k, event in enumerate(walked.order.tolist())}
-    assert all(place[earlier] < place[later] for earlier, later, _ in edges)
-    starts, ends = times(graph, walked, first, second)
+    levels = topological_levels(graph)
+    assert sorted(levels.order) == list(range(count))
+    place = {event: k for k, event in enumerate(levels.order.tolist())}
+    assert all(place[source] < place[target] for source, target, _ in edges)
+    starts, ends = earliest_times(graph, levels, first, second)
     for event in range(count):
-        assert starts[event] == max((ends[a] + extra for a, b, extra in edges if b == event), default=0.0)
+        assert starts[event] == max((ends[a] + delay for a, b, delay in edges if b == event), default=0.0)
         assert ends[event] == starts[event] + first[event] + second[event]
-    without = times(graph._replace(extra=None), walked, first, second)[0]
+    without = earliest_times(graph._replace(delay=None), levels, first, second)[0]
     assert all(without[b] >= without[a] + first[a] for a, b, _ in edges)
 
 
 @WIDTHS
-@given(found=graphs(), data=st.data())
-def test_what_waits_for_itself_is_in_no_order(
-    width: int, found: tuple[int, list[tuple[int, int, float]]], data: st.DataObject
+@given(drawn=graphs(), data=st.data())
+def test_events_on_or_after_a_cycle_are_in_no_order(
+    width: int, drawn: tuple[int, list[tuple[int, int, float]]], data: st.DataObject
 ) -> None:
-    count, edges = found
+    count, edges = drawn
     event = data.draw(st.integers(0, count - 1))
     stuck = {event}
     while more := {b for a, b, _ in edges if a in stuck} - stuck:
         stuck |= more
-    walked = levels(graph_of(count, [*edges, (event, event, 0.0)], width))
-    assert sorted(walked.order) == sorted(set(range(count)) - stuck)
+    levels = topological_levels(graph_of(count, [*edges, (event, event, 0.0)], width))
+    assert sorted(levels.order) == sorted(set(range(count)) - stuck)

@@ -1,4 +1,4 @@
-"""Who holds which positions, what of the attention falls to each, and that no masked pair of blocks is computed."""
+"""Positions and attention work of context ranks, and that no fully masked block is computed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pentad.schedules.spec.cp_layout import (
     PLACEMENTS,
     CpMethod,
     Placement,
-    attended,
-    balance,
-    check_context,
+    attention_pairs,
+    check_context_parallel,
     document_positions,
+    imbalance,
     positions,
 )
-from pentad.workers.parallel.cp_blocks import Block, plan
+from pentad.workers.parallel.cp_blocks import Block, plan_steps
 
 SIZES = (1, 2, 3, 4, 8)
 BOTH: tuple[Placement, ...] = ("zigzag", "contiguous")
@@ -28,13 +28,13 @@ BOTH: tuple[Placement, ...] = ("zigzag", "contiguous")
 
 @st.composite
 def rows(draw, parts: int) -> tuple[int, tuple[int, ...]]:
-    """A length and where documents begin in it."""
+    """A sequence length and the first positions of its documents."""
     length = parts * draw(st.integers(1, 6))
     return length, (0, *sorted(draw(st.sets(st.integers(1, length - 1)) if length > 1 else st.just(set()))))
 
 
 @pytest.mark.parametrize(("cp", "placement"), list(product(SIZES, BOTH)))
-def test_every_position_has_one_holder_and_all_hold_as_many(cp, placement):
+def test_every_position_has_one_holder_and_all_ranks_hold_equally_many(cp, placement):
     held = [positions(48, cp, rank, placement) for rank in range(cp)]
     assert {len(each) for each in held} == {48 // cp}
     assert sorted(np.concatenate(held)) == list(range(48))
@@ -42,25 +42,25 @@ def test_every_position_has_one_holder_and_all_hold_as_many(cp, placement):
 
 
 @pytest.mark.parametrize("cp", SIZES[1:])
-def test_zigzag_is_level_and_contiguous_is_not(cp):
+def test_zigzag_is_balanced_and_contiguous_is_not(cp):
     length = 4096 * 2 * cp
-    assert balance(length, cp, "zigzag") == 1.0
-    assert balance(length, cp, "contiguous") == pytest.approx(2 * cp - 1, rel=1e-3)
+    assert imbalance(length, cp, "zigzag") == 1.0
+    assert imbalance(length, cp, "contiguous") == pytest.approx(2 * cp - 1, rel=1e-3)
 
 
 @pytest.mark.parametrize(("cp", "documents"), list(product(SIZES[1:], (4, 64, 512))))
-def test_zigzag_stays_level_with_equal_documents(cp, documents):
+def test_zigzag_stays_balanced_with_equal_documents(cp, documents):
     length = 6 * 8192
     starts = range(0, length, length // documents)
-    assert balance(length, cp, "zigzag", starts) <= (1.05 if documents >= 64 else 2.0)
+    assert imbalance(length, cp, "zigzag", starts) <= (1.05 if documents >= 64 else 2.0)
 
 
 @given(data=st.data(), cp=st.sampled_from(SIZES), placement=st.sampled_from(BOTH))
-def test_work_of_all_ranks_is_the_work_of_the_sequence(data, cp, placement):
+def test_the_work_of_all_ranks_adds_up_to_that_of_the_sequence(data, cp, placement):
     length, starts = data.draw(rows(2 * cp))
     ends = [*starts[1:], length]
-    whole = sum((end - start) * (end - start + 1) // 2 for start, end in zip(starts, ends, strict=True))
-    assert sum(attended(length, cp, rank, placement, starts) for rank in range(cp)) == whole
+    total = sum((end - start) * (end - start + 1) // 2 for start, end in zip(starts, ends, strict=True))
+    assert sum(attention_pairs(length, cp, rank, placement, starts) for rank in range(cp)) == total
 
 
 @given(data=st.data())
@@ -71,16 +71,16 @@ def test_positions_are_counted_from_the_start_of_a_document(data):
     assert all(found[p] in (0, found[p - 1] + 1) for p in range(1, length))
 
 
-@given(data=st.data(), cp=st.sampled_from(SIZES), variant=st.sampled_from(tuple(PLACEMENTS)))
-def test_blocks_hold_each_pair_that_sees_each_other_once(data, cp, variant):
+@given(data=st.data(), cp=st.sampled_from(SIZES), method=st.sampled_from(tuple(PLACEMENTS)))
+def test_blocks_cover_every_visible_pair_exactly_once(data, cp, method):
     length, starts = data.draw(rows(2 * cp))
     distance = document_positions(starts, length)
     for rank in range(cp):
-        mine = positions(length, cp, rank, "zigzag") if variant != "ulysses" else np.arange(length)
+        mine = positions(length, cp, rank, "zigzag") if method != "ulysses" else np.arange(length)
         seen = np.zeros((len(mine), length), dtype=int)
-        for step, blocks in enumerate(plan(variant, cp, rank, length, [(slice(0, 1), starts)])):
+        for step, blocks in enumerate(plan_steps(method, cp, rank, length, [(slice(0, 1), starts)])):
             source = positions(length, cp, (rank - step) % cp, "zigzag")
-            keys = source if variant != "ulysses" and cp > 1 else np.arange(length)
+            keys = source if method != "ulysses" and cp > 1 else np.arange(length)
             for at in blocks:
                 visible = _visible(at, len(mine), len(keys))
                 seen[:, keys] += visible
@@ -89,7 +89,7 @@ def test_blocks_hold_each_pair_that_sees_each_other_once(data, cp, variant):
 
 
 def _visible(at: Block, queries: int, keys: int) -> np.ndarray:
-    """[queries, keys] which pairs a block computes and does not mask."""
+    """[queries, keys]: 1 for the pairs that a block computes and does not mask."""
     found = np.zeros((queries, keys), dtype=int)
     rows, columns = range(queries)[at.queries], range(keys)[at.keys]
     lengths = at.lengths
@@ -105,21 +105,21 @@ def _visible(at: Block, queries: int, keys: int) -> np.ndarray:
 @pytest.mark.parametrize("cp", SIZES[1:])
 def test_each_step_of_a_ring_computes_half_of_its_pairs(cp):
     for rank in range(cp):
-        steps = plan("ring", cp, rank, 16 * cp, [(slice(None), (0,))])
+        steps = plan_steps("ring", cp, rank, 16 * cp, [(slice(None), (0,))])
         assert len(steps) == cp
         for (at,) in steps[1:]:
             assert not at.causal
             assert len(range(16)[at.queries]) * len(range(16)[at.keys]) == 16 * 16 // 2
 
 
-def test_no_block_is_left_where_no_document_reaches_over():
+def test_there_is_no_block_between_chunks_that_share_no_document():
     for rank in range(4):
-        steps = plan("ring", 4, rank, 32, [(slice(0, 1), (0, 4, 8, 12, 16, 20, 24, 28))])
+        steps = plan_steps("ring", 4, rank, 32, [(slice(0, 1), (0, 4, 8, 12, 16, 20, 24, 28))])
         assert [len(blocks) for blocks in steps] == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("length", "heads", "kv_heads", "cp", "variant", "tp", "said"),
+    ("length", "heads", "kv_heads", "cp", "method", "tp", "message"),
     [
         (36, 4, 4, 4, "ring", 1, "batch.sequence_length is 36: expected a multiple of 2 x mesh.cp = 8"),
         (36, 8, 8, 8, "ulysses", 1, "batch.sequence_length is 36: expected a multiple of mesh.cp = 8"),
@@ -128,11 +128,11 @@ def test_no_block_is_left_where_no_document_reaches_over():
         (32, 12, 3, 4, "ulysses", 1, "model.kv_heads is 3: expected a multiple or a divisor of mesh.cp x mesh.tp = 4"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(length, heads, kv_heads, cp, variant: CpMethod, tp, said):
-    with pytest.raises(PentadError, match=said):
-        check_context(length, heads, kv_heads, cp, variant, tp)
+def test_sizes_that_do_not_divide_are_refused(length, heads, kv_heads, cp, method: CpMethod, tp, message):
+    with pytest.raises(PentadError, match=message):
+        check_context_parallel(length, heads, kv_heads, cp, method, tp)
 
 
-@pytest.mark.parametrize(("kv_heads", "variant"), [(1, "ulysses"), (4, "ulysses"), (8, "ulysses"), (3, "ring")])
-def test_what_can_be_shared_is_not_refused(kv_heads, variant: CpMethod):
-    check_context(32, 8 * kv_heads, kv_heads, 4, variant, 2)
+@pytest.mark.parametrize(("kv_heads", "method"), [(1, "ulysses"), (4, "ulysses"), (8, "ulysses"), (3, "ring")])
+def test_sizes_that_divide_are_accepted(kv_heads, method: CpMethod):
+    check_context_parallel(32, 8 * kv_heads, kv_heads, 4, method, 2)

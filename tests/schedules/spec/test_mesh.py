@@ -1,4 +1,4 @@
-"""Ranks and coordinates are one to one, and the groups of any axes cut the ranks into equal parts."""
+"""Ranks and coordinates are one to one, and the groups along any axes partition the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_ranks_and_coordinates_are_one_to_one(mesh: Mesh) -> None:
 
 
 @given(MESHES, st.data())
-def test_a_move_changes_the_named_coordinates_alone(mesh: Mesh, data: st.DataObject) -> None:
+def test_move_changes_only_the_given_coordinates(mesh: Mesh, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, mesh.size - 1))
     to = {
         axis: data.draw(st.integers(0, getattr(mesh, axis) - 1)) for axis in data.draw(st.sets(st.sampled_from(ORDER)))
@@ -32,14 +32,14 @@ def test_a_move_changes_the_named_coordinates_alone(mesh: Mesh, data: st.DataObj
 
 
 @given(MESHES)
-def test_tp_ranks_are_neighbours_and_pipeline_ranks_farthest_apart(mesh: Mesh) -> None:
-    """A step along an axis is as far as all ranks of the axes inside it: tp, cp, ep, dp, pp."""
+def test_tp_ranks_are_adjacent_and_pipeline_ranks_farthest_apart(mesh: Mesh) -> None:
+    """The stride of an axis is the product of the axes inside it: tp, cp, ep, dp, pp."""
     stride = 1
     for axis in ("tp", "cp", "ep", "dp", "pp"):
         for rank in range(mesh.size):
-            here = mesh.coordinates(rank)
-            if getattr(here, axis) + 1 < getattr(mesh, axis):
-                assert mesh.rank(here._replace(**{axis: getattr(here, axis) + 1})) == rank + stride
+            at = mesh.coordinates(rank)
+            if getattr(at, axis) + 1 < getattr(mesh, axis):
+                assert mesh.rank(at._replace(**{axis: getattr(at, axis) + 1})) == rank + stride
         stride *= getattr(mesh, axis)
 
 
@@ -65,7 +65,7 @@ def test_a_rank_is_in_its_own_group(mesh: Mesh, data: st.DataObject) -> None:
     assert mesh.group(ORDER, rank) == tuple(range(mesh.size))
 
 
-def test_a_pipeline_group_strides_over_whole_stages() -> None:
+def test_groups_of_a_small_mesh() -> None:
     mesh = Mesh(dp=2, pp=3, tp=2)
     assert mesh.group(("pp",), 1) == (1, 5, 9)
     assert mesh.group(("tp",), 5) == (4, 5)
@@ -73,7 +73,7 @@ def test_a_pipeline_group_strides_over_whole_stages() -> None:
     assert mesh.coordinates(11) == Coordinates(dp=1, pp=2, cp=0, tp=1, ep=0)
 
 
-def test_meshes_and_places_are_named_by_the_axes_that_matter() -> None:
+def test_str_leaves_out_axes_of_size_one() -> None:
     assert str(Mesh()) == "one rank"
     assert str(Mesh(dp=2, tp=4)) == "dp2 x tp4"
     assert str(Mesh(dp=2, tp=4).coordinates(5)) == "dp1 pp0 tp1"

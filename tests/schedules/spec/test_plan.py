@@ -1,4 +1,4 @@
-"""Plans cut the layers into stages evenly, and give shapes and learning rates as pure functions."""
+"""Plans split layers evenly over stages; sizes and learning rates are pure functions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import ModelShape
-from pentad.schedules.spec.plan import BatchShape, OptimizerShape, ParamShard, Plan, split_layers
-from pentad.schedules.spec.tensors import active, head_in_layers, parameters
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, ParamShard, Plan, split_layers
+from pentad.schedules.spec.tensors import active_parameters, head_in_layers, num_parameters
 
-MODEL = ModelShape(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096)
-OPTIMIZER = OptimizerShape(
+MODEL = ModelSpec(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096)
+OPTIMIZER = OptimizerSpec(
     learning_rate=3e-3,
     min_learning_rate=3e-4,
     warmup_steps=10,
@@ -39,7 +39,7 @@ def mirrored(stages: int) -> list[tuple[int, int]]:
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.floats(0, 6))
-def test_stages_hold_consecutive_layers_and_all_of_them(layers: int, stages: int, head: float) -> None:
+def test_stages_partition_the_layers_in_order(layers: int, stages: int, head: float) -> None:
     parts = split_layers(max(layers, stages), one_each(stages), head)
     assert len(parts) == stages
     assert [parts[0][0], *(end for _, end in parts)][:: len(parts)] == [0, max(layers, stages)]
@@ -59,8 +59,8 @@ def test_stages_differ_by_one_layer_at_most(layers: int, stages: int) -> None:
     st.integers(0, 7),
     st.floats(0, 6),
 )
-def test_no_other_cut_has_a_less_busy_busiest_rank(placement: list, more: int, head: float) -> None:
-    """The head weighs on the last stage; every way to cut is tried."""
+def test_no_other_split_has_a_less_loaded_busiest_rank(placement: list, more: int, head: float) -> None:
+    """The head adds to the last stage; all splits are tried."""
     stages = len(placement)
     layers = stages + more
 
@@ -75,58 +75,58 @@ def test_no_other_cut_has_a_less_busy_busiest_rank(placement: list, more: int, h
 
 def test_fewer_layers_than_stages_are_refused() -> None:
     with pytest.raises(
-        PentadError, match=r"^model\.layers is 3, but 4 pipeline stages \(mesh\.pp\) need at least one layer"
+        PentadError, match=r"^model\.layers is 3: expected at least one for each of 4 pipeline stages \(mesh\.pp\)$"
     ):
         split_layers(3, one_each(4))
     assert split_layers(4, one_each(4)) == ((0, 1), (1, 2), (2, 3), (3, 4))
 
 
-def test_the_learning_rate_rises_in_a_line_and_falls_in_half_a_cosine() -> None:
-    rates = [OPTIMIZER.rate(step) for step in range(111)]
+def test_the_learning_rate_has_a_linear_warm_up_and_a_cosine_decay() -> None:
+    rates = [OPTIMIZER.learning_rate_at(step) for step in range(111)]
     assert rates[0] == pytest.approx(3e-4)
     assert rates[9] == rates[10] == pytest.approx(3e-3)
     assert all(two - one == pytest.approx(3e-4) for one, two in pairwise(rates[:10]))
     assert rates[60] == pytest.approx((3e-3 + 3e-4) / 2)
     assert all(two < one for one, two in pairwise(rates[10:]))
-    assert rates[110] == OPTIMIZER.rate(10_000) == pytest.approx(3e-4)
+    assert rates[110] == OPTIMIZER.learning_rate_at(10_000) == pytest.approx(3e-4)
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 200))
 def test_the_learning_rate_stays_between_its_bounds(warmup: int, steps: int, step: int) -> None:
-    shape = OptimizerShape(1e-3, 1e-4, warmup, steps, 0.9, 0.95, 1e-8, 0.1, 1.0)
-    assert 0 < shape.rate(step) <= 1e-3 * (1 + 1e-12)
-    assert step < warmup or shape.rate(step) >= 1e-4
+    shape = OptimizerSpec(1e-3, 1e-4, warmup, steps, 0.9, 0.95, 1e-8, 0.1, 1.0)
+    assert 0 < shape.learning_rate_at(step) <= 1e-3 * (1 + 1e-12)
+    assert step < warmup or shape.learning_rate_at(step) >= 1e-4
 
 
-def test_a_model_has_the_weights_of_its_matrices() -> None:
+def test_the_number_of_parameters() -> None:
     head_dim = 128 // 8
     matrices = [(128, 8 * head_dim), (128, 4 * head_dim), (128, 4 * head_dim), (8 * head_dim, 128)]
     matrices += [(128, 384), (128, 384), (384, 128), (2, 128)]  # gate, up, down, and two norms
     assert MODEL.qk_head_dim == head_dim
-    assert active(MODEL, 0) == sum(rows * columns for rows, columns in matrices)
-    assert parameters(MODEL) == 8 * active(MODEL, 0) + 2 * 4096 * 128 + 128  # embedding, head, last norm
+    assert active_parameters(MODEL, 0) == sum(rows * columns for rows, columns in matrices)
+    assert num_parameters(MODEL) == 8 * active_parameters(MODEL, 0) + 2 * 4096 * 128 + 128  # embedding, head, last norm
 
 
-def test_the_head_weighs_as_many_layers_as_it_multiplies() -> None:
-    """A token costs a layer its weights, and with causal attention to half of `length` tokens two products of them."""
-    assert head_in_layers(MODEL, 0) == 4096 * 128 / active(MODEL, 0)
-    assert head_in_layers(MODEL, 1024) == 4096 * 128 / (active(MODEL, 0) + 2 * 1024 // 2 * 128)
+def test_the_head_in_layers_is_a_ratio_of_flops() -> None:
+    """Per token a layer multiplies its weights, and causal attention makes two products with `length` / 2 tokens."""
+    assert head_in_layers(MODEL, 0) == 4096 * 128 / active_parameters(MODEL, 0)
+    assert head_in_layers(MODEL, 1024) == 4096 * 128 / (active_parameters(MODEL, 0) + 2 * 1024 // 2 * 128)
 
 
-def test_a_batch_is_cut_into_rows_of_microbatches_and_replicas() -> None:
-    batch = BatchShape(global_batch_size=32, length=128, microbatches=8, replicas=2)
-    assert (batch.rows, batch.tokens) == (2, 4096)
+def test_the_size_of_a_microbatch() -> None:
+    batch = BatchSpec(global_batch_size=32, sequence_length=128, microbatches=8, replicas=2)
+    assert (batch.micro_batch_size, batch.tokens) == (2, 4096)
 
 
 def plan(name: str, mesh: Mesh) -> Plan:
     program = compile_program(name, mesh.pp, 8, replicas=mesh.dp)
     layers = split_layers(8, program.placement)
-    batch = BatchShape(16, 128, 8, mesh.dp)
+    batch = BatchSpec(16, 128, 8, mesh.dp)
     return Plan("p", mesh, program, layers, MODEL, batch, OPTIMIZER, "builtin:pydoc", "", 0, "float32", "cpu", "gloo")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
-def test_every_stage_has_one_owner_and_it_holds_the_stage(name: str) -> None:
+def test_the_owner_of_a_stage_is_its_first_holder(name: str) -> None:
     made = plan(name, Mesh(dp=2, pp=4))
     for stage in range(made.program.stages):
         owner = made.owner(ParamShard(stage))
@@ -135,8 +135,8 @@ def test_every_stage_has_one_owner_and_it_holds_the_stage(name: str) -> None:
         assert owner == min(rank for rank in range(made.mesh.size) if stage in made.stages_of(rank))
 
 
-def test_a_plan_arrives_as_it_was_sent() -> None:
+def test_a_pickled_plan_is_equal() -> None:
     made = plan("zb-h2", Mesh(dp=2, pp=4))
-    arrived = pickle.loads(pickle.dumps(made))
-    assert arrived == made
-    assert arrived.program.hash == made.program.hash
+    received = pickle.loads(pickle.dumps(made))
+    assert received == made
+    assert received.program.hash == made.program.hash

@@ -1,7 +1,8 @@
 """A host may be held at whatever it computes until its GPU is through with all it was given, and every program goes on.
 
 CUDA's documents say where a driver may: at a kernel's first use (programming guide, lazy loading) and where its stack
-grows (cuCtxSetLimit). Reductions hold nobody, since groups of ranks meet before the first step (parallel/groups.py).
+grows (cuCtxSetLimit). Reductions hold nobody, since groups of ranks meet before the first step
+(parallel/process_groups.py).
 """
 
 from __future__ import annotations
@@ -57,10 +58,19 @@ def test_hosts_that_are_held_at_what_they_compute_get_to_the_end(name: str, data
     stages = compile_program(name, ranks, microbatches).stages
     each = st.lists(COST, min_size=stages, max_size=stages).map(tuple)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each), transfer=data.draw(st.floats(0, 20)))
-    savings = data.draw(st.sampled_from([MemoryOptions(), MemoryOptions(buckets=(3,) * stages), MemoryOptions(zero=3)]))
-    gated, validated = data.draw(st.booleans()), data.draw(st.booleans())
+    memory_options = data.draw(
+        st.sampled_from([MemoryOptions(), MemoryOptions(buckets=(3,) * stages), MemoryOptions(zero=3)])
+    )
+    gated, post_validation = data.draw(st.booleans()), data.draw(st.booleans())
     program = compile_program(
-        name, ranks, microbatches, costs=costs, gated=gated, replicas=2, validated=validated, savings=savings
+        name,
+        ranks,
+        microbatches,
+        costs=costs,
+        gated=gated,
+        replicas=2,
+        post_validation=post_validation,
+        memory_options=memory_options,
     )
     assert not held_for_ever(program.streams)
 

@@ -10,12 +10,12 @@ from seq import seq_order
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program, lower
-from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Key, Op, Unit, units_of
+from pentad.schedules.ir.errors import ScheduleError
+from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Key, Op, Unit, instructions_of
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import ScheduleError
+from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.verify.buffers import KINDS, Sizes, buffers, peak_bytes, prove_buffers
-from pentad.schedules.verify.check import peak_activations
 
 compiled = cache(compile_program)
 PROGRAMS = [(name, 4, 8, gated) for name in CATALOGUE for gated in (False, True)]
@@ -32,12 +32,12 @@ def sizes_of(stages: int) -> Sizes:
 def plainly(program: Program, rank: int, sizes: Sizes) -> int:
     """The peak of a rank by a walk along its stream with a table of what is there."""
     stream, kept = program.streams[rank], dict[tuple[str, Key], int]()
-    here = {part.key for part in units_of(stream)}
-    slots = {(part.op, part.slot) for part in units_of(stream) if part.op in RECEIVES}
+    here = {part.key for part in instructions_of(stream)}
+    slots = {(part.op, part.slot) for part in instructions_of(stream) if part.op in RECEIVES}
     always = sum(sizes.fixed[stage] for stage in set(program.placement[rank])) + sizes.transfer * len(slots)
     last: dict[str, Key] = {}
     peak = 0
-    for part in units_of(stream):
+    for part in instructions_of(stream):
         stage, mb = part.stage, part.microbatch
         if part.op in SENDS:
             if part.lane in last:
@@ -101,7 +101,7 @@ def test_a_buffer_is_read_behind_what_fills_it_and_before_it_is_free(
     assert (made < used).all() and (used <= end).all()
     assert len(set(zip(kind.tolist(), made.tolist(), strict=True))) == len(kind)
     slots = [(k, row) for k, row in zip(kind.tolist(), made.tolist(), strict=True) if KINDS[k] == "slot"]
-    assert len(slots) == sum(part.op in RECEIVES for stream in program.streams for part in units_of(stream))
+    assert len(slots) == sum(part.op in RECEIVES for stream in program.streams for part in instructions_of(stream))
 
 
 def altered(program: Program, rank: int, stream: list[Unit] | Stream) -> Program:

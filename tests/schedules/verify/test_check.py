@@ -16,10 +16,10 @@ from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Key, Op, Overlap, parse
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import ScheduleError
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.verify.check import check
 
@@ -205,7 +205,7 @@ def test_a_send_that_a_waiting_host_would_never_issue_is_refused() -> None:
 
 def test_a_reduction_without_a_partner_is_refused() -> None:
     program = compiled("1f1b", 2, 4, gated=False, replicas=2)
-    with pytest.raises(ScheduleError, match=r"rank 0 reduces the gradients of stage 0, which no other rank holds"):
+    with pytest.raises(ScheduleError, match=r"0ALL_REDUCE reduces the gradients of stage 0, which no other rank holds"):
         check(program, replicas=1)
 
 

@@ -14,9 +14,9 @@ from sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program, lower
+from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import ScheduleError
 from pentad.schedules.verify.check import check
 
 EACH = 90

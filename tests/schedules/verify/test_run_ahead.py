@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, units_of
+from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, instructions_of
 from pentad.schedules.ir.program import Program
 
 CASES = [("gpipe", 3), ("1f1b", 5), ("zb-h1", 8), ("zb-h2", 8), ("zb-v", 8), ("dualpipe", 8)]
@@ -17,7 +17,7 @@ def ends(program: Program) -> dict[tuple, tuple]:
     """(rank, key) of a transfer -> (kind, source, target, number) of its channel's transfers."""
     found, counts = {}, Counter[tuple]()
     for rank, stream in enumerate(program.streams):
-        for part in units_of(stream):
+        for part in instructions_of(stream):
             if part.op in SENDS or part.op in RECEIVES:
                 sends = part.op in SENDS
                 name = (part.op, rank, part.peer) if sends else (RECEIVES[part.op], part.peer, rank)
@@ -61,7 +61,7 @@ def left_over(program: Program, ahead: int) -> int:
                     done[rank].add(part.key)
                     open_compute[rank] -= part.lane == "compute"
                     moved = True
-    total = sum(1 for stream in program.streams for _ in units_of(stream))
+    total = sum(1 for stream in program.streams for _ in instructions_of(stream))
     return total - sum(map(len, done))
 
 

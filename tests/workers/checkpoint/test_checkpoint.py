@@ -1,4 +1,4 @@
-"""The checkpoint store: bit-exact, whole or invisible after any crash, and never believed without proof."""
+"""Checkpoints return what was written, bit for bit, and old ones are deleted safely."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +15,12 @@ from pentad.workers.checkpoint import atomic_io
 from pentad.workers.checkpoint.checkpoint import (
     MANIFEST,
     commit,
-    discard_older,
+    delete_checkpoint,
+    delete_older,
     folder_of,
     newest,
     open_checkpoint,
     read,
-    withdraw,
     write_shard,
 )
 from pentad.workers.checkpoint.manifest import Shard
@@ -45,7 +45,9 @@ def steps(root: Path) -> list[int]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7, 5)], ids=str)
-def test_every_dtype_and_shape_returns_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_every_dtype_and_shape_is_read_back_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     tensor = any_bits(dtype, *shape)
     folder = folder_of(tmp_path, 1)
     shard = write_shard(folder, "a.safetensors", {"x": tensor, "flag": torch.tensor([True, False])})
@@ -57,14 +59,19 @@ def test_every_dtype_and_shape_returns_bit_for_bit(tmp_path: Path, dtype: torch.
     assert found["flag"].tolist() == [True, False]
 
 
-def test_a_view_with_strides_is_stored_by_value(tmp_path: Path) -> None:
+def test_a_strided_view_is_stored_contiguously(tmp_path: Path) -> None:
     base = torch.arange(24.0, requires_grad=True).reshape(4, 6)
-    tensors = {"turned": base.t(), "part": base[1:3, ::2], "spread": torch.tensor(2.0).expand(5), "half": base.half()}
+    tensors = {
+        "transposed": base.t(),
+        "part": base[1:3, ::2],
+        "spread": torch.tensor(2.0).expand(5),
+        "half": base.half(),
+    }
     write_shard(tmp_path, "a.safetensors", tensors)
     assert all(torch.equal(value, tensors[name]) for name, value in load_file(tmp_path / "a.safetensors").items())
 
 
-def test_other_readers_of_safetensors_understand_a_shard(tmp_path: Path) -> None:
+def test_safetensors_reads_a_shard_and_its_tensors_are_aligned(tmp_path: Path) -> None:
     tensors = {f"{dtype}": any_bits(dtype, 3, 5) for dtype in DTYPES}
     shard = write_shard(tmp_path, "a.safetensors", tensors)
     loaded = load_file(tmp_path / "a.safetensors")
@@ -74,10 +81,10 @@ def test_other_readers_of_safetensors_understand_a_shard(tmp_path: Path) -> None
     assert len(data) == shard.bytes
     start = 8 + int.from_bytes(data[:8], "little")
     for name, entry in json.loads(data[8:start]).items():
-        assert (start + entry["data_offsets"][0]) % tensors[name].element_size() == 0, "a GPU may map it as it lies"
+        assert (start + entry["data_offsets"][0]) % tensors[name].element_size() == 0
 
 
-def test_a_tensor_larger_than_a_chunk_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_larger_than_a_write_chunk_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic_io, "CHUNK", 1000)
     tensor = any_bits(torch.int64, 777)
     folder = folder_of(tmp_path, 1)
@@ -85,36 +92,36 @@ def test_a_tensor_larger_than_a_chunk_arrives_whole(tmp_path: Path, monkeypatch:
     assert torch.equal(read(open_checkpoint(folder), ["x"])["x"], tensor)
 
 
-def test_ranks_may_write_at_the_same_time_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_ranks_may_write_concurrently_into_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "run" / "checkpoints", 1)
     with ThreadPoolExecutor(8) as pool:
         files = [f"stage-{rank}.safetensors" for rank in range(8)]
         shards = list(pool.map(lambda file: write_shard(folder, file, {file: torch.zeros(9)}), files))
     commit(folder, step=1, shards=shards, meta={})
-    assert set(open_checkpoint(folder).where) == set(files)
+    assert set(open_checkpoint(folder).files) == set(files)
 
 
-def test_a_shard_survives_the_trip_as_plain_data(tmp_path: Path) -> None:
+def test_a_shard_converts_to_plain_data_and_back(tmp_path: Path) -> None:
     shard = write_shard(tmp_path, "a.safetensors", {"x": torch.zeros(2, 3, dtype=torch.bfloat16)})
     assert Shard.from_plain(json.loads(json.dumps(shard.plain()))) == shard
     assert shard.tensors == {"x": {"dtype": "BF16", "shape": [2, 3]}}
 
 
-def test_meta_and_places_return_as_given(tmp_path: Path) -> None:
+def test_meta_and_the_file_of_each_tensor_are_read_back(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(tmp_path, 20))
     assert (checkpoint.step, checkpoint.meta) == (20, META | {"step": 20})
-    assert checkpoint.where["model.layers.1.attention.qkv"] == "stage-1.safetensors"
-    assert len(checkpoint.where) == 4
+    assert checkpoint.files["model.layers.1.attention.qkv"] == "stage-1.safetensors"
+    assert len(checkpoint.files) == 4
 
 
-def test_read_gives_only_what_is_named_and_in_its_own_memory(tmp_path: Path) -> None:
+def test_read_returns_the_named_tensors_in_their_own_memory(tmp_path: Path) -> None:
     folder = save(tmp_path, 20)
     checkpoint = open_checkpoint(folder)
     names = ["optimizer.m.layers.1", "model.layers.0.attention.qkv"]
     found = read(checkpoint, names)
     assert list(found) == names
     for path in folder.glob("*.safetensors"):
-        with open(path, "r+b") as file:  # the same inode, so a map would show it
+        with open(path, "r+b") as file:  # the same inode: a memory map would see it
             file.write(bytes(path.stat().st_size))
     assert found["optimizer.m.layers.1"].unique().item() == 21
     found["optimizer.m.layers.1"] += 1
@@ -122,7 +129,7 @@ def test_read_gives_only_what_is_named_and_in_its_own_memory(tmp_path: Path) -> 
         read(checkpoint, names)
 
 
-def test_a_missing_tensor_is_named_with_its_folder(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named_with_its_checkpoint(tmp_path: Path) -> None:
     folder = save(tmp_path, 20)
     with pytest.raises(PentadError, match=rf"tensor model\.head is not in checkpoint {folder}"):
         read(open_checkpoint(folder), ["model.head"])
@@ -143,14 +150,14 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "meta", [{"a": (1, 2)}, {1: 2}, {"a": float("nan")}, {"a": torch.zeros(1)}, {"a": {1}}], ids=str
 )
-def test_meta_that_would_come_back_changed_is_refused(tmp_path: Path, meta: dict[Any, Any]) -> None:
+def test_meta_that_json_would_change_is_refused(tmp_path: Path, meta: dict[Any, Any]) -> None:
     folder = folder_of(tmp_path, 1)
     shard = write_shard(folder, "a.safetensors", {"x": torch.zeros(2)})
     with pytest.raises(PentadError, match="meta"):
         commit(folder, step=1, shards=[shard], meta=meta)
 
 
-def test_commit_refuses_a_shard_that_is_not_there_and_a_foreign_step(tmp_path: Path) -> None:
+def test_commit_refuses_a_missing_shard_and_a_wrong_step(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, 1)
     shard = write_shard(folder, "a.safetensors", {"x": torch.zeros(2)})
     with pytest.raises(PentadError, match="step is 2: expected 1"):
@@ -167,60 +174,60 @@ def test_committing_twice_changes_nothing(tmp_path: Path) -> None:
     assert commit(folder, step=1, shards=[shard], meta=META).read_bytes() == first
 
 
-def test_a_committed_checkpoint_takes_no_late_shard_until_withdrawn(tmp_path: Path) -> None:
+def test_a_committed_checkpoint_accepts_no_shard_until_it_is_deleted(tmp_path: Path) -> None:
     folder = save(tmp_path, 20)
     with pytest.raises(PentadError, match="holds a committed checkpoint"):
         write_shard(folder, "stage-0.safetensors", {"x": torch.zeros(2)})
     open_checkpoint(folder)
-    withdraw(folder)
-    withdraw(folder)
+    delete_checkpoint(folder)
+    delete_checkpoint(folder)
     assert not folder.exists()
     save(tmp_path, 20)
 
 
 @pytest.mark.parametrize("name", ["", "__metadata__", "a\nb", "\ud800"], ids=ascii)
-def test_a_tensor_name_or_dtype_that_cannot_be_kept_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(PentadError, match="name that safetensors cannot keep"):
+def test_a_tensor_name_or_dtype_that_cannot_be_stored_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PentadError, match="name that safetensors cannot store"):
         write_shard(tmp_path, "a.safetensors", {name: torch.zeros(2)})
-    with pytest.raises(PentadError, match=r"tensor x has dtype torch\.complex64, expected"):
+    with pytest.raises(PentadError, match=r"tensor x has dtype torch\.complex64: expected"):
         write_shard(tmp_path, "a.safetensors", {"x": torch.zeros(2, dtype=torch.complex64)})
 
 
-def test_discard_keeps_the_newest_and_deletes_the_oldest_first(tmp_path: Path) -> None:
+def test_delete_older_keeps_the_newest_and_deletes_the_oldest_first(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
-    assert discard_older(tmp_path, keep=4) == ()
-    assert discard_older(tmp_path, keep=2) == (folder_of(tmp_path, 10), folder_of(tmp_path, 20))
+    assert delete_older(tmp_path, keep=4) == ()
+    assert delete_older(tmp_path, keep=2) == (folder_of(tmp_path, 10), folder_of(tmp_path, 20))
     assert steps(tmp_path) == [30, 40]
-    assert discard_older(tmp_path, keep=1) == (folder_of(tmp_path, 30),)
+    assert delete_older(tmp_path, keep=1) == (folder_of(tmp_path, 30),)
 
 
-def test_discard_keeps_the_newest_valid_when_newer_ones_are_damaged(tmp_path: Path) -> None:
+def test_delete_older_keeps_the_newest_valid_one_when_newer_ones_are_damaged(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
     flip(folder_of(tmp_path, 30) / "stage-0.safetensors", -1)
-    assert discard_older(tmp_path, keep=1) == (folder_of(tmp_path, 10),)
+    assert delete_older(tmp_path, keep=1) == (folder_of(tmp_path, 10),)
     assert newest(tmp_path).checkpoint == open_checkpoint(folder_of(tmp_path, 20))
 
 
-def test_discard_deletes_nothing_when_nothing_is_valid(tmp_path: Path) -> None:
+def test_delete_older_deletes_nothing_when_nothing_is_valid(tmp_path: Path) -> None:
     for step in (10, 20):
         flip(save(tmp_path, step) / MANIFEST, 9)
-    assert discard_older(tmp_path, keep=1) == ()
+    assert delete_older(tmp_path, keep=1) == ()
     assert steps(tmp_path) == [10, 20]
 
 
-def test_discard_deletes_older_torn_folders_and_leaves_the_one_being_written(tmp_path: Path) -> None:
+def test_delete_older_deletes_incomplete_folders_but_the_one_being_written(tmp_path: Path) -> None:
     for step in (5, 15, 25):
         write_shard(folder_of(tmp_path, step), "a.safetensors", {"x": torch.zeros(2)})
-    assert discard_older(tmp_path, keep=3) == ()
+    assert delete_older(tmp_path, keep=3) == ()
     for step in (10, 20):
         save(tmp_path, step)
-    assert discard_older(tmp_path, keep=3) == (folder_of(tmp_path, 5), folder_of(tmp_path, 15))
+    assert delete_older(tmp_path, keep=3) == (folder_of(tmp_path, 5), folder_of(tmp_path, 15))
     assert steps(tmp_path) == [10, 20, 25]
 
 
-def test_discard_touches_no_stranger_and_follows_no_link(tmp_path: Path) -> None:
+def test_delete_older_touches_no_other_folder_and_follows_no_link(tmp_path: Path) -> None:
     root, other = tmp_path / "checkpoints", tmp_path / "other"
     save(other, 1)
     for step in (10, 20):
@@ -229,16 +236,16 @@ def test_discard_touches_no_stranger_and_follows_no_link(tmp_path: Path) -> None
     for name in ("step-5", "step-000000005", "best", "step-0000000x"):
         (root / name).mkdir()
     (root / "step-00000002").touch()
-    assert discard_older(root, keep=1) == (folder_of(root, 10),)
+    assert delete_older(root, keep=1) == (folder_of(root, 10),)
     assert len(list(root.iterdir())) == 7
     open_checkpoint(folder_of(other, 1))
 
 
 @pytest.mark.parametrize("name", ["", "home", "step-5", "step-00000007"])
-def test_withdraw_deletes_nothing_but_a_checkpoint(tmp_path: Path, name: str) -> None:
+def test_only_checkpoints_are_deleted(tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "step-00000007").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PentadError, match="folder is"):
-        withdraw(tmp_path / name)
-    with pytest.raises(PentadError, match="keep is 0"):
-        discard_older(tmp_path, keep=0)
+        delete_checkpoint(tmp_path / name)
+    with pytest.raises(PentadError, match=r"checkpoint\.keep is 0"):
+        delete_older(tmp_path, keep=0)

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or invisible after a crash, a power cut or a failure of the storage at any point."""
+"""A checkpoint is complete or ignored after a crash, a power cut or a storage failure at any point."""
 
 import errno
 import os
@@ -18,11 +18,11 @@ from checkpoints import save
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import (
     MANIFEST,
-    discard_older,
+    delete_checkpoint,
+    delete_older,
     folder_of,
     newest,
     open_checkpoint,
-    withdraw,
     write_shard,
 )
 
@@ -31,45 +31,46 @@ Tree = dict[Path, bytes | None]  # contents by path, None for a folder
 
 @dataclass
 class Disk:
-    """What a power cut would leave of `root`: file contents and folder entries as of their last fsync."""
+    """What a power cut would leave of `root`: file contents and directory entries as of their last fsync."""
 
     root: Path
     contents: dict[int, bytes] = field(default_factory=dict)  # by inode
-    names: dict[int, dict[str, int]] = field(default_factory=dict)  # entries by a folder's inode
+    names: dict[int, dict[str, int]] = field(default_factory=dict)  # entries, by inode of the folder
     folders: set[int] = field(default_factory=set)  # inodes
     events: list[str] = field(default_factory=list)
     crashes: list[Tree] = field(default_factory=list)
 
-    def forced(self, descriptor: int) -> None:
+    def synced(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
-        place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if stat.S_ISDIR(status.st_mode):
-            self.names[status.st_ino] = {child.name: child.lstat().st_ino for child in place.iterdir()}
-            self.events.append(f"sync {place.name}/")
+            self.names[status.st_ino] = {child.name: child.lstat().st_ino for child in path.iterdir()}
+            self.events.append(f"sync {path.name}/")
         else:
-            self.contents[status.st_ino] = place.read_bytes()
-            self.events.append(f"sync {'partial' if '.partial' in place.name else place.name}")
+            self.contents[status.st_ino] = path.read_bytes()
+            self.events.append(f"sync {'partial' if '.partial' in path.name else path.name}")
 
     def may_crash(self) -> None:
-        """Adds the disks that a crash may leave now.
+        """Adds the states of the disk that a crash may leave at this point.
 
-        All as the process saw it (it was killed); only what was forced; every name but only the forced contents; and
-        names that reach the disk in another order than they were changed in: the manifest's first, or last.
+        They are: everything as the process saw it (it was killed); only what was synced; every name but only synced
+        contents; and names that reach the disk in another order than they were changed in, the manifest's
+        first or last.
         """
         live = {path: path.lstat().st_ino for path in sorted(self.root.rglob("*"))}
         self.folders |= {inode for path, inode in live.items() if path.is_dir()}
         seen = {path: None if path.is_dir() else path.read_bytes() for path in live}
-        hollow = {path: None if path.is_dir() else self.contents.get(inode, b"") for path, inode in live.items()}
-        least = dict(self._forced_below(self.root, self.root.stat().st_ino))
-        self.crashes += [seen, least, hollow, mixed(seen, least), mixed(least, seen)]
+        unsynced = {path: None if path.is_dir() else self.contents.get(inode, b"") for path, inode in live.items()}
+        synced = dict(self._synced_below(self.root, self.root.stat().st_ino))
+        self.crashes += [seen, synced, unsynced, mixed(seen, synced), mixed(synced, seen)]
 
-    def _forced_below(self, place: Path, inode: int) -> Iterator[tuple[Path, bytes | None]]:
+    def _synced_below(self, folder: Path, inode: int) -> Iterator[tuple[Path, bytes | None]]:
         for name, child in self.names.get(inode, {}).items():
             if child in self.folders:
-                yield place / name, None
-                yield from self._forced_below(place / name, child)
+                yield folder / name, None
+                yield from self._synced_below(folder / name, child)
             else:
-                yield place / name, self.contents.get(child, b"")
+                yield folder / name, self.contents.get(child, b"")
 
 
 def mixed(manifests: Tree, others: Tree) -> Tree:
@@ -81,13 +82,13 @@ def mixed(manifests: Tree, others: Tree) -> Tree:
 
 @contextmanager
 def watched(disk: Disk) -> Iterator[None]:
-    """Asks at every call that changes or forces names or contents what a crash there would leave."""
+    """Records what a crash would leave at every call that changes or syncs names or contents."""
 
-    def forcing(call: Callable[[int], None]) -> Callable[[int], None]:
+    def syncing(call: Callable[[int], None]) -> Callable[[int], None]:
         def fsync(descriptor: int) -> None:
             disk.may_crash()
             call(descriptor)
-            disk.forced(descriptor)
+            disk.synced(descriptor)
             disk.may_crash()
 
         return fsync
@@ -102,7 +103,7 @@ def watched(disk: Disk) -> Iterator[None]:
         return change
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", forcing(os.fsync))
+        patch.setattr(os, "fsync", syncing(os.fsync))
         patch.setattr(os, "replace", naming("name", os.replace))
         for name in ("unlink", "rmdir"):
             patch.setattr(os, name, naming("delete", getattr(os, name)))
@@ -111,12 +112,12 @@ def watched(disk: Disk) -> Iterator[None]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Disk:
-    """A watchable folder under `tmp_path`."""
+    """A folder below `tmp_path` to watch."""
     (tmp_path / "run").mkdir()
     return Disk(tmp_path / "run")
 
 
-def left(disk: Disk, tmp_path: Path) -> Iterator[Path]:
+def after_crashes(disk: Disk, tmp_path: Path) -> Iterator[Path]:
     """The checkpoint root of each disk that a crash may have left."""
     for number, tree in enumerate(disk.crashes):
         copy = tmp_path / f"copy-{number}"
@@ -129,31 +130,31 @@ def left(disk: Disk, tmp_path: Path) -> Iterator[Path]:
 
 
 def found(root: Path) -> int | None:
-    """The step that is newest; nothing may be refused."""
+    """The newest step; no checkpoint may be damaged."""
     checkpoint, refused = newest(root)
     assert refused == ()
     return checkpoint.step if checkpoint else None
 
 
-def test_a_power_cut_at_any_point_leaves_the_old_newest_or_the_new_one(tmp_path: Path, disk: Disk) -> None:
+def test_a_power_cut_while_saving_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, disk: Disk) -> None:
     with watched(disk):
         save(disk.root / "checkpoints", 10)
         first = len(disk.crashes)
         save(disk.root / "checkpoints", 20)
-    steps = [found(root) for root in left(disk, tmp_path)]
+    steps = [found(root) for root in after_crashes(disk, tmp_path)]
     assert set(steps[: first - 5]) == {None, 10}
     assert set(steps[first - 5 : first]) == {10}
     assert set(steps[first:]) == {10, 20}
     assert set(steps[-5:]) == {20}
 
 
-def test_a_power_cut_while_discarding_leaves_no_half_deleted_checkpoint(tmp_path: Path, disk: Disk) -> None:
+def test_a_power_cut_while_deleting_leaves_no_damaged_checkpoint(tmp_path: Path, disk: Disk) -> None:
     with watched(disk):
         for step in (10, 20, 30):
             save(disk.root / "checkpoints", step)
         disk.crashes.clear()
-        discard_older(disk.root / "checkpoints", keep=1)
-    for root in left(disk, tmp_path):
+        delete_older(disk.root / "checkpoints", keep=1)
+    for root in after_crashes(disk, tmp_path):
         assert found(root) == 30
         for folder in root.iterdir():
             if (folder / MANIFEST).exists():
@@ -161,13 +162,13 @@ def test_a_power_cut_while_discarding_leaves_no_half_deleted_checkpoint(tmp_path
     assert [folder.name for folder in root.iterdir()] == ["step-00000030"]
 
 
-def test_contents_are_forced_before_names_and_the_manifest_comes_last(disk: Disk) -> None:
+def test_contents_are_synced_before_names_and_the_manifest_comes_last(disk: Disk) -> None:
     with watched(disk):
         save(disk.root / "checkpoints", 20)
     assert disk.events == [
         *("sync run/", "sync checkpoints/"),  # the names of the new folders
         *("sync partial", "name stage-0.safetensors", "sync step-00000020/"),
-        "sync checkpoints/",  # a second rank cannot know that the first one got so far
+        "sync checkpoints/",  # a second rank cannot know whether the first one did this
         *("sync partial", "name stage-1.safetensors", "sync step-00000020/"),
         *("sync partial", "name manifest.json", "sync step-00000020/"),
     ]
@@ -175,7 +176,7 @@ def test_contents_are_forced_before_names_and_the_manifest_comes_last(disk: Disk
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "open"])
 @pytest.mark.parametrize("at", range(9))
-def test_a_storage_that_fails_at_any_call_leaves_a_valid_newest_and_no_rubbish(
+def test_a_storage_failure_at_any_call_leaves_a_valid_checkpoint_and_no_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, at: int
 ) -> None:
     root = tmp_path / "checkpoints"
@@ -194,56 +195,50 @@ def test_a_storage_that_fails_at_any_call_leaves_a_valid_newest_and_no_rubbish(
             save(root, 20)
     assert found(root) in (10, 20)
     assert not list(root.rglob(".*"))
-    withdraw(folder_of(root, 20))
+    delete_checkpoint(folder_of(root, 20))
     save(root, 20)
     assert newest(root).checkpoint == open_checkpoint(folder_of(root, 20))
 
 
-def test_a_folder_system_without_fsync_of_folders_still_takes_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_fsync_of_folders_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fsync = os.fsync
 
-    def picky(descriptor: int) -> None:
+    def files_only(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", picky)
+    monkeypatch.setattr(os, "fsync", files_only)
     assert newest(save(tmp_path, 10).parent).checkpoint is not None
 
 
-def test_a_crash_between_shards_and_manifest_is_invisible(tmp_path: Path) -> None:
+def test_a_crash_before_the_manifest_leaves_an_ignored_folder(tmp_path: Path) -> None:
     save(tmp_path, 10)
     write_shard(folder_of(tmp_path, 20), "stage-0.safetensors", {"x": torch.zeros(3)})
     assert found(tmp_path) == 10
 
 
-def test_a_full_disk_is_told_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
-    with pytest.raises(
-        PentadError, match=r"takes no checkpoint: 80\d\d bytes are expected, 1000 are free: No space left"
-    ):
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(PentadError, match=r"\(No space left.*\): expected room for 80\d\d bytes \(1000 free\)"):
         write_shard(folder_of(tmp_path, 1), "a.safetensors", {"x": torch.zeros(2000)})
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_fills_while_writing_keeps_no_partial_file(tmp_path: Path) -> None:
+def test_a_disk_that_fills_while_writing_holds_no_partial_file(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the kernel refuses the write, as for a quota
     try:
-        with pytest.raises(
-            PentadError, match=r"takes no checkpoint: 80\d+ bytes are expected, \d+ are free: File too large"
-        ):
+        with pytest.raises(PentadError, match=r"\(File too large\): expected room for 80\d+ bytes \(\d+ free\)"):
             write_shard(tmp_path, "a.safetensors", {"x": torch.zeros(2_000_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_is_no_folder_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PentadError, match=r"takes no checkpoint.*are free"):
+    with pytest.raises(PentadError, match=r"cannot be written.*free"):
         write_shard(tmp_path / "file" / "step-00000001", "a.safetensors", {"x": torch.zeros(2)})
 
 

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from custom_models import GPT, made, reference
-from fleet import Fleet, assembled, losses_of
-from plans import STEPS, close, plan_of
+from fleet import Fleet, assemble, losses_of
+from plans import STEPS, is_close, plan_of
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.jobs import job_package
-from pentad.orchestrator.planning.planning import make_plan, smaller
+from pentad.orchestrator.planning.planning import make_plan, shrunk_plan
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.cut import cut_layers
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.plan import Plan, split_layers_by_cost
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
@@ -39,11 +38,11 @@ def test_another_mesh_goes_on_with_a_checkpoint(fleet: Fleet, corpus: str, tmp_p
     sums = losses_of(outcomes)
     assert sum(sums.values()) / second.batch.tokens == pytest.approx(losses[STEPS - 1], rel=1e-10)
     parts = [{n.removeprefix("model."): v for n, v in o.state.items() if n.startswith("model.")} for o in outcomes]
-    assert all(close(value, weights[name]) for name, value in assembled(parts, weights).items())
+    assert all(is_close(value, weights[name]) for name, value in assemble(parts, weights).items())
 
 
 def plan(corpus, model, name: str, dp: int, pp: int, microbatches: int, zero: int) -> Plan:
-    return plan_of(name, dp, pp, microbatches, corpus, model=model, savings=MemoryOptions(zero=zero))
+    return plan_of(name, dp, pp, microbatches, corpus, model=model, memory_options=MemoryOptions(zero=zero))
 
 
 def test_its_file_goes_along_with_its_job(tmp_path: Path) -> None:
@@ -66,11 +65,11 @@ def test_ranks_get_the_files_text_and_a_smaller_mesh_the_same_model(tmp_path: Pa
     full = make_plan(config, "cpu")
     assert full.model.custom is not None
     assert full.model.custom.source == GPT
-    less = smaller(config, 3)
-    assert less is not None
     file.write_text(GPT.replace("4 * hidden", "5 * hidden"))  # while it trains
-    assert make_plan(less, "cpu", model=full.model).model == full.model
-    assert make_plan(less, "cpu").model != full.model
+    less = shrunk_plan(config, full, 3)
+    assert less is not None
+    assert less.model == full.model
+    assert make_plan(config, "cpu").model != full.model
 
 
 def test_sizes_that_the_function_does_not_take_may_be_left_out(tmp_path: Path) -> None:
@@ -79,18 +78,18 @@ def test_sizes_that_the_function_does_not_take_may_be_left_out(tmp_path: Path) -
     with file.open("a") as more:
         more.write("    return [nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)]\n")
     (tmp_path / "run.yaml").write_text(
-        f"run: {{name: two, steps: 1}}\nmodel: {{own: '{file}:two', hidden: 8, vocab: 300}}\n"
+        f"run: {{name: two, steps: 1}}\nmodel: {{custom: '{file}:two', hidden: 8, vocab: 300}}\n"
         "schedule: {name: zb-h1, microbatches: 2}\nmesh: {pp: 2}\nbatch: {global_batch_size: 4, sequence_length: 8}\n"
         "data: {path: 'builtin:pydoc'}\n"
     )
     found = make_plan(load(tmp_path / "run.yaml", []), "cpu")
     assert (found.model.layers, found.layers) == (2, ((0, 1), (1, 2)))
-    assert [found.size(share) for share in found.shares] == [300 * 8, 300 * 8 + 300]
+    assert [found.size(share) for share in found.param_shards] == [300 * 8, 300 * 8 + 300]
 
 
 def test_it_is_no_model_for_files_of_others() -> None:
     with pytest.raises(PentadError, match=r"model.custom is my.py:two: expected null"):
-        of_section({"own": "my.py:two", "layers": 2, "hidden": 8, "vocab": 300})
+        of_section({"custom": "my.py:two", "layers": 2, "hidden": 8, "vocab": 300})
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_it_is_no_model_for_files_of_others() -> None:
     ],
 )
 def test_layers_are_cut_by_their_costs(costs, placement, expected) -> None:
-    found = cut_layers(costs, placement)
+    found = split_layers_by_cost(costs, placement)
     assert found[0][0] == 0 and found[-1][1] == len(costs)
     assert found == expected
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from custom_models import made, reference
-from fleet import Fleet, assembled, losses_of
-from plans import STEPS, close, plan_of
+from fleet import Fleet, assemble, losses_of
+from plans import STEPS, is_close, plan_of
 from reference_model import Trained
 
-from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
@@ -40,7 +40,7 @@ def some() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
     return {name: made(tmp_path_factory.mktemp("own"), name, layers=4) for name in NAMES}
 
 
@@ -56,16 +56,16 @@ def equals_one_process(fleet: Fleet, plan: Plan, save: Path | None = None) -> No
         sums = losses_of(outcomes, step).values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         assert all(outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10) for outcome in outcomes)
-        for parameter, gradient in assembled([o.gradients[step] for o in outcomes], weights).items():
-            assert close(gradient, gradients[step][parameter]), f"step {step}: gradient of {parameter}"
+        for parameter, gradient in assemble([o.gradients[step] for o in outcomes], weights).items():
+            assert is_close(gradient, gradients[step][parameter]), f"step {step}: gradient of {parameter}"
     states = [
         {name.removeprefix("model."): value for name, value in outcome.state.items() if name.startswith("model.")}
         for outcome in outcomes
     ]
-    found = assembled(states, weights)
+    found = assemble(states, weights)
     assert found.keys() == weights.keys()
     for parameter, weight in weights.items():
-        assert close(found[parameter], weight), f"weights of {parameter}"
+        assert is_close(found[parameter], weight), f"weights of {parameter}"
 
 
 @pytest.mark.parametrize(("model", "name", "dp", "pp", "microbatches"), some())
@@ -80,15 +80,15 @@ def test_any_schedule_equals_one_process(fleet, corpus, models, model, name, dp,
 )
 @pytest.mark.parametrize("model", ["dropping", pytest.param("made", marks=SLOW)])
 def test_shards_of_zero_equal_one_process(fleet, corpus, models, model, name, dp, pp, microbatches, zero) -> None:
-    plan = plan_of(name, dp, pp, microbatches, corpus, model=models[model], savings=MemoryOptions(zero=zero))
+    plan = plan_of(name, dp, pp, microbatches, corpus, model=models[model], memory_options=MemoryOptions(zero=zero))
     equals_one_process(fleet, plan)
 
 
 @pytest.mark.parametrize(("recompute", "keep"), [("full", None), ("none", 3.0)])
 def test_what_is_made_again_or_waits_on_the_host_equals_one_process(fleet, corpus, models, recompute, keep) -> None:
-    plan = plan_of("1f1b", 1, 4, 4, corpus, model=models["dropping"], recompute=recompute, keep=keep)
+    plan = plan_of("1f1b", 1, 4, 4, corpus, model=models["dropping"], recompute=recompute, max_resident=keep)
     equals_one_process(fleet, plan)
 
 
 def test_a_step_that_is_validated_later_equals_one_process(fleet, corpus, models) -> None:
-    equals_one_process(fleet, plan_of("zb-h1", 1, 2, 4, corpus, model=models["gpt"], validated=True))
+    equals_one_process(fleet, plan_of("zb-h1", 1, 2, 4, corpus, model=models["gpt"], post_validation=True))

@@ -8,6 +8,7 @@ import pytest
 
 from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 
 HEAD = """
@@ -116,7 +117,7 @@ FILES = {
 
 def refusal(overrides: list[str]) -> str:
     with pytest.raises(PentadError) as caught:
-        load(None, overrides)
+        make_plan(load(None, overrides), "cpu")
     said = str(caught.value)
     assert "\n" not in said
     return said

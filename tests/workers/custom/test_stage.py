@@ -1,4 +1,4 @@
-"""One stage of a user's own layers: what it keeps, what it leaves to W, and what the estimate says of it."""
+"""A stage of a custom model: what it saves, what it leaves to W, and whether the planner predicts both."""
 
 from __future__ import annotations
 
@@ -6,146 +6,146 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom_models import made
+from custom_models import custom_model
 from plans import plan_of
 
-from pentad.orchestrator.planning.activations import shares_of
+from pentad.orchestrator.planning.activation_peaks import activations_of
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.custom.autograd import storage_of
+from pentad.workers.custom.autograd import storage_id
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.custom.stage import CustomStage
-from pentad.workers.model.weight_grad import Lookup, Product, Sum
+from pentad.workers.model.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad
 from pentad.workers.parallel.async_ops import run_to_completion
-from pentad.workers.params.param_buffers import ParamBuffers, buffers_of
-from pentad.workers.params.parameters import Parameters, create
+from pentad.workers.params.param_buffers import make_param_buffers
+from pentad.workers.params.parameters import Parameters, create_parameters
 
 CPU = torch.device("cpu")
-NAMES = ("gpt", "dropping", "made")
+NAMES = ("gpt", "gpt_dropout", "conv")
+
+
+def plan_for(folder: Path, corpus: str, name: str, stages: int = 3) -> Plan:
+    return plan_of("gpipe", 1, stages, 2, corpus, model=custom_model(folder, name))
 
 
 def parameters_of(plan: Plan, index: int) -> Parameters:
     assert plan.model.custom is not None
-    return create(
-        plan, ParamShard(index), CPU, initial=initial_values(plan.model.custom, plan.seed, *plan.layers[index])
-    )
+    initial = initial_values(plan.model.custom, plan.seed, *plan.layers[index])
+    return create_parameters(plan, ParamShard(index), CPU, initial=initial)
 
 
 def stage_of(plan: Plan, index: int) -> CustomStage:
-    return CustomStage(plan, index, buffers_of(plan, 0, index, {ParamShard(index): parameters_of(plan, index)}))
+    return CustomStage(plan, index, make_param_buffers(plan, 0, index, {ParamShard(index): parameters_of(plan, index)}))
 
 
-Given = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
-def given(plan: Plan, index: int, piece: int = 0) -> Given:
-    """What F gets: received, tokens, targets."""
-    tokens = (torch.arange(plan.piece_tokens) + piece) % plan.model.vocab
-    received = torch.randn(plan.piece_tokens, plan.model.hidden, dtype=torch.float64)
+def inputs_of(plan: Plan, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(received, tokens, targets)."""
+    tokens = torch.arange(plan.slice_tokens) % plan.model.vocab
     last = index == plan.program.stages - 1
-    return None if index == 0 else received, tokens if index == 0 else None, tokens if last else None
+    return None if index == 0 else random_stream(plan), tokens if index == 0 else None, tokens if last else None
 
 
-def gradient_of(plan: Plan, index: int) -> torch.Tensor:
-    return torch.randn(plan.piece_tokens, plan.model.hidden, dtype=torch.float64)
+def random_stream(plan: Plan) -> torch.Tensor:
+    return torch.randn(plan.slice_tokens, plan.model.hidden, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_stage_keeps_is_what_the_estimate_says(tmp_path: Path, corpus: str, name: str, index: int) -> None:
-    plan = plan_of("gpipe", 1, 3, 2, corpus, model=made(tmp_path, name))
-    stage, of = stage_of(plan, index), shares_of(plan, index)
-    inputs = given(plan, index)
+def test_saved_and_deferred_bytes_are_those_of_the_planner(tmp_path: Path, corpus: str, name: str, index: int) -> None:
+    plan = plan_for(tmp_path, corpus, name)
+    stage, planned = stage_of(plan, index), activations_of(plan, index)
+    inputs = inputs_of(plan, index)
     run_to_completion(stage.forward(0, *inputs))
-    kept = stage.kept[0]
-    assert kept.tape is not None
-    tensors = [*kept.tape.saved, *(each for each in (inputs[0], kept.logits, kept.lse) if each is not None)]
-    sizes = {storage_of(each): each.untyped_storage().nbytes() for each in tensors}
-    tables = sum(b.untyped_storage().nbytes() for layer in stage.layers for b in layer.buffers())
-    assert sum(sizes.values()) == pytest.approx(of.saved, rel=0.02, abs=tables + 256)
-    movable = sum(storage.nbytes() for storage in stage.movable(0))
-    assert movable == pytest.approx(of.saved - of.entry - of.still, rel=0.02)
-    dy = None if index == 2 else gradient_of(plan, index)
-    del kept, tensors
-    run_to_completion(stage.backward_input(0, dy))
-    work = [each for item in stage.deferred[0] for name, each in item._asdict().items() if name != "gradient"]
-    found = {storage_of(each): each.untyped_storage().nbytes() for each in work}
-    assert sum(found.values()) == pytest.approx(of.deferred, rel=0.02, abs=256)
+    saved = stage.saved[0]
+    assert saved.tape is not None
+    tensors = [*saved.tape.saved, *(each for each in (inputs[0], saved.logits, saved.lse) if each is not None)]
+    buffers = sum(buffer.untyped_storage().nbytes() for layer in stage.layers for buffer in layer.buffers())
+    assert distinct_bytes(tensors) == pytest.approx(planned.saved, rel=0.02, abs=buffers + 256)
+    offloadable = sum(storage.nbytes() for storage in stage.offloadable(0))
+    assert offloadable == pytest.approx(planned.saved - planned.input - planned.not_offloadable, rel=0.02)
+    del saved, tensors
+    run_to_completion(stage.backward_input(0, None if index == 2 else random_stream(plan)))
+    work = [value for item in stage.deferred[0] for name, value in item._asdict().items() if name != "gradient"]
+    assert distinct_bytes(work) == pytest.approx(planned.deferred, rel=0.02, abs=256)
 
 
-def test_linear_layers_and_lookups_wait_for_w(tmp_path: Path, corpus: str) -> None:
-    plan = plan_of("gpipe", 1, 3, 2, corpus, model=made(tmp_path, "gpt"))
+def distinct_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum({storage_id(each): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def test_linear_layers_and_embeddings_are_left_to_w(tmp_path: Path, corpus: str) -> None:
+    plan = plan_for(tmp_path, corpus, "gpt")
     stage = stage_of(plan, 0)
-    run_to_completion(stage.forward(0, *given(plan, 0)))
-    run_to_completion(stage.backward_input(0, gradient_of(plan, 0)))
-    work, blocks = stage.deferred[0], len(stage.span) - 1
-    kinds = [type(item) for item in work]
-    assert kinds.count(Product) == 4 * blocks
-    assert kinds.count(Lookup) == 2
-    assert kinds.count(Sum) == (4 + 4) * blocks  # biases, and both norms
-    assert not stage.banks[0].parameters.gradient.any()
+    run_to_completion(stage.forward(0, *inputs_of(plan, 0)))
+    run_to_completion(stage.backward_input(0, random_stream(plan)))
+    kinds, blocks = [type(item) for item in stage.deferred[0]], len(stage.layers) - 1
+    assert kinds.count(LinearWgrad) == 4 * blocks
+    assert kinds.count(EmbeddingWgrad) == 2
+    assert kinds.count(AddWgrad) == (4 + 4) * blocks  # biases, and both norms
+    gradients = stage.param_buffers[0].gradients
+    assert gradients is not None
+    assert not gradients.flat.any()
     stage.backward_weight(0)
-    assert all(gradient.any() for gradient in stage.banks[0].gradients.values())
+    assert all(gradient.any() for gradient in gradients.tensors.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_w_reads_no_memory_of_transfers(tmp_path: Path, corpus: str, name: str) -> None:
-    """They use their slots again after B."""
-    plan = plan_of("gpipe", 1, 3, 2, corpus, model=made(tmp_path, name))
-    found = []
-    for spoiled in (False, True):
+def test_w_does_not_read_transfer_buffers(tmp_path: Path, corpus: str, name: str) -> None:
+    """Transfers reuse their slots after B."""
+    plan = plan_for(tmp_path, corpus, name)
+    results = []
+    for overwritten in (False, True):
         torch.manual_seed(3)
-        stage, inputs, dy = stage_of(plan, 1), given(plan, 1), gradient_of(plan, 1)
+        stage, inputs, dy = stage_of(plan, 1), inputs_of(plan, 1), random_stream(plan)
         run_to_completion(stage.forward(0, *inputs))
         run_to_completion(stage.backward_input(0, dy))
-        for slot in (inputs[0], dy) if spoiled else ():
+        for slot in (inputs[0], dy) if overwritten else ():
             assert slot is not None
             slot.fill_(torch.nan)
         stage.backward_weight(0)
-        found.append(stage.banks[0].parameters.gradient)
-    assert torch.equal(*found)
+        results.append(stage.param_buffers[0].parameters.gradient)
+    assert torch.equal(*results)
 
 
-def test_weights_may_lie_elsewhere_in_b(tmp_path: Path, corpus: str) -> None:
-    """As with ZeRO 3, whose buffers other stages use between F and B."""
-    plan = plan_of("gpipe", 1, 3, 2, corpus, model=made(tmp_path, "made"))
-    found = []
+def test_weights_may_move_between_f_and_b(tmp_path: Path, corpus: str) -> None:
+    """As under ZeRO-3, where other stages use the buffer in between."""
+    plan = plan_for(tmp_path, corpus, "conv")
+    results = []
     for moved in (False, True):
         torch.manual_seed(3)
-        stage, inputs, dy = stage_of(plan, 1), given(plan, 1), gradient_of(plan, 1)
+        stage, inputs, dy = stage_of(plan, 1), inputs_of(plan, 1), random_stream(plan)
         run_to_completion(stage.forward(0, *inputs))
         if moved:
-            move(stage, stage.banks[0])
-        result = run_to_completion(stage.backward_input(0, dy))
+            move_weights(stage)
+        dx = run_to_completion(stage.backward_input(0, dy))
         stage.backward_weight(0)
-        assert result is not None
-        found.append(torch.cat([result.flatten(), stage.banks[0].parameters.gradient.flatten()]))
-    assert torch.equal(*found)
+        assert dx is not None
+        results.append(torch.cat([dx.flatten(), stage.param_buffers[0].parameters.gradient.flatten()]))
+    assert torch.equal(*results)
 
 
-def move(stage: CustomStage, bank: ParamBuffers) -> None:
-    weights = bank.parameters.weights
+def move_weights(stage: CustomStage) -> None:
+    buffers = stage.param_buffers[0]
+    weights = buffers.parameters.full_weights
     assert weights is not None
-    bank.read(torch.cat([weights.new_zeros(8), weights])[8:])
+    buffers.set_weights(torch.cat([weights.new_zeros(8), weights])[8:])
     weights.fill_(torch.nan)
     stage.bind()
 
 
-def test_a_layer_that_changes_what_b_needs_is_told(tmp_path: Path, corpus: str) -> None:
-    plan = plan_of("gpipe", 1, 3, 2, corpus, model=made(tmp_path, "gpt"))
-    stage, inputs = stage_of(plan, 1), given(plan, 1)
+def test_changing_in_place_what_b_needs_is_an_error(tmp_path: Path, corpus: str) -> None:
+    plan = plan_for(tmp_path, corpus, "gpt")
+    stage, inputs = stage_of(plan, 1), inputs_of(plan, 1)
     run_to_completion(stage.forward(0, *inputs))
     assert inputs[0] is not None
     inputs[0].zero_()
     with pytest.raises(RuntimeError, match="changed in place"):
-        run_to_completion(stage.backward_input(0, gradient_of(plan, 1)))
+        run_to_completion(stage.backward_input(0, random_stream(plan)))
 
 
-def test_first_values_are_those_of_the_users_file_wherever_they_are_made(tmp_path: Path, corpus: str) -> None:
+def test_initial_values_do_not_depend_on_the_stage(tmp_path: Path, corpus: str) -> None:
     for name in NAMES:
-        model = made(tmp_path, name)
-        whole = parameters_of(plan_of("gpipe", 1, 1, 2, corpus, model=model), 0)
-        plan = plan_of("gpipe", 1, 3, 2, corpus, model=model)
-        expected = whole.views(whole.master)
+        full = parameters_of(plan_for(tmp_path, corpus, name, stages=1), 0)
+        expected, plan = full.views(full.master), plan_for(tmp_path, corpus, name)
         for index in range(3):
             part = parameters_of(plan, index)
             assert all(torch.equal(value, expected[key]) for key, value in part.views(part.master).items())

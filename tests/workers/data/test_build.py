@@ -1,10 +1,10 @@
-"""Laws of building a corpus: from any source, whole or not at all, and the user's mistakes told by place."""
+"""Building a corpus: from any source, complete or not at all, and errors name the user's mistake."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.build import build_corpus, inspect_corpus
 from pentad.workers.data.corpus import Corpus, open_corpus
-from pentad.workers.data.text_sources import read_pieces
+from pentad.workers.data.text_sources import read_chunks
 from pentad.workers.data.tokenizer import decode, load_tokenizer, train_tokenizer
 
 POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
@@ -27,34 +27,34 @@ def build(source: Path, **options: object) -> Corpus:
 
 
 def texts(corpus: Corpus) -> list[str]:
-    """Each document's text, by its boundaries."""
+    """The text of each document."""
     tokenizer = load_tokenizer(corpus.path / "tokenizer.json")
-    begins = [*corpus.boundaries(0, corpus.tokens).tolist(), corpus.tokens]
-    return [decode(tokenizer, corpus.read(first, last - first - 1).tolist()) for first, last in pairwise(begins)]
+    starts = [*corpus.boundaries(0, corpus.tokens).tolist(), corpus.tokens]
+    return [decode(tokenizer, corpus.read(first, last - first - 1).tolist()) for first, last in pairwise(starts)]
 
 
-def write_source(folder: Path, ending: str, rows: Sequence[str | None]) -> Path:
-    source = folder / f"source{ending}"
-    if ending == ".jsonl":
+def write_source(folder: Path, suffix: str, rows: Sequence[str | None]) -> Path:
+    source = folder / f"source{suffix}"
+    if suffix == ".jsonl":
         source.write_text("\n\n".join(json.dumps({"id": 1, "text": row}) for row in rows))
-    elif ending == ".parquet":
+    elif suffix == ".parquet":
         pq.write_table(pa.table({"id": range(len(rows)), "text": rows}), source)
     else:
         source.write_bytes("".join(filter(None, rows)).encode())
     return source
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_rows_are_documents_and_come_back(tmp_path: Path, ending: str) -> None:
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_are_documents(tmp_path: Path, suffix: str) -> None:
     rows = [POEM, None, "b", "", POEM * 5]
-    corpus = build(write_source(tmp_path, ending, rows))
+    corpus = build(write_source(tmp_path, suffix, rows))
     assert texts(corpus) == [POEM, "b", POEM * 5]
     assert corpus == open_corpus(corpus.path, verify=True)
 
 
-@pytest.mark.parametrize("ending", [".txt", ".md", ".rst", ".TXT"])
-def test_a_text_file_is_one_document(tmp_path: Path, ending: str) -> None:
-    assert texts(build(write_source(tmp_path, ending, [POEM, POEM]))) == [POEM + POEM]
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".rst", ".TXT"])
+def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
+    assert texts(build(write_source(tmp_path, suffix, [POEM, POEM]))) == [POEM + POEM]
 
 
 def test_a_folder_is_read_in_path_order(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_folder_is_read_in_path_order(tmp_path: Path) -> None:
     assert texts(build(tmp_path / "in")) == ["a/b/c.rst", "a/z.md", "b.txt", "one", "two"]
 
 
-def test_shards_hold_whole_documents_up_to_their_limit(tmp_path: Path) -> None:
+def test_shards_hold_complete_documents_up_to_their_limit(tmp_path: Path) -> None:
     rows = ["x" * 50, "long " * 200, "y" * 49, "z" * 49, *("short",) * 30]
     corpus = build(write_source(tmp_path, ".jsonl", rows), vocab=257, shard_tokens=100)
     shards = json.loads((corpus.path / "index.json").read_text())["shards"]
@@ -74,12 +74,12 @@ def test_shards_hold_whole_documents_up_to_their_limit(tmp_path: Path) -> None:
     assert texts(corpus) == rows
 
 
-def test_the_field_is_the_users_choice(tmp_path: Path) -> None:
+def test_the_text_field_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "hello"}\n')
     assert texts(build(tmp_path / "a.jsonl", field="body")) == ["hello"]
 
 
-def test_a_given_tokenizer_is_used_and_kept(tmp_path: Path) -> None:
+def test_a_given_tokenizer_is_used_and_stored(tmp_path: Path) -> None:
     trained = train_tokenizer(["the cat sat on the mat"] * 9, 270)
     trained.save(str(tmp_path / "t.json"))
     corpus = build(write_source(tmp_path, ".txt", ["the cat sat"]), tokenizer=tmp_path / "t.json", vocab=9999)
@@ -88,7 +88,7 @@ def test_a_given_tokenizer_is_used_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["file", "folder"])
-def test_an_out_with_content_is_left_alone(tmp_path: Path, content: str) -> None:
+def test_an_output_folder_with_content_is_not_touched(tmp_path: Path, content: str) -> None:
     out = tmp_path / "out"
     if content == "folder":
         out.mkdir()
@@ -98,7 +98,7 @@ def test_an_out_with_content_is_left_alone(tmp_path: Path, content: str) -> None
     assert (out / "precious" if content == "folder" else out).read_text() == "precious"
 
 
-def test_an_empty_out_is_filled(tmp_path: Path) -> None:
+def test_an_empty_output_folder_is_filled(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert texts(build(write_source(tmp_path, ".txt", ["a"]))) == ["a"]
 
@@ -109,7 +109,7 @@ def test_an_empty_out_is_filled(tmp_path: Path) -> None:
         ({"vocab": 256}, "--vocab is 256: expected at least 257"),
         ({"vocab": 2**64}, "--vocab is 18446744073709551616: expected at most"),
         ({"shard_tokens": 0}, "shard_tokens is 0: expected at least 1"),
-        ({"tokenizer": Path("gone.json")}, "--tokenizer is 'gone.json', which is no file"),
+        ({"tokenizer": Path("gone.json")}, "--tokenizer is 'gone.json', which is not a file"),
     ],
 )
 def test_a_bad_option_is_named(tmp_path: Path, options: dict, message: str) -> None:
@@ -117,7 +117,7 @@ def test_a_bad_option_is_named(tmp_path: Path, options: dict, message: str) -> N
         build(write_source(tmp_path, ".txt", ["a"]), **options)
 
 
-def test_an_out_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     source = write_source(tmp_path, ".txt", ["a"])
     with pytest.raises(PentadError, match=r"OUT is '.*source.txt/out', which cannot be written \(File exists\)"):
         build_corpus(source, source / "out", tokenizer=None, vocab=300, progress=lambda line: None)
@@ -125,16 +125,16 @@ def test_an_out_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_source_that_is_neither_file_nor_folder_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(PentadError, match=r"SOURCE is '.*pipe.txt': expected a folder or a file that ends in .txt"):
+    with pytest.raises(PentadError, match=r"SOURCE is '.*pipe.txt': expected a file that ends in .txt"):
         build(tmp_path / "pipe.txt")
 
 
 def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(PentadError, match=r"gone.jsonl cannot be read \(No such file or directory\)"):
-        list(read_pieces([tmp_path / "gone.jsonl"], "text"))
+        list(read_chunks([tmp_path / "gone.jsonl"], "text"))
 
 
-def test_inspection_is_plain_data(tmp_path: Path) -> None:
+def test_inspect_describes_the_corpus_as_plain_data(tmp_path: Path) -> None:
     corpus = build(write_source(tmp_path, ".jsonl", ["the cat", "the dog"]))
     found = inspect_corpus(corpus.path, samples=3, length=1000, seed=0)
     assert json.loads(json.dumps(found)) == found
@@ -144,15 +144,14 @@ def test_inspection_is_plain_data(tmp_path: Path) -> None:
     assert len(inspect_corpus(corpus.path, samples=2, length=2, seed=0)["samples"]) == 2
 
 
-def test_a_build_that_loses_the_race_leaves_the_winner(tmp_path: Path) -> None:
+def test_a_build_that_loses_the_race_leaves_the_winners_folder(tmp_path: Path) -> None:
     source = write_source(tmp_path, ".txt", ["a b c"])
 
-    def win(line: str) -> None:
+    def create_out(line: str) -> None:
         if line.startswith("tokens-"):
             (tmp_path / "out").mkdir()
             (tmp_path / "out" / "winner").touch()
 
-    progress: Callable[[str], None] = win
     with pytest.raises(PentadError, match="which exists and is not empty"):
-        build(source, progress=progress)
+        build(source, progress=create_out)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "source.txt"]

@@ -1,4 +1,4 @@
-"""Laws of a corpus on disk: what was written is read back whole, and damage is refused by name."""
+"""A corpus on disk: reads return what was written, and errors name what is damaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.corpus_writer import write_corpus
-from pentad.workers.data.text_sources import text_pieces
+from pentad.workers.data.text_sources import document_chunks
 from pentad.workers.data.tokenizer import decode, encode, load_tokenizer, train_tokenizer
 
 DOCUMENTS = [f"Document {number}: " + "the quick brown fox\n" * (number % 7) + "é" * number for number in range(40)]
@@ -28,8 +28,8 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def folder(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     out = tmp_path / "corpus"
-    pieces = (piece for document in DOCUMENTS for piece in text_pieces(document))
-    write_corpus(out, pieces, tokenizer, shard_tokens=250, progress=lambda line: None)
+    chunks = (chunk for document in DOCUMENTS for chunk in document_chunks(document))
+    write_corpus(out, chunks, tokenizer, shard_tokens=250, progress=lambda line: None)
     return out
 
 
@@ -38,7 +38,7 @@ def flat(tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate([[*ids, 0] for ids in encode(tokenizer, DOCUMENTS)])
 
 
-def test_a_window_across_shards_equals_the_concatenation(folder: Path, flat: np.ndarray) -> None:
+def test_a_window_across_shards_is_the_concatenation(folder: Path, flat: np.ndarray) -> None:
     corpus = open_corpus(folder, verify=True)
     assert (corpus.tokens, corpus.documents, corpus.vocab_size) == (len(flat), len(DOCUMENTS), 300)
     assert len(list(folder.glob("*.arrow"))) > 3
@@ -52,21 +52,21 @@ def test_a_window_across_shards_equals_the_concatenation(folder: Path, flat: np.
         assert window.dtype == np.int64 and np.array_equal(window, flat[start : start + count])
 
 
-def test_text_comes_back_with_every_document_ended(folder: Path) -> None:
+def test_every_document_decodes_to_its_text_and_an_end_token(folder: Path) -> None:
     corpus = open_corpus(folder, verify=False)
     text = decode(load_tokenizer(folder / "tokenizer.json"), corpus.read(0, corpus.tokens).tolist())
     assert text == "".join(document + "<|endoftext|>" for document in DOCUMENTS)
 
 
-def test_documents_begin_where_one_ended(folder: Path, flat: np.ndarray) -> None:
+def test_boundaries_are_the_positions_after_end_tokens(folder: Path, flat: np.ndarray) -> None:
     corpus = open_corpus(folder, verify=False)
-    begins = np.concatenate([[0], np.flatnonzero(flat == 0)[:-1] + 1])
-    for start, count in [(0, len(flat)), (1, 300), (380, 50), (int(begins[7]), 1), (int(begins[7]) + 1, 1), (5, 0)]:
-        expected = begins[(begins >= start) & (begins < start + count)] - start
+    starts = np.concatenate([[0], np.flatnonzero(flat == 0)[:-1] + 1])
+    for start, count in [(0, len(flat)), (1, 300), (380, 50), (int(starts[7]), 1), (int(starts[7]) + 1, 1), (5, 0)]:
+        expected = starts[(starts >= start) & (starts < start + count)] - start
         assert np.array_equal(corpus.boundaries(start, count), expected)
 
 
-def test_a_shard_is_one_arrow_column_with_a_row_a_document(folder: Path) -> None:
+def test_a_shard_is_an_arrow_column_with_one_row_per_document(folder: Path) -> None:
     with pa.memory_map(str(folder / "tokens-00000.arrow")) as source:
         table = pa.ipc.open_file(source).read_all()
     assert table.schema == pa.schema([("tokens", pa.large_list(pa.uint16()))])
@@ -74,27 +74,27 @@ def test_a_shard_is_one_arrow_column_with_a_row_a_document(folder: Path) -> None
     assert len(table) == json.loads((folder / "index.json").read_text())["shards"][0]["documents"]
 
 
-def test_tokens_are_mapped_not_copied(folder: Path) -> None:
+def test_tokens_are_memory_mapped(folder: Path) -> None:
     before = pa.total_allocated_bytes()
     corpus = open_corpus(folder, verify=True)
     assert pa.total_allocated_bytes() - before < 1024
     assert all(not segment.tokens.flags.owndata and not segment.tokens.flags.writeable for segment in corpus.segments)
 
 
-def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
+def test_a_large_vocabulary_is_stored_in_four_bytes_a_token(tmp_path: Path) -> None:
     vocab = {"<|endoftext|>": 0, **{f"w{number}": number for number in range(1, 70_000)}}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<|endoftext|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    write_corpus(tmp_path / "c", text_pieces("w69999 w1"), tokenizer, shard_tokens=100, progress=print)
+    write_corpus(tmp_path / "c", document_chunks("w69999 w1"), tokenizer, shard_tokens=100, progress=print)
     corpus = open_corpus(tmp_path / "c", verify=True)
     assert corpus.segments[0].tokens.dtype == np.uint32
     assert corpus.read(0, 3).tolist() == [69_999, 1, 0]
 
 
-def test_the_fingerprint_tells_content_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_content_only(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prints = []
     for name, text in (("a", "the fox"), ("b", "the fox"), ("c", "the box")):
-        write_corpus(tmp_path / name, text_pieces(text), tokenizer, shard_tokens=100, progress=print)
+        write_corpus(tmp_path / name, document_chunks(text), tokenizer, shard_tokens=100, progress=print)
         prints.append(open_corpus(tmp_path / name, verify=True).fingerprint)
     assert prints[0] == prints[1] != prints[2]
 
@@ -105,28 +105,28 @@ def _rewrite(folder: Path, change: Callable[[dict], object]) -> None:
     (folder / "index.json").write_text(json.dumps(index))
 
 
-def _flip(file: Path, place: int) -> None:
+def _flip(file: Path, offset: int) -> None:
     content = bytearray(file.read_bytes())
-    content[place] ^= 1
+    content[offset] ^= 1
     file.write_bytes(content)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no index": (lambda f: (f / "index.json").unlink(), "data.path is '.*', which holds no readable index.json"),
-    "no JSON": (lambda f: (f / "index.json").write_text("tokens"), "index.json is no JSON"),
+    "no index": (lambda f: (f / "index.json").unlink(), "data.path is '.*', which has no readable index.json"),
+    "not JSON": (lambda f: (f / "index.json").write_text("tokens"), "index.json is not JSON"),
     "a list": (lambda f: (f / "index.json").write_text("[]"), "holds a list"),
     "foreign": (lambda f: (f / "index.json").write_text('{"weight_map": {}}'), "has no version: expected the int"),
-    "newer": (lambda f: _rewrite(f, lambda i: i.update(version=2)), "has version 2: expected 1"),
+    "newer": (lambda f: _rewrite(f, lambda i: i.update(version=2)), "has version 2: expected 1 "),
     "a text for a count": (lambda f: _rewrite(f, lambda i: i.update(tokens="9")), "tokens = '9': expected the int"),
     "negative": (lambda f: _rewrite(f, lambda i: i.update(tokens=-9)), "tokens = -9: expected a count"),
-    "other sum": (lambda f: _rewrite(f, lambda i: i.update(documents=9)), "counts 9 documents: expected the 40"),
+    "other sum": (lambda f: _rewrite(f, lambda i: i.update(documents=9)), "has documents = 9: expected 40"),
     "outside": (
         lambda f: _rewrite(f, lambda i: i["shards"][1].update(file="../x")),
         r"shards\[1\].file = '../x': expected the name",
     ),
     "empty": (
         lambda f: _rewrite(f, lambda i: i.update(shards=[], tokens=0, documents=0)),
-        "holds 0 tokens; expected at least 1",
+        "holds 0 tokens: expected at least 1",
     ),
     "shard gone": (lambda f: (f / "tokens-00001.arrow").unlink(), "tokens-00001.arrow is missing: expected a file of"),
     "shard cut": (
@@ -137,15 +137,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named_even_unverified(folder: Path, damage: str) -> None:
-    harm, message = DAMAGE[damage]
-    harm(folder)
+def test_damage_is_named_even_without_verify(folder: Path, damage: str) -> None:
+    apply, message = DAMAGE[damage]
+    apply(folder)
     with pytest.raises(PentadError, match=message):
         open_corpus(folder, verify=False)
 
 
 def test_a_missing_folder_is_named_with_its_argument(tmp_path: Path) -> None:
-    with pytest.raises(PentadError, match=r"PATH is '.*nowhere', which is no folder; expected a corpus"):
+    with pytest.raises(PentadError, match=r"PATH is '.*nowhere', which is not a folder: expected a corpus"):
         open_corpus(tmp_path / "nowhere", verify=True, argument="PATH")
 
 
@@ -153,9 +153,7 @@ def test_a_missing_folder_is_named_with_its_argument(tmp_path: Path) -> None:
 def test_one_flipped_bit_is_refused_by_verify(folder: Path, file: str) -> None:
     _flip(folder / file, (folder / file).stat().st_size // 2)
     open_corpus(folder, verify=False)
-    with pytest.raises(
-        PentadError, match=rf"{file} is corrupt: its sha256 is [0-9a-f]{{64}}: expected [0-9a-f]{{64}}$"
-    ):
+    with pytest.raises(PentadError, match=rf"{file} is damaged: sha256 is [0-9a-f]{{64}}: expected [0-9a-f]{{64}}$"):
         open_corpus(folder, verify=True)
 
 
@@ -175,7 +173,7 @@ def test_a_foreign_shard_is_refused(folder: Path, column: pa.Array | None) -> No
         with pa.ipc.new_file(str(file), table.schema) as writer:
             writer.write_table(table)
     _rewrite(folder, lambda index: index["shards"][0].update(bytes=file.stat().st_size))
-    with pytest.raises(PentadError, match=r"tokens-00000.arrow (is unreadable|holds .*: expected large_list)"):
+    with pytest.raises(PentadError, match=r"tokens-00000.arrow (cannot be read|holds .*: expected large_list)"):
         open_corpus(folder, verify=False)
 
 

@@ -1,123 +1,81 @@
-"""Laws of reading text: pieces lose nothing, and a mistake is told by file and place."""
+"""Built-in corpora: built once and reused, also when processes race."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.data import text_sources
-from pentad.workers.data.build import build_corpus
-from pentad.workers.data.text_sources import Piece, pieces, read_pieces, source_files
-from pentad.workers.data.tokenizer import train_tokenizer
-
-POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
-TOKENIZER = train_tokenizer([POEM], 290)
-WORDS = TOKENIZER.pre_tokenizer
+from pentad.workers.data.corpus import open_corpus
+from pentad.workers.data.sources import builtin_corpus
+from pentad.workers.data.tokenizer import decode, load_tokenizer
 
 
-def build(source: Path, tokenizer: Path | None) -> None:
-    build_corpus(source, source.parent / "out", tokenizer=tokenizer, vocab=300, progress=lambda line: None)
+@pytest.fixture(scope="module")
+def pydoc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return builtin_corpus("pydoc", 512, tmp_path_factory.mktemp("cache"))
 
 
-def cut(text: str, chunk: int) -> list[Piece]:
-    """The pieces of a text that arrives in chunks, with pieces of 9 characters."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_sources, "PIECE", 9)
-        return list(pieces(text[start : start + chunk] for start in range(0, len(text), chunk)))
+def test_pydoc_is_built_once_and_reused(pydoc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("pentad.workers.data.corpus_writer.write_corpus")
+
+    def times() -> dict[str, int]:
+        return {file.name: file.stat().st_mtime_ns for file in pydoc.iterdir()}
+
+    before = times()
+    assert builtin_corpus("pydoc", 512, pydoc.parent) == pydoc
+    assert times() == before and sorted(before) == ["index.json", "tokenizer.json", "tokens-00000.arrow"]
 
 
-@settings(max_examples=200, deadline=None)
-@given(text=st.text(st.sampled_from("ab é\n"), max_size=60), chunk=st.integers(1, 9))
-@example(text="a a" + "b" * 23 + " " + "b" * 9, chunk=9)
-def test_pieces_are_short_and_lose_nothing(text: str, chunk: int) -> None:
-    found = cut(text, chunk)
-    assert "".join(piece.text for piece in found) == text
-    assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True] * bool(text)
-    assert all(0 < len(piece.text) <= 18 for piece in found)
+def test_pydoc_holds_the_language_reference(pydoc: Path) -> None:
+    corpus = open_corpus(pydoc, verify=True)
+    assert corpus.vocab_size == 512 and corpus.documents > 50 and corpus.tokens > 100_000
+    text = decode(load_tokenizer(pydoc / "tokenizer.json"), corpus.read(0, 200).tolist())
+    assert text.startswith('The "assert" statement')
 
 
-words = st.text(st.sampled_from("aé山'1-"), min_size=1, max_size=3)
-gaps = st.text(st.sampled_from(" \n\t\u00a0\x1c"), max_size=2).map(lambda rest: " " + rest)
+def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(PentadError, match=r"data.path is builtin:wiki: expected one of builtin:pydoc"):
+        builtin_corpus("wiki", 512, tmp_path)
 
 
-@settings(max_examples=200, deadline=None)
-@given(text=st.lists(st.tuples(words, gaps)).map(lambda pairs: "".join(map("".join, pairs))), chunk=st.integers(1, 9))
-def test_pieces_are_cut_where_the_tokenizer_cuts(text: str, chunk: int) -> None:
-    parts = [part for piece in cut(text, chunk) for part, _ in WORDS.pre_tokenize_str(piece.text)]
-    assert parts == [part for part, _ in WORDS.pre_tokenize_str(text)]
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PentadError, match=r"data.cache is '.*file', where pydoc.* cannot be written \(File exists\)"):
+        builtin_corpus("pydoc", 300, tmp_path / "file")
 
 
-def test_a_long_document_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_sources, "PIECE", 64)
-    source = tmp_path / "long.txt"
-    source.write_bytes(POEM.encode() * 40)
-    found = list(read_pieces([source], "text"))
-    assert len(found) > 20 and max(len(piece.text) for piece in found) <= 128
-    assert "".join(piece.text for piece in found) == POEM * 40
+def test_a_vocabulary_smaller_than_the_bytes_names_the_config_key(tmp_path: Path) -> None:
+    with pytest.raises(PentadError, match=r"model.vocab is 100: expected at least 257"):
+        builtin_corpus("pydoc", 100, tmp_path)
 
 
-MISTAKES: dict[str, tuple[str, bytes, str]] = {
-    "ending": ("a.csv", b"x", r"SOURCE is '.*a.csv': expected a folder or a file that ends in .txt"),
-    "empty text": ("a.txt", b"", r"SOURCE holds no text"),
-    "empty JSONL": ("a.jsonl", b'\n{"text": ""}\n', r"SOURCE holds no text"),
-    "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text"', r"a.jsonl line 2 is no JSON"),
-    "no object": (
-        "a.jsonl",
-        b'{"text": "a"}\n\n[1]\n',
-        r"a.jsonl line 3 is a JSON list: expected an object with 'text'",
-    ),
-    "no field": ("a.jsonl", b'{"b": "a", "c": 1}', r"a.jsonl line 1 has the fields 'b', 'c': expected 'text'"),
-    "no string": ("a.jsonl", b'{"text": 5}', r"line 1 has 'text' of type int: expected a string"),
-    "surrogate": ("a.jsonl", b'{"text": "\\ud800"}', r"line 1 has half of a surrogate pair"),
-    "no UTF-8 line": ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a.jsonl is no UTF-8 at byte 24"),
-    "no UTF-8": ("a.txt", b"x" * 100_000 + b"\xe5\xb1" + b"x", r"a.txt is no UTF-8 at byte 100000"),
-    "no UTF-8 across chunks": ("a.txt", b"x" * 65_535 + b"\xe5\xb1x", r"a.txt is no UTF-8 at byte 65535"),
-    "cut UTF-8": ("a.txt", b"x\xe5\xb1", r"a.txt is no UTF-8 at byte 1,"),
-    "no Parquet": ("a.parquet", b"PAR0", r"a.parquet is unreadable .*: expected a Parquet file"),
-}
+RACE = """
+import sys, time
+from pathlib import Path
+from pentad.workers.data.sources import builtin_corpus
+cache = Path(sys.argv[1])
+(cache / f"ready-{sys.argv[2]}").touch()
+while len(list(cache.glob("ready-*"))) < 2:
+    time.sleep(0.001)
+print(builtin_corpus("pydoc", 300, cache))
+"""
+
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("given_tokenizer", [False, True])
-def test_a_bad_source_is_named_and_leaves_nothing(tmp_path: Path, mistake: str, given_tokenizer: bool) -> None:
-    name, content, message = MISTAKES[mistake]
-    (tmp_path / name).write_bytes(content)
-    TOKENIZER.save(str(tmp_path / "t.json"))
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(PentadError, match=message):
-        build(tmp_path / name, tmp_path / "t.json" if given_tokenizer else None)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"a": ["x"], "b": [1]}, "has the columns 'a', 'b': expected 'text'"),
-        ({"text": [1]}, "has column 'text' of type int64: expected string"),
-    ],
-)
-def test_a_parquet_column_is_named(tmp_path: Path, table: dict, message: str) -> None:
-    pq.write_table(pa.table(table), tmp_path / "a.parquet")
-    with pytest.raises(PentadError, match=message):
-        list(read_pieces([tmp_path / "a.parquet"], "text"))
-
-
-def test_parquet_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
-    column = pa.array([b"ok", b"\xff"]).cast(pa.string(), safe=False)
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    with pytest.raises(PentadError, match=r"a.parquet row 1 is no UTF-8 at byte 0"):
-        list(read_pieces([tmp_path / "a.parquet"], "text"))
-
-
-def test_a_missing_or_empty_source_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PentadError, match=r"SOURCE is '.*gone', which does not exist"):
-        source_files(tmp_path / "gone")
-    (tmp_path / "in").mkdir()
-    with pytest.raises(PentadError, match=r"SOURCE is '.*in', a folder without a file that ends in"):
-        source_files(tmp_path / "in")
+def test_racing_builds_return_the_same_corpus(tmp_path: Path) -> None:
+    racers = [
+        subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path), name], stdout=subprocess.PIPE, text=True, env=ENV)
+        for name in ("a", "b")
+    ]
+    found = {racer.communicate(timeout=50)[0].strip() for racer in racers}
+    assert [racer.returncode for racer in racers] == [0, 0] and len(found) == 1
+    corpus = open_corpus(found.pop(), verify=True)
+    assert [entry for entry in tmp_path.iterdir() if not entry.name.startswith("ready")] == [corpus.path]
+    assert np.all(corpus.read(0, corpus.tokens) < 300)

@@ -1,4 +1,4 @@
-"""Laws of the tokenizer: the same texts give the same one, and text never turns into its special tokens."""
+"""The same texts give the same tokenizer, and text never turns into special tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_training_is_deterministic_and_the_end_token_is_0() -> None:
 
 def test_a_bad_tokenizer_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(PentadError, match=r"t.json', which is unreadable \(.*\); expected a tokenizer.json"):
+    with pytest.raises(PentadError, match=r"t.json', which cannot be read \(.*\): expected a tokenizer.json"):
         load_tokenizer(tmp_path / "t.json")
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
-    with pytest.raises(PentadError, match=r"t.json' has no end-of-document token: expected one of <\|endoftext\|>, "):
+    with pytest.raises(PentadError, match=r"which has no end-of-document token: expected one of <\|endoftext\|>, "):
         load_tokenizer(tmp_path / "t.json")

@@ -1,4 +1,4 @@
-"""Laws of config.json: what pentad cannot do is refused in one sentence that names the key, and nothing is guessed."""
+"""config.json: unsupported features are refused in one sentence that names the key, and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.model import MLA, Experts, ModelShape, RopeScaling
-from pentad.workers.hf.config import config_of, of_section, section_of, shape_of
+from pentad.schedules.spec.model import MLA, Experts, ModelSpec, RopeScaling
+from pentad.workers.hf.config import make_config, make_section, parse_config, parse_section
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,7 +36,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
-# As the released model's file says, but for its quantization.
+# As released, without its quantization.
 DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
@@ -82,28 +82,29 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+SOFTMAX_SCALED = RopeScaling("yarn", 4.0, 32, 1, 32, softmax_factor=2.0)
 QWEN = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 64}
 
 
-def test_llama_3_1_is_read_in_the_old_spelling_and_in_the_new_one() -> None:
+def test_llama_3_1_is_parsed_in_both_spellings() -> None:
     scaling = RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
-    expected = ModelShape(32, 4096, 32, 8, 14336, 128256, 500000.0, 1e-5, rope_scaling=scaling)
+    expected = ModelSpec(32, 4096, 32, 8, 14336, 128256, 500000.0, 1e-5, rope_scaling=scaling)
     old = {**LLAMA, "rope_scaling": LLAMA3}
     new = {**LLAMA, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}
     del new["rope_theta"]
-    assert shape_of(old) == shape_of(new) == ("llama", expected)
+    assert parse_config(old) == parse_config(new) == ("llama", expected)
 
 
-def test_deepseek_v3_is_read_as_it_was_released() -> None:
-    family, shape = shape_of(DEEPSEEK)
-    assert (family, shape.layers, shape.mtp_layers, shape.norm_eps) == ("deepseek-v3", 61, 1, 1e-6)
-    assert shape.mla == MLA(
+def test_deepseek_v3_is_parsed_as_released() -> None:
+    family, model = parse_config(DEEPSEEK)
+    assert (family, model.layers, model.mtp_layers, model.norm_eps) == ("deepseek-v3", 61, 1, 1e-6)
+    assert model.mla == MLA(
         kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
     )
-    assert shape.experts == Experts(256, 8, 2048, 2048, "sigmoid", True, 2.5, 8, 4, 0.0, 0.001, 3)
-    assert shape.rope_scaling is not None
-    assert shape.rope_scaling.attention_factor == 1.0
-    assert shape.rope_scaling.softmax_factor == pytest.approx(1.3688879454113936**2)
+    assert model.experts == Experts(256, 8, 2048, 2048, "sigmoid", True, 2.5, 8, 4, 0.0, 0.001, 3)
+    assert model.rope_scaling is not None
+    assert model.rope_scaling.attention_factor == 1.0
+    assert model.rope_scaling.softmax_factor == pytest.approx(1.3688879454113936**2)
 
 
 @pytest.mark.parametrize(
@@ -138,58 +139,67 @@ def test_deepseek_v3_is_read_as_it_was_released() -> None:
         (DEEPSEEK, "n_routed_experts", None),
     ],
 )
-def test_what_pentad_cannot_do_is_one_sentence_that_names_the_key(
-    config: dict[str, Any], key: str, value: object
-) -> None:
+def test_an_unsupported_feature_is_refused_by_its_key(config: dict[str, Any], key: str, value: object) -> None:
     with pytest.raises(PentadError) as caught:
-        shape_of({**config, key: value})
+        parse_config({**config, key: value})
     text = str(caught.value)
     named = {"rope_scaling": "rope_scaling", "rope_parameters": "truncate"}.get(key, key)
-    assert named in text and ", " in text and "\n" not in text and len(text) < 250
+    assert named in text and ": expected " in text and "\n" not in text and len(text) < 250
 
 
-def test_a_config_without_an_architecture_is_known_by_its_type() -> None:
+def test_a_config_without_architectures_is_recognized_by_its_model_type() -> None:
     bare = {key: value for key, value in LLAMA.items() if key != "architectures"}
-    assert shape_of(bare) == shape_of(LLAMA)
+    assert parse_config(bare) == parse_config(LLAMA)
     with pytest.raises(PentadError, match="model_type 'gpt2': expected one of llama"):
-        shape_of({**bare, "model_type": "gpt2"})
+        parse_config({**bare, "model_type": "gpt2"})
     with pytest.raises(PentadError, match="model_type None"):
-        shape_of({})
+        parse_config({})
 
 
-def test_qwen3_moe_may_begin_with_dense_layers_however_that_is_said() -> None:
-    _, shape = shape_of({**QWEN, "mlp_only_layers": [0, 1]})
-    assert shape.experts is not None and shape.experts.first_k_dense == 2
-    _, shape = shape_of({**QWEN, "num_hidden_layers": 2, "decoder_sparse_step": 2})
-    assert shape.experts is not None and shape.experts.first_k_dense == 1
+def test_qwen3_moe_may_start_with_dense_layers_in_both_spellings() -> None:
+    _, model = parse_config({**QWEN, "mlp_only_layers": [0, 1]})
+    assert model.experts is not None and model.experts.first_k_dense == 2
+    _, model = parse_config({**QWEN, "num_hidden_layers": 2, "decoder_sparse_step": 2})
+    assert model.experts is not None and model.experts.first_k_dense == 1
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "key"),
     [
         ("llama", {"qk_norm": True}, "qk_norm"),
-        ("llama", {"predicted": 1}, "predicted"),
+        ("llama", {"mtp_layers": 1}, "mtp_layers"),
         ("qwen3", {}, "qk_norm"),
         ("llama", {"experts": Experts(4, 2, 8)}, "experts"),
         ("mixtral", {"experts": Experts(4, 2, 8)}, "ffn"),
-        ("mixtral", {"experts": Experts(4, 2, 48, shared_intermediate_size=8)}, "experts.shared"),
-        ("qwen3-moe", {"qk_norm": True, "experts": Experts(4, 2, 8, scoring_func="sigmoid")}, "experts.score"),
-        ("deepseek-v3", {"norm_eps": 1e-6}, "latent"),
-        ("llama", {"scaling": RopeScaling("yarn", 4.0, 32, 1, 32, softmax_factor=2.0)}, "scaling.softmax"),
+        ("mixtral", {"experts": Experts(4, 2, 48, shared_intermediate_size=8)}, "experts.shared_intermediate_size"),
+        ("qwen3-moe", {"qk_norm": True, "experts": Experts(4, 2, 8, scoring_func="sigmoid")}, "experts.scoring_func"),
+        ("deepseek-v3", {"norm_eps": 1e-6}, "mla"),
+        (
+            "llama",
+            {"rope_scaling": RopeScaling("yarn", 4.0, 32, 1, 32, softmax_factor=2.0)},
+            "rope_scaling.softmax_factor",
+        ),
         ("gpt2", {}, "family"),
     ],
 )
-def test_what_a_familys_files_cannot_hold_is_refused(family: str, changes: dict[str, Any], key: str) -> None:
+def test_a_model_that_files_cannot_express_is_refused_by_its_key(
+    family: str, changes: dict[str, Any], key: str
+) -> None:
     sizes: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, **changes}
-    with pytest.raises(PentadError, match=f"{key} "):
-        config_of(family, ModelShape(**sizes), positions=64)
+    with pytest.raises(PentadError, match=f"^model.{key} is .*: expected "):
+        make_config(family, ModelSpec(**sizes), positions=64)
 
 
-def test_a_section_that_is_not_pentads_is_refused() -> None:
-    section = section_of("llama", shape_of(LLAMA)[1])
-    for wrong in ({**section, "depth": 3}, {**section, "mla": {"kv_lora_rank": 3}}, {"family": "llama"}):
-        with pytest.raises(PentadError, match="no section of pentad"):
-            of_section(wrong)
+def test_a_section_with_other_keys_is_refused() -> None:
+    section = make_section("llama", parse_config(LLAMA)[1])
+    for wrong in (
+        {**section, "latent": None},
+        {**section, "depth": 3},
+        {**section, "mla": {"kv_lora_rank": 3}},
+        {"family": "llama"},
+    ):
+        with pytest.raises(PentadError, match=r"^the model section cannot be used .*: expected one that this version"):
+            parse_section(wrong)
 
 
 sizes = st.integers(1, 10_000)
@@ -201,13 +211,13 @@ sizes = st.integers(1, 10_000)
     shared=st.integers(1, 8),
     tied=st.booleans(),
     factor=st.floats(1.5, 100),
-    some=st.integers(1, 20),
-    more=st.integers(1, 20),
+    mscale=st.integers(1, 20),
+    mscale_all=st.integers(1, 20),
     rank=st.integers(0, 100),
     first=st.integers(0, 3),
 )
-def test_any_deepseek_shape_survives_its_config(
-    hidden: int, heads: int, shared: int, tied: bool, factor: float, some: int, more: int, rank: int, first: int
+def test_any_deepseek_model_returns_from_its_config(
+    hidden: int, heads: int, shared: int, tied: bool, factor: float, mscale: int, mscale_all: int, rank: int, first: int
 ) -> None:
     config = {
         **DEEPSEEK,
@@ -221,28 +231,28 @@ def test_any_deepseek_shape_survives_its_config(
         "rope_scaling": {
             **DEEPSEEK["rope_scaling"],
             "factor": factor,
-            "mscale": some / 10,
-            "mscale_all_dim": more / 10,
+            "mscale": mscale / 10,
+            "mscale_all_dim": mscale_all / 10,
         },
     }
-    family, shape = shape_of(config)
-    assert (shape.mla is not None and shape.mla.q_lora_rank) == rank
-    _, again = shape_of(config_of(family, shape, positions=100))
-    assert shape.rope_scaling is not None and again.rope_scaling is not None
-    assert again.rope_scaling.attention_factor == pytest.approx(shape.rope_scaling.attention_factor, rel=1e-11)
-    assert again.rope_scaling.softmax_factor == pytest.approx(shape.rope_scaling.softmax_factor, rel=1e-11)
-    replaced = section_of(family, again) | {"scaling": asdict(shape.rope_scaling)}
-    assert replaced == section_of(family, shape)
+    family, model = parse_config(config)
+    assert (model.mla is not None and model.mla.q_lora_rank) == rank
+    _, again = parse_config(make_config(family, model, positions=100))
+    assert model.rope_scaling is not None and again.rope_scaling is not None
+    assert again.rope_scaling.attention_factor == pytest.approx(model.rope_scaling.attention_factor, rel=1e-11)
+    assert again.rope_scaling.softmax_factor == pytest.approx(model.rope_scaling.softmax_factor, rel=1e-11)
+    replaced = make_section(family, again) | {"rope_scaling": asdict(model.rope_scaling)}
+    assert replaced == make_section(family, model)
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_transformers_reads_the_config_as_its_own(name: str) -> None:
+def test_transformers_reads_a_made_config_as_its_own(name: str) -> None:
     family, values = hf_models.MODELS[name]
     made = getattr(transformers, f"{family}Config")
     before = made(**values, architectures=[f"{family}ForCausalLM"])
-    kind, shape = shape_of(before.to_dict())
-    after = made.from_dict(config_of(kind, shape, positions=64))
-    assert shape_of(after.to_dict())[0] == kind
+    kind, model = parse_config(before.to_dict())
+    after = made.from_dict(make_config(kind, model, positions=64))
+    assert parse_config(after.to_dict())[0] == kind
     rope = before.rope_parameters
     found = {key: value for key, value in after.rope_parameters.items() if key in rope}
     assert {k: pytest.approx(v) if isinstance(v, float) else v for k, v in rope.items()} == found

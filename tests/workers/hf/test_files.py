@@ -1,4 +1,4 @@
-"""Laws of the files: what is missing, wrong or unreadable is one sentence and leaves nothing behind."""
+"""Missing, wrong and unreadable files are refused in one sentence, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_files import INDEX, SINGLE, change, refused, take, tensors_of
 from safetensors.torch import load_file, save_file
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint import atomic_io, hf_stream
+from pentad.workers.checkpoint import atomic_io, safetensors_io
 from pentad.workers.checkpoint.checkpoint import open_checkpoint
 from pentad.workers.hf.exporter import Request, export_checkpoint
 
@@ -24,7 +24,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The files of a model; not to be changed."""
+    """The files of a model; do not change them."""
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:
@@ -37,25 +37,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def files(saved: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A Llama's, to be changed."""
-    there = tmp_path / "files"
-    there.mkdir()
+    """The files of a Llama, free to change."""
+    folder = tmp_path / "files"
+    folder.mkdir()
     for path in saved("llama").iterdir():
-        (there / path.name).write_bytes(path.read_bytes())
-    return there
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
 
 
 def split(files: Path, parts: int) -> None:
-    """Spreads the tensors over several files with an index."""
+    """Distributes the tensors over several files with an index."""
     state = load_file(files / SINGLE)
     (files / SINGLE).unlink()
-    places = {name: f"model-{number % parts}.safetensors" for number, name in enumerate(state)}
-    for file in set(places.values()):
-        save_file({name: state[name] for name in state if places[name] == file}, files / file)
-    (files / INDEX).write_text(json.dumps({"weight_map": places}))
+    weight_map = {name: f"model-{number % parts}.safetensors" for number, name in enumerate(state)}
+    for file in set(weight_map.values()):
+        save_file({name: state[name] for name in state if weight_map[name] == file}, files / file)
+    (files / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_several_files_are_the_same_model_as_one(saved: Callable[[str], Path], files: Path, tmp_path: Path) -> None:
+def test_several_files_give_the_same_checkpoint_as_one(
+    saved: Callable[[str], Path], files: Path, tmp_path: Path
+) -> None:
     split(files, 3)
     one, several = take(saved("llama"), tmp_path / "one"), take(files, tmp_path / "several", limit=10_000)
     assert len(list(several.folder.glob("*.safetensors"))) > 3
@@ -69,17 +71,17 @@ def test_a_missing_tensor_is_named(files: Path, tmp_path: Path) -> None:
     refused(files, tmp_path, DOWN, "[32, 48]")
 
 
-def test_a_wrong_shape_is_named_with_the_one_wanted(files: Path, tmp_path: Path) -> None:
+def test_a_wrong_shape_is_named_with_the_expected_one(files: Path, tmp_path: Path) -> None:
     change(files, model__layers__1__mlp__down_proj__weight=torch.zeros(32, 47))
     refused(files, tmp_path, DOWN, "[32, 47]", "[32, 48]")
 
 
-def test_a_dtype_that_float32_cannot_hold_is_named(files: Path, tmp_path: Path) -> None:
+def test_a_dtype_that_float32_cannot_represent_is_named(files: Path, tmp_path: Path) -> None:
     change(files, model__norm__weight=torch.ones(32, dtype=torch.float64))
     refused(files, tmp_path, "model.norm.weight", "F64", "BF16")
 
 
-def test_a_tensor_that_the_config_knows_nothing_of_is_named(files: Path, tmp_path: Path) -> None:
+def test_a_tensor_that_the_config_does_not_imply_is_named(files: Path, tmp_path: Path) -> None:
     change(files, model__layers__0__self_attn__q_proj__bias=torch.ones(32))
     refused(files, tmp_path, "q_proj.bias")
     change(files, model__layers__0__self_attn__q_proj__bias=None)
@@ -91,15 +93,15 @@ def test_a_tied_head_may_be_in_the_files_if_it_is_the_embedding(files: Path, tmp
     hf_models.rewrite(files, tie_word_embeddings=True)
     refused(files, tmp_path, "lm_head.weight", "copy")
     change(files, lm_head__weight=load_file(files / SINGLE)["model.embed_tokens.weight"].clone())
-    assert take(files, tmp_path / "out").shape.tie_word_embeddings
+    assert take(files, tmp_path / "out").model.tie_word_embeddings
 
 
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         ("config.json", None, ["config.json", "cannot be read"]),
-        ("config.json", b"{", ["config.json", "no JSON"]),
-        ("config.json", b"[]", ["config.json", "no JSON object"]),
+        ("config.json", b"{", ["config.json", "not JSON"]),
+        ("config.json", b"[]", ["config.json", "not an object"]),
         (SINGLE, None, [SINGLE, "missing"]),
         (SINGLE, b"\x08", [SINGLE, "cannot be read"]),
         (INDEX, b"{}", [INDEX, "weight_map"]),
@@ -107,7 +109,7 @@ def test_a_tied_head_may_be_in_the_files_if_it_is_the_embedding(files: Path, tmp
         (INDEX, b'{"weight_map": {"model.norm.weight": "lost.safetensors"}}', ["model.layers.0.input_layernorm"]),
     ],
 )
-def test_a_file_that_is_missing_or_broken_is_named(
+def test_a_missing_or_broken_file_is_named(
     files: Path, tmp_path: Path, file: str, content: bytes | None, words: list[str]
 ) -> None:
     if content is None:
@@ -117,13 +119,13 @@ def test_a_file_that_is_missing_or_broken_is_named(
     refused(files, tmp_path, *words)
 
 
-def test_a_file_that_is_cut_short_is_named(files: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(files: Path, tmp_path: Path) -> None:
     content = (files / SINGLE).read_bytes()
     (files / SINGLE).write_bytes(content[: len(content) // 2])
     refused(files, tmp_path, SINGLE, "cannot be read")
 
 
-def test_files_that_are_not_what_the_index_says_are_named(files: Path, tmp_path: Path) -> None:
+def test_files_that_differ_from_the_index_are_named(files: Path, tmp_path: Path) -> None:
     split(files, 2)
     state = load_file(files / "model-1.safetensors")
     lost = next(iter(state))
@@ -133,7 +135,7 @@ def test_files_that_are_not_what_the_index_says_are_named(files: Path, tmp_path:
     refused(files, tmp_path, "model-1.safetensors", "missing")
 
 
-def test_a_folder_that_is_none_or_not_empty_is_refused(files: Path, tmp_path: Path) -> None:
+def test_a_missing_source_and_an_output_folder_with_content_are_refused(files: Path, tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", tmp_path, "nowhere")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("kept")
@@ -142,29 +144,29 @@ def test_a_folder_that_is_none_or_not_empty_is_refused(files: Path, tmp_path: Pa
     assert (tmp_path / "full" / "mine").read_text() == "kept"
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_storage_that_fails_midway_leaves_nothing(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_storage_failure_midway_leaves_nothing(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existed: bool
 ) -> None:
-    done = take(files, tmp_path / "whole")
+    done = take(files, tmp_path / "complete")
     written = 0
 
-    def write_file(path: Path, pieces: Any) -> tuple[int, str]:
+    def write_file(path: Path, parts: Any) -> tuple[int, str]:
         nonlocal written
         written += 1
         if written > 2:
             raise OSError(28, os.strerror(28))
-        return atomic_io.write_file(path, pieces)
+        return atomic_io.write_file(path, parts)
 
     out = tmp_path / "a" / "b"
-    if kept:
+    if existed:
         out.mkdir(parents=True)
-    monkeypatch.setattr(hf_stream, "write_file", write_file)
+    monkeypatch.setattr(safetensors_io, "write_file", write_file)
     with pytest.raises(PentadError, match="No space left"):
         take(files, out, limit=10_000)
-    assert out.exists() == kept and not (kept and any(out.iterdir()))
+    assert out.exists() == existed and not (existed and any(out.iterdir()))
     written = 0
-    request = Request(done.family, done.shape, 64, {}, limit=10_000)
+    request = Request(done.family, done.model, 64, {}, limit=10_000)
     with pytest.raises(PentadError, match="No space left"):
         export_checkpoint(open_checkpoint(done.folder), out, request, lambda done, total: None)
-    assert out.exists() == kept and not (kept and any(out.iterdir()))
+    assert out.exists() == existed and not (existed and any(out.iterdir()))

@@ -1,4 +1,4 @@
-"""Laws of models that come from Hugging Face files: the same numbers come out of them, and the same files."""
+"""Models imported from Hugging Face files give transformers' logits and export to the same files."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hf_models import MODELS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pentad.schedules.spec.model import ModelShape
+from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checkpoint, read
-from pentad.workers.hf.config import config_of, of_section, section_of, shape_of
+from pentad.workers.hf.config import make_config, make_section, parse_config, parse_section
 from pentad.workers.hf.exporter import Request, export_checkpoint
 from pentad.workers.hf.importer import import_folder
-from pentad.workers.hf.names import Layout, table
+from pentad.workers.hf.names import Layout, tensor_table
 
 
 class Case(NamedTuple):
-    """A model, its files, and what import makes of them."""
+    """A model of transformers, its files, and the checkpoint imported from them."""
 
-    model: Any
+    reference: Any
     files: Path
     family: str
-    shape: ModelShape
-    found: Checkpoint
+    model: ModelSpec
+    checkpoint: Checkpoint
     tensors: dict[str, torch.Tensor]
 
 
@@ -46,20 +46,20 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
             files = hf_models.save(model, root / "files")
             done = import_folder(files, root / "out", render=json.dumps, progress=lambda done, total: None)
             found = open_checkpoint(done.folder)
-            tensors = {key.removeprefix("model."): tensor for key, tensor in read(found, found.where).items()}
-            made[name] = Case(model, files, done.family, done.shape, found, tensors)
+            tensors = {key.removeprefix("model."): tensor for key, tensor in read(found, found.files).items()}
+            made[name] = Case(model, files, done.family, done.model, found, tensors)
         return made[name]
 
     return get
 
 
 def batch(length: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and those one further on."""
+    """Inputs and targets, each [2, length]."""
     rows = torch.randint(64, (2, length + 1), generator=torch.Generator().manual_seed(1))
     return rows[:, :-1], rows[:, 1:]
 
 
-def farthest(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.shape == expected.shape
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -68,65 +68,63 @@ def farthest(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_logits_are_those_of_transformers(case: Callable[[str], Case], name: str) -> None:
     it, (tokens, _) = case(name), batch()
     with torch.no_grad():
-        assert farthest(reference.forward(it.shape, it.tensors, tokens), it.model(tokens).logits) < 1e-5
+        assert relative_error(reference.forward(it.model, it.tensors, tokens), it.reference(tokens).logits) < 1e-5
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_in_float64_are_those_of_transformers_without_its_float32(
+def test_logits_in_float64_are_those_of_transformers_in_float64(
     case: Callable[[str], Case], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it, (tokens, _) = case(name), batch()
     wide = {key: tensor.double() for key, tensor in it.tensors.items()}
     with hf_models.widened(name, monkeypatch), torch.no_grad():
         model = hf_models.make(name).double()
-        model.load_state_dict(it.model.state_dict())
+        model.load_state_dict(it.reference.state_dict())
         expected = model(tokens).logits
-    found = reference.forward(it.shape, wide, tokens)
+    found = reference.forward(it.model, wide, tokens)
     assert found.dtype == expected.dtype == torch.float64
-    assert farthest(found, expected) < 1e-12
+    assert relative_error(found, expected) < 1e-12
 
 
-def test_predicted_layers_give_the_logits_of_transformers(case: Callable[[str], Case]) -> None:
+def test_mtp_layers_give_the_logits_of_transformers(case: Callable[[str], Case]) -> None:
     it, (tokens, targets) = case("deepseek-v3-predicted"), batch()
-    ahead = hf_models.predicted_model(it.model)
+    mtp = hf_models.mtp_model(it.reference)
     with torch.no_grad():
-        found = reference.predictions(it.shape, it.tensors, tokens, targets)
-        hidden = it.model.model(tokens).last_hidden_state
-        assert len(found) == it.shape.mtp_layers == 2
+        found = reference.predictions(it.model, it.tensors, tokens, targets)
+        hidden = it.reference.model(tokens).last_hidden_state
+        assert len(found) == it.model.mtp_layers == 2
         for number, logits in enumerate(found):
             count = tokens.shape[1] - 1 - number
-            hidden = ahead.forward_layer(
+            hidden = mtp.forward_layer(
                 number,
                 hidden[:, :count],
                 torch.arange(number + 1, number + 1 + count)[None],
                 None,
                 input_ids=targets[:, number:-1],
             )
-            assert farthest(logits, it.model.lm_head(hidden)) < 1e-5
+            assert relative_error(logits, it.reference.lm_head(hidden)) < 1e-5
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_files_that_go_through_a_checkpoint_are_the_same_files(
-    case: Callable[[str], Case], name: str, tmp_path: Path
-) -> None:
+def test_imported_and_exported_files_are_the_same(case: Callable[[str], Case], name: str, tmp_path: Path) -> None:
     it, (tokens, _) = case(name), batch()
-    request = Request(it.family, it.shape, positions=64, tokens={}, limit=30_000)
-    done = export_checkpoint(it.found, tmp_path / "out", request, lambda done, total: None)
+    request = Request(it.family, it.model, positions=64, special_tokens={}, limit=30_000)
+    done = export_checkpoint(it.checkpoint, tmp_path / "out", request, lambda done, total: None)
     assert len(done.files) > 1
-    places = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
+    weight_map = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
     again = {key: tensor for file in done.files for key, tensor in load_file(tmp_path / "out" / file).items()}
-    assert {key: file for file in done.files for key in load_file(tmp_path / "out" / file)} == places
-    if it.model.config.model_type != "deepseek_v3" or it.model.config.rope_interleave:
+    assert {key: file for file in done.files for key in load_file(tmp_path / "out" / file)} == weight_map
+    if it.reference.config.model_type != "deepseek_v3" or it.reference.config.rope_interleave:
         before = load_file(it.files / "model.safetensors")
         assert before.keys() == again.keys()
         assert all(torch.equal(before[key], again[key]) for key in before)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", experts_implementation="eager"
     )
-    assert_same_state(model, it.model)
+    assert_same_state(model, it.reference)
     with torch.no_grad():
-        found, expected = model(tokens).logits, it.model(tokens).logits
-    assert farthest(found, expected) < 1e-6  # of halves: another order of the same sum
+        found, expected = model(tokens).logits, it.reference(tokens).logits
+    assert relative_error(found, expected) < 1e-6  # half-split: another order of the same sum
     if name != "deepseek-v3-halves":
         assert torch.equal(found, expected)
 
@@ -135,20 +133,20 @@ def assert_same_state(found: Any, expected: Any) -> None:
     mine, theirs = found.state_dict(), expected.state_dict()
     assert mine.keys() == theirs.keys()
     for key, tensor in theirs.items():
-        turned = found.config.to_dict().get("rope_interleave") != expected.config.to_dict().get("rope_interleave")
-        if not (turned and key.endswith(("q_b_proj.weight", "kv_a_proj_with_mqa.weight"))):
+        reordered = found.config.to_dict().get("rope_interleave") != expected.config.to_dict().get("rope_interleave")
+        if not (reordered and key.endswith(("q_b_proj.weight", "kv_a_proj_with_mqa.weight"))):
             assert mine[key].dtype == tensor.dtype and torch.equal(mine[key], tensor), key
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_table_names_every_tensor_of_the_files_once(case: Callable[[str], Case], name: str) -> None:
+def test_the_table_lists_every_tensor_of_the_files_once(case: Callable[[str], Case], name: str) -> None:
     it = case(name)
-    names = table(it.family, it.shape)
+    names = tensor_table(it.family, it.model)
     parts = [part for entry in names.entries for part in entry.parts]
     assert len({part.name for part in parts}) == len(parts)
     assert len({entry.name for entry in names.entries}) == len(names.entries)
     files = load_file(it.files / "model.safetensors")
-    copies = names.copies.keys() - ({"lm_head.weight"} if it.shape.tie_word_embeddings else set())
+    copies = names.copies.keys() - ({"lm_head.weight"} if it.model.tie_word_embeddings else set())
     assert {part.name: part.shape for part in parts} == {
         key: tuple(tensor.shape) for key, tensor in files.items() if key not in copies
     }
@@ -159,7 +157,7 @@ def test_the_table_names_every_tensor_of_the_files_once(case: Callable[[str], Ca
         assert count == torch.Size(entry.shape).numel()
 
 
-def test_a_checkpoint_holds_the_names_and_shapes_that_all_parts_agreed_on(case: Callable[[str], Case]) -> None:
+def test_names_and_shapes_in_a_checkpoint_never_change(case: Callable[[str], Case]) -> None:
     h, ffn, narrow, count, heads = 32, 48, 16, 8, 4
     expected: dict[str, tuple[int, ...]] = {"embedding": (64, h), "head": (64, h), "norm": (h,)}
     for layer in range(5):
@@ -196,38 +194,38 @@ def test_a_checkpoint_holds_the_names_and_shapes_that_all_parts_agreed_on(case: 
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "predicted" not in name])
-def test_the_fused_table_names_what_transformers_holds_in_memory(case: Callable[[str], Case], name: str) -> None:
+def test_the_fused_table_lists_what_transformers_holds_in_memory(case: Callable[[str], Case], name: str) -> None:
     it = case(name)
-    names = table(it.family, it.shape, Layout(fused=True))
-    held = {key: tuple(tensor.shape) for key, tensor in it.model.state_dict().items() if key not in names.copies}
+    names = tensor_table(it.family, it.model, Layout(fused_experts=True))
+    held = {key: tuple(tensor.shape) for key, tensor in it.reference.state_dict().items() if key not in names.copies}
     assert {part.name: part.shape for entry in names.entries for part in entry.parts} == held
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3"])
 def test_files_with_fused_experts_are_the_same_model(case: Callable[[str], Case], name: str, tmp_path: Path) -> None:
     it = case(name)
-    it.model.save_pretrained(tmp_path / "files", save_original_format=False)
+    it.reference.save_pretrained(tmp_path / "files", save_original_format=False)
     assert any(key.endswith("experts.gate_up_proj") for key in load_file(tmp_path / "files/model.safetensors"))
     done = import_folder(tmp_path / "files", tmp_path / "out", render=json.dumps, progress=lambda done, total: None)
     found = open_checkpoint(done.folder)
-    assert done.shape == it.shape
-    for key, tensor in read(found, found.where).items():
+    assert done.model == it.model
+    for key, tensor in read(found, found.files).items():
         assert torch.equal(tensor, it.tensors[key.removeprefix("model.")]), key
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_shape_returns_from_its_config_and_from_its_section(case: Callable[[str], Case], name: str) -> None:
+def test_a_model_returns_from_its_config_and_from_its_section(case: Callable[[str], Case], name: str) -> None:
     it = case(name)
-    config = json.loads(json.dumps(config_of(it.family, it.shape, positions=64)))
-    family, again = shape_of(config)
+    config = json.loads(json.dumps(make_config(it.family, it.model, positions=64)))
+    family, again = parse_config(config)
     assert family == it.family
-    assert_close(section_of(family, again), section_of(family, it.shape))
-    section = json.loads(json.dumps(section_of(it.family, it.shape)))
-    assert of_section(section) == (it.family, it.shape)
+    assert_close(make_section(family, again), make_section(family, it.model))
+    section = json.loads(json.dumps(make_section(it.family, it.model)))
+    assert parse_section(section) == (it.family, it.model)
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    """The same but for the last digits of YaRN's factors, which config.json spells in another way."""
+    """Equal except for the last digits of YaRN's factors, which config.json stores in another form."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for key in expected:

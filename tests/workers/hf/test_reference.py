@@ -1,5 +1,4 @@
-"""Laws of the reference itself: its losses are those of transformers and of the older reference, and every weight has a
-gradient."""
+"""The reference implementation itself: its losses are those of transformers, and every weight has a gradient."""
 
 from __future__ import annotations
 
@@ -10,68 +9,49 @@ from typing import Any
 import hf_models
 import pytest
 import reference_families as reference
-import reference_model
 import torch
 import torch.nn.functional as F
 from hf_files import take, tensors_of
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from pentad.schedules.spec.model import Experts, ModelShape
+from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.tensors import tensors as tensors_of_model
-from pentad.workers.params.param_init import initial_values
 
 ROWS = torch.randint(64, (3, 21), generator=torch.Generator().manual_seed(2))
 TOKENS, TARGETS = ROWS[:, :-1], ROWS[:, 1:]
 
 
-def taken(name: str, folder: Path, **other: Any) -> tuple[Any, ModelShape, dict[str, torch.Tensor]]:
-    """A model of transformers, its shape and its tensors in float64."""
+def imported(name: str, folder: Path, **other: Any) -> tuple[Any, ModelSpec, dict[str, torch.Tensor]]:
+    """A model of transformers, its spec and its tensors in float64."""
     torch.manual_seed(0)
     model = hf_models.make(name, **other)
     done = take(hf_models.save(model, folder / "files"), folder / "out")
     found = {key.removeprefix("model."): tensor.double() for key, tensor in tensors_of(done).items()}
-    return model, done.shape, found
+    return model, done.model, found
 
 
-def test_names_and_shapes_of_a_llama_are_those_that_ranks_hold(tmp_path: Path) -> None:
-    _, shape, tensors = taken("llama", tmp_path)
+def test_names_and_shapes_of_a_llama_are_those_of_a_rank(tmp_path: Path) -> None:
+    _, shape, tensors = imported("llama", tmp_path)
     held = {spec.name: spec.shape for spec in tensors_of_model(shape, 0, shape.layers)}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == held
 
 
-def test_a_llamas_loss_and_gradients_are_those_of_the_older_reference() -> None:
-    shape = ModelShape(2, 24, 4, 2, 40, 64, rope_theta=100.0)
-    found = tensors_of_model(shape, 0, 2)
-    mine, theirs = ({s.name: initial_values(s, 0).double().requires_grad_() for s in found} for _ in range(2))
-    ours = reference.loss(shape, mine, TOKENS, TARGETS)
-    expected = reference_model.loss(theirs, shape, TOKENS, TARGETS)
-    assert torch.allclose(ours, expected, rtol=1e-13)
-    for each in (ours, expected):
-        each.backward()
-    for name, tensor in mine.items():
-        grads = tensor.grad, theirs[name].grad
-        assert grads[0] is not None and grads[1] is not None
-        assert torch.allclose(grads[0], grads[1], rtol=1e-10, atol=1e-14), name
-
-
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_the_balance_loss_of_one_layer_is_that_of_transformers_over_the_choices_of_a_token(
-    name: str, tmp_path: Path
-) -> None:
-    model, shape, tensors = taken(name, tmp_path, num_hidden_layers=1, router_aux_loss_coef=0.25)
+def test_the_balance_loss_of_a_layer_is_that_of_transformers_divided_by_top_k(name: str, tmp_path: Path) -> None:
+    model, shape, tensors = imported(name, tmp_path, num_hidden_layers=1, router_aux_loss_coef=0.25)
     assert shape.experts is not None and shape.experts.aux_loss_coef == 0.25
     with torch.no_grad():
         out = model(TOKENS, labels=TOKENS, output_router_logits=True)
     found = reference.losses(shape, tensors, TOKENS, TARGETS)
-    active = shape.experts.top_k
-    theirs = load_balancing_loss_func(out.router_logits, shape.experts.num_experts, active)
-    assert float(found.balance) == pytest.approx(0.25 * float(theirs) / active, rel=1e-5)
+    top_k = shape.experts.top_k
+    theirs = load_balancing_loss_func(out.router_logits, shape.experts.num_experts, top_k)
+    assert float(found.balance) == pytest.approx(0.25 * float(theirs) / top_k, rel=1e-5)
     assert float(found.main) == pytest.approx(
         float(F.cross_entropy(out.logits.flatten(0, 1), TARGETS.flatten())), rel=1e-5
     )
 
 
-def test_an_even_load_has_a_balance_loss_of_one() -> None:
+def test_the_balance_loss_of_an_even_load_is_one() -> None:
     experts = Experts(4, 2, 8)
     chosen = torch.tensor([[0, 1], [2, 3]])
     even = reference.Routes(torch.full((2, 4), 0.25), chosen, torch.ones(2, 2))
@@ -81,20 +61,20 @@ def test_an_even_load_has_a_balance_loss_of_one() -> None:
     assert reference.load(experts, sure).tolist() == [2, 1, 1, 0]
 
 
-def test_the_loss_of_predicted_layers_is_a_share_of_all_tokens(tmp_path: Path) -> None:
-    _, shape, tensors = taken("deepseek-v3-predicted", tmp_path)
+def test_the_mtp_loss_is_averaged_over_all_tokens(tmp_path: Path) -> None:
+    _, shape, tensors = imported("deepseek-v3-predicted", tmp_path)
     found = reference.losses(shape, tensors, TOKENS, TARGETS)
     expected = 0.0
     for number, logits in enumerate(reference.predictions(shape, tensors, TOKENS, TARGETS)):
         for row in range(3):
             for at in range(TOKENS.shape[1] - 1 - number):
                 expected -= float(logits[row, at].log_softmax(-1)[ROWS[row, at + number + 2]])
-    assert float(found.predicted) == pytest.approx(0.3 / 2 * expected / TOKENS.numel(), rel=1e-12)
+    assert float(found.mtp) == pytest.approx(0.3 / 2 * expected / TOKENS.numel(), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_every_weight_has_a_gradient_and_a_bias_none(name: str, tmp_path: Path) -> None:
-    _, shape, tensors = taken(name, tmp_path)
+def test_every_weight_has_a_gradient_and_expert_biases_have_none(name: str, tmp_path: Path) -> None:
+    _, shape, tensors = imported(name, tmp_path)
     if shape.experts is not None:
         shape = replace(shape, experts=replace(shape.experts, aux_loss_coef=0.01))
     for tensor in tensors.values():
@@ -109,7 +89,7 @@ def test_every_weight_has_a_gradient_and_a_bias_none(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "llama-3.1"])
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow, shape, tensors = taken(name, tmp_path)
+    float32_model, shape, tensors = imported(name, tmp_path)
     if shape.experts is not None:
         shape = replace(shape, experts=replace(shape.experts, aux_loss_coef=0.0))
     for tensor in tensors.values():
@@ -117,7 +97,7 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, monkeypa
     reference.loss(shape, tensors, TOKENS, TARGETS).backward()
     with hf_models.widened(name, monkeypatch):
         model = hf_models.make(name).double()
-        model.load_state_dict(narrow.state_dict())
+        model.load_state_dict(float32_model.state_dict())
         F.cross_entropy(model(TOKENS).logits.flatten(0, 1), TARGETS.flatten()).backward()
     for mine, theirs in (
         ("embedding", model.model.embed_tokens.weight),

@@ -1,4 +1,4 @@
-"""Laws of tensors on their way: no more than two are ever held, and each arrives as what it was."""
+"""Import and export hold at most two tensors in memory, and change none."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.model import ModelShape
 from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint, read, write_shard
 from pentad.workers.hf.exporter import Request, export_checkpoint
-from pentad.workers.params.sharded_state import read_whole
+from pentad.workers.params.sharded_state import read_full
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory):
-    """The files of a model; not to be changed."""
+    """The files of a model; do not change them."""
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:
@@ -35,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of float32 that results of torch's operations hold at a time."""
+    """Records the peak bytes that float32 results of torch operations occupy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +45,12 @@ class Live(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
             self.made = [*(each for each in self.made if each() is not None), weakref.ref(out)]
-            rooms = [tensor.untyped_storage() for each in self.made if (tensor := each()) is not None]
-            self.peak = max(self.peak, sum({room.data_ptr(): room.nbytes() for room in rooms}.values()))
+            storages = [tensor.untyped_storage() for each in self.made if (tensor := each()) is not None]
+            self.peak = max(self.peak, sum({each.data_ptr(): each.nbytes() for each in storages}.values()))
         return out
 
 
-def test_no_more_than_two_tensors_are_held_on_either_way(saved, tmp_path: Path) -> None:
+def test_import_and_export_hold_at_most_two_tensors(saved, tmp_path: Path) -> None:
     source = tmp_path / "half"
     stored = {name: tensor.bfloat16() for name, tensor in load_file(saved("deepseek-v3") / SINGLE).items()}
     source.mkdir()
@@ -62,27 +61,27 @@ def test_no_more_than_two_tensors_are_held_on_either_way(saved, tmp_path: Path) 
     largest = 4 * max(tensor.numel() for tensor in stored.values())
     assert largest <= live.peak <= 2 * largest < done.bytes / 10
     found = open_checkpoint(done.folder)
-    whole = 4 * max(tensor.numel() for tensor in read(found, found.where).values())
-    request = Request(done.family, done.shape, 64, {}, dtype="bfloat16")
+    largest = 4 * max(tensor.numel() for tensor in read(found, found.files).values())
+    request = Request(done.family, done.model, 64, {}, dtype="bfloat16")
     with Live() as live:
         export_checkpoint(found, tmp_path / "again", request, lambda done, total: None)
-    assert 0 < live.peak <= 2 * whole < done.bytes / 2
+    assert 0 < live.peak <= 2 * largest < done.bytes / 2
     again = load_file(tmp_path / "again" / SINGLE)
     assert again.keys() == stored.keys()
     for name, tensor in stored.items():
         assert torch.equal(again[name], tensor.float() if "correction" in name else tensor), name
 
 
-def test_eight_bit_blocks_are_read_with_their_factors(saved, tmp_path: Path) -> None:
+def test_fp8_blocks_are_read_with_their_scales(saved, tmp_path: Path) -> None:
     source, plain = tmp_path / "eight", load_file(saved("deepseek-v3-predicted") / SINGLE)
     stored, expected = dict(plain), dict(plain)
     for name, tensor in plain.items():
         if "_proj" in name and "eh_proj" not in name:
             blocks = tuple(-(-size // 12) for size in tensor.shape)
-            factors = torch.rand(blocks) + 0.5
-            stored[name], stored[f"{name}_scale_inv"] = (tensor * 20).to(torch.float8_e4m3fn), factors
-            spread = factors.repeat_interleave(12, 0).repeat_interleave(12, 1)[: tensor.shape[0], : tensor.shape[1]]
-            expected[name] = stored[name].float() * spread
+            scales = torch.rand(blocks) + 0.5
+            stored[name], stored[f"{name}_scale_inv"] = (tensor * 20).to(torch.float8_e4m3fn), scales
+            expanded = scales.repeat_interleave(12, 0).repeat_interleave(12, 1)[: tensor.shape[0], : tensor.shape[1]]
+            expected[name] = stored[name].float() * expanded
     for folder, state in ((source, stored), (tmp_path / "wide", expected)):
         folder.mkdir()
         save_file(state, folder / SINGLE)
@@ -98,7 +97,7 @@ def test_eight_bit_blocks_are_read_with_their_factors(saved, tmp_path: Path) -> 
     refused(source, tmp_path, "down_proj.weight_scale_inv", "[1, 1]")
 
 
-def test_predicted_layers_that_transformers_left_out_are_not_missed(saved, tmp_path: Path) -> None:
+def test_mtp_layers_that_transformers_did_not_save_are_left_out(saved, tmp_path: Path) -> None:
     source, kept = tmp_path / "files", load_file(saved("deepseek-v3-predicted") / SINGLE)
     source.mkdir()
     (source / "config.json").write_bytes((saved("deepseek-v3-predicted") / "config.json").read_bytes())
@@ -106,21 +105,20 @@ def test_predicted_layers_that_transformers_left_out_are_not_missed(saved, tmp_p
         {name: tensor for name, tensor in kept.items() if not name.startswith(("model.layers.3", "model.layers.4"))},
         source / SINGLE,
     )
-    assert take(source, tmp_path / "out").shape.mtp_layers == 0
+    assert take(source, tmp_path / "out").model.mtp_layers == 0
     state = {name: tensor for name, tensor in kept.items() if not name.startswith("model.layers.4.eh_proj")}
     save_file(state, source / SINGLE)
     refused(source, tmp_path, "model.layers.4.eh_proj.weight")
 
 
-def test_a_model_that_never_had_a_bias_is_written_with_zeros(saved, tmp_path: Path) -> None:
+def test_a_model_without_expert_bias_is_exported_with_zeros(saved, tmp_path: Path) -> None:
     done = take(saved("deepseek-v3"), tmp_path / "in")
-    shape = done.shape
-    assert shape.experts is not None
-    even = ModelShape(**{**shape.__dict__, "experts": replace(shape.experts, bias_update_rate=0.0)})
+    assert done.model.experts is not None
+    unbiased = replace(done.model, experts=replace(done.model.experts, bias_update_rate=0.0))
     tensors = {name: tensor for name, tensor in tensors_of(done).items() if not name.endswith("bias")}
     folder = folder_of(tmp_path / "run", 3)
     commit(folder, step=3, shards=[write_shard(folder, "a.safetensors", tensors)], meta={})
-    request = Request(done.family, even, 64, {})
+    request = Request(done.family, unbiased, 64, {})
     export_checkpoint(open_checkpoint(folder), tmp_path / "out", request, lambda done, total: None)
     found = load_file(tmp_path / "out" / SINGLE)
     assert found.keys() == load_file(saved("deepseek-v3") / SINGLE).keys()
@@ -130,20 +128,20 @@ def test_a_model_that_never_had_a_bias_is_written_with_zeros(saved, tmp_path: Pa
 def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path: Path) -> None:
     done = take(saved("llama"), tmp_path / "in")
     for changes, words in (({"layers": 3}, "layers.2"), ({"ffn": 47}, r"\[96, 32\]: expected \[94, 32\]")):
-        request = Request(done.family, ModelShape(**{**done.shape.__dict__, **changes}), 64, {})
+        request = Request(done.family, replace(done.model, **changes), 64, {})
         with pytest.raises(PentadError, match=words):
             export_checkpoint(open_checkpoint(done.folder), tmp_path / "out", request, lambda done, total: None)
         assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_begins_with_weights_begins_with_moments_of_zero(saved, tmp_path: Path) -> None:
+def test_optimizer_moments_of_an_import_are_zero(saved, tmp_path: Path) -> None:
     found = open_checkpoint(take(saved("llama"), tmp_path / "in").folder)
-    assert torch.equal(read_whole(found, "optimizer.m.norm", (32,)), torch.zeros(32))
-    assert torch.equal(read_whole(found, "model.norm", (32,)), load_file(saved("llama") / SINGLE)["model.norm.weight"])
+    assert torch.equal(read_full(found, "optimizer.m.norm", (32,)), torch.zeros(32))
+    assert torch.equal(read_full(found, "model.norm", (32,)), load_file(saved("llama") / SINGLE)["model.norm.weight"])
     with pytest.raises(PentadError, match=r"model\.nothing"):
-        read_whole(found, "model.nothing", (32,))
+        read_full(found, "model.nothing", (32,))
     folder = folder_of(tmp_path / "run", 1)
     moments = {"model.norm": torch.ones(32), "optimizer.m.head": torch.ones(3)}
     commit(folder, step=1, shards=[write_shard(folder, "a.safetensors", moments)], meta={})
     with pytest.raises(PentadError, match=r"optimizer\.m\.norm"):
-        read_whole(open_checkpoint(folder), "optimizer.m.norm", (32,))
+        read_full(open_checkpoint(folder), "optimizer.m.norm", (32,))

@@ -7,13 +7,13 @@ import socket
 import psutil
 import pytest
 
-from pentad.workers.parallel.groups import meet, serve
+from pentad.workers.parallel.process_groups import join_store, start_store
 
 pytestmark = pytest.mark.timeout(30)
 
 
 def test_a_store_listens_before_its_port_is_told():
-    store = serve("127.0.0.1", 2, 5)
+    store = start_store("127.0.0.1", 2, 5)
     with socket.create_connection(("127.0.0.1", store.port), 5):
         pass
     with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", store.port)):
@@ -21,24 +21,24 @@ def test_a_store_listens_before_its_port_is_told():
 
 
 def test_a_store_listens_at_the_address_of_its_ranks_alone():
-    store = serve("127.0.0.1", 2, 5)
+    store = start_store("127.0.0.1", 2, 5)
     found = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == store.port]
     assert found and set(found) == {"127.0.0.1"}
 
 
 def test_who_meets_at_a_store_sees_what_the_others_leave_there():
-    store = serve("127.0.0.1", 2, 5)
-    meet(f"127.0.0.1:{store.port}", 2, 5).set("word", "here")
+    store = start_store("127.0.0.1", 2, 5)
+    join_store(f"127.0.0.1:{store.port}", 2, 5).set("word", "here")
     assert store.get("word") == b"here"
 
 
 def test_a_store_that_is_given_up_frees_its_port():
-    store = serve("127.0.0.1", 2, 5)
+    store = start_store("127.0.0.1", 2, 5)
     port = store.port
     del store
     socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_stores_of_one_machine_do_not_take_each_others_ports():
-    stores = [serve("127.0.0.1", 2, 5) for _ in range(8)]
+    stores = [start_store("127.0.0.1", 2, 5) for _ in range(8)]
     assert len({store.port for store in stores}) == 8

@@ -36,7 +36,7 @@ def test_neighbours_names_and_seeds_have_nothing_in_common() -> None:
 
 
 def test_a_copy_begins_as_what_it_copies_and_norms_with_ones() -> None:
-    one, copy = Tensor("embedding", (4, 4), 0.02), Tensor("head", (4, 4), 0.02, like="embedding")
+    one, copy = Tensor("embedding", (4, 4), 0.02), Tensor("head", (4, 4), 0.02, tied_to="embedding")
     assert torch.equal(initial_values(one, 5), initial_values(copy, 5))
     assert torch.equal(initial_values(Tensor("norm", (9,), 0.0), 5), torch.ones(9))
 

@@ -1,4 +1,4 @@
-"""A rank that loses its partners keeps its process and weights, and goes on with others to the same bits."""
+"""A rank that loses its partners keeps its process and its weights, and continues with others to the same bits."""
 
 from __future__ import annotations
 
@@ -8,133 +8,148 @@ from typing import Any
 
 import pytest
 import torch
-from axes_cases import FAMILIES, MIXED
-from cells import Cell, join, lose_one, together
-from custom_models import made
+from bits import same_bits
+from custom_models import custom_model
 from plans import plan_of
+from resume import commit
+from small_models import FAMILIES, MOE
+from worker_processes import WorkerProcess, call_all, check_recovery, start_generation
 
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
-from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.runtime.abort import Aborted
 from pentad.workers.runtime.runner import Runner
 
 pytestmark = pytest.mark.timeout(150)
-SLOW = pytest.mark.slow
+slow = pytest.mark.slow
 SQUARE: dict[str, Any] = {"dp": 2, "pp": 2, "microbatches": 4}
-LINE: dict[str, Any] = {"pp": 4, "microbatches": 8}
+PIPELINE: dict[str, Any] = {"pp": 4, "microbatches": 8}
+STEPS = 24
 
 
-def small(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
+def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
     return plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **axes})
 
 
 @pytest.fixture(scope="module")
-def cells():
-    made = [Cell() for _ in range(4)]
+def workers():
+    made = [WorkerProcess() for _ in range(4)]
     yield made
-    for cell in made:
-        cell.stop()
+    for worker in made:
+        worker.stop()
 
 
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("1f1b", {"pp": 2, "microbatches": 4}),
+        pytest.param("1f1b", {"pp": 2, "microbatches": 4}, marks=slow),
         ("1f1b", SQUARE),
-        ("zb-h2", SQUARE),
-        ("dualpipe", LINE),
-        ("zb-v", {"pp": 2, "tp": 2, "microbatches": 4}),
-        ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MIXED}),
-        ("1f1b", {"pp": 2, "cp": 2, "microbatches": 2, "model": FAMILIES["qwen3"]}),
+        pytest.param("zb-h2", SQUARE, marks=slow),
+        ("dualpipe", PIPELINE),
+        pytest.param("zb-v", {"pp": 2, "tp": 2, "microbatches": 4}, marks=slow),
+        ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MOE}),
+        pytest.param("1f1b", {"pp": 2, "cp": 2, "microbatches": 2, "model": FAMILIES["qwen3"]}, marks=slow),
     ],
 )
-def test_a_call_behind_one_that_failed_does_nothing(cells, corpus, name, axes):
-    """The driver queues calls. What a rank lacks the norm of only stays whole until it hears it."""
-    plan, missed = small(name, corpus, axes), 2
-    ranks = cells[: plan.mesh.size]
-    join(ranks, plan, 1)
-    together(ranks, "restore", None, 0)
-    together(ranks, "run", 0, missed + 1)
-    expected = together(ranks, "state")
-    together(ranks, "close")
+def test_a_call_queued_behind_a_failed_one_does_nothing(workers, corpus, name, axes):
+    """The driver queues calls. Gradients that are only waiting for their norm stay complete until the rank hears it."""
+    plan, failed_step = make_plan(name, corpus, axes), 2
+    ranks = workers[: plan.mesh.size]
+    start_generation(ranks, plan, 1)
+    call_all(ranks, "restore", None, 0)
+    call_all(ranks, "run", 0, failed_step + 1)
+    expected = call_all(ranks, "state")
+    call_all(ranks, "close")
 
-    join(ranks, plan, 1)
-    together(ranks, "restore", None, 0)
-    ranks[1].answer(ranks[1].call("lose_touch", missed))
-    asked = [[cell.call("run", first, 4) for first in (0, 4)] for cell in ranks]
+    start_generation(ranks, plan, 1)
+    call_all(ranks, "restore", None, 0)
+    ranks[1].answer(ranks[1].call("fail_at", failed_step))
+    asked = [[worker.call("run", first, 4) for first in (0, 4)] for worker in ranks]
     with pytest.raises(RuntimeError, match="closed by peer"):
         ranks[1].answer(asked[1][0])
-    with pytest.raises(Aborted):  # the others are in the step behind by then, and would take part in any
+    with pytest.raises(Aborted):  # the others are in the next step by now, and would take part in it
         ranks[1].answer(asked[1][1])
-    ranks[0].wait_for(missed + 1)
-    for cell in ranks:
-        cell.answer(cell.now("fence"))
-    stands = together(ranks, "leave")
-    heard = [(missed + 1, False)] * len(ranks)
-    assert [(stand.version, stand.ready) for stand in stands] == [heard[0], (missed, True), *heard[2:]]
-    ranks[1].answer(ranks[1].call("advance", stands[0].norm))
-    for found, state in zip(together(ranks, "state"), expected, strict=True):
-        assert all(torch.equal(found[name], state[name]) for name in state)
+    ranks[0].wait_for_step(failed_step + 1)
+    for worker in ranks:
+        worker.answer(worker.call_now("fence"))
+    snapshots = call_all(ranks, "leave")
+    committed = (failed_step + 1, False)
+    versions = [(snapshot.version, snapshot.ready) for snapshot in snapshots]
+    assert versions == [committed, (failed_step, True), *[committed] * (len(ranks) - 2)]
+    ranks[1].answer(ranks[1].call("advance", snapshots[0].norm))
+    for found, state in zip(call_all(ranks, "state"), expected, strict=True):
+        assert same_bits(found, state)
 
 
-def test_a_lost_shard_comes_back_from_a_checkpoint(cells, corpus, tmp_path):
-    """Ranks that live through it keep their processes, and the part that they hold of every stage is not enough."""
-    plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", savings=MemoryOptions(zero=3))
-    join(cells, plan, 1)
-    together(cells, "restore", None, 0)
-    together(cells, "run", 0, 6)
-    expected = together(cells, "state")
-    together(cells, "close")
+def test_a_lost_zero_shard_comes_back_from_a_checkpoint(workers, corpus, tmp_path):
+    """The survivors keep their processes, but their shards are not enough."""
+    plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", memory_options=MemoryOptions(zero=3))
+    start_generation(workers, plan, 1)
+    call_all(workers, "restore", None, 0)
+    call_all(workers, "run", 0, 6)
+    expected = call_all(workers, "state")
+    call_all(workers, "close")
 
     folder = checkpoint.folder_of(tmp_path, 2)
-    join(cells, plan, 1)
-    together(cells, "restore", None, 0)
-    together(cells, "run", 0, 2)
-    plain = [shard for shards in together(cells, "save", str(folder), 2) for shard in shards]
-    checkpoint.commit(folder, step=2, shards=[Shard.from_plain(shard) for shard in plain], meta={})
-    asked = [cell.call("run", 2, 80) for cell in cells]
-    cells[1].wait_for(4)
-    cells[1].signal(signal.SIGKILL)
+    start_generation(workers, plan, 1)
+    call_all(workers, "restore", None, 0)
+    call_all(workers, "run", 0, 2)
+    commit(folder, 2, [shard for shards in call_all(workers, "save", str(folder), 2) for shard in shards])
+    asked = [worker.call("run", 2, 80) for worker in workers]
+    workers[1].wait_for_step(4)
+    workers[1].signal(signal.SIGKILL)
     for rank in (0, 2, 3):
-        cells[rank].answer(cells[rank].now("fence"))
+        workers[rank].answer(workers[rank].call_now("fence"))
         with pytest.raises((Aborted, RuntimeError)):
-            cells[rank].answer(asked[rank])
-        cells[rank].answer(cells[rank].call("leave"))
-    cells[1].stop()
-    cells[1] = Cell()
-    join(cells, plan, 2)
-    together(cells, "restore", str(folder), 2)
-    together(cells, "run", 2, 4)
-    for found, state in zip(together(cells, "state"), expected, strict=True):
-        assert found.keys() == state.keys()
-        assert all(torch.equal(found[name], state[name]) for name in state)
-    together(cells, "close")
+            workers[rank].answer(asked[rank])
+        workers[rank].answer(workers[rank].call("leave"))
+    workers[1].stop()
+    workers[1] = WorkerProcess()
+    start_generation(workers, plan, 2)
+    call_all(workers, "restore", str(folder), 2)
+    call_all(workers, "run", 2, 4)
+    for found, state in zip(call_all(workers, "state"), expected, strict=True):
+        assert same_bits(found, state)
+    call_all(workers, "close")
 
 
-def test_an_heir_that_came_too_late_takes_nothing_along(corpus, tmp_path):
-    """Its generation may be over before it is made; the next one inherits from the same rank."""
-    first = Runner(small("1f1b", corpus, {"microbatches": 2, "model": MIXED}), 0, tmp_path / "board")
+def test_a_runner_whose_generation_ended_early_passes_its_state_on(corpus, tmp_path):
+    """A generation may be over before its runner has been made; the next one takes over from the same rank."""
+    first = Runner(make_plan("1f1b", corpus, {"microbatches": 2, "model": MOE}), 0, tmp_path / "progress")
     first.restore(None, 3)
-    found = {at: [torch.rand_like(part) for part in held.given()] for at, held in first.parameters.items()}
-    for at, parts in found.items():
-        for mine, part in zip(first.parameters[at].given(), parts, strict=True):
-            mine.copy_(part)
+    state = {
+        share: [torch.rand_like(tensor) for tensor in parameters.state_tensors()]
+        for share, parameters in first.state.parameters.items()
+    }
+    for share, tensors in state.items():
+        for own, tensor in zip(first.state.parameters[share].state_tensors(), tensors, strict=True):
+            own.copy_(tensor)
     for generation in (2, 3):
-        heir = Runner(first.plan, 0, tmp_path / "board", generation, before=first, blank=True)
-    assert heir.version == 3 and heir.stages[0].balance is not None and heir.stages[0].balance.bias.all()
-    for at, parts in found.items():
-        assert all(torch.equal(*pair) for pair in zip(heir.parameters[at].given(), parts, strict=True))
+        last = Runner(first.plan, 0, tmp_path / "progress", generation, previous=first, blank=True)
+    assert last.state.version == 3
+    balancer: Any = last.local.stages[0].load_balancer
+    assert balancer.bias.all()
+    for share, tensors in state.items():
+        found = last.state.parameters[share].state_tensors()
+        assert all(torch.equal(*pair) for pair in zip(found, tensors, strict=True))
 
 
-def test_a_step_cut_off_at_its_norm_can_still_be_taken(corpus, tmp_path):
-    """A GPU behind its host goes on through NORM, STEP and a forward of the next step when the generation ends
-    meanwhile; partners may have heard the norm and taken the step."""
+def test_a_blank_rank_that_has_received_nothing_is_not_ready(corpus, tmp_path):
+    runner = Runner(make_plan("1f1b", corpus, {"microbatches": 2}), 0, tmp_path / "progress", 2, blank=True)
+    runner.connect(runner.serve("127.0.0.1", 30.0), 30.0)
+    runner.fence()
+    snapshot = runner.leave()
+    assert (snapshot.version, snapshot.ready) == (-1, False)
+
+
+def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path):
+    """A GPU behind its host runs NORM, STEP and a forward of the next step although the generation has ended. Its
+    partners may have the norm and have committed the step."""
     runners = []
     for number in (0, 1):
-        plan = small("1f1b", corpus, {"microbatches": 2, "model": MIXED})
+        plan = make_plan("1f1b", corpus, {"microbatches": 2, "model": MOE})
         runners.append(Runner(plan, 0, tmp_path / str(number)))
         runners[-1].connect(runners[-1].serve("127.0.0.1", 30.0), 30.0)
         runners[-1].restore(None)
@@ -143,55 +158,59 @@ def test_a_step_cut_off_at_its_norm_can_still_be_taken(corpus, tmp_path):
             norm = newest.grad_norm
             runners[-1].close()
     late = runners[-1]
-    executor: Any = late.executor
-    end = executor.end
-    real = end.reduce
-    end.reduce = lambda step, _: real(step, lambda: end.fence.fill_(torch.nan))
-    executor.run(2, late.feed(2))
+    connection: Any = late.connection
+    executor, optimizer_step = connection.executor, connection.optimizer_step
+    real = optimizer_step.reduce_norm
+    optimizer_step.reduce_norm = lambda step, _: real(step, optimizer_step.cancel)
+    executor.run(2, late.load_batch(2))
     executor.stream = executor.stream[:1]
     assert executor.stream[0].op is Op.F
-    executor.run(3, late.feed(3))
-    stand = late.leave()
-    assert (stand.version, stand.ready, stand.norm) == (2, True, newest.grad_norm)
+    executor.run(3, late.load_batch(3))
+    snapshot = late.leave()
+    assert (snapshot.version, snapshot.ready, snapshot.norm) == (2, True, newest.grad_norm)
     late.advance(norm)
-    given = [[part for held in each.parameters.values() for part in held.given()] for each in runners]
-    assert all(torch.equal(*pair) for pair in zip(*given, strict=True))
+    states = [
+        [tensor for parameters in runner.state.parameters.values() for tensor in parameters.state_tensors()]
+        for runner in runners
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("how", "name", "axes"),
+    ("fault", "name", "axes"),
     [
-        (signal.SIGKILL, "dualpipe", LINE),
+        (signal.SIGKILL, "dualpipe", PIPELINE),
         (signal.SIGSTOP, "zb-h2", SQUARE),
-        pytest.param(signal.SIGKILL, "zb-h2", SQUARE, marks=SLOW),
-        pytest.param(signal.SIGSTOP, "dualpipe", LINE, marks=SLOW),
-        pytest.param(signal.SIGKILL, "1f1b", SQUARE, marks=SLOW),
-        pytest.param(signal.SIGSTOP, "1f1b", SQUARE, marks=SLOW),
-        pytest.param(None, "1f1b", SQUARE, marks=SLOW),
+        pytest.param(signal.SIGKILL, "zb-h2", SQUARE, marks=slow),
+        pytest.param(signal.SIGSTOP, "dualpipe", PIPELINE, marks=slow),
+        pytest.param(signal.SIGKILL, "1f1b", SQUARE, marks=slow),
+        pytest.param(signal.SIGSTOP, "1f1b", SQUARE, marks=slow),
+        pytest.param(None, "1f1b", SQUARE, marks=slow),
     ],
 )
-def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(cells, corpus, name, axes, how):
-    lose_one(cells, small(name, corpus, axes), 80, how)
+def test_a_run_that_loses_a_rank_ends_with_the_same_bits(workers, corpus, name, axes, fault):
+    check_recovery(workers, make_plan(name, corpus, axes), STEPS, fault)
 
 
-INNER = [
-    ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MIXED}),
-    pytest.param("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": FAMILIES["deepseek-v3"]}, marks=SLOW),
-    pytest.param("dualpipe", {"pp": 2, "ep": 2, "microbatches": 4, "model": MIXED}, marks=SLOW),
-    pytest.param("dualpipe", {"pp": 2, "tp": 2, "microbatches": 4}, marks=SLOW),
-    pytest.param("zb-h2", {"dp": 2, "tp": 2, "microbatches": 2}, marks=SLOW),
-    pytest.param("zb-v", {"pp": 2, "cp": 2, "microbatches": 4, "model": FAMILIES["qwen3"]}, marks=SLOW),
-    pytest.param("1f1b", {"cp": 4, "microbatches": 2}, marks=SLOW),
-    pytest.param("1f1b", {**SQUARE, "model": replace(FAMILIES["qwen3"], mtp_layers=1)}, marks=SLOW),
+SHARED_LAYERS = [
+    ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MOE}),
+    pytest.param("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": FAMILIES["deepseek-v3"]}, marks=slow),
+    pytest.param("dualpipe", {"pp": 2, "ep": 2, "microbatches": 4, "model": MOE}, marks=slow),
+    pytest.param("dualpipe", {"pp": 2, "tp": 2, "microbatches": 4}, marks=slow),
+    pytest.param("zb-h2", {"dp": 2, "tp": 2, "microbatches": 2}, marks=slow),
+    pytest.param("zb-v", {"pp": 2, "cp": 2, "microbatches": 4, "model": FAMILIES["qwen3"]}, marks=slow),
+    pytest.param("1f1b", {"cp": 4, "microbatches": 2}, marks=slow),
+    pytest.param("1f1b", {**SQUARE, "model": replace(FAMILIES["qwen3"], mtp_layers=1)}, marks=slow),
 ]
 
 
-@pytest.mark.parametrize(("name", "axes"), INNER)
-def test_ranks_that_share_layers_or_experts_do_so_again(cells, corpus, name, axes):
-    lose_one(cells, small(name, corpus, axes), 24, signal.SIGKILL)
+@pytest.mark.parametrize(("name", "axes"), SHARED_LAYERS)
+def test_tensor_context_and_expert_ranks_recover(workers, corpus, name, axes):
+    check_recovery(workers, make_plan(name, corpus, axes), STEPS, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("name", "axes"), [("zb-h2", SQUARE), pytest.param("dualpipe", LINE, marks=SLOW)])
-def test_a_model_of_somebody_elses_is_repaired(cells, corpus, tmp_path, name, axes):
-    model = made(tmp_path, "dropping", layers=6)
-    lose_one(cells, small(name, corpus, {**axes, "model": model}), 40, signal.SIGKILL)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "axes"), [("zb-h2", SQUARE), ("dualpipe", PIPELINE)])
+def test_a_custom_model_recovers(workers, corpus, tmp_path, name, axes):
+    model = custom_model(tmp_path, "gpt_dropout", layers=6)
+    check_recovery(workers, make_plan(name, corpus, {**axes, "model": model}), STEPS, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Gradients that are reduced in several parts, the last first: one result for any number, and the memory planned."""
+"""Gradients reduced in several buckets, the last layers' first: the same result for any number of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from axes_cases import FAMILIES, MIXED
-from axes_cases import equals_one_process as equals
+from exactness import assert_equals_one_process
 from memory_pass_cases import drop
 from plans import MODEL, plan_of
 from proof import prove
+from resume import save_and_resume
 from sizes import allows
-from zero_cases import equals_one_process
-from zero_state_cases import resumed
+from small_models import FAMILIES, MOE
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.comm_volume import Flow, flows, traffic
@@ -24,111 +23,111 @@ from pentad.orchestrator.planning.estimate import memory
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import REDUCTIONS, Instruction, Key, Op, parse, units_of
+from pentad.schedules.ir.errors import PentadError, ScheduleError
+from pentad.schedules.ir.instruction import REDUCTIONS, Instruction, Key, Op, parse, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import ScheduleError
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.spec.plan import LINE, Plan
-from pentad.schedules.spec.schedule_spec import MemoryOptions, Options
-from pentad.schedules.spec.tensors import parameters
+from pentad.schedules.spec.plan import ALIGNMENT, Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
+from pentad.schedules.spec.tensors import num_parameters
 from pentad.schedules.verify.check import check
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import on_yield, run_to_completion
-from pentad.workers.params.param_buffers import buffers_of
-from pentad.workers.params.parameters import create
+from pentad.workers.params.param_buffers import make_param_buffers
+from pentad.workers.params.parameters import create_parameters
 
 slow = pytest.mark.slow
 SIZES = [(n, p, m) for n in CATALOGUE for p, m in ((1, 3), (2, 5), (4, 8)) if allows(n, p, m)]
 
 
-def buckets_for(name: str, p: int, m: int, chunks: int | None = None, most: int = 4) -> tuple[int, ...]:
-    """1 to `most` of them, by stage."""
-    stages = generate(name, p, m, Options(chunks)).stages
-    return tuple(most - stage % most for stage in range(stages))
+def buckets_for(name: str, p: int, m: int, chunks: int | None = None, maximum: int = 4) -> tuple[int, ...]:
+    """Numbers of buckets by stage, 1 to `maximum`."""
+    stages = generate(name, p, m, ScheduleOptions(chunks)).stages
+    return tuple(maximum - stage % maximum for stage in range(stages))
 
 
-def plan_in_buckets(name, dp, pp, m, corpus, most, zero=0, dtype="float64", chunks=None, gathered=None, **more) -> Plan:
-    found = buckets_for(name, pp, m, chunks, most)
-    savings = MemoryOptions(zero=zero, max_gathered=gathered, buckets=found)
-    return plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, savings=savings, **more)
+def plan_in_buckets(name, dp, pp, m, corpus, maximum, zero=0, dtype="float64", chunks=None, **more) -> Plan:
+    buckets = buckets_for(name, pp, m, chunks, maximum)
+    options = MemoryOptions(zero=zero, max_gathered=more.pop("max_gathered", None), buckets=buckets)
+    return plan_of(name, dp, pp, m, corpus, dtype, chunks=chunks, memory_options=options, **more)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize(("name", "p", "m"), SIZES)
-def test_every_bucket_is_reduced_once_behind_the_last_w_the_last_one_first(name, p, m, zero, validated):
+def test_every_bucket_is_reduced_once_after_the_last_w_in_reverse_order(name, p, m, zero, post_validation):
     expected = buckets_for(name, p, m)
-    savings = MemoryOptions(zero=zero, buckets=expected)
-    program = compile_program(name, p, m, replicas=2, savings=savings, validated=validated)
+    memory_options = MemoryOptions(zero=zero, buckets=expected)
+    program = compile_program(name, p, m, replicas=2, memory_options=memory_options, post_validation=post_validation)
     assert program.buckets == expected
     for stages, stream in zip(program.placement, program.streams, strict=True):
-        parts = list(units_of(stream))
+        parts = list(instructions_of(stream))
         last = {part.stage: part.key for part in parts if part.op in (Op.W, Op.BW)}
         for stage in stages:
             found = [part for part in parts if part.op in REDUCTIONS and part.stage == stage]
             numbers = [part.microbatch for part in found]
             assert numbers == ([-1] if expected[stage] == 1 else list(reversed(range(expected[stage]))))
             assert all(part.waits == (last[stage],) for part in found)
-    if not zero and not validated:
+    if not zero and not post_validation:
         prove(program, 2, expected)
     assert Program.from_bytes(program.to_bytes()) == program
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_a_program_that_lacks_a_bucket_or_has_one_too_many_is_refused(zero):
+def test_a_program_with_a_wrong_number_of_buckets_is_refused(zero):
     expected = (3, 1)
-    program = compile_program("zb-h2", 2, 5, replicas=2, savings=MemoryOptions(zero=zero, buckets=expected))
+    program = compile_program("zb-h2", 2, 5, replicas=2, memory_options=MemoryOptions(zero=zero, buckets=expected))
     check(program, replicas=2, buckets=expected)
     for other in ((), (2, 1), (3, 2), (4, 1)):
         with pytest.raises(ScheduleError, match=r"bucket|reduces the gradients of stage"):
             check(program, replicas=2, buckets=other)
-    for part in [part for part in units_of(program.streams[0]) if part.op in REDUCTIONS]:
+    for part in [part for part in instructions_of(program.streams[0]) if part.op in REDUCTIONS]:
         with pytest.raises(ScheduleError, match=rf"never reduces .* \(bucket {part.microbatch}\)"):
             check(drop(program, 0, part.key), replicas=2, buckets=expected)
 
 
-def test_as_many_counts_as_stages_are_wanted():
+def test_every_stage_needs_a_number_of_buckets():
     for found in ((2,), (2, 2, 2), (2, 0)):
         with pytest.raises(PentadError, match=r"buckets are .*: expected one count of at least 1 for each of 2 stages"):
-            compile_program("1f1b", 2, 4, replicas=2, savings=MemoryOptions(buckets=found))
+            compile_program("1f1b", 2, 4, replicas=2, memory_options=MemoryOptions(buckets=found))
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_all_of_a_stage_take_as_long_as_one_would(zero):
-    """One after another, with nothing else to wait for."""
+def test_all_buckets_together_take_as_long_as_one(zero):
+    """With nothing else to wait for."""
     ends = []
     for counts in ((1,), (4,)):
-        program = compile_program("gpipe", 1, 3, replicas=2, savings=MemoryOptions(zero=zero, buckets=counts))
+        program = compile_program("gpipe", 1, 3, replicas=2, memory_options=MemoryOptions(zero=zero, buckets=counts))
         spans = simulate(program, Costs((1.0,), (1.0,), (1.0,), reduce=2.0)).spans
         ends.append(max(span.end for span in spans))
     assert ends[0] == ends[1] == 9 + (2.0 if zero == 0 else 1.0 + 1.0)
 
 
-SPREAD = [("1f1b", 4, 1, 3, 5, 0), ("zb-h2", 2, 2, 4, 3, 1), ("dualpipe", 1, 4, 8, 3, 0), ("1f1b", 2, 1, 2, 7, 3)]
-MORE = [("1f1b", 2, 2, 3, 4, 1), ("zb-v", 2, 2, 5, 3, 2), ("dualpipe", 2, 2, 4, 2, 3), ("1f1b", 4, 1, 3, 6, 2)]
+ALWAYS = [("1f1b", 4, 1, 3, 5, 0), ("zb-h2", 2, 2, 4, 3, 1), ("dualpipe", 1, 4, 8, 3, 0), ("1f1b", 2, 1, 2, 7, 3)]
+SLOW = [("1f1b", 2, 2, 3, 4, 1), ("zb-v", 2, 2, 5, 3, 2), ("dualpipe", 2, 2, 4, 2, 3), ("1f1b", 4, 1, 3, 6, 2)]
 
 
 @pytest.mark.parametrize(
-    ("name", "dp", "pp", "m", "most", "zero"),
-    [*SPREAD, *(pytest.param(*case, marks=slow) for case in MORE)],
+    ("name", "dp", "pp", "m", "maximum", "zero"),
+    [*ALWAYS, *(pytest.param(*case, marks=slow) for case in SLOW)],
 )
-def test_any_number_of_buckets_equals_one_process(fleet, corpus, name, dp, pp, m, most, zero):
-    """The bytes that ranks hold are the planned ones, too."""
-    equals_one_process(fleet, plan_in_buckets(name, dp, pp, m, corpus, most, zero))
+def test_any_number_of_buckets_equals_one_process(fleet, corpus, name, dp, pp, m, maximum, zero):
+    plan = plan_in_buckets(name, dp, pp, m, corpus, maximum, zero)
+    assert_equals_one_process(fleet, plan, check_bytes=True)
 
 
 @pytest.mark.parametrize("zero", [2, pytest.param(3, marks=slow)])
-def test_stages_that_take_turns_on_buffers_do_so_in_buckets_too(fleet, corpus, zero):
-    gathered = 2 if zero == 3 else None
-    equals_one_process(fleet, plan_in_buckets("looped-bfs", 2, 1, 3, corpus, 3, zero, chunks=4, gathered=gathered))
+def test_stages_can_share_buffers_in_buckets(fleet, corpus, zero):
+    max_gathered = 2 if zero == 3 else None
+    plan = plan_in_buckets("looped-bfs", 2, 1, 3, corpus, 3, zero, chunks=4, max_gathered=max_gathered)
+    assert_equals_one_process(fleet, plan, check_bytes=True)
 
 
-SHARED = [
+MESHES = [
     ("1f1b", {"dp": 2, "tp": 2}, {"model": replace(MODEL, kv_heads=1)}, 1),
-    ("dualpipe", {"ep": 2, "pp": 2}, {"model": MIXED}, 3),
+    ("dualpipe", {"ep": 2, "pp": 2}, {"model": MOE}, 3),
     ("1f1b", {"cp": 2, "pp": 2}, {}, 1),
     ("interleaved", {"cp": 2}, {"chunks": 4}, 1),
     pytest.param("1f1b", {"dp": 2, "pp": 2}, {"model": FAMILIES["qwen3"]}, 2, marks=slow),
@@ -136,25 +135,25 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "more", "zero"), SHARED)
-def test_copies_and_experts_are_whole_in_buckets_too(fleet, corpus, name, sizes, more, zero):
+@pytest.mark.parametrize(("name", "sizes", "more", "zero"), MESHES)
+def test_replicated_and_expert_gradients_in_buckets(fleet, corpus, name, sizes, more, zero):
     mesh = {"dp": 1, "pp": 1, **sizes}
-    equals(fleet, plan_in_buckets(name, mesh.pop("dp"), mesh.pop("pp"), 4, corpus, 3, zero, **mesh, **more))
+    assert_equals_one_process(fleet, plan_in_buckets(name, mesh.pop("dp"), mesh.pop("pp"), 4, corpus, 3, zero, **mesh, **more))
 
 
-def test_what_was_saved_in_some_buckets_is_restored_in_others(fleet, corpus, tmp_path: Path):
-    """Bit for bit: two ranks' sums have one order."""
+def test_a_checkpoint_resumes_with_other_buckets(fleet, corpus, tmp_path: Path):
+    """Bit-identical: the sum of two ranks has one order only."""
     ends = []
     for folder, (before, after) in enumerate(((3, 5), (1, 1))):
-        plans = [plan_in_buckets("1f1b", 2, 1, 4, corpus, most, 3, "float32", clip=1e9) for most in (before, after)]
+        plans = [plan_in_buckets("1f1b", 2, 1, 4, corpus, maximum, 3, "float32", clip=1e9) for maximum in (before, after)]
         at = checkpoint.folder_of(tmp_path / str(folder), 2)
-        ends.append(resumed(fleet, plans[1], at, 2, [(2, 2)], before=plans[0]))
+        ends.append(save_and_resume(fleet, plans[1], at, 2, [(2, 2)], before=plans[0]))
     for some, one in zip(*ends, strict=True):
         assert [r.losses for r in some.results] == [r.losses for r in one.results]
 
 
-MODELS = {"llama": MODEL, "tied": FAMILIES["qwen3"], "mixed": MIXED}
-MODELS["ahead"] = replace(FAMILIES["deepseek-v3"], mtp_layers=1)
+MODELS = {"llama": MODEL, "tied": FAMILIES["qwen3"], "moe": MOE}
+MODELS["mtp"] = replace(FAMILIES["deepseek-v3"], mtp_layers=1)
 
 
 @pytest.mark.parametrize("zero", [0, 2])
@@ -164,17 +163,17 @@ def test_a_bucket_is_whole_once_a_backward_pass_has_come_down_to_its_layer(corpu
     """What is in it then is what is in it at the end; most are before that."""
     torch.manual_seed(1)
     count = 6
-    savings = MemoryOptions(zero=zero, buckets=(count,) * 3)
-    plan = plan_of("1f1b", 2, 3, 1, corpus, model=replace(model, layers=12), savings=savings)
+    memory_options = MemoryOptions(zero=zero, buckets=(count,) * 3)
+    plan = plan_of("1f1b", 2, 3, 1, corpus, model=replace(model, layers=12), memory_options=memory_options)
     rank = plan.mesh.move(0, pp=stage_index)
-    held = {share: create(plan, share, torch.device("cpu"), rank=rank) for share in plan.shares_of(rank)}
-    stage = Stage(plan, stage_index, buffers_of(plan, rank, stage_index, held))
-    for bank in stage.banks:
-        if bank.parameters.gradients is None:
-            bank.accumulate_in(torch.zeros(bank.parameters.cut.whole, dtype=torch.float64))
+    held = {share: create_parameters(plan, share, torch.device("cpu"), rank=rank) for share in plan.param_shards_of(rank)}
+    stage = Stage(plan, stage_index, make_param_buffers(plan, rank, stage_index, held))
+    for bank in stage.param_buffers:
+        if bank.parameters.full_gradients is None:
+            bank.set_gradients(torch.zeros(bank.parameters.layout.padded_size, dtype=torch.float64))
     stage.bind()
-    tokens = torch.arange(plan.piece_tokens) % 300
-    received, dy = torch.randn(2, plan.piece_tokens, plan.model.hidden, dtype=torch.float64)
+    tokens = torch.arange(plan.slice_tokens) % 300
+    received, dy = torch.randn(2, plan.slice_tokens, plan.model.hidden, dtype=torch.float64)
     further = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
     run_to_completion(stage.forward(0, None if stage.first else received, *ends, further))
@@ -183,24 +182,24 @@ def test_a_bucket_is_whole_once_a_backward_pass_has_come_down_to_its_layer(corpu
 
     def act() -> None:
         stage.backward_weight(0)
-        for number, bank in enumerate(stage.banks):
+        for number, bank in enumerate(stage.param_buffers):
             for place, bucket in enumerate(bank.buckets):
-                assert bank.whole is not None
-                if bucket.layer >= stage.reached and (number, place) not in whole:
-                    whole[number, place] = bank.whole[bucket.span].clone()
+                assert bank.gradients is not None
+                if bucket.layer >= stage.wgrad_layer and (number, place) not in whole:
+                    whole[number, place] = bank.gradients.flat[bucket.span].clone()
         turns.append(len(whole))
 
     run_to_completion(on_yield(stage.backward_input(0, None if stage.last else dy), act))
-    assert turns[-1] == count * len(stage.banks)
+    assert turns[-1] == count * len(stage.param_buffers)
     assert turns[-3] >= 2
     for (number, place), found in whole.items():
-        bank = stage.banks[number]
-        assert bank.whole is not None
-        assert torch.equal(found, bank.whole[bank.buckets[place].span]), (number, place)
-    for bank in stage.banks:
+        bank = stage.param_buffers[number]
+        assert bank.gradients is not None
+        assert torch.equal(found, bank.gradients.flat[bank.buckets[place].span]), (number, place)
+    for bank in stage.param_buffers:
         spans = [bucket.span for bucket in bank.buckets]
         assert spans[0].start == 0
-        assert spans[-1].stop == bank.parameters.cut.whole
+        assert spans[-1].stop == bank.parameters.layout.padded_size
         assert all(one.stop == two.start for one, two in pairwise(spans))
 
 
@@ -213,7 +212,7 @@ def test_a_bucket_has_as_many_bytes_as_it_may(zero):
     whole = make_plan(load(None, [*SMALL, f"zero.stage={zero}"]), "cpu")
     for size in (0.05, 0.2, 1.5):
         plan = make_plan(load(None, [*SMALL, f"zero.stage={zero}", f"zero.bucket_mib={size}"]), "cpu")
-        stages = [4 * parameters(plan.model, *span) for span in plan.layers]
+        stages = [4 * num_parameters(plan.model, *span) for span in plan.layers]
         counts = [ceil(held / (size * 2**20)) for held in stages]
         assert list(plan.program.buckets) == counts
         for rank in range(plan.mesh.size):
@@ -223,9 +222,9 @@ def test_a_bucket_has_as_many_bytes_as_it_may(zero):
             if zero:
                 assert found[Flow("dp", "ALL_GATHER")].operations == counts[stage]
             for op, moved in traffic(plan, rank).items():
-                assert moved == pytest.approx(traffic(whole, rank)[op], abs=8 * 2 * LINE * counts[stage])
+                assert moved == pytest.approx(traffic(whole, rank)[op], abs=8 * 2 * ALIGNMENT * counts[stage])
             total = memory(whole, rank)["total"]
-            assert total <= memory(plan, rank)["total"] <= total + 2 * LINE * counts[stage] * 24
+            assert total <= memory(plan, rank)["total"] <= total + 2 * ALIGNMENT * counts[stage] * 24
 
 
 BAD = [
@@ -249,7 +248,7 @@ def test_too_many_buckets_are_refused_with_the_least_size():
 def test_a_rank_with_nobody_to_reduce_with_has_no_buckets():
     plan = make_plan(load(None, ["schedule.name=1f1b", "zero.bucket_mib=0.01"]), "cpu")
     assert set(plan.program.buckets) == {1}
-    assert Key(Op.ALL_REDUCE, 0, 0) not in {part.key for part in units_of(plan.program.streams[0])}
+    assert Key(Op.ALL_REDUCE, 0, 0) not in {part.key for part in instructions_of(plan.program.streams[0])}
 
 
 def test_a_bucket_s_instruction_is_read_as_it_is_written():

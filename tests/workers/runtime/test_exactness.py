@@ -1,4 +1,4 @@
-"""Law 1: any schedule on any mesh gives the loss, the gradients and the weights of one process."""
+"""Law 1: any schedule on any dp x pp mesh gives the loss, the gradients and the weights of one process."""
 
 from __future__ import annotations
 
@@ -6,30 +6,35 @@ from itertools import product
 from typing import Any
 
 import pytest
-from exactness_cases import equals_one_process
+from exactness import assert_equals_one_process
 from plans import plan_of
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
+PIPELINES = ("zb-1p", "zb-2p", "v-half", "v-min", "1f1b-eager", "interleaved", "looped-bfs", "interleaved-zb")
+# Always run: every schedule on two and four pipeline ranks, and some with dp.
+ALWAYS = {
+    *((name, *size) for name in SCHEDULES + PIPELINES for size in ((1, 2, 3), (1, 4, 8))),
+    *((name, *size) for name in ("dualpipe", "dualpipev") for size in ((1, 2, 4), (1, 4, 8))),
+    *(("gpipe", 1, 1, 3), ("1f1b", 2, 1, 3), ("1f1b", 2, 2, 8), ("zb-h2", 2, 2, 1), ("zb-h2", 2, 2, 3)),
+    *(("dualpipe", 2, 2, 6), ("dualpipev", 2, 2, 5), ("dualpipev", 1, 4, 9)),
+}
 
 
 def cases() -> list[Any]:
-    """(schedule, dp, pp, microbatches), odd ones and fewer than stages where the schedule allows them."""
-    found: list[Any] = []
+    """(schedule, dp, pp, microbatches), with odd numbers and fewer than stages where the schedule allows them."""
+    found: list[tuple[str, int, int, int]] = []
     for dp, pp in MESHES:
-        for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"):
-            often = [pytest.mark.slow] if dp > 1 and name not in ("1f1b", "zb-h2") else []
-            found += [pytest.param(name, dp, pp, m, marks=often) for m in ((1, 3, 8) if pp > 1 else (1, 3))]
-        for name in ("zb-1p", "zb-2p", "v-half", "v-min", "1f1b-eager", "interleaved", "looped-bfs", "interleaved-zb"):
-            often = [pytest.mark.slow] if dp > 1 else []  # what dp does is the same for all
-            found += [pytest.param(name, dp, pp, m, marks=often) for m in (3, 8) if pp > 1]
+        found += [(name, dp, pp, m) for name in SCHEDULES for m in ((1, 3, 8) if pp > 1 else (1, 3))]
+        found += [(name, dp, pp, m) for name in PIPELINES for m in (3, 8) if pp > 1]
         found += [("dualpipev", dp, pp, m) for m in (2 * pp, 2 * pp + 1)]
-        if pp % 2 == 0:
-            found += [("dualpipe", dp, pp, m) for m in (2 * pp, 2 * pp + 2)]
-    return found
+        found += [("dualpipe", dp, pp, m) for m in (2 * pp, 2 * pp + 2) if pp % 2 == 0]
+    assert set(found) >= ALWAYS
+    return [pytest.param(*case, marks=[] if case in ALWAYS else [pytest.mark.slow]) for case in found]
 
 
-def sliced() -> list[Any]:
-    """(dp, pp, microbatches, slices) of sequences of 8 tokens."""
+def sliced_cases() -> list[Any]:
+    """(dp, pp, microbatches, slices) for sequences of 8 tokens."""
     always = [(1, 2, 3, 4), (1, 4, 3, 2)]
     sizes = product([mesh for mesh in MESHES if mesh[1] > 1], (1, 3, 8), (2, 4))
     found = [(*mesh, m, slices) for mesh, m, slices in sizes]
@@ -37,10 +42,10 @@ def sliced() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), cases())
-def test_any_schedule_on_any_mesh_equals_one_process(fleet, corpus, name, dp, pp, microbatches):
-    equals_one_process(fleet, plan_of(name, dp, pp, microbatches, corpus))
+def test_schedule_equals_one_process(fleet, corpus, name, dp, pp, microbatches):
+    assert_equals_one_process(fleet, plan_of(name, dp, pp, microbatches, corpus))
 
 
-@pytest.mark.parametrize(("dp", "pp", "microbatches", "slices"), sliced())
-def test_sequences_in_slices_equal_one_process(fleet, corpus, dp, pp, microbatches, slices):
-    equals_one_process(fleet, plan_of("seq-1f1b", dp, pp, microbatches, corpus, slices=slices))
+@pytest.mark.parametrize(("dp", "pp", "microbatches", "slices"), sliced_cases())
+def test_sliced_sequences_equal_one_process(fleet, corpus, dp, pp, microbatches, slices):
+    assert_equals_one_process(fleet, plan_of("seq-1f1b", dp, pp, microbatches, corpus, slices=slices))

@@ -1,120 +1,117 @@
-"""Calls whose last step stays open: every step is accounted for once, in order, with the bits of one long call."""
+"""Calls that leave their last step open: every step is reported once, in order, with the bits of one long call."""
 
 from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from cells import Cell, join, outcome, repair, together
+from bits import assert_same_runs
 from plans import plan_of
-from post_validation_cases import agree
+from resume import commit
+from worker_processes import WorkerProcess, call_all, losses_and_state, recover, start_generation
 
 from pentad.workers.checkpoint import checkpoint
-from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.runtime.abort import Aborted
 
 pytestmark = pytest.mark.timeout(150)
-SPLITS = {
-    "a step a call": [*((step, 1, True) for step in range(5)), (5, 1, False)],
-    "closed by a call of no step": [(0, 6, True), (6, 0, False)],
-    "closed between": [(0, 2, True), (2, 0, False), (2, 1, False), (3, 2, True), (5, 1, True), (6, 0, False)],
-    "runs of no step": [(0, 0, True), (0, 0, False), (0, 3, True), (3, 0, True), (3, 3, True), (6, 0, True), (6, 0)],
-}
-CASES = [("zb-h2", 2, 2, 4, True), ("1f1b", 1, 2, 3, False)]
-SLOW = [("zb-h2", 1, 4, 8, True), ("zb-v", 2, 2, 5, True), ("dualpipe", 1, 4, 8, True), ("dualpipe", 1, 4, 8, False)]
-ALL = [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 slow = pytest.mark.slow
-STEPS = 80
+SPLITS = {
+    "one step per call": [*((step, 1, True) for step in range(5)), (5, 1, False)],
+    "closed by a call of no step": [(0, 6, True), (6, 0, False)],
+    "closed in between": [(0, 2, True), (2, 0, False), (2, 1, False), (3, 2, True), (5, 1, True), (6, 0, False)],
+    "calls of no step": [(0, 0, True), (0, 0, False), (0, 3, True), (3, 0, True), (3, 3, True), (6, 0, True), (6, 0)],
+}
+SLOW = [("zb-h2", 1, 4, 8, True), ("zb-v", 2, 2, 5, True), ("dualpipe", 1, 4, 8, True), ("dualpipe", 1, 4, 8, False)]
+CASES = [
+    ("zb-h2", 2, 2, 4, True),
+    ("1f1b", 1, 2, 3, False),
+    *(pytest.param(*case, marks=slow) for case in SLOW),
+]
+STEPS = 24
 
 
 @pytest.fixture(scope="module")
-def cells():
-    made = [Cell() for _ in range(4)]
+def workers():
+    made = [WorkerProcess() for _ in range(4)]
     yield made
-    for cell in made:
-        cell.stop()
+    for worker in made:
+        worker.stop()
 
 
-def begin(cells, name, corpus, *, validated):
-    plan = plan_of(name, 2, 2, 4, corpus, "float32", validated=validated)
-    join(cells, plan, 1)
-    together(cells, "restore", None, 0)
+def start(workers, name, corpus, *, post_validation):
+    plan = plan_of(name, 2, 2, 4, corpus, "float32", post_validation=post_validation)
+    start_generation(workers, plan, 1)
+    call_all(workers, "restore", None, 0)
     return plan
 
 
-def steps_of(results) -> list[list[int]]:
-    """By rank."""
-    return [[result.step for result in mine] for mine in results]
+def steps_by_rank(results) -> list[list[int]]:
+    return [[result.step for result in of_rank] for of_rank in results]
 
 
-@pytest.mark.parametrize(("name", "dp", "pp", "m", "validated"), ALL)
-def test_calls_however_split_give_the_accounts_and_bits_of_one(fleet, corpus, name, dp, pp, m, validated):
-    plan = plan_of(name, dp, pp, m, corpus, "float32", validated=validated)
-    whole = fleet.run(plan, [(0, 6)])
+@pytest.mark.parametrize(("name", "dp", "pp", "m", "post_validation"), CASES)
+def test_split_calls_equal_one_call(fleet, corpus, name, dp, pp, m, post_validation):
+    plan = plan_of(name, dp, pp, m, corpus, "float32", post_validation=post_validation)
+    expected = fleet.run(plan, [(0, 6)])
     for calls in SPLITS.values():
-        agree(fleet.run(plan, calls), whole)
+        assert_same_runs(fleet.run(plan, calls), expected)
 
 
-@pytest.mark.parametrize("validated", [True, False])
-def test_a_call_returns_the_steps_that_are_complete(cells, corpus, validated):
-    begin(cells, "zb-h2", corpus, validated=validated)
+@pytest.mark.parametrize("post_validation", [True, False])
+def test_a_call_returns_the_steps_that_are_complete(workers, corpus, post_validation):
+    start(workers, "zb-h2", corpus, post_validation=post_validation)
     asked = [(0, 1, True), (1, 1, True), (2, 3, True), (5, 0, True), (5, 2, False), (7, 1, True), (8, 0, False)]
-    returned = [steps_of(together(cells, "run", *call))[3] for call in asked]
-    together(cells, "close")
+    returned = [steps_by_rank(call_all(workers, "run", *call))[3] for call in asked]
+    call_all(workers, "close")
     assert returned == [[], [0], [1, 2, 3], [], [4, 5, 6], [], [7]]
 
 
-@pytest.mark.parametrize("validated", [True, False])
-def test_a_checkpoint_is_of_whole_steps_and_the_run_goes_on(cells, corpus, tmp_path, validated):
-    begin(cells, "zb-h2", corpus, validated=validated)
-    losses, after = outcome(cells, [*together(cells, "run", 0, 3)], 0)
-    rest, end = outcome(cells, together(cells, "run", 3, 3), 0)
-    together(cells, "close")
+@pytest.mark.parametrize("post_validation", [True, False])
+def test_saving_completes_the_open_step(workers, corpus, tmp_path, post_validation):
+    start(workers, "zb-h2", corpus, post_validation=post_validation)
+    losses, after = losses_and_state(workers, [*call_all(workers, "run", 0, 3)], 0)
+    rest, end = losses_and_state(workers, call_all(workers, "run", 3, 3), 0)
+    call_all(workers, "close")
 
-    begin(cells, "zb-h2", corpus, validated=validated)
+    start(workers, "zb-h2", corpus, post_validation=post_validation)
     folder = checkpoint.folder_of(tmp_path, 3)
-    done = [together(cells, "run", 0, 3, True)]
-    shards = [Shard.from_plain(plain) for its in together(cells, "save", str(folder), 3) for plain in its]
-    checkpoint.commit(folder, step=3, shards=shards, meta={})
-    done += [together(cells, "run", 3, 3, True), together(cells, "run", 6, 0)]
-    found, state = outcome(cells, [mine for call in done for mine in call], 0)
-    together(cells, "close")
-    assert [steps_of(call)[0] for call in done] == [[0, 1], [2, 3, 4], [5]]
+    done = [call_all(workers, "run", 0, 3, True)]
+    commit(folder, 3, [entry for entries in call_all(workers, "save", str(folder), 3) for entry in entries])
+    done += [call_all(workers, "run", 3, 3, True), call_all(workers, "run", 6, 0)]
+    found, state = losses_and_state(workers, [of_rank for call in done for of_rank in call], 0)
+    call_all(workers, "close")
+    assert [steps_by_rank(call)[0] for call in done] == [[0, 1], [2, 3, 4], [5]]
     assert found == losses | rest
     assert all(torch.equal(state[key], value) for key, value in end.items())
-    saved = read_all(folder)
+    opened = checkpoint.open_checkpoint(folder)
+    saved = checkpoint.read(opened, opened.files)
     assert all(torch.equal(saved[key], value) for key, value in after.items())
 
 
-def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    found = checkpoint.open_checkpoint(folder)
-    return checkpoint.read(found, found.where)
+@pytest.mark.parametrize("post_validation", [True, False])
+def test_an_open_step_counts_after_an_abort_if_it_was_committed(workers, corpus, post_validation):
+    plan = start(workers, "zb-h2", corpus, post_validation=post_validation)
+    expected = losses_and_state(workers, call_all(workers, "run", 0, 6), 0)
+    call_all(workers, "close")
 
-
-@pytest.mark.parametrize("validated", [True, False])
-def test_what_is_open_when_an_epoch_ends_counts_if_it_is_in_the_weights(cells, corpus, validated):
-    plan = begin(cells, "zb-h2", corpus, validated=validated)
-    expected = outcome(cells, together(cells, "run", 0, 6), 0)
-    together(cells, "close")
-
-    plan = begin(cells, "zb-h2", corpus, validated=validated)
-    done = together(cells, "run", 0, 4, True)
-    cells[1].signal(signal.SIGKILL)
-    version, stands = repair(cells, [1], plan, 2)
-    assert version == (3 if validated else 4)  # nobody has heard the norm of step 3, or everybody has
-    assert {tuple(result.step for result in stand.results) for stand in stands.values()} == {tuple(range(version))}
-    done += [list(stand.results) for stand in stands.values()] + together(cells, "run", version, 6 - version)
-    losses, state = outcome(cells, done, 0)
-    together(cells, "close")
+    plan = start(workers, "zb-h2", corpus, post_validation=post_validation)
+    done = call_all(workers, "run", 0, 4, True)
+    workers[1].signal(signal.SIGKILL)
+    version, snapshots = recover(workers, [1], plan, 2)
+    assert version == (3 if post_validation else 4)  # no rank has the norm of step 3, or every rank has it
+    for snapshot in snapshots.values():
+        assert [result.step for result in snapshot.results] == list(range(version))
+    done += [list(snapshot.results) for snapshot in snapshots.values()]
+    losses, state = losses_and_state(workers, done + call_all(workers, "run", version, 6 - version), 0)
+    call_all(workers, "close")
     assert losses == expected[0]
     assert all(torch.equal(state[key], value) for key, value in expected[1].items())
 
 
 @pytest.mark.parametrize(
-    ("name", "validated", "how"),
+    ("name", "post_validation", "fault"),
     [
         ("zb-h2", True, signal.SIGKILL),
         pytest.param("1f1b", False, signal.SIGKILL, marks=slow),
@@ -122,30 +119,30 @@ def test_what_is_open_when_an_epoch_ends_counts_if_it_is_in_the_weights(cells, c
         pytest.param("1f1b", False, signal.SIGSTOP, marks=slow),
     ],
 )
-def test_a_fault_amid_open_calls_loses_no_account(cells, corpus, name, validated, how):
-    plan = begin(cells, name, corpus, validated=validated)
-    expected = outcome(cells, together(cells, "run", 0, STEPS), 0)
-    together(cells, "close")
+def test_a_fault_between_open_calls_loses_no_result(workers, corpus, name, post_validation, fault):
+    plan = start(workers, name, corpus, post_validation=post_validation)
+    expected = losses_and_state(workers, call_all(workers, "run", 0, STEPS), 0)
+    call_all(workers, "close")
 
-    plan = begin(cells, name, corpus, validated=validated)
-    asked = [[cell.call("run", step, 2, True) for step in range(0, STEPS, 2)] for cell in cells]
-    cells[1].wait_for(5)
-    cells[1].signal(how)
+    plan = start(workers, name, corpus, post_validation=post_validation)
+    asked = [[worker.call("run", step, 2, True) for step in range(0, STEPS, 2)] for worker in workers]
+    workers[1].wait_for_step(5)
+    workers[1].signal(fault)
     time.sleep(0.3)
-    version, stands = repair(cells, [1], plan, 2)
+    version, snapshots = recover(workers, [1], plan, 2)
     assert 0 < version < STEPS, "the fault came too early or too late for this test"
-    for rank, stand in stands.items():
-        told = list(stand.results)
+    for rank, snapshot in snapshots.items():
+        reported = list(snapshot.results)
         for number in asked[rank]:
             try:
-                told += cells[rank].answer(number)
+                reported += workers[rank].answer(number)
             except (Aborted, RuntimeError):
                 continue
-        assert {result.step for result in told} == set(range(stand.version))
-    done = together(cells, "run", version, STEPS - version)
-    known = [list(stand.results) for stand in stands.values()]
-    first = min(result.step for its in known for result in its)
-    losses, state = outcome(cells, known + done, first)
-    together(cells, "close")
-    assert losses == {step: its for step, its in expected[0].items() if step >= first}
+        assert {result.step for result in reported} == set(range(snapshot.version))
+    done = call_all(workers, "run", version, STEPS - version)
+    known = [list(snapshot.results) for snapshot in snapshots.values()]
+    first = min(result.step for results in known for result in results)
+    losses, state = losses_and_state(workers, known + done, first)
+    call_all(workers, "close")
+    assert losses == {step: loss for step, loss in expected[0].items() if step >= first}
     assert all(torch.equal(state[key], value) for key, value in expected[1].items())

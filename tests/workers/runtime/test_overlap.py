@@ -8,16 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from axes_cases import HEADS, MIXED, like
-from fleet import assembled, losses_of
-from late import Event, Log, late, stage_of
-from overlap_cases import MESHES, apart
-from plans import close, plan_of, reference
+from axes_cases import HEADS, MIXED, with_tied_copies
+from fleet import assemble, losses_of
+from late import Event, Log, fake_communication, stage_of
+from overlap_cases import MESHES, without_overlap
+from plans import is_close, plan_of, reference
 
 from pentad.schedules.spec.model import MLA
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel.async_ops import Turns, interleave, on_yield, run_to_completion
+from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.expert_parallel import DispatchMode
 
 LATENT = replace(MIXED, mla=MLA(kv_lora_rank=6, q_lora_rank=10, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4))
@@ -40,10 +40,10 @@ CASES = [
 def test_pairs_have_the_bits_of_one_after_the_other_and_give_what_one_process_does(fleet, corpus, name, sizes) -> None:
     plan = plan_of(name, 1, 2, 4, corpus, model=MIXED if "ep" in sizes else HEADS, **sizes)
     losses, gradients, _, weights = reference(plan)
-    both, each = (fleet.run(run, [(0, 1)]) for run in (plan, apart(plan)))
-    found = assembled([outcome.gradients[0] for outcome in both], like(weights))
+    both, each = (fleet.run(run, [(0, 1)]) for run in (plan, without_overlap(plan)))
+    found = assemble([outcome.gradients[0] for outcome in both], with_tied_copies(weights))
     for key, gradient in found.items():
-        assert close(gradient, gradients[0][key]), key
+        assert is_close(gradient, gradients[0][key]), key
     total = sum(losses_of(both).values())
     assert total / plan.batch.tokens == pytest.approx(losses[0], rel=1e-10)
     for mine, other in zip(both, each, strict=True):
@@ -53,11 +53,11 @@ def test_pairs_have_the_bits_of_one_after_the_other_and_give_what_one_process_do
         assert mine.results[0].losses == other.results[0].losses
 
 
-def forward(stage: Stage, piece: int, received: torch.Tensor) -> Turns[None]:
+def forward(stage: Stage, piece: int, received: torch.Tensor) -> Task[None]:
     yield from stage.forward(piece, received, None, None)
 
 
-def backward(stage: Stage, piece: int, dy: torch.Tensor, whole: bool) -> Turns[None]:
+def backward(stage: Stage, piece: int, dy: torch.Tensor, whole: bool) -> Task[None]:
     turns = stage.backward_input(piece, dy)
     yield from on_yield(turns, partial(stage.backward_weight, piece)) if whole else turns
 
@@ -65,8 +65,8 @@ def backward(stage: Stage, piece: int, dy: torch.Tensor, whole: bool) -> Turns[N
 def pair(plan: Plan, way: DispatchMode, whole: bool, run: Callable[..., None]) -> tuple[list[Event], torch.Tensor]:
     """What happens while `run` has a backward and the forward of the next microbatch, and the gradients of both."""
     log = Log()
-    streams = torch.randn(3, plan.piece_tokens // plan.mesh.cp // plan.mesh.tp, plan.model.hidden, dtype=torch.float64)
-    with late(log):
+    streams = torch.randn(3, plan.slice_tokens // plan.mesh.cp // plan.mesh.tp, plan.model.hidden, dtype=torch.float64)
+    with fake_communication(log):
         stage = stage_of(plan, way)
         stage.begin(0)
         run_to_completion(forward(stage, 0, streams[0]))
@@ -76,10 +76,10 @@ def pair(plan: Plan, way: DispatchMode, whole: bool, run: Callable[..., None]) -
         if not whole:
             stage.backward_weight(0)
         run_to_completion(backward(stage, 1, streams[1], True))
-    return events, torch.cat([bank.parameters.gradient.flatten() for bank in stage.banks])
+    return events, torch.cat([bank.parameters.gradient.flatten() for bank in stage.param_buffers])
 
 
-def in_order(*works: Turns[None]) -> None:
+def in_order(*works: Task[None]) -> None:
     for work in works:
         run_to_completion(work)
 
@@ -111,7 +111,7 @@ def test_while_one_of_a_pair_has_operations_under_way_the_other_computes(
 def test_when_one_of_a_pair_fails_the_other_ends() -> None:
     ended = []
 
-    def long(name: str, turns: int) -> Turns[None]:
+    def long(name: str, turns: int) -> Task[None]:
         try:
             for _ in range(turns):
                 yield

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from determinism_cases import same
-from exactness_cases import equals_one_process
-from fleet import Fleet, Poison
+from determinism_cases import same_bits
+from exactness_cases import assert_equals_one_process
+from fleet import Fleet, BadGradient
 from plans import plan_of
 
-from pentad.orchestrator.planning.activations import peaks, shares_of
-from pentad.schedules.ir.instruction import Op, units_of
+from pentad.orchestrator.planning.activation_peaks import activation_peaks, activations_of
+from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import run_to_completion
-from pentad.workers.params.param_buffers import buffers_of
-from pentad.workers.params.parameters import Parameters, create
+from pentad.workers.params.param_buffers import make_param_buffers
+from pentad.workers.params.parameters import Parameters, create_parameters
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.streams import HostStreams
 
@@ -50,17 +50,17 @@ def runs() -> list[Any]:
 @pytest.mark.parametrize(("name", "pp", "m", "slices", "mode", "keep"), runs())
 def test_what_is_kept_elsewhere_or_made_again_changes_no_bit(fleet, corpus, name, pp, m, slices, mode, keep):
     plan = plan_of(name, 1, pp, m, corpus, slices=slices, recompute=mode, keep=keep)
-    ops = {part.op for stream in plan.program.streams for part in units_of(stream)}
+    ops = {part.op for stream in plan.program.streams for part in instructions_of(stream)}
     assert ops > ({Op.OFFLOAD, Op.RELOAD} if keep else {Op.RECOMPUTE})
-    equals_one_process(fleet, plan)
+    assert_equals_one_process(fleet, plan)
     without = fleet.run(plan_of(name, 1, pp, m, corpus, slices=slices), [(0, 3)])
     assert_same(fleet.run(plan, [(0, 1), (1, 2)]), without)
 
 
 def assert_same(found: list, expected: list) -> None:
     for one, other in zip(found, expected, strict=True):
-        assert same(one.state, other.state)
-        assert all(same(*pair) for pair in zip(one.gradients, other.gradients, strict=True))
+        assert same_bits(one.state, other.state)
+        assert all(same_bits(*pair) for pair in zip(one.gradients, other.gradients, strict=True))
         assert [r.losses for r in one.results] == [r.losses for r in other.results]
 
 
@@ -70,16 +70,16 @@ def test_a_step_that_is_begun_once_more_forgets_what_is_on_the_host(fleet: Fleet
     """A gradient that is not finite, and clipping at times: the forwards ahead run again."""
     ends = []
     for less in ({"recompute": mode, "keep": keep}, {}):
-        plan = plan_of("1f1b", 1, 4, 8, corpus, "float32", clip=0.01, validated=True, **less)
-        ends.append(fleet.run(plan, [(0, 4)], poison=Poison(1, 1, float("nan"))))
+        plan = plan_of("1f1b", 1, 4, 8, corpus, "float32", clip=0.01, post_validation=True, **less)
+        ends.append(fleet.run(plan, [(0, 4)], poison=BadGradient(1, 1, float("nan"))))
     for one, other in zip(*ends, strict=True):
-        assert same(one.state, other.state)
+        assert same_bits(one.state, other.state)
         assert [r.skipped for r in one.results] == [False, True, False, False]
 
 
 def made(plan: Plan, index: int = 0) -> tuple[Stage, Parameters]:
-    parameters = create(plan, ParamShard(index), CPU)
-    return Stage(plan, index, buffers_of(plan, 0, index, {ParamShard(index): parameters})), parameters
+    parameters = create_parameters(plan, ParamShard(index), CPU)
+    return Stage(plan, index, make_param_buffers(plan, 0, index, {ParamShard(index): parameters})), parameters
 
 
 def storages(nested: object) -> Iterator[torch.UntypedStorage]:
@@ -97,15 +97,15 @@ def storages(nested: object) -> Iterator[torch.UntypedStorage]:
 def held(stage: Stage, *besides: torch.Tensor | None) -> int:
     """Bytes that a stage keeps, without those of `besides`."""
     out = {each.untyped_storage().data_ptr() for each in besides if each is not None}
-    rooms = [past.room for pasts in stage.pasts.values() for past in pasts]
-    found = {each.data_ptr(): each.nbytes() for each in storages([*stage.kept.values(), rooms])}
+    rooms = [past.buffer for pasts in stage.kv_caches.values() for past in pasts]
+    found = {each.data_ptr(): each.nbytes() for each in storages([*stage.saved.values(), rooms])}
     return sum(size for address, size in found.items() if address not in out)
 
 
 def through(stage: Stage, plan: Plan, piece: int) -> torch.Tensor | None:
     """F of one piece; returns what lies in the slot of a transfer."""
-    tokens = torch.arange(plan.piece_tokens) + piece
-    received = None if stage.first else torch.randn(plan.piece_tokens, plan.model.hidden, dtype=torch.float64)
+    tokens = torch.arange(plan.slice_tokens) + piece
+    received = None if stage.first else torch.randn(plan.slice_tokens, plan.model.hidden, dtype=torch.float64)
     run_to_completion(stage.forward(piece, received, tokens if stage.first else None, tokens if stage.last else None))
     return received
 
@@ -117,15 +117,15 @@ def test_what_a_stage_keeps_is_what_the_estimate_says(corpus: str, name: str, sl
     for mode in MODES:
         plan = plan_of(name, 1, 3, 1, corpus, slices=slices, recompute=mode)
         stage, _ = made(plan, index)
-        slots = [through(stage, plan, piece) for piece in range(plan.program.pieces)]
-        of, pieces = shares_of(plan, index), plan.program.pieces
-        entry = of.entry if index else 0
-        said = {"none": of.saved - entry, "selective": of.roots - entry, "full": 0}[mode]
+        slots = [through(stage, plan, piece) for piece in range(plan.program.total_slices)]
+        of, pieces = activations_of(plan, index), plan.program.total_slices
+        entry = of.input if index else 0
+        said = {"none": of.saved - entry, "selective": (of.saved - of.recomputable) - entry, "full": 0}[mode]
         sizes.append(held(stage, *slots))
-        assert sizes[-1] == pytest.approx(pieces * said + of.room, rel=0.02)
+        assert sizes[-1] == pytest.approx(pieces * said + of.kv_cache, rel=0.02)
         if mode != "none":
             stage.recompute(pieces - 1)
-            whole = of.saved - entry + (pieces - 1) * said + of.room
+            whole = of.saved - entry + (pieces - 1) * said + of.kv_cache
             assert held(stage, *slots) == pytest.approx(whole, rel=0.02)
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
@@ -136,16 +136,16 @@ def test_what_a_stage_keeps_is_what_the_estimate_says(corpus: str, name: str, sl
 def test_what_is_on_the_host_is_on_the_device_no_more(corpus, name, slices, index) -> None:
     plan = plan_of(name, 1, 3, 1, corpus, slices=slices)
     stage, _ = made(plan, index)
-    slots = [through(stage, plan, piece) for piece in range(plan.program.pieces)]
-    before, away, of = held(stage, *slots), ActivationOffload(HostStreams()), shares_of(plan, index)
+    slots = [through(stage, plan, piece) for piece in range(plan.program.total_slices)]
+    before, away, of = held(stage, *slots), ActivationOffload(HostStreams()), activations_of(plan, index)
     bits = [each.clone() for each in tensors(stage)]
-    movable = {piece: stage.movable(piece) for piece in stage.kept}
+    movable = {piece: stage.offloadable(piece) for piece in stage.saved}
     for piece, found in movable.items():
         away.send((index, piece), found)
         assert {each.nbytes() for each in found} == {0}
     on_host = sum(there.nbytes for pairs in away.held.values() for _, there in pairs)
-    entry = of.entry if index else 0
-    assert on_host == pytest.approx(len(slots) * (of.saved - of.still - entry), rel=0.02)
+    entry = of.input if index else 0
+    assert on_host == pytest.approx(len(slots) * (of.saved - of.not_offloadable - entry), rel=0.02)
     assert held(stage, *slots) == pytest.approx(before - on_host)
     assert all(slot is None or slot.untyped_storage().nbytes() for slot in slots)
     for piece in reversed(movable):
@@ -162,7 +162,7 @@ def test_what_is_on_the_host_is_on_the_device_no_more(corpus, name, slices, inde
 
 
 def tensors(stage: Stage) -> list[torch.Tensor]:
-    return [each for kept in stage.kept.values() for roots in kept.roots for each in roots if torch.is_tensor(each)]
+    return [each for kept in stage.saved.values() for roots in kept.layers for each in roots if torch.is_tensor(each)]
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -179,12 +179,12 @@ def test_a_loss_is_counted_once(corpus: str, mode: str) -> None:
 def test_the_peak_of_a_program_falls_with_what_is_kept(corpus: str) -> None:
     plans = [plan_of("gpipe", 1, 4, 8, corpus, recompute=mode) for mode in MODES]
     for rank in range(4):
-        sizes = [peaks(plan, rank)[0] for plan in plans]
+        sizes = [activation_peaks(plan, rank)[0] for plan in plans]
         assert sizes[0] > sizes[1] > sizes[2]
     whole, kept = plans[0], plan_of("gpipe", 1, 4, 8, corpus, keep=3.0)
-    of = shares_of(kept, 1)
-    moved = of.saved - of.still - of.entry
-    trips = [part for part in units_of(kept.program.streams[1]) if part.op is Op.OFFLOAD]
-    assert 0 < peaks(kept, 1)[1] <= len(trips) * moved
-    assert peaks(kept, 1)[0] <= peaks(whole, 1)[0] - (8 - 3) * moved + of.deferred
-    assert peaks(replace(kept, recompute=()), 1) == peaks(kept, 1)
+    of = activations_of(kept, 1)
+    moved = of.saved - of.not_offloadable - of.input
+    trips = [part for part in instructions_of(kept.program.streams[1]) if part.op is Op.OFFLOAD]
+    assert 0 < activation_peaks(kept, 1)[1] <= len(trips) * moved
+    assert activation_peaks(kept, 1)[0] <= activation_peaks(whole, 1)[0] - (8 - 3) * moved + of.deferred
+    assert activation_peaks(replace(kept, recompute=()), 1) == activation_peaks(kept, 1)

@@ -1,0 +1,78 @@
+"""Writes what the documentation takes from the code: `make docs`. tests/docs/test_generated.py keeps it current."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pentad.orchestrator.config.reference import configuration_page
+from pentad.orchestrator.monitoring.exporter import METRICS
+from pentad.schedules.catalogue import CATALOGUE
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.draw.svg import svg_grid
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.verify.check import peak_activations
+
+DOCS = Path(__file__).resolve().parent
+PICTURES = DOCS / "images" / "schedules"
+RANKS, MICROBATCHES = 4, 8
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    """Every file that is generated, or has generated parts, and what it should hold."""
+    yield DOCS / "configuration.md", configuration_page()
+    schedules, observability = DOCS / "schedules.md", DOCS / "observability.md"
+    yield schedules, _filled(schedules, catalogue=_catalogue(), pictures=_pictures())
+    yield observability, _filled(observability, metrics=_metrics())
+    for name in CATALOGUE:
+        program = compile_program(name, RANKS, MICROBATCHES)
+        yield PICTURES / f"{name}.svg", svg_grid(program, Costs.uniform(program.stages))
+
+
+def _filled(page: Path, **parts: str) -> str:
+    """The page with new text between the marks of each part."""
+    text = page.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        marked = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        assert marked.search(text), f"{page} has no part {name}"
+        text = marked.sub(lambda found, part=part: f"{found[1]}{part}{found[2]}", text)
+    return text
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _catalogue() -> str:
+    rows = []
+    for name, entry in CATALOGUE.items():
+        program = compile_program(name, RANKS, MICROBATCHES)
+        bubble = simulate(program, Costs.uniform(program.stages)).bubble()
+        peak = f"{max(peak_activations(program)):g}"
+        rows.append((f"[`{name}`](#{name})", entry.summary, peak, f"{bubble.makespan:.1%}", f"{bubble.longest:.1%}"))
+    return _table(("name", "what it does", "activations", "`makespan`", "`longest`"), rows)
+
+
+def _pictures() -> str:
+    return "\n".join(f"### {name}\n\n![{name}](images/schedules/{name}.svg)\n" for name in CATALOGUE)
+
+
+def _metrics() -> str:
+    rows = [
+        (f"`{name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.help)
+        for name, metric in METRICS.items()
+    ]
+    return _table(("metric", "type", "labels beside `job`", "meaning"), rows)
+
+
+def main() -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for path, text in files():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Launches the Ray head of a local run (see ray_head.py). Does not import ray, so Ray starts while the driver plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pentad.orchestrator.cluster.ports import port_owner
+from pentad.orchestrator.config.sections import ClusterSection
+from pentad.schedules.ir.errors import PentadError
+
+OBJECT_STORE_BYTES = 200 << 20  # a run sends plans and step results through it, no tensors
+LOOPBACK = "127.0.0.1"
+SHUTDOWN_SECONDS = 2.0  # for the head to exit by itself
+# No usage reports, and no copies on stderr of errors that a WorkerGroup reports itself.
+QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+# Every rank sees all GPUs of its node, as a copy between two GPUs requires.
+SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+class LocalHead:
+    """A head process that is starting. `dashboard` is the URL its dashboard will have, None without one; `token_file`
+    holds the token that Ray's interfaces ask for, None where they ask for none."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], dashboard: str | None, token: str) -> None:
+        self.folder, self.dashboard = folder, dashboard
+        self.token_file = _write_token(folder, token) if token else None
+        # -P keeps the current folder off sys.path.
+        command = [sys.executable, "-P", "-m", "pentad.orchestrator.cluster.ray_head", str(folder), json.dumps(options)]
+        pipe = subprocess.PIPE
+        with (folder / "head.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
+            )
+
+    def wait_for_address(self) -> str:
+        """The cluster's HOST:PORT, once it is up. Raises PentadError when Ray does not start."""
+        assert self.process.stdout is not None
+        answer = json.loads(self.process.stdout.readline() or '{"error": "its head process exited"}')
+        if "error" in answer:
+            raise PentadError(f"cluster.address is local, but Ray did not start: {answer['error']}")
+        return answer["address"]
+
+    def start_dashboard(self) -> None:
+        """Returns at once; the dashboard is up some two CPU seconds later. Does nothing without one."""
+        assert self.process.stdin is not None
+        if self.dashboard:
+            with suppress(OSError):  # the head is gone, which others report
+                self.process.stdin.write("dashboard\n")
+                self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """Kills whatever is left of the cluster and removes its folder."""
+        from pentad.orchestrator.cluster.ray_head import kill_session  # imports ray
+
+        kill_session(self.process.pid, self.folder)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(SHUTDOWN_SECONDS)
+        if self.process.poll() is None or self.folder.exists():
+            self.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@contextmanager
+def launch(section: ClusterSection, ranks: int) -> Iterator[LocalHead | None]:
+    """Launches the head of a local cluster with room for `ranks` and returns while it starts; None for any other
+    cluster.address. The cluster listens on the loopback interface only, and ends with the block or with this process.
+
+    Raises PentadError when cluster.dashboard_port is taken.
+    """
+    if section.address != "local":
+        yield None
+        return
+    port = _dashboard_port(section) if section.dashboard else 0
+    token = secrets.token_hex(32) if section.auth == "token" else ""
+    options = {
+        "num_cpus": ranks,  # Ray starts as many worker processes in advance
+        "num_gpus": 0 if section.device == "cpu" else None,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": section.dashboard,
+        "dashboard_host": LOOPBACK,
+        "dashboard_port": port or None,
+    }
+    folder = Path(tempfile.mkdtemp(prefix="pentad-ray-", dir="/tmp"))  # short: socket paths have at most 107 bytes
+    with environment(_head_variables(token)):
+        head = LocalHead(folder, options, f"http://{LOOPBACK}:{port}" if port else None, token)
+        try:
+            yield head
+        finally:
+            head.close()
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables of this process, which Ray's processes inherit; a Ray that is imported already reads them
+    again."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    _reload_ray_config()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        _reload_ray_config()
+
+
+def _reload_ray_config() -> None:
+    if ray := sys.modules.get("ray"):
+        ray._raylet.Config.initialize("")
+        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _head_variables(token: str) -> dict[str, str]:
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    interfaces = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    return interfaces | auth | SEE_ALL_GPUS | QUIET_RAY | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+def _dashboard_port(section: ClusterSection) -> int:
+    """The port that the config names, or a free one. Raises PentadError when it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((LOOPBACK, section.dashboard_port))
+            return probe.getsockname()[1]
+        except OSError as error:
+            port = section.dashboard_port
+            raise PentadError(
+                f"cluster.dashboard_port is {port}, but {port_owner(port)} has that port ({error.strerror}); "
+                "expected a free one, or 0 for any"
+            ) from error
+
+
+def _write_token(folder: Path, token: str) -> Path:
+    path = folder / "token"
+    path.touch(mode=0o600)
+    path.write_text(token)
+    return path

@@ -1,0 +1,128 @@
+"""A plan as text: what will run, where, in how much memory, and a simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pentad.orchestrator.monitoring.progress_bars import bars, is_coloured, legend
+from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.planning.estimate import memories
+from pentad.orchestrator.planning.quantities import count, duration, percent, size
+from pentad.schedules.draw.palette import LOOKS
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Bubble
+from pentad.schedules.spec.mesh import Coordinates
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import num_parameters
+
+MOST_RANKS = 32  # rows of a table of ranks
+
+
+class RankPlacement(NamedTuple):
+    """Where a rank runs; `device` is for example 'GPU 0' or 'CPU', `pid` is -1 before its process exists."""
+
+    rank: int
+    coordinates: Coordinates
+    node: str
+    device: str
+    pid: int = -1
+
+
+def plan_view(
+    console: Console, plan: Plan, costs: Costs, placements: Sequence[RankPlacement] = ()
+) -> list[RenderableType]:
+    """What to print one below the other. The step is simulated at `costs`; `placements` has all ranks, or none."""
+    coloured = is_coloured(console)
+    timeline = simulate(plan.program, costs)
+    label = len(str(plan.program.ranks - 1)) + 2
+    rows = bars(timeline, max(20, console.width - label - 1), coloured=coloured)
+    drawing = [Text.assemble((f"{rank:>{label - 1}} ", "dim"), row, no_wrap=True) for rank, row in enumerate(rows)]
+    ops = [op for op in LOOKS if any(span.op == op for span in timeline.compute)]
+    figures = f"  {duration(timeline.makespan)} of compute  bubble {bubble_text(timeline.bubble())}"
+    parts = [facts_table(plan), Text(), ranks_table(plan, placements, console.width), memory_line(plan), Text()]
+    parts.append(Text.assemble((" one step, simulated", "bold"), figures))
+    return [*parts, *drawing, Text.assemble(" " * label, legend(ops, coloured=coloured))]
+
+
+def bubble_text(bubble: Bubble) -> str:
+    return f"{percent(bubble.longest)} longest, {percent(bubble.makespan)} makespan"
+
+
+def facts_table(plan: Plan) -> Table:
+    model, batch, program = plan.model, plan.batch, plan.program
+    device = "GPUs" if plan.device == "cuda" else "CPUs"
+    custom = f"{model.custom.text}, " if model.custom is not None else ""
+    size_of_model = f"{model.layers} layers of {model.hidden}, vocabulary of {model.vocab:,}"
+    slices = f" in {program.slices} slices" if program.slices > 1 else ""
+    microbatches = f"{program.microbatches} microbatches of {batch.micro_batch_size}{slices}"
+    sequences = f"{batch.global_batch_size} sequences of {batch.sequence_length}"
+    facts: dict[str, str | Text] = {
+        "run": Text(plan.name, "bold"),
+        "model": f"{custom}{count(num_parameters(model))} parameters: {size_of_model}",
+        "batch": f"{sequences} = {batch.tokens:,} tokens a step",
+        "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}, {plan.transport} transfers",
+    }
+    if plan.zero:
+        shards = max(map(plan.num_zero_shards, plan.param_shards))
+        facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage"
+    facts["program"] = f"{program.name}, {microbatches}, hash {program.hash[:12]}"
+    if plan.recompute:
+        stages = [stage for stage, mode in enumerate(plan.recompute) if mode != "none"]
+        where = "" if len(stages) == program.stages else f" of stages {', '.join(map(str, stages))}"
+        facts["recompute"] = f"{max(plan.recompute, key=('none', 'selective', 'full').index)}{where}"
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, fact in facts.items():
+        table.add_row(f" {name}", fact)
+    return table
+
+
+def ranks_table(plan: Plan, placements: Sequence[RankPlacement], width: int) -> Table:
+    """A row per rank: its coordinates, its layers, where it runs and its peak memory."""
+    where = {at.rank: (at.node, at.device, str(at.pid) if at.pid >= 0 else "-") for at in placements}
+    heads = ["rank>", "place", "layers", *(("node", "device", "pid>") if where else ()), "memory>"]
+    needs, rows = memories(plan), []
+    for rank in range(min(plan.mesh.size, MOST_RANKS)):
+        cells = [str(rank), str(plan.mesh.coordinates(rank)), layers_text(plan, *plan.stages_of(rank))]
+        rows.append([*cells, *where.get(rank, ()), size(needs[rank]["total"])])
+    drop = ("pid", "device", "node") if where else ()
+    table = fitted_table(heads, rows, width, drop=(*drop, "place"), wrapped="layers")
+    return with_rest(table, plan.mesh.size)
+
+
+def with_rest(table: Table, rows: int) -> Table:
+    """Says below a table how many of its `rows` it does not show."""
+    if rows > table.row_count:
+        table.add_row("", Text(f"and {rows - table.row_count} more", "dim"))
+    return table
+
+
+def memory_line(plan: Plan) -> RenderableType:
+    """What fills the memory of the rank that needs most."""
+    needs = memories(plan)
+    rank = max(range(plan.mesh.size), key=lambda rank: needs[rank]["total"])
+    parts = [f"{name} {size(part)}" for name, part in needs[rank].items() if part and name not in ("total", "host")]
+    host = max(need["host"] for need in needs)
+    offloaded = f"; up to {size(host)} of a rank's activations are offloaded" if host else ""
+    text = f"rank {rank} needs most memory, {size(needs[rank]['total'])}: {', '.join(parts)}{offloaded}"
+    return Padding(Text(text, "dim"), (0, 1))
+
+
+def layers_text(plan: Plan, *stages: int) -> str:
+    """The layers of stages as ranges; those of consecutive stages are one range."""
+    ranges: list[tuple[int, int]] = []
+    for first, end in (plan.layers[stage] for stage in stages):
+        ranges = [*ranges[:-1], (ranges[-1][0], end)] if ranges and ranges[-1][1] == first else [*ranges, (first, end)]
+    text = ", ".join(f"{first}-{end - 1}" if end - first > 1 else str(first) for first, end in ranges)
+    if plan.model.custom is not None:
+        return text
+    has_head = any(plan.layers[stage][1] == plan.model.layers for stage in stages)
+    return f"{'embed ' if 0 in stages else ''}{text}{' head' if has_head else ''}"

@@ -1,0 +1,299 @@
+"""Most bytes of activations that a rank holds at once, counted along its instruction stream.
+
+Operations are `Effect`s: what they add to the bytes held, and the most on the way. Effects of layers in sequence are
+that of a stage, effects of instructions in sequence that of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from pentad.orchestrator.planning import activation_memory as memory
+from pentad.orchestrator.planning.activation_memory import Piece, Totals, piece_of, total
+from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
+from pentad.schedules.spec.model import CustomModel, ModelSpec
+from pentad.schedules.spec.plan import Plan
+
+OPS = (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD)
+
+
+class Effect(NamedTuple):
+    """Bytes more than before, at the end and at the most."""
+
+    held: int
+    peak: int
+
+    def without(self, allocated: int) -> Effect:
+        """With so many bytes allocated by somebody else, and freed by this."""
+        return Effect(self.held - allocated, self.peak - allocated)
+
+
+def allocate(size: int) -> Effect:
+    return Effect(size, max(size, 0))
+
+
+def workspace(size: int) -> Effect:
+    return Effect(0, size)
+
+
+def sequence(*effects: Effect) -> Effect:
+    held = peak = 0
+    for effect in effects:
+        peak = max(peak, held + effect.peak)
+        held += effect.held
+    return Effect(held, peak)
+
+
+@dataclass(frozen=True)
+class StageActivations:
+    """Bytes of one piece on one stage.
+
+    `saved` from F to B, `input` of it the residual stream that F received, which may lie in a receive slot instead;
+    selective recomputation frees the `recomputable` ones, OFFLOAD leaves those `not_offloadable`. `deferred` from B to
+    W, of which `incoming` is the gradient that B received, which may lie in a slot too. `kv_cache` and `kv_gradients`
+    are shared by the slices of a microbatch. Effects count the input and the incoming gradient as allocated.
+    """
+
+    saved: int
+    recomputable: int
+    not_offloadable: int
+    input: int
+    deferred: int
+    incoming: int
+    kv_cache: int
+    kv_gradients: int
+    forward: dict[str, Effect]  # by what is recomputed
+    backward: Effect
+    weight: Effect
+    backward_and_weight: Effect
+
+    def kept(self, mode: str) -> int:
+        """Bytes from F on, with 'none', 'selective' or 'full' recomputation."""
+        return self.forward[mode].held
+
+    @property
+    def recompute(self) -> int:
+        """Workspace of F."""
+        return max(0, self.forward["none"].peak - self.saved)
+
+
+class LayerEffects(NamedTuple):
+    totals: Totals
+    forward: Effect
+    backward: Effect
+
+
+@lru_cache(maxsize=4096)
+def layer_effects(model: ModelSpec, has_experts: bool, piece: Piece) -> LayerEffects:
+    """Two sublayers, each behind a norm."""
+    hidden, stream = model.hidden, piece.stream(model.hidden)
+    mixer = memory.attention(model, piece) if model.mla is None else memory.latent_attention(model, model.mla, piece)
+    if has_experts and model.experts is not None:
+        network = memory.moe(hidden, model.experts, piece)
+    else:
+        network = memory.mlp(hidden, model.ffn, piece)
+    parts = [
+        total(memory.norm(hidden, piece, reused=model.mla is not None or not piece.is_gathered)),
+        total(mixer),
+        total(memory.norm(hidden, piece, reused=not piece.is_gathered)),
+        total(network),
+    ]
+    forward = sequence(
+        allocate(2 * stream),  # the branch that came in, and what attention adds
+        *(sequence(allocate(part.saved), workspace(part.forward)) for part in parts),
+        allocate(-2 * stream),
+    )
+    backward = [sequence(allocate(part.deferred - part.reused), workspace(part.backward)) for part in parts]
+    totals = _sum(parts)._replace(incoming=parts[3].incoming)
+    return LayerEffects(
+        totals,
+        forward,
+        sequence(
+            backward[3],
+            backward[2],
+            allocate(stream),  # the gradient behind the second norm
+            backward[1],
+            backward[0],
+            allocate(totals.reused - totals.saved - stream),
+        ),
+    )
+
+
+def _sum(parts: Sequence[Totals]) -> Totals:
+    """Of bytes that stay; workspaces follow each other."""
+    sums = Totals(*map(sum, zip(*parts, strict=True)))
+    return sums._replace(
+        forward=max(part.forward for part in parts),
+        backward=max(part.backward for part in parts),
+        weight=max(part.weight for part in parts),
+    )
+
+
+def stage_activations(model: ModelSpec, layers: Sequence[tuple[int, int]], stage: int, piece: Piece) -> StageActivations:
+    if model.custom is not None:
+        return _custom_stage(model, model.custom, layers[stage], piece)
+    return _stage(model, layers[stage], stage == 0, stage == len(layers) - 1, piece)
+
+
+@lru_cache(maxsize=4096)
+def _stage(model: ModelSpec, span: tuple[int, int], first: bool, last: bool, piece: Piece) -> StageActivations:
+    dense = 0 if model.experts is None else model.experts.first_k_dense
+    layers = [layer_effects(model, model.experts is not None and number >= dense, piece) for number in range(*span)]
+    stream, end = piece.stream(model.hidden), _end(model, piece) if last else _sum([total(())])
+    embedding = total(memory.lookup(model, piece) if first else ())
+    sums = _sum([*(layer.totals for layer in layers), end, embedding])
+    # W of the embedding fills a gradient of all its rows, and of the pieces' in its width
+    rows = model.vocab // piece.mesh.tp + piece.tokens * (piece.wide > piece.itemsize)
+    lookup = rows * model.hidden * piece.wide
+    kv = sum(memory.kv_elements(model, piece) for _ in layers) if piece.slices > 1 else 0
+    end_backward = sequence(allocate(end.deferred - end.reused), allocate(end.reused - end.saved))
+    forward = {
+        "none": sequence(*(layer.forward for layer in layers), allocate(end.saved)),
+        "selective": sequence(
+            *(sequence(layer.forward, allocate(-layer.totals.recomputable)) for layer in layers), allocate(end.saved)
+        ),
+        "full": sequence(
+            *(sequence(layer.forward, allocate(-layer.totals.saved)) for layer in layers),
+            allocate(2 * stream + end.saved),
+            allocate(-2 * stream - end.saved),
+            allocate(0 if first else stream),
+        ),
+    }
+    blocks = [(end_backward, end.deferred, lookup if model.mtp_layers and last else 0)]
+    blocks += [(layer.backward, layer.totals.deferred, layer.totals.weight) for layer in reversed(layers)]
+    blocks += [(allocate(embedding.deferred), embedding.deferred, lookup)] if first else []
+    return StageActivations(
+        saved=sums.saved,
+        recomputable=sum(layer.totals.recomputable for layer in layers),
+        not_offloadable=sums.not_offloadable,
+        input=stream,
+        deferred=sums.deferred,
+        incoming=0 if last else layers[-1].totals.incoming,
+        kv_cache=piece.slices * kv * piece.itemsize,
+        kv_gradients=(piece.slices - 1) * kv * piece.wide,
+        forward=forward,
+        backward=sequence(*(backward for backward, _, _ in blocks)),
+        weight=Effect(-sums.deferred, max(needed for _, _, needed in blocks)),
+        backward_and_weight=_backward_and_weight(blocks, is_late=_runs_w_late(piece)),
+    )
+
+
+def _runs_w_late(piece: Piece) -> bool:
+    """Whether W of a layer runs in the layer before: B waits for other ranks only there, within attention."""
+    return piece.mesh.cp > 1 and piece.mesh.tp * piece.mesh.ep == 1
+
+
+def _backward_and_weight(blocks: Sequence[tuple[Effect, int, int]], *, is_late: bool) -> Effect:
+    """BW of layers (B, bytes deferred, workspace of W): W follows at once, or during the next one's B."""
+    effects: list[Effect] = []
+    pending = 0
+    for backward, deferred, needed in blocks:
+        effects += [backward, allocate(-pending)]
+        pending = deferred
+        effects.append(workspace(needed))
+        if not is_late:
+            effects.append(allocate(-pending))
+            pending = 0
+    return sequence(*effects, allocate(-pending))
+
+
+def _end(model: ModelSpec, piece: Piece) -> Totals:
+    """Head and loss, and the layers that predict further tokens, each with a head."""
+    head = total(memory.head(model, piece))
+    layer = layer_effects(model, model.experts is not None, piece).totals
+    return _sum([head, *model.mtp_layers * [total(memory.mtp_input(model, piece)), layer, head]])._replace(weight=0)
+
+
+def _custom_stage(model: ModelSpec, custom: CustomModel, span: tuple[int, int], piece: Piece) -> StageActivations:
+    """Of a custom model's layers: counted by running them on tensors without values."""
+    import torch
+
+    from pentad.workers.custom.inspect import activation_bytes
+
+    rows = piece.tokens // custom.length
+    found = activation_bytes(custom, *span, model.hidden, rows, getattr(torch, piece.dtype))
+    received = piece.full_stream(model.hidden) if span[0] else 0
+    saved, most = found.saved + received, max(found.saved + received, found.deferred)
+    return StageActivations(
+        saved=saved,
+        recomputable=0,
+        not_offloadable=found.saved - found.offloadable,
+        input=received,
+        deferred=found.deferred,
+        incoming=0,
+        kv_cache=0,
+        kv_gradients=0,
+        forward={"none": allocate(saved), "selective": allocate(saved), "full": Effect(received, found.layer)},
+        backward=Effect(found.deferred - saved, most - saved),
+        weight=Effect(-found.deferred, 0),
+        backward_and_weight=Effect(-saved, most - saved),
+    )
+
+
+def activations_of(plan: Plan, stage: int) -> StageActivations:
+    return stage_activations(plan.model, plan.layers, stage, piece_of(plan))
+
+
+def activation_peaks(plan: Plan, rank: int) -> tuple[int, int]:
+    """Most bytes that a rank of the mesh holds at once on its device, and on the host."""
+    walk = _Walk(plan, plan.mesh.coordinates(rank).pp)
+    for instruction in instructions_of(plan.program.streams[walk.rank]):
+        if instruction.op in OPS:
+            walk.run(instruction)
+    return walk.peak, walk.host_peak
+
+
+class _Walk:
+    """Applies the effects of a stream's instructions. A result stays until the next stage on the same rank reads it, or
+    for the moment until it is sent."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank, self.slices = plan, rank, plan.program.slices
+        self.stages = {stage: activations_of(plan, stage) for stage in plan.program.placement[rank]}
+        self.held = self.peak = self.host = self.host_peak = 0
+
+    def run(self, at: Instruction) -> None:
+        stage, mode = self.stages[at.stage], self.plan.recompute_mode(at.stage)
+        is_first_slice, is_last_slice = at.microbatch % self.slices == 0, (at.microbatch + 1) % self.slices == 0
+        input_in_slot = 0 if at.stage == 0 or self._is_local(at, -1) else stage.input
+        incoming_in_slot = 0 if self._is_local(at, 1) else stage.incoming
+        match at.op:
+            case Op.F:
+                self._apply(allocate(is_first_slice * stage.kv_cache))
+                received, result = self._local_stream(at, -1), self._local_stream(at, 1)
+                effect = stage.forward[mode].without(input_in_slot)
+                self._apply(sequence(allocate(-received), allocate(result), effect))
+            case Op.RECOMPUTE:
+                made = stage.saved - stage.kept(mode)
+                self._apply(Effect(made, made + stage.recompute))
+            case Op.OFFLOAD | Op.RELOAD:
+                moved = stage.saved - stage.not_offloadable - stage.input
+                moved = moved if at.op is Op.OFFLOAD else -moved
+                self._apply(allocate(-moved))
+                self.host += moved
+                self.host_peak = max(self.host_peak, self.host)
+            case Op.B | Op.BW:
+                self._apply(allocate(is_last_slice * stage.kv_gradients))
+                received, result = self._local_stream(at, 1), self._local_stream(at, -1)
+                effect = stage.backward if at.op is Op.B else stage.backward_and_weight
+                held = effect.held + input_in_slot - (incoming_in_slot if at.op is Op.B else 0)
+                effect = Effect(held, effect.peak - incoming_in_slot)
+                self._apply(sequence(allocate(-received), allocate(result), effect))
+                self._apply(allocate(-is_first_slice * (stage.kv_cache + stage.kv_gradients)))
+            case Op.W:
+                self._apply(stage.weight)
+                self.held += incoming_in_slot
+
+    def _apply(self, effect: Effect) -> None:
+        self.peak = max(self.peak, self.held + effect.peak)
+        self.held += effect.held
+
+    def _local_stream(self, at: Instruction, step: int) -> int:
+        """Bytes of the stream to or from a neighbouring stage, if that is on this rank."""
+        return self.stages[at.stage].input if self._is_local(at, step) else 0
+
+    def _is_local(self, at: Instruction, step: int) -> bool:
+        return self.plan.program.compute_rank.get((at.stage + step, at.microbatch)) == self.rank

@@ -1,0 +1,182 @@
+"""The training of a run on a cluster: ranks are placed, and run steps until they are done, generation after
+generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.cluster.cluster import Cluster
+from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.cluster.local_head import LocalHead
+from pentad.orchestrator.cluster.placement import hosts, release, reserve
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.monitoring.plan_view import RankPlacement
+from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.orchestrator.monitoring.headwatch import watched_head
+from pentad.orchestrator.monitoring.run_state import ControlRequests
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_lines
+from pentad.orchestrator.planning.planning import plan_on
+from pentad.orchestrator.run.interrupts import Interrupts
+from pentad.orchestrator.run.measure import History
+from pentad.orchestrator.run.recovery import Recovery
+from pentad.orchestrator.run.startup import Startup
+from pentad.orchestrator.run.step_loop import StepLoop
+from pentad.orchestrator.run.watchers import watched
+from pentad.schedules.spec.plan import Plan
+
+FAILURE = "failure.txt"
+
+
+def train_on_cluster(
+    config: RunConfig,
+    plan: Plan,
+    head: LocalHead | None,
+    runner: str,
+    display: Display,
+    startup: Startup,
+    interrupts: Interrupts,
+) -> int:
+    """Trains on the cluster of `head`, None: the existing one, and returns the number of steps done."""
+    timeout = config.cluster.start_timeout_seconds
+    with ExitStack() as stack:
+        cluster = stack.enter_context(clusters.join(config.cluster, config.mesh.size, head))
+        startup.phase(f"placing {config.mesh.size} ranks")
+        placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
+        stack.callback(release, placement)
+        plan = plan_on(
+            config, cluster.device, hosts=hosts(placement), fingerprint=plan.fingerprint, expected=plan
+        )  # fmt: skip
+        folder = stack.enter_context(RunFolder(config, plan))
+        _show_cluster(display, cluster)
+        first, checkpoint, generation = _resume(folder, display)
+        bus, requests = EventBus(config, folder, display, first, cluster.dashboard), ControlRequests()
+        with watched_head(cluster, bus), watched(config, bus, requests), _failures_recorded(bus):
+            folder.begin(config)
+            bus.record("start", generation=generation, step=first, program=plan.program.hash)
+            group = stack.enter_context(
+                WorkerGroup.start(
+                    plan, placement, timeout, generation=generation, runner=runner, progress=startup.phase
+                )
+            )
+            bus.on_first_step = cluster.start_dashboard  # later, because ranks need the CPU while they start
+            bus.record("place", generation=generation, ranks=_ranks(group))
+            group.check_folder(folder.path.resolve())
+            group.restore(checkpoint, first)
+            done = _run_generations(config, group, bus, interrupts, requests, first, startup)
+            state = "finished" if done == config.run.steps else "stopped"
+            bus.record("end" if state == "finished" else "stop", generation=group.generation, step=done)
+            bus.set_state(state)
+    return done
+
+
+def _run_generations(
+    config: RunConfig,
+    group: WorkerGroup,
+    bus: EventBus,
+    interrupts: Interrupts,
+    requests: ControlRequests,
+    first: int,
+    startup: Startup,
+) -> int:
+    """Runs steps from `first` on, generation after generation, until all are done or the run is stopped; returns how
+    many are done."""
+
+    def stop_requested() -> bool:
+        return interrupts.requested or requests.stopping or requests.aborted
+
+    recovery, saved, shown = Recovery(config, group, bus, stop_requested), first, None
+    while True:
+        keep = config.metrics.timeline_steps
+        history = History(group.plan, group.generation, keep=keep, offsets=group.offsets, device_name=group.device_name)
+        if group.plan is not shown:
+            shown = group.plan
+            startup.close()
+            bus.display.plan(shown, history.costs, _placements(group))
+            startup.phase("first step")
+            startup.close()
+        bus.ranks_placed(group)
+        steps = StepLoop(config, group, bus, history, interrupts, requests, first, saved, recovery.should_regroup)
+        try:
+            interrupts.graceful = True
+            bus.set_state("running")
+            steps.run()
+            if not steps.regrouping or stop_requested() or steps.done == config.run.steps:
+                return steps.done
+            state = recovery.regroup(steps.done)
+        except WorkerError as fault:
+            state = recovery.recover(fault, steps.done)
+        finally:
+            bus.folder.timelines(history.timeline, history.costs)
+        replayed = sorted(step for step in state.results if steps.done <= step < state.version)
+        steps.add([list(state.results[step].values()) for step in replayed])
+        if state.version < steps.done:
+            bus.folder.rewind(state.version)
+        first, saved = state.version, max(steps.durable, *(s for s in bus.folder.saved() if s <= state.version), 0)
+
+
+def _show_cluster(display: Display, cluster: Cluster) -> None:
+    if cluster.note:
+        display.note(cluster.note)
+    if cluster.dashboard:
+        token = f" (token in {cluster.token_file})" if cluster.token_file else ""
+        display.note(f"Ray dashboard: {cluster.dashboard}{token}")
+
+
+def _resume(folder: RunFolder, display: Display) -> tuple[int, Path | None, int]:
+    """The first step to run, the checkpoint to restore, and the number of this generation.
+
+    Newer checkpoints that are damaged are renamed, and their steps run again.
+    """
+    generation = 1 + max((row.get("generation", 0) for row in read_lines(folder.path / JOURNAL, ["event"])), default=0)
+    if not any(folder.checkpoints.iterdir()):
+        folder.rewind(0)
+        return 0, None, generation
+    from pentad.workers.checkpoint.checkpoint import newest  # imports torch, which a new run's driver does not need
+
+    found = newest(folder.checkpoints)
+    for path, reason in found.refused:
+        aside = path.rename(path.with_name(f"{path.name}.refused-{generation}"))
+        display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
+    first = found.checkpoint.step if found.checkpoint else 0
+    display.note(f"resuming from step {first}" if found.checkpoint else "no intact checkpoint: starting from step 0")
+    folder.rewind(first)
+    return first, found.checkpoint.folder if found.checkpoint else None, generation
+
+
+@contextmanager
+def _failures_recorded(bus: EventBus) -> Iterator[None]:
+    """Writes a failure to the journal, and the details of a rank's failure to a file that the error names."""
+    try:
+        yield
+    except WorkerError as error:
+        bus.record("failure", rank=error.rank, error=str(error))
+        bus.set_state("failed")
+        path = bus.folder.path / FAILURE
+        path.write_text(f"{error}\n\n{error.detail}\n", encoding="utf-8")
+        raise WorkerError(f"{error} (more in {path})", error.rank, error.detail) from None
+    except BaseException as error:
+        bus.record("failure", error=str(error) or type(error).__name__)
+        bus.set_state("failed")
+        raise
+
+
+def _ranks(group: WorkerGroup) -> list[dict[str, Any]]:
+    mesh = group.plan.mesh
+    return [
+        {"rank": rank, "coordinates": mesh.coordinates(rank)._asdict(), "node": at.ip, "gpu": at.gpu, "pid": at.pid}
+        for rank, at in enumerate(group.places)
+    ]
+
+
+def _placements(group: WorkerGroup) -> list[RankPlacement]:
+    mesh = group.plan.mesh
+    return [
+        RankPlacement(rank, mesh.coordinates(rank), at.ip, f"GPU {at.gpu}" if at.gpu >= 0 else "CPU", at.pid)
+        for rank, at in enumerate(group.places)
+    ]

@@ -1,0 +1,181 @@
+// ---- the activations that each rank saves, over time ----
+
+const ABOVE = 10; // pixels above the highest value
+
+function decodeActivations(panel) {
+  const { unit, ranks, limit } = panel.data.program.activations;
+  const curves = ranks.map(({ gap, saved }) => {
+    let at = 0;
+    const time = Float64Array.from(gap, (by) => (at += by));
+    const peak = saved.reduce((a, b) => Math.max(a, b), 0);
+    return { time, saved: Float64Array.from(saved), peak, peakAt: time[saved.indexOf(peak)] };
+  });
+  const peak = curves.reduce((a, c) => Math.max(a, c.peak), 0);
+  return { unit, limit, curves, peak };
+}
+
+/** The highest value, the same in all panels. */
+const highest = () => Math.max(...panels.map(({ activations: a }) => Math.max(a.peak * a.unit, a.limit ?? 0)));
+const curveY = (value) => CURVE - 18 - (value / highest()) * (CURVE - 18 - ABOVE);
+
+/** Index of the rank whose curve is emphasized: the selected, else the one below the pointer, else the one that saves most. */
+function emphasizedRank(panel) {
+  const { curves, peak } = panel.activations;
+  if (view.curveRank !== null && view.curveRank < curves.length) return view.curveRank;
+  if (panel.selected) return rankOf(panel, panel.selected.n);
+  if (view.hover?.panel === panel) return view.hover.track.rankIndex;
+  return curves.findIndex((curve) => curve.peak === peak);
+}
+
+function savedAt(curve, time) {
+  let low = 0;
+  let high = curve.time.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (curve.time[middle] <= time) low = middle + 1;
+    else high = middle;
+  }
+  return low ? curve.saved[low - 1] : 0;
+}
+
+function rankColour(index, count) {
+  const [low, high] = [theme.low, theme.high].map((hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)));
+  const share = count > 1 ? index / (count - 1) : 0;
+  return `rgb(${low.map((v, i) => Math.round(v + (high[i] - v) * share)).join(" ")})`;
+}
+
+function paintActivations(panel) {
+  const { context } = panel.curve;
+  context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+  context.textBaseline = "middle";
+  const strong = emphasizedRank(panel);
+  if (panel.version !== panel.curve.version || panel.curve.strong !== strong) paintCurves(panel, strong);
+  context.drawImage(panel.curve.base.canvas, 0, 0, panel.width, CURVE);
+  const cursor = cursorX(panel);
+  if (cursor === null) return;
+  const value = savedAt(panel.activations.curves[strong], view.cursor) * panel.activations.unit;
+  context.globalAlpha = 0.45;
+  context.fillStyle = theme.text;
+  context.fillRect(Math.round(cursor), 0, 1, CURVE - 14);
+  context.globalAlpha = 1;
+  dot(context, cursor, curveY(value), theme.text, 3);
+  const side = cursor > LEFT + panel.plotWidth / 2 ? "right" : "left";
+  const label = `rank ${panel.ranks[strong].rank} saves ${number(value)}`;
+  tag(context, label, cursor + (side === "left" ? 8 : -8), Math.max(curveY(value) - 10, 8), side, theme.text);
+}
+
+/** Paints all curves, with peaks and limit, into the stored picture; the emphasized one comes last. */
+function paintCurves(panel, strong) {
+  const { base } = panel.curve;
+  const { curves, unit, limit } = panel.activations;
+  Object.assign(base.canvas, { width: panel.curve.canvas.width, height: panel.curve.canvas.height });
+  base.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+  base.textBaseline = "middle";
+  base.fillStyle = theme.card;
+  base.fillRect(0, 0, panel.width, CURVE);
+  paintScale(base, panel);
+  base.save();
+  base.beginPath();
+  base.rect(LEFT, 0, panel.plotWidth, CURVE - 12);
+  base.clip();
+  const colour = (index) => rankColour(index, curves.length);
+  curves.forEach((curve, i) => i !== strong && paintLine(base, panel, curve, colour(i), 1, 0.75));
+  paintLine(base, panel, curves[strong], colour(strong), 2.5, 1);
+  if (limit !== null) paintLimit(base, panel, limit);
+  curves.forEach((c, i) => dot(base, x(panel, c.peakAt), curveY(c.peak * unit), colour(i), i === strong ? 4 : 2));
+  base.restore();
+  const peak = curves[strong].peak * unit;
+  const label = isNarrow() ? number(peak, 4) : `peak ${number(peak, 4)}`;
+  text(base, label, panel.width - GUTTER, curveY(peak), "right", 11, theme.text, 600);
+  Object.assign(panel.curve, { strong, version: panel.version });
+}
+
+function paintLimit(context, panel, limit) {
+  context.setLineDash([6, 4]);
+  context.strokeStyle = theme.accent;
+  context.lineWidth = 1.5;
+  context.beginPath();
+  context.moveTo(LEFT, curveY(limit));
+  context.lineTo(LEFT + panel.plotWidth, curveY(limit));
+  context.stroke();
+  context.setLineDash([]);
+  tag(context, `limit ${number(limit)}`, LEFT + 6, curveY(limit) + 9, "left", theme.accent);
+}
+
+function paintScale(context, panel) {
+  const top = highest();
+  const step = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((n) => top / n <= 4) ?? top;
+  for (let value = 0; value <= top; value += step) {
+    context.fillStyle = theme.grid;
+    context.fillRect(LEFT, Math.round(curveY(value)), panel.plotWidth, 1);
+    text(context, number(value), LEFT - 10, curveY(value), "right", 10, theme.soft);
+  }
+  const title = isNarrow() ? "microbatches saved" : "microbatches saved by each rank";
+  text(context, title, LEFT, CURVE - 6, "left", 10, theme.soft);
+  if (panel.activations.curves.length < 2) return;
+  let at = LEFT + context.measureText(title).width + 16;
+  for (const [index, colour] of [[0, theme.low], [-1, theme.high]]) {
+    const label = `rank ${panel.ranks.at(index).rank}`;
+    context.fillStyle = colour;
+    context.fillRect(at, CURVE - 7, 14, 3);
+    text(context, label, at + 19, CURVE - 6, "left", 10, theme.soft);
+    at += 35 + context.measureText(label).width;
+  }
+}
+
+/** A line of steps. Of the changes within a pixel column only the highest and the last are painted. */
+function paintLine(context, panel, { time, saved }, colour, wide, alpha) {
+  const y = (value) => curveY(value * panel.activations.unit);
+  let value = savedAt({ time, saved }, view.from);
+  let [column, high] = [LEFT, value];
+  context.beginPath();
+  context.moveTo(LEFT, y(value));
+  const moveTo = (px) => {
+    if (high > value) context.lineTo(column, y(high));
+    context.lineTo(column, y(value));
+    context.lineTo(px, y(value));
+  };
+  for (let i = 0; i < time.length && time[i] <= view.to; i++) {
+    if (time[i] < view.from) continue;
+    const px = crisp(x(panel, time[i]));
+    if (px !== column) {
+      moveTo(px);
+      [column, high] = [px, value];
+    }
+    value = saved[i];
+    high = Math.max(high, value);
+  }
+  moveTo(LEFT + panel.plotWidth);
+  context.strokeStyle = colour;
+  context.lineWidth = wide;
+  context.globalAlpha = alpha;
+  context.stroke();
+  context.globalAlpha = 1;
+}
+
+function dot(context, px, y, colour, size) {
+  context.fillStyle = colour;
+  context.beginPath();
+  context.arc(px, y, size, 0, 7);
+  context.fill();
+}
+
+/** Text on a background of its own. */
+function tag(context, value, px, y, align, colour) {
+  context.font = `600 11px ${theme.font}`;
+  const wide = context.measureText(value).width + 6;
+  context.globalAlpha = 0.85;
+  context.fillStyle = theme.card;
+  context.fillRect(align === "left" ? px - 3 : px - wide + 3, y - 7, wide, 14);
+  context.globalAlpha = 1;
+  text(context, value, px, y, align, 11, colour, 600);
+}
+
+/** Index of the rank whose curve is nearest to a point, or null. */
+function curveAt(panel, px, py) {
+  const { curves, unit } = panel.activations;
+  const distances = curves.map((curve) => Math.abs(curveY(savedAt(curve, timeAt(panel, px)) * unit) - py));
+  const least = Math.min(...distances);
+  return least < 14 ? distances.indexOf(least) : null;
+}
+

@@ -1,0 +1,303 @@
+"""The pages as a browser shows them: selection, search, steps, colours and labels on a narrow window."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from html_pages import Page, keys_of, payload, simulated_program
+
+from pentad.schedules.draw.html import SimulatedProgram, schedule_page, timeline_page
+from pentad.schedules.simulate.timeline import Timeline
+
+NAMES = ["1f1b", "zb-h2", "zb-v", "interleaved-zb", "dualpipe", "seq-1f1b", "zb-h2 post-validation"]
+CHROME = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+pytestmark = pytest.mark.skipif(not CHROME, reason="wants: chromium")
+Browse = Callable[..., dict]
+PRESS = """
+const press = (key, target = document.body, more = {}) =>
+  target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true, ...more }));
+const type = (text) => {
+  byId("find").value = text;
+  byId("find").dispatchEvent(new Event("input", { bubbles: true }));
+};
+"""
+
+
+@pytest.fixture
+def browse(tmp_path: Path) -> Browse:
+    """Opens a page in a frame of a browser's window, runs a script in it and returns the script's result."""
+
+    def run(text: str, script: str, *, width: int = 1200, dark: bool = False) -> dict:
+        send = f"parent.postMessage(JSON.stringify((() => {{{PRESS}{script}}})()), '*')"
+        (tmp_path / "page.html").write_text(text.replace("</body>", f"<script>{send}</script></body>"))
+        frame = tmp_path / "frame.html"  # a headless window is at least 500 pixels wide
+        frame.write_text(
+            "<title></title><body><script>onmessage = (event) => (document.title = event.data)</script>"
+            f'<iframe src="page.html" style="border:0;width:{width}px;height:860px"></iframe></body>'
+        )
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            f"--user-data-dir={tmp_path}/profile",
+        ]
+        options += ["--window-size=1300,900", "--virtual-time-budget=5000"]
+        options += [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+        done = subprocess.run([CHROME, *options, "--dump-dom", frame.as_uri()], capture_output=True, text=True)
+        return json.loads(Page(done.stdout).texts["title"])
+
+    return run
+
+
+def page(*schedules: SimulatedProgram, limit: float | None = None) -> str:
+    return schedule_page(schedules, title="t", facts={}, limit=limit)
+
+
+def run_page(steps: tuple[int, ...] = (3, 4)) -> str:
+    """A run whose steps get slower, measured and simulated."""
+    spans = simulated_program("zb-h1").timeline.spans
+    timelines = [
+        Timeline(
+            source,
+            tuple(
+                span._replace(step=step, start=slow * step * span.start / 1e3, end=slow * step * span.end / 1e3)
+                for step in steps
+                for span in spans
+            ),
+        )
+        for source, slow in (("measured", 1.1), ("simulated", 1.0))
+    ]
+    return timeline_page(timelines, title="t", facts={"program": "p"})
+
+
+def test_a_selected_instruction_lists_its_dependencies(browse: Browse) -> None:
+    schedule = simulated_program("zb-h1")
+    data = payload(page(schedule))
+    number = keys_of(data, data["panels"][0]).index((2, "2F4"))
+    found = browse(
+        page(schedule, simulated_program("zb-h2")),
+        f"""
+        const shown = () => document.querySelector("#selection b")?.textContent ?? "";
+        select(panels[0], {number});
+        const names = (nodes) => nodes.map((l) => [kinds.name[kindOf(panels[0], l.n)], l.binding, names(l.children)]);
+        const dependencies = names(panels[0].selected.dependencies);
+        const selected = shown();
+        press("ArrowRight");
+        const after = shown();
+        press("ArrowDown");
+        const below = rankOf(panels[0], panels[0].selected.n);
+        press("Escape");
+        const heads = [...document.querySelectorAll("section > header")].map((h) => h.textContent);
+        return {{ dependencies, selected, after, below, none: view.selected, heads }};
+        """,
+    )
+    spans = {(span.rank, span.name): span for span in schedule.timeline.spans}
+    names = [name for name, _, _ in found["dependencies"]]
+    assert found["selected"] == "2F4" and "2RECV_F4" in names
+    for name, binding, _ in found["dependencies"]:
+        assert binding == (abs(spans[2, name].end - spans[2, "2F4"].start) < 1e-9)
+    assert any(binding for _, binding, _ in found["dependencies"])
+    beyond = next(children for name, _, children in found["dependencies"] if name == "2RECV_F4")
+    assert "1F4" in [name for name, _, _ in beyond]
+    compute = [str(part.key) for unit in schedule.program.compute().streams[2] for part in unit.parts]
+    assert found["after"] == compute[compute.index("2F4") + 1]
+    assert found["below"] == 3 and found["none"] is None
+    assert all("makespan" in head and "longest" in head and "bubble" in head for head in found["heads"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_start_is_set_by_a_dependency_that_ends_then(browse: Browse, name: str) -> None:
+    found = browse(
+        page(simulated_program(name), limit=6.0),
+        """
+        const panel = panels[0];
+        const wrong = [];
+        for (let n = 0; n < panel.count; n++) {
+          const nodes = dependencyTree(panel, n, true);
+          const isSet = nodes.some((node) => node.binding) || startOf(panel, n) === panel.first;
+          const causal = nodes.every((node) => node.slack >= -1);
+          const leadsBack = (node) => dependencyTree(panel, node.n, false).some((d) => eventOf(panel, d.n).includes(n));
+          if (!isSet || !causal || !nodes.every(leadsBack)) wrong.push(kinds.name[kindOf(panel, n)]);
+        }
+        byId("critical").click();
+        for (const row of ROWS) toggleRow(row, true);
+        select(panel, panel.critical.number.at(-2));
+        for (const factor of [0.3, 0.3, 3]) zoom(factor);
+        paint(panel);
+        paintActivations(panel);
+        return { wrong, edges: selectedEdges(panel).length, count: panel.count };
+        """,
+    )
+    assert found["wrong"] == [] and found["edges"] > 0
+    assert found["count"] == len(simulated_program(name).timeline.spans)
+
+
+STEP_THROUGH = """
+const current = () => search.matches[search.index];
+const shown = () => [kinds.name[kindOf(current().panel, current().n)], startOf(current().panel, current().n)];
+const highlighted = () => panels.map((p) => p.highlighted?.reduce((a, b) => a + b, 0) ?? null);
+const found = {};
+for (const text of TEXTS) {
+  type(text);
+  const names = search.matches.map((match) => kinds.name[kindOf(match.panel, match.n)]);
+  found[text] = { count: byId("found").textContent, names, highlighted: highlighted() };
+}
+press("/");
+found.focused = document.activeElement === byId("find");
+found.steps = [];
+for (const key of ["Enter", "ArrowDown", "Enter", "Shift+Enter", "ArrowUp", "ArrowUp"]) {
+  press(key.replace("Shift+", ""), byId("find"), { shiftKey: key.startsWith("Shift") });
+  found.steps.push([...shown(), byId("found").textContent, view.from <= shown()[1] && shown()[1] <= view.to]);
+}
+press("Escape", byId("find"));
+const focused = document.activeElement === byId("find");
+found.end = [byId("find").value, byId("found").textContent, search.matches.length, focused];
+found.hidden = [...hiddenRows];
+return found;
+"""
+
+
+@pytest.mark.parametrize("kind", ["schedule", "run"])
+def test_search_finds_marks_and_steps_through_instructions(browse: Browse, kind: str) -> None:
+    schedule = simulated_program("zb-h1")
+    text = page(schedule) if kind == "schedule" else run_page((3,))
+    found = browse(text, "const TEXTS = ['1f6', 'F6', 'W', '2SEND', 'norm', 'nothing', 'SEND_F'];" + STEP_THROUGH)
+    copies = 1 if kind == "schedule" else 2  # panels
+    spans = sorted(schedule.timeline.spans, key=lambda span: span.start)
+    expected = {
+        "1f6": [s.name for s in spans if s.name == "1F6"],
+        "F6": [s.name for s in spans if (s.op, s.microbatch) == ("F", 6)],
+        "W": [s.name for s in spans if s.op == "W"],
+        "2SEND": [s.name for s in spans if s.op in ("SEND_F", "SEND_B") and s.stage == 2],
+        "norm": [s.name for s in spans if s.op == "NORM"],
+        "nothing": [],
+        "SEND_F": [s.name for s in spans if s.op == "SEND_F"],
+    }
+    for query, names in expected.items():
+        assert sorted(found[query]["names"]) == sorted(names * copies), query
+        plural = "match" if len(names) * copies == 1 else "matches"
+        assert found[query]["count"] == (f"{len(names) * copies} {plural}" if names else "no match")
+        assert found[query]["highlighted"] == [len(names)] * copies
+    assert found["focused"]
+    count = len(expected["SEND_F"]) * copies
+    assert [step[2] for step in found["steps"]] == [f"{i} of {count}" for i in (1, 2, 3, 2, 1, count)]
+    assert found["steps"][0][1] <= found["steps"][1][1] <= found["steps"][2][1]
+    assert all(in_view for *_, in_view in found["steps"])
+    assert found["end"] == ["", "", 0, False]
+    assert "send" not in found["hidden"]
+
+
+def test_all_panels_follow_the_step(browse: Browse) -> None:
+    found = browse(
+        run_page(),
+        """
+        const heads = () => panels.map((p) => p.header.querySelector("h2").textContent);
+        const last = heads();
+        type("1F6");
+        press("[");
+        const lengths = panels.map((p) => Math.round((p.last - p.first) / 1e4));
+        return { last, first: heads(), lengths, matches: search.matches.length };
+        """,
+    )
+    assert found["last"] == ["Measuredstep 4", "Simulatedstep 4, at its measured costs"]
+    assert found["first"] == ["Measuredstep 3", "Simulatedstep 3, at its measured costs"]
+    assert found["lengths"][0] == pytest.approx(1.1 * found["lengths"][1], rel=1e-3)
+    assert found["matches"] == 2
+
+
+COLOURS = """
+paintBase(panels[0]);
+const panel = panels[0];
+const size = 24;
+let worst = 0, windows = 0;
+for (let at = visibleRanks(panel)[0]; at < visibleRanks(panel)[1]; at += 5) {
+  const track = panel.ranks[at].tracks[0];
+  const [top, tall] = rowPlace(panel, at, "compute");
+  const y = Math.round(top + tall / 2);
+  for (let left = LEFT; left + size < LEFT + panel.plotWidth; left += size) {
+    const [from, to] = [timeAt(panel, left), timeAt(panel, left + size)];
+    const expected = [0, 0, 0];
+    let covered = 0;
+    track.start.forEach((start, i) => {
+      const share = (Math.min(track.end[i], to) - Math.max(start, from)) / (to - from);
+      if (share <= 0) return;
+      covered += share;
+      for (let c = 0; c < 3; c++) expected[c] += share * theme.linear[track.fill[i]][c];
+    });
+    if (covered < 0.999) continue;
+    windows++;
+    const data = panel.base.getImageData(left, y, size, 1).data;
+    for (let c = 0; c < 3; c++) {
+      let mean = 0;
+      for (let k = 0; k < size; k++) mean += linear(data[4 * k + c] / 255) / size;
+      worst = Math.max(worst, Math.abs(mean - expected[c]));
+    }
+  }
+}
+return { worst, windows, ratio: devicePixelRatio, mixed: panel.hasMixed, width: innerWidth };
+"""
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("zb-h2", 64, 256), ("zb-h1", 16, 64)])
+def test_a_narrow_window_shows_no_bands_that_are_not_there(
+    browse: Browse, name: str, ranks: int, microbatches: int
+) -> None:
+    found = browse(page(simulated_program(name, ranks, microbatches)), COLOURS, width=390)
+    assert found["width"] == 390 and found["ratio"] == 1 and found["mixed"]
+    assert found["windows"] > 20
+    assert found["worst"] < 0.03
+
+
+LABELS = """
+const wrong = [];
+const original = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (value, px, y) {
+  const wide = this.measureText(value).width;
+  const left = { left: px, center: px - wide / 2, right: px - wide }[this.textAlign];
+  if (left < 0 || left + wide > this.canvas.width / devicePixelRatio) wrong.push([value, left, wide]);
+  original.call(this, value, px, y);
+};
+for (const action of ACTIONS) {
+  action();
+  for (const panel of panels) {
+    panel.stale = true;
+    panel.version++;
+    paint(panel);
+    if (panel.curve) paintActivations(panel);
+  }
+}
+for (const element of document.querySelectorAll("header *, nav *, #selection *, footer *"))
+  if (element.getBoundingClientRect().right > innerWidth + 0.5) wrong.push([element.tagName, element.textContent]);
+return { wrong, wider: document.documentElement.scrollWidth - innerWidth };
+"""
+
+
+@pytest.mark.parametrize("width", [390, 800])
+@pytest.mark.parametrize("kind", ["schedule", "run"])
+def test_labels_are_not_cut_off(browse: Browse, kind: str, width: int) -> None:
+    one, other = simulated_program("zb-h1"), simulated_program("zb-v")
+    text = page(one, other, limit=5.5) if kind == "schedule" else run_page()
+    actions = """
+    const ACTIONS = [
+      () => {},
+      () => (view.cursor = view.last),
+      () => (view.cursor = view.first),
+      () => zoom(0.2, view.last),
+      () => type("SEND"),
+      () => IS_SCHEDULE && select(panels[1], 40),
+    ];
+    """
+    found = browse(text, actions + LABELS, width=width)
+    assert found["wrong"] == [] and found["wider"] <= 0
+
+
+@pytest.mark.parametrize(("dark", "word"), [(False, "lighter"), (True, "darker")])
+def test_the_legend_says_how_later_chunks_look(browse: Browse, dark: bool, word: str) -> None:
+    found = browse(page(simulated_program("zb-v")), "return { legend: byId('legend').textContent };", dark=dark)
+    assert f"{word}: a rank's second chunk" in found["legend"]

@@ -1,0 +1,157 @@
+"""The page of schedules: dependencies, saved activations, the critical path, two schedules on one page."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from html_pages import Page, keys_of, payload, simulated_program, spans_of
+from plain_graph import build
+
+from pentad.orchestrator.cli.cli import main
+from pentad.schedules.draw.html import SimulatedProgram, schedule_page
+from pentad.schedules.simulate.analysis import critical_path
+from pentad.schedules.simulate.memory import activations_over_time
+
+NAMES = ["1f1b", "zb-h2", "zb-v", "interleaved-zb", "dualpipe", "seq-1f1b", "zb-h2 post-validation"]
+SIZES = ("--ranks", "4", "--microbatches", "8")
+
+
+def page(*schedules: SimulatedProgram, limit: float | None = None) -> str:
+    return schedule_page(schedules, title="t", facts={}, limit=limit)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_holds_the_timeline(name: str) -> None:
+    schedule = simulated_program(name)
+    data = payload(page(schedule))
+    found, expected = spans_of(data, data["panels"][0]), sorted(schedule.timeline.spans)
+    assert [span[:8] for span in found] == [span[:8] for span in expected]
+    assert [span[8] for span in found] == pytest.approx([span.start for span in expected], abs=1.1e-9, rel=0)
+    assert [span[9] for span in found] == pytest.approx([span.end for span in expected], abs=1.1e-9, rel=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dependencies_are_the_waits_of_the_program(name: str) -> None:
+    schedule = simulated_program(name)
+    data = payload(page(schedule))
+    keys, program = keys_of(data, data["panels"][0]), data["panels"][0]["program"]
+    numbers, counts = iter(program["dependencies"]["number"]), program["dependencies"]["count"]
+    found = {key: {keys[next(numbers)] for _ in range(count)} for key, count in zip(keys, counts, strict=True)}
+    streams = schedule.program.streams
+    expected = {
+        (rank, str(part.key)): {(rank, str(key)) for key in (unit.waits if part is unit.parts[0] else part.waits)}
+        for rank, stream in enumerate(streams)
+        for unit in stream
+        for part in unit.parts
+    }
+    assert found == expected and not list(numbers)
+    slots = {(rank, str(p.key)): p.slot for rank, stream in enumerate(streams) for unit in stream for p in unit.parts}
+    assert dict(zip(keys, program["slots"], strict=True)) == slots
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_events_are_those_of_the_program(name: str) -> None:
+    program = simulated_program(name).program
+    data = payload(page(simulated_program(name)))
+    keys = keys_of(data, data["panels"][0])
+    found = {frozenset(keys[number] for number in event) for event in data["panels"][0]["program"]["events"]}
+    events = (
+        {(node.rank, str(program.streams[node.rank][node.at].key)) for node in event}
+        for event in build(program).members
+    )
+    assert found == {frozenset(event) for event in events if len(event) > 1}
+
+
+def test_the_first_halves_of_overlapped_pairs_are_marked() -> None:
+    schedule = simulated_program("dualpipe")
+    data = payload(page(schedule))
+    keys = keys_of(data, data["panels"][0])
+    streams = enumerate(schedule.program.streams)
+    expected = [(rank, str(unit.key)) for rank, stream in streams for unit in stream if len(unit.parts) == 2]
+    assert expected and [keys[number] for number in data["panels"][0]["program"]["overlapped"]] == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_curves_are_the_saved_activations(name: str) -> None:
+    schedule = simulated_program(name)
+    found = payload(page(schedule, limit=5.5))["panels"][0]["program"]["activations"]
+    assert found["limit"] == 5.5
+    expected = activations_over_time(schedule.program, schedule.timeline)
+    for rank, changes in zip(found["ranks"], expected, strict=True):
+        assert [nanos * 1e-9 for nanos in accumulate(rank["gap"])] == pytest.approx([t for t, _ in changes], abs=1.1e-9)
+        assert [units * found["unit"] for units in rank["saved"]] == pytest.approx([saved for _, saved in changes])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_critical_path_is_that_of_the_program(name: str) -> None:
+    schedule = simulated_program(name)
+    data = payload(page(schedule))
+    keys, critical = keys_of(data, data["panels"][0]), data["panels"][0]["program"]["critical"]
+    path = critical_path(schedule.program, schedule.costs)
+    assert [keys[number] for number in critical["number"]] == [(segment.rank, segment.key) for segment in path]
+    assert critical["why"] == [segment.why for segment in path]
+
+
+def test_chunks_are_in_the_order_of_the_placement() -> None:
+    ranks = payload(page(simulated_program("dualpipe")))["panels"][0]["steps"][0]["ranks"]
+    assert [rank["stages"] for rank in ranks] == [[0, 3], [1, 2], [2, 1], [3, 0]]
+
+
+def test_a_span_takes_few_bytes() -> None:
+    schedule = simulated_program("zb-h1", 8, 64)
+    empty = len(page(simulated_program("zb-h1", 1, 1)))
+    assert len(page(schedule)) - empty < 70 * len(schedule.timeline.spans)
+
+
+def test_two_schedules_share_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.html"
+    limited = ("zb-2p", *SIZES, "--memory-limit", "6", "--comm", "0.1")
+    assert main(["schedule", *limited, "--html", str(file), "--beside", "zb-v"]) == 0
+    data = payload(file.read_text())
+    assert [panel["program"]["name"] for panel in data["panels"]] == ["zb-2p", "zb-v"]
+    assert main(["schedule", "zb-v", *SIZES, "--comm", "0.1", "--json"]) == 0
+    separate = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert data["panels"][1]["steps"][0]["makespan"] == separate["makespan"]
+    assert data["panels"][1]["steps"][0]["bubble"] == separate["bubble"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--html", "a.html", "--beside", "zb-w"), "--beside is 'zb-w': .*did you mean 'zb-v'"),
+        (("--html", "a.html", "--beside", "none.csv"), "--beside is 'none.csv': .*none.csv"),
+        (("--html", "a.html", "--beside", "none.py:f"), "--beside is 'none.py:f': .*cannot be read"),
+        (("--beside", "zb-v"), "--beside is 'zb-v'.*--html"),
+    ],
+)
+def test_a_mistake_in_the_second_schedule_is_one_sentence(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(["schedule", "zb-h1", *SIZES, *options]) == 1
+    assert re.fullmatch(f"pentad: {message}.*\n", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("folder", ["{{data}} \"'&amp;", "<b>&", "<!--<script>"])
+def test_a_path_as_a_name_stays_text(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    custom = tmp_path / folder / "x.py"
+    custom.write_text(
+        "def f(rank, ranks, microbatches):\n"
+        "    return [f'{rank}{op}{m}' for op in ('F', 'BW') for m in range(microbatches)]\n"
+    )  # fmt: skip
+    texts = []
+    for name in ("gpipe", f"{custom}:f"):
+        file = tmp_path / "a.html"
+        assert main(["schedule", name, *SIZES, "--html", str(file), "--beside", name]) == 0
+        texts.append(file.read_text())
+    plain, found, text = Page(texts[0]), Page(texts[1]), texts[1]
+    assert found.tags == plain.tags and found.links == []
+    assert str(custom) in found.texts["h1"] and str(custom) in payload(text)["panels"][1]["program"]["name"]
+    assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttpRequest|\bsrc=|\bhref=", text.replace(str(custom), ""))

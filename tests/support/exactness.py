@@ -1,0 +1,50 @@
+"""The first law of the numerics: any plan gives the losses, gradients and weights of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fleet import Fleet, assemble, losses_of
+from plans import STEPS, is_close, reference
+
+from pentad.orchestrator.planning.estimate import memory
+from pentad.schedules.spec.plan import Plan
+
+TIED_COPIES = {"head", "predicted.embedding"}
+
+
+def assert_equals_one_process(fleet: Fleet, plan: Plan, *, check_bytes: bool = False) -> None:
+    """Runs STEPS steps in two calls, in float64, to 1e-10. `check_bytes`: buffers have the planned sizes too."""
+    losses, gradients, norms, weights = reference(plan)
+    outcomes = fleet.run(plan, [(0, 2), (2, 1)])
+    for rank, outcome in enumerate(outcomes) if check_bytes else ():
+        planned = memory(plan, rank)
+        assert outcome.bytes == {kind: planned[kind] for kind in outcome.bytes}
+    for step in range(STEPS):
+        sums = losses_of(outcomes, step).values()
+        assert len(sums) == plan.batch.replicas * plan.batch.microbatches
+        assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
+        for outcome in outcomes:
+            assert outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
+        found = assemble([outcome.gradients[step] for outcome in outcomes], with_tied_copies(weights))
+        for copy in found.keys() & TIED_COPIES - weights.keys():
+            assert torch.equal(found.pop(copy), found["embedding"])
+        assert found.keys() == {name for name in weights if not name.endswith(".bias")}
+        for name, gradient in found.items():
+            assert is_close(gradient, gradients[step][name]), f"step {step}: gradient of {name}"
+    kinds = ("model", "optimizer.m", "optimizer.v")
+    like = {f"{kind}.{name}": weight for kind in kinds for name, weight in with_tied_copies(weights).items()}
+    state = assemble([outcome.state for outcome in outcomes], like)
+    found = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    for copy in found.keys() & TIED_COPIES - weights.keys():
+        assert torch.equal(found.pop(copy), found["embedding"])
+    assert found.keys() == {name for name in weights if not name.endswith(".bias")}
+    for name, weight in found.items():
+        assert is_close(weight, weights[name]), f"weights of {name}"
+
+
+def with_tied_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adds the names of the embedding's copies in other stages."""
+    (embedding,) = (name for name in tensors if name.endswith("embedding"))
+    copies = (embedding.replace("embedding", name) for name in TIED_COPIES)
+    return dict.fromkeys(copies, tensors[embedding]) | tensors

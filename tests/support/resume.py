@@ -1,0 +1,25 @@
+"""Runs that stop at a checkpoint and resume from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.manifest import Shard
+
+
+def run_and_save(fleet, plan, steps: int, folder: Path) -> list:
+    """Runs the first steps of a plan and commits a checkpoint of them."""
+    outcomes = fleet.run(plan, [(0, steps)], save=str(folder))
+    commit(folder, steps, [entry for outcome in outcomes for entry in outcome.shards])
+    return outcomes
+
+
+def commit(folder: Path, step: int, entries: list[dict]) -> None:
+    checkpoint.commit(folder, step=step, shards=[Shard.from_plain(entry) for entry in entries], meta={})
+
+
+def save_and_resume(fleet, plan, folder: Path, step: int, calls, *, before=None) -> list:
+    """Saves a plan's state at a step and resumes from it, with another plan `before` the save if one is given."""
+    run_and_save(fleet, before or plan, step, folder)
+    return fleet.run(plan, calls, restore=str(folder))

@@ -1,0 +1,43 @@
+"""Small models of every supported family, and with sizes that several ranks can share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plans import MODEL
+
+from pentad.schedules.spec.model import MLA, Experts, RopeScaling
+
+HEADS = replace(MODEL, kv_heads=4)  # enough heads for Ulysses
+ROUTED = Experts(
+    num_experts=4,
+    top_k=2,
+    intermediate_size=12,
+    shared_intermediate_size=8,
+    aux_loss_coef=0.1,
+    bias_update_rate=0.01,
+    first_k_dense=1,
+)
+MOE = replace(MODEL, experts=ROUTED)
+FAMILIES = {
+    "llama 3.1": replace(MODEL, rope_scaling=RopeScaling("llama3", 4.0, 4, 1.0, 4.0)),
+    "qwen3": replace(MODEL, head_dim=6, qk_norm=True, tie_word_embeddings=True),
+    "mixtral": replace(MODEL, experts=Experts(num_experts=4, top_k=2, intermediate_size=12)),
+    "qwen3-moe": replace(MODEL, head_dim=6, qk_norm=True, experts=Experts(4, 3, 8, norm_topk_prob=False)),
+    "deepseek-v3": replace(
+        MODEL,
+        layers=4,
+        kv_heads=4,
+        mla=MLA(kv_lora_rank=6, q_lora_rank=10, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3),
+        experts=Experts(
+            8, 3, 6, 4, "sigmoid", True, 2.5, num_groups=4, topk_groups=2, bias_update_rate=0.01, first_k_dense=1
+        ),
+        rope_scaling=RopeScaling("yarn", 4.0, 4, 1.0, 32.0, attention_factor=1.2, softmax_factor=1.3),
+    ),
+    "deepseek-v2-lite": replace(
+        MODEL, kv_heads=4, mla=MLA(kv_lora_rank=6, q_lora_rank=0, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=8)
+    ),
+}
+# For GPUs: large enough for their kernels.
+WIDE = replace(MODEL, hidden=64, heads=8, kv_heads=8, ffn=64, head_dim=16)
+WIDE_MOE = replace(WIDE, layers=4, experts=replace(ROUTED, intermediate_size=32, shared_intermediate_size=32))

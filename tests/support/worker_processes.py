@@ -1,0 +1,273 @@
+"""Rank processes with a control thread, like the driver's workers: they can be fenced, killed and replaced."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import queue
+import signal
+import tempfile
+import threading
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fleet import tensors_by_name
+from gpus import RANKS_A_GPU, gpu_of
+
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.runtime.abort import Aborted
+
+TIMEOUT = 60.0 * RANKS_A_GPU  # seconds; the first step of a run compiles kernels
+NUM_CALLS = 4  # that the steps of `check_recovery` are divided into
+
+
+class WorkerProcess:
+    """One rank. `call` queues a method of its Runner; `call_now` calls it at once, on the control thread."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self.end, remote_end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(remote_end,), daemon=True)
+        self.process.start()
+        remote_end.close()
+        self.num_calls, self.answers = 0, dict[int, Any]()
+
+    def call(self, method: str, *arguments: Any) -> int:
+        """The number to ask `answer` for."""
+        return self._send("call", method, *arguments)
+
+    def call_now(self, method: str, *arguments: Any) -> int:
+        return self._send("now", method, *arguments)
+
+    def answer(self, number: int, seconds: float = TIMEOUT) -> Any:
+        """The result of a call; raises what the method raised."""
+        while number not in self.answers:
+            assert self.end.poll(seconds), f"no answer in {seconds} s"
+            self.receive()
+        value = self.answers.pop(number)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def receive(self) -> None:
+        """Receives the next answer, to whichever call."""
+        number, value = self.end.recv()
+        self.answers[number] = value
+
+    def wait_for_step(self, step: int) -> None:
+        """Until this rank has reached a step."""
+        while self.answer(self.call_now("step")) < step:
+            time.sleep(0.01)
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def stop(self) -> None:
+        self.signal(signal.SIGKILL) if self.process.is_alive() else None
+        self.process.join(10)
+        self.end.close()
+
+    def _send(self, *order: Any) -> int:
+        self.num_calls += 1
+        self.end.send((self.num_calls, *order))
+        return self.num_calls
+
+
+def call_all(workers: list[WorkerProcess], method: str, *arguments: Any, seconds: float = TIMEOUT) -> list[Any]:
+    """The answers of all workers; raises what the first to fail raises, as others may be waiting for it."""
+    asked = [(worker, worker.call(method, *arguments)) for worker in workers]
+    deadline = time.monotonic() + seconds
+    while missing := [worker for worker, number in asked if number not in worker.answers]:
+        ready = wait([worker.end for worker in missing], max(0.0, deadline - time.monotonic()))
+        assert ready, f"{method}: no answer of {list(map(workers.index, missing))} in {seconds} s"
+        for worker, number in asked:
+            if worker.end in ready:
+                worker.receive()
+                if isinstance(worker.answers.get(number), Exception):
+                    worker.answer(number)
+    return [worker.answer(number) for worker, number in asked]
+
+
+def start_generation(workers: list[WorkerProcess], plan: Plan, generation: int) -> None:
+    """Makes and connects runners. After generation 1 they take over the state of the previous ones."""
+    made = [worker.call("make", plan, rank, generation) for rank, worker in enumerate(workers)]
+    for worker, number in zip(workers, made, strict=True):
+        worker.answer(number)
+    address = workers[0].answer(workers[0].call("serve", "127.0.0.1", 30.0))
+    call_all(workers, "connect", address, 30.0)
+
+
+def losses_and_state(workers: list[WorkerProcess], results: list, first: int) -> tuple[dict, dict]:
+    """Losses by step and microbatch, from step `first` on, and the state by name; ranks must agree on both."""
+    losses: dict[int, dict] = {}
+    state: dict[str, torch.Tensor] = {}
+    for of_rank in results:
+        for result in of_rank:
+            if result.step >= first:
+                losses.setdefault(result.step, {}).update(result.losses)
+    for found in call_all(workers, "state"):
+        for name, value in found.items():
+            assert torch.equal(state.setdefault(name, value), value), name
+    return losses, state
+
+
+def recover(workers: list[WorkerProcess], lost: list[int], plan: Plan, generation: int) -> tuple[int, dict]:
+    """Recovers as the driver does: fences the living, finds the newest version, replaces the lost, broadcasts the
+    state.
+
+    Returns the version and the living ranks' snapshots.
+    """
+    living = [rank for rank in range(len(workers)) if rank not in lost]
+    for method in ("fence", "abort"):
+        asked = {rank: workers[rank].call_now(method) for rank in living}
+        for rank, number in asked.items():
+            workers[rank].answer(number)
+    asked = {rank: workers[rank].call("leave") for rank in living}
+    snapshots = {rank: workers[rank].answer(number) for rank, number in asked.items()}
+    version = max(snapshot.version for snapshot in snapshots.values())
+    norm = next(snapshot.norm for snapshot in snapshots.values() if snapshot.version == version)
+    for rank, snapshot in snapshots.items():
+        if snapshot.version == version - 1 and snapshot.ready:
+            workers[rank].answer(workers[rank].call("advance", norm))
+    current = [r for r, s in snapshots.items() if s.version == version or s.ready]
+    for rank in lost:
+        workers[rank].stop()
+        workers[rank] = WorkerProcess()
+    start_generation(workers, plan, generation)
+    holders = {share: plan.holders(share) for share in plan.param_shards}
+    sources = {s: next(r for r in ranks if r in current) for s, ranks in holders.items() if set(ranks) - set(current)}
+    call_all(workers, "receive", sources, version)
+    return version, snapshots
+
+
+def check_recovery(workers: list[WorkerProcess], plan: Plan, steps: int, fault: int | None) -> None:
+    """Runs the steps once without a fault and once with one of rank 1, and compares all bits.
+
+    The fault is a signal, or an error of the rank's own (None). If the test fails, its workers are replaced: they may
+    be stuck.
+    """
+    ranks = workers[: plan.mesh.size]
+    try:
+        _check_recovery(ranks, plan, steps, fault)
+    except BaseException:
+        for worker in ranks:
+            worker.stop()
+        ranks[:] = [WorkerProcess() for _ in ranks]
+        raise
+    finally:
+        workers[: plan.mesh.size] = ranks
+
+
+def _check_recovery(workers: list[WorkerProcess], plan: Plan, steps: int, fault: int | None) -> None:
+    start_generation(workers, plan, 1)
+    call_all(workers, "restore", None, 0)
+    expected = losses_and_state(workers, call_all(workers, "run", 0, steps), 0)
+    call_all(workers, "close")
+
+    start_generation(workers, plan, 1)
+    call_all(workers, "restore", None, 0)
+    if fault is None:
+        workers[1].answer(workers[1].call("fail_at", 4))
+    part = steps // NUM_CALLS
+    asked = [
+        [worker.call("run", n * part, part, n < NUM_CALLS - 1) for n in range(NUM_CALLS)] for worker in workers
+    ]
+    if fault is None:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            workers[1].answer(asked[1][0])
+        with pytest.raises(Aborted):  # a queued call must not continue in the middle of a step
+            workers[1].answer(asked[1][1])
+    else:
+        workers[1].wait_for_step(3)
+        workers[1].signal(fault)
+        time.sleep(0.3)
+    version, snapshots = recover(workers, [1], plan, 2)
+    assert 0 < version < steps, "the fault came too early or too late for this test"
+    for rank in snapshots:
+        with pytest.raises((Aborted, RuntimeError)):
+            workers[rank].answer(asked[rank][-1])
+    known = [list(snapshot.results) for snapshot in snapshots.values()]
+    losses, state = losses_and_state(workers, known + call_all(workers, "run", version, steps - version), 0)
+    call_all(workers, "close")
+    assert losses == expected[0]
+    assert all(torch.equal(state[key], value) for key, value in expected[1].items())
+
+
+def _serve(end: Any) -> None:
+    torch.set_num_threads(1)
+    from pentad.workers.runtime.runner import Runner
+
+    orders: queue.Queue = queue.Queue()
+    lock, runners = threading.Lock(), list[Runner]()
+    progress = Path(tempfile.mkdtemp(), "progress")
+
+    def reply(number: int, value: Any) -> None:
+        with lock:
+            end.send((number, value))
+
+    def execute(number: int, method: str, *arguments: Any) -> None:
+        try:
+            if method == "make":
+                plan, rank, generation = arguments
+                previous = runners[0] if runners and generation > 1 else None
+                runners[:] = [Runner(plan, rank, progress, generation, gpu_of(rank), previous, blank=generation > 1)]
+                reply(number, None)
+            elif method == "step":
+                connection = runners[0].connection
+                reply(number, connection.executor.step if connection else -1)
+            elif method == "fail_at":
+                _fail_at(runners[0], *arguments)
+                reply(number, None)
+            elif method == "state":
+                reply(number, _state(runners[0]))
+            else:
+                reply(number, getattr(runners[0], method)(*arguments))
+        except Exception as error:
+            reply(number, type(error)(str(error)))
+
+    def listen() -> None:
+        while True:
+            try:
+                number, how, *order = end.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            if how == "now":
+                faulthandler.dump_traceback_later(30)
+                execute(number, *order)
+                faulthandler.cancel_dump_traceback_later()
+            else:
+                orders.put((number, *order))
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        order = orders.get()
+        if order[1] in ("leave", "serve", "connect", "receive"):
+            faulthandler.dump_traceback_later(30)
+        execute(*order)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _state(runner: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for parameters in runner.state.parameters.values():
+        for kind, flat in parameters.state().items():
+            found |= tensors_by_name(parameters, flat, f"{kind}.")
+        found |= {name: bias.cpu() for name, bias in parameters.router_bias.by_name.items()}
+    return found
+
+
+def _fail_at(runner: Any, step: int) -> None:
+    """Fails the rank in NORM of a step, when its gradients are complete and the other ranks have the norm."""
+    optimizer_step = runner.connection.optimizer_step
+    real = optimizer_step.reduce_norm
+
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    optimizer_step.reduce_norm = lambda number, check: real(number, fail if number == step else check)

@@ -1,0 +1,59 @@
+"""Measures instructions on a GPU: an event before and after each, converted to the host's monotonic clock."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from pentad.schedules.ir.instruction import Instruction
+
+StepTimes = list[tuple[Instruction, float, float]]  # instruction, start and end in seconds of the monotonic clock
+
+
+class TimedStep(NamedTuple):
+    """`zero` completed when the host's monotonic clock showed `zero_seconds`; `events` are (instruction, start,
+    end)."""
+
+    zero: torch.cuda.Event
+    zero_seconds: float
+    events: list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]]
+
+
+class GpuTimer:
+    """The events of the steps that have not been read yet. Events are reused."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.steps: list[TimedStep] = []
+        self.free: list[torch.cuda.Event] = []
+        # A stream of its own, so that an event on it completes at once. torch hands out streams from a pool for each
+        # priority, possibly twice; no lane has a high priority.
+        self.clock = torch.cuda.Stream(device, priority=-1)
+
+    def begin_step(self) -> None:
+        zero = self.event()
+        zero.record(self.clock)
+        zero.synchronize()
+        self.steps.append(TimedStep(zero, time.monotonic(), []))
+
+    def event(self) -> torch.cuda.Event:
+        return self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
+
+    def add(self, part: Instruction, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self.steps[-1].events.append((part, start, end))
+
+    def discard_step(self) -> None:
+        """Forgets the instructions of the newest step, which are complete."""
+        self.free += [event for _, *events in self.steps[-1].events for event in events]
+        self.steps[-1].events.clear()
+
+    def read(self, count: int) -> list[StepTimes]:
+        """The times of the oldest `count` steps, which are complete; forgets them."""
+        found = []
+        for zero, zero_seconds, events in self.steps[:count]:
+            spans = [(part, zero.elapsed_time(start), zero.elapsed_time(end)) for part, start, end in events]
+            found.append([(part, zero_seconds + start / 1e3, zero_seconds + end / 1e3) for part, start, end in spans])
+            self.free += [zero, *(event for _, *pair in events for event in pair)]
+        self.steps = self.steps[count:]
+        return found
