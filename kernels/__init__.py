@@ -1,1 +1,1 @@
-"""Computes: Triton kernels, each beside its torch reference. Knows no mesh and no process group."""
+"""Triton kernels, each beside its torch reference. They know no mesh and no process group."""

@@ -1,4 +1,4 @@
-"""One AdamW step over a flat shard of parameters (Loshchilov and Hutter 2019, arXiv 1711.05101, Algorithm 2)."""
+"""One AdamW step over a flat shard of parameters (arXiv 1711.05101, algorithm 2)."""
 
 import math
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from pentad.kernels.backend import runs_in_triton
 
 
 class Coefficients(NamedTuple):
-    """What a step needs of its hyperparameters, formed in float64 on the host."""
+    """What a step needs of its hyperparameters, computed in float64 on the host."""
 
     decay: float  # lr * weight_decay
     first: float  # 1 - beta1
@@ -21,8 +21,8 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int) -> Coefficients:
-    """The coefficients of the 1-based `step`."""
-    assert step >= 1, f"AdamW counts its steps from 1, not {step}"
+    """The coefficients of a step, counted from 1."""
+    assert step >= 1, f"step is {step}: expected at least 1"
     return Coefficients(
         decay=lr * weight_decay,
         first=1 - beta1,
@@ -43,14 +43,14 @@ def _updated(master: Tensor, m: Tensor, v: Tensor, g: Tensor, c: Coefficients) -
 def adamw_optimistic_reference_(
     out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients
 ) -> None:
-    """The formula of `adamw_optimistic_` in torch operations, for any dtype and device."""
+    """`adamw_optimistic_` in torch operations, for any dtype and device."""
     out.copy_(_updated(master, m, v, grad.to(master.dtype), c)[2].to(out.dtype))
 
 
 def adamw_reference_(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: Coefficients
 ) -> None:
-    """The formula of `adamw_` in torch operations, for any dtype and device."""
+    """`adamw_` in torch operations, for any dtype and device."""
     finite = torch.isfinite(scale)
     new_m, new_v, new_master = _updated(master, m, v, grad.to(master.dtype) * scale.to(master.dtype), c)
     for tensor, new in ((m, new_m), (v, new_v), (master, new_master)):
@@ -60,26 +60,13 @@ def adamw_reference_(
 
 
 def adamw_(
-    master: Tensor,
-    m: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    out: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    scale: Tensor,
+    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: Coefficients
 ) -> None:
-    """Updates master, m, v (each [n] float32) from grad [n] * scale, and out [n] with the new master in its own dtype.
+    """Updates master, m, v (each [n] float32) from grad [n] * scale, and writes the new master to out [n] in its dtype.
 
-    As torch.optim.AdamW: decoupled decay, bias correction by the 1-based `step`, eps outside the root. `scale` [1]
-    lives on the device of the shard; where it is not finite nothing changes, which skips a step without the host.
+    As torch.optim.AdamW: decoupled weight decay, bias correction, eps outside the root. `scale` [1] is on the same
+    device; if it is not finite nothing changes, which skips a step without the host.
     """
-    c = coefficients(lr, beta1, beta2, eps, weight_decay, step)
     if runs_in_triton(master):
         from pentad.kernels import adamw_triton
 
@@ -88,23 +75,11 @@ def adamw_(
         adamw_reference_(master, m, v, grad, out, scale, c)
 
 
-def adamw_optimistic_(
-    out: Tensor,
-    master: Tensor,
-    m: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-) -> None:
-    """Writes to out [n] what `adamw_` with scale 1 would, and changes nothing else: the step can still be taken back,
-    or taken with another scale."""
-    c = coefficients(lr, beta1, beta2, eps, weight_decay, step)
+def adamw_optimistic_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> None:
+    """Writes to out [n] what `adamw_` with a scale of 1 would, and changes nothing else.
+
+    The step can still be cancelled, or taken with another scale (post-validation, arXiv 2401.10241, section 4).
+    """
     if runs_in_triton(master):
         from pentad.kernels import adamw_triton
 

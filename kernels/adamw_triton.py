@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Four elements a thread: all tensors, 4 or 2 bytes wide, keep one layout, and none is reshuffled for the cast.
+# Four elements a thread: tensors of 4 and 2 bytes then have one layout, and the cast needs no reshuffling.
 BLOCK = 1024
 WARPS = 8
 
@@ -12,7 +12,7 @@ WARPS = 8
 @triton.jit
 def _update(
     master, m, v, grad, out, mask, s, decay, first, second, size, unbias, eps,
-    CAST: tl.constexpr, AHEAD: tl.constexpr,
+    CAST: tl.constexpr, OPTIMISTIC: tl.constexpr,
 ):  # fmt: skip
     g = tl.load(grad, mask=mask).to(tl.float32) * s
     new_m = tl.load(m, mask=mask)
@@ -21,7 +21,7 @@ def _update(
     new_m += (g - new_m) * first
     new_v += (g * g - new_v) * second
     p = p - decay * p - size * new_m / (tl.sqrt(new_v) * unbias + eps)
-    if not AHEAD:
+    if not OPTIMISTIC:
         tl.store(m, new_m, mask=mask)
         tl.store(v, new_v, mask=mask)
         tl.store(master, p, mask=mask)
@@ -32,9 +32,9 @@ def _update(
 @triton.jit
 def _step(
     master, m, v, grad, out, scale, n, decay, first, second, size, unbias, eps,
-    BLOCK: tl.constexpr, CAST: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr, CAST: tl.constexpr, OPTIMISTIC: tl.constexpr,
 ):  # fmt: skip
-    s = 1.0 if AHEAD else tl.load(scale).to(tl.float32)
+    s = 1.0 if OPTIMISTIC else tl.load(scale).to(tl.float32)
     if tl.abs(s) < float("inf"):
         start = tl.program_id(0).to(tl.int64) * BLOCK
         lanes = tl.arange(0, BLOCK)
@@ -44,16 +44,16 @@ def _step(
         grad += start
         if CAST:
             out += start
-        # Only the last program has a mask: with an odd n it would cost all of them their 16-byte accesses.
+        # Only the last program masks: with an odd n, masks would cost all programs their 16-byte accesses.
         if start + BLOCK <= n:
             _update(
                 master + lanes, m + lanes, v + lanes, grad + lanes, out + lanes if CAST else out, None,
-                s, decay, first, second, size, unbias, eps, CAST, AHEAD,
+                s, decay, first, second, size, unbias, eps, CAST, OPTIMISTIC,
             )  # fmt: skip
         else:
             _update(
                 master + lanes, m + lanes, v + lanes, grad + lanes, out + lanes if CAST else out, lanes < n - start,
-                s, decay, first, second, size, unbias, eps, CAST, AHEAD,
+                s, decay, first, second, size, unbias, eps, CAST, OPTIMISTIC,
             )  # fmt: skip
 
 
@@ -65,14 +65,14 @@ def adamw_(
     assert out is None or out.is_contiguous()
     n = master.numel()
     _step[(triton.cdiv(n, BLOCK),)](
-        master, m, v, grad, out, scale, n, *c, BLOCK=BLOCK, CAST=out is not None, AHEAD=False, num_warps=WARPS
+        master, m, v, grad, out, scale, n, *c, BLOCK=BLOCK, CAST=out is not None, OPTIMISTIC=False, num_warps=WARPS
     )  # fmt: skip
 
 
 def adamw_optimistic_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: tuple[float, ...]) -> None:
-    """Launches the kernel; see `pentad.kernels.adamw.adamw_ahead_`."""
+    """Launches the kernel; see `pentad.kernels.adamw.adamw_optimistic_`."""
     assert all(t.is_contiguous() for t in (out, master, m, v, grad))
     n = master.numel()
     _step[(triton.cdiv(n, BLOCK),)](
-        master, m, v, grad, out, grad, n, *c, BLOCK=BLOCK, CAST=True, AHEAD=True, num_warps=WARPS
+        master, m, v, grad, out, grad, n, *c, BLOCK=BLOCK, CAST=True, OPTIMISTIC=True, num_warps=WARPS
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Cross entropy in Triton: a program reads one row once and keeps a running maximum and sum in every lane.
+"""Cross-entropy in Triton: a program reads one row once, with a running maximum and sum in every lane.
 
-Maximum and sum are kept by lane and joined once at the end of the row, so that the loop has no exchange between threads
-and costs 1 + 1/DEPTH exponentials an element (one more for each element would bind at the exponential unit).
+Lanes are joined once, at the end of the row: the loop has no exchange between threads and costs 1 + 1/DEPTH
+exponentials an element (with two, the exponential unit would be the bottleneck).
 """
 
 import torch
@@ -14,7 +14,7 @@ from pentad.kernels.backend import IGNORE_INDEX
 LANES = 2048
 DEPTH = 4
 BACKWARD_BLOCK = 4096
-# Below any finite logit, and finite: the difference of two of them is a number.
+# The lowest finite number: unlike -inf, its difference with itself is a number.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -45,9 +45,9 @@ def _forward(
 
 @triton.jit
 def _backward(logits, targets, lse, scale, V, BLOCK: tl.constexpr, IGNORE_INDEX: tl.constexpr):
-    pieces = tl.cdiv(V, BLOCK)
-    row = tl.program_id(0) // pieces
-    columns = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(V, BLOCK)
+    row = tl.program_id(0) // blocks
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = columns < V
     place = logits + row.to(tl.int64) * V + columns
     target = tl.load(targets + row)

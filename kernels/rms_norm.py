@@ -1,7 +1,7 @@
-"""RMSNorm with the residual addition fused in, forward and backward.
+"""RMSNorm with a fused residual addition, forward and backward.
 
 summed = x + residual, y = summed * rstd * weight with rstd = 1 / sqrt(mean(summed^2) + eps). `y` is computed from the
-*rounded* sum, because that is what the next layer and the backward pass see.
+*rounded* sum, as that is what the next layer and the backward see.
 """
 
 import torch
@@ -11,7 +11,7 @@ from pentad.kernels.backend import accumulation_dtype, runs_in_triton
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula of `rms_norm` in torch operations, for any dtype and device."""
+    """`rms_norm` in torch operations, for any dtype and device."""
     summed = x if residual is None else x + residual
     wide = summed.to(accumulation_dtype(x.dtype))
     rstd = torch.rsqrt(wide.square().mean(-1) + eps)
@@ -22,7 +22,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor |
 def rms_norm_backward_reference(
     dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The formula of `rms_norm_backward` in torch operations, for any dtype and device."""
+    """`rms_norm_backward` in torch operations, for any dtype and device."""
     wide = dy.to(rstd.dtype)
     normed = summed.to(rstd.dtype) * rstd[:, None]
     g = wide * weight.to(rstd.dtype)
@@ -33,10 +33,10 @@ def rms_norm_backward_reference(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalises the rows of x [T, H] (+ residual [T, H]) by their root mean square and scales them by weight [H].
+    """Divides the rows of x [T, H] (+ residual [T, H]) by their root mean square and multiplies them by weight [H].
 
     Returns (y [T, H], summed [T, H], rstd [T] float32, or float64 for float64 x). Without a residual `summed` is x
-    itself. All inputs are contiguous.
+    itself. All inputs must be contiguous.
     """
     if runs_in_triton(x):
         from pentad.kernels import rms_norm_triton
@@ -50,8 +50,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm`: (dx [T, H] with respect to `summed`, dweight [H] in the dtype of rstd).
 
-    `dresidual` [T, H], the gradient that reaches `summed` along the residual stream, is added to dx in the same pass.
-    The sum over tokens in dweight has a fixed order: two runs are bit-equal.
+    `dresidual` [T, H], the gradient of `summed` along the residual stream, is added to dx in the same pass. dweight is
+    summed over tokens in a fixed order, so two runs are bit-equal.
     """
     if runs_in_triton(dy):
         from pentad.kernels import rms_norm_triton

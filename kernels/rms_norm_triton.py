@@ -1,11 +1,11 @@
-"""RMSNorm in Triton: a program holds whole rows, so every tensor is read once and written once."""
+"""RMSNorm in Triton: a program holds full rows, so every tensor is read once and written once."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements a program holds at once (a longer row is held whole), and elements a thread holds of each tensor: fewer in
+# Elements a program holds at once (always at least one row), and elements a thread holds of each tensor: fewer in
 # the backward pass, which keeps five tensors in registers and would spill.
 TILE = 4096
 PER_THREAD = 16
@@ -14,7 +14,7 @@ WIDEST_ROW = 65536
 # The backward pass fetches the next rows into shared memory while it works on these, if a tile has at most these bytes.
 PREFETCHED_BYTES = 32768
 # Backward programs, each of which sums its share of dweight: two for each of the 132 SMs of a Hopper GPU. A constant,
-# so that the order of the sum, and hence the last bit, does not hang on the device.
+# so that the order of the sum, and hence the last bit, does not depend on the device.
 PROGRAMS = 264
 
 

@@ -1,4 +1,4 @@
-"""SwiGLU of a packed projection: silu(gate) * up, forward and backward."""
+"""SwiGLU of a packed projection (arXiv 2002.05202): silu(gate) * up, forward and backward."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from pentad.kernels.backend import accumulation_dtype, runs_in_triton
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """The formula of `swiglu` in torch operations, for any dtype and device."""
+    """`swiglu` in torch operations, for any dtype and device."""
     gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def swiglu_backward_reference(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The formula of `swiglu_backward` in torch operations, for any dtype and device."""
+    """`swiglu_backward` in torch operations, for any dtype and device."""
     gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
     wide = dy.to(gate.dtype)
     sigmoid = torch.sigmoid(gate)
@@ -32,7 +32,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """(dgate_up [T, 2I], y [T, I]) from dy [T, I]; y is computed again, so that the forward pass need not keep it."""
+    """(dgate_up [T, 2I], y [T, I]) from dy [T, I]; y is recomputed, so the forward need not save it."""
     if runs_in_triton(dy):
         from pentad.kernels import swiglu_triton
 

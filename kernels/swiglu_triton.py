@@ -1,4 +1,4 @@
-"""SwiGLU in Triton: a program takes a piece of one row; neighbouring programs take neighbouring pieces."""
+"""SwiGLU in Triton: a program takes one block of a row; neighbouring programs take neighbouring blocks."""
 
 import torch
 import triton
@@ -11,9 +11,9 @@ PER_THREAD = 16
 
 @triton.jit
 def _forward(gate_up, y, I: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
-    pieces = tl.cdiv(I, BLOCK)
-    row = (tl.program_id(0) // pieces).to(tl.int64)
-    columns = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(I, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = columns < I
     gate = tl.load(gate_up + row * (2 * I) + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * I) + I + columns, mask=mask, other=0.0).to(tl.float32)
@@ -22,9 +22,9 @@ def _forward(gate_up, y, I: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
 
 @triton.jit
 def _backward(dy, gate_up, dgate_up, y, I: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
-    pieces = tl.cdiv(I, BLOCK)
-    row = (tl.program_id(0) // pieces).to(tl.int64)
-    columns = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(I, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = columns < I
     gate = tl.load(gate_up + row * (2 * I) + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * I) + I + columns, mask=mask, other=0.0).to(tl.float32)
@@ -47,9 +47,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Launches the forward kernel; see `pentad.kernels.swiglu.swiglu`."""
     assert gate_up.is_contiguous() and gate_up.shape[1] % 2 == 0
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    block, pieces, warps = _shape(width)
+    block, blocks, warps = _shape(width)
     y = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    _forward[(tokens * pieces,)](gate_up, y, I=width, BLOCK=block, num_warps=warps)
+    _forward[(tokens * blocks,)](gate_up, y, I=width, BLOCK=block, num_warps=warps)
     return y
 
 
@@ -57,8 +57,8 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Launches the backward kernel; see `pentad.kernels.swiglu.swiglu_backward`."""
     assert gate_up.is_contiguous() and dy.is_contiguous() and gate_up.shape[1] == 2 * dy.shape[1]
     tokens, width = dy.shape
-    block, pieces, warps = _shape(width)
+    block, blocks, warps = _shape(width)
     dgate_up = torch.empty_like(gate_up)
     y = torch.empty_like(dy)
-    _backward[(tokens * pieces,)](dy, gate_up, dgate_up, y, I=width, BLOCK=block, num_warps=warps)
+    _backward[(tokens * blocks,)](dy, gate_up, dgate_up, y, I=width, BLOCK=block, num_warps=warps)
     return dgate_up, y

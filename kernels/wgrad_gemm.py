@@ -5,14 +5,14 @@ from torch import Tensor
 
 
 def accumulate_gradient_reference_(main: Tensor, dy: Tensor, x: Tensor) -> None:
-    """The formula of `accumulate_gradient_` in torch operations, for any dtype and device."""
+    """`accumulate_gradient_` in torch operations, for any dtype and device."""
     main += dy.to(main.dtype).t() @ x.to(main.dtype)
 
 
 def accumulate_gradient_(main: Tensor, dy: Tensor, x: Tensor) -> None:
     """main [N, K] += dy [T, N]^T @ x [T, K]; main is float32, or float64 for float64 inputs.
 
-    On a GPU 16-bit inputs are multiplied and added with a float32 accumulator to the end: no 16-bit product is formed.
+    On a GPU, 16-bit inputs are multiplied and added in float32 throughout: no product is rounded to 16 bits.
     """
     if main.dtype == dy.dtype:
         main.addmm_(dy.t(), x)

@@ -1,6 +1,7 @@
-"""Rotary position embedding, in place, in the half-split form: pair i of a head is (x[i], x[i + D/2]).
+"""Rotary position embedding (arXiv 2104.09864), in place.
 
-The rotation by the angle of (position, pair) is orthogonal, so its backward pass is the inverse rotation.
+In the half-split form: pair i of a head is (x[i], x[i + D/2]). A rotation is orthogonal, so its backward is the inverse
+rotation.
 """
 
 import torch
@@ -10,7 +11,7 @@ from pentad.kernels.backend import accumulation_dtype, runs_in_triton
 
 
 def rope_reference_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
-    """The formula of `rope_` in torch operations, for any dtype and device."""
+    """`rope_` in torch operations, for any dtype and device."""
     wide = accumulation_dtype(x.dtype)
     half = x.shape[2] // 2
     position = torch.arange(x.shape[0], device=x.device) % cos.shape[0]
@@ -24,10 +25,9 @@ def rope_reference_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) 
 
 
 def rope_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
-    """Rotates the heads of x [T, N, D] in place; token t has position t % S; `inverse` rotates back.
+    """Rotates the heads of x [T, N, D] in place by the position t % S of token t, back with `inverse`.
 
-    x may be a slice of a packed projection: only its last dimension has to be contiguous. cos and sin [S, D/2] are
-    contiguous tables of `rope_tables.rope_tables`.
+    Only the last dimension of x must be contiguous. cos and sin [S, D/2] are contiguous, from `rope_tables`.
     """
     if runs_in_triton(x):
         from pentad.kernels.attention import rope_triton

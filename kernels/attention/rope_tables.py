@@ -1,5 +1,7 @@
-"""Tables of rotary angles, position * theta^(-2 i / width) for pair i, and their scaling: wavelengths made longer, as
-Llama 3.1 and YaRN do it, so that a model reads longer texts than it was first trained with."""
+"""Tables of rotary angles, position * theta^(-2 i / width) for pair i, with the scaling of Llama 3.1 and YaRN.
+
+Scaling lengthens wavelengths, so that a model reads longer texts than it was first trained on.
+"""
 
 import math
 from typing import Protocol
@@ -9,7 +11,7 @@ from torch import Tensor
 
 
 class RopeScalingLike(Protocol):
-    """What a scaling says; `RopeScaling` of schedules/spec/model.py explains the fields."""
+    """The fields of `RopeScaling` in schedules/spec/model.py, which explains them."""
 
     @property
     def rope_type(self) -> str: ...
@@ -33,44 +35,42 @@ def rope_tables(
     dtype: torch.dtype = torch.float32,
     scaling: RopeScalingLike | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [length, width / 2], of what is rotated: a head, or its rotary part.
+    """(cos, sin), each [length, width / 2], for the rotated part of a head, of this width.
 
-    The angles are formed in float64: in float32 an angle of 100,000 radians is off by 0.004.
+    Angles are computed in float64: in float32 one of 100,000 radians is off by 0.004.
     """
-    frequency = inverse_frequencies(width, theta, scaling, device)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequency)
-    by = 1.0 if scaling is None else scaling.attention_factor
-    return (by * angle.cos()).to(dtype), (by * angle.sin()).to(dtype)
+    frequencies = inverse_frequencies(width, theta, scaling, device)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    return (factor * angle.cos()).to(dtype), (factor * angle.sin()).to(dtype)
 
 
 def inverse_frequencies(
     width: int, theta: float, scaling: RopeScalingLike | None, device: torch.device | str
 ) -> Tensor:
-    """Radians a position turns each pair by, [width / 2], float64."""
+    """Radians by which one position rotates each pair, [width / 2], float64."""
     pair = torch.arange(width // 2, dtype=torch.float64, device=device)
     plain = theta ** (-2.0 * pair / width)
     if scaling is None:
         return plain
-    kept = (
-        _kept_by_llama3(plain, scaling) if scaling.rope_type == "llama3" else _kept_by_yarn(width, theta, scaling, pair)
-    )
-    return kept * plain + (1 - kept) * plain / scaling.factor
+    is_llama = scaling.rope_type == "llama3"
+    unscaled = _unscaled_llama3(plain, scaling) if is_llama else _unscaled_yarn(width, theta, scaling, pair)
+    return unscaled * plain + (1 - unscaled) * plain / scaling.factor
 
 
-def _kept_by_llama3(plain: Tensor, scaling: RopeScalingLike) -> Tensor:
-    """How much of each frequency stays: all of those with more than `high` turns in the original length, none of those
-    with fewer than `low`, and a share that is linear in the turns between."""
-    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
-    return ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+def _unscaled_llama3(plain: Tensor, scaling: RopeScalingLike) -> Tensor:
+    """The fraction of each frequency that is not scaled: 1 above `high_freq_factor` rotations in the original length, 0
+    below `low_freq_factor`, linear in between."""
+    rotations = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    return ((rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
 
 
-def _kept_by_yarn(width: int, theta: float, scaling: RopeScalingLike, pair: Tensor) -> Tensor:
-    """The same with a share that is linear in the pair's number, whose ends are whole (arXiv 2309.00071, 3.2)."""
+def _unscaled_yarn(width: int, theta: float, scaling: RopeScalingLike, pair: Tensor) -> Tensor:
+    """The same, but linear in the index of the pair, between rounded ends (arXiv 2309.00071, section 3.2)."""
 
-    def pair_with(turns: float) -> float:
-        return (
-            width * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        )
+    def pair_with(rotations: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return width * math.log(wavelength) / (2 * math.log(theta))
 
     first = max(math.floor(pair_with(scaling.high_freq_factor)), 0)
     last = min(math.ceil(pair_with(scaling.low_freq_factor)), width - 1)

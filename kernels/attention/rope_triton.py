@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Pairs that a program rotates; with 4 warps a thread moves two 16-byte pieces of each half in bf16.
+# Pairs that a program rotates; with 4 warps a thread moves two 16-byte vectors of each half in bf16.
 TILE = 2048
 
 

@@ -1,8 +1,8 @@
-"""Products of rows that are sorted by expert with the matrix of their expert.
+"""Grouped GEMM: rows sorted by expert times the matrix of their expert.
 
-R rows, of which expert e of E has those from `offsets[e - 1]` (0 for the first) up to `offsets[e]`; offsets are an
-int32 tensor [E] on the device of the rows. Rows from the last offset on belong to nobody: what is there may be
-anything, NaN too, and what comes out there is undefined. On a GPU the host never waits, but for float64.
+Of R rows, expert e of E has those from `offsets[e - 1]` (0 for the first) up to `offsets[e]`; offsets are int32 [E] on
+the device of the rows. Rows from the last offset on are unused: they may contain anything, NaN too, and their results
+are undefined. On a GPU the host never waits, except for float64.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from pentad.kernels.backend import runs_in_triton
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
 
-ALIGNMENT = 16  # bytes, of the rows and matrices that torch's kernel takes
+ALIGNMENT = 16  # bytes, of the rows and matrices that torch's kernel supports
 
 
 def grouped_gemm_reference(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """The formula of `grouped_gemm`, a product an expert, for any dtype and device."""
+    """`grouped_gemm` with one GEMM an expert, for any dtype and device."""
     y = x.new_empty(x.shape[0], weights.shape[1])
     for expert, (start, end) in enumerate(_spans(offsets)):
         torch.mm(x[start:end], weights[expert].t(), out=y[start:end])
@@ -28,13 +28,13 @@ def grouped_gemm_reference(x: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
 
 
 def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """[R, N]: each row of x [R, K] times the transpose of its expert's matrix, of weights [E, N, K] of any strides.
+    """[R, N]: each row of x [R, K] times the transpose of its expert's matrix in weights [E, N, K], of any strides.
 
-    The gradient of x is the same product of that of the result with `weights.transpose(1, 2)`.
+    The gradient of x is `grouped_gemm` of the result's gradient with `weights.transpose(1, 2)`.
     """
     if not runs_in_triton(x):
         return grouped_gemm_reference(x, weights, offsets)
-    if _torch_takes(x, weights):
+    if _torch_supports(x, weights):
         return torch._grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     from pentad.kernels.moe import grouped_gemm_triton
 
@@ -42,7 +42,7 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def accumulate_grouped_gradient_reference_(main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
-    """The formula of `accumulate_grouped_gradient_`, a product an expert, for any dtype and device."""
+    """`accumulate_grouped_gradient_` with one GEMM an expert, for any dtype and device."""
     for expert, (start, end) in enumerate(_spans(offsets)):
         accumulate_gradient_(main[expert], dy[start:end], x[start:end])
 
@@ -50,7 +50,8 @@ def accumulate_grouped_gradient_reference_(main: Tensor, dy: Tensor, x: Tensor, 
 def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
     """main[e] [N, K] += dy_e^T @ x_e over the rows of each expert, of dy [R, N] and x [R, K].
 
-    main [E, N, K] is float32, or float64 for float64 inputs. No 16-bit product is formed, and rows are added in order.
+    main [E, N, K] is float32, or float64 for float64 inputs. No product is rounded to 16
+    bits, and rows are added in order.
     """
     if not runs_in_triton(dy):
         accumulate_grouped_gradient_reference_(main, dy, x, offsets)
@@ -61,14 +62,14 @@ def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: T
 
 
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:
-    """(first, end) of each expert's rows, on the host."""
+    """(first, end) of each expert's rows; waits for the device."""
     return list(itertools.pairwise([0, *offsets.tolist()]))
 
 
-def _torch_takes(x: Tensor, weights: Tensor) -> bool:
-    """Whether torch has a kernel that reads the offsets on the device: elsewhere it loops over them on the host."""
-    even = all(width * x.element_size() % ALIGNMENT == 0 for width in weights.shape[1:])
-    aligned = even and x.data_ptr() % ALIGNMENT == 0 and weights.data_ptr() % ALIGNMENT == 0
+def _torch_supports(x: Tensor, weights: Tensor) -> bool:
+    """Whether torch has a kernel that reads the offsets on the device; else it would loop over them on the host."""
+    divisible = all(width * x.element_size() % ALIGNMENT == 0 for width in weights.shape[1:])
+    aligned = divisible and x.data_ptr() % ALIGNMENT == 0 and weights.data_ptr() % ALIGNMENT == 0
     return x.dtype == torch.bfloat16 and x.shape[0] > 0 and aligned and _is_hopper(x.device)
 
 

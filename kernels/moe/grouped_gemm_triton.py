@@ -1,4 +1,4 @@
-"""Grouped products in Triton: a program takes one tile of one expert, which it finds among the offsets by itself."""
+"""Grouped GEMM in Triton: a program computes one tile of one expert, which it finds from the offsets."""
 
 import torch
 import triton
@@ -18,20 +18,20 @@ def _grouped(
     ends = tl.load(offsets + number, mask=number < experts, other=0)
     starts = tl.load(offsets + number - 1, mask=(number > 0) & (number < experts), other=0)
     tiles = tl.where(number < experts, tl.cdiv(ends - starts, ROWS), 0)
-    before = tl.cumsum(tiles, 0)  # tiles up to the end of each expert
-    expert = tl.sum((before <= tile).to(tl.int32), 0)
+    tile_ends = tl.cumsum(tiles, 0)  # tiles up to the end of each expert
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
     if expert >= experts:
         return
     start = tl.sum(tl.where(number == expert, starts, 0), 0)
     end = tl.sum(tl.where(number == expert, ends, 0), 0)
-    first = tl.sum(tl.where(number == expert, before - tiles, 0), 0)
+    first = tl.sum(tl.where(number == expert, tile_ends - tiles, 0), 0)
     row = start + (tile - first) * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
     left = x + row.to(tl.int64)[:, None] * stride_x
     right = weights + expert.to(tl.int64) * stride_e + column.to(tl.int64)[None, :] * stride_n
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for at in range(0, K, DEPTH):
-        inner = at + depth
+    for k in range(0, K, DEPTH):
+        inner = k + depth
         a = tl.load(left + inner[None, :], mask=(row < end)[:, None] & (inner < K)[None, :], other=0.0)
         b = tl.load(right + inner[:, None] * stride_k, mask=(inner < K)[:, None] & (column < N)[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
@@ -55,19 +55,19 @@ def _accumulate(
     if start == end:
         return
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for at in range(start, end, DEPTH):
-        row = at + tl.arange(0, DEPTH)
-        own, place = (row < end)[:, None], row.to(tl.int64)[:, None]
-        a = tl.load(dy + place * N + n[None, :], mask=own & (n < N)[None, :], other=0.0)
-        b = tl.load(x + place * K + k[None, :], mask=own & (k < K)[None, :], other=0.0)
+    for first in range(start, end, DEPTH):
+        row = first + tl.arange(0, DEPTH)
+        own, offset = (row < end)[:, None], row.to(tl.int64)[:, None]
+        a = tl.load(dy + offset * N + n[None, :], mask=own & (n < N)[None, :], other=0.0)
+        b = tl.load(x + offset * K + k[None, :], mask=own & (k < K)[None, :], other=0.0)
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
-    there = main + expert.to(tl.int64) * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
+    target = main + expert.to(tl.int64) * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
     mask = (n < N)[:, None] & (k < K)[None, :]
-    tl.store(there, tl.load(there, mask=mask, other=0.0) + total, mask=mask)
+    tl.store(target, tl.load(target, mask=mask, other=0.0) + total, mask=mask)
 
 
 def _shape(dtype: torch.dtype) -> dict[str, object]:
-    """Of a program: tensor cores take 16-bit rows; float32 is multiplied in full width, in smaller tiles."""
+    """Tile sizes: 16-bit rows use tensor cores; float32 is multiplied in full precision, in smaller tiles."""
     if dtype == torch.float32:
         return {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
     return {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "PRECISION": "tf32", "num_warps": 8, "num_stages": 3}
@@ -79,7 +79,7 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     assert x.stride(1) == 1 and weights.shape[2] == k and offsets.shape == (experts,)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     shape = _shape(x.dtype)
-    # an expert's last tile may be a part of one
+    # Every expert may have one partly filled tile.
     tiles = triton.cdiv(rows, shape["ROWS"]) + experts
     grid = (tiles * triton.cdiv(n, shape["COLUMNS"]),)
     each = triton.next_power_of_2(experts)
@@ -92,7 +92,7 @@ def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: T
     experts, n, k = main.shape
     assert main.is_contiguous() and dy.is_contiguous() and x.is_contiguous()
     assert dy.shape[1] == n and x.shape[1] == k and offsets.shape == (experts,)
-    # few warps a program, so that an SM has two and one multiplies while the other one adds to what is there
+    # Few warps a program, so that an SM runs two: one multiplies while the other adds to the main gradient.
     shape = _shape(dy.dtype) | {"num_warps": 4}
     grid = (experts * triton.cdiv(n, shape["ROWS"]) * triton.cdiv(k, shape["COLUMNS"]),)
     _accumulate[grid](main, dy, x, offsets, n, k, **shape)

@@ -1,8 +1,8 @@
-"""Rows sorted by expert: which token each one is, and how rows and tokens become one another.
+"""Token permutation of MoE layers: rows sorted by expert, and how tokens become rows and rows tokens.
 
-T tokens choose K of E experts each, of which `held` are here, from number `first` on. A token has a row for each of its
-experts here, and there is room for as many rows R as there can be. Rows that are not needed stay at the end, undefined.
-Nothing is added atomically, so two runs have the same bits, and on a GPU the host waits for nothing.
+T tokens choose K of E experts each; `local` experts from number `first` on are on this rank. A token has a row for each
+of its local experts. There is room for as many rows R as possible; unused ones are at the end, undefined. There are no
+atomic additions, so two runs have the same bits, and on a GPU the host never waits.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from pentad.kernels.swiglu import swiglu_backward_reference
 
 
 class ExpertRows(NamedTuple):
-    """The rows of some tokens. An expert's rows are in the order of their tokens."""
+    """The rows of some tokens, sorted by expert and then by token."""
 
     tokens: Tensor  # [R] int64
-    weights: Tensor  # [R], of the rows' experts, float32 or float64
-    positions: Tensor  # [T, K] int64, the row of each choice, -1 for an expert that is not here
-    offsets: Tensor  # [held] int32, see grouped_gemm.py
+    weights: Tensor  # [R], float32 or float64
+    positions: Tensor  # [T, K] int64, the row of each choice, -1 if the expert is not local
+    offsets: Tensor  # [local] int32, see grouped_gemm.py
 
 
-def sort_by_expert(experts: Tensor, weights: Tensor, first: int, held: int) -> ExpertRows:
-    """Sorts the choices [T, K] of tokens, without two of the same expert, and their weights [T, K]."""
+def sort_by_expert(experts: Tensor, weights: Tensor, first: int, local: int) -> ExpertRows:
+    """Sorts the chosen experts [T, K] of tokens, distinct for a token, with their weights [T, K]."""
     choices = experts.shape[1]
-    local = experts - first
-    here = (local >= 0) & (local < held)
-    key, order = torch.where(here, local, held).to(torch.int32).flatten().sort(stable=True)
-    numbers = torch.arange(held, dtype=torch.int32, device=key.device)
+    index = experts - first
+    is_local = (index >= 0) & (index < local)
+    key, order = torch.where(is_local, index, local).to(torch.int32).flatten().sort(stable=True)
+    numbers = torch.arange(local, dtype=torch.int32, device=key.device)
     offsets = torch.searchsorted(key, numbers, right=True, out_int32=True)
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    chosen = order[: experts.shape[0] * min(choices, held)]
-    positions = torch.where(here, rank.view_as(experts), -1)
+    chosen = order[: experts.shape[0] * min(choices, local)]
+    positions = torch.where(is_local, rank.view_as(experts), -1)
     return ExpertRows(chosen // choices, weights.flatten()[chosen], positions, offsets)
 
 
 def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
-    """[R, H]: the rows of x [T, H] with the numbers `tokens` [R], up to the last of the offsets."""
+    """[R, H]: the rows `tokens` [R] of x [T, H], up to the last offset."""
     if runs_in_triton(x):
         from pentad.kernels.moe import moe_permute_triton
 
@@ -49,7 +49,7 @@ def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
 
 
 def sum_rows_reference(y: Tensor, positions: Tensor) -> Tensor:
-    """The formula of `sum_rows` in torch operations, for any dtype and device."""
+    """`sum_rows` in torch operations, for any dtype and device."""
     total = torch.zeros(positions.shape[0], y.shape[1], dtype=accumulation_dtype(y.dtype), device=y.device)
     for position in positions.unbind(1):
         total += torch.where((position >= 0)[:, None], y[position.clamp(min=0)], 0)
@@ -57,7 +57,7 @@ def sum_rows_reference(y: Tensor, positions: Tensor) -> Tensor:
 
 
 def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
-    """[T, H]: of each token the sum of its rows of y [R, H] at positions [T, K], from left to right; -1 is no row."""
+    """[T, H]: the sum of each token's rows of y [R, H], at positions [T, K], from left to right; -1 is no row."""
     if runs_in_triton(y):
         from pentad.kernels.moe import moe_permute_triton
 
@@ -66,13 +66,13 @@ def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
 
 
 def weighted_swiglu_reference(gate_up: Tensor, weights: Tensor) -> Tensor:
-    """The formula of `weighted_swiglu` in torch operations, for any dtype and device."""
+    """`weighted_swiglu` in torch operations, for any dtype and device."""
     gate, up = gate_up.to(weights.dtype).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up * weights[:, None]).to(gate_up.dtype)
 
 
 def weighted_swiglu(gate_up: Tensor, rows: ExpertRows) -> Tensor:
-    """[R, I]: SwiGLU of gate_up [R, 2I] times the rows' weights."""
+    """[R, I]: SwiGLU of gate_up [R, 2I], times the rows' weights."""
     if runs_in_triton(gate_up):
         from pentad.kernels.moe import moe_permute_triton
 
@@ -81,14 +81,14 @@ def weighted_swiglu(gate_up: Tensor, rows: ExpertRows) -> Tensor:
 
 
 def weighted_swiglu_backward_reference(dy: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula of `weighted_swiglu_backward` in torch operations, for any dtype and device."""
+    """`weighted_swiglu_backward` in torch operations, for any dtype and device."""
     wide, weight = dy.to(weights.dtype), weights[:, None]
     dgate_up, y = swiglu_backward_reference(wide * weight, gate_up.to(weights.dtype))
     return dgate_up.to(dy.dtype), (y * weight).to(dy.dtype), (wide * y).sum(1)
 
 
 def weighted_swiglu_backward(dy: Tensor, gate_up: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor, Tensor]:
-    """(dgate_up [R, 2I], y [R, I], dweights [R]) from dy [R, I]; y is made again."""
+    """(dgate_up [R, 2I], y [R, I], dweights [R]) from dy [R, I]; y is recomputed."""
     if runs_in_triton(dy):
         from pentad.kernels.moe import moe_permute_triton
 

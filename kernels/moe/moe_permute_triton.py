@@ -1,4 +1,4 @@
-"""Rows and tokens in Triton: a program takes a row or a token; programs of rows that nobody needs end at once."""
+"""Token permutation in Triton: a program takes a row or a token; programs of unused rows return at once."""
 
 import torch
 import triton
@@ -32,7 +32,7 @@ def _sum(y, positions, out, H, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gate(gate_up, weights, offsets, y, I, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+def _weighted_swiglu(gate_up, weights, offsets, y, I, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(offsets + EXPERTS - 1):
         return
@@ -45,7 +45,9 @@ def _gate(gate_up, weights, offsets, y, I, EXPERTS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _gate_backward(dy, gate_up, weights, offsets, dgate_up, y, dweights, I, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+def _weighted_swiglu_backward(
+    dy, gate_up, weights, offsets, dgate_up, y, dweights, I, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: E741
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(offsets + EXPERTS - 1):
         return
@@ -68,7 +70,7 @@ def _gate_backward(dy, gate_up, weights, offsets, dgate_up, y, dweights, I, EXPE
     tl.store(dweights + row, tl.sum(dweight, 0))
 
 
-def _pieces(width: int) -> tuple[int, int, int]:
+def _blocks(width: int) -> tuple[int, int, int]:
     """(columns of a program, programs of a row, warps of a program) for rows of `width` elements."""
     block = max(128, min(TILE, triton.next_power_of_2(width)))
     return block, triton.cdiv(width, block), max(1, block // 512)
@@ -78,10 +80,10 @@ def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.gather_rows`."""
     assert x.is_contiguous()
     rows, width = tokens.shape[0], x.shape[1]
-    block, pieces, warps = _pieces(width)
+    block, blocks, warps = _blocks(width)
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
-        _gather[(rows, pieces)](x, tokens, offsets, y, width, offsets.shape[0], BLOCK=block, num_warps=warps)
+        _gather[(rows, blocks)](x, tokens, offsets, y, width, offsets.shape[0], BLOCK=block, num_warps=warps)
     return y
 
 
@@ -89,34 +91,36 @@ def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.sum_rows`."""
     assert y.is_contiguous() and positions.is_contiguous()
     (tokens, choices), width = positions.shape, y.shape[1]
-    block, pieces, warps = _pieces(width)
+    block, blocks, warps = _blocks(width)
     out = torch.empty(tokens, width, dtype=y.dtype, device=y.device)
     if tokens:
-        _sum[(tokens, pieces)](y, positions, out, width, choices, BLOCK=block, num_warps=warps)
+        _sum[(tokens, blocks)](y, positions, out, width, choices, BLOCK=block, num_warps=warps)
     return out
 
 
 def weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Launches the kernel; see `pentad.kernels.moe.moe_permute.gate_rows`."""
+    """Launches the kernel; see `pentad.kernels.moe.moe_permute.weighted_swiglu`."""
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    block, pieces, warps = _pieces(width)
+    block, blocks, warps = _blocks(width)
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _gate[(rows, pieces)](gate_up, weights, offsets, y, width, offsets.shape[0], BLOCK=block, num_warps=warps)
+        _weighted_swiglu[(rows, blocks)](
+            gate_up, weights, offsets, y, width, offsets.shape[0], BLOCK=block, num_warps=warps
+        )
     return y
 
 
 def weighted_swiglu_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernel; see `pentad.kernels.moe.moe_permute.gate_rows_backward`."""
+    """Launches the kernel; see `pentad.kernels.moe.moe_permute.weighted_swiglu_backward`."""
     assert dy.is_contiguous() and gate_up.is_contiguous()
     rows, width = dy.shape
-    block, _, warps = _pieces(width)
+    block, _, warps = _blocks(width)
     dgate_up, y, dweights = torch.empty_like(gate_up), torch.empty_like(dy), torch.empty_like(weights)
     if rows:
-        _gate_backward[(rows,)](
+        _weighted_swiglu_backward[(rows,)](
             dy, gate_up, weights, offsets, dgate_up, y, dweights, width, offsets.shape[0], BLOCK=block, num_warps=warps
         )
     return dgate_up, y, dweights

@@ -89,17 +89,15 @@ def train(words: Words = None, as_json: Json = False) -> None:
     path, overrides = _split(words)
     overrides, note = _for_this_machine(path, overrides)
     config = load(path, overrides)
-    from pentad.workers.data.sources import open_data
+    from pentad.orchestrator.run.preflight import prepare
 
     console = Console(stderr=as_json)
     if note and not as_json:
         console.print(f" {note}", soft_wrap=True, highlight=False)
-    # Checked before anything is started or written.
-    length, cache = config.batch.sequence_length, config.data.cache
-    corpus = open_data(config.data.path, config.model.vocab, length, cache, verify=True)
+    plan, fingerprint = prepare(config)
     from pentad.orchestrator.run.driver import train as run
 
-    summary = run(config, console=console, as_json=as_json, fingerprint=corpus.fingerprint, began=_began)
+    summary = run(config, console=console, as_json=as_json, fingerprint=fingerprint, plan=plan, began=_began)
     if as_json:
         print(json.dumps(summary))
     else:
@@ -124,17 +122,17 @@ def plan(
 ) -> int:
     """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
     from pentad.orchestrator.config.config import load
-    from pentad.orchestrator.planning.fit import room_of
+    from pentad.orchestrator.planning.fit import device_memory
 
     config = load(*_split(words))
     if gpus is not None:
         from pentad.orchestrator.cli.show_meshes import show_meshes
 
-        return show_meshes(config, gpus, room_of("cuda", memory), Console(), as_json=as_json)
+        return show_meshes(config, gpus, device_memory("cuda", memory), Console(), as_json=as_json)
     from pentad.orchestrator.cli.show_plan import show_plan
 
     place = _device(config.cluster.device if device is None else device)
-    return show_plan(config, place, room_of(place, memory), Console(), as_json=as_json)
+    return show_plan(config, place, device_memory(place, memory), Console(), as_json=as_json)
 
 
 _SCHEDULES = (
@@ -193,17 +191,18 @@ def schedule(
 @app.command()
 def timeline(
     run: Annotated[str, typer.Argument(help="A run's folder, or its name under runs/.")],
+    step: Annotated[int | None, typer.Option(help="The measured step to compare (default: the last).")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page of all measured steps.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a figure of the last measured step.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a figure of the step.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compares a run's last measured step with the same step simulated at its measured costs."""
+    """Compare a measured step of a run with the same step simulated at its measured costs."""
     from pentad.orchestrator.cli.show_run import show_timeline
 
     paths = {"--html": html, "--svg": svg, "--trace": trace}
     files = {option: path for option, path in paths.items() if path is not None}
-    show_timeline(run, Console(), files=files, as_json=as_json)
+    show_timeline(run, Console(), step=step, files=files, as_json=as_json)
 
 
 @app.command()
@@ -216,8 +215,9 @@ def status(
 ) -> None:
     """Show what a run and each of its ranks are doing, or how the run ended."""
     from pentad.orchestrator.cli.show_status import show_status
+    from pentad.orchestrator.cli.targets import folder_of
 
-    show_status(run, address, Console(), watch=watch, as_json=as_json, timeout_seconds=timeout)
+    show_status(folder_of(run, address), Console(), watch=watch, as_json=as_json, timeout_seconds=timeout)
 
 
 @app.command()
@@ -247,9 +247,17 @@ def abort(run: Run, address: Address = None, timeout: Timeout = 60.0, as_json: J
 @app.command()
 def stop(run: Run, address: Address = None, timeout: Timeout = 600.0, as_json: Json = False) -> int:
     """End a live run after the steps in flight, with a checkpoint; the same command resumes it later."""
+    from pentad.orchestrator.cli.targets import find_run
+
+    found = find_run(run, address)
+    if isinstance(found, Path):
+        from pentad.orchestrator.cli.show_status import request
+
+        request(found, "stop", Console(), as_json=as_json, timeout_seconds=timeout)
+        return 0
     from pentad.orchestrator.cli.show_jobs import show_stop
 
-    return show_stop(run, address, Console(), as_json=as_json, timeout_seconds=timeout)
+    return show_stop(*found, as_json=as_json)
 
 
 @app.command()
@@ -260,9 +268,17 @@ def logs(
     as_json: Json = False,
 ) -> int:
     """Print the steps and events of a run, or the log of a submitted job."""
+    from pentad.orchestrator.cli.targets import find_run
+
+    found = find_run(run, address)
+    if isinstance(found, Path):
+        from pentad.orchestrator.cli.show_log import show_run_log
+
+        show_run_log(found, followed=follow, as_json=as_json)
+        return 0
     from pentad.orchestrator.cli.show_jobs import show_logs
 
-    return show_logs(run, address, followed=follow, as_json=as_json)
+    return show_logs(*found, followed=follow, as_json=as_json)
 
 
 @app.command()
@@ -336,8 +352,9 @@ def export_hf(
 
 def _request(run: str, address: str | None, method: str, timeout: float, as_json: bool) -> None:
     from pentad.orchestrator.cli.show_status import request
+    from pentad.orchestrator.cli.targets import folder_of
 
-    request(run, address, method, Console(), as_json=as_json, timeout_seconds=timeout)
+    request(folder_of(run, address), method, Console(), as_json=as_json, timeout_seconds=timeout)
 
 
 def _device(device: str) -> str:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,21 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pentad.orchestrator.cli.show_status import request_of_folder
-from pentad.orchestrator.cli.targets import find_run
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.control.control_messages import ENDPOINT
 from pentad.orchestrator.jobs.job_log import Outcome, follow, outcome
 from pentad.orchestrator.jobs.jobs import Job, Jobs
-from pentad.orchestrator.monitoring.display import step_line
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS, read_lines, saved_config
+from pentad.orchestrator.planning.fit import assumed_plan
 from pentad.schedules.ir.errors import PentadError
-
-_POLL_SECONDS = 0.5
 
 
 def show_submit(config: RunConfig, address: str | None, name: str | None, *, followed: bool, as_json: bool) -> int:
     """Submits a run; `followed` prints its log and returns its outcome as exit status."""
+    assumed_plan(config)  # reports mistakes here, not in the job's log
     jobs = Jobs(address)
     job = jobs.submit(config, name, Path.cwd())
     log = sys.stderr if as_json else sys.stdout
@@ -69,13 +61,8 @@ def show_jobs(address: str | None, console: Console, *, as_json: bool) -> int:
     return 0
 
 
-def show_logs(run: str, address: str | None, *, followed: bool, as_json: bool) -> int:
-    """Prints the log of a job, or the steps and events of a run; `followed` continues until it ends, and the exit
-    status of a job is then its outcome."""
-    found = find_run(run, address)
-    if isinstance(found, Path):
-        return _show_run_log(found, followed=followed, as_json=as_json)
-    jobs, job = found
+def show_logs(jobs: Jobs, job: Job, *, followed: bool, as_json: bool) -> int:
+    """Prints the log of a job; `followed` continues until it ends and returns its outcome as exit status."""
     if followed:
         return _follow(jobs, job, as_json=as_json)
     log = jobs.log(job.job)
@@ -83,48 +70,10 @@ def show_logs(run: str, address: str | None, *, followed: bool, as_json: bool) -
     return 0
 
 
-def show_stop(run: str, address: str | None, console: Console, *, as_json: bool, timeout_seconds: float) -> int:
-    """Stops a run or job and prints how it ended; the exit status is 0 if nothing is lost."""
-    found = find_run(run, address)
-    if isinstance(found, Path):
-        request_of_folder(found, "stop", console, as_json=as_json, timeout_seconds=timeout_seconds)
-        return 0
-    jobs, job = found
+def show_stop(jobs: Jobs, job: Job, *, as_json: bool) -> int:
+    """Stops a job and prints how it ended; the exit status is 0 if nothing is lost."""
     job = jobs.stop(job.job)
     return _end(jobs, job, outcome(job, jobs.log(job.job)), as_json=as_json)
-
-
-def _show_run_log(folder: Path, *, followed: bool, as_json: bool) -> int:
-    if as_json and not followed:
-        log = "".join(f"{line}\n" for _, line in _log_lines(folder))
-        print(json.dumps({"run": folder.name, "folder": str(folder), "log": log}))
-        return 0
-    printed: set[tuple[float, str]] = set()
-    with suppress(KeyboardInterrupt):
-        while True:
-            is_live = (folder / ENDPOINT).exists()
-            for key in _log_lines(folder):
-                if key not in printed:
-                    printed.add(key)
-                    print(key[1], flush=True)
-            if not (followed and is_live):
-                break
-            time.sleep(_POLL_SECONDS)
-    return 0
-
-
-def _log_lines(folder: Path) -> Iterator[tuple[float, str]]:
-    """Lines for the steps and events of a run in order, each with its step."""
-    steps = saved_config(folder).run.steps
-    events = [row for row in read_lines(folder / JOURNAL, ["event", "time"]) if row["event"] != "place"]
-    lines = [(row["step"] + 0.5, step_line(row, steps)) for row in read_lines(folder / METRICS, METRIC_KEYS)]
-    step = 0
-    for event in events:
-        step = event.get("step", step)
-        facts = [f"{key} {event[key]}" for key in ("rank", "how", "mesh", "step", "cause", "error") if key in event]
-        clock = datetime.fromtimestamp(event["time"])
-        lines.append((step, f"{clock:%Y-%m-%d %H:%M:%S} {event['event']} {', '.join(facts)}".rstrip()))
-    return iter(sorted(lines, key=lambda line: line[0]))
 
 
 def _follow(jobs: Jobs, job: Job, *, as_json: bool) -> int:

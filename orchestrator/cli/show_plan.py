@@ -14,29 +14,29 @@ from pentad.orchestrator.cli.show_run import figures
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.plan_view import layers_text, plan_view
 from pentad.orchestrator.monitoring.tables import table_of
-from pentad.orchestrator.planning.comm_volume import Flows, flows, traffic
-from pentad.orchestrator.planning.estimate import costs_of, memories, stage_memory, utilisation
-from pentad.orchestrator.planning.fit import Fit, Room, fit_of, gpu_name
-from pentad.orchestrator.planning.hardware import ASSUMED, DEVICES, refuse_wide
+from pentad.orchestrator.planning.comm_volume import CommVolume, collective_bytes, comm_volume
+from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
+from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of, known_gpu
+from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan, require_shards
 from pentad.orchestrator.planning.quantities import count, duration, percent, size
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.schedules.spec.cp_layout import PLACEMENTS, imbalance
+from pentad.schedules.spec.cp_layout import PLACEMENTS, Placement, imbalance
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.data.sources import check_data
 
 
-def show_plan(config: RunConfig, device: str, room: Room, console: Console, *, as_json: bool) -> int:
+def show_plan(config: RunConfig, device: str, memory: DeviceMemory, console: Console, *, as_json: bool) -> int:
     """Prints what would run on 'cpu' or 'cuda', with guessed costs. Returns the exit status: 1 if it would not."""
     if device == "cuda":
-        refuse_wide(config.mesh.mesh, across=config.mesh.tp_across_nodes)
+        require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
     plan = make_plan(config, device)
     require_shards(config, plan)
-    costs, fit = costs_of(plan), fit_of(plan, room)
+    costs, fit = costs_of(plan), fit_of(plan, memory)
     data_error = _data_error(config)
     status = int(not fit.ok or bool(data_error))
     if as_json:
@@ -63,13 +63,13 @@ def _data_error(config: RunConfig) -> str:
 
 
 def _tables(plan: Plan, fit: Fit) -> list[RenderableType]:
-    """Of the fullest rank; all ranks with its stages have the same."""
-    sent = flows(plan, fit.rank)
+    """Of the fullest rank."""
+    sent = comm_volume(plan, fit.rank)
     parts: list[RenderableType] = [Text(), Text(f" rank {fit.rank}", "bold"), _stages_table(plan, fit.rank)]
     parts += [Text(), _traffic_table(sent)] if sent else []
     if plan.mesh.cp > 1:
         parts.append(
-            Text(f" context ranks stand {_placed(plan)}: the busiest does {_balance(plan):.3f} times the least")
+            Text(f" cp ranks have {_layout(plan)} parts: the busiest computes {_imbalance(plan):.3f} times the least")
         )
     return [*parts, Text()]
 
@@ -82,7 +82,7 @@ def _stages_table(plan: Plan, rank: int) -> Table:
     return table
 
 
-def _traffic_table(sent: Flows) -> Table:
+def _traffic_table(sent: CommVolume) -> Table:
     table = table_of("sends along", "by", "operations>", "a step>")
     for (axis, kind), (operations, nbytes) in sorted(sent.items()):
         table.add_row(axis, kind.lower().replace("_", " "), f"{operations:,}", size(nbytes))
@@ -91,29 +91,24 @@ def _traffic_table(sent: Flows) -> Table:
 
 def _pace_text(plan: Plan, timeline: Timeline) -> str:
     found = _pace(plan, timeline)
-    used = "" if found["mfu"] is None else f", {percent(found['mfu'])} of the peak"
+    used = "" if found["mfu"] is None else f", {percent(found['mfu'])} MFU"
     pace = f" {duration(found['step_seconds'])} a step, {count(found['tokens_per_second'])} tokens/s{used}"
-    return f"{pace}: seconds come from assumed rates, and a run measures them"
+    return f"{pace}: from assumed rates, which a run measures"
 
 
 def _pace(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    seconds = max(span.end for span in timeline.spans) - min(span.start for span in timeline.spans)
-    pace, name = plan.batch.tokens / seconds, gpu_name()
-    known = name if name in DEVICES else ASSUMED
-    used = utilisation(pace, plan, known) if plan.device == "cuda" else None
-    return {"step_seconds": seconds, "tokens_per_second": pace, "mfu": used}
+    seconds = step_seconds(timeline)
+    tokens_per_second = plan.batch.tokens / seconds
+    used = mfu(tokens_per_second, plan, known_gpu()) if plan.device == "cuda" else None
+    return {"step_seconds": seconds, "tokens_per_second": tokens_per_second, "mfu": used}
 
 
-def _placed(plan: Plan) -> str:
+def _layout(plan: Plan) -> Placement:
     return PLACEMENTS[plan.cp_method]
 
 
-def _balance(plan: Plan) -> float:
-    return (
-        1.0
-        if plan.cp_method == "ulysses"
-        else imbalance(plan.batch.sequence_length, plan.mesh.cp, PLACEMENTS[plan.cp_method])
-    )
+def _imbalance(plan: Plan) -> float:
+    return 1.0 if plan.cp_method == "ulysses" else imbalance(plan.batch.sequence_length, plan.mesh.cp, _layout(plan))
 
 
 def _facts(plan: Plan, costs: Costs, fit: Fit) -> dict[str, Any]:
@@ -125,12 +120,13 @@ def _facts(plan: Plan, costs: Costs, fit: Fit) -> dict[str, Any]:
             "stages": list(plan.stages_of(rank)),
             "layers": [list(plan.layers[stage]) for stage in plan.stages_of(rank)],
             "memory": each[rank],
-            "traffic": traffic(plan, rank),
+            "traffic": collective_bytes(plan, rank),
         }
         for rank in range(plan.mesh.size)
     ]
-    sent = [{**of._asdict(), **sent._asdict()} for of, sent in sorted(flows(plan, fit.rank).items())]
-    room = {"ok": fit.ok, "needed": fit.needed, "available": fit.room.bytes, "where": fit.room.where, "rank": fit.rank}
+    sent = [{**of._asdict(), **sent._asdict()} for of, sent in sorted(comm_volume(plan, fit.rank).items())]
+    device = fit.device
+    fits = {"ok": fit.ok, "needed": fit.needed, "available": device.bytes, "where": device.where, "rank": fit.rank}
     return {
         "run": plan.name,
         "device": plan.device,
@@ -144,8 +140,8 @@ def _facts(plan: Plan, costs: Costs, fit: Fit) -> dict[str, Any]:
         "hash": plan.program.hash,
         "ranks": ranks,
         "fullest": {"rank": fit.rank, "stages": stage_memory(plan, fit.rank), "sends": sent},
-        "balance": _balance(plan),
+        "cp_imbalance": _imbalance(plan),
         "predicted": {**figures(timeline), **_pace(plan, timeline)},
         "costs": asdict(costs),
-        "fits": room,
+        "fits": fits,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pentad.orchestrator.monitoring.plan_view import bubble_text
 from pentad.orchestrator.monitoring.progress_bars import bars, is_coloured, legend
 from pentad.orchestrator.monitoring.runfolder import PROGRAM, TIMELINE, process_names, resolve_run, saved_config
 from pentad.orchestrator.planning.estimate import read_costs
-from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.planning.planning import plan_with
 from pentad.orchestrator.planning.quantities import duration
 from pentad.schedules.draw.palette import LOOKS
 from pentad.schedules.draw.trace import write_trace
@@ -27,10 +27,12 @@ from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
 
 
-def show_timeline(run: str, console: Console, *, files: Mapping[str, Path], as_json: bool = False) -> None:
-    """Compares the last measured step of a run with its simulation at that step's costs, two rows per rank.
+def show_timeline(
+    run: str, console: Console, *, step: int | None = None, files: Mapping[str, Path], as_json: bool = False
+) -> None:
+    """Compares a measured step of a run with its simulation at that step's costs, two rows per rank.
 
-    `files` are by the option that asks for them: --html, --svg, --trace.
+    The default is the last step. `files` are by the option that asks for them: --html (all steps), --svg, --trace.
     """
     folder = resolve_run(run)
     plan, measured = _load(folder)
@@ -38,23 +40,25 @@ def show_timeline(run: str, console: Console, *, files: Mapping[str, Path], as_j
     if costs is None:
         raise PentadError(f"{folder / TIMELINE} has no complete step: expected one with every stage's F, B and W")
     simulated = simulate_steps(plan, measured, costs)
-    step = measured.steps[-1]
-    last, predicted = measured.of_step(step), simulated.of_step(step)
+    step = measured.steps[-1] if step is None else step
+    if step not in measured.steps:
+        raise PentadError(f"--step is {step}: expected a measured step, {', '.join(map(str, measured.steps))}")
+    chosen, predicted = measured.of_step(step), simulated.of_step(step)
     for option, path in files.items():
         match option:
             case "--html":
                 write(option, path, comparison_page(plan, measured, simulated))
             case "--svg":
-                write(option, path, comparison_svg(plan, measured, simulated))
+                write(option, path, comparison_svg(plan, chosen, predicted))
             case _:
                 write(option, path, b"")  # reports a path that cannot be written
                 write_trace(path, [measured, predicted], process_names=process_names(plan))
     if as_json:
-        busy = {rank: seconds for rank, (_, _, seconds) in last.busy_by_rank().items()}
-        facts = {"run": str(folder), "step": step, "measured": figures(last), "simulated": figures(predicted)}
+        busy = {rank: seconds for rank, (_, _, seconds) in chosen.busy_by_rank().items()}
+        facts = {"run": str(folder), "step": step, "measured": figures(chosen), "simulated": figures(predicted)}
         print(json.dumps({**facts, "busy_seconds": [busy.get(rank, 0.0) for rank in range(plan.mesh.size)]}))
         return
-    _print_comparison(plan, last, predicted, console)
+    _print_comparison(plan, chosen, predicted, console)
     for path in files.values():
         console.print(Text(f" written to {path}"), soft_wrap=True)
 
@@ -68,7 +72,7 @@ def _load(folder: Path) -> tuple[Plan, Timeline]:
     if not (folder / TIMELINE).is_file():
         expected = "a run that measured a step (metrics.timeline_steps) and has ended"
         raise PentadError(f"RUN is '{folder}', which has no {TIMELINE}: expected {expected}")
-    plan = replace(make_plan(saved_config(folder), "cpu"), program=Program.load(folder / PROGRAM))
+    plan = plan_with(saved_config(folder), "cpu", Program.load(folder / PROGRAM))
     return plan, Timeline.load(folder / TIMELINE)
 
 

@@ -29,12 +29,12 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 
-MOST_CELLS = 200  # widest grid that is printed without being asked for
+MOST_CELLS = 200  # widest grid that is printed without --grid
 
 
 @dataclass(frozen=True)
 class Request:
-    """A schedule as asked for on the command line."""
+    """The arguments of the command line that make a program."""
 
     name: str
     ranks: int

@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pentad.orchestrator.cli.targets import folder_of
 from pentad.orchestrator.control.control_client import NotLive, connect
 from pentad.orchestrator.monitoring.display import ENDED, STATE_COLOURS
 from pentad.orchestrator.planning.quantities import number
@@ -30,11 +29,9 @@ _LATE_SECONDS = 3.0  # older heartbeats are highlighted
 _MAX_ROWS = 64  # of ranks, unless the terminal says how many fit
 
 
-def show_status(
-    run: str, address: str | None, console: Console, *, watch: bool, as_json: bool, timeout_seconds: float
-) -> None:
+def show_status(run: Path, console: Console, *, watch: bool, as_json: bool, timeout_seconds: float) -> None:
     """Prints the status of a run, live or not; with `watch` again after each change, until it ends or Ctrl-C."""
-    statuses = _statuses(folder_of(run, address), watch, timeout_seconds)
+    statuses = _statuses(run, watch, timeout_seconds)
     if as_json:
         for status in statuses:
             print(json.dumps(status), flush=True)
@@ -48,18 +45,12 @@ def show_status(
                 console.print(status_view(status, _MAX_ROWS))
 
 
-def request(
-    run: str, address: str | None, method: str, console: Console, *, as_json: bool, timeout_seconds: float
-) -> None:
+def request(run: Path, method: str, console: Console, *, as_json: bool, timeout_seconds: float) -> None:
     """Sends a live run 'pause', 'resume', 'checkpoint', 'stop' or 'abort', and prints the outcome.
 
     Raises PentadError when it takes longer.
     """
-    request_of_folder(folder_of(run, address), method, console, as_json=as_json, timeout_seconds=timeout_seconds)
-
-
-def request_of_folder(folder: Path, method: str, console: Console, *, as_json: bool, timeout_seconds: float) -> None:
-    with connect(folder) as client:
+    with connect(run) as client:
         outcome = getattr(client, method)(timeout_seconds)
     if as_json:
         print(json.dumps(outcome))

@@ -7,9 +7,10 @@ import os
 import signal
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -109,9 +110,13 @@ def _join_existing(section: ClusterSection, stack: ExitStack) -> Cluster:
 def _wait_for_dashboard(head: LocalHead) -> None:
     deadline = time.monotonic() + DASHBOARD_SECONDS
     while time.monotonic() < deadline:
-        with suppress(OSError), urllib.request.urlopen(f"{head.dashboard}/api/version", timeout=DASHBOARD_SECONDS):
+        try:
+            urllib.request.urlopen(f"{head.dashboard}/api/version", timeout=DASHBOARD_SECONDS).close()
             return
-        time.sleep(0.05)
+        except urllib.error.HTTPError:  # it wants the token
+            return
+        except OSError:
+            time.sleep(0.05)
     log = (head.folder / "head.log").read_text()
     raise PentadError(f"Ray's dashboard did not start within {DASHBOARD_SECONDS:g} s: {log[-200:]}")
 

@@ -44,7 +44,7 @@ def _request_cluster_id(address: str, mode: str) -> None:
         with init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
             NodeInfoGcsServiceStub(channel).GetClusterId(GetClusterIdRequest(), timeout=TIMEOUT_SECONDS)
     except AuthenticationError:
-        raise PentadError(f"cluster.auth is {mode!r}, but no token was found here, {expected}") from None
+        raise PentadError(f"cluster.auth is {mode!r}, but no token was found here: {expected}") from None
     except grpc.RpcError as error:
         if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             raise _no_cluster(address, f"what listens there is not a Ray head: {error.code().name}") from None
@@ -52,7 +52,7 @@ def _request_cluster_id(address: str, mode: str) -> None:
             raise PentadError(
                 f"cluster.auth is 'disabled', but the Ray cluster at {address} asks for a token"
             ) from None
-        raise PentadError(f"the Ray cluster at {address} refuses the token found here, {expected}") from None
+        raise PentadError(f"the Ray cluster at {address} refuses the token found here: {expected}") from None
 
 
 def _no_cluster(address: str, reason: str) -> PentadError:

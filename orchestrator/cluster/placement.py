@@ -1,4 +1,4 @@
-"""Where ranks go: room for all of them in the cluster, and which place becomes which rank."""
+"""Reserves room for the ranks in the cluster, and assigns ranks to nodes and GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pentad.schedules.spec.mesh import Coordinates, Mesh
 
 
 class Place(NamedTuple):
-    """Room for one rank: a bundle of the placement group, its node, and the GPU there (-1: none, or not known yet)."""
+    """Room for one rank: a bundle of the placement group, its node, and its GPU (-1: none, or not known yet)."""
 
     bundle: int
     node: str
@@ -25,9 +25,9 @@ class Place(NamedTuple):
 def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bool = False) -> tuple[int, ...]:
     """The bundle of each rank of the mesh.
 
-    Places are lined up by node and GPU, and the mesh is laid along that line with tp innermost, then cp, ep, pp and dp:
-    the pipeline stages of a replica follow each other, and on nodes whose size is a multiple of a replica's no replica
-    is cut. Raises PentadError when a tp group would leave its node, unless it may.
+    Places are sorted by node and GPU and filled with tp innermost, then cp, ep, pp and dp: the pipeline stages of a
+    replica are adjacent, and no replica is split on nodes whose size is a multiple of a replica's. Raises PentadError
+    when a tp group would span nodes, unless it may.
     """
     assert len(places) == mesh.size
     size = Counter(place.node for place in places)
@@ -46,15 +46,15 @@ def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bo
 
 
 def reserve(mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool) -> PlacementGroup:
-    """A placement group of one bundle a rank, packed onto as few nodes as can be; waits until it is there.
+    """A placement group of one bundle per rank, packed onto as few nodes as possible; waits until it is placed.
 
-    Raises PentadError, with nothing reserved, when the cluster does not hold it within the time; at once when it never
-    can, because it is too small and `fixed`: no autoscaler brings more nodes.
+    Raises PentadError, with nothing reserved, when the cluster has no room within the time, and at once when it never
+    will: it is too small and `fixed`, without an autoscaler that adds nodes.
     """
     bundle = {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
     total = ray.cluster_resources()
     if fixed and any(total.get(kind, 0) < mesh.size for kind in bundle):
-        raise PentadError(f"{_expected(mesh, bundle)}, but the cluster has only {_there(total, bundle)} on {_nodes()}")
+        raise PentadError(f"{_needed(mesh, bundle)}, but the cluster has only {_amounts(total, bundle)} on {_nodes()}")
     group = ray.util.placement_group([bundle] * mesh.size, strategy="PACK")
     try:
         if group.wait(timeout_seconds):
@@ -62,8 +62,8 @@ def reserve(mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool) -> 
         state = ray.util.placement_group_table(group)["stats"]["scheduling_state"].replace("_", " ").lower()
         free = ray.available_resources()
         raise PentadError(
-            f"{_expected(mesh, bundle)}, but within cluster.start_timeout_seconds = {timeout_seconds:g} only "
-            f"{_there(free, bundle)} of {_there(ray.cluster_resources(), bundle)} on {_nodes()} were free ({state})"
+            f"{_needed(mesh, bundle)}, but within cluster.start_timeout_seconds = {timeout_seconds:g} only "
+            f"{_amounts(free, bundle)} of {_amounts(ray.cluster_resources(), bundle)} on {_nodes()} were free ({state})"
         )
     except BaseException:
         release(group)
@@ -71,20 +71,20 @@ def reserve(mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool) -> 
 
 
 def release(group: PlacementGroup) -> None:
-    """Gives the places back; a second time does nothing."""
+    """Removes the placement group. Idempotent."""
     ray.util.remove_placement_group(group)
 
 
 def bundle_places(group: PlacementGroup) -> tuple[Place, ...]:
-    """The node of each bundle of a placement group that is there."""
+    """The bundles of a placement group, with their nodes."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return tuple(Place(bundle, node) for bundle, node in sorted(nodes.items()))
 
 
 def living_bundles(group: PlacementGroup) -> dict[int, str]:
-    """Bundle -> node of those that stand on living nodes; Ray moves the others when it finds room.
+    """The nodes of bundles that are on living nodes; Ray moves the others when it finds room.
 
-    A node that drains takes nobody in, and its bundles are moved once it is gone.
+    A draining node accepts no actors, and its bundles are moved once it is gone.
     """
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(draining())
     table = ray.util.placement_group_table(group)
@@ -92,23 +92,23 @@ def living_bundles(group: PlacementGroup) -> dict[int, str]:
 
 
 def draining() -> dict[str, int]:
-    """Nodes that are about to be taken away, and when: Unix milliseconds, 0 if that is open."""
+    """Deadlines of draining nodes in Unix milliseconds, 0 if unknown."""
     try:
         return dict(ray._private.state.state.get_draining_nodes())
-    except Exception:  # an interface of Ray's own: without it there is no notice
+    except Exception:  # private to Ray: without it there is no notice
         return {}
 
 
 def hosts(group: PlacementGroup) -> int:
-    """Nodes that a placement group uses."""
+    """Number of nodes that a placement group uses."""
     return len({place.node for place in bundle_places(group)})
 
 
-def _expected(mesh: Mesh, bundle: dict[str, int]) -> str:
-    return f"mesh {mesh} has {mesh.size} ranks and wants {_there(dict.fromkeys(bundle, mesh.size), bundle)}"
+def _needed(mesh: Mesh, bundle: dict[str, int]) -> str:
+    return f"mesh {mesh} has {mesh.size} ranks and needs {_amounts(dict.fromkeys(bundle, mesh.size), bundle)}"
 
 
-def _there(amounts: Mapping[str, float], kinds: Iterable[str]) -> str:
+def _amounts(amounts: Mapping[str, float], kinds: Iterable[str]) -> str:
     return " and ".join(f"{amounts.get(kind, 0):g} {kind}s" for kind in kinds)
 
 

@@ -49,14 +49,18 @@ class HeadNode(Node):
 
 def main() -> None:
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-    nodes: list[HeadNode] = []
-    threading.Thread(target=_obey_driver, args=(folder, nodes), daemon=True).start()
+    wants_dashboard = threading.Event()
+    threading.Thread(target=_obey_driver, args=(folder, wants_dashboard), daemon=True).start()
+    node = None
     try:
-        nodes.append(HeadNode(folder, options))
-        answer = {"address": nodes[0].address}
+        node = HeadNode(folder, options)
+        answer = {"address": node.address}
     except Exception as error:
         answer = {"error": str(error).strip().partition("\n")[0] or type(error).__name__}
     print(json.dumps(answer), flush=True)
+    wants_dashboard.wait()
+    if node is not None:
+        node.start_dashboard()  # in this thread: the kernel kills the dashboard when the thread that started it ends
     threading.Event().wait()
 
 
@@ -71,10 +75,10 @@ def kill_session(session: int, folder: Path, seconds: float = 5.0) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _obey_driver(folder: Path, nodes: list[HeadNode]) -> None:
+def _obey_driver(folder: Path, wants_dashboard: threading.Event) -> None:
     for line in sys.stdin:
         if line == "dashboard\n":
-            threading.Thread(target=nodes[0].start_dashboard, daemon=True).start()
+            wants_dashboard.set()
     kill_session(os.getsid(0), folder)
     os._exit(0)
 

@@ -142,17 +142,18 @@ class RunConfig(Section):
 
     def _layout_rules(self, layout: Layout, model: ModelSpec) -> Iterator[str]:
         stages, slices, length = layout.stages, layout.slices, self.batch.sequence_length
-        if model.custom is not None:
-            yield from self._custom_rules(model.custom.text, model.layers, layout)
-        elif model.layers < stages:
-            yield from _refusal(split_layers, model.layers, layout.placement)
-        if length % slices:
-            yield f"schedule.slices is {slices}: expected a divisor of batch.sequence_length = {length}"
-        yield from self._whole_step_rules(model, layout)
         recompute_stages = self.memory.recompute_stages or []
         if self.schedule.name != AUTO and max(recompute_stages, default=0) >= stages:
             expected = f"stages 0 to {stages - 1} of schedule {self.schedule.name}"
             yield f"memory.recompute_stages is {recompute_stages}: expected {expected}"
+        if model.custom is not None:
+            yield from self._custom_rules(model.custom.text, model.layers, layout)
+            return
+        if model.layers < stages:
+            yield from _refusal(split_layers, model.layers, layout.placement)
+        if length % slices:
+            yield f"schedule.slices is {slices}: expected a divisor of batch.sequence_length = {length}"
+        yield from self._whole_step_rules(model, layout)
         rows = self.batch.global_batch_size // (self.mesh.dp * self.mesh.ep * self.schedule.microbatches)
         yield from _refusal(check_divisibility, model, self.mesh.mesh, length, rows, slices, self.mesh.cp_method)
 

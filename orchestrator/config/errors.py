@@ -147,7 +147,9 @@ def _expected(error: ErrorDetails, sections: Sections) -> str:
             return "true or false"
         case "model_type":
             path = ".".join(map(str, error["loc"]))
-            example = example_key(path, sections) if path in sections else f"{path}.{_names_by_section(sections)[path][0]}"
+            example = (
+                example_key(path, sections) if path in sections else f"{path}.{_names_by_section(sections)[path][0]}"
+            )
             return f"a mapping with keys such as {example}"
         case "list_type":
             return "a list such as [0, 1]"

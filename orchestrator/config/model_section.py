@@ -1,4 +1,4 @@
-"""The section of a run's configuration that says what is trained."""
+"""The model section of a run's configuration."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ FAMILIES: dict[Family, Traits] = {
 
 
 class ExpertsSection(Section):
+    """A mixture of experts."""
+
     num_experts: Count = Field(description="experts of a layer")
-    top_k: Count = Field(description="experts that a token visits")
+    top_k: Count = Field(description="experts that each token is routed to")
     intermediate_size: Count = Field(description="width of an expert")
     shared_intermediate_size: NonNegative = Field(
-        default=0, description="width of a gated network that every token visits besides"
+        default=0, description="width of the shared expert that every token passes; 0: there is none"
     )
     scoring_func: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="what makes probabilities of products"
+        default="softmax", description="function of the router's logits"
     )
-    norm_topk_prob: bool = Field(default=True, description="whether the weights of the visited experts add up to one")
-    routed_scaling_factor: Positive = Field(default=1.0, description="factor on the weights of visited experts")
-    num_groups: Count = Field(default=1, description="equal groups of experts")
-    topk_groups: Count = Field(default=1, description="groups that a token's experts come from")
-    aux_loss_coef: float = Field(default=0.0, ge=0, description="weight of the loss that balances experts")
+    norm_topk_prob: bool = Field(default=True, description="normalise the weights of a token's experts to a sum of 1")
+    routed_scaling_factor: Positive = Field(default=1.0, description="factor on the weights of a token's experts")
+    num_groups: Count = Field(default=1, description="groups that the experts are divided into")
+    topk_groups: Count = Field(default=1, description="groups that a token's experts are chosen from")
+    aux_loss_coef: float = Field(default=0.0, ge=0, description="weight of the load balancing loss")
     bias_update_rate: float = Field(
-        default=0.0, ge=0, description="step of the bias that balances experts; 0: there is none"
+        default=0.0, ge=0, description="step by which routing biases balance the load without a loss; 0: no biases"
     )
-    first_k_dense: NonNegative = Field(default=0, description="first layers that have no experts")
+    first_k_dense: NonNegative = Field(default=0, description="first layers, which have no experts")
 
     def rules(self) -> Iterator[str]:
         if self.num_experts % self.num_groups:
@@ -65,11 +67,15 @@ class ExpertsSection(Section):
 
 
 class MLASection(Section):
-    kv_lora_rank: Count = Field(description="width of the vector that keys and values come from")
-    q_lora_rank: NonNegative = Field(default=0, description="width that queries come from; 0: the residual stream")
-    qk_nope_head_dim: Count = Field(description="width of a head's query and key without positions")
-    qk_rope_head_dim: Count = Field(description="width of a head's query and key with positions, even")
-    v_head_dim: Count = Field(description="width of a head's value")
+    """Multi-head latent attention."""
+
+    kv_lora_rank: Count = Field(description="width of the latent vector of keys and values")
+    q_lora_rank: NonNegative = Field(
+        default=0, description="width of the latent vector of queries; 0: queries come from the residual stream"
+    )
+    qk_nope_head_dim: Count = Field(description="width of the part of a query and key without rotary embedding")
+    qk_rope_head_dim: Count = Field(description="width of the part with rotary embedding, even")
+    v_head_dim: Count = Field(description="width of a value")
 
     def rules(self) -> Iterator[str]:
         if self.qk_rope_head_dim % 2:
@@ -77,37 +83,45 @@ class MLASection(Section):
 
 
 class RopeScalingSection(Section):
-    rope_type: Literal["llama3", "yarn"] = Field(description="which rule makes wavelengths longer")
-    factor: Positive = Field(description="how many times longer sequences become")
-    original_max_position_embeddings: Count = Field(description="length that the model was first trained with")
-    low_freq_factor: Positive = Field(description="Llama's low frequency factor, or YaRN's beta_slow")
-    high_freq_factor: Positive = Field(description="Llama's high frequency factor, or YaRN's beta_fast")
+    """Rotary embedding for longer sequences."""
+
+    rope_type: Literal["llama3", "yarn"] = Field(description="rule that scales wavelengths: Llama 3.1's or YaRN")
+    factor: Positive = Field(description="ratio of the new to the original sequence length")
+    original_max_position_embeddings: Count = Field(description="sequence length of the original training")
+    low_freq_factor: Positive = Field(description="Llama's low_freq_factor, or YaRN's beta_slow")
+    high_freq_factor: Positive = Field(description="Llama's high_freq_factor, or YaRN's beta_fast")
     attention_factor: Positive = Field(default=1.0, description="factor on rotary cosines and sines (YaRN)")
     softmax_factor: Positive = Field(default=1.0, description="factor on attention scores (YaRN)")
 
 
 class ModelSection(Section):
-    family: Family = Field(default="llama", description="architecture, by the name of its first model")
+    """The model: a family of decoders by its sizes, or a custom one."""
+
+    family: Family = Field(default="llama", description="architecture, by the name of a well-known model")
     custom: str | None = Field(
         default=None,
-        description="FILE.py:FUNCTION that returns a list of layers (docs/custom-model.md) in place of the family's; it "
-        "takes what it needs of vocab, hidden, layers, heads, kv_heads, ffn and length, by name",
+        description="FILE.py:FUNCTION that returns a list of layers (docs/custom-model.md) in place of the family's; "
+        "its parameters may be any of vocab, hidden, layers, heads, kv_heads, ffn and length",
     )
-    layers: int = Field(ge=1, le=10_000, description="decoder layers, at least one a pipeline stage")
-    hidden: Count = Field(description="width of the residual stream, a multiple of model.heads")
+    layers: int = Field(ge=1, le=10_000, description="decoder layers, at least one for each pipeline stage")
+    hidden: Count = Field(description="width of the residual stream")
     heads: Count = Field(description="query heads, a multiple of model.kv_heads")
-    kv_heads: Count = Field(description="key-value heads, each shared by heads / kv_heads query heads")
-    ffn: Count = Field(description="width of the gated feed-forward layer")
-    vocab: int = Field(ge=2, description="tokens the model knows, at least those of the tokenizer")
+    kv_heads: Count = Field(description="key-value heads, fewer than heads with grouped-query attention")
+    ffn: Count = Field(description="width of the gated feed-forward network")
+    vocab: int = Field(ge=2, description="size of the vocabulary, at least that of the corpus's tokenizer")
     rope_theta: Positive = Field(default=10_000.0, description="base of the rotary embedding's wavelengths")
     norm_eps: Positive = Field(default=1e-5, description="added to the mean square in RMSNorm")
     head_dim: NonNegative = Field(default=0, description="width of a head; 0: hidden / heads")
-    tie_word_embeddings: bool = Field(default=False, description="whether the output head is the embedding")
-    rope_scaling: RopeScalingSection | None = Field(default=None, description="longer rotary wavelengths; null: none")
-    mla: MLASection | None = Field(default=None, description="latent attention (deepseek-v3)")
-    experts: ExpertsSection | None = Field(default=None, description="mixture of experts, of families that have one")
+    tie_word_embeddings: bool = Field(default=False, description="use the embedding as the output head")
+    rope_scaling: RopeScalingSection | None = Field(
+        default=None, description="rotary embedding for longer sequences; null: unscaled"
+    )
+    mla: MLASection | None = Field(default=None, description="multi-head latent attention, of deepseek-v3")
+    experts: ExpertsSection | None = Field(
+        default=None, description="mixture of experts, of mixtral, qwen3-moe and deepseek-v3"
+    )
     mtp_layers: NonNegative = Field(
-        default=0, description="tokens beyond the next one that are predicted (deepseek-v3)"
+        default=0, description="layers for multi-token prediction, one for each token beyond the next (deepseek-v3)"
     )
     mtp_loss_weight: Positive = Field(default=0.3, description="weight of the loss of those tokens")
 

@@ -1,4 +1,4 @@
-"""The way to a Ray cluster from outside: the URL of its dashboard, and the token that it may ask for."""
+"""Access to a Ray cluster from outside: the URL of its dashboard, and its token."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pentad.schedules.ir.errors import PentadError
 
 DEFAULT_URL = "http://127.0.0.1:8265"
 PROBE_SECONDS = 5.0
-_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # the first that holds a URL counts, as it does for Ray
+_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # the first that holds a URL is used, as in Ray
 
 
 def connect(url: str, token: str) -> JobSubmissionClient:
-    """Raises what Ray's client does."""
+    """Raises whatever Ray's client raises."""
     for handler in logging.getLogger("ray").handlers:
-        handler.setLevel(logging.WARNING)  # uploads are no news
+        handler.setLevel(logging.WARNING)  # hides messages about uploads
     with _without_addresses():
         return JobSubmissionClient(url, headers={"Authorization": f"Bearer {token}"} if token else None)
 
 
 def dashboard_url(given: str | None) -> str:
-    """The dashboard's URL: the one given, else one in Ray's variables, else that of a cluster on this machine."""
+    """The dashboard's URL: the one given, else that in Ray's variables, else that of a cluster on this machine."""
     urls = [os.environ.get(name, "") for name in _ADDRESSES]
     found = given or next((url for url in urls if url.startswith(("http://", "https://"))), DEFAULT_URL)
     url = (found if "://" in found else f"http://{found}").partition("#")[0].rstrip("/")
@@ -45,9 +45,10 @@ def dashboard_url(given: str | None) -> str:
     return url
 
 
-def asks_no_token(address: str) -> bool:
-    """Whether the cluster asks for no token. Raises PentadError where none answers: Ray's client waits for minutes."""
-    reason = "that is no Ray dashboard"
+def is_open(address: str) -> bool:
+    """Whether the cluster works without a token. Raises PentadError when none answers; Ray's client would retry for
+    minutes."""
+    reason = "not a Ray dashboard"
     try:
         with urlopen(f"{address}/api/version", timeout=PROBE_SECONDS) as answer:
             if "ray_version" in json.load(answer):
@@ -65,8 +66,8 @@ def asks_no_token(address: str) -> bool:
     )
 
 
-def own_token() -> str:
-    """The token of this user, from where Ray keeps it. Raises PentadError when RAY_AUTH_TOKEN_PATH names no file."""
+def user_token() -> str:
+    """This user's token, from where Ray keeps it, or ''. Raises PentadError when RAY_AUTH_TOKEN_PATH cannot be read."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         return ""
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
@@ -83,17 +84,17 @@ def own_token() -> str:
 
 
 def refusal(address: str, answer: str) -> str:
-    """What to do about a cluster whose `answer` was that it refuses the token, or the lack of one."""
+    """The sentence for a cluster whose `answer` was that the token is wrong or missing."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         return f"RAY_AUTH_MODE is disabled, but the Ray cluster at {address} asks for a token: expected it unset"
-    expected = "expected the cluster's own in RAY_AUTH_TOKEN, or in a file that RAY_AUTH_TOKEN_PATH names"
+    expected = "expected the cluster's token in RAY_AUTH_TOKEN, or in a file that RAY_AUTH_TOKEN_PATH names"
     fault = "refuses the token found here" if "failed" in answer else "asks for a token, and none was found here"
-    return f"the Ray cluster at {address} {fault}, {expected}"
+    return f"the Ray cluster at {address} {fault}: {expected}"
 
 
 @contextmanager
 def _without_addresses() -> Iterator[None]:
-    """Ray's client lets these variables overrule the address that it is given."""
+    """Hides variables that would override the address passed to Ray's client."""
     held = {name: os.environ.pop(name) for name in _ADDRESSES if name in os.environ}
     try:
         yield

@@ -1,4 +1,4 @@
-"""A job's log as it is written, and what it says of how the job ended."""
+"""Follows a job's log, and derives from it how the job ended."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import NamedTuple
 from pentad.orchestrator.jobs.jobs import Job, Jobs
 from pentad.schedules.ir.errors import PentadError
 
-QUIET_SECONDS = 20.0  # without a line before the cluster is asked whether the job still lives
-PATIENCE_SECONDS = 60.0  # for a cluster that does not answer any more
+QUIET_SECONDS = 20.0  # without output before the cluster is asked whether the job is live
+TIMEOUT_SECONDS = 60.0  # for a cluster that stops answering
 _TAIL = 20_000  # characters
 _ENDING = re.compile(r"^ (stopped|finished) +(\d+) steps$", re.MULTILINE)  # as display.print_summary prints it
 
 
 class Outcome(NamedTuple):
-    """How a job ended, in one sentence; `ok` if it trained to its end, or was stopped with nothing lost."""
+    """How a job ended, in one sentence; `ok` if it finished, or was stopped with a checkpoint."""
 
     ok: bool
     sentence: str
 
 
 def follow(jobs: Jobs, job: str, write: Callable[[str], None]) -> tuple[Job, Outcome]:
-    """Writes what a job prints until it ends; goes on where it was when the connection breaks.
+    """Writes what a job prints until it ends; reconnects when the connection breaks.
 
-    Raises PentadError when the cluster is silent for PATIENCE_SECONDS.
+    Raises PentadError when the cluster is silent for TIMEOUT_SECONDS.
     """
     return asyncio.run(_follow(jobs, job, write))
 
 
 def outcome(job: Job, log: str) -> Outcome:
-    """Of a job that has ended and printed `log`, or the end of it."""
+    """Of a job that has ended and whose output ends with `log`."""
     state, steps = _ENDING.findall(log)[-1] if _ENDING.search(log) else ("", "")
     if job.status == "FAILED":
         return Outcome(False, f"job {job.job} failed: {job.message}")
@@ -42,9 +42,9 @@ def outcome(job: Job, log: str) -> Outcome:
     if state == "finished" or job.status == "SUCCEEDED":
         return Outcome(True, f"job {job.job} finished; the run is in {job.folder}")
     if "pentad: interrupted" in log:
-        return Outcome(True, f"job {job.job} was stopped before it began to train")
+        return Outcome(True, f"job {job.job} was stopped before it started training")
     allowed = f"cluster.stop_timeout_seconds = {job.stop_seconds:g}"
-    return Outcome(False, f"job {job.job} was killed: it did not end by itself within {allowed}")
+    return Outcome(False, f"job {job.job} was killed: it did not exit within {allowed}")
 
 
 async def _follow(jobs: Jobs, job: str, write: Callable[[str], None]) -> tuple[Job, Outcome]:
@@ -57,31 +57,31 @@ async def _follow(jobs: Jobs, job: str, write: Callable[[str], None]) -> tuple[J
             if new:
                 written, tail = position, (tail + new)[-_TAIL:]
                 write(new)
-            if not text and _found(jobs, job, heard):
+            if not text and _lookup(jobs, job, heard):
                 heard = time.monotonic()
-        found = _found(jobs, job, heard)
+        found = _lookup(jobs, job, heard)
         if found and not found.is_live:
             return found, outcome(found, tail)
         await asyncio.sleep(1.0)
 
 
 async def _until_quiet(stream: AsyncIterator[str]) -> AsyncIterator[str]:
-    """What a stream yields until it ends or breaks, and '' whenever it has yielded nothing for QUIET_SECONDS."""
+    """Items of a stream until it ends or breaks, and '' whenever there was none for QUIET_SECONDS."""
     while True:
         task = asyncio.ensure_future(anext(stream, None))
         while not (await asyncio.wait({task}, timeout=QUIET_SECONDS))[0]:
             yield ""
-        # Whatever it broke of: the next stream goes on.
+        # The caller opens another stream, whatever the error.
         if task.exception() is not None or (text := task.result()) is None:
             return
         yield text
 
 
-def _found(jobs: Jobs, job: str, heard: float) -> Job | None:
-    """The job as the cluster knows it; None when it does not answer. Raises PentadError when that lasts."""
+def _lookup(jobs: Jobs, job: str, heard: float) -> Job | None:
+    """The job, None when the cluster does not answer. Raises PentadError when that lasts for TIMEOUT_SECONDS."""
     try:
         return jobs.get(job)
     except PentadError:
-        if time.monotonic() > heard + PATIENCE_SECONDS:
+        if time.monotonic() > heard + TIMEOUT_SECONDS:
             raise
         return None

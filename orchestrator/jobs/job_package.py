@@ -1,4 +1,4 @@
-"""What a submitted job takes along: this package, the run's whole configuration, and words for its driver and Ray."""
+"""What is submitted as a job: this package, the resolved configuration, environment variables and metadata."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pentad.schedules.catalogue import FILE_SUFFIXES
 
 FOLDERS = ("orchestrator", "workers", "schedules", "kernels")
 CONFIG = "job.yaml"
-# exec: the driver is to get Ray's signals. -P: the job's folder is no place to look for modules.
+# exec, so that the driver gets Ray's signals; -P keeps the job's folder off sys.path.
 ENTRYPOINT = f"exec python -P -u -m pentad.orchestrator.cli.cli train {CONFIG}"
 
 
 def for_cluster(config: RunConfig, here: Path, *, is_open: bool = False) -> RunConfig:
-    """The configuration as a job needs it: it joins its own cluster, and every folder is absolute.
+    """The configuration of a job: it joins the cluster that it runs on, and all paths are absolute.
 
-    A job's driver stands in a temporary folder, so what is relative is resolved against `here`, the user's. On an
-    `is_open` cluster, which asks for no token, the driver must look for none.
+    A job's driver runs in a temporary folder, so relative paths are resolved against `here`, the user's working
+    directory. On an `is_open` cluster, which works without a token, the driver must not look for one.
     """
     raw = config.model_dump()
     raw["cluster"]["address"] = "auto"
@@ -38,7 +38,7 @@ def for_cluster(config: RunConfig, here: Path, *, is_open: bool = False) -> RunC
 
 
 def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
-    """Ray's runtime_env of a job that trains `config`; writes what it names below `out`."""
+    """Ray's runtime_env of a job that trains `config`; writes the files that it names to `out`."""
     work = out / "job"
     work.mkdir()
     (work / CONFIG).write_text(dump(_with_files(config, work)), encoding="utf-8")
@@ -47,18 +47,18 @@ def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
 
 
 def _with_files(config: RunConfig, work: Path) -> RunConfig:
-    """The configuration with a schedule and a model of the user's own found where the job stands: files go along."""
-    name, own = config.schedule.name, config.model.custom
+    """The configuration with the files of a custom schedule and model copied to `work`, the job's folder."""
+    name, custom = config.schedule.name, config.model.custom
     if ":" in name or name.endswith(FILE_SUFFIXES):
         file, colon, function = name.rpartition(":") if ":" in name else (name, "", "")
         shutil.copy(file, work)
         schedule = config.schedule.model_copy(update={"name": f"{Path(file).name}{colon}{function}"})
         config = config.model_copy(update={"schedule": schedule})
-    if own is not None:
-        file, _, function = own.rpartition(":")
+    if custom is not None:
+        file, _, function = custom.rpartition(":")
         (work / "model").mkdir()  # a schedule's file may have the same name
         shutil.copy(file, work / "model")
-        model = config.model.model_copy(update={"own": f"model/{Path(file).name}:{function}"})
+        model = config.model.model_copy(update={"custom": f"model/{Path(file).name}:{function}"})
         config = config.model_copy(update={"model": model})
     return config
 
@@ -74,14 +74,14 @@ def write_package(out: Path) -> Path:
 
 
 def variables(config: RunConfig) -> dict[str, str]:
-    """The job's environment: what is set here for its collectives and threads, and how long Ray lets it stop."""
+    """The job's environment: this one's settings of collectives and threads, and how long Ray lets it stop."""
     prefixes = tuple(name for name in PASSED_ON if name != "PYTHONPATH")
     found = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     return found | {"RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(config.cluster.stop_timeout_seconds))}
 
 
 def metadata(config: RunConfig) -> dict[str, str]:
-    """What Ray's job list says about a job."""
+    """What Ray's list of jobs shows about a job."""
     facts = {
         "version": release(),
         "run": config.run.name,
@@ -90,7 +90,7 @@ def metadata(config: RunConfig) -> dict[str, str]:
         "folder": str(Path(config.run.folder) / config.run.name),
         "config": json.dumps(config.model_dump(), separators=(",", ":")),
     }
-    # job_name is the Name on the dashboard's page of jobs.
+    # job_name is the name on the dashboard's page of jobs.
     return {"job_name": config.run.name, **{f"pentad/{name}": fact for name, fact in facts.items()}}
 
 

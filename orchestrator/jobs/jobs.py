@@ -1,4 +1,4 @@
-"""Runs as Ray jobs: submitted, listed, followed and stopped through the cluster's dashboard; no Ray runs here."""
+"""Runs as Ray jobs: submitted, listed and stopped through the cluster's dashboard, without joining the cluster."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.jobs.client_auth import asks_no_token, connect, dashboard_url, own_token, refusal
+from pentad.orchestrator.jobs.client_auth import connect, dashboard_url, is_open, refusal, user_token
 from pentad.orchestrator.jobs.job_package import ENTRYPOINT, for_cluster, metadata, runtime_environment
 from pentad.schedules.ir.errors import PentadError
 
 LIVE = ("PENDING", "RUNNING")
-_FACTS = ("version", "run", "mesh", "schedule", "folder", "config")  # metadata that is no endpoint
+_FACTS = ("version", "run", "mesh", "schedule", "folder", "config")  # metadata other than endpoints
 _NEEDS = "expected what pentad needs, in the `python` on the PATH that the cluster's Ray was started with"
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Job(NamedTuple):
-    """A submitted run: `status` is Ray's, `message` one sentence about it, times are Unix seconds.
+    """A submitted run: `status` and a sentence about it, `message`, from Ray; times in Unix seconds.
 
-    `stop_seconds` is how long it gets to end; `endpoints` are those that its driver announced.
+    `stop_seconds` is how long it may take to stop; `endpoints` are those that its driver announced.
     """
 
     job: str
@@ -53,32 +53,32 @@ class Jobs:
     """The jobs of the cluster whose dashboard is at `address`."""
 
     def __init__(self, address: str | None) -> None:
-        """Raises PentadError when no Ray cluster answers there within seconds, or it refuses the token."""
+        """Raises PentadError when no Ray cluster answers there within seconds, or the token is wrong."""
         self.address = dashboard_url(address)
-        self.is_open = asks_no_token(self.address)
-        with self._asked():
-            self.client = connect(self.address, "" if self.is_open else own_token())
+        self.is_open = is_open(self.address)
+        with self._errors_reported():
+            self.client = connect(self.address, "" if self.is_open else user_token())
 
     def submit(self, config: RunConfig, name: str | None, here: Path) -> Job:
-        """Submits `config` as the job `name` (None: the run's name and a suffix); `here` is where the user stands.
+        """Submits `config` as the job `name` (None: the run's name and a suffix); `here` is the working directory.
 
-        Raises PentadError when a live job has the same run, or any job has that name.
+        Raises PentadError when a live job has the same run, or any job the same name.
         """
         if name is not None and not _ID.fullmatch(name):
             raise PentadError(
-                f"--name is '{name}': expected letters, digits, '_', '-' and '.', the first no '-' or '.'"
+                f"--name is '{name}': expected letters, digits, '_', '-' and '.', not starting with '-' or '.'"
             )
         config = for_cluster(config, here, is_open=self.is_open)
         for other in self.all():
             if other.is_live and other.run == config.run.name:
                 raise PentadError(
                     f"run.name is {other.run}, which job {other.job} is running already ({other.status}): expected "
-                    f"another, or its end (pentad stop {other.job} --address {self.address})"
+                    f"another, or that you stop it (pentad stop {other.job} --address {self.address})"
                 )
             if other.job == name:
-                raise PentadError(f"--name is '{name}', which was a job of this cluster already: expected a new one")
+                raise PentadError(f"--name is '{name}', which is already the ID of a job there: expected a new one")
         job = name or f"{config.run.name}-{secrets.token_hex(3)}"
-        with tempfile.TemporaryDirectory(prefix="pentad-job-") as out, self._asked():
+        with tempfile.TemporaryDirectory(prefix="pentad-job-") as out, self._errors_reported():
             self.client.submit_job(
                 entrypoint=ENTRYPOINT,
                 submission_id=job,
@@ -89,52 +89,53 @@ class Jobs:
 
     def all(self) -> list[Job]:
         """The jobs that pentad submitted, the newest first."""
-        with self._asked():
-            found = [_job(details) for details in self.client.list_jobs() if _is_ours(details)]
+        with self._errors_reported():
+            found = [_job(details) for details in self.client.list_jobs() if _is_pentads(details)]
         return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
 
     def get(self, job: str) -> Job:
         """Raises PentadError when there is no such job."""
-        with self._asked(), suppress(LookupError):
+        with self._errors_reported(), suppress(LookupError):
             details = _details(self.client, job)
-            if _is_ours(details):
+            if _is_pentads(details):
                 return _job(details)
         live = ", ".join(found.job for found in self.all() if found.is_live)
         known = f"a live one ({live})" if live else "one that `pentad jobs` lists (none is live)"
-        raise PentadError(f"ID is '{job}', which is no job that pentad submitted to {self.address}: expected {known}")
+        found = f"ID is '{job}', which is not a job that pentad submitted to {self.address}"
+        raise PentadError(f"{found}: expected {known}")
 
     def log(self, job: str) -> str:
-        """All that the job has printed so far."""
-        with self._asked():
+        """Everything that the job has printed so far."""
+        with self._errors_reported():
             return self.client.get_job_logs(self.get(job).job)
 
     def stop(self, job: str) -> Job:
-        """Asks a live job to finish its step, to save a checkpoint and to end, and waits for that.
+        """Asks a live job to finish its step, save a checkpoint and exit, and waits for that.
 
-        Raises PentadError when it is not live, or does not end although Ray kills it after `stop_seconds`.
+        Raises PentadError when it is not live, or still runs long after Ray should have killed it.
         """
         found = self.get(job)
         if not found.is_live:
-            raise PentadError(f"ID is '{job}', a job that has ended already ({found.status}): expected a live one")
-        with self._asked():
+            raise PentadError(f"ID is '{job}', a job that has already ended ({found.status}): expected a live one")
+        with self._errors_reported():
             self.client.stop_job(job)
-        until = time.monotonic() + found.stop_seconds + 30.0  # Ray takes its time to kill and to note it
+        until = time.monotonic() + found.stop_seconds + 30.0  # Ray kills and records the death with a delay
         while (found := self.get(job)).is_live:
             if time.monotonic() > until:
-                raise PentadError(f"job {job} was asked to stop but is still {found.status}: expected its end by now")
+                raise PentadError(f"job {job} was asked to stop but is still {found.status}: expected it to end by now")
             time.sleep(0.5)
         return found
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
-        """Makes one PentadError of what the cluster answers, or of its silence."""
+    def _errors_reported(self) -> Iterator[None]:
+        """Turns errors of Ray's client into PentadErrors."""
         try:
             yield
         except AuthenticationError as error:
             raise PentadError(refusal(self.address, str(error))) from error
         except OSError as error:
             root: BaseException = error
-            while root.__context__ is not None:  # what the system said, below what Ray's HTTP library made of it
+            while root.__context__ is not None:  # the OS error below those of Ray's HTTP library
                 root = root.__context__
             raise PentadError(f"the Ray cluster at {self.address} does not answer any more: {root}") from error
         except (RuntimeError, ValueError) as error:
@@ -142,16 +143,16 @@ class Jobs:
 
 
 def failure(message: str) -> str:
-    """What Ray's account of a failed job comes down to: pentad's own sentence if there is one."""
+    """Ray's message about a failed job in one sentence, pentad's own if there is one."""
     ours = [line.removeprefix("pentad: ") for line in message.splitlines() if line.startswith("pentad: ")]
     code = re.search(r"failed with exit code (-?\d+)", message)
     if ours:
         return ours[-1]
     if code and code[1] == "127":
-        return "expected a `python` on the PATH that the cluster's Ray was started with, where there is none"
+        return "the PATH that the cluster's Ray was started with has no `python`: expected one"
     if code and code[1].startswith("-"):
         return f"its driver was killed by signal {code[1][1:]}"
-    return _last_line(message) + (f", {_NEEDS}" if "No module named" in message else "")
+    return _last_line(message) + (f": {_NEEDS}" if "No module named" in message else "")
 
 
 def _last_line(text: str) -> str:
@@ -170,7 +171,7 @@ def _details(client: JobSubmissionClient, job: str) -> Any:
         raise
 
 
-def _is_ours(details: Any) -> bool:
+def _is_pentads(details: Any) -> bool:
     return bool(details.submission_id and "pentad/run" in (details.metadata or {}))
 
 

@@ -39,7 +39,6 @@ def comparison_page(plan: Plan, measured: Timeline, simulated: Timeline) -> str:
 
 
 def comparison_svg(plan: Plan, measured: Timeline, simulated: Timeline) -> str:
-    """The SVG figure of the last measured step; `simulated` is of `simulate_steps`."""
-    step, program = measured.steps[-1], plan.program
-    title = f"{plan.name}: {program.name}, {program.microbatches} microbatches, {plan.mesh}"
-    return svg_comparison(measured.of_step(step), simulated.of_step(step), title=title)
+    """The SVG figure of one measured step; `simulated` is the same step of `simulate_steps`."""
+    title = f"{plan.name}: {plan.program.name}, {plan.program.microbatches} microbatches, {plan.mesh}"
+    return svg_comparison(measured, simulated, title=title)

@@ -153,7 +153,9 @@ def saved_config(path: Path) -> RunConfig:
     try:
         return load(path / CONFIG, [])
     except PentadError as error:
-        raise PentadError(f"{path / CONFIG} is not of this version of pentad ({error})") from None
+        problem = str(error).splitlines()[0]
+        fault = f"is of another version of pentad ({problem})"
+        raise PentadError(f"{path / CONFIG} {fault}: expected a run folder of this one") from None
 
 
 def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:

@@ -38,8 +38,8 @@ def fitted_table(
             break
         left.remove(names.index(name))
     table = table_of(*(heads[column] for column in left))
-    for column, kept in zip(table.columns, left, strict=True):
-        column.no_wrap = names[kept] != wrapped
+    for column, index in zip(table.columns, left, strict=True):
+        column.no_wrap = names[index] != wrapped
     for row in rows:
         table.add_row(*(row[column] for column in left))
     return table

@@ -213,7 +213,9 @@ def moe(hidden: int, experts: Experts, piece: Piece) -> Iterator[Allocation]:
     yield Allocation("choices", "F-B", tokens * experts.top_k * INDEX, offload=False)
     yield Allocation("loads", "F-B", experts.num_experts * INDEX * loads, offload=False)
     yield Allocation("row numbers and offsets", "F-W", rows * INDEX + local * 4, offload=False)
-    yield Allocation("row weights and positions", "F-B", rows * wide + group_tokens * experts.top_k * INDEX, offload=False)
+    yield Allocation(
+        "row weights and positions", "F-B", rows * wide + group_tokens * experts.top_k * INDEX, offload=False
+    )
     yield Allocation("received tokens", "F-W", received)
     yield Allocation("gate and up", "F-B", 2 * (rows * width + tokens * shared) * c, recompute=True)
     if ep == 1 or shared:

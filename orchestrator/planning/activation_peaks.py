@@ -132,7 +132,9 @@ def _sum(parts: Sequence[Totals]) -> Totals:
     )
 
 
-def stage_activations(model: ModelSpec, layers: Sequence[tuple[int, int]], stage: int, piece: Piece) -> StageActivations:
+def stage_activations(
+    model: ModelSpec, layers: Sequence[tuple[int, int]], stage: int, piece: Piece
+) -> StageActivations:
     if model.custom is not None:
         return _custom_stage(model, model.custom, layers[stage], piece)
     return _stage(model, layers[stage], stage == 0, stage == len(layers) - 1, piece)

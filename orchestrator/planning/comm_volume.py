@@ -1,8 +1,8 @@
-"""What ranks send each other in a step: how often, and how many bytes, by axis and kind of operation.
+"""What a rank sends in a step: how many operations, and how many bytes, by axis and kind of operation.
 
-Collectives of parameters and gradients and transfers between stages are instructions; those on tp, cp and ep run inside
-F, B, W and RECOMPUTE, and follow from the sizes of a layer. Bytes are those that one rank sends, as rings do: of a
-whole of N bytes on n ranks (n - 1) / n of N to gather or to scatter it, and both for a sum that all get.
+Transfers between stages and collectives of parameters and gradients are instructions. Those on tp, cp and ep run inside
+F, B and RECOMPUTE and follow from the sizes of a layer. Bytes are those that a ring algorithm sends on one rank: with N
+bytes on n ranks (n - 1) / n of N to gather or to reduce-scatter them, and twice that to all-reduce them.
 """
 
 from __future__ import annotations
@@ -17,189 +17,186 @@ from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part, num_tiles
 
-Inside = Literal["F", "B", "again", "leaves"]  # `leaves`: what selective recompute does; `again`: what full does
+Phase = Literal["F", "B", "selective", "full"]  # the latter two: RECOMPUTE in that mode
 
 
-class Flow(NamedTuple):
-    """Of an axis ('dp' stands for all holders of a share) and a kind of operation."""
+class CommKind(NamedTuple):
+    """An axis of the mesh ('dp' stands for all ranks that hold the same parameters) and a kind of operation."""
 
     axis: Axis
     kind: str
 
 
-class Sent(NamedTuple):
+class Volume(NamedTuple):
     operations: int = 0
     bytes: int = 0
 
-    def times(self, count: int) -> Sent:
-        return Sent(count * self.operations, count * self.bytes)
 
-
-class Flows(dict[Flow, Sent]):
-    """Operations of one rank."""
+class CommVolume(dict[CommKind, Volume]):
+    """What one rank sends."""
 
     def add(self, axis: Axis, kind: str, operations: int, size: int) -> None:
         if operations:
-            before = self.get(Flow(axis, kind), Sent())
-            self[Flow(axis, kind)] = Sent(before.operations + operations, before.bytes + size)
+            before = self.get(CommKind(axis, kind), Volume())
+            self[CommKind(axis, kind)] = Volume(before.operations + operations, before.bytes + size)
 
-    def include(self, other: Flows, count: int = 1) -> None:
-        for (axis, kind), sent in other.items():
-            self.add(axis, kind, *sent.times(count))
+    def include(self, other: CommVolume, times: int = 1) -> None:
+        for (axis, kind), volume in other.items():
+            self.add(axis, kind, times * volume.operations, times * volume.bytes)
 
 
-def traffic(plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes that a rank sends in a step's collectives of a stage, by op."""
+def collective_bytes(plan: Plan, rank: int) -> dict[str, int]:
+    """Bytes of a step's collectives of parameters and gradients, by op."""
     found: Counter[str] = Counter()
-    for part in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
-        if part.op is Op.ALL_GATHER or part.op in REDUCTIONS:
-            mine = shares_at(plan, rank, part.stage)
-            found[part.op.value] += sum(_of_share(plan, part, share).bytes for share in mine)
+    for instruction in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
+        if _is_collective(instruction):
+            shards = param_shards_at(plan, rank, instruction.stage)
+            found[instruction.op.value] += sum(_collective(plan, instruction, shard).bytes for shard in shards)
     return dict(found)
 
 
-def shares_at(plan: Plan, rank: int, stage: int) -> list[ParamShard]:
+def param_shards_at(plan: Plan, rank: int, stage: int) -> list[ParamShard]:
     """What a rank holds of a stage."""
-    return [share for share in plan.param_shards_of(rank) if share.stage == stage]
+    return [shard for shard in plan.param_shards_of(rank) if shard.stage == stage]
 
 
-def flows(plan: Plan, rank: int) -> Flows:
-    """All that a rank sends in a step but sums of a few bytes at its end."""
-    found, piece = Flows(), piece_of(plan)
-    stages = {stage: shares_at(plan, rank, stage) for stage in plan.stages_of(rank)}
-    stream = plan.sequence_parallel_tokens * plan.model.hidden * piece.itemsize
-    for part in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
-        if part.op in SENDS:
-            found.add("pp", part.op.value, 1, stream)
-        elif part.op is Op.ALL_GATHER or part.op in REDUCTIONS:
-            for share in stages[part.stage]:
-                if len(plan.holders(share)) > 1:
-                    found.add("dp", part.op.value, *_of_share(plan, part, share))
-        elif part.op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE):
-            when: Inside = "F" if part.op is Op.F else "B"
-            if part.op is Op.RECOMPUTE:
-                when = "again" if plan.recompute_mode(part.stage) == "full" else "leaves"
-            found.include(stage_flows(plan.model, plan.layers[part.stage], piece, when))
+def comm_volume(plan: Plan, rank: int) -> CommVolume:
+    """All that a rank sends in a step, except sums of a few bytes at its end."""
+    found, piece = CommVolume(), piece_of(plan)
+    shards = {stage: param_shards_at(plan, rank, stage) for stage in plan.stages_of(rank)}
+    stream = piece.stream(plan.model.hidden)
+    for instruction in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
+        op, stage = instruction.op, instruction.stage
+        if op in SENDS:
+            found.add("pp", op.value, 1, stream)
+        elif _is_collective(instruction):
+            for shard in shards[stage]:
+                if len(plan.holders(shard)) > 1:
+                    found.add("dp", op.value, *_collective(plan, instruction, shard))
+        elif op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE):
+            phase: Phase = "F" if op is Op.F else "B"
+            if op is Op.RECOMPUTE:
+                phase = "full" if plan.recompute_mode(stage) == "full" else "selective"
+            found.include(stage_volume(plan.model, plan.layers[stage], piece, phase))
     return found
 
 
 @lru_cache(maxsize=4096)
-def stage_flows(model: ModelSpec, span: tuple[int, int], piece: Piece, when: Inside) -> Flows:
-    """Of one piece on one stage, inside its layers and at the ends of the model."""
-    found, dense = Flows(), model.experts.first_k_dense if model.experts is not None else model.layers
-    for number in range(*span):
-        found.include(layer_flows(model, number >= dense, piece, when))
-    ahead = model.mtp_layers if span[1] == model.layers and when != "leaves" else 0
-    found.include(layer_flows(model, model.experts is not None, piece, when), ahead)
-    if piece.mesh.tp > 1 and when != "leaves":
-        for _ in range((span[0] == 0) + ahead):
-            _tensor(found, piece, "gather" if when == "B" else "scatter", 1, _stream(model, piece))
-        for _ in range((span[1] == model.layers) + ahead):
-            _tensor(found, piece, "gather", 1, _stream(model, piece))
-            if when == "B":
-                _tensor(found, piece, "scatter", num_tiles(piece.tokens), _stream(model, piece))
-            else:
-                _tensor(found, piece, "gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.wide)
+def stage_volume(model: ModelSpec, span: tuple[int, int], piece: Piece, phase: Phase) -> CommVolume:
+    """Of one piece on one stage: its layers, embedding and head."""
+    found, dense = CommVolume(), model.experts.first_k_dense if model.experts is not None else model.layers
+    for layer in range(*span):
+        found.include(layer_volume(model, layer >= dense, piece, phase))
+    mtp_layers = model.mtp_layers if span[1] == model.layers and phase != "selective" else 0
+    found.include(layer_volume(model, model.experts is not None, piece, phase), mtp_layers)
+    if piece.mesh.tp > 1 and phase != "selective":
+        stream = piece.full_stream(model.hidden)
+        for _ in range((span[0] == 0) + mtp_layers):  # embeddings
+            _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", 1, stream)
+        for _ in range((span[1] == model.layers) + mtp_layers):  # heads
+            _add_tp(found, piece, "all_gather", 1, stream)
+            if phase == "B":
+                _add_tp(found, piece, "reduce_scatter", num_tiles(piece.tokens), stream)
+            else:  # log-sum-exps and targets' logits
+                _add_tp(found, piece, "all_gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.wide)
     return found
 
 
 @lru_cache(maxsize=4096)
-def layer_flows(model: ModelSpec, has_experts: bool, piece: Piece, when: Inside) -> Flows:
+def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: Phase) -> CommVolume:
     """Of one piece in one layer."""
-    found = Flows()
+    found, tiles = CommVolume(), num_tiles(piece.tokens)
     if piece.mesh.tp > 1:
-        if when != "leaves":
-            if model.mla is None:
-                _half(found, piece, when, model.hidden, num_tiles(piece.tokens))
-            else:
-                _narrow(found, piece, when, model.hidden, model.mla)
-        _half(found, piece, when, model.hidden, 1 if has_experts else num_tiles(piece.tokens))
-    if when != "leaves":
+        if phase != "selective" and model.mla is not None:
+            _add_latent_attention(found, piece, phase, model.hidden, model.mla)
+        elif phase != "selective":
+            _add_sublayer(found, piece, phase, model.hidden, tiles)
+        _add_sublayer(found, piece, phase, model.hidden, 1 if has_experts else tiles)
+    if phase != "selective":
         if piece.mesh.cp > 1:
-            _context(found, model, piece, when)
+            _add_context_parallel(found, model, piece, phase)
         if has_experts and model.experts is not None and piece.mesh.ep > 1:
-            _experts(found, model.hidden, model.experts, piece, when)
+            _add_expert_parallel(found, model.hidden, model.experts, piece, phase)
     return found
 
 
-def _of_share(plan: Plan, part: Instruction, share: ParamShard) -> Sent:
-    """A gather is of all buckets, one operation each; a reduction is of one."""
-    holders, whole = len(plan.holders(share)), plan.num_zero_shards(share) * plan.zero_shard_size(share)
-    if part.op is Op.ALL_GATHER:
-        return Sent(plan.buckets(share), whole * (holders - 1) // holders * BYTES[plan.dtype])
-    count, size = plan.program.buckets[share.stage], max(BYTES[plan.dtype], BYTES["float32"])
-    each = aligned_part(whole, count)
-    mine = max(0, min(each, whole - max(0, part.microbatch) * each))
-    return Sent(1, (2 if part.op is Op.ALL_REDUCE else 1) * mine * (holders - 1) // holders * size)
+def _is_collective(instruction: Instruction) -> bool:
+    return instruction.op is Op.ALL_GATHER or instruction.op in REDUCTIONS
 
 
-def _stream(model: ModelSpec, piece: Piece) -> int:
-    return piece.tokens * model.hidden * piece.itemsize
+def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volume:
+    """A gather is of all buckets, one operation each; a reduction is of one bucket."""
+    holders, full = len(plan.holders(shard)), plan.num_zero_shards(shard) * plan.zero_shard_size(shard)
+    if instruction.op is Op.ALL_GATHER:
+        return Volume(plan.buckets(shard), full * (holders - 1) // holders * BYTES[plan.dtype])
+    bucket = aligned_part(full, plan.program.buckets[shard.stage])
+    elements = max(0, min(bucket, full - max(0, instruction.microbatch) * bucket))
+    rounds = 2 if instruction.op is Op.ALL_REDUCE else 1
+    return Volume(1, rounds * elements * (holders - 1) // holders * max(BYTES[plan.dtype], BYTES["float32"]))
 
 
-def _tensor(found: Flows, piece: Piece, kind: str, operations: int, whole: int) -> None:
-    """`whole` bytes in all, however many operations they take."""
-    found.add("tp", kind, operations, whole * (piece.mesh.tp - 1) // piece.mesh.tp)
+def _add_tp(found: CommVolume, piece: Piece, kind: str, operations: int, full: int) -> None:
+    """`full` bytes of all ranks, in so many operations."""
+    found.add("tp", kind, operations, full * (piece.mesh.tp - 1) // piece.mesh.tp)
 
 
-def _half(found: Flows, piece: Piece, when: Inside, hidden: int, tiles: int) -> None:
-    """A half of a layer gathers its input, and again what its products read on the way back; its result is scattered,
-    and so is its gradient."""
-    stream = piece.tokens * hidden * piece.itemsize
-    gathers = 2 if when == "B" else 1
-    _tensor(found, piece, "gather", gathers, gathers * stream)
-    if when != "leaves":
-        _tensor(found, piece, "scatter", tiles, stream)
+def _add_sublayer(found: CommVolume, piece: Piece, phase: Phase, hidden: int, tiles: int) -> None:
+    """Its input is gathered, and on the way back once more for W; its result is reduce-scattered, as is its gradient
+    (arXiv 2205.05198, 4.2.2)."""
+    stream = piece.full_stream(hidden)
+    gathers = 2 if phase == "B" else 1
+    _add_tp(found, piece, "all_gather", gathers, gathers * stream)
+    if phase != "selective":
+        _add_tp(found, piece, "reduce_scatter", tiles, stream)
 
 
-def _narrow(found: Flows, piece: Piece, when: Inside, hidden: int, of: MLA) -> None:
-    """Latent attention gathers narrow vectors."""
-    token, both, queries = piece.tokens * piece.itemsize, of.kv_lora_rank + of.qk_rope_head_dim, of.q_lora_rank or hidden
-    if when == "B":
-        _tensor(found, piece, "gather", 3, token * (hidden + of.kv_lora_rank + queries))
-        _tensor(found, piece, "scatter", 1 + num_tiles(piece.tokens), token * (both + queries))
+def _add_latent_attention(found: CommVolume, piece: Piece, phase: Phase, hidden: int, mla: MLA) -> None:
+    """Latent vectors are gathered in place of the input."""
+    token, key_values, queries = piece.tokens * piece.itemsize, mla.kv_lora_rank + mla.qk_rope_head_dim, mla.q_lora_rank
+    queries = queries or hidden
+    if phase == "B":
+        _add_tp(found, piece, "all_gather", 3, token * (hidden + mla.kv_lora_rank + queries))
+        _add_tp(found, piece, "reduce_scatter", 1 + num_tiles(piece.tokens), token * (key_values + queries))
     else:
-        _tensor(found, piece, "gather", 2, token * (queries + both))
-        _tensor(found, piece, "scatter", num_tiles(piece.tokens), token * hidden)
+        _add_tp(found, piece, "all_gather", 2, token * (queries + key_values))
+        _add_tp(found, piece, "reduce_scatter", num_tiles(piece.tokens), token * hidden)
 
 
-def _context(found: Flows, model: ModelSpec, piece: Piece, when: Inside) -> None:
+def _add_context_parallel(found: CommVolume, model: ModelSpec, piece: Piece, phase: Phase) -> None:
     cp, tokens, heads = piece.mesh.cp, piece.tokens, model.heads // piece.mesh.tp
-    pairs = heads if model.mla is not None else max(1, model.kv_heads // piece.mesh.tp)
+    kv_heads = heads if model.mla is not None else max(1, model.kv_heads // piece.mesh.tp)
     query, value = model.qk_head_dim, model.qk_head_dim if model.mla is None else model.mla.v_head_dim
-    both = tokens * pairs * (query + value)
     if piece.cp_method == "ulysses":
-        out, inputs = tokens * heads * value, tokens * (heads * query + max(pairs, cp) * (query + value))
-        found.add("cp", "exchange", 2, (out + inputs) * piece.itemsize * (cp - 1) // cp)
+        out, inputs = tokens * heads * value, tokens * (heads * query + max(kv_heads, cp) * (query + value))
+        found.add("cp", "all_to_all", 2, (out + inputs) * piece.itemsize * (cp - 1) // cp)
         return
-    back = when == "B"
+    keys_values, is_backward = tokens * kv_heads * (query + value), phase == "B"
     if piece.cp_method == "ring":
-        found.add("cp", "ring", cp - 1, (cp - 1) * both * piece.itemsize)
-        found.add("cp", "ring", cp * back, cp * back * both * piece.wide)
+        found.add("cp", "ring", cp - 1, (cp - 1) * keys_values * piece.itemsize)
+        found.add("cp", "ring", cp * is_backward, cp * is_backward * keys_values * piece.wide)
         return
-    found.add("cp", "gather", 1, (cp - 1) * both * piece.itemsize)
-    found.add("cp", "scatter", int(back), (cp - 1) * both * piece.wide)
+    found.add("cp", "all_gather", 1, (cp - 1) * keys_values * piece.itemsize)
+    found.add("cp", "reduce_scatter", int(is_backward), (cp - 1) * keys_values * piece.wide)
 
 
-def _experts(found: Flows, hidden: int, of: Experts, piece: Piece, when: Inside) -> None:
-    """Tokens go out and results come home, with choices and weights on the way forward and weights' gradients back. On
-    a GPU all ranks of a group get all tokens; on a CPU those that want them, here as many as an even choice gives."""
-    ep, tokens, gathers = piece.mesh.ep, piece.tokens, piece.device == "cuda"
-    reached = 1.0 if gathers else _reached(of, of.num_experts // ep)
-    others = round(tokens * (ep - 1) * reached)
-    small = of.top_k * (piece.wide if when == "B" else 2 * (INDEX if piece.dtype == "float64" else 4))
-    row = hidden * piece.itemsize
-    ways = ("gather", "scatter") if gathers else ("exchange", "exchange")
-    found.add("ep", ways[0], 1, others * row)
-    found.add("ep", ways[1], 1, others * row)
-    found.add("ep", ways[when == "B"], 1, others * small)
-    if not gathers and when != "B":  # how many there are
-        found.add("ep", "exchange", 1, (ep - 1) * INDEX)
+def _add_expert_parallel(found: CommVolume, hidden: int, experts: Experts, piece: Piece, phase: Phase) -> None:
+    """Tokens are dispatched and results combined, with choices and weights in F and weights' gradients in B. On a GPU
+    every rank of a group gets all tokens; on a CPU those it has experts for, here as many as even routing gives."""
+    ep, is_gathered = piece.mesh.ep, piece.device == "cuda"
+    share = 1.0 if is_gathered else _routed_share(experts, experts.num_experts // ep)
+    tokens = round(piece.tokens * (ep - 1) * share)
+    weights = experts.top_k * (piece.wide if phase == "B" else 2 * (INDEX if piece.dtype == "float64" else 4))
+    kinds = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all", "all_to_all")
+    found.add("ep", kinds[0], 1, tokens * hidden * piece.itemsize)
+    found.add("ep", kinds[1], 1, tokens * hidden * piece.itemsize)
+    found.add("ep", kinds[phase == "B"], 1, tokens * weights)
+    if not is_gathered and phase != "B":  # how many tokens each rank sends
+        found.add("ep", "all_to_all", 1, (ep - 1) * INDEX)
 
 
-def _reached(of: Experts, held: int) -> float:
-    """The share of tokens that have at least one of their experts among `held` of all."""
+def _routed_share(experts: Experts, local: int) -> float:
+    """The share of tokens that at least one of `local` experts gets, with even routing."""
     none = 1.0
-    for drawn in range(of.top_k):
-        none *= max(0, of.num_experts - held - drawn) / (of.num_experts - drawn)
+    for drawn in range(experts.top_k):
+        none *= max(0, experts.num_experts - local - drawn) / (experts.num_experts - drawn)
     return 1 - none

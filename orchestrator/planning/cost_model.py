@@ -1,7 +1,7 @@
-"""Seconds of a plan before anything was measured, from FLOPs and bytes at assumed rates.
+"""Seconds of a plan's operations before anything was measured: from FLOPs and bytes, at assumed rates.
 
-T tokens of a microbatch (of its slice, where sequences are cut), S sequence, H hidden. A product of [T, a] and [a, b]
-counts 2Tab FLOPs. Causal attention counts the half of its square that is not masked.
+T tokens of a piece, H hidden. A product of [T, a] and [a, b] counts 2Tab FLOPs; causal attention counts the half of the
+scores that is not masked.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from pentad.orchestrator.planning.activation_memory import BYTES, Piece
 from pentad.orchestrator.planning.activation_peaks import stage_activations
-from pentad.orchestrator.planning.comm_volume import Inside, stage_flows
-from pentad.orchestrator.planning.hardware import GUESSES, Rates, crosses, link
+from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
+from pentad.orchestrator.planning.hardware import ASSUMED_RATES, Rates, link_of, spans_hosts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Axis, Mesh
@@ -21,10 +21,10 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import BatchSpec
 from pentad.schedules.spec.tensors import active_parameters, local_size
 
-WHEN: tuple[Inside, ...] = ("F", "B", "leaves")
-HOLDING: tuple[Axis, ...] = ("dp", "ep", "cp")  # along which ranks hold the same parameters
-GROUPED = 0.5  # what products of experts attain of the FLOP/s of others
-ALONE = Mesh()
+PHASES: tuple[Phase, ...] = ("F", "B", "selective")
+REPLICA_AXES: tuple[Axis, ...] = ("dp", "ep", "cp")  # along which ranks hold the same parameters
+GROUPED_EFFICIENCY = 0.5  # grouped products of experts attain so much of the FLOP/s of others
+SINGLE_RANK = Mesh()
 
 
 def guess_costs(
@@ -35,144 +35,147 @@ def guess_costs(
     dtype: str,
     slices: int = 1,
     modes: Sequence[str] = (),
-    mesh: Mesh = ALONE,
-    context: CpMethod = "ring",
+    mesh: Mesh = SINGLE_RANK,
+    cp_method: CpMethod = "ring",
     zero: int = 0,
 ) -> Costs:
-    """Seconds from FLOPs and bytes at assumed rates (GUESSES); embedding and head count to the first and last stage.
+    """Seconds at ASSUMED_RATES; embedding and head count to the first and last stage.
 
-    Slices of a sequence have even shares, as they have of attention on average. `modes` are the plan's of recompute.
-    Of a `mesh` tp, cp and ep share out a stage's work and add operations inside layers, and holders of copies add up
-    their gradients; with `zero` each steps on a shard.
+    Slices of a sequence cost the same, as their attention does on average. `modes` are the plan's of recomputation. The
+    tp, cp and ep ranks of a `mesh` split the work of a stage and add operations inside layers; ranks that hold the same
+    parameters reduce their gradients, and with `zero` each updates a shard.
     """
-    rates = GUESSES[device]
-    piece = Piece(batch.micro_batch_size, batch.sequence_length // slices // mesh.cp, dtype, device, slices, mesh, context)
-    work = [_work(model, span, piece, batch.sequence_length, rates) for span in layers]
-    # W of the embedding fills, reads, adds
-    lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / mesh.tp / rates.memory
-    inside = {when: [_inside(model, span, piece, when, rates) for span in layers] for when in WHEN}
-    forward = tuple(more.beside(of.forward) for of, more in zip(work, inside["F"], strict=True))
-    again = tuple(
-        seconds if mode == "full" else more.beside(of.leaves)
-        for of, seconds, more, mode in zip(work, forward, inside["leaves"], modes, strict=False)  # no modes, no costs
+    rates = ASSUMED_RATES[device]
+    length = batch.sequence_length // slices // mesh.cp
+    piece = Piece(batch.micro_batch_size, length, dtype, device, slices, mesh, cp_method)
+    compute = [_compute(model, span, piece, batch.sequence_length, rates) for span in layers]
+    comm = {phase: [_communication(model, span, piece, phase, rates) for span in layers] for phase in PHASES}
+    forward = tuple(of.overlapped(each.forward) for each, of in zip(compute, comm["F"], strict=True))
+    backward = tuple(of.overlapped(each.backward) for each, of in zip(compute, comm["B"], strict=True))
+    selective = tuple(of.overlapped(each.selective) for each, of in zip(compute, comm["selective"], strict=True))
+    recompute = tuple(
+        full if mode == "full" else part for full, part, mode in zip(forward, selective, modes, strict=False)
     )
+    # W of the embedding clears a gradient, fills it and adds it
+    lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / mesh.tp / rates.memory
     activations = [stage_activations(model, layers, stage, piece) for stage in range(len(layers))]
-    held = max(_stepped(model, span, mesh, batch.replicas if zero else 0) for span in layers)
-    latency, speed = link(rates, mesh, "pp")
+    updated = max(_updated_bytes(model, span, mesh, batch.replicas if zero else 0) for span in layers)
+    latency, bandwidth = link_of(rates, mesh, "pp")
     return Costs(
         forward,
-        tuple(more.beside(of.backward) for of, more in zip(work, inside["B"], strict=True)),
-        tuple(of.weight + lookup * (span[0] == 0) for of, span in zip(work, layers, strict=True)),
-        transfer=latency + piece.sequence_parallel_tokens * model.hidden * piece.itemsize / speed,
+        backward,
+        tuple(of.weight + lookup * (span[0] == 0) for of, span in zip(compute, layers, strict=True)),
+        transfer=latency + piece.stream(model.hidden) / bandwidth,
         reduce=max(_reduction(model, span, mesh, batch.replicas, rates) for span in layers),
-        norm=2 * rates.latency + held / rates.memory,
-        step=7 * held / rates.memory,  # reads master, m, v, gradient; writes master, m, v
+        norm=2 * rates.intra_host_latency + updated / rates.memory,
+        step=7 * updated / rates.memory,  # reads master weights, both moments, gradients; writes the former three
         launch=rates.launch,
-        recompute=again,
-        offload=tuple(rates.latency + (of.saved - of.not_offloadable) / rates.host for of in activations),
+        recompute=recompute,
+        offload=tuple(
+            rates.intra_host_latency + (of.saved - of.not_offloadable) / rates.host_memory for of in activations
+        ),
     )
 
 
-class Work(NamedTuple):
-    """Seconds of one piece on one stage, without what ranks send each other; `leaves` are those of what selective
-    recompute does again."""
+class ComputeSeconds(NamedTuple):
+    """Seconds of one piece on one stage, without communication; `selective` is selective recomputation."""
 
     forward: float
     backward: float
     weight: float
-    leaves: float
+    selective: float
 
 
-def _work(model: ModelSpec, span: tuple[int, int], piece: Piece, length: int, rates: Rates) -> Work:
+def _compute(model: ModelSpec, span: tuple[int, int], piece: Piece, length: int, rates: Rates) -> ComputeSeconds:
     first, end = span
     if model.custom is not None:
-        own = piece.rows * sum(layer.flops for layer in model.custom.layers[first:end]) / rates.flops
-        return Work(own, own, own, 0.0)
-    ahead = model.mtp_layers if end == model.layers else 0
-    end += ahead
-    count, tokens, width = end - first, piece.tokens, rates.flops * piece.mesh.tp
+        seconds = piece.rows * sum(layer.flops for layer in model.custom.layers[first:end]) / rates.flops
+        return ComputeSeconds(seconds, seconds, seconds, 0.0)
+    is_last = end == model.layers
+    mtp_layers = model.mtp_layers if is_last else 0
+    end += mtp_layers
+    count, tokens, flops = end - first, piece.tokens, rates.flops * piece.mesh.tp
     value = model.qk_head_dim if model.mla is None else model.mla.v_head_dim
-    # one layer's scores and mixture, half of them masked
-    square = tokens * length * model.heads * (model.qk_head_dim + value) / width
-    linear = 2 * tokens * sum(_active(model, layer) for layer in range(first, end)) / width
+    # scores and weighted values of one layer
+    attention = tokens * length * model.heads * (model.qk_head_dim + value) / flops
+    linear = 2 * tokens * sum(_active_parameters(model, layer) for layer in range(first, end)) / flops
     if model.experts is not None:
-        visited = max(0, end - max(first, model.experts.first_k_dense)) * model.experts.top_k
-        grouped = 3 * model.hidden * model.experts.intermediate_size * visited
-        linear += 2 * tokens * grouped * (1 / GROUPED - 1) / width
-    head = 2 * tokens * model.vocab * model.hidden * (1 + ahead) / width if end - ahead == model.layers else 0.0
-    linear += 2 * tokens * 2 * model.hidden**2 * ahead / width  # what joins streams and embeddings
-    # norms and sums of streams, and what stands between two products
-    wide = _widths(model)
-    passes = count * tokens * piece.itemsize * (8 * model.hidden + 3 * wide) / piece.mesh.tp / rates.memory
-    return Work(
-        forward=linear + count * square + head + passes,
-        backward=linear + count * 2.5 * square + head + 1.5 * passes,  # five products where F had two
+        routed = max(0, end - max(first, model.experts.first_k_dense)) * model.experts.top_k
+        grouped = 3 * model.hidden * model.experts.intermediate_size * routed
+        linear += 2 * tokens * grouped * (1 / GROUPED_EFFICIENCY - 1) / flops
+    head = 2 * tokens * model.vocab * model.hidden * (1 + mtp_layers) / flops if is_last else 0.0
+    linear += 2 * tokens * 2 * model.hidden**2 * mtp_layers / flops  # joins streams and embeddings
+    # memory traffic of norms, residual sums and activations
+    width = _ffn_width(model)
+    elementwise = count * tokens * piece.itemsize * (8 * model.hidden + 3 * width) / piece.mesh.tp / rates.memory
+    return ComputeSeconds(
+        forward=linear + count * attention + head + elementwise,
+        backward=linear + count * 2.5 * attention + head + 1.5 * elementwise,  # five products of scores instead of two
         weight=linear + head,
-        leaves=4 * tokens * count * model.hidden * wide / width + passes / 2,
+        selective=4 * tokens * count * model.hidden * width / flops + elementwise / 2,
     )
 
 
-def _widths(model: ModelSpec) -> int:
-    """Of a token's feed-forward networks in a layer."""
+def _ffn_width(model: ModelSpec) -> int:
+    """Of all networks that a token passes in a layer."""
     experts = model.experts
-    return (
-        model.ffn if experts is None else experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
-    )
+    if experts is None:
+        return model.ffn
+    return experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
 
 
-class Sent(NamedTuple):
-    """Seconds of what a stage's layers send meanwhile, and those of the host that starts it."""
+class CommSeconds(NamedTuple):
+    """Seconds of a stage's communication inside layers, on links and of the host to start it."""
 
     links: float = 0.0
     host: float = 0.0
 
-    def beside(self, work: float) -> float:
-        """With a stage's work: layers wait for links, devices wait for the host."""
-        return max(work + self.links, self.host)
+    def overlapped(self, compute: float) -> float:
+        """Seconds with the stage's compute: layers wait for links, and devices for the host."""
+        return max(compute + self.links, self.host)
 
 
-def _inside(model: ModelSpec, span: tuple[int, int], piece: Piece, when: Inside, rates: Rates) -> Sent:
-    """Along each axis the latency of its operations, and its bytes."""
+def _communication(model: ModelSpec, span: tuple[int, int], piece: Piece, phase: Phase, rates: Rates) -> CommSeconds:
     links, operations = 0.0, 0
-    flows = stage_flows(model, span, piece, when) if model.custom is None else {}
-    for flow, sent in flows.items():
-        latency, speed = link(rates, piece.mesh, flow.axis)
-        links += sent.operations * latency + sent.bytes / speed
-        operations += sent.operations
-    return Sent(links, operations * rates.issue)
+    volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
+    for kind, volume in volumes.items():
+        latency, bandwidth = link_of(rates, piece.mesh, kind.axis)
+        links += volume.operations * latency + volume.bytes / bandwidth
+        operations += volume.operations
+    return CommSeconds(links, operations * rates.issue)
 
 
-def _stepped(model: ModelSpec, span: tuple[int, int], mesh: Mesh, replicas: int) -> float:
-    """Bytes of a stage's gradients that one of its holders steps on: all of them without `replicas`."""
-    dense, experts = (_gradients(model, span, mesh, experts=experts) for experts in (False, True))
-    copies = max(1, replicas * mesh.cp)
-    return dense / copies + experts / max(1, copies // mesh.ep)
+def _updated_bytes(model: ModelSpec, span: tuple[int, int], mesh: Mesh, replicas: int) -> float:
+    """Bytes of a stage's gradients that one rank updates with: a shard over `replicas`, or all (0)."""
+    dense, experts = (_gradient_bytes(model, span, mesh, experts=experts) for experts in (False, True))
+    holders = max(1, replicas * mesh.cp)
+    return dense / holders + experts / max(1, holders // mesh.ep)
 
 
-def _gradients(model: ModelSpec, span: tuple[int, int], mesh: Mesh, *, experts: bool) -> int:
-    """Bytes, of the experts or of all else."""
+def _gradient_bytes(model: ModelSpec, span: tuple[int, int], mesh: Mesh, *, experts: bool) -> int:
+    """Of the experts of a stage, or of all else."""
     return BYTES["float32"] * local_size(model, *span, Mesh(tp=mesh.tp, ep=mesh.ep), experts=experts)
 
 
 def _reduction(model: ModelSpec, span: tuple[int, int], mesh: Mesh, replicas: int, rates: Rates) -> float:
-    """Seconds of an all-reduce of a stage's gradients: its experts have fewer holders than all else."""
-    seconds, axes = rates.latency, [axis for axis in HOLDING if crosses(mesh, axis)]
+    """Seconds of an all-reduce of a stage's gradients; those of experts have fewer holders."""
+    seconds = rates.intra_host_latency
     for experts in (False, True):
-        held = _gradients(model, span, mesh, experts=experts)
-        copies = mesh.cp * (replicas // mesh.ep if experts else replicas)
-        far = [axis for axis in axes if axis != "ep" or not experts]
-        _, speed = link(rates, mesh, far[0]) if far else (0.0, rates.link)
-        seconds += 2 * held * (copies - 1) / copies / speed
+        size = _gradient_bytes(model, span, mesh, experts=experts)
+        holders = mesh.cp * (replicas // mesh.ep if experts else replicas)
+        axes = [axis for axis in REPLICA_AXES if axis != "ep" or not experts]
+        is_remote = any(spans_hosts(mesh, axis) for axis in axes)
+        seconds += 2 * size * (holders - 1) / holders / (rates.inter_host if is_remote else rates.intra_host)
     return seconds
 
 
 @lru_cache(maxsize=4096)
-def _active(model: ModelSpec, layer: int) -> int:
+def _active_parameters(model: ModelSpec, layer: int) -> int:
     return active_parameters(model, layer)
 
 
 @lru_cache(maxsize=4096)
-def parameters_held(model: ModelSpec, first: int, end: int, mesh: Mesh) -> int:
-    """Of a stage, by one rank."""
+def local_parameters(model: ModelSpec, first: int, end: int, mesh: Mesh) -> int:
+    """Parameters of a stage on one rank."""
     inner = Mesh(tp=mesh.tp, ep=mesh.ep)
     return sum(local_size(model, first, end, inner, experts=experts) for experts in (False, True))

@@ -1,23 +1,23 @@
-"""Which meshes of so many GPUs a run fits on, and how fast it would be there.
+"""The meshes of a number of GPUs that a run fits on, the fastest first.
 
-Every factorisation into five axes is tried, with microbatches of a few sizes, and with as little recompute and ZeRO as
-gives its ranks room. Time and memory are estimated from the first microbatches of a step; the best ones are compiled
-and simulated as a run would be. For schedule 'auto', which takes its time to search, zb-1p stands in.
+All factorisations into five axes are tried, with microbatches of a few sizes, and as little recomputation and ZeRO as
+makes them fit. Time and memory are estimated from the first microbatches of a step; the best meshes are compiled and
+simulated as for a run. zb-1p stands in for schedule 'auto', whose search takes seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.cost_model import parameters_held
-from pentad.orchestrator.planning.estimate import costs_of, memory
-from pentad.orchestrator.planning.fit import Room
-from pentad.orchestrator.planning.hardware import NODE, refuse_wide
-from pentad.orchestrator.planning.planning import buckets_of, draft
+from pentad.orchestrator.planning.cost_model import local_parameters
+from pentad.orchestrator.planning.estimate import costs_of, memory, step_seconds
+from pentad.orchestrator.planning.fit import DeviceMemory
+from pentad.orchestrator.planning.hardware import NODE_GPUS, require_tp_on_node
+from pentad.orchestrator.planning.planning import buckets_of, draft, split
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import add_memory_passes, compile_program
 from pentad.schedules.ir.errors import PentadError
@@ -31,59 +31,57 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import unit_times
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers
+from pentad.schedules.spec.plan import BatchSpec, Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
-from pentad.schedules.spec.tensors import head_in_layers
 from pentad.schedules.spec.validate import check_divisibility
 
 ROWS = (1, 2, 4, 8)  # sequences of a microbatch
 MODES = ("none", "selective", "full")
-LINEAR = ("gpipe", "looped-bfs")  # keep more with every microbatch
-BEST = 10  # estimates that are compiled
+SAVING_ALL = ("gpipe", "looped-bfs")  # save the activations of every microbatch
+COMPILED = 10  # of the best estimates
 
 
-class Found(NamedTuple):
-    """A plan with room for it; `bytes` are those of its fullest rank."""
+class MeshChoice(NamedTuple):
+    """A plan that fits; `bytes` are those of its fullest rank."""
 
     plan: Plan
     seconds: float
     bytes: int
 
     @property
-    def pace(self) -> float:
-        """Tokens a second."""
+    def tokens_per_second(self) -> float:
         return self.plan.batch.tokens / self.seconds
 
 
-class Survey(NamedTuple):
-    """`found` are the quickest, best first, of so many that `fit`; `left_out` says why others were, in a sentence about
-    one of them, and how many."""
+class MeshSearch(NamedTuple):
+    """The fastest `choices` of all that fit, best first, and how many meshes were `rejected`, by a sentence about one
+    of them."""
 
-    found: list[Found]
-    fit: int
-    left_out: dict[str, int]
+    choices: list[MeshChoice]
+    num_fitting: int
+    rejected: dict[str, int]
 
 
-def survey(config: RunConfig, gpus: int, room: Room) -> Survey:
-    """Of the legal meshes of `gpus` ranks."""
-    guesses: list[Found] = []
+def search_meshes(config: RunConfig, gpus: int, device: DeviceMemory) -> MeshSearch:
+    """Of the legal meshes of `gpus` ranks with so much memory."""
+    estimates: list[MeshChoice] = []
     reasons: dict[str, tuple[str, int]] = {}
     with gc_paused():
-        for mesh in meshes(gpus):
+        for mesh in all_meshes(gpus):
             try:
-                guesses.append(_best(config, mesh, room))
+                estimates.append(_fastest(config, mesh, device))
             except PentadError as error:
-                kind = str(error).partition(" is ")[0]
-                sentence, number = reasons.get(kind, (str(error), 0))
-                reasons[kind] = sentence, number + 1
-    guesses.sort(key=lambda each: each.seconds)
-    compiled = [_compiled(config, each) for each in guesses[:BEST]]
-    found = sorted((each for each in compiled if each.bytes <= room.bytes), key=lambda each: each.seconds)
-    return Survey(found, len(guesses), dict(reasons.values()))
+                key = str(error).partition(" is ")[0]
+                sentence, number = reasons.get(key, (str(error), 0))
+                reasons[key] = sentence, number + 1
+    estimates.sort(key=lambda each: each.seconds)
+    compiled = [_compiled(config, each) for each in estimates[:COMPILED]]
+    choices = sorted((each for each in compiled if each.bytes <= device.bytes), key=lambda each: each.seconds)
+    return MeshSearch(choices, len(estimates), dict(reasons.values()))
 
 
-def meshes(ranks: int) -> Iterator[Mesh]:
-    """All of so many ranks."""
+def all_meshes(ranks: int) -> Iterator[Mesh]:
+    """Every factorisation of a number of ranks."""
     for pp in _divisors(ranks):
         for tp in _divisors(ranks // pp):
             for cp in _divisors(ranks // pp // tp):
@@ -91,8 +89,8 @@ def meshes(ranks: int) -> Iterator[Mesh]:
                     yield Mesh(ranks // pp // tp // cp // ep, pp, cp, tp, ep)
 
 
-def changed(plan: Plan) -> dict[str, str | int]:
-    """What a configuration needs to become this plan."""
+def overrides_of(plan: Plan) -> dict[str, str | int]:
+    """The keys and values that make a configuration give this plan."""
     axes = {f"mesh.{axis}": getattr(plan.mesh, axis) for axis in ("dp", "pp", "cp", "tp", "ep")}
     return {
         **axes,
@@ -102,79 +100,86 @@ def changed(plan: Plan) -> dict[str, str | int]:
     }
 
 
-def _best(config: RunConfig, mesh: Mesh, room: Room) -> Found:
-    """The quickest estimate of a mesh that has room. Raises PentadError where there is none."""
-    refuse_wide(mesh, across=config.mesh.tp_across_nodes)
-    replicas, batch = mesh.dp * mesh.ep, config.batch
-    if batch.global_batch_size % replicas:
+def _fastest(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> MeshChoice:
+    """The fastest estimate for a mesh that fits. Raises PentadError if there is none."""
+    require_tp_on_node(mesh, across=config.mesh.tp_across_nodes)
+    replicas, sequences = mesh.dp * mesh.ep, config.batch.global_batch_size
+    if sequences % replicas:
         expected = f"a multiple of mesh.dp x mesh.ep = {replicas}"
-        raise PentadError(f"batch.global_batch_size is {batch.global_batch_size}: expected {expected}")
-    _require_state(config, mesh, room)
-    share, found, leanest = batch.global_batch_size // replicas, list[Found](), 0
-    refused: PentadError | None = None
-    for rows in (rows for rows in ROWS if share % rows == 0):
+        raise PentadError(f"batch.global_batch_size is {sequences}: expected {expected}")
+    _require_state_fits(config, mesh, device)
+    per_replica, fitting, least = sequences // replicas, list[MeshChoice](), 0
+    refusal: PentadError | None = None
+    for rows in (rows for rows in ROWS if per_replica % rows == 0):
         try:
-            for plan in _drafts(config, mesh, share // rows):
-                needed = _fullest(plan)
-                leanest = min(leanest or needed, needed)
-                if needed <= room.bytes:
-                    found.append(Found(plan, _seconds(plan, share // rows), needed))
+            for plan in _drafts(config, mesh, per_replica // rows):
+                needed = _peak_bytes(plan)
+                least = min(least or needed, needed)
+                if needed <= device.bytes:
+                    fitting.append(MeshChoice(plan, _seconds(plan, per_replica // rows), needed))
                     break
         except PentadError as error:
-            refused = error
-    if found:
-        return min(found, key=lambda each: each.seconds)
-    if refused is not None and not leanest:
-        raise refused
-    raise _no_room(mesh, room, leanest)
+            refusal = error
+    if fitting:
+        return min(fitting, key=lambda each: each.seconds)
+    if refusal is not None and not least:
+        raise refusal
+    raise _does_not_fit(mesh, device, least)
 
 
-def _require_state(config: RunConfig, mesh: Mesh, room: Room) -> None:
-    """Raises PentadError where there is none for weights and gradients (6 bytes a parameter) and for shards of master
-    weights and moments (12), as ranks have on average."""
-    model = config.model.shape
+def _require_state_fits(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> None:
+    """Raises PentadError if the average rank has no room for weights and gradients (6 bytes a parameter) and for shards
+    of master weights and moments (12 bytes)."""
+    model = config.shape("bfloat16")
+    if model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
+        raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
     check_divisibility(model, mesh, config.batch.sequence_length, mesh.tp, cp_method=config.mesh.cp_method)
-    held = parameters_held(model, 0, model.layers, mesh) / mesh.pp
-    least = held * (6 + 12 / (mesh.size / mesh.tp / mesh.pp))
-    if least > room.bytes and not config.zero.max_gathered:
-        raise _no_room(mesh, room, least)
+    parameters = local_parameters(model, 0, model.layers, mesh) / mesh.pp
+    least = parameters * (6 + 12 / (mesh.size / mesh.tp / mesh.pp))
+    if least > device.bytes and not config.zero.max_gathered:
+        raise _does_not_fit(mesh, device, least)
 
 
-def _no_room(mesh: Mesh, room: Room, needed: float) -> PentadError:
+def _does_not_fit(mesh: Mesh, device: DeviceMemory, needed: float) -> PentadError:
     at_least = f"at least {needed / 2**30:.0f} GiB"
-    return PentadError(f"room is {room.bytes / 2**30:.0f} GiB a rank, but mesh {mesh} needs {at_least}")
+    return PentadError(f"memory is {device.bytes / 2**30:.0f} GiB a rank: expected {at_least} for mesh {mesh}")
 
 
 def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
-    """Plans with less and less memory, and a program of a few microbatches. Raises PentadError where none is legal."""
-    model, length = config.model.shape, config.batch.sequence_length
-    name, options = config.schedule.name, config.options
-    if name == AUTO:
-        name = "zb-1p"
-    few = microbatches if name in LINEAR else min(microbatches, 2 * mesh.pp + 2)
-    order = _order(name, mesh.pp, few, options)
+    """Plans with less and less memory and a program of the first microbatches. Raises PentadError if none is legal."""
+    model, length = config.shape("bfloat16"), config.batch.sequence_length
+    name = "zb-1p" if config.schedule.name == AUTO else config.schedule.name
+    first = microbatches if name in SAVING_ALL else min(microbatches, 2 * mesh.pp + 2)
+    order = _order(name, mesh.pp, first, config.options)
     replicas = mesh.dp * mesh.ep
     rows = config.batch.global_batch_size // (replicas * microbatches)
     check_divisibility(model, mesh, length, rows, order.slices, config.mesh.cp_method)
-    layers = split_layers(model.layers, order.placement, head_in_layers(model, length))
-    alone = replicas * mesh.cp == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages))
-    # stages that are alone on a rank are whole in a buffer anyway: to shard more spares nothing
-    stages = [0] if alone else [0, 1] if order.chunks == 1 else [0, 1, 2, 3]
-    batch = BatchSpec(config.batch.global_batch_size, length, microbatches, replicas)
-    transport = "peer" if mesh.size <= NODE and mesh.pp > 1 else "nccl"
+    layers = split(model, order.placement, length)
+    transport = "peer" if mesh.size <= NODE_GPUS and mesh.pp > 1 else "nccl"
     plan = draft(config, model, "cuda", order, layers, transport=transport)
-    for mode in MODES:
-        for zero in stages:
-            gathered = config.zero.max_gathered if zero == 3 else None
-            again = frozenset(range(order.stages)) if mode != "none" else frozenset()
-            # one of shards of the optimizer's state needs no other buffers
-            memory_options = MemoryOptions(zero=zero if zero > 1 else 0, max_gathered=gathered, recompute=again)
-            program = _program(name, mesh.pp, few, options, memory_options)
-            modes = (mode,) * order.stages if again else ()
+    batch = BatchSpec(config.batch.global_batch_size, length, microbatches, replicas)
+    for mode in MODES if model.custom is None else ("none", "full"):
+        for zero in _zero_stages(mesh, order):
+            recompute = frozenset(range(order.stages)) if mode != "none" else frozenset()
+            memory_options = MemoryOptions(
+                zero=zero if zero > 1 else 0,  # stage 1 changes no buffer of the program
+                max_gathered=config.zero.max_gathered if zero == 3 else None,
+                recompute=recompute,
+            )
+            program = _program(name, mesh.pp, first, config.options, memory_options)
+            modes = (mode,) * order.stages if recompute else ()
             yield replace(plan, mesh=mesh, batch=batch, program=program, zero=zero, recompute=modes)
 
 
-def _fullest(plan: Plan) -> int:
+def _zero_stages(mesh: Mesh, order: Program) -> Sequence[int]:
+    """Stages of ZeRO that may save memory: none without a second holder, and 1 if a rank's only pipeline stage is
+    gathered in full anyway."""
+    if mesh.dp * mesh.ep * mesh.cp == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages)):
+        return (0,)
+    return (0, 1) if order.chunks == 1 else (0, 1, 2, 3)
+
+
+def _peak_bytes(plan: Plan) -> int:
     """Bytes of the fullest of a few ranks: both ends of the pipeline, their neighbours and the middle."""
     last = plan.mesh.pp - 1
     some = {pp for pp in (0, 1, last // 2, last - 1, last) if 0 <= pp <= last}
@@ -182,30 +187,29 @@ def _fullest(plan: Plan) -> int:
 
 
 def _seconds(plan: Plan, microbatches: int) -> float:
-    """A step's, from the time of a few microbatches and what each more takes on the busiest rank."""
+    """Of a step: the time of the first microbatches, and that of each further one on the busiest rank."""
     order = plan.program.compute()
     costs = _with_recompute(costs_of(plan))
     starts, ends = unit_times(order, costs)
-    each = [costs.forward[s] + costs.backward[s] + costs.weight[s] + 3 * costs.launch for s in range(order.stages)]
-    busiest = max(sum(each[stage] for stage in held) for held in order.placement) * order.slices
-    mirrors = max(len(order.holders(stage)) for stage in range(order.stages))
-    more = (microbatches - order.microbatches) * busiest / mirrors
-    end = costs.reduce * order.chunks if plan.batch.replicas * plan.mesh.cp > 1 else 0.0
-    return float(ends.max() - starts.min()) + more + end + costs.norm + costs.step
+    stages = [costs.forward[s] + costs.backward[s] + costs.weight[s] + 3 * costs.launch for s in range(order.stages)]
+    busiest = max(sum(stages[stage] for stage in held) for held in order.placement) * order.slices
+    holders = max(len(order.holders(stage)) for stage in range(order.stages))
+    further = (microbatches - order.microbatches) * busiest / holders
+    reduction = costs.reduce * order.chunks if plan.batch.replicas * plan.mesh.cp > 1 else 0.0
+    return float(ends.max() - starts.min()) + further + reduction + costs.norm + costs.step
 
 
 def _with_recompute(costs: Costs) -> Costs:
-    """In an order of forwards and backwards alone."""
+    """With the seconds of RECOMPUTE in those of B, for a compute order."""
     if not costs.recompute:
         return costs
     backward = tuple(map(sum, zip(costs.backward, costs.recompute, strict=True)))
     return replace(costs, backward=backward)
 
 
-def _compiled(config: RunConfig, guess: Found) -> Found:
-    """As a run would be, with all of its microbatches."""
-    plan, costs = guess.plan, costs_of(guess.plan)
-    again = frozenset(stage for stage, mode in enumerate(plan.recompute) if mode != "none")
+def _compiled(config: RunConfig, estimate: MeshChoice) -> MeshChoice:
+    """With all microbatches, as for a run."""
+    plan, costs = estimate.plan, costs_of(estimate.plan)
     program = compile_program(
         plan.program.name,
         plan.mesh.pp,
@@ -217,14 +221,12 @@ def _compiled(config: RunConfig, guess: Found) -> Found:
         memory_options=MemoryOptions(
             zero=plan.zero,
             max_gathered=config.zero.max_gathered if plan.zero == 3 else None,
-            recompute=again,
+            recompute=frozenset(stage for stage, mode in enumerate(plan.recompute) if mode != "none"),
             buckets=buckets_of(config, plan.model, plan.layers, plan.mesh, plan.dtype),
         ),
     )
-    whole = replace(plan, program=program)
-    spans = simulate(program, costs).spans
-    seconds = max(span.end for span in spans) - min(span.start for span in spans)
-    return Found(whole, seconds, _fullest(whole))
+    plan = replace(plan, program=program)
+    return MeshChoice(plan, step_seconds(simulate(program, costs)), _peak_bytes(plan))
 
 
 @lru_cache(maxsize=256)
@@ -233,8 +235,10 @@ def _order(name: str, ranks: int, microbatches: int, options: ScheduleOptions) -
 
 
 @lru_cache(maxsize=512)
-def _program(name: str, ranks: int, microbatches: int, options: ScheduleOptions, memory_options: MemoryOptions) -> Program:
-    """With all that takes memory, and no proof: nobody runs it."""
+def _program(
+    name: str, ranks: int, microbatches: int, options: ScheduleOptions, memory_options: MemoryOptions
+) -> Program:
+    """With everything that takes memory, but not proven, since nobody runs it."""
     order = _order(name, ranks, microbatches, options)
     spared = add_memory_passes(add_transfers(order, Costs.uniform(order.stages), gated=False), memory_options)
     reduced = add_reduce(spared, replicas=1 + (memory_options.zero > 0), scatter=memory_options.zero > 0)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.activation_memory import BYTES
-from pentad.orchestrator.planning.cost_model import guess_costs, parameters_held
+from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
@@ -46,7 +46,7 @@ def make_plan(
     layout = config.layout() if order is None else Layout.of(order)
     assert layout is not None
     config.check_layout(layout, model)
-    layers = _split(model, layout.placement, batch.sequence_length)
+    layers = split(model, layout.placement, batch.sequence_length)
     recompute = config.memory.modes(layout.stages)
     options = _memory_options(config, layout, model, layers, dtype)
     costs = guess_costs(
@@ -73,16 +73,23 @@ def make_plan(
         memory_options=options,
         order=None if order is None or _is_function(order.name) else order,
     )
-    return draft(config, model, device, program, layers, transport=transport, zero=options.zero, fingerprint=fingerprint)
+    return draft(
+        config, model, device, program, layers, transport=transport, zero=options.zero, fingerprint=fingerprint
+    )
 
 
-def plan_on(
-    config: RunConfig, device: str, *, hosts: int, fingerprint: str = "", expected: Plan | None = None
-) -> Plan:
+def plan_on(config: RunConfig, device: str, *, hosts: int, fingerprint: str = "", expected: Plan | None = None) -> Plan:
     """The plan of ranks that have been placed: the `expected` one, if they are as it was made for."""
     if expected is not None and expected.device == device and expected.transport == transport_of(config, device, hosts):
         return replace(expected, fingerprint=fingerprint)
     return make_plan(config, device, hosts=hosts, fingerprint=fingerprint)
+
+
+def plan_with(config: RunConfig, device: str, program: Program) -> Plan:
+    """The plan of a run whose program exists already; compiles nothing."""
+    model = config.shape(_dtype(config, device))
+    layers = split(model, program.placement, config.batch.sequence_length)
+    return draft(config, model, device, program, layers, transport=transport_of(config, device, hosts=1))
 
 
 def draft(
@@ -148,7 +155,7 @@ def buckets_of(
 ) -> tuple[int, ...]:
     """The number of buckets in which each stage's gradients are reduced (see `MemoryOptions`)."""
     size = max(BYTES[dtype], BYTES["float32"])
-    return config.zero.buckets([size * parameters_held(model, first, end, mesh) for first, end in layers])
+    return config.zero.buckets([size * local_parameters(model, first, end, mesh) for first, end in layers])
 
 
 def _order(config: RunConfig, model: ModelSpec, batch: BatchSpec, device: str, dtype: str) -> Program | None:
@@ -166,7 +173,7 @@ def _order(config: RunConfig, model: ModelSpec, batch: BatchSpec, device: str, d
     def costs_of(placed: Program) -> Costs | None:
         if model.layers < placed.stages:
             return None
-        layers = _split(model, placed.placement, batch.sequence_length)
+        layers = split(model, placed.placement, batch.sequence_length)
         return guess_costs(model, layers, batch, device, dtype, placed.slices, mesh=config.mesh.mesh)
 
     objective: Objective = "longest" if section.post_validation else "makespan"
@@ -178,7 +185,7 @@ def _is_function(name: str) -> bool:
     return ":" in name
 
 
-def _split(model: ModelSpec, placement: Placement, length: int) -> tuple[tuple[int, int], ...]:
+def split(model: ModelSpec, placement: Placement, length: int) -> tuple[tuple[int, int], ...]:
     """The layers of each stage."""
     if model.custom is not None:
         return split_layers_by_cost([layer.flops for layer in model.custom.layers], placement)

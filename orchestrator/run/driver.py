@@ -1,11 +1,12 @@
-"""The driver of a run: checks it, starts or joins a Ray cluster, plans meanwhile, trains, and sums up.
+"""The driver of a run: plans and checks it, starts or joins a Ray cluster, trains, and sums up.
 
-Imports neither Ray nor torch: Ray's processes start while the driver still imports and plans.
+Imports neither Ray nor torch: Ray's processes start while the driver still imports.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from pentad.orchestrator.run import preflight
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import typical_pace
 from pentad.orchestrator.run.startup import Startup
+from pentad.schedules.spec.plan import Plan
 
 RUNNER = "pentad.workers.runtime.runner:Runner"
 FILES = {
@@ -41,6 +43,7 @@ def train(
     as_json: bool = False,
     fingerprint: str = "",
     runner: str = RUNNER,
+    plan: Plan | None = None,
     began: float | None = None,
 ) -> dict[str, Any]:
     """Runs the steps that the run still lacks, and returns its summary.
@@ -48,7 +51,7 @@ def train(
     The first Ctrl-C or SIGTERM ends the run after the steps in flight, with a checkpoint, as 'stopped'; the second
     raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError when a rank fails. However it
     ends, all files are complete and no process is left. `as_json` prints nothing to the console; `fingerprint` is the
-    corpus's; `began` is the monotonic second of the command.
+    corpus's; `plan` is that of `first_plan` (None: made here); `began` is the monotonic second of the command.
     """
     quiet = Console(quiet=True) if as_json else console
     with ExitStack() as stack:
@@ -58,11 +61,13 @@ def train(
             return summary(config, config.run.steps, "finished")
         startup = stack.enter_context(Startup(quiet, began))
         interrupts = stack.enter_context(Interrupts())
+        device = local_device(config.cluster, config.mesh.size)[0]
+        plan = first_plan(config, device) if plan is None else plan
         startup.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")
         head = stack.enter_context(launch(config.cluster, config.mesh.size))
-        plan = first_plan(config, local_device(config.cluster, config.mesh.size)[0], fingerprint)
         from pentad.orchestrator.run.training import train_on_cluster  # imports ray
 
+        plan = replace(plan, fingerprint=fingerprint)
         steps = train_on_cluster(config, plan, head, runner, display, startup, interrupts)
         state = "finished" if steps == config.run.steps else "stopped"
         if state == "stopped":

@@ -1,4 +1,4 @@
-"""What the ranks' accounts of their steps add up to: the lines of metrics.jsonl, measured costs, the last timeline."""
+"""Turns the ranks' step results into lines of metrics.jsonl, measured costs, and the last timeline."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from pentad.orchestrator.planning.estimate import costs_of, read_costs, utilisation
+from pentad.orchestrator.planning.estimate import costs_of, mfu, read_costs
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import StepResult
 
-COST_STEPS = 10  # last steps whose spans tell what an instruction costs
+COST_STEPS = 10  # steps whose spans costs are measured from
 
 
 class History:
     """The steps of one generation so far. `costs` are guessed until every op of the program has been measured.
 
-    `offsets[rank]` seconds bring a rank's clock to the driver's; `keep` is the number of steps that `timeline` has.
+    `offsets[rank]` seconds convert a rank's times to the driver's clock; `keep` is the number of
+    steps in `timeline`.
     """
 
     def __init__(
@@ -36,18 +37,18 @@ class History:
 
     @property
     def timeline(self) -> Timeline:
-        """The last `keep` steps as measured."""
+        """The last `keep` steps, measured."""
         steps = list(self.recent)[max(0, len(self.recent) - self.keep) :]
         return Timeline("measured", tuple(span for spans in steps for span in spans))
 
     def simulated(self) -> Timeline:
-        """A step over pipeline ranks, as `costs` predict it."""
+        """A step on the pipeline ranks, simulated with `costs`."""
         return simulate(self.plan.program, self.costs)
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
-        """Takes the results of a call, [rank][step]; returns a line of metrics.jsonl for each of its steps.
+        """Adds the results of a call, [rank][step]; returns a row of metrics.jsonl for each step.
 
-        Of a step that a lost rank has done too, the others' results will do.
+        The results of lost ranks may be missing.
         """
         steps = list(zip(*results, strict=True))
         spans = [self._spans(step) for step in steps]
@@ -59,7 +60,7 @@ class History:
         return [self._row(step, its, planned) for step, its in zip(steps, spans, strict=True)]
 
     def pause(self) -> None:
-        """The next step does not follow upon the last: something else came between them."""
+        """The next step does not directly follow the last, so the time between them is not part of it."""
         self.end = None
 
     def _spans(self, step: Sequence[StepResult]) -> tuple[Span, ...]:
@@ -84,7 +85,7 @@ class History:
             "tokens": tokens,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
-            "mfu": utilisation(tokens / seconds, self.plan, self.device_name),
+            "mfu": mfu(tokens / seconds, self.plan, self.device_name),
             "bubble_planned": planned,
             "bubble_measured": timeline.bubble().makespan if timeline.compute else None,
             "generation": self.generation,
@@ -95,16 +96,16 @@ class History:
 
 
 def mean_loss(step: Sequence[StepResult], tokens: int) -> float:
-    """Loss of a token: microbatches are added in ascending order, whoever ran them, so that every mesh agrees."""
+    """Loss per token, summed in ascending order of microbatches, so that every mesh gets the same bits."""
     losses = {number: loss for result in step for number, loss in result.losses.items()}
     return sum(losses[number] for number in sorted(losses)) / tokens
 
 
 def finite(value: float) -> float | None:
-    """JSON has no infinities and no NaN: null stands for them."""
+    """None, JSON's null, for an infinity or NaN."""
     return value if math.isfinite(value) else None
 
 
 def typical_pace(rows: Sequence[dict[str, Any]]) -> float:
-    """Median tokens a second, the first step (which warms up) apart."""
+    """Median tokens per second, without the first step, which warms up."""
     return median(row["tokens_per_second"] for row in (rows[1:] or rows))

@@ -6,12 +6,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pentad.orchestrator.cluster.devices import local_device
 from pentad.orchestrator.cluster.ports import check_port_free
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.runfolder import CHECKPOINTS, check_not_live, check_resumable, path_of
+from pentad.orchestrator.planning.fit import first_plan
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.manifest import decode
-from pentad.workers.data.sources import require_fingerprint
+from pentad.workers.data.sources import check_data, open_data, require_fingerprint
+
+
+def prepare(config: RunConfig) -> tuple[Plan, str]:
+    """The plan of a run and its corpus's fingerprint, before anything is started or written, except for a built-in
+    corpus. Raises PentadError."""
+    data = config.data.path, config.model.vocab, config.batch.sequence_length, config.data.cache
+    check_data(*data)
+    plan = first_plan(config, local_device(config.cluster, config.mesh.size)[0])
+    return plan, open_data(*data, verify=True).fingerprint
 
 
 def check(config: RunConfig, fingerprint: str) -> bool:

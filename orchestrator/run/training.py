@@ -16,9 +16,9 @@ from pentad.orchestrator.cluster.local_head import LocalHead
 from pentad.orchestrator.cluster.placement import hosts, release, reserve
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.plan_view import RankPlacement
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.headwatch import watched_head
+from pentad.orchestrator.monitoring.plan_view import RankPlacement
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import plan_on

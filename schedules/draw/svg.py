@@ -149,7 +149,7 @@ def _legend(ops: list[str]) -> Iterator[str]:
         letter = names[0] if len(names[0]) < 3 else ""
         bold = f'<tspan class="bold">{letter}</tspan> ' if letter else ""
         yield f'<text class="soft" x="{x + 4:g}" y="51">{bold}{label}</text>'
-        x += 6.4 * len(f"{letter} {label}") + 20
+        x += 6.9 * len(f"{letter} {label}") + 20
 
 
 def _axis(top: int, bottom: int, scale: _Scale) -> Iterator[str]:
@@ -158,11 +158,14 @@ def _axis(top: int, bottom: int, scale: _Scale) -> Iterator[str]:
     least = 70 / scale.pixels
     power = 10.0 ** math.floor(math.log10(least))
     gap = next(n * power for n in (1, 2, 5, 10) if n * power >= least)
-    ticks = [(i * gap, LEFT + i * gap * scale.pixels) for i in range(int(scale.last / gap) + 1)]
-    path = "".join(f"M{x:.1f} {top}V{bottom + 2}" for _, x in ticks)
+    ticks = [i * gap for i in range(int(scale.last / gap) + 1)]
+    path = "".join(f"M{LEFT + tick * scale.pixels:.1f} {top}V{bottom + 2}" for tick in ticks)
     yield f'<path class="grid" d="{path}"/>'
-    y = bottom + 17
-    yield from (f'<text class="soft middle" x="{x:.1f}" y="{y}">{t / size:.6g}{unit}</text>' for t, x in ticks)
+    edge = LEFT + scale.last * scale.pixels + MARGIN
+    for tick in ticks:
+        label = f"{tick / size:.6g}{unit}"
+        x = min(LEFT + tick * scale.pixels, edge - 4 - 3.5 * len(label))
+        yield f'<text class="soft middle" x="{x:.1f}" y="{bottom + 17}">{label}</text>'
 
 
 def _panel(heading: str, timeline: Timeline, top: int, scale: _Scale) -> Iterator[str]:

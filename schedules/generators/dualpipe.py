@@ -27,7 +27,8 @@ class _Direction:
 
 
 def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
-    """Microbatches below `microbatches / 2` enter at rank 0, the others at the last rank."""
+    """DualPipe (arXiv 2412.19437, section 3.2.1): microbatches below `microbatches / 2` enter at rank 0, the others at
+    the last rank."""
     down, up = _Direction(rank, 0), _Direction(ranks - 1 - rank, microbatches // 2)
     half, distance = ranks // 2, min(rank, ranks - 1 - rank)
     directions = (down, up) if rank < half else (up, down)

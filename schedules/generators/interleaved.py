@@ -22,7 +22,8 @@ from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 
 def interleaved(spec: ScheduleSpec) -> Streams:
-    """1F1B over chunks: 1 / chunks of the bubble of 1F1B, for (chunks - 1) x group more activations of a chunk."""
+    """1F1B over chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): 1 / chunks of the bubble of 1F1B, for
+    (chunks - 1) x group more activations of a chunk."""
     return _lagging(spec, {Op.F: _no_lag(spec), Op.BW: _warm_up(spec, 2, _slots(spec))})
 
 
@@ -35,11 +36,11 @@ def interleaved_zb(spec: ScheduleSpec) -> Streams:
 
 def looped_bfs(spec: ScheduleSpec) -> Streams:
     """All microbatches forward through chunk after chunk, then all backward, so each chunk's weights are needed twice a
-    step (Lamy-Poirier 2022, arXiv 2211.05953, section 4)."""
+    step (Lamy-Poirier 2022, arXiv 2211.05953)."""
     return _lagging(spec, {Op.F: _no_lag(spec), Op.BW: _no_lag(spec) + _slots(spec)})
 
 
-def group_sizes(spec: ScheduleSpec) -> list[int]:
+def _group_sizes(spec: ScheduleSpec) -> list[int]:
     """Microbatches of each group: `group` or, if that does not divide them, a few more, because a group smaller than
     the pipeline would not fill it."""
     groups = spec.microbatches // spec.group
@@ -59,7 +60,7 @@ def _warm_up(spec: ScheduleSpec, slope: int, most: int) -> Array:
     """[ranks] forwards before the first backward: until the first group has been through all chunks of the last rank,
     and `slope` more for each rank that follows."""
     following = np.arange(spec.ranks)[::-1]
-    return np.minimum(slope * following + (spec.chunks - 1) * group_sizes(spec)[0], most)
+    return np.minimum(slope * following + (spec.chunks - 1) * _group_sizes(spec)[0], most)
 
 
 def _lagging(spec: ScheduleSpec, lags: dict[Op, Array]) -> Streams:
@@ -76,7 +77,7 @@ def _slot_sequence(spec: ScheduleSpec, *, backward: bool) -> Array:
     """[2, slots] chunk and microbatch of each slot: a group goes through one chunk, then through the next."""
     chunks = range(spec.chunks - 1, -1, -1) if backward else range(spec.chunks)
     slots, start = [], 0
-    for size in group_sizes(spec):
+    for size in _group_sizes(spec):
         slots += [(chunk, mb) for chunk in chunks for mb in range(start, start + size)]
         start += size
     return np.array(slots).T

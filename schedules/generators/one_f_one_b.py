@@ -10,7 +10,7 @@ from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
-    """All forwards, then all backwards, in microbatch order (Huang et al. 2019, arXiv 1811.06965, section 2.2)."""
+    """All forwards, then all backwards, in microbatch order (Huang et al. 2019, arXiv 1811.06965)."""
     for mb in range(microbatches):
         yield Instruction(Op.F, rank, mb)
     for mb in range(microbatches):

@@ -1,5 +1,4 @@
-"""Compute orders in the CSV format of torch.distributed.pipelining: a row per rank, such as `2F0,2I0,2W0`; both
-ways."""
+"""Reads and writes compute orders as CSV of torch.distributed.pipelining: a row per rank such as `2F0,2I0,2W0`."""
 
 from __future__ import annotations
 
@@ -18,12 +17,8 @@ _LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
 _OPS = {letter: op for op, letter in _LETTERS.items()}
 _COMPUTE = re.compile(r"\d{1,9}[FIWB]\d{1,9}", re.ASCII)
 _PAIR = re.compile(r"\((\d{1,9}F\d{1,9});(\d{1,9}[IB]\d{1,9})\)OVERLAP_F_B", re.ASCII)
-_LOWERED = re.compile(
-    r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII
-)  # what torch's lowering adds
-_EXPECTED = (
-    "STAGE LETTER MICROBATCH as in 2F0, 2I0, 2W0 or 2B0, or nothing (the format of torch.distributed.pipelining)"
-)
+_LOWERED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
+_EXPECTED = "nothing, or STAGE LETTER MICROBATCH as torch.distributed.pipelining writes: 2F0, 2I0, 2W0 or 2B0"
 
 
 def torch_csv(program: Program) -> str:

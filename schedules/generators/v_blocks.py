@@ -1,6 +1,6 @@
 """V-Half and V-Min: ZB-V's placement with about half and a third of 1F1B's activations, the same on every rank.
 
-Qi et al. 2024, arXiv 2405.15362, section 3: a building block, the time slots of one microbatch, is repeated every six
+Qi et al. 2024, arXiv 2405.15362: a building block, the time slots of one microbatch, is repeated every six
 slots; how long the block keeps a microbatch on a rank determines the memory. Only the order of the repeated blocks is
 used here. Each rank follows it by the true costs: W fills gaps, and what has arrived may overtake what has not, as long
 as that saves no more activations.

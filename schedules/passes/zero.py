@@ -115,12 +115,14 @@ def _stages_read(unit: Unit) -> set[int]:
 
 def _check_room(program: Program, max_gathered: int) -> None:
     for rank, held in enumerate(program.placement):
-        most = max(len(_stages_read(unit)) for unit in program.streams[rank])
-        has_mirrors = any(len(program.holders(stage)) > 1 for stage in held)
-        least, why = (len(held), "mirrors gather together") if has_mirrors else (most, "one unit reads them")
+        where = f"rank {rank} of schedule {program.name}"
+        if any(len(program.holders(stage)) > 1 for stage in held):
+            least, why = len(held), f"{where} gathers that many stages together with their mirrors"
+        else:
+            least = max(len(_stages_read(unit)) for unit in program.streams[rank])
+            why = f"one unit on {where} reads that many stages"
         if max_gathered < least:
-            stages = f"rank {rank} of schedule {program.name} holds {least} stages at once: {why}"
-            raise PentadError(f"zero.max_gathered is {max_gathered}: expected at least {least} ({stages})")
+            raise PentadError(f"zero.max_gathered is {max_gathered}: expected at least {least}, because {why}")
 
 
 def weight_slots(program: Program, rank: int) -> BufferSlots:

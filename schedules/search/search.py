@@ -139,7 +139,7 @@ def _fused(stream: tuple[Unit, ...], stages: range) -> Iterator[Unit]:
 
 
 def candidate_streams(search: Search) -> Iterator[tuple[str, tuple[tuple[Unit, ...], ...]]]:
-    """(origin, streams) of the best orders, twice each: with BW on stage 0 only, where no rank waits for B alone, and
+    """(origin, streams) of the best orders, twice each: with BW on stage 0 only, where no other rank waits for B, and
     with BW on all stages."""
     for found in search.best:
         streams = streams_of(search.problem, found.orders)

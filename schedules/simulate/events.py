@@ -47,7 +47,7 @@ class Events:
 def events_of(program: Program, *, blocking_host: bool = False) -> Events:
     """The events of a program whose transfers and collectives match (see `check`).
 
-    With `blocking_host` the host waits for every compute unit, as on CPUs: nothing behind one in the stream starts
+    With `blocking_host` the host waits for every compute unit, as on CPUs: nothing later in the stream starts
     before it has ended. Otherwise only lanes and waits order events.
     """
     columns = program.columns
@@ -119,7 +119,7 @@ def _norm_chain(program: Program) -> tuple[Array, Array]:
 
 def _waits(program: Program, *, blocking_host: bool) -> tuple[Array, Array]:
     columns, waited = program.columns, program.lookup.wait_targets
-    if blocking_host:  # which orders everything behind compute already
+    if blocking_host:  # the host order has the other waits
         rest = ~ON_COMPUTE_LANE.take(columns.op[waited])
         return columns.unit[waited[rest]], columns.unit[columns.wait_row[rest]]
     return columns.unit[waited], columns.unit[columns.wait_row]

@@ -58,9 +58,10 @@ def step_time(program: Program, events: Events, costs: Costs) -> StepTime:
     rows = program.columns.rows_of(op_mask(RUNS_KERNELS))
     starts, ends, first = starts[rows], ends[rows], np.searchsorted(rows, program.columns.rank_offsets)
     ranks = [(starts[a:b], ends[a:b]) for a, b in pairwise(first.tolist()) if a < b]
+    ranks.sort(key=lambda times: float(times[0][0]))  # the order in which Timeline adds them up, for the same bits
     longest = max(float(end[-1] - start[0]) for start, end in ranks)
     makespan = float(ends.max() - starts.min())
-    busy = [float(np.cumsum(end - start)[-1]) for start, end in ranks]  # cumsum adds one by one, as Timeline does
+    busy = [float(np.cumsum(end - start)[-1]) for start, end in ranks]  # one by one, as Timeline does
     mean = sum(busy) / len(busy)
     return StepTime(makespan, longest, Bubble(1 - mean / longest, 1 - mean / makespan))
 

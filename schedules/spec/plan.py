@@ -16,9 +16,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.tensors import local_size
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
-TILE_TOKENS = (
-    8192  # least tokens per tile of a tensor-parallel product (see `num_tiles`); measured in docs/parallelism.md
-)
+TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,24 @@ from pentad.schedules.verify.check_passes import prove_memory_passes, prove_post
 
 def check(program: Program, *, replicas: int = 1, buckets: tuple[int, ...] = ()) -> None:
     """Raises ScheduleError naming the culprit, with the instructions around it as a grid. `replicas` is the mesh's dp,
-    `buckets` that of `MemoryOptions`.
+    `buckets` that of `MemoryOptions`. Proven in this order:
 
-    Proven in this order: - Every stage has a rank. Each instruction is unique, on a rank that holds its stage, with the
-    peer or group of its op. - Every stage runs F and BW, or F, B and W, of every microbatch on one rank, weight
-    gradients in microbatch order. - Waits name earlier instructions of the same stream. - What is read was computed
-    earlier on the same rank or is received; nothing else is received. - A slot is received into again only after its
-    last reader. - All gradient buckets are reduced after their last W and before NORM; STEP comes after NORM. -
-    Gathered parameters, recomputed and offloaded activations are ready when they are read (see check_passes.py). - The
-    k-th send of a communicator meets the k-th receive, of the same tensor. - Members of a group meet in the same order
-    for every collective. - There is no cycle through lanes, waits, rendezvous and a host that waits for every compute
-    unit. - Every buffer is filled, read and freed once, in this order.
+    Order: every stage has a rank; each instruction is unique, on a rank that holds its stage, with the peer or group of
+    its op; every stage runs F and BW, or F, B and W, of every microbatch on one rank, and accumulates weight gradients
+    in microbatch order.
+
+    Data: waits name earlier instructions of the same stream; what is read was computed earlier on the same rank or is
+    received, and nothing else is received; a slot is received into again only after its last reader.
+
+    End of step: all gradient buckets are reduced after their last W and before NORM, and STEP runs after NORM.
+
+    Optional passes: parameters are gathered, and activations recomputed or reloaded, before they are read.
+
+    Communication: the k-th send of a communicator meets the k-th receive, of the same tensor; members of a group meet
+    in the same order for all collectives; there is no cycle through lanes, waits, rendezvous and a host that waits for
+    every compute unit.
+
+    Buffers: each is filled, read and freed once, in this order.
     """
     with _with_grid(program):
         prove_order(program)

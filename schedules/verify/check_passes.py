@@ -117,5 +117,5 @@ def prove_post_validation(program: Program) -> None:
     if len(split):
         row = receives[split[0]]
         here, there = ("before", "after") if before[row] else ("after", "before")
-        text = f"{columns.key(row)} comes {here} VALIDATE, its send {there} that of its own rank"
+        text = f"{columns.key(row)} is {here} VALIDATE, but its send is {there} that of its rank"
         raise error_at(program, row, text)

@@ -173,7 +173,7 @@ def _cycle(waits: Sequence[Wait]) -> tuple[int, ...]:
     try:
         TopologicalSorter({wait.rank: wait.peers for wait in waits}).prepare()
     except CycleError as error:
-        return tuple(reversed(error.args[1][1:]))  # its nodes go from the awaited to the waiting one, the first is repeated
+        return tuple(reversed(error.args[1][1:]))  # from the awaited to the waiting rank, the first one twice
     return ()
 
 

@@ -222,7 +222,7 @@ def adamw_case(n: int) -> Case:
     settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
     def ours() -> None:
-        adamw.adamw_(master, m, v, grad, out, scale=scale, step=10, **settings)
+        adamw.adamw_(master, m, v, grad, out, scale, adamw.coefficients(step=10, **settings))
 
     def by_torch() -> None:
         torch._fused_adamw_([master], [grad], [m], [v], [], [step], amsgrad=False, maximize=False, **settings)
@@ -253,7 +253,7 @@ def attention_of(heads: int, groups: int, length: int, width: int, backward: boo
     def check() -> float:
         one = heads // groups  # the first group of heads: a float64 reference of all of them would not fit
         part = [t[:, : one if t.shape[1] == heads else 1].double().requires_grad_() for t in data[0]]
-        out = attention.attention_reference(part[0], part[1], part[2])
+        out = F.scaled_dot_product_attention(part[0], part[1], part[2], is_causal=True, enable_gqa=True)
         expected = (out, *torch.autograd.grad(out, part[:3], part[3])) if backward else (out,)
         found = ours(*data[0])
         same = all(torch.equal(a, b) for _ in range(10) for a, b in zip(found, ours(*data[0]), strict=True))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.planning.estimate import memory, utilisation
+from pentad.orchestrator.planning.estimate import memory, mfu
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
@@ -171,7 +171,7 @@ def facts(plan: Plan, answers: list[Any]) -> dict[str, Any]:
         "step_seconds": round(seconds, 4),
         "host_seconds": round(max(statistics.median(of[step].host_seconds for step in timed) for of in results), 4),
         "tokens_per_second_per_gpu": round(pace / plan.mesh.size, 1),
-        "mfu": utilisation(pace, plan, names[0]),
+        "mfu": mfu(pace, plan, names[0]),
         "peak_gib": round(peaks[fullest] / 2**30, 2),
         "planned_gib": round(planned[fullest] / 2**30, 2),
         "planned_over_peak": [round(p / max(1, peak), 4) for p, peak in zip(planned, peaks, strict=True)],

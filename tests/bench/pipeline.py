@@ -65,8 +65,8 @@ def serve(plan: Plan, rank: int, end) -> None:
                 end.send(runner.serve("127.0.0.1", 60))
             runner.connect(end.recv(), 60)
             first = runner.run(0, 2)
-            assert runner.connection is not None
-            inside = watch(runner.connection.executor)
+            assert runner.executor is not None
+            inside = watch(runner.executor)
             results = runner.run(2, plan.optimizer.steps - 2)
             issued = sum(result.instructions for result in results)
             around = sum(result.host_seconds for result in results) - sum(map(sum, inside.values()))

@@ -1,4 +1,4 @@
-"""Ranks on the GPUs of this machine."""
+"""Rank processes on the GPUs of this machine."""
 
 import pytest
 from fleet import Fleet
@@ -7,6 +7,6 @@ from gpus import num_places
 
 @pytest.fixture(scope="module")
 def gpus():
-    made = Fleet(min(4, num_places()))
-    yield made
-    made.stop()
+    fleet = Fleet(min(4, num_places()))
+    yield fleet
+    fleet.stop()

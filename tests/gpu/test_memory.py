@@ -1,11 +1,11 @@
-"""RECOMPUTE, OFFLOAD and RELOAD on GPUs: the same bits as without, and the memory that the estimate says."""
+"""RECOMPUTE, OFFLOAD and RELOAD on GPUs: the same bits as without, and the estimated memory_options of memory."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from determinism_cases import same_bits
+from bits import same_bits
 from fleet import Fleet
 from gpus import num_places
 from plans import plan_of
@@ -15,25 +15,26 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import BatchSpec, Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-# Its activations outweigh whatever else is there for a moment, such as indices of first values.
-WIDE = ModelSpec(layers=8, hidden=512, heads=4, kv_heads=2, ffn=1536, vocab=300)
-LESS = [("full", None), ("selective", None), ("none", 2.0)]
+# So large that activations outweigh temporary tensors, such as those of initialization.
+LARGE = ModelSpec(layers=8, hidden=512, heads=4, kv_heads=2, ffn=1536, vocab=300)
+SAVINGS = [("full", None), ("selective", None), ("none", 2.0)]  # recompute, max_resident
 SIZES = [("gpipe", 5, None), ("zb-h2", 6, None), ("1f1b", 5, None), ("seq-1f1b", 3, 2), ("dualpipe", 8, None)]
-CASES = [(*size, *less) for size in SIZES for less in LESS if size[0] in ("gpipe", "zb-h2") or not less[1]]
+CASES = [(*size, *saving) for size in SIZES for saving in SAVINGS if size[0] in ("gpipe", "zb-h2") or not saving[1]]
 
 
 def on_gpu(plan: Plan, transport: str, dtype: str) -> Plan:
+    """With its program as it is."""
     if num_places() < plan.mesh.size:
         pytest.skip(f"{plan.mesh.size} GPUs are needed")
     return replace(plan, device="cuda", transport=transport, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "m", "slices", "mode", "keep"), CASES)
-def test_less_memory_changes_no_bit(gpus, corpus, name, m, slices, mode, keep, dtype):
+@pytest.mark.parametrize(("name", "m", "slices", "recompute", "max_resident"), CASES)
+def test_saving_memory_changes_no_bit(gpus, corpus, name, m, slices, recompute, max_resident, dtype):
     runs = []
-    for less in ({"recompute": mode, "keep": keep}, {}):
-        plan = plan_of(name, 1, 2, m, corpus, slices=slices, **less)
+    for options in ({"recompute": recompute, "max_resident": max_resident}, {}):
+        plan = plan_of(name, 1, 2, m, corpus, slices=slices, **options)
         runs.append(gpus.run(on_gpu(plan, "peer", dtype), [(0, 2), (2, 1)]))
     for found, expected in zip(*runs, strict=True):
         assert same_bits(found.state, expected.state)
@@ -41,25 +42,25 @@ def test_less_memory_changes_no_bit(gpus, corpus, name, m, slices, mode, keep, d
         assert [r.losses for r in found.results] == [r.losses for r in expected.results]
 
 
-def wide(corpus: str, mode: str, keep: float | None, *, deterministic: bool) -> Plan:
-    plan = replace(plan_of("gpipe", 1, 1, 6, corpus, recompute=mode, keep=keep), model=WIDE)
-    plan = replace(plan, batch=BatchSpec(global_batch_size=12, sequence_length=2048, microbatches=6, replicas=1))
-    return on_gpu(replace(plan, deterministic=deterministic), "nccl", "bfloat16")
+def large_plan(corpus: str, recompute: str, max_resident: float | None, *, deterministic: bool) -> Plan:
+    plan = plan_of("gpipe", 1, 1, 6, corpus, recompute=recompute, max_resident=max_resident)
+    batch = BatchSpec(global_batch_size=12, sequence_length=2048, microbatches=6, replicas=1)
+    return on_gpu(replace(plan, model=LARGE, batch=batch, deterministic=deterministic), "nccl", "bfloat16")
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_memory_falls_as_the_estimate_says(corpus: str, deterministic: bool) -> None:
-    measured, said = {}, {}
-    fewer = LESS if deterministic else LESS[:1]
-    for less in [("none", None), *fewer]:
-        plan = wide(corpus, *less, deterministic=deterministic)
-        fleet = Fleet(1)  # a process of its own: the most that it ever had allocated
+def test_peak_memory_falls_as_estimated(corpus: str, deterministic: bool) -> None:
+    measured, estimated = {}, {}
+    memory_options = SAVINGS if deterministic else SAVINGS[:1]
+    plain = ("none", None)
+    for saving in [plain, *memory_options]:
+        plan = large_plan(corpus, *saving, deterministic=deterministic)
+        fleet = Fleet(1)  # its process reports the largest allocation since its start
         try:
             (outcome,) = fleet.run(plan, [(0, 2)])
         finally:
             fleet.stop()
-        measured[less], said[less] = outcome.results[-1].peak_bytes, activation_peaks(plan, 0)[0]
-    whole = ("none", None)
-    for less in fewer:
-        falls = measured[whole] - measured[less]
-        assert falls == pytest.approx(said[whole] - said[less], rel=0.03), less
+        measured[saving], estimated[saving] = outcome.results[-1].peak_bytes, activation_peaks(plan, 0)[0]
+    for saving in memory_options:
+        saved = measured[plain] - measured[saving]
+        assert saved == pytest.approx(estimated[plain] - estimated[saving], rel=0.03), saving

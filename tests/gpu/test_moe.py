@@ -1,4 +1,4 @@
-"""Experts on a GPU: the grouped products, a whole layer, the host that waits for nothing, and the same bits twice."""
+"""MoE on a GPU: grouped GEMM, a full sublayer, reproducible to the bit, without host synchronization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import relative_error
-from expert_ranks import Ranks, State, bound, case_of, check
+from expert_ranks import NO_SEQUENCE, Ranks, State, bind, case_of, check, layer_context, named
 
 from pentad.kernels.moe.grouped_gemm import (
     accumulate_grouped_gradient_,
@@ -27,22 +27,21 @@ from pentad.kernels.moe.moe_permute import (
     weighted_swiglu_backward_reference,
 )
 from pentad.schedules.spec.model import Experts
-from pentad.workers.model import experts
+from pentad.workers.model import moe
 from pentad.workers.model.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.params.router_bias import updated_bias
 
-ALONE = ExpertParallelGroup()
 pytestmark = pytest.mark.gpu
 DTYPES = [(torch.bfloat16, 1e-2), (torch.float32, 1e-5), (torch.float64, 1e-12)]
 COUNTS = [(300, 0, 77, 1), (0, 0), (5,), (0, 1000, 0), (1,) * 64]
-WIDTHS = [(256, 512), (70, 33)]  # the second pair is too crooked for torch's kernel
+WIDTHS = [(256, 512), (70, 33)]  # torch's kernel does not support the second pair
 
 
 @contextmanager
-def no_waiting() -> Iterator[None]:
-    """Everything that makes the host wait for the device is an error."""
+def no_host_sync() -> Iterator[None]:
+    """Makes every wait of the host for the device an error."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -54,7 +53,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize(("n", "k"), WIDTHS)
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
 @pytest.mark.parametrize(("dtype", "close"), DTYPES)
-def test_grouped_products(dtype: torch.dtype, close: float, counts: tuple[int, ...], n: int, k: int) -> None:
+def test_grouped_gemm(dtype: torch.dtype, close: float, counts: tuple[int, ...], n: int, k: int) -> None:
     total = sum(counts)
     x, dy = (torch.randn(total + 130, width, device="cuda", dtype=dtype) for width in (k, n))
     x[total:], dy[total:] = torch.nan, torch.nan
@@ -68,7 +67,7 @@ def test_grouped_products(dtype: torch.dtype, close: float, counts: tuple[int, .
 @pytest.mark.parametrize(("n", "k"), WIDTHS)
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
 @pytest.mark.parametrize(("dtype", "close"), DTYPES)
-def test_grouped_gradients(dtype: torch.dtype, close: float, counts: tuple[int, ...], n: int, k: int) -> None:
+def test_grouped_weight_gradients(dtype: torch.dtype, close: float, counts: tuple[int, ...], n: int, k: int) -> None:
     total = sum(counts)
     dy, x = (torch.randn(total + 130, width, device="cuda", dtype=dtype) for width in (n, k))
     x[total:], dy[total:] = torch.nan, torch.nan
@@ -98,44 +97,42 @@ def test_rows(dtype: torch.dtype, close: float, width: int) -> None:
     dy = torch.randn(len(rows.tokens), width, device="cuda", dtype=dtype)
     found = weighted_swiglu_backward(dy, gate_up, rows)
     expected = weighted_swiglu_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
-    for mine, there in zip((*found, weighted_swiglu(gate_up, rows)), (*expected, expected[1]), strict=True):
-        assert relative_error(mine[:total], there[:total]) < close
+    for mine, exact in zip((*found, weighted_swiglu(gate_up, rows)), (*expected, expected[1]), strict=True):
+        assert relative_error(mine[:total], exact[:total]) < close
 
 
 def run(
-    shape: Experts, state: State, tokens: torch.Tensor, gradient: torch.Tensor, site: ExpertParallelGroup = ALONE
+    shape: Experts, state: State, x: torch.Tensor, dy: torch.Tensor, ep: ExpertParallelGroup | None = None
 ) -> dict[str, torch.Tensor]:
     """F, RECOMPUTE, B and W of a rank that has all experts, and the bias of the next step."""
-    w, g = bound(state)
-    mixed, kept, _ = run_to_completion(experts.forward(w, shape, tokens, state["bias"], site))
-    remade = experts.remade(w, tokens, kept)
-    dnormed, work = run_to_completion(
-        experts.backward(w, g, shape, tokens, kept, remade, gradient, scale=1 / len(tokens))
-    )
+    context = layer_context(shape, 1 / len(x), ep)
+    w, g = bind(state)
+    y, saved, _ = run_to_completion(moe.forward(w, context, NO_SEQUENCE, x))
+    recomputable = moe.recompute(w, context, x, saved)
+    dx, work = run_to_completion(moe.backward(w, g, context, NO_SEQUENCE, x, saved, recomputable, dy))
     accumulate_wgrads(work)
-    found = {"mixed": mixed, "dnormed": dnormed, "bias": updated_bias(state["bias"], kept.routed.load, 1e-3)}
-    return found | {name: each for name, each in g._asdict().items() if each is not None}
+    return {"y": y, "dx": dx, "bias": updated_bias(state["bias"], saved.routing.load, 1e-3)} | named(g)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("dtype", "close"), DTYPES)
-def test_a_layer_is_that_of_a_cpu_and_the_host_waits_for_nothing(dtype: torch.dtype, close: float, score) -> None:
-    shape = Experts(8, 2, 40, 24, score, num_groups=4, topk_groups=2, aux_loss_coef=0.1, bias_update_rate=1e-3)
-    # far from any tie, so that rounding does not change a choice: each token's experts are those of its number
+def test_a_sublayer_is_that_of_a_cpu_without_host_sync(dtype: torch.dtype, close: float, scoring) -> None:
+    shape = Experts(8, 2, 40, 24, scoring, num_groups=4, topk_groups=2, aux_loss_coef=0.1, bias_update_rate=1e-3)
+    # The experts of a token depend on its number only, far from any tie, so that rounding does not change them.
     case = case_of(shape, 1, 64, torch.zeros(8))
     state, tokens = dict(case.state), case.tokens[0]
     tokens[:, :] = 4 * torch.eye(4, 6, dtype=torch.float64).repeat(16, 1) + tokens / 8
     state["router"] = torch.eye(4, 6, dtype=torch.float64).repeat_interleave(2, 0) + state["router"] / 8
     state["router"][::2] *= 1.5
-    wide = {name: each.to(dtype).double() for name, each in state.items()}
+    rounded = {name: each.to(dtype).double() for name, each in state.items()}
     inputs = tokens.to(dtype).double(), case.gradients[0].to(dtype).double()
-    expected = run(shape, wide, *inputs)
-    here = {name: each.to("cuda", torch.float32 if name == "bias" else dtype) for name, each in state.items()}
-    there = inputs[0].to("cuda", dtype), inputs[1].to("cuda", dtype)
-    found = run(shape, here, *there)  # compiles the kernels
+    expected = run(shape, rounded, *inputs)
+    gpu_state = {name: each.to("cuda", torch.float32 if name == "bias" else dtype) for name, each in state.items()}
+    gpu_inputs = inputs[0].to("cuda", dtype), inputs[1].to("cuda", dtype)
+    found = run(shape, gpu_state, *gpu_inputs)  # compiles the kernels
     if dtype != torch.float64:
-        with no_waiting():
-            again = run(shape, here, *there)
+        with no_host_sync():
+            again = run(shape, gpu_state, *gpu_inputs)
         assert all(torch.equal(found[name], again[name]) for name in found)
     for name, each in found.items():
         assert relative_error(each, expected[name]) < (3e-2 if dtype == torch.bfloat16 else close), name
@@ -143,38 +140,38 @@ def test_a_layer_is_that_of_a_cpu_and_the_host_waits_for_nothing(dtype: torch.dt
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[dist.ProcessGroup]:
-    """An expert-parallel group of this process alone: what is launched is what larger ones launch."""
+    """An ep group of this process only, which launches what a larger one would."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.new_group([0])
     dist.destroy_process_group()
 
 
-def test_a_layer_of_full_width_makes_the_same_bits_twice(one_rank: dist.ProcessGroup) -> None:
+def test_a_large_sublayer_is_reproducible(one_rank: dist.ProcessGroup) -> None:
     shape = Experts(32, 4, 768, 768, bias_update_rate=1e-3)
     sizes = {"router": (32, 1024), "gate_up": (32, 1536, 1024), "down": (32, 1024, 768)}
     sizes |= {"shared_gate_up": (1536, 1024), "shared_down": (1024, 768)}
     state = {name: torch.randn(*size, device="cuda", dtype=torch.bfloat16) / 30 for name, size in sizes.items()}
     state["bias"] = torch.zeros(32, device="cuda")
     tokens, gradient = (torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    site = ExpertParallelGroup(one_rank, 0, "all_gather")
-    first = run(shape, state, tokens, gradient, site)
-    with no_waiting():
-        second = run(shape, state, tokens, gradient, site)
+    ep = ExpertParallelGroup(one_rank, 0, "all_gather")
+    first = run(shape, state, tokens, gradient, ep)
+    with no_host_sync():
+        second = run(shape, state, tokens, gradient, ep)
     for name, each in first.items():
         assert torch.isfinite(each).all() and torch.equal(each, second[name]), name
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(2, "cuda")
-    yield made
-    made.stop()
+    pool = Ranks(2, "cuda")
+    yield pool
+    pool.stop()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("way", ["all_to_all", "all_gather"])
-@pytest.mark.parametrize("active", [1, 3])
-def test_experts_of_two_gpus_give_what_one_process_gives(ranks: Ranks, way, active: int) -> None:
-    shape = Experts(8, active, 5, 3, aux_loss_coef=0.3)
-    case = case_of(shape, 2, 7, torch.tensor([0.0, 0, -9, -9, 0, 0, 0, 0]), way=way)
+@pytest.mark.parametrize("mode", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_experts_on_two_gpus_equal_one_process(ranks: Ranks, mode, top_k: int) -> None:
+    shape = Experts(8, top_k, 5, 3, aux_loss_coef=0.3)
+    case = case_of(shape, 2, 7, torch.tensor([0.0, 0, -9, -9, 0, 0, 0, 0]), mode=mode)
     check(case, ranks.run(case))

@@ -23,15 +23,16 @@ def test_the_reference_agrees_with_torch_over_many_steps() -> None:
         parameter.grad = 0.5 * grad
         optimizer.step()
         scale = torch.tensor([0.5], dtype=torch.float64)
-        adamw_(master, m, v, grad, None, step=step, scale=scale, **SETTINGS)
+        adamw_(master, m, v, grad, None, scale, coefficients(step=step, **SETTINGS))
         assert relative_error(master, parameter.detach()) < 1e-12
     assert relative_error(m, optimizer.state[parameter]["exp_avg"]) < 1e-12
     assert relative_error(v, optimizer.state[parameter]["exp_avg_sq"]) < 1e-12
 
 
-def shard(n: int, device: str) -> list[Tensor]:
+def shard(n: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(master, m, v, gradient, compute copy)."""
     master, m, grad = torch.randn(3, n, device=device)
-    return [master, 0.1 * m, torch.rand(n, device=device) * 0.01, grad, torch.zeros(n, device=device).bfloat16()]
+    return master, 0.1 * m, torch.rand(n, device=device) * 0.01, grad, torch.zeros(n, device=device).bfloat16()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -39,13 +40,13 @@ def shard(n: int, device: str) -> list[Tensor]:
 def test_a_scale_that_is_not_finite_changes_nothing(device: str, bad: float) -> None:
     tensors = shard(3000, device)
     before = [t.clone() for t in tensors]
-    adamw_(*tensors, step=1, scale=torch.tensor([bad], device=device), **SETTINGS)
+    adamw_(*tensors, torch.tensor([bad], device=device), coefficients(step=1, **SETTINGS))
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 def test_the_output_is_the_cast_master() -> None:
     tensors = shard(100, "cpu")
-    adamw_(*tensors, step=3, scale=torch.ones(1), **SETTINGS)
+    adamw_(*tensors, torch.ones(1), coefficients(step=3, **SETTINGS))
     assert torch.equal(tensors[4], tensors[0].bfloat16())
 
 
@@ -57,26 +58,27 @@ def test_triton_agrees_with_the_reference(n: int, step: int, cast: bool) -> None
     master, m, v, grad, out = shard(n, "cuda")
     scale = torch.tensor([0.37], device="cuda")
     expected = p64, m64, v64 = master.double(), m.double(), v.double()
-    adamw_reference_(p64, m64, v64, grad.double(), None, scale.double(), coefficients(step=step, **SETTINGS))
+    c = coefficients(step=step, **SETTINGS)
+    adamw_reference_(p64, m64, v64, grad.double(), None, scale.double(), c)
     again = p2, m2, v2 = master.clone(), m.clone(), v.clone()
     before = master.double()
-    adamw_(master, m, v, grad, out if cast else None, step=step, scale=scale, **SETTINGS)
-    adamw_(p2, m2, v2, grad, None, step=step, scale=scale, **SETTINGS)
-    for found, want, repeated in zip((master, m, v), expected, again, strict=True):
-        assert relative_error(found, want) < 1e-6
+    adamw_(master, m, v, grad, out if cast else None, scale, c)
+    adamw_(p2, m2, v2, grad, None, scale, c)
+    for found, exact, repeated in zip((master, m, v), expected, again, strict=True):
+        assert relative_error(found, exact) < 1e-6
         assert torch.equal(found, repeated)
     assert relative_error(master.double() - before, expected[0] - before) < 1e-3  # the update, after float32 rounding
     assert torch.equal(out, master.bfloat16() if cast else torch.zeros_like(out))
 
 
 @pytest.mark.gpu
-def test_a_shard_beyond_two_to_the_31_elements_is_updated_to_its_end() -> None:
+def test_a_shard_of_more_than_two_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of free GPU memory")
     n = 2**31 + 5
     master, m, v, grad = (torch.zeros(n, device="cuda") for _ in range(4))
     grad[-1] = 1.0
-    adamw_(master, m, v, grad, None, step=1, scale=torch.ones(1, device="cuda"), **SETTINGS)
+    adamw_(master, m, v, grad, None, torch.ones(1, device="cuda"), coefficients(step=1, **SETTINGS))
     assert master[-1].item() == pytest.approx(-3e-3, rel=1e-5)
     assert int((master != 0).sum()) == 1
 
@@ -84,11 +86,13 @@ def test_a_shard_beyond_two_to_the_31_elements_is_updated_to_its_end() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("n", [1, 7, 1023, 1025, 400_003])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_step_ahead_writes_the_bits_of_the_step_and_changes_nothing_else(n: int, dtype: torch.dtype, device: str):
+def test_an_optimistic_step_writes_the_bits_of_the_step_and_changes_nothing_else(
+    n: int, dtype: torch.dtype, device: str
+):
     master, m, v, grad, _ = shard(n, device)
     before = [t.clone() for t in (master, m, v, grad)]
-    ahead, out = torch.zeros(n, device=device, dtype=dtype), torch.zeros(n, device=device, dtype=dtype)
-    adamw_optimistic_(ahead, master, m, v, grad, step=3, **SETTINGS)
+    optimistic, out = torch.zeros(n, device=device, dtype=dtype), torch.zeros(n, device=device, dtype=dtype)
+    adamw_optimistic_(optimistic, master, m, v, grad, coefficients(step=3, **SETTINGS))
     assert all(torch.equal(a, b) for a, b in zip((master, m, v, grad), before, strict=True))
-    adamw_(master, m, v, grad, out, step=3, scale=torch.ones(1, device=device), **SETTINGS)
-    assert torch.equal(ahead, out)
+    adamw_(master, m, v, grad, out, torch.ones(1, device=device), coefficients(step=3, **SETTINGS))
+    assert torch.equal(optimistic, out)

@@ -1,6 +1,4 @@
-"""Cross entropy: the reference against torch in float64, and Triton against the reference on a GPU."""
-
-from collections.abc import Iterator
+"""Cross-entropy: the reference against torch in float64, and Triton against the reference on a GPU."""
 
 import pytest
 import torch
@@ -14,12 +12,7 @@ from pentad.kernels.cross_entropy import (
     cross_entropy_reference,
 )
 
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_holds_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan")
 
 
 def test_the_reference_agrees_with_torch() -> None:
@@ -35,12 +28,12 @@ def test_the_reference_agrees_with_torch() -> None:
     assert logits.grad is not None and torch.allclose(buffer, logits.grad, rtol=1e-12, atol=1e-16)
 
 
-def test_two_shards_of_the_vocabulary_make_the_whole() -> None:
+def test_two_vocabulary_shards_give_the_full_loss() -> None:
     logits = 5 * torch.randn(6, 10, dtype=torch.float64)
     targets = torch.tensor([0, 9, IGNORE_INDEX, 3, 5, 4])
-    want_loss, want_lse = cross_entropy(logits, targets)
-    whole = logits.clone()
-    cross_entropy_backward_(whole, targets, want_lse, 0.5)
+    full_loss, full_lse = cross_entropy(logits, targets)
+    full_gradient = logits.clone()
+    cross_entropy_backward_(full_gradient, targets, full_lse, 0.5)
 
     shards = [logits[:, :5].clone(), logits[:, 5:].clone()]
     low = torch.where(targets >= 5, -1, targets)
@@ -48,13 +41,13 @@ def test_two_shards_of_the_vocabulary_make_the_whole() -> None:
     parts = [cross_entropy(shard, local) for shard, local in zip(shards, (low, high), strict=True)]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     chosen = sum(part_lse - loss for loss, part_lse in parts)
-    assert torch.allclose(torch.where(targets == IGNORE_INDEX, 0.0, lse - chosen), want_loss, atol=1e-13)
+    assert torch.allclose(torch.where(targets == IGNORE_INDEX, 0.0, lse - chosen), full_loss, atol=1e-13)
     for shard, local in zip(shards, (low, high), strict=True):
         cross_entropy_backward_(shard, local, lse, 0.5)
-    assert torch.allclose(torch.cat(shards, dim=1), whole, atol=1e-15)
+    assert torch.allclose(torch.cat(shards, dim=1), full_gradient, atol=1e-15)
 
 
-def test_half_precision_logits_have_a_float32_loss() -> None:
+def test_16_bit_logits_have_a_float32_loss() -> None:
     loss, lse = cross_entropy(torch.randn(2, 4, dtype=torch.bfloat16), torch.tensor([1, 2]))
     assert (loss.dtype, lse.dtype) == (torch.float32,) * 2
 
@@ -68,24 +61,24 @@ def test_triton_agrees_with_the_reference(rows: int, vocabulary: int, dtype: tor
     targets = torch.randint(vocabulary, (rows,), device="cuda")
     targets[2::7] = -1
     targets[1::3] = IGNORE_INDEX
-    want_loss, want_lse = cross_entropy_reference(logits.double(), targets)
+    expected_loss, expected_lse = cross_entropy_reference(logits.double(), targets)
     expected = logits.double()
-    cross_entropy_backward_reference_(expected, targets, want_lse, 0.125)
+    cross_entropy_backward_reference_(expected, targets, expected_lse, 0.125)
 
     loss, lse = cross_entropy(logits, targets)
     again = cross_entropy(logits, targets)
-    assert (loss - want_loss).abs().max() < 1e-5 * want_lse.abs().max().clamp(min=1.0)
-    assert (lse - want_lse).abs().max() < 1e-5 * want_lse.abs().max().clamp(min=1.0)
+    assert (loss - expected_loss).abs().max() < 1e-5 * expected_lse.abs().max().clamp(min=1.0)
+    assert (lse - expected_lse).abs().max() < 1e-5 * expected_lse.abs().max().clamp(min=1.0)
     assert torch.equal(loss, again[0]) and torch.equal(lse, again[1])
     assert (loss[1::3] == 0).all()
     cross_entropy_backward_(logits, targets, lse, 0.125)
-    # p - 1 cancels where a row is nearly sure of its target: float32 can be no closer than to the 1.
+    # p - 1 cancels where the target is nearly certain, so float32 errors are relative to 1.
     assert (logits - expected).norm() < bound * expected.norm().clamp(min=0.125)
     assert (logits[1::3] == 0).all()
 
 
 @pytest.mark.gpu
-def test_logits_beyond_two_to_the_31_elements_are_reached() -> None:
+def test_more_than_two_to_the_31_logits() -> None:
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GiB of free GPU memory")
     rows, vocabulary = 16800, 128256

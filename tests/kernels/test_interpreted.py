@@ -1,7 +1,6 @@
-"""The Triton kernels themselves on a machine without a GPU, through Triton's interpreter, at sizes it can bear.
+"""The Triton kernels on a machine without a GPU, through Triton's interpreter, at sizes it can handle.
 
-conftest.py asks for the interpreter before Triton is first imported; kernels of this process then run interpreted, so
-this file steps aside where a GPU runs the real ones.
+tests/conftest.py selects the interpreter before Triton is first imported. With a GPU this file is skipped.
 """
 
 import pytest
@@ -9,10 +8,8 @@ import torch
 from closeness import relative_error
 
 if torch.cuda.is_available():
-    pytest.skip("a GPU runs the kernels themselves", allow_module_level=True)
+    pytest.skip("runs without a GPU", allow_module_level=True)
 pytest.importorskip("triton")
-
-from interpreted import fresh_memory_holds_nan, index_by_one_element
 
 from pentad.kernels import adamw_triton, cross_entropy_triton, rms_norm_triton, swiglu_triton
 from pentad.kernels.adamw import adamw_reference_, coefficients
@@ -24,7 +21,7 @@ from pentad.kernels.cross_entropy import cross_entropy_backward_reference_, cros
 from pentad.kernels.rms_norm import rms_norm_backward_reference, rms_norm_reference
 from pentad.kernels.swiglu import swiglu_backward_reference
 
-__all__ = ["fresh_memory_holds_nan", "index_by_one_element"]
+pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
 
 
@@ -45,7 +42,7 @@ def test_rms_norm(rows: int, width: int, fused: bool, dtype: torch.dtype, bound:
         assert relative_error(a, b) < bound
 
 
-def test_rms_norm_where_a_program_takes_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rms_norm_with_several_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm_triton, "PROGRAMS", 2)
     monkeypatch.setattr(rms_norm_triton, "TILE", 128)
     summed, dy = torch.randn(2, 19, 64)
@@ -72,11 +69,11 @@ def test_rope(tokens: int, length: int, head_dim: int, inverse: bool, dtype: tor
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 33), (2, 2100)])
 def test_swiglu(rows: int, width: int, dtype: torch.dtype, bound: float) -> None:
     gate_up, dy = torch.randn(rows, 2 * width, dtype=dtype), torch.randn(rows, width, dtype=dtype)
-    dgate_up, again = swiglu_triton.swiglu_backward(dy, gate_up)
-    want_dgate_up, want_y = swiglu_backward_reference(dy.double(), gate_up.double())
-    assert relative_error(swiglu_triton.swiglu(gate_up), want_y) < bound
-    assert relative_error(again, want_y) < bound
-    assert relative_error(dgate_up, want_dgate_up) < bound
+    dgate_up, recomputed = swiglu_triton.swiglu_backward(dy, gate_up)
+    expected_dgate_up, expected_y = swiglu_backward_reference(dy.double(), gate_up.double())
+    assert relative_error(swiglu_triton.swiglu(gate_up), expected_y) < bound
+    assert relative_error(recomputed, expected_y) < bound
+    assert relative_error(dgate_up, expected_dgate_up) < bound
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
@@ -84,12 +81,12 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype, bound: float) -> None
 def test_cross_entropy(vocabulary: int, dtype: torch.dtype, bound: float) -> None:
     logits = 4 * torch.randn(4, vocabulary, dtype=dtype)
     targets = torch.tensor([0, IGNORE_INDEX, vocabulary - 1, -1])
-    want_loss, want_lse = cross_entropy_reference(logits.double(), targets)
+    expected_loss, expected_lse = cross_entropy_reference(logits.double(), targets)
     expected = logits.double()
-    cross_entropy_backward_reference_(expected, targets, want_lse, 0.5)
+    cross_entropy_backward_reference_(expected, targets, expected_lse, 0.5)
     loss, lse = cross_entropy_triton.cross_entropy(logits, targets)
-    assert torch.allclose(loss.double(), want_loss, rtol=1e-5, atol=1e-5)
-    assert torch.allclose(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
     cross_entropy_triton.cross_entropy_backward_(logits, targets, lse, 0.5)
     assert torch.allclose(logits.double(), expected, rtol=bound, atol=bound * 0.5)
 
@@ -105,9 +102,9 @@ def test_adamw(n: int, cast: bool, bad: float | None) -> None:
     expected = p64, m64, v64 = master.double(), m.double(), v.double()
     adamw_reference_(p64, m64, v64, grad.double(), None, scale.double(), c)
     adamw_triton.adamw_(master, m, v, grad, out if cast else None, scale, c)
-    for found, want in zip((master, m, v), expected, strict=True):
-        assert relative_error(found, want) < 1e-6
-    if cast and bad is None:  # the interpreter cuts a bf16 off where a GPU rounds it
+    for found, exact in zip((master, m, v), expected, strict=True):
+        assert relative_error(found, exact) < 1e-6
+    if cast and bad is None:  # the interpreter truncates to bf16 where a GPU rounds
         assert torch.allclose(out.float(), master, rtol=2**-7)
     else:
         assert not out.any()

@@ -1,7 +1,5 @@
 """RMSNorm: the reference against autograd in float64, and Triton against the reference on a GPU."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from closeness import relative_error
@@ -9,16 +7,10 @@ from torch import Tensor
 
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_backward_reference, rms_norm_reference
 
+pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan")
 EPS = 1e-5
 ROWS = [1, 7, 257, 4096]
 WIDTHS = [1, 33, 128, 576, 4096, 8192]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_holds_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def definition(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -49,7 +41,7 @@ def test_without_a_residual_the_sum_is_the_input_itself() -> None:
     assert rms_norm(x, torch.ones(8), EPS)[1] is x
 
 
-def test_half_precision_keeps_its_statistics_wide() -> None:
+def test_statistics_of_16_bit_inputs_are_float32() -> None:
     x = torch.randn(3, 8, dtype=torch.bfloat16)
     y, summed, rstd = rms_norm(x, torch.ones(8, dtype=torch.bfloat16), EPS, x)
     dx, dweight = rms_norm_backward(y, summed, torch.ones(8, dtype=torch.bfloat16), rstd)
@@ -79,7 +71,7 @@ def test_triton_agrees_with_the_reference(rows: int, width: int, dtype: torch.dt
         dy.double(), want_sum, weight.double(), want_rstd, None if d is None else d.double()
     )
     pairs = [(y, want_y), (summed, want_sum), (rstd, want_rstd), (dx, want_dx), (dweight, want_dweight)]
-    if width == 1:  # y does not depend on x but for eps: the gradient through it is noise
+    if width == 1:  # y depends on x only through eps: its gradient is noise
         pairs = pairs[:3]
     for found, expected in pairs:
         assert relative_error(found, expected) < bound

@@ -1,6 +1,4 @@
-"""SwiGLU: the reference against autograd in float64, and Triton against the reference on a GPU."""
-
-from collections.abc import Iterator
+"""SwiGLU: the reference recomputedst autograd in float64, and Triton recomputedst the reference on a GPU."""
 
 import pytest
 import torch
@@ -8,12 +6,7 @@ from closeness import relative_error
 
 from pentad.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_reference, swiglu_reference
 
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_holds_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan")
 
 
 def test_the_reference_agrees_with_autograd() -> None:
@@ -22,17 +15,17 @@ def test_the_reference_agrees_with_autograd() -> None:
     y = torch.nn.functional.silu(gate_up[:, :7]) * gate_up[:, 7:]
     (y * dy).sum().backward()
     assert relative_error(swiglu(gate_up.detach()), y.detach()) < 1e-14
-    dgate_up, again = swiglu_backward(dy, gate_up.detach())
+    dgate_up, recomputed = swiglu_backward(dy, gate_up.detach())
     assert gate_up.grad is not None and relative_error(dgate_up, gate_up.grad) < 1e-14
-    assert relative_error(again, y.detach()) < 1e-14
+    assert relative_error(recomputed, y.detach()) < 1e-14
 
 
-def test_half_precision_stays_half_precision() -> None:
+def test_16_bit_inputs_give_16_bit_results() -> None:
     gate_up = torch.randn(3, 8, dtype=torch.bfloat16)
     y = swiglu(gate_up)
-    dgate_up, again = swiglu_backward(y, gate_up)
+    dgate_up, recomputed = swiglu_backward(y, gate_up)
     assert (y.dtype, dgate_up.dtype) == (torch.bfloat16,) * 2
-    assert torch.equal(y, again)
+    assert torch.equal(y, recomputed)
 
 
 @pytest.mark.gpu
@@ -45,12 +38,12 @@ def test_triton_agrees_with_the_reference(rows: int, width: int, dtype: torch.dt
     gate_up = 3 * torch.randn(rows, 2 * width, device="cuda", dtype=dtype)
     dy = torch.randn(rows, width, device="cuda", dtype=dtype)
     y = swiglu(gate_up)
-    dgate_up, again = swiglu_backward(dy, gate_up)
+    dgate_up, recomputed = swiglu_backward(dy, gate_up)
     want_dgate_up, want_y = swiglu_backward_reference(dy.double(), gate_up.double())
     assert relative_error(want_y, swiglu_reference(gate_up.double())) < 1e-14
     assert relative_error(y, want_y) < bound
     assert relative_error(dgate_up, want_dgate_up) < bound
-    assert torch.equal(y, again)
+    assert torch.equal(y, recomputed)
     assert torch.equal(dgate_up, swiglu_backward(dy, gate_up)[0])
 
 

@@ -1,4 +1,4 @@
-"""The weight-gradient GEMM: adds, in the accumulator's width, what the definition says."""
+"""The weight-gradient GEMM adds to the main gradient in full precision."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from pentad.kernels.wgrad_gemm import accumulate_gradient_, accumulate_gradient_
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_gradient_is_added_to_what_is_there(dtype: torch.dtype) -> None:
+def test_it_adds_to_the_main_gradient(dtype: torch.dtype) -> None:
     main, dy, x = torch.randn(3, 4, dtype=dtype), torch.randn(7, 3, dtype=dtype), torch.randn(7, 4, dtype=dtype)
     expected = main + torch.einsum("tn,tk->nk", dy, x)
     accumulate_gradient_(main, dy, x)
@@ -21,7 +21,7 @@ def test_no_tokens_add_nothing() -> None:
     assert torch.equal(main, before)
 
 
-def test_half_precision_products_are_not_rounded() -> None:
+def test_16_bit_products_are_not_rounded() -> None:
     main = torch.zeros(1, 1)
     dy = torch.full((1, 1), 1.0 + 2**-7, dtype=torch.bfloat16)
     accumulate_gradient_(main, dy, dy)
@@ -31,7 +31,7 @@ def test_half_precision_products_are_not_rounded() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 8, 8), (7, 33, 65), (257, 576, 1536), (4096, 1024, 2048)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_accumulator_stays_wide_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_on_a_gpu_nothing_is_rounded_to_16_bits(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     tokens, n, k = shape
     dy, x = torch.randn(tokens, n, device="cuda", dtype=dtype), torch.randn(tokens, k, device="cuda", dtype=dtype)
     main = 100 * torch.randn(n, k, device="cuda")

@@ -1,4 +1,4 @@
-"""Rank processes of tests: an order's answers are its own."""
+"""Pools of rank processes: every order gets its own answers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def pair() -> Iterator[Pool]:
     made.stop()
 
 
-def test_ranks_answer_and_live_on(pair: Pool) -> None:
+def test_ranks_answer_and_stay_alive(pair: Pool) -> None:
     for seconds in (0.0, 0.1):
         pair.send([seconds] * 2)
         assert pair.answers(2, tuple) == [(0, seconds), (1, seconds)]
     assert all(process.is_alive() for process in pair.processes)
 
 
-def test_a_late_answer_is_not_the_next_orders(pair: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_answer_is_not_taken_for_the_next_one(pair: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.send([0.0, 0.0])
     pair.answers(2, tuple)
     monkeypatch.setattr(pool, "TIMEOUT", 0.3)
@@ -38,7 +38,7 @@ def test_a_late_answer_is_not_the_next_orders(pair: Pool, monkeypatch: pytest.Mo
     assert pair.answers(2, tuple) == [(0, 0.0), (1, 0.0)]
 
 
-def test_a_rank_that_dies_is_told_and_replaced(pair: Pool) -> None:
+def test_a_dead_rank_is_reported_and_replaced(pair: Pool) -> None:
     pair.send([0.0, -1.0])
     with pytest.raises(AssertionError, match="rank 1 died"):
         pair.answers(2, tuple)

@@ -17,7 +17,7 @@ from paths import ROOT
 
 FOLDERS = ("schedules", "kernels", "workers", "orchestrator")
 MAY_IMPORT = {
-    "schedules": {"pyarrow", "numpy", "ortools", "pentad.schedules"},
+    "schedules": {"pyarrow", "numpy", "pentad.schedules"},
     "kernels": {"torch", "triton", "pentad.kernels"},
     "workers": {
         *("cuda", "numpy", "psutil", "pyarrow", "pynvml", "safetensors", "tokenizers", "torch"),

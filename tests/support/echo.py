@@ -1,4 +1,4 @@
-"""A rank process that gives back what it is told, after as many seconds, or dies."""
+"""A rank process that answers with what it was sent, after as many seconds, or dies."""
 
 from __future__ import annotations
 

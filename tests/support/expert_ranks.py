@@ -93,9 +93,14 @@ def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None)
 def bind(state: State) -> tuple[moe.MoEWeights, moe.MoEWeights]:
     """(weights, zeroed main gradients)."""
     wide = torch.float64 if state["router"].dtype == torch.float64 else torch.float32
-    weights = moe.MoEWeights(*(state[name].detach() if name in state else None for name in moe.MoEWeights._fields))
-    gradients = [None if each is None else torch.zeros_like(each, dtype=wide) for each in weights]
-    return weights, moe.MoEWeights(*gradients)._replace(bias=None, load=None)
+    weights: dict[str, Any] = {"shared_gate_up": None, "shared_down": None}
+    weights |= {name: each.detach() for name, each in state.items()}
+    gradients: dict[str, Any] = {
+        name: None if each is None else torch.zeros_like(each, dtype=wide)
+        for name, each in weights.items()
+        if name != "bias"
+    }
+    return moe.MoEWeights(**weights), moe.MoEWeights(**gradients)
 
 
 def named(gradients: moe.MoEWeights) -> State:
@@ -198,7 +203,7 @@ def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> N
 def _to_device(value: Any, device: str) -> Any:
     """A named tuple with all its tensors, those in dicts too, on a device."""
     if isinstance(value, tuple):
-        return type(value)(*(_to_device(each, device) for each in value))  # type: ignore[misc]
+        return type(value)(*(_to_device(each, device) for each in value))
     if isinstance(value, dict):
         return {name: each.to(device) for name, each in value.items()}
     return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""A few long-lived rank processes that run many plans: starting a rank is mostly importing torch."""
+"""A few long-lived rank processes that run many plans."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def _run(
                 end.send(runner.serve("127.0.0.1", 60))
             runner.connect(end.recv(), 60)
             if plan.device == "cpu":
-                assert runner.connection is not None
-                watch_early_releases(runner.connection.executor)
+                assert runner.executor is not None
+                watch_early_releases(runner.executor)
             runner.restore(restore)
             results = [result for call in calls for result in runner.run(*call)]
             shards = runner.save(save, sum(calls[-1][:2])) if save else []
@@ -180,7 +180,7 @@ def _run(
             for parameters in runner.state.parameters.values():
                 for kind, flat in parameters.state().items():
                     state |= tensors_by_name(parameters, flat, f"{kind}.")
-            sizes = buffer_bytes(runner.state.parameters, runner.local.shards)
+            sizes = buffer_bytes(runner.state.parameters, runner.shards)
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
             runner.close()

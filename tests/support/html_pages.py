@@ -62,9 +62,7 @@ def spans_of(data: dict, panel: dict) -> list[Span]:
                     assert track["row"] == row_of(lane)
                     stage, microbatch, peer = (kinds[column][kind] for column in ("stage", "microbatch", "peer"))
                     start, end = (step["zero"] + nanos * 1e-9 for nanos in (time, time + length))
-                    found.append(
-                        Span(step["step"], rank["rank"], lane, name, op, stage, microbatch, peer, start, end)
-                    )
+                    found.append(Span(step["step"], rank["rank"], lane, name, op, stage, microbatch, peer, start, end))
     return sorted(found)
 
 

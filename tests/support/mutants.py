@@ -1,4 +1,4 @@
-"""Right programs with one damage each, and who may be blamed for it."""
+"""Right programs with one damage each, and the instructions that may be named as its culprits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pentad.schedules.simulate.dependencies import backward_ops, inputs_of
 
 class Mutant(NamedTuple):
     """A damaged program. `culprits` are the damaged instructions and those that depend on one directly: that wait for
-    it, read its result, meet it, or follow it on its lane. `fatal` where the damage cannot be harmless."""
+    it, read its result, meet it, or follow it on its lane. `fatal`: the damage is never harmless."""
 
     kind: str
     where: str
@@ -78,9 +78,9 @@ def _moves(stream: Stream, index: int) -> Iterator[Edit]:
 
 
 def _swaps(program: Program, index: int, rank: int, depends: dict[Place, set[Place]]) -> Iterator[Edit]:
-    """With the next unit, if that depends on it; with the next on its lane, if order there is a communicator's.
+    """With the next unit, if that depends on it; with the next one of its lane, if the order of a communicator matters.
 
-    Collectives of one pipeline rank meet its replicas only, which run the same stream: their order is free.
+    Collectives of one pipeline rank meet only its replicas, which run the same stream: their order is free.
     """
     stream = program.streams[rank]
     unit = stream[index]
@@ -96,7 +96,7 @@ def _swaps(program: Program, index: int, rank: int, depends: dict[Place, set[Pla
 
 
 def _reads(unit: Unit, later: Unit) -> bool:
-    """Whether `later` needs `unit`, and does not just follow it on the compute lane."""
+    """Whether `later` needs `unit`, rather than just following it on the compute lane."""
     keys = {part.key for part in unit.parts}
     same = {part.key[1:] for part in unit.parts} & {part.key[1:] for part in later.parts}
     return bool(keys & set(later.waits)) or (unit.lane == later.lane == "compute" and bool(same))
@@ -105,9 +105,9 @@ def _reads(unit: Unit, later: Unit) -> bool:
 def _fields(
     part: Instruction, program: Program, rank: int, *, gated: bool
 ) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """What else each field could say."""
+    """Other values for each field."""
     for k in range(len(part.waits)):
-        optional = gated and part.op in RECEIVES  # it also says when to launch
+        optional = gated and part.op in RECEIVES  # it only says when to launch
         yield "wait removed", {"waits": part.waits[:k] + part.waits[k + 1 :]}, not optional
     if part.op in SENDS or part.op in RECEIVES:
         for peer in {*range(-1, program.ranks + 1)} - {part.peer}:
@@ -134,7 +134,7 @@ def _changes(
         parts = [part._replace(**values) if k == half else part for k, part in enumerate(unit.parts)]
         changed: Unit = Overlap(*parts) if len(parts) == 2 else parts[0]
         touched = [unit, changed]
-        if kind == "other slot":  # then the next to be received there is as wrong as this
+        if kind == "other slot":  # the next receive into that slot is as wrong
             slot = unit.parts[0].op, values["slot"]
             touched += [u for u in stream[index + 1 :] if (u.parts[0].op, u.parts[0].slot) == slot][:1]
         yield kind, tuple(touched), (*stream[:index], changed, *stream[index + 1 :]), fatal

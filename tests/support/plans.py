@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 from reference_model import Trained, is_balanced, train
 
 from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
+from pentad.schedules.ir.instruction import Overlap, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Mesh
@@ -52,10 +54,11 @@ def plan_of(
     mesh = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)
 
     def compiled(memory_options: MemoryOptions) -> Program:
-        options = ScheduleOptions(chunks=chunks, slices=slices)
-        return compile_program(
-            name, pp, microbatches, replicas=dp * cp * ep, post_validation=post_validation, options=options, memory_options=memory_options
-        )
+        given: dict[str, Any] = {
+            "options": ScheduleOptions(chunks=chunks, slices=slices),
+            "memory_options": memory_options,
+        }
+        return compile_program(name, pp, microbatches, replicas=dp * cp * ep, post_validation=post_validation, **given)
 
     program = compiled(memory_options)
     recomputed = frozenset(range(program.stages) if recompute != "none" else ())
@@ -102,7 +105,9 @@ def _reference(data: str, sequences: int, model: ModelSpec, document_mask: bool,
     for step in range(STEPS):
         inputs, targets = microbatch(corpus, plan.seed, step, sequences, range(sequences), plan.batch.sequence_length)
         batches.append((torch.from_numpy(inputs), torch.from_numpy(targets)))
-        documents.append(torch.stack([document_indices(corpus, plan, step * sequences + row) for row in range(sequences)]))
+        documents.append(
+            torch.stack([document_indices(corpus, plan, step * sequences + row) for row in range(sequences)])
+        )
     return train(plan, batches, documents if document_mask else None)
 
 
@@ -115,3 +120,10 @@ def document_indices(corpus: Corpus, plan: Plan, number: int) -> torch.Tensor:
 
 def is_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> bool:
     return float((found - expected).norm()) <= tolerance * float(expected.norm())
+
+
+def without_overlap(plan: Plan) -> Plan:
+    """The same instructions with no overlapped pairs."""
+    streams = tuple(tuple(instructions_of(stream)) for stream in plan.program.streams)
+    assert any(isinstance(unit, Overlap) for stream in plan.program.streams for unit in stream)
+    return replace(plan, program=replace(plan.program, streams=streams))

@@ -1,4 +1,4 @@
-"""Rank processes that outlive a test: starting one is mostly importing torch."""
+"""Rank processes that outlive a test."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 TIMEOUT = 90.0  # seconds for all answers to an order, on a machine that is shared
+
+
+def process_context() -> Any:
+    """How rank processes start: forked from a server that has imported what they need, which takes no time.
+
+    Spawned where there are GPUs: nothing must be forked from a process that has touched one.
+    """
+    if Path("/dev/nvidiactl").exists():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "pentad.workers.runtime.runner"])
+    return context
 
 
 class Pool:
@@ -73,7 +86,7 @@ class Pool:
         self.ends, self.processes, self.folder, self.is_busy = [], [], None, False
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = process_context()
         self.folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
             end, remote_end = context.Pipe()

@@ -1,4 +1,4 @@
-"""The proof of a program once more, from keys and reachability alone: it shares no code with `check` or `events`."""
+"""A second proof of programs, from keys and reachability: it shares no code with `check` or `events`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def partner(place: Place, part: Instruction) -> Place:
 
 
 class Facts(NamedTuple):
-    """`before[place]`: all that has ended before `place` starts, whatever the costs, as a set of bits: bit k is the
-    k-th of `parts`. `home`: the rank of a compute key."""
+    """`before[place]` is the set of all that ends before `place` starts, whatever the costs: bit k is the k-th of
+    `parts`. `home` is the rank of a compute key."""
 
     program: Program
     parts: dict[Place, Instruction]
@@ -51,8 +51,8 @@ def prove(program: Program, replicas: int, buckets: tuple[int, ...] = ()) -> Non
 
 
 def _direct(program: Program, parts: dict[Place, Instruction]) -> dict[Place, set[Place]]:
-    """What each instruction and those that happen together with it wait for, on their lanes and by their waits."""
-    together: dict[Place, list[Place]] = defaultdict(list)  # those that happen at the same time
+    """What each instruction, and those that meet it, wait for: by their waits and on their lanes."""
+    together: dict[Place, list[Place]] = defaultdict(list)  # those that meet
     for (rank, key), part in parts.items():
         if key.op in SENDS:
             other = partner((rank, key), part)
@@ -96,7 +96,7 @@ def _before(direct: dict[Place, set[Place]], number: dict[Place, int]) -> dict[P
 
 
 def _prove_data(facts: Facts, stage: int, mb: int) -> None:
-    """F, then BW or B and W, on one rank; what each reads is made there, or sent after it is made and received."""
+    """F, then BW or B and W, on one rank. What they read was computed there earlier, or sent and received."""
     backward = {s: Op.BW if Key(Op.BW, s, mb) in facts.home else Op.B for s in range(facts.program.stages)}
     ops = (Op.F, backward[stage]) if backward[stage] is Op.BW else (Op.F, Op.B, Op.W)
     assert {op for op in COMPUTE if Key(op, stage, mb) in facts.home} == set(ops)
@@ -119,7 +119,7 @@ def _prove_data(facts: Facts, stage: int, mb: int) -> None:
 
 
 def _prove_slices(facts: Facts, stage: int, piece: int) -> None:
-    """On one rank, slices of a sequence run forward in their order and backward against it."""
+    """The slices of a sequence run forward in order, and backward in reverse order, on one rank."""
     slices = facts.program.slices
     if piece % slices:
         one, two = (Key(Op.F, stage, k) for k in (piece - 1, piece))
@@ -131,8 +131,8 @@ def _prove_slices(facts: Facts, stage: int, piece: int) -> None:
 
 
 def _prove_end(facts: Facts, rank: int, replicas: int, buckets: tuple[int, ...]) -> None:
-    """Gradients of a stage add up in microbatch order, of one from the last slice to the first, and are reduced where
-    shared; then the norm, then the step."""
+    """Gradients of a stage accumulate in microbatch order, those of one microbatch from the last slice to the first;
+    then shared ones are reduced; then the norm, then the step."""
     mine = [(r, key) for r, key in facts.parts if r == rank]
     assert facts.earlier((rank, NORM), (rank, STEP))
     assert all(facts.earlier(place, (rank, NORM)) for place in mine if place[1].op in COMPUTE)
@@ -156,7 +156,7 @@ def _sum_order(piece: int, slices: int) -> tuple[int, int]:
 
 
 def _prove_slots(facts: Facts, rank: int) -> None:
-    """Of two tensors in one slot, one has been read for the last time before the other is received."""
+    """Of two tensors in one slot, one is read for the last time before the other is received."""
     held: dict[tuple[Op, int], list[tuple[Place, Place]]] = defaultdict(list)
     for (r, key), part in facts.parts.items():
         if r == rank and key.op in RECEIVES:
@@ -171,9 +171,8 @@ def _prove_slots(facts: Facts, rank: int) -> None:
 
 
 def stuck(program: Program, *, buffered: bool = False) -> set[tuple[int, int]]:
-    """(rank, index) of units that never end when lanes keep their order, waits are kept, and a host issues nothing
-    behind a compute unit before that has ended. A transfer ends when both
-    its ends are reached; with `buffered`, a send ends at once and only its receive waits for it."""
+    """(rank, index) of units that never end if lanes run in order and a host launches nothing after a compute unit
+    until that has ended. A transfer ends when both of its ends are reached; with `buffered` a send ends at once."""
     where = {(rank, u.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s)}
     where |= {
         (rank, p.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s) for p in u.parts

@@ -1,8 +1,8 @@
-"""Configurations that others have found best and published, with what they measured: the Ultra-Scale Playbook's runs of
-nanotron 0.5 on nodes of eight H100s, 256 sequences of 4096 tokens a step.
+"""Published best configurations and their measurements: the Ultra-Scale Playbook's runs of nanotron 0.5 on nodes of
+eight H100s, 256 sequences of 4096 tokens per step.
 
-Sizes of models are those of Llama 3.2 and 3.1 with as many key-value heads as heads and a vocabulary of 131072, which
-give the numbers of parameters in the source to three digits (the two small ones with tied embeddings).
+Model sizes are those of Llama 3.2 and 3.1 without grouped-query attention and with a vocabulary of 131072, which gives
+the parameter counts of the source to three digits (the two small models have tied embeddings).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODELS = {
 
 
 class Published(NamedTuple):
-    """MFU in percent (every product of attention counted), memory in GB; `parts` microbatches of `rows` sequences."""
+    """One run; MFU in percent (attention counted without causal masking), memory in GB."""
 
     nodes: int
     model: str
@@ -34,8 +34,8 @@ class Published(NamedTuple):
     dp: int
     tp: int
     pp: int
-    parts: int
-    rows: int
+    microbatches: int
+    micro_batch_size: int
     zero: int
 
 

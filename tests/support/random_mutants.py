@@ -1,4 +1,4 @@
-"""Right programs with one damage each, drawn at random from a seed: cheap enough to draw tens of thousands."""
+"""Right programs with one random damage each, cheap enough to draw tens of thousands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def swapped(random: Random, program: Program, stream: Stream, at: int) -> Stream
     return (*stream[:at], stream[to], *stream[at + 1 : to], stream[at], *stream[to + 1 :]) if to > at else None
 
 
-def re_peered(random: Random, program: Program, stream: Stream, at: int) -> Stream | None:
+def other_peer(random: Random, program: Program, stream: Stream, at: int) -> Stream | None:
     part = stream[at].parts[0]
     if part.op not in SENDS and part.op not in RECEIVES:
         return None
@@ -62,7 +62,7 @@ def wait_changed(random: Random, program: Program, stream: Stream, at: int) -> S
 
 
 def other_lane(random: Random, program: Program, stream: Stream, at: int) -> Stream | None:
-    """The next two of a lane in the other order."""
+    """A unit and the next one of its lane exchanged."""
     lane = stream[at].lane
     to = next((k for k in range(at + 1, len(stream)) if stream[k].lane == lane), None)
     if to is None or lane == "compute":
@@ -78,13 +78,13 @@ def other_slot(random: Random, program: Program, stream: Stream, at: int) -> Str
 
 
 KINDS: tuple[Damage, ...] = (
-    *(dropped, doubled, swapped, re_peered, other_microbatch),
+    *(dropped, doubled, swapped, other_peer, other_microbatch),
     *(wait_removed, wait_changed, other_lane, other_slot),
 )
 
 
 def random_mutants(program: Program, seed: str, count: int) -> Iterator[tuple[str, Program]]:
-    """Kind of damage and damaged program; all kinds equally often."""
+    """(kind of damage, damaged program); all kinds equally often."""
     random, made = Random(seed), 0
     while made < count:
         damage = KINDS[made % len(KINDS)]

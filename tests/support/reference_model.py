@@ -33,8 +33,8 @@ def train(plan: Plan, batches: Batches, documents: list[torch.Tensor] | None = N
         _update_biases(plan, p, bias, inputs, targets)
         return losses
 
-    *steps, weights = optimize(plan, p, len(batches), losses_of)
-    return *steps, weights | bias
+    losses, gradients, norms, weights = optimize(plan, p, len(batches), losses_of)
+    return losses, gradients, norms, weights | bias
 
 
 def optimize(

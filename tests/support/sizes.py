@@ -1,10 +1,13 @@
-"""Sizes that a schedule allows, by its own word."""
+"""Schedules by name, and the sizes that they allow."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import strategies as st
 
-from pentad.schedules.catalogue import generate, spec_of
+from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 
@@ -21,3 +24,8 @@ def programs(name: str, ranks: int = 12, microbatches: int = 24) -> st.SearchStr
     """Compute orders of at most so many ranks and microbatches."""
     sizes = [(p, m) for p in range(1, ranks + 1) for m in range(1, microbatches + 1) if allows(name, p, m)]
     return st.sampled_from(sizes).map(lambda size: generate(name, *size))
+
+
+# One schedule for every feature: B and W as one, chunks, W apart, a V, two directions and overlapped pairs, slices.
+TYPICAL = ("1f1b", "interleaved", "zb-h2", "zb-v", "dualpipe", "seq-1f1b")
+NAMES: list[Any] = [name if name in TYPICAL else pytest.param(name, marks=pytest.mark.slow) for name in CATALOGUE]

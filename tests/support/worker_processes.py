@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing as mp
 import os
 import queue
 import signal
@@ -18,6 +17,7 @@ import pytest
 import torch
 from fleet import tensors_by_name
 from gpus import RANKS_A_GPU, gpu_of
+from pool import process_context
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.abort import Aborted
@@ -30,7 +30,7 @@ class WorkerProcess:
     """One rank. `call` queues a method of its Runner; `call_now` calls it at once, on the control thread."""
 
     def __init__(self) -> None:
-        context = mp.get_context("spawn")
+        context = process_context()
         self.end, remote_end = context.Pipe()
         self.process = context.Process(target=_serve, args=(remote_end,), daemon=True)
         self.process.start()
@@ -172,12 +172,10 @@ def _check_recovery(workers: list[WorkerProcess], plan: Plan, steps: int, fault:
 
     start_generation(workers, plan, 1)
     call_all(workers, "restore", None, 0)
-    if fault is None:
-        workers[1].answer(workers[1].call("fail_at", 4))
     part = steps // NUM_CALLS
-    asked = [
-        [worker.call("run", n * part, part, n < NUM_CALLS - 1) for n in range(NUM_CALLS)] for worker in workers
-    ]
+    if fault is None:
+        workers[1].answer(workers[1].call("fail_at", min(4, part - 1)))
+    asked = [[worker.call("run", n * part, part, n < NUM_CALLS - 1) for n in range(NUM_CALLS)] for worker in workers]
     if fault is None:
         with pytest.raises(RuntimeError, match="closed by peer"):
             workers[1].answer(asked[1][0])
@@ -219,8 +217,8 @@ def _serve(end: Any) -> None:
                 runners[:] = [Runner(plan, rank, progress, generation, gpu_of(rank), previous, blank=generation > 1)]
                 reply(number, None)
             elif method == "step":
-                connection = runners[0].connection
-                reply(number, connection.executor.step if connection else -1)
+                executor = runners[0].executor
+                reply(number, executor.step if executor else -1)
             elif method == "fail_at":
                 _fail_at(runners[0], *arguments)
                 reply(number, None)
@@ -264,7 +262,7 @@ def _state(runner: Any) -> dict[str, torch.Tensor]:
 
 def _fail_at(runner: Any, step: int) -> None:
     """Fails the rank in NORM of a step, when its gradients are complete and the other ranks have the norm."""
-    optimizer_step = runner.connection.optimizer_step
+    optimizer_step = runner.executor.optimizer_step
     real = optimizer_step.reduce_norm
 
     def fail() -> None:

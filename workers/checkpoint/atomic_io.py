@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pentad.schedules.ir.errors import PentadError
@@ -39,6 +39,43 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     sync_folder(folder.parent)
+
+
+@contextmanager
+def new_folder(out: Path, argument: str = "OUT") -> Iterator[Path]:
+    """A folder to fill: a hidden one that is renamed to `out` when the block ends, or `out` itself if it exists, empty.
+
+    If the block fails, `out` is as before and nothing else is left. Raises PentadError, which names `argument`, if
+    `out` has content, also when another process creates it meanwhile, and for every OSError.
+    """
+    _require_empty(out, argument)
+    existed = out.is_dir()
+    folder = out if existed else out.parent / f".{out.name}.{secrets.token_hex(8)}"
+    created = [parent for parent in out.parents if not os.path.lexists(parent)]
+    try:
+        folder.mkdir(parents=True, exist_ok=existed)
+        yield folder
+        sync_folder(folder)
+        if not existed:
+            os.rename(folder, out)
+            sync_folder(out.parent)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if existed:
+            out.mkdir(exist_ok=True)
+        for parent in created:
+            with suppress(OSError):
+                parent.rmdir()
+        if not isinstance(error, OSError):
+            raise
+        _require_empty(out, argument)
+        fault = f"which cannot be written ({error.strerror or error})"
+        raise PentadError(f"{argument} is '{out}', {fault}: expected a writable folder with free space") from None
+
+
+def _require_empty(out: Path, argument: str) -> None:
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise PentadError(f"{argument} is '{out}', which exists and is not empty: expected a new or empty folder")
 
 
 def write_file(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:

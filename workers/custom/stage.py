@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pentad.kernels.attention.attention_partial import deterministic_algorithms
+from pentad.kernels.backend import deterministic_algorithms
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.schedules.generators.user_file import describe_error, user_error
 from pentad.schedules.spec.plan import Plan
@@ -30,7 +30,7 @@ from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.model.weight_grad import Wgrad, accumulate_wgrads
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.process_groups import LayerGroups
-from pentad.workers.params.param_buffers import NamedBuffer, ParamBuffers
+from pentad.workers.params.param_buffers import BoundBuffers, ParamBuffers
 
 # Flash attention takes 16-bit dtypes; the rest goes to plain GEMMs, which always add in the same order.
 DETERMINISTIC_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -75,7 +75,7 @@ class CustomStage(ParameterOwner):
             cast_layer(layer, self.dtype, self.device)
         at = plan.mesh.coordinates(rank)
         self.replica = at.dp * plan.mesh.ep + at.ep
-        self._bound: dict[tuple[NamedBuffer | None, NamedBuffer | None], BoundParameters] = {}
+        self._bound: dict[BoundBuffers, BoundParameters] = {}
         self.bind()
         self.saved: dict[int, CustomSaved] = {}
         self.deferred: dict[int, list[Wgrad]] = {}
@@ -88,7 +88,7 @@ class CustomStage(ParameterOwner):
         self.layer_context = self.layer_context._replace(**groups._asdict())
 
     def bind(self) -> None:
-        buffers = self.param_buffers[0].weights, self.param_buffers[0].gradients
+        buffers = self.param_buffers[0].bound
         if buffers not in self._bound:
             weights, gradients = buffers
             if weights is None or gradients is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus, open_corpus, read_index
 from pentad.workers.data.corpus_index import plural
 from pentad.workers.data.corpus_writer import write_corpus
@@ -34,26 +35,16 @@ def build_corpus(
     """
     if shard_tokens < 1:
         raise PentadError(f"shard_tokens is {shard_tokens}: expected at least 1")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise _not_empty(out)
     files = source_files(source)
     progress(f"{source}: {plural(len(files), 'file')}")
-    if tokenizer is None:
-        chunks = _with_progress(read_chunks(files, field), "training the tokenizer", progress)
-        trained = train_tokenizer((chunk.text for chunk in chunks), vocab)
-    else:
-        trained = load_tokenizer(tokenizer)
-    try:
-        write_corpus(
-            out, _with_progress(read_chunks(files, field), "encoding", progress), trained, shard_tokens, progress
-        )
-    except OSError as error:
-        if isinstance(error, FileExistsError) and out.exists():
-            raise _not_empty(out) from None
-        reason = error.strerror or str(error)
-        raise PentadError(
-            f"OUT is '{out}', which cannot be written ({reason}): expected a writable folder with free space"
-        ) from None
+    with new_folder(out) as folder:
+        if tokenizer is None:
+            chunks = _with_progress(read_chunks(files, field), "training the tokenizer", progress)
+            trained = train_tokenizer((chunk.text for chunk in chunks), vocab)
+        else:
+            trained = load_tokenizer(tokenizer)
+        chunks = _with_progress(read_chunks(files, field), "encoding", progress)
+        write_corpus(folder, chunks, trained, shard_tokens, progress)
     return open_corpus(out, verify=False, argument="OUT")
 
 
@@ -88,7 +79,3 @@ def _with_progress(chunks: Iterable[TextChunk], phase: str, progress: Callable[[
         if characters - reported >= _REPORT_EVERY:
             progress(f"{phase}: {characters:,} characters read")
             reported = characters
-
-
-def _not_empty(out: Path) -> PentadError:
-    return PentadError(f"OUT is '{out}', which exists and is not empty: expected a new or empty folder")

@@ -1,11 +1,9 @@
-"""Writes a corpus: encodes document chunks into Arrow shards, and publishes the folder only when it is complete."""
+"""Writes a corpus: encodes document chunks into Arrow shards, and an index of them last."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.atomic_io import sync_folder, write_file
+from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.data.corpus_index import INDEX_FILE, TOKENIZER_FILE, Index, Shard, index_text, plural
 from pentad.workers.data.text_sources import TextChunk
 from pentad.workers.data.tokenizer import encode, end_token, vocab_size
@@ -28,28 +26,13 @@ T = TypeVar("T")
 
 
 def write_corpus(
-    out: Path, chunks: Iterable[TextChunk], tokenizer: Tokenizer, shard_tokens: int, progress: Callable[[str], None]
-) -> None:
-    """Writes the documents as the corpus `out`, which must be absent or an empty folder.
-
-    Writes into a hidden folder beside `out` and renames it at the end: `out` is complete or absent, and a failure
-    leaves nothing behind. Holds one document's token ids and one record batch in memory. A shard exceeds
-    `shard_tokens` only if a single document does. Raises FileExistsError if another process created `out` first, and
-    PentadError if there is no text.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.parent / f".{out.name}.{secrets.token_hex(8)}"
-    staging.mkdir()
-    try:
-        _write_files(staging, chunks, tokenizer, shard_tokens, progress)
-        _publish(staging, out)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _write_files(
     folder: Path, chunks: Iterable[TextChunk], tokenizer: Tokenizer, shard_tokens: int, progress: Callable[[str], None]
 ) -> None:
+    """Writes the documents and the tokenizer to `folder`, which exists and is empty.
+
+    Holds one document's token ids and one record batch in memory. A shard exceeds `shard_tokens` only if a single
+    document does. Raises PentadError if there is no text, and OSError.
+    """
     size = vocab_size(tokenizer)
     dtype = np.dtype(np.uint16 if size <= 2**16 else np.uint32)
     shards: list[Shard] = []
@@ -131,14 +114,3 @@ def _durable(file: Path) -> Iterator[BinaryIO]:
         yield sink
         sink.flush()
         os.fsync(sink.fileno())
-
-
-def _publish(staging: Path, out: Path) -> None:
-    sync_folder(staging)
-    try:
-        os.rename(staging, out)
-    except OSError as error:
-        if out.exists():
-            raise FileExistsError(f"{out} exists") from error
-        raise
-    sync_folder(out.parent)

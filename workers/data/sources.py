@@ -12,6 +12,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.corpus_index import INDEX_FILE, VERSION, require_vocab
 from pentad.workers.data.samples import window_count
@@ -85,12 +86,11 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
         chunks = (chunk for document in documents for chunk in document_chunks(document))
         tokenizer = train_tokenizer(documents, vocab, argument="model.vocab")
         try:
-            write_corpus(out, chunks, tokenizer, _SHARD_TOKENS, lambda line: None)
-        except OSError as error:
+            with new_folder(out, "data.cache") as folder:
+                write_corpus(folder, chunks, tokenizer, _SHARD_TOKENS, lambda line: None)
+        except PentadError:
             if not (out / INDEX_FILE).exists():  # else another process built it meanwhile
-                reason = error.strerror or str(error)
-                text = f"data.cache is '{cache}', where {out.name} cannot be written ({reason})"
-                raise PentadError(f"{text}: expected a writable folder with free space") from None
+                raise
     return out
 
 

@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_io import DTYPES, num_bytes, split_by_size, write_tensors
 from pentad.workers.hf.config import make_config
-from pentad.workers.hf.folder import fresh_folder
 from pentad.workers.hf.layout import to_interleaved
 from pentad.workers.hf.names import CONFIG, INDEX, SINGLE, Entry, FileTensor, tensor_table
 from pentad.workers.params.sharded_state import read_full
@@ -59,15 +59,15 @@ def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress:
     """
     config = make_config(request.family, request.model, positions=request.positions, dtype=request.dtype)
     config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **request.special_tokens}
-    with fresh_folder(out):
-        exported = _write(_FileTensors(source, request), out, request.limit, progress)
+    with new_folder(out) as folder:
+        exported = _write(_FileTensors(source, request), folder, request.limit, progress)
         for name, content in request.tokenizer.items():
-            (out / name).write_bytes(content)
-        (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            (folder / name).write_bytes(content)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return exported
 
 
-def _write(source: _FileTensors, out: Path, limit: int, progress: Progress) -> Exported:
+def _write(source: _FileTensors, folder: Path, limit: int, progress: Progress) -> Exported:
     plan = split_by_size(source.specs.items(), limit)
     count = len(plan)
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -81,11 +81,11 @@ def _write(source: _FileTensors, out: Path, limit: int, progress: Progress) -> E
             progress(done, total)
 
     for file, specs in zip(files, plan, strict=True):
-        write_tensors(out / file, specs, tensors(specs), _METADATA)
+        write_tensors(folder / file, specs, tensors(specs), _METADATA)
     if count > 1:
         weight_map = {name: file for file, specs in zip(files, plan, strict=True) for name in specs}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return Exported(tuple(files), len(source.specs), total)
 
 

@@ -1,12 +1,8 @@
-"""Folders of Hugging Face files: reading config.json and tensors, and creating one atomically."""
+"""Reads a folder of Hugging Face files: config.json, and tensors one at a time."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +21,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise PentadError(f"DIR is '{folder}', which is not a folder: expected one with {CONFIG} and safetensors files")
     return _read_json(folder / CONFIG)
-
-
-@contextmanager
-def fresh_folder(out: Path) -> Iterator[None]:
-    """Creates `out`, which must be new or empty, and its parents; removes all of it again if the block fails.
-
-    Storage failures become PentadError.
-    """
-    try:
-        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-            raise PentadError(f"OUT is '{out}', which exists and is not empty: expected a new or empty folder")
-        top, existed = out, out.exists()
-        while not top.parent.exists():
-            top = top.parent
-        out.mkdir(parents=True, exist_ok=True)
-        try:
-            yield
-        except BaseException:
-            shutil.rmtree(top, ignore_errors=True)
-            if existed:
-                out.mkdir()
-            raise
-    except OSError as error:
-        fault = f"which cannot be written ({error.strerror or error})"
-        raise PentadError(f"OUT is '{out}', {fault}: expected a writable folder with free space") from None
 
 
 class TensorFiles:

@@ -14,15 +14,16 @@ import torch
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.checkpoint import checkpoint
-from pentad.workers.checkpoint.atomic_io import make_folder
+from pentad.workers.checkpoint.atomic_io import make_folder, new_folder
 from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_io import num_bytes, split_by_size, write_tensors
 from pentad.workers.hf.config import make_section, parse_config
-from pentad.workers.hf.folder import TensorFiles, fresh_folder, read_config
+from pentad.workers.hf.folder import TensorFiles, read_config
 from pentad.workers.hf.layout import SCALE_SUFFIX, fp8_block_size, to_half_split
 from pentad.workers.hf.names import MODEL_FILE, TOKENIZER_FILES, Layout, TensorTable, tensor_table
 
 KEPT_KEYS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, for an export
+CHECKPOINT = checkpoint.folder_of(Path("checkpoints"), 0)
 FILE_BYTES = 4 << 30
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
@@ -57,17 +58,16 @@ def import_folder(
         fused = any(name.endswith(".experts.gate_up_proj") for name in files.files)
         table = tensor_table(family, model, Layout(fused, config.get("rope_interleave") is not False))
         _check_tensors(files, table)
-        with fresh_folder(out):
-            folder = checkpoint.folder_of(out / "checkpoints", 0)
+        with new_folder(out) as folder:
             section = make_section(family, model)
             kept = {key: config[key] for key in KEPT_KEYS if config.get(key) is not None}
-            total = _write(files, table, folder, {"model": section, "hugging_face": kept}, limit, progress)
-            (out / MODEL_FILE).write_text(render({"model": section}), encoding="utf-8")
+            total = _write(files, table, folder / CHECKPOINT, {"model": section, "hugging_face": kept}, limit, progress)
+            (folder / MODEL_FILE).write_text(render({"model": section}), encoding="utf-8")
             copied = [name for name in TOKENIZER_FILES if (source / name).is_file()]
             for name in copied:
-                shutil.copyfile(source / name, out / name)
+                shutil.copyfile(source / name, folder / name)
     parameters = sum(torch.Size(entry.shape).numel() for entry in table.entries)
-    return Imported(folder, family, model, len(table.entries), parameters, total, tuple(copied))
+    return Imported(out / CHECKPOINT, family, model, len(table.entries), parameters, total, tuple(copied))
 
 
 def _write(

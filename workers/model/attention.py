@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pentad.kernels.attention.rope import rope_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
@@ -19,22 +20,22 @@ from pentad.workers.parallel.context_parallel import SavedContext
 
 
 class AttentionWeights(NamedTuple):
-    qkv: torch.Tensor  # [(N + 2M) D, H]
-    out: torch.Tensor  # [H, N D]
-    query_norm: torch.Tensor | None  # [D]
-    key_norm: torch.Tensor | None  # [D]
+    qkv: Tensor  # [(N + 2M) D, H]
+    out: Tensor  # [H, N D]
+    query_norm: Tensor | None  # [D]
+    key_norm: Tensor | None  # [D]
 
 
 class SavedHeadNorm(NamedTuple):
     """What the backward of a norm per head needs; the heads of a token are consecutive rows."""
 
-    input: torch.Tensor  # [T heads, D]
-    rstd: torch.Tensor  # [T heads]
+    input: Tensor  # [T heads, D]
+    rstd: Tensor  # [T heads]
 
 
 class AttentionSaved(NamedTuple):
     context: SavedContext
-    out: torch.Tensor  # [T, N D]
+    out: Tensor  # [T, N D]
     query_norm: SavedHeadNorm | None
     key_norm: SavedHeadNorm | None
 
@@ -45,8 +46,8 @@ def weights_of(views: Views, prefix: str) -> AttentionWeights:
 
 
 def forward(
-    w: AttentionWeights, context: LayerContext, sequence: SequenceContext, x: torch.Tensor
-) -> Task[tuple[torch.Tensor, AttentionSaved, None]]:
+    w: AttentionWeights, context: LayerContext, sequence: SequenceContext, x: Tensor
+) -> Task[tuple[Tensor, AttentionSaved, None]]:
     rotary, kv_cache, documents = sequence
     heads, kv_heads = _head_counts(w, context)
     x = yield from context.tp.all_gather(x)
@@ -63,8 +64,8 @@ def forward(
     return y, AttentionSaved(saved, out, query_norm, key_norm), None
 
 
-def recompute(w: AttentionWeights, context: LayerContext, x: torch.Tensor, saved: AttentionSaved) -> None:
-    """Everything is saved: nothing here is cheap."""
+def recompute(w: AttentionWeights, context: LayerContext, x: Tensor, saved: AttentionSaved) -> None:
+    """Nothing: every activation is saved, as none is cheap to recompute."""
 
 
 def backward(
@@ -72,11 +73,11 @@ def backward(
     g: AttentionWeights,
     context: LayerContext,
     sequence: SequenceContext,
-    x: torch.Tensor,
+    x: Tensor,
     saved: AttentionSaved,
     recomputable: None,
-    dy: torch.Tensor,
-) -> Task[tuple[torch.Tensor, list[Wgrad]]]:
+    dy: Tensor,
+) -> Task[tuple[Tensor, list[Wgrad]]]:
     dy = yield from context.tp.all_gather(dy)
     heads, kv_heads = _head_counts(w, context)
     dqkv = yield from _attention_backward(context, sequence, saved.context, torch.mm(dy, w.out), heads, kv_heads)
@@ -100,7 +101,7 @@ def _head_counts(w: AttentionWeights, context: LayerContext) -> tuple[int, int]:
     return width // head_dim, (w.qkv.shape[0] - width) // 2 // head_dim
 
 
-def _norm_heads_(heads: torch.Tensor, weight: torch.Tensor | None, context: LayerContext) -> SavedHeadNorm | None:
+def _norm_heads_(heads: Tensor, weight: Tensor | None, context: LayerContext) -> SavedHeadNorm | None:
     """Norms each head of [T, heads, D] by itself, in place."""
     if weight is None:
         return None
@@ -109,19 +110,14 @@ def _norm_heads_(heads: torch.Tensor, weight: torch.Tensor | None, context: Laye
     return SavedHeadNorm(flat, rstd)
 
 
-def _flatten_heads(heads: torch.Tensor) -> torch.Tensor:
+def _flatten_heads(heads: Tensor) -> Tensor:
     """A copy [T heads, D], also of a single head, where `reshape` would return a view."""
     return heads.clone(memory_format=torch.contiguous_format).view(-1, heads.shape[2])
 
 
 def _attention_backward(
-    context: LayerContext,
-    sequence: SequenceContext,
-    saved: SavedContext,
-    dout: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-) -> Task[torch.Tensor]:
+    context: LayerContext, sequence: SequenceContext, saved: SavedContext, dout: Tensor, heads: int, kv_heads: int
+) -> Task[Tensor]:
     """The gradient of qkv before the rotation, [T, N + 2M, D], from that of the attention output [T, N D]."""
     rotary, kv_cache, _ = sequence
     dout = dout.view(-1, rotary.cos.shape[0], heads, context.model.qk_head_dim).transpose(1, 2)  # [B, N, S, D]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.spec.model import ModelSpec
@@ -21,29 +21,29 @@ from pentad.workers.parallel.async_ops import Task
 class LayerWeights(NamedTuple):
     """Compute weights, or their main gradients."""
 
-    attention_norm: torch.Tensor  # [H]
+    attention_norm: Tensor  # [H]
     attention: Any
-    mlp_norm: torch.Tensor  # [H]
+    mlp_norm: Tensor  # [H]
     mlp: Any
 
 
 class LayerSaved(NamedTuple):
     """Activations that B needs and RECOMPUTE cannot rebuild cheaply."""
 
-    stream: torch.Tensor  # [T, H] residual stream before attention
-    rstd: torch.Tensor  # [T]
+    stream: Tensor  # [T, H] residual stream before attention
+    rstd: Tensor  # [T]
     attention: Any
-    mlp_stream: torch.Tensor  # [T, H] residual stream before the feed-forward sublayer
-    mlp_rstd: torch.Tensor  # [T]
+    mlp_stream: Tensor  # [T, H] residual stream before the feed-forward sublayer
+    mlp_rstd: Tensor  # [T]
     mlp: Any
 
 
 class LayerRecomputable(NamedTuple):
     """Activations that `recompute` rebuilds from the saved ones: the two norms, and those of the sublayers."""
 
-    normed: torch.Tensor  # [T, H]
+    normed: Tensor  # [T, H]
     attention: Any
-    mlp_normed: torch.Tensor  # [T, H]
+    mlp_normed: Tensor  # [T, H]
     mlp: Any
 
 
@@ -72,9 +72,9 @@ def forward(
     sublayers: Sublayers,
     context: LayerContext,
     sequence: SequenceContext,
-    branch: torch.Tensor,
-    stream: torch.Tensor | None,
-) -> Task[tuple[torch.Tensor, torch.Tensor, LayerSaved, LayerRecomputable]]:
+    branch: Tensor,
+    stream: Tensor | None,
+) -> Task[tuple[Tensor, Tensor, LayerSaved, LayerRecomputable]]:
     """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and after.
 
     They are added inside the next norm, which reads both anyway.
@@ -107,8 +107,8 @@ def backward(
     sequence: SequenceContext,
     saved: LayerSaved,
     recomputable: LayerRecomputable,
-    dy: torch.Tensor,
-) -> Task[tuple[torch.Tensor, list[Wgrad]]]:
+    dy: Tensor,
+) -> Task[tuple[Tensor, list[Wgrad]]]:
     """B: (gradient of the residual stream before the layer, work for W) from the gradient after it, both [T, H].
 
     `w` are compute weights, `g` their main gradients.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from pentad.kernels.attention.rope_tables import rope_tables
 from pentad.schedules.spec.cp_layout import PLACEMENTS, positions
@@ -17,7 +18,7 @@ from pentad.workers.parallel.context_parallel import ContextParallelGroup, Docum
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
-Views = dict[str, torch.Tensor]  # parameters or gradients by name
+Views = dict[str, Tensor]  # parameters or gradients by name
 
 
 class LayerContext(NamedTuple):
@@ -36,12 +37,12 @@ class RotaryTable(NamedTuple):
     """Angles of the S positions that a rank holds of a sequence slice, which begins at position `start` of its part."""
 
     start: int
-    cos: torch.Tensor  # [S, D / 2]
-    sin: torch.Tensor  # [S, D / 2]
+    cos: Tensor  # [S, D / 2]
+    sin: Tensor  # [S, D / 2]
 
 
 class SequenceContext(NamedTuple):
-    """Where the tokens of one forward or backward stand in their sequences, for one layer."""
+    """The positions of one forward or backward in its sequences, for one layer."""
 
     rotary: RotaryTable
     kv_cache: SlicedKVCache
@@ -59,11 +60,11 @@ class Sublayer(Protocol):
     def weights_of(self, views: Views, prefix: str) -> Any: ...
 
     def forward(
-        self, w: Any, context: LayerContext, sequence: SequenceContext, x: torch.Tensor
-    ) -> Task[tuple[torch.Tensor, Any, Any]]:
+        self, w: Any, context: LayerContext, sequence: SequenceContext, x: Tensor
+    ) -> Task[tuple[Tensor, Any, Any]]:
         """(result, saved, recomputable) of the normed stream x; result and x are [T / tp, H]."""
 
-    def recompute(self, w: Any, context: LayerContext, x: torch.Tensor, saved: Any) -> Any:
+    def recompute(self, w: Any, context: LayerContext, x: Tensor, saved: Any) -> Any:
         """The recomputable activations, for RECOMPUTE."""
 
     def backward(
@@ -72,15 +73,15 @@ class Sublayer(Protocol):
         g: Any,
         context: LayerContext,
         sequence: SequenceContext,
-        x: torch.Tensor,
+        x: Tensor,
         saved: Any,
         recomputable: Any,
-        dy: torch.Tensor,
-    ) -> Task[tuple[torch.Tensor, list[Wgrad]]]:
+        dy: Tensor,
+    ) -> Task[tuple[Tensor, list[Wgrad]]]:
         """(gradient of x, work for W) from the gradient of the result."""
 
 
-def local_positions(plan: Plan, rank: int) -> torch.Tensor:
+def local_positions(plan: Plan, rank: int) -> Tensor:
     """The positions of every sequence that a rank holds, [S / cp] int64, in its order."""
     cp_rank, length = plan.mesh.coordinates(rank).cp, plan.batch.sequence_length
     return torch.from_numpy(positions(length, plan.mesh.cp, cp_rank, PLACEMENTS[plan.cp_method]))

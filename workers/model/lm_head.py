@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.workers.model.weight_grad import EmbeddingWgrad, LinearWgrad, Wgrad
@@ -18,13 +19,13 @@ from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 class LossSaved(NamedTuple):
     """What B needs of the head and the loss."""
 
-    normed: torch.Tensor  # [T / tp, H]
-    logits: torch.Tensor  # [T, V / tp]
-    lse: torch.Tensor  # [T]
-    targets: torch.Tensor  # [T], relative to this rank's first vocabulary entry
+    normed: Tensor  # [T / tp, H]
+    logits: Tensor  # [T, V / tp]
+    lse: Tensor  # [T]
+    targets: Tensor  # [T], relative to this rank's first vocabulary entry
 
 
-def embed(weight: torch.Tensor, tokens: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
+def embed(weight: Tensor, tokens: Tensor, tp: TensorParallelGroup) -> Tensor:
     """The embeddings [T / tp, H] of tokens [T]; `weight` [V / tp, H] is this rank's part of the vocabulary."""
     if tp.size == 1:
         return weight[tokens]
@@ -32,9 +33,7 @@ def embed(weight: torch.Tensor, tokens: torch.Tensor, tp: TensorParallelGroup) -
     return tp.reduce_scatter(weight[rows].masked_fill_(foreign[:, None], 0.0)).wait()
 
 
-def embed_backward(
-    gradient: torch.Tensor, dy: torch.Tensor, tokens: torch.Tensor, tp: TensorParallelGroup
-) -> list[Wgrad]:
+def embed_backward(gradient: Tensor, dy: Tensor, tokens: Tensor, tp: TensorParallelGroup) -> list[Wgrad]:
     """The work for W, from the gradient dy [T / tp, H] of the embeddings."""
     dy = tp.all_gather(dy).wait()
     if tp.size > 1:
@@ -43,9 +42,7 @@ def embed_backward(
     return [EmbeddingWgrad(gradient, dy, tokens)]
 
 
-def head_loss(
-    weight: torch.Tensor, normed: torch.Tensor, targets: torch.Tensor, tp: TensorParallelGroup
-) -> tuple[LossSaved, torch.Tensor]:
+def head_loss(weight: Tensor, normed: Tensor, targets: Tensor, tp: TensorParallelGroup) -> tuple[LossSaved, Tensor]:
     """(what B needs, losses [T], the same on every rank); `weight` [V / tp, H] is this rank's part of the vocabulary.
 
     A target of -100 has no loss.
@@ -62,8 +59,8 @@ def head_loss(
 
 
 def head_loss_backward(
-    weight: torch.Tensor, gradient: torch.Tensor, saved: LossSaved, scale: float, tp: TensorParallelGroup
-) -> tuple[torch.Tensor, list[Wgrad]]:
+    weight: Tensor, gradient: Tensor, saved: LossSaved, scale: float, tp: TensorParallelGroup
+) -> tuple[Tensor, list[Wgrad]]:
     """(gradient [T / tp, H] of the normed stream, work for W), each token's loss times `scale`.
 
     The saved logits become their gradient in place.
@@ -74,18 +71,14 @@ def head_loss_backward(
     return dnormed, [LinearWgrad(gradient, dlogits, normed)]
 
 
-def _local_rows(
-    weight: torch.Tensor, tokens: torch.Tensor, tp: TensorParallelGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_rows(weight: Tensor, tokens: Tensor, tp: TensorParallelGroup) -> tuple[Tensor, Tensor]:
     """(rows of this rank's part of the vocabulary, which tokens belong to other ranks), both [T]."""
     rows = tokens - tp.rank * weight.shape[0]
     foreign = (rows < 0) | (rows >= weight.shape[0])
     return rows.masked_fill(foreign, 0), foreign
 
 
-def _reduce_losses(
-    losses: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, tp: TensorParallelGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _reduce_losses(losses: Tensor, lse: Tensor, targets: Tensor, tp: TensorParallelGroup) -> tuple[Tensor, Tensor]:
     """(losses, lse) over the full vocabulary from those over each rank's part."""
     target_logit = torch.where(targets == -100, 0.0, lse - losses)  # 0 on ranks that do not have the target
     parts = tp.all_gather_stacked(torch.stack((lse, target_logit))).wait()  # [tp, 2, T]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pentad.kernels.attention.rope import rope_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
@@ -22,26 +23,26 @@ from pentad.workers.parallel.context_parallel import SavedContext
 
 
 class MLAWeights(NamedTuple):
-    query_down: torch.Tensor | None  # [Q, H]
-    query_norm: torch.Tensor | None  # [Q]
-    query: torch.Tensor  # [N (P + O), Q], or [N (P + O), H] without a query latent
-    latent: torch.Tensor  # [R + O, H]
-    latent_norm: torch.Tensor  # [R]
-    keys_values: torch.Tensor  # [N (P + E), R]
-    out: torch.Tensor  # [H, N E]
+    query_down: Tensor | None  # [Q, H]
+    query_norm: Tensor | None  # [Q]
+    query: Tensor  # [N (P + O), Q], or [N (P + O), H] without a query latent
+    latent: Tensor  # [R + O, H]
+    latent_norm: Tensor  # [R]
+    keys_values: Tensor  # [N (P + E), R]
+    out: Tensor  # [H, N E]
 
 
 class NormedLatent(NamedTuple):
     """A latent before and after its norm."""
 
-    input: torch.Tensor  # [t, R]
-    rstd: torch.Tensor  # [t]
-    normed: torch.Tensor  # [t, R]
+    input: Tensor  # [t, R]
+    rstd: Tensor  # [t]
+    normed: Tensor  # [t, R]
 
 
 class MLASaved(NamedTuple):
     context: SavedContext
-    out: torch.Tensor  # [T, N E]
+    out: Tensor  # [T, N E]
     q_latent: NormedLatent | None
     kv_latent: NormedLatent
 
@@ -55,8 +56,8 @@ def weights_of(views: Views, prefix: str) -> MLAWeights:
 
 
 def forward(
-    w: MLAWeights, context: LayerContext, sequence: SequenceContext, x: torch.Tensor
-) -> Task[tuple[torch.Tensor, MLASaved, None]]:
+    w: MLAWeights, context: LayerContext, sequence: SequenceContext, x: Tensor
+) -> Task[tuple[Tensor, MLASaved, None]]:
     shape, tp, (rotary, kv_cache, documents) = _shape(context), context.tp, sequence
     nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
     q_latent = None
@@ -82,8 +83,8 @@ def forward(
     return y, MLASaved(saved, out, q_latent, kv_latent), None
 
 
-def recompute(w: MLAWeights, context: LayerContext, x: torch.Tensor, saved: MLASaved) -> None:
-    """Everything is saved: nothing here is cheap."""
+def recompute(w: MLAWeights, context: LayerContext, x: Tensor, saved: MLASaved) -> None:
+    """Nothing: every activation is saved, as none is cheap to recompute."""
 
 
 def backward(
@@ -91,11 +92,11 @@ def backward(
     g: MLAWeights,
     context: LayerContext,
     sequence: SequenceContext,
-    x: torch.Tensor,
+    x: Tensor,
     saved: MLASaved,
     recomputable: None,
-    dy: torch.Tensor,
-) -> Task[tuple[torch.Tensor, list[Wgrad]]]:
+    dy: Tensor,
+) -> Task[tuple[Tensor, list[Wgrad]]]:
     shape, tp, latent = _shape(context), context.tp, saved.kv_latent
     nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
     dy = yield from tp.all_gather(dy)
@@ -121,16 +122,16 @@ def backward(
 
 
 def _query_backward_start(
-    w: MLAWeights, context: LayerContext, x: torch.Tensor, latent: NormedLatent | None, dq: torch.Tensor
-) -> AsyncResult[tuple[torch.Tensor, torch.Tensor]]:
+    w: MLAWeights, context: LayerContext, x: Tensor, latent: NormedLatent | None, dq: Tensor
+) -> AsyncResult[tuple[Tensor, Tensor]]:
     """(gradient [t, Q] of the input of the query projection, that input [T, Q] of all tokens)."""
     q_input = x if latent is None else latent.normed
     return gather2(context.tp.matmul_reduce_scatter(dq, w.query), context.tp.all_gather(q_input))
 
 
 def _query_latent_backward(
-    w: MLAWeights, g: MLAWeights, x: torch.Tensor, latent: NormedLatent | None, dq_input: torch.Tensor
-) -> tuple[torch.Tensor, list[Wgrad]]:
+    w: MLAWeights, g: MLAWeights, x: Tensor, latent: NormedLatent | None, dq_input: Tensor
+) -> tuple[Tensor, list[Wgrad]]:
     """(gradient of x by way of the queries, work for W) from that of the input of the query projection."""
     if latent is None or w.query_down is None or w.query_norm is None:
         return dq_input, []
@@ -141,8 +142,8 @@ def _query_latent_backward(
 
 
 def _attention_backward(
-    context: LayerContext, sequence: SequenceContext, saved: SavedContext, dout: torch.Tensor
-) -> Task[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    context: LayerContext, sequence: SequenceContext, saved: SavedContext, dout: Tensor
+) -> Task[tuple[Tensor, Tensor, Tensor]]:
     """Gradients [T, N, ...] of queries, keys and values before the rotation, from that of the output [T, N E]."""
     shape, (rotary, kv_cache, _) = _shape(context), sequence
     dout = _by_sequence(dout.unflatten(1, (-1, shape.v_head_dim)), sequence)
@@ -154,12 +155,12 @@ def _attention_backward(
     return dq, dk, dv
 
 
-def _norm_latent(x: torch.Tensor, weight: torch.Tensor, context: LayerContext) -> NormedLatent:
+def _norm_latent(x: Tensor, weight: Tensor, context: LayerContext) -> NormedLatent:
     normed, x, rstd = rms_norm(x, weight, context.model.norm_eps)
     return NormedLatent(x, rstd, normed)
 
 
-def _by_sequence(x: torch.Tensor, sequence: SequenceContext) -> torch.Tensor:
+def _by_sequence(x: Tensor, sequence: SequenceContext) -> Tensor:
     """[T, N, D] as [B, N, S, D]."""
     return x.view(-1, sequence.rotary.cos.shape[0], *x.shape[1:]).transpose(1, 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pentad.kernels.swiglu import swiglu, swiglu_backward
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, Views
@@ -15,8 +16,8 @@ from pentad.workers.parallel.async_ops import Task, gather2
 class MLPWeights(NamedTuple):
     """I is this rank's part of the intermediate size."""
 
-    gate_up: torch.Tensor  # [2I, H]
-    down: torch.Tensor  # [H, I]
+    gate_up: Tensor  # [2I, H]
+    down: Tensor  # [H, I]
 
 
 def weights_of(views: Views, prefix: str) -> MLPWeights:
@@ -24,15 +25,15 @@ def weights_of(views: Views, prefix: str) -> MLPWeights:
 
 
 def forward(
-    w: MLPWeights, context: LayerContext, sequence: SequenceContext, x: torch.Tensor
-) -> Task[tuple[torch.Tensor, None, torch.Tensor]]:
+    w: MLPWeights, context: LayerContext, sequence: SequenceContext, x: Tensor
+) -> Task[tuple[Tensor, None, Tensor]]:
     x = yield from context.tp.all_gather(x)
     gate_up = torch.mm(x, w.gate_up.t())
     out = yield from context.tp.matmul_reduce_scatter(swiglu(gate_up), w.down.t())
     return out, None, gate_up
 
 
-def recompute(w: MLPWeights, context: LayerContext, x: torch.Tensor, saved: None) -> torch.Tensor:
+def recompute(w: MLPWeights, context: LayerContext, x: Tensor, saved: None) -> Tensor:
     """gate_up [T, 2I]: the largest activation of a dense layer."""
     return torch.mm(context.tp.all_gather(x).wait(), w.gate_up.t())
 
@@ -42,11 +43,11 @@ def backward(
     g: MLPWeights,
     context: LayerContext,
     sequence: SequenceContext,
-    x: torch.Tensor,
+    x: Tensor,
     saved: None,
-    gate_up: torch.Tensor,
-    dy: torch.Tensor,
-) -> Task[tuple[torch.Tensor, list[Wgrad]]]:
+    gate_up: Tensor,
+    dy: Tensor,
+) -> Task[tuple[Tensor, list[Wgrad]]]:
     dy = yield from context.tp.all_gather(dy)
     dgate_up, gated = swiglu_backward(torch.mm(dy, w.down), gate_up)
     x, dx = yield from gather2(context.tp.all_gather(x), context.tp.matmul_reduce_scatter(dgate_up, w.gate_up))

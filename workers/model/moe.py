@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pentad.kernels.moe.grouped_gemm import grouped_gemm
 from pentad.kernels.moe.moe_permute import (
@@ -43,13 +44,13 @@ from pentad.workers.parallel.expert_parallel import (
 class MoEWeights(NamedTuple):
     """Compute weights, or their main gradients, which have neither bias nor load. Matrices are [out, in]."""
 
-    router: torch.Tensor  # [E, H]
-    gate_up: torch.Tensor  # [local, 2I, H]
-    down: torch.Tensor  # [local, H, I]
-    shared_gate_up: torch.Tensor | None  # [2Is, H]
-    shared_down: torch.Tensor | None  # [H, Is]
-    bias: torch.Tensor | None = None  # [E], added to the scores for the choice of experts
-    load: torch.Tensor | None = None  # [E] int64, counts the visits of a step
+    router: Tensor  # [E, H]
+    gate_up: Tensor  # [local, 2I, H]
+    down: Tensor  # [local, H, I]
+    shared_gate_up: Tensor | None  # [2Is, H]
+    shared_down: Tensor | None  # [H, Is]
+    bias: Tensor | None = None  # [E], added to the scores for the choice of experts
+    load: Tensor | None = None  # [E] int64, counts the visits of a step
 
 
 class MoESaved(NamedTuple):
@@ -58,15 +59,15 @@ class MoESaved(NamedTuple):
     routing: Routing
     dispatcher: Dispatcher
     rows: ExpertRows
-    received: torch.Tensor | None  # [T', H], None where tokens stay on this rank
-    load: torch.Tensor | None  # [E], visits of the whole microbatch, for the load-balancing loss
+    received: Tensor | None  # [T', H], None where tokens stay on this rank
+    load: Tensor | None  # [E], visits of the whole microbatch, for the load-balancing loss
 
 
 class MoERecomputable(NamedTuple):
     """Activations that need no communication to rebuild."""
 
-    gate_up: torch.Tensor  # [R, 2I]
-    shared_gate_up: torch.Tensor | None  # [T, 2Is]
+    gate_up: Tensor  # [R, 2I]
+    shared_gate_up: Tensor | None  # [T, 2Is]
 
 
 def weights_of(views: Views, prefix: str) -> MoEWeights:
@@ -76,8 +77,8 @@ def weights_of(views: Views, prefix: str) -> MoEWeights:
 
 
 def forward(
-    w: MoEWeights, context: LayerContext, sequence: SequenceContext, x: torch.Tensor
-) -> Task[tuple[torch.Tensor, MoESaved, MoERecomputable]]:
+    w: MoEWeights, context: LayerContext, sequence: SequenceContext, x: Tensor
+) -> Task[tuple[Tensor, MoESaved, MoERecomputable]]:
     x = yield from context.tp.all_gather(x)
     routing = router.route(x, w.router, w.bias, _shape(context))
     dispatcher = yield from make_dispatcher(routing.experts, w.gate_up.shape[0], context.ep.group, context.ep.mode)
@@ -96,7 +97,7 @@ def forward(
     return y, saved._replace(load=load), MoERecomputable(gate_up, shared_gate_up)
 
 
-def recompute(w: MoEWeights, context: LayerContext, x: torch.Tensor, saved: MoESaved) -> MoERecomputable:
+def recompute(w: MoEWeights, context: LayerContext, x: Tensor, saved: MoESaved) -> MoERecomputable:
     """RECOMPUTE, by the kernels of the forward."""
     x = context.tp.all_gather(x).wait()
     return MoERecomputable(_gate_up(w, x, saved), _shared_gate_up(w, x))
@@ -107,11 +108,11 @@ def backward(
     g: MoEWeights,
     context: LayerContext,
     sequence: SequenceContext,
-    x: torch.Tensor,
+    x: Tensor,
     saved: MoESaved,
     recomputable: MoERecomputable,
-    dy: torch.Tensor,
-) -> Task[tuple[torch.Tensor, list[Wgrad]]]:
+    dy: Tensor,
+) -> Task[tuple[Tensor, list[Wgrad]]]:
     shape, scale = _shape(context), context.loss_scale / context.tp.size  # dx is summed over the tp ranks
     x, dy = yield from gather2(context.tp.all_gather(x), context.tp.all_gather(dy))
     dout = yield from saved.dispatcher.dispatch(dy)
@@ -129,7 +130,7 @@ def backward(
 
 
 def _dispatch(
-    w: MoEWeights, x: torch.Tensor, routing: Routing, dispatcher: Dispatcher, ep: ExpertParallelGroup
+    w: MoEWeights, x: Tensor, routing: Routing, dispatcher: Dispatcher, ep: ExpertParallelGroup
 ) -> AsyncResult[MoESaved]:
     """Sends tokens, their experts and weights to the ranks of the experts."""
     local = w.gate_up.shape[0]
@@ -146,7 +147,7 @@ def _dispatch(
     return AsyncResult((*choices.works, *tokens.works), received, choices, tokens)
 
 
-def _compute_experts(w: MoEWeights, x: torch.Tensor, saved: MoESaved) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_experts(w: MoEWeights, x: Tensor, saved: MoESaved) -> tuple[Tensor, Tensor]:
     """(sum [T', H] over the local experts of each received token, gate_up [R, 2I])."""
     gate_up = _gate_up(w, x, saved)
     # Weights are applied before the down projection, where activations are narrower than after it.
@@ -155,8 +156,8 @@ def _compute_experts(w: MoEWeights, x: torch.Tensor, saved: MoESaved) -> tuple[t
 
 
 def _experts_backward(
-    w: MoEWeights, g: MoEWeights, x: torch.Tensor, saved: MoESaved, gate_up: torch.Tensor, dout: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, list[Wgrad]]:
+    w: MoEWeights, g: MoEWeights, x: Tensor, saved: MoESaved, gate_up: Tensor, dout: Tensor
+) -> tuple[Tensor, Tensor, list[Wgrad]]:
     """(gradients of the received tokens [T', H] and of their weights [T', K], work for W) from `dout` [T', H]."""
     rows, tokens = saved.rows, x if saved.received is None else saved.received
     dgated = grouped_gemm(gather_rows(dout, rows.tokens, rows.offsets), w.down.transpose(1, 2), rows.offsets)
@@ -171,8 +172,8 @@ def _experts_backward(
 
 
 def _shared_backward(
-    w: MoEWeights, g: MoEWeights, x: torch.Tensor, gate_up: torch.Tensor | None, dy: torch.Tensor
-) -> tuple[torch.Tensor | None, list[Wgrad]]:
+    w: MoEWeights, g: MoEWeights, x: Tensor, gate_up: Tensor | None, dy: Tensor
+) -> tuple[Tensor | None, list[Wgrad]]:
     """(gradient of the shared expert's gate_up [T, 2Is], work for W); nothing without a shared expert."""
     if gate_up is None or w.shared_down is None:
         return None, []
@@ -181,16 +182,16 @@ def _shared_backward(
     return dgate_up, [LinearWgrad(g.shared_down, dy, gated), LinearWgrad(g.shared_gate_up, dgate_up, x)]
 
 
-def _gate_up(w: MoEWeights, x: torch.Tensor, saved: MoESaved) -> torch.Tensor:
+def _gate_up(w: MoEWeights, x: Tensor, saved: MoESaved) -> Tensor:
     tokens, rows = x if saved.received is None else saved.received, saved.rows
     return grouped_gemm(gather_rows(tokens, rows.tokens, rows.offsets), w.gate_up, rows.offsets)
 
 
-def _shared_gate_up(w: MoEWeights, x: torch.Tensor) -> torch.Tensor | None:
+def _shared_gate_up(w: MoEWeights, x: Tensor) -> Tensor | None:
     return None if w.shared_gate_up is None else torch.mm(x, w.shared_gate_up.t())
 
 
-def _microbatch_load(context: LayerContext, routing: Routing) -> AsyncResult[torch.Tensor | None]:
+def _microbatch_load(context: LayerContext, routing: Routing) -> AsyncResult[Tensor | None]:
     """The visits of a microbatch's tokens, summed over the cp ranks; None where `routing.load` counts them all."""
     if not _shape(context).aux_loss_coef or context.cp.size == 1:
         return ready(None)

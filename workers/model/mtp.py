@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.spec.model import ModelSpec
@@ -21,27 +22,27 @@ from pentad.workers.parallel.async_ops import run_to_completion
 class MTPWeights(NamedTuple):
     """Weights of one MTP layer; `embedding` and `head` are the model's."""
 
-    hidden_norm: torch.Tensor  # [H]
-    embedding_norm: torch.Tensor  # [H]
-    join: torch.Tensor  # [H, 2H], of the embedding and then the stream
-    norm: torch.Tensor  # [H]
+    hidden_norm: Tensor  # [H]
+    embedding_norm: Tensor  # [H]
+    join: Tensor  # [H, 2H], of the embedding and then the stream
+    norm: Tensor  # [H]
     layer: layer.LayerWeights
-    embedding: torch.Tensor  # [V / tp, H]
-    head: torch.Tensor  # [V / tp, H]
+    embedding: Tensor  # [V / tp, H]
+    head: Tensor  # [V / tp, H]
 
 
 class SavedNorm(NamedTuple):
-    input: torch.Tensor  # [t, H]
-    rstd: torch.Tensor  # [t]
+    input: Tensor  # [t, H]
+    rstd: Tensor  # [t]
 
 
 class MTPSaved(NamedTuple):
     """What B needs of F."""
 
-    tokens: torch.Tensor  # [T], whose embeddings are joined
+    tokens: Tensor  # [T], whose embeddings are joined
     embedding_norm: SavedNorm
     hidden_norm: SavedNorm
-    joined: torch.Tensor  # [t, 2H]
+    joined: Tensor  # [t, 2H]
     saved: layer.LayerSaved
     recomputable: layer.LayerRecomputable
     norm: SavedNorm
@@ -67,10 +68,10 @@ def forward(
     sublayers: layer.Sublayers,
     context: LayerContext,
     sequence: SequenceContext,
-    hidden: torch.Tensor,
-    tokens: torch.Tensor,
-    targets: torch.Tensor,
-) -> tuple[torch.Tensor, MTPSaved]:
+    hidden: Tensor,
+    tokens: Tensor,
+    targets: Tensor,
+) -> tuple[Tensor, MTPSaved]:
     """(normed stream [t, H], what B needs) from the normed stream `hidden` [t, H] before this layer.
 
     `tokens` [T] are the next tokens, `targets` [T] the ones after them; -100 where a sequence has ended.
@@ -96,8 +97,8 @@ def backward(
     context: LayerContext,
     sequence: SequenceContext,
     saved: MTPSaved,
-    dnormed: torch.Tensor | None,
-) -> tuple[torch.Tensor, list[Wgrad]]:
+    dnormed: Tensor | None,
+) -> tuple[Tensor, list[Wgrad]]:
     """(gradient of `hidden` [t, H], work for W); `dnormed` [t, H] is what the next MTP layer contributes, if any.
 
     The losses of all MTP layers together weigh `mtp_loss_weight`.

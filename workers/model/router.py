@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype
 from pentad.schedules.spec.model import Experts
@@ -18,13 +19,13 @@ TINY = 1e-20  # keeps a sum of scores from being zero
 class Routing(NamedTuple):
     """Where tokens go, which B needs again."""
 
-    scores: torch.Tensor  # [T, E], softmax or sigmoid of the logits
-    experts: torch.Tensor  # [T, K] int64, best first
-    weights: torch.Tensor  # [T, K]
-    load: torch.Tensor  # [E] int64, tokens that visit each expert
+    scores: Tensor  # [T, E], softmax or sigmoid of the logits
+    experts: Tensor  # [T, K] int64, best first
+    weights: Tensor  # [T, K]
+    load: Tensor  # [E] int64, tokens that visit each expert
 
 
-def route(x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, shape: Experts) -> Routing:
+def route(x: Tensor, router: Tensor, bias: Tensor | None, shape: Experts) -> Routing:
     """Routes tokens x [T, H] by `router` [E, H].
 
     `bias` [E] is added to the scores for the choice of experts, not for their weights (arXiv 2408.15664).
@@ -39,7 +40,7 @@ def route(x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, shap
     return Routing(scores, experts, weights * shape.routed_scaling_factor, visits.sum(0))
 
 
-def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+def router_logits(x: Tensor, router: Tensor) -> Tensor:
     """[T, E], never rounded to 16 bits."""
     wide = accumulation_dtype(x.dtype)
     if x.is_cuda and x.dtype != wide:
@@ -47,7 +48,7 @@ def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     return torch.mm(x.to(wide), router.to(wide).t())
 
 
-def top_experts(scores: torch.Tensor, shape: Experts) -> torch.Tensor:
+def top_experts(scores: Tensor, shape: Experts) -> Tensor:
     """[T, K]: the experts with the highest scores [T, E], best first; among equal scores, the lowest index.
 
     With several groups, only experts in the `topk_groups` groups with the highest sums of their two best scores are
@@ -61,14 +62,14 @@ def top_experts(scores: torch.Tensor, shape: Experts) -> torch.Tensor:
     return _top(scores, shape.top_k)
 
 
-def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
+def _top(scores: Tensor, count: int) -> Tensor:
     """Indices of the highest scores of each row. A stable sort, since topk leaves the order of equal scores open."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def backward(
-    routing: Routing, router: torch.Tensor, shape: Experts, dweights: torch.Tensor, dshares: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    routing: Routing, router: Tensor, shape: Experts, dweights: Tensor, dshares: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(dlogits [T, E], the router's part of dx [T, H]), both in the router's dtype.
 
     `dweights` [T, K] is the gradient of the weights; `dshares` [E], from `aux_loss_grad`, that of every token's
@@ -91,7 +92,7 @@ def backward(
     return dlogits, torch.mm(dlogits, router)
 
 
-def _normalize_backward(scores: torch.Tensor, shape: Experts, dshares: torch.Tensor) -> torch.Tensor:
+def _normalize_backward(scores: Tensor, shape: Experts, dshares: Tensor) -> Tensor:
     """The gradient of the scores [T, E] from that of score / sum of scores, [E] for every token."""
     if shape.scoring_func == "softmax":
         return dshares.expand_as(scores)
@@ -99,7 +100,7 @@ def _normalize_backward(scores: torch.Tensor, shape: Experts, dshares: torch.Ten
     return (dshares - (dshares * scores).sum(1, keepdim=True) / total) / total
 
 
-def aux_loss_grad(routing: Routing, shape: Experts, scale: float, load: torch.Tensor | None = None) -> torch.Tensor:
+def aux_loss_grad(routing: Routing, shape: Experts, scale: float, load: Tensor | None = None) -> Tensor:
     """[E]: the gradient of (tokens x scale) times the load-balancing loss for a token's normalized scores.
 
     It is the same for every token. The loss of a microbatch is aux_loss_coef E sum_e (share of visits of expert e)

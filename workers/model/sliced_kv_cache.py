@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype
 
-KeysValues = tuple[torch.Tensor, torch.Tensor]  # each [B, M, positions, D]; or their gradients
+KeysValues = tuple[Tensor, Tensor]  # each [B, M, positions, D]; or their gradients
 
 
 class SlicedKVCache:

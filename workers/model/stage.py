@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.spec.plan import Plan
@@ -16,25 +17,25 @@ from pentad.workers.model.weight_grad import AddWgrad, Wgrad, accumulate_wgrads
 from pentad.workers.parallel.async_ops import Task, run_to_completion
 from pentad.workers.parallel.context_parallel import ContextParallelGroup, DocumentMask
 from pentad.workers.parallel.process_groups import LayerGroups
-from pentad.workers.params.param_buffers import NamedBuffer, ParamBuffers
+from pentad.workers.params.param_buffers import BoundBuffers, ParamBuffers
 from pentad.workers.params.router_bias import LoadBalancer
 
 
 class StageInputs(NamedTuple):
     """The arguments of F. Every tp rank has all tokens and targets, but only its part of the residual stream."""
 
-    received: torch.Tensor | None  # [T / tp, H], not on the first stage
-    tokens: torch.Tensor | None  # [T], first stage
-    targets: torch.Tensor | None  # [T], last stage
-    mtp_targets: torch.Tensor | None  # [mtp_layers, T], last stage
+    received: Tensor | None  # [T / tp, H], not on the first stage
+    tokens: Tensor | None  # [T], first stage
+    targets: Tensor | None  # [T], last stage
+    mtp_targets: Tensor | None  # [mtp_layers, T], last stage
     documents: DocumentMask | None
 
 
 class HeadSaved(NamedTuple):
     """What B needs of the last norm, the MTP layers and the losses."""
 
-    stream: torch.Tensor  # [T / tp, H]
-    rstd: torch.Tensor  # [T / tp]
+    stream: Tensor  # [T / tp, H]
+    rstd: Tensor  # [T / tp]
     loss: lm_head.LossSaved
     mtp: list[mtp.MTPSaved]
 
@@ -58,7 +59,7 @@ class StageTensors(NamedTuple):
 
 
 class Stage:
-    """Implements StageProtocol; what B computes from `saved` is kept in `deferred` until W.
+    """Implements StageProtocol; what B leaves to W is in `deferred`.
 
     The slices of a sequence run in order forward and in reverse backward. `recompute_mode` is the plan's: 'none',
     'full' or 'selective'. Until `join` the stage has no other ranks.
@@ -84,7 +85,7 @@ class Stage:
         tied = plan.model.tie_word_embeddings
         self.head_name = "embedding" if tied and self.first else "head"
         self.embedding_name = "embedding" if self.first else "head" if tied else "predicted.embedding"
-        self._tensors: dict[tuple[tuple[NamedBuffer | None, NamedBuffer | None], ...], StageTensors] = {}
+        self._tensors: dict[tuple[BoundBuffers, ...], StageTensors] = {}
         self.bind()
         self.saved: dict[int, StageSaved] = {}
         self.kv_caches: dict[int, list[SlicedKVCache]] = {}  # by microbatch, one for each layer
@@ -98,13 +99,13 @@ class Stage:
         self.is_local = groups.is_local
 
     def bind(self) -> None:
-        """Under ZeRO the buffers alternate between a few: their tensors are looked up once each."""
-        buffers = tuple((each.weights, each.gradients) for each in self.param_buffers)
+        """Under ZeRO the buffers alternate between a few: the tensors of each are looked up once."""
+        buffers = tuple(each.bound for each in self.param_buffers)
         if buffers not in self._tensors:
             self._tensors[buffers] = self._bind(buffers)
         self.tensors = self._tensors[buffers]
 
-    def _bind(self, buffers: Sequence[tuple[NamedBuffer | None, NamedBuffer | None]]) -> StageTensors:
+    def _bind(self, buffers: Sequence[BoundBuffers]) -> StageTensors:
         weights: Views = dict(self.load_balancer.views) if self.load_balancer else {}
         gradients: Views = {}
         for flat_weights, flat_gradients in buffers:
@@ -132,12 +133,12 @@ class Stage:
     def forward(
         self,
         slice_index: int,
-        received: torch.Tensor | None,
-        tokens: torch.Tensor | None,
-        targets: torch.Tensor | None,
-        mtp_targets: torch.Tensor | None = None,
+        received: Tensor | None,
+        tokens: Tensor | None,
+        targets: Tensor | None,
+        mtp_targets: Tensor | None = None,
         document_starts: Sequence[Sequence[int]] = (),
-    ) -> Task[torch.Tensor | None]:
+    ) -> Task[Tensor | None]:
         microbatch, slice_number = divmod(slice_index, self.slices)
         cp, documents = self.layer_context.cp, None
         if document_starts:
@@ -163,7 +164,7 @@ class Stage:
             for (weights, _), sublayers, each in zip(self.tensors.layers, self.sublayers, saved.layers, strict=True):
                 saved.recomputable.append(layer.recompute(weights, sublayers, self.layer_context, each))
 
-    def backward_input(self, slice_index: int, dy: torch.Tensor | None) -> Task[torch.Tensor | None]:
+    def backward_input(self, slice_index: int, dy: Tensor | None) -> Task[Tensor | None]:
         microbatch, slice_number = divmod(slice_index, self.slices)
         kv_caches = self.kv_caches[microbatch] if slice_number else self.kv_caches.pop(microbatch)
         saved = self.saved.pop(slice_index)
@@ -218,7 +219,7 @@ class Stage:
 
     def _run_layers(
         self, slice_index: int, inputs: StageInputs, recompute_mode: str, context: LayerContext
-    ) -> Task[tuple[torch.Tensor, torch.Tensor, StageSaved, torch.Tensor | None]]:
+    ) -> Task[tuple[Tensor, Tensor, StageSaved, Tensor | None]]:
         """(branch, stream, what this mode saves, losses [T] on the last stage)."""
         microbatch, slice_number = divmod(slice_index, self.slices)
         if inputs.tokens is not None:
@@ -226,7 +227,7 @@ class Stage:
         else:
             assert inputs.received is not None
             branch = inputs.received
-        stream: torch.Tensor | None = None
+        stream: Tensor | None = None
         saved = StageSaved(inputs, [], [], None)
         layers = zip(self.tensors.layers, self.sublayers, self.kv_caches[microbatch], strict=True)
         for (weights, _), sublayers, kv_cache in layers:
@@ -246,8 +247,8 @@ class Stage:
         return branch, stream, saved if recompute_mode == "full" else saved._replace(head=head), losses
 
     def _head_forward(
-        self, branch: torch.Tensor, stream: torch.Tensor, inputs: StageInputs, context: LayerContext
-    ) -> tuple[HeadSaved, torch.Tensor]:
+        self, branch: Tensor, stream: Tensor, inputs: StageInputs, context: LayerContext
+    ) -> tuple[HeadSaved, Tensor]:
         """(what B needs, losses [T])."""
         weights, targets = self.tensors.weights, inputs.targets
         assert targets is not None
@@ -262,10 +263,10 @@ class Stage:
             tokens = further
         return head, losses
 
-    def _head_backward(self, head: HeadSaved, inputs: StageInputs) -> tuple[torch.Tensor, list[Wgrad]]:
+    def _head_backward(self, head: HeadSaved, inputs: StageInputs) -> tuple[Tensor, list[Wgrad]]:
         """(gradient of the residual stream, work for W)."""
         weights, gradients, context = self.tensors.weights, self.tensors.gradients, self.layer_context
-        dhidden: torch.Tensor | None = None
+        dhidden: Tensor | None = None
         work: list[Wgrad] = []
         mtp_layers = list(zip(self.tensors.mtp, self.mtp_sublayers, head.mtp, strict=True))
         for (w, g), sublayers, saved in reversed(mtp_layers):
@@ -284,8 +285,8 @@ class Stage:
         return SequenceContext(self.rotary_tables[0], SlicedKVCache(self.length), inputs.documents)
 
 
-def _tensors(nested: object) -> Iterator[torch.Tensor]:
-    if isinstance(nested, torch.Tensor):
+def _tensors(nested: object) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
         yield nested
     elif isinstance(nested, tuple | list):
         for each in nested:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.parallel.async_ops import Task
@@ -37,8 +38,8 @@ class StageProtocol(Protocol):
     last: bool  # ends in the loss
     is_local: bool  # no other rank shares the layers
     wgrad_layer: int
-    loss_sum_buffers: torch.Tensor
-    loss_sums: torch.Tensor
+    loss_sum_buffers: Tensor
+    loss_sums: Tensor
 
     @property
     def saved(self) -> dict[int, Any]: ...
@@ -58,12 +59,12 @@ class StageProtocol(Protocol):
     def forward(
         self,
         slice_index: int,
-        received: torch.Tensor | None,
-        tokens: torch.Tensor | None,
-        targets: torch.Tensor | None,
-        mtp_targets: torch.Tensor | None = None,
+        received: Tensor | None,
+        tokens: Tensor | None,
+        targets: Tensor | None,
+        mtp_targets: Tensor | None = None,
         document_starts: Sequence[Sequence[int]] = (),
-    ) -> Task[torch.Tensor | None]:
+    ) -> Task[Tensor | None]:
         """F: the residual stream [T, H], or None on the last stage, which adds to the loss sums instead.
 
         The first stage reads `tokens` [T], every other one `received` [T, H], which must stay unchanged until B. The
@@ -74,7 +75,7 @@ class StageProtocol(Protocol):
     def recompute(self, slice_index: int) -> None:
         """RECOMPUTE: rebuilds the activations that F did not save, with the same bits."""
 
-    def backward_input(self, slice_index: int, dy: torch.Tensor | None) -> Task[torch.Tensor | None]:
+    def backward_input(self, slice_index: int, dy: Tensor | None) -> Task[Tensor | None]:
         """B: the gradient [T, H] of what F received, or None on the first stage; leaves the rest to W.
 
         `dy` [T, H] is the gradient of what F returned, None on the last stage, where every token's loss counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_
 from pentad.kernels.moe.moe_permute import gather_rows
@@ -14,24 +15,24 @@ from pentad.kernels.wgrad_gemm import accumulate_gradient_
 class LinearWgrad(NamedTuple):
     """gradient [N, K] += dy [T, N]^T @ x [T, K]"""
 
-    gradient: torch.Tensor
-    dy: torch.Tensor
-    x: torch.Tensor
+    gradient: Tensor
+    dy: Tensor
+    x: Tensor
 
 
 class AddWgrad(NamedTuple):
     """gradient [H] += dy [H]"""
 
-    gradient: torch.Tensor
-    dy: torch.Tensor
+    gradient: Tensor
+    dy: Tensor
 
 
 class EmbeddingWgrad(NamedTuple):
     """gradient [V, H] += dy [T, H] at the rows `tokens` [T]"""
 
-    gradient: torch.Tensor
-    dy: torch.Tensor
-    tokens: torch.Tensor
+    gradient: Tensor
+    dy: Tensor
+    tokens: Tensor
 
 
 class GroupedWgrad(NamedTuple):
@@ -40,12 +41,12 @@ class GroupedWgrad(NamedTuple):
     `dy_rows` and `x_rows` [R] give the row of dy [.., N] and of x [.., K] for each row; None: they are in order.
     """
 
-    gradient: torch.Tensor
-    dy: torch.Tensor
-    x: torch.Tensor
-    offsets: torch.Tensor
-    dy_rows: torch.Tensor | None
-    x_rows: torch.Tensor | None
+    gradient: Tensor
+    dy: Tensor
+    x: Tensor
+    offsets: Tensor
+    dy_rows: Tensor | None
+    x_rows: Tensor | None
 
 
 Wgrad = LinearWgrad | AddWgrad | EmbeddingWgrad | GroupedWgrad

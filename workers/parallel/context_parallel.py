@@ -15,14 +15,7 @@ from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.workers.parallel import cp_all_gather, cp_ring
 from pentad.workers.parallel.async_ops import Task
-from pentad.workers.parallel.cp_blocks import (
-    Inputs,
-    SavedBlocks,
-    Step,
-    attend_block,
-    attend_block_backward,
-    plan_steps,
-)
+from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, Step, block_backward, block_forward, plan_steps
 from pentad.workers.parallel.cp_ulysses import sum_repeated, to_heads, to_positions
 
 
@@ -109,14 +102,14 @@ class ContextParallelGroup:
         if steps is None:
             return attention(q, k, v, deterministic, self.scale)
         inputs = Inputs(q, k, v, steps, self.scale, deterministic)
-        saved = inputs.saved(*attend_block(inputs, steps[0][0], k, v))
+        saved = inputs.saved(*block_forward(inputs, steps[0][0], k, v))
         return saved.out, saved
 
 
 def _attend_local_backward(dout: torch.Tensor, saved: SavedAttention | SavedBlocks) -> QKVGrads:
     if isinstance(saved, SavedAttention):
         return attention_backward(dout, saved)
-    return attend_block_backward(saved, dout, saved.steps[0][0], saved.k, saved.v)
+    return block_backward(saved, dout, saved.steps[0][0], saved.k, saved.v)
 
 
 @lru_cache

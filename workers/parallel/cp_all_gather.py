@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from pentad.kernels.attention.attention_partial import QKVGrads, merge_partials_
+from pentad.kernels.attention.attention_merge import merge_partials_
+from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.backend import accumulation_dtype
 from pentad.workers.parallel.async_ops import AsyncResult, Task, all_gather, reduce_scatter
 from pentad.workers.parallel.cp_blocks import (
@@ -19,8 +20,8 @@ from pentad.workers.parallel.cp_blocks import (
     Inputs,
     SavedBlocks,
     Step,
-    attend_block,
-    attend_block_backward,
+    block_backward,
+    block_forward,
     pack_kv,
     unpack_kv,
 )
@@ -32,11 +33,11 @@ def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
     """Attention of this rank's queries to the keys of all ranks."""
     q, k, v = inputs.q, inputs.k, inputs.v
     in_flight = _gather_kv(group, k, v)
-    out, lse = attend_block(inputs, inputs.steps[0][0], k, v)  # overlaps with the all-gather
+    out, lse = block_forward(inputs, inputs.steps[0][0], k, v)  # overlaps with the all-gather
     out = out.to(accumulation_dtype(q.dtype))
     kv_by_rank = yield from in_flight
     for at, source in _remote_blocks(group, inputs.steps):
-        partial = attend_block(inputs, at, *kv_by_rank[source])
+        partial = block_forward(inputs, at, *kv_by_rank[source])
         merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
     return inputs.saved(out.to(q.dtype), lse)
 
@@ -46,7 +47,7 @@ def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: torch.Tensor) -
     q, k, v = saved.q, saved.k, saved.v
     wide = accumulation_dtype(q.dtype)
     in_flight = _gather_kv(group, k, v)
-    dq, *own = attend_block_backward(saved, dout, saved.steps[0][0], k, v)
+    dq, *own = block_backward(saved, dout, saved.steps[0][0], k, v)
     dq = dq.to(wide)
     kv_by_rank = yield from in_flight
     packed = q.new_zeros(group.size(), k.numel() + v.numel(), dtype=wide)
@@ -54,7 +55,7 @@ def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: torch.Tensor) -
     for total, gradient in zip(dkv_by_rank[group.rank()], own, strict=True):
         total.copy_(gradient)
     for at, source in _remote_blocks(group, saved.steps):
-        block_dq, *block_dkv = attend_block_backward(saved, dout, at, *kv_by_rank[source])
+        block_dq, *block_dkv = block_backward(saved, dout, at, *kv_by_rank[source])
         dq[at.rows, :, at.queries] += block_dq
         for total, gradient in zip(dkv_by_rank[source], block_dkv, strict=True):
             total[at.rows, :, at.keys] += gradient

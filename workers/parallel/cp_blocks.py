@@ -65,7 +65,7 @@ class SavedBlocks(NamedTuple):
     deterministic: bool
 
 
-def attend_block(inputs: Inputs, at: Block, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_forward(inputs: Inputs, at: Block, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of one block, with the keys and values of the rank it belongs to."""
     options = AttentionOptions(
         at.causal, softmax_scale(inputs.q, inputs.scale), inputs.deterministic, at.lengths, at.fixed_shape
@@ -73,9 +73,7 @@ def attend_block(inputs: Inputs, at: Block, k: torch.Tensor, v: torch.Tensor) ->
     return partial_attention(inputs.q[at.rows, :, at.queries], k[at.rows, :, at.keys], v[at.rows, :, at.keys], options)
 
 
-def attend_block_backward(
-    saved: SavedBlocks, dout: torch.Tensor, at: Block, k: torch.Tensor, v: torch.Tensor
-) -> QKVGrads:
+def block_backward(saved: SavedBlocks, dout: torch.Tensor, at: Block, k: torch.Tensor, v: torch.Tensor) -> QKVGrads:
     """(dq, dk, dv) of one block."""
     options = AttentionOptions(at.causal, saved.scale, saved.deterministic, at.lengths, at.fixed_shape)
     dout, q, out, lse = (x[at.rows, :, at.queries] for x in (dout, saved.q, saved.out, saved.lse))

@@ -9,17 +9,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from pentad.kernels.attention.attention_partial import QKVGrads, merge_partials_
+from pentad.kernels.attention.attention_merge import merge_partials_
+from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.backend import accumulation_dtype
 from pentad.workers.parallel.async_ops import AsyncResult, Task
-from pentad.workers.parallel.cp_blocks import (
-    Inputs,
-    SavedBlocks,
-    attend_block,
-    attend_block_backward,
-    pack_kv,
-    unpack_kv,
-)
+from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward, pack_kv, unpack_kv
 
 
 def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
@@ -30,12 +24,12 @@ def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
     for number, blocks in enumerate(inputs.steps):
         in_flight = None if number == size - 1 else pass_on(group, packed, buffers[number % 2])
         if number == 0:
-            out, lse = attend_block(inputs, blocks[0], k, v)
+            out, lse = block_forward(inputs, blocks[0], k, v)
             out = out.to(accumulation_dtype(q.dtype))
         else:
             keys, values = unpack_kv(packed, k, v)
             for at in blocks:
-                partial = attend_block(inputs, at, keys, values)
+                partial = block_forward(inputs, at, keys, values)
                 merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
         if in_flight:
             packed = yield from in_flight
@@ -53,7 +47,7 @@ def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: torch.Tensor) -
     sums_in_flight: AsyncResult[torch.Tensor] | None = None
     for number, blocks in enumerate(saved.steps):
         kv_in_flight = None if number == size - 1 else pass_on(group, packed, buffers[number % 2])
-        gradients = [(at, *attend_block_backward(saved, dout, at, keys, values)) for at in blocks]
+        gradients = [(at, *block_backward(saved, dout, at, keys, values)) for at in blocks]
         if kv_in_flight:
             yield
         # The sums of the ranks before, for these keys, arrived while this rank computed its own.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from pentad.kernels.adamw import adamw_, adamw_optimistic_
+from pentad.kernels.adamw import Coefficients, adamw_, adamw_optimistic_, coefficients
 from pentad.schedules.spec.plan import OptimizerSpec
 from pentad.workers.params.buckets import ShardIndex
 from pentad.workers.params.parameters import Parameters
@@ -40,37 +38,23 @@ def step(parameters: Parameters, spec: OptimizerSpec, number: int, scale: torch.
     """AdamW step `number` (from 0), with gradients times `scale` [1]. Weight decay applies to matrices only."""
     has_copy = parameters.compute is not parameters.master
     for index, is_matrix in parameters.decay_groups:
-        adamw_(
-            parameters.master[index],
-            parameters.m[index],
-            parameters.v[index],
-            parameters.gradient[index],
-            parameters.compute[index] if has_copy else None,
-            scale=scale,
-            **_hyperparameters(spec, number, is_matrix),
+        master, m, v, gradient = (
+            x[index] for x in (parameters.master, parameters.m, parameters.v, parameters.gradient)
         )
+        compute = parameters.compute[index] if has_copy else None
+        adamw_(master, m, v, gradient, compute, scale, _coefficients(spec, number, is_matrix))
 
 
 def optimistic_step(parameters: Parameters, spec: OptimizerSpec, number: int) -> None:
     """Writes the compute weights as `step` would with a scale of 1; nothing else changes."""
     assert parameters.compute is not parameters.master
     for index, is_matrix in parameters.decay_groups:
-        adamw_optimistic_(
-            parameters.compute[index],
-            parameters.master[index],
-            parameters.m[index],
-            parameters.v[index],
-            parameters.gradient[index],
-            **_hyperparameters(spec, number, is_matrix),
+        compute, master, m, v, gradient = (
+            x[index] for x in (parameters.compute, parameters.master, parameters.m, parameters.v, parameters.gradient)
         )
+        adamw_optimistic_(compute, master, m, v, gradient, _coefficients(spec, number, is_matrix))
 
 
-def _hyperparameters(spec: OptimizerSpec, number: int, is_matrix: bool) -> dict[str, Any]:
-    return {
-        "lr": spec.learning_rate_at(number),
-        "beta1": spec.beta1,
-        "beta2": spec.beta2,
-        "eps": spec.eps,
-        "weight_decay": spec.weight_decay if is_matrix else 0.0,
-        "step": number + 1,
-    }
+def _coefficients(spec: OptimizerSpec, number: int, is_matrix: bool) -> Coefficients:
+    weight_decay = spec.weight_decay if is_matrix else 0.0
+    return coefficients(spec.learning_rate_at(number), spec.beta1, spec.beta2, spec.eps, weight_decay, step=number + 1)

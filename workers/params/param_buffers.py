@@ -21,6 +21,9 @@ class NamedBuffer:
     tensors: dict[str, torch.Tensor]
 
 
+BoundBuffers = tuple[NamedBuffer | None, NamedBuffer | None]  # weights and gradients
+
+
 class ParamBuffers:
     """The buffers of one kind of parameters of a stage (its experts, or all else).
 
@@ -47,6 +50,10 @@ class ParamBuffers:
 
     def clear_weights(self) -> None:
         self.weights = None
+
+    @property
+    def bound(self) -> BoundBuffers:
+        return self.weights, self.gradients
 
     def zero_if_stale(self) -> None:
         """Called before a W adds to the gradients."""

@@ -60,8 +60,8 @@ class Parameters:
 
     `master`, `compute`, `gradient`, `m` and `v` are its ZeRO shard, [buckets, part] ([1, size] without ZeRO); all but
     `compute` are float32 (float64 when compute is). `compute` is a copy of `master` in the compute dtype, or `master`
-    itself. Layers read `full_weights` and add to `full_gradients`, flat, of which `compute` and `gradient` are views;
-    they are None where stages share buffers (workers/runtime/zero.py). `router_bias` is not sharded; it comes with the
+    itself. Layers read `full_weights` and add to `full_gradients`, flat; `compute` and `gradient` are views of them.
+    Both are None where stages share buffers (workers/runtime/zero.py). `router_bias` is not sharded; it comes with the
     parameters that are not experts', as every rank of the stage needs it.
     """
 
@@ -94,7 +94,7 @@ class Parameters:
         return result
 
     def shard_spans(self) -> Iterator[tuple[LocalTensor, ShardIndex, slice]]:
-        """For each tensor of which the shard has elements: where, and which elements of the tensor."""
+        """For each tensor with elements in the shard: where they are, and which elements of the tensor."""
         start = 0
         for local in self.local_tensors:
             end = start + math.prod(local.shape)

@@ -1,1 +1,1 @@
-"""The executor and the step around it."""
+"""Runs steps: executor, lanes, optimizer step, ZeRO, offloading, aborts."""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the driver unpickles Aborted and does without torch
     import torch.distributed as dist
 
-    from pentad.workers.runtime.optimizer_step import BarrierStep, PostValidatedStep
+    from pentad.workers.runtime.optimizer_step import OptimizerStep
     from pentad.workers.runtime.streams import CudaStreams
-    from pentad.workers.transport.stream_flags import StreamFlags
+    from pentad.workers.transport.p2p import P2PTransport
+    from pentad.workers.transport.p2p_ipc import IpcTransport
 
 QUIET_SECONDS = 0.3
 DRAIN_SECONDS = 4.0  # the driver waits regroup.FENCE_SECONDS
@@ -92,8 +93,8 @@ class SocketRegistry:
 
 def drain(
     lanes: CudaStreams,
-    optimizer_step: BarrierStep | PostValidatedStep,
-    flags: StreamFlags | None,
+    optimizer_step: OptimizerStep,
+    transport: P2PTransport | IpcTransport,
     longest_instruction: float,
 ) -> None:
     """Lets a GPU finish what it was given, without further steps or waits for transfers.
@@ -103,8 +104,7 @@ def drain(
     """
     quiet = max(QUIET_SECONDS, 1.5 * longest_instruction)
     optimizer_step.cancel()
-    if flags is not None:
-        flags.release()
+    transport.release()
     last_change, completed = time.monotonic(), -1
     deadline = last_change + DRAIN_SECONDS
     while time.monotonic() < min(last_change + quiet, deadline):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,10 @@ from pentad.workers.data.batch_loader import Tokens
 from pentad.workers.model.stage_protocol import StageProtocol
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.process_groups import ProcessGroups
-from pentad.workers.runtime.abort import Fence
 from pentad.workers.runtime.activation_offload import ActivationOffload
-from pentad.workers.runtime.optimizer_step import BarrierStep, PostValidatedStep
+from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.progress_file import ProgressFile
-from pentad.workers.runtime.streams import Lanes
+from pentad.workers.runtime.streams import Check, Lanes
 from pentad.workers.runtime.zero import ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
@@ -27,7 +27,8 @@ from pentad.workers.transport.p2p_ipc import IpcTransport
 class Executor:
     """Runs steps with the stages, process groups and lanes of one rank.
 
-    `host_seconds[step]` is how long the host took to issue a step. Before every instruction the host checks `fence`.
+    `host_seconds[step]` is how long the host took to issue a step. Before every instruction, and while
+    it waits, the host calls `check`, which raises Aborted once the generation is over.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class Executor:
         transport: P2PTransport | IpcTransport,
         lanes: Lanes,
         progress: ProgressFile,
-        optimizer_step: BarrierStep | PostValidatedStep,
+        optimizer_step: OptimizerStep,
         shards: ZeroShards,
-        fence: Fence,
+        check: Check,
     ) -> None:
         self.stream, self.stages, self.groups, self.transport = stream, stages, groups, transport
-        self.lanes, self.progress, self.fence = lanes, progress, fence
+        self.lanes, self.progress, self.check = lanes, progress, check
         self.optimizer_step, self.shards = optimizer_step, shards
         self.activations = ActivationOffload(lanes)
         self.sources, self.reductions = resolve_inputs(stream), bucket_reductions(stream)
@@ -65,8 +66,8 @@ class Executor:
         counter = 0
         while counter < len(self.stream):
             self.progress.write(step, counter)
-            self.fence.check()
-            self.lanes.throttle(self.fence.check)
+            self.check()
+            self.lanes.throttle(self.check)
             # The backward of an overlapped pair goes first: it communicates before it computes.
             interleave(*map(self._issue, reversed(self.stream[counter].parts)))
             counter += 1
@@ -114,13 +115,15 @@ class Executor:
             case Op.REDUCE_SCATTER:
                 self.lanes.end_with(part, self.shards.scatter(part, self.groups))
             case Op.NORM:
-                self.optimizer_step.reduce_norm(self.step, self.fence.check)
+                self.optimizer_step.reduce_norm(self.step, self.check)
             case Op.STEP:
                 self.optimizer_step.step(self.step)
             case Op.VALIDATE:
-                self.valid = self.optimizer_step.validate(self.fence.check)
+                self.valid = self.optimizer_step.validate(self.check)
             case Op.ROLLBACK:
                 self.restart = not self.valid
+            case _:
+                assert_never(part.op)
 
     def _forward(self, part: Instruction) -> Task[None]:
         stage, tokens = self.stages[part.stage], self.tokens.get(part.microbatch)
@@ -144,7 +147,7 @@ class Executor:
     def _run_weight_grad(self, part: Instruction) -> None:
         """W, for the layers that B has passed. Reductions of the buckets it completes may start right away."""
         stage = self.stages[part.stage]
-        self.lanes.wait_previous_step(self.fence.check)  # that step may still need its gradients (BarrierStep.commit)
+        self.lanes.wait_previous_step(self.check)  # that step may still need its gradients (BarrierStep.commit)
         stage.backward_weight(part.microbatch)
         for reduction in self.reductions.get(part.key, ()):
             if all(each.buckets[reduction.microbatch].layer >= stage.wgrad_layer for each in stage.param_buffers):
@@ -167,7 +170,7 @@ class Executor:
     def _restart_step(self) -> None:
         """ROLLBACK: discards what the step has computed; the other ends of its transfers do the same."""
         self.transport.finish_sends()
-        self.lanes.discard_step(self.fence.check)
+        self.lanes.discard_step(self.check)
         self.transport.begin_step()
         self.results.clear()
         self.activations.discard()

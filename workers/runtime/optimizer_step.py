@@ -7,7 +7,6 @@ checks the norm in the next step (schedules/passes/validation.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,10 +18,9 @@ from pentad.workers.model.stage_protocol import StageProtocol
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import optimizer
 from pentad.workers.params.parameters import Parameters
+from pentad.workers.runtime.streams import Check
 from pentad.workers.runtime.tied import TiedEmbedding
 from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
-
-Check = Callable[[], None]  # raises Aborted if the generation is over
 
 
 class CommittedStep(NamedTuple):
@@ -98,28 +96,48 @@ class GlobalNorm(NamedTuple):
     losses: torch.Tensor
 
 
-class BarrierStep:
+class _StepBase:
+    """`version` (on the device) is the number of steps in the master weights, `norm` that of the newest one."""
+
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol]) -> None:
+        self.plan, self.stages, self.totals = plan, stages, StepTotals(plan, rank, stages)
+        self.device = self.totals.values.device
+        self.version = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.committed: list[CommittedStep] = []
+
+    def validate(self, check: Check) -> bool:
+        """VALIDATE: commits the previous step. False if what was computed since must be discarded."""
+        return True
+
+    def cancel(self) -> None:
+        """Lets no step count that the GPU has not taken yet. From any thread; writes host memory only."""
+
+    def close(self) -> None:
+        """Ends background work."""
+
+    def _parameters(self) -> list[Parameters]:
+        return [buffers.parameters for stage in self.stages.values() for buffers in stage.param_buffers]
+
+
+class BarrierStep(_StepBase):
     """All ranks of the mesh meet at NORM: once one rank has the norm, the gradients of every rank are complete.
 
-    `version` (on the device) is the number of steps in the weights, `norm` that of the newest one. After `cancel`, a
-    GPU that is behind its host changes no weight at STEP, and the gradients stay: the host issues no W of the next
-    step before this one has ended.
+    After `cancel`, a GPU that is behind its host changes no weight at STEP, and the gradients stay: the host issues no
+    W of the next step before this one has ended.
     """
 
     def __init__(self, plan: Plan, groups: ProcessGroups, stages: dict[int, StageProtocol]) -> None:
-        self.plan, self.groups, self.stages = plan, groups, stages
-        self.totals = StepTotals(plan, groups.rank, stages)
+        super().__init__(plan, groups.rank, stages)
+        self.world = groups.world
         self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
         # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
         balances = [(stage.load_balancer, groups.gradients[index][0]) for index, stage in sorted(stages.items())]
         self.balances = [(balance, group) for balance, group in balances if balance is not None]
-        device = self.totals.values.device
-        self.cancelled = torch.zeros((), dtype=torch.float64, pin_memory=device.type == "cuda")  # nan after `cancel`
-        self.version = torch.zeros((), dtype=torch.int64, device=device)
-        self.norm = torch.zeros((), dtype=torch.float64, device=device)
+        on_gpu = self.device.type == "cuda"
+        self.cancelled = torch.zeros((), dtype=torch.float64, pin_memory=on_gpu)  # nan after `cancel`
         self.gradients: LocalGradients | None = None
         self.global_norm: GlobalNorm | None = None
-        self.committed: list[CommittedStep] = []
 
     @property
     def is_ready(self) -> bool:
@@ -134,8 +152,8 @@ class BarrierStep:
             balance.reduce(group)
         totals = self.totals.fill()
         self.gradients = LocalGradients(step, self._not_cancelled())
-        if self.groups.world is not None:
-            dist.all_reduce(totals, group=self.groups.world)
+        if self.world is not None:
+            dist.all_reduce(totals, group=self.world)
         check()
         accepted = self._not_cancelled()
         norm = torch.where(accepted, self.totals.norm(totals), torch.nan)
@@ -148,26 +166,15 @@ class BarrierStep:
 
     def commit(self, step: int, norm: float) -> None:
         """Takes the step that lacked only its norm, which another rank heard before the generation ended."""
-        device = self.version.device
-        accepted = torch.ones((), dtype=torch.bool, device=device)
-        value = torch.tensor(norm, dtype=torch.float64, device=device)
+        accepted = torch.ones((), dtype=torch.bool, device=self.device)
+        value = torch.tensor(norm, dtype=torch.float64, device=self.device)
         self._commit(GlobalNorm(step, accepted, value, torch.zeros(0, dtype=torch.float64)))
 
-    def validate(self, check: Check) -> bool:
-        raise AssertionError("a program with a barrier has no VALIDATE")
-
-    def finish(self, check: Check) -> None:
-        """Nothing to do: STEP has waited for the norm."""
-
     def cancel(self) -> None:
-        """Lets no step count that the GPU has not taken yet. From any thread; writes host memory only."""
         self.cancelled.fill_(math.nan)
 
-    def close(self) -> None:
-        """Nothing to release."""
-
     def _commit(self, result: GlobalNorm) -> None:
-        for parameters in _all_parameters(self.stages):
+        for parameters in self._parameters():
             scale = optimizer.clip_scale(result.norm, self.plan.optimizer.clip_norm, parameters.master.dtype)
             optimizer.step(parameters, self.plan.optimizer, result.step, scale)
         for balance, _ in self.balances:
@@ -178,24 +185,17 @@ class BarrierStep:
 
     def _not_cancelled(self) -> torch.Tensor:
         """A bool scalar; on a GPU, as of when the current stream comes here."""
-        return self.cancelled.to(self.version.device, non_blocking=True) == 0
+        return self.cancelled.to(self.device, non_blocking=True) == 0
 
 
-class PostValidatedStep:
+class PostValidatedStep(_StepBase):
     """STEP updates the compute weights only; the master weights follow once the norm is known. Until then gradients and
-    optimizer state stay as they were.
-
-    Same interface as `BarrierStep`.
-    """
+    optimizer state stay as they were."""
 
     def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol], reducer: NormReducer) -> None:
-        self.plan, self.stages, self.reducer = plan, stages, reducer
-        self.totals = StepTotals(plan, rank, stages)
-        device = self.totals.values.device
-        self.version = torch.zeros((), dtype=torch.int64, device=device)
-        self.norm = torch.zeros(1)
+        super().__init__(plan, rank, stages)
+        self.reducer = reducer
         self.unvalidated: int | None = None  # the step whose norm is not known yet
-        self.committed: list[CommittedStep] = []
 
     @property
     def is_ready(self) -> bool:
@@ -215,12 +215,11 @@ class PostValidatedStep:
 
     def step(self, step: int) -> None:
         """STEP, as if the norm were within the limit."""
-        for parameters in _all_parameters(self.stages):
+        for parameters in self._parameters():
             optimizer.optimistic_step(parameters, self.plan.optimizer, step)
 
     def validate(self, check: Check) -> bool:
-        """VALIDATE: waits for the norm and commits the step. False if the compute weights differ from those that were
-        used since: what was computed with them must be discarded."""
+        """Waits for the norm. False if the compute weights have changed, as it is over the limit or not finite."""
         if self.unvalidated is None:
             return True
         # Every entry is one pipeline's, and zero in the others.
@@ -230,21 +229,14 @@ class PostValidatedStep:
     def commit(self, step: int, norm: float) -> None:
         self._commit(step, torch.tensor(norm, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
 
-    def finish(self, check: Check) -> None:
-        """Validates the last step when no other follows; nothing has been computed with its weights yet."""
-        self.validate(check)
-
-    def cancel(self) -> None:
-        """Nothing to do: the host commits every step."""
-
     def close(self) -> None:
         self.reducer.close()
 
     def _commit(self, step: int, norm: torch.Tensor, losses: torch.Tensor) -> bool:
-        parameters = _all_parameters(self.stages)
+        parameters = self._parameters()
         factor = optimizer.clip_scale(norm, self.plan.optimizer.clip_norm, parameters[0].master.dtype)
         finite, unscaled = bool(factor.isfinite()), bool(factor == 1)
-        scale = factor.to(self.version.device, non_blocking=True)
+        scale = factor.to(self.device, non_blocking=True)
         for each in parameters:
             if not finite:
                 each.refresh()
@@ -255,11 +247,10 @@ class PostValidatedStep:
         return unscaled
 
 
+OptimizerStep = BarrierStep | PostValidatedStep
+
+
 def _to_host(value: torch.Tensor) -> torch.Tensor:
     """A copy on the host, valid once the current stream has come so far."""
     copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
     return copy.copy_(value, non_blocking=True)
-
-
-def _all_parameters(stages: dict[int, StageProtocol]) -> list[Parameters]:
-    return [bank.parameters for stage in stages.values() for bank in stage.param_buffers]

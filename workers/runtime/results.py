@@ -1,4 +1,4 @@
-"""What workers tell the driver: plain data, no tensors."""
+"""What workers report to the driver: plain data, no tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pentad.schedules.simulate.timeline import Span
 
 @dataclass(frozen=True)
 class StepResult:
-    """One rank's account of one step.
+    """One rank's result of one step.
 
-    `losses` maps microbatch numbers of the whole mesh to the sums of their tokens' losses. `grad_norm` is the global
-    norm before clipping; `skipped` says that it was not finite and no weight changed. `spans` are times in seconds on
-    the host's monotonic clock, ranks and peers are ranks of the mesh. `host_seconds` is what the host needed to issue
-    the step, `instructions` how many it issued.
+    `losses` are sums over tokens, by microbatch of the global batch. `grad_norm` is the global norm before clipping;
+    if it was not finite, the step was `skipped` and no weight changed. `spans` are in seconds of the host's monotonic
+    clock, their ranks and peers are ranks of the mesh. The host issued `instructions` in `host_seconds`; `peak_bytes`
+    is the largest GPU memory allocated so far, 0 on a CPU.
     """
 
     step: int
@@ -30,11 +30,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """Where a rank stands after its generation was ended from outside.
+    """The state of a rank after its generation was aborted.
 
-    `version` steps are in its weights. `ready` says that its gradients of the next step are whole, so that the step's
-    global norm is all that it lacks; `norm` is that of the last step in its weights. `results` are of the last steps
-    done, some of which the driver may have.
+    `version` steps are in its weights, the last with this global gradient `norm`. `ready`: the gradients of the next
+    step are complete and only lack their global norm. `results` are those of the last steps, some of which the driver
+    may already have.
     """
 
     version: int

@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.parallel.process_groups import abort_nccl, start_store
+from pentad.workers.parallel.process_groups import abort_nccl, connect, join_store, start_store
+from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.abort import Fence, SocketRegistry, drain
+from pentad.workers.runtime.executor import Executor
 from pentad.workers.runtime.gpu_timer import StepTimes
 from pentad.workers.runtime.optimizer_step import CommittedStep
 from pentad.workers.runtime.progress_file import Progress, ProgressFile
-from pentad.workers.runtime.rank_setup import Connection, LocalRank, make_batch_loader, make_stages, prepare_device
 from pentad.workers.runtime.rank_state import RankState
 from pentad.workers.runtime.results import RankSnapshot, StepResult
 from pentad.workers.runtime.streams import CudaStreams
@@ -46,26 +47,25 @@ class Runner:
         blank: bool = False,
     ) -> None:
         self.plan, self.rank, self.generation = plan, rank, generation
-        self.device, self.fence_flag = prepare_device(plan.device, gpu), Fence()
+        self.device, self.fence_flag = rank_setup.prepare_device(plan.device, gpu), Fence()
         if previous is None:
             self.progress = ProgressFile(progress, generation)
         else:
             self.progress = previous.progress
             self.progress.begin_generation(generation)
         self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None, blank=blank)
-        stages = make_stages(plan, rank, self.state.parameters)
+        self.stages = rank_setup.make_stages(plan, rank, self.state.parameters)
         if previous is not None:  # frees its other buffers before more are allocated
-            previous.local.stages.clear()
-            previous.local.shards.clear()
-        shards = ZeroShards(plan, rank, stages)
-        self.local: LocalRank = LocalRank(plan, rank, self.device, stages, shards, self.progress, self.fence_flag)
-        self.load_batch = make_batch_loader(plan, rank, self.device)
+            previous.stages.clear()
+            previous.shards.clear()
+        self.shards: ZeroShards = ZeroShards(plan, rank, self.stages)
+        self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
         self.recent_calls: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
         self.last_position = (0, -1, 0.0)  # steps behind the host, counter, and since when
         self.store: dist.TCPStore | None = None
         self.sockets: SocketRegistry | None = None
-        self.connection: Connection | None = None
+        self.executor: Executor | None = None
 
     def serve(self, host: str, timeout_seconds: float) -> str:
         """On rank 0, whose machine has the IP address `host`: starts the store; returns 'HOST:PORT' for `connect`."""
@@ -76,11 +76,22 @@ class Runner:
         """Connects to the other ranks through the store at 'HOST:PORT'."""
         if self.device.type == "cpu":
             self.sockets = SocketRegistry(int(address.rpartition(":")[2]))
-        store, self.store = self.store, None
+        plan, size, rank = self.plan, self.plan.mesh.size, self.rank
         with self.fence_flag.guard():
-            connection = self.local.connect(address, store, self.sockets, self.generation, timeout_seconds)
-            connection.optimizer_step.version.fill_(self.state.version)
-            self.connection = connection
+            store, self.store = self.store or join_store(address, size, timeout_seconds), None
+            groups = connect(plan, rank, store, timeout_seconds, self.device, self.generation)
+            for stage in self.stages.values():
+                stage.join(groups.layers)
+            end = rank_setup.make_optimizer_step(plan, groups, self.stages, address, timeout_seconds)
+            end.version.fill_(self.state.version)
+            if self.sockets is not None:
+                self.sockets.exchange(store, rank, size)
+            lanes = rank_setup.make_lanes(plan, rank, self.device)
+            transport = rank_setup.make_transport(plan, groups, store, self.device, self.generation)
+            stream, check = rank_setup.stream_of(plan, rank), self.fence_flag.check
+            self.executor = Executor(
+                stream, self.stages, groups, transport, lanes, self.progress, end, self.shards, check
+            )
 
     def restore(self, folder: str | None, step: int = 0) -> None:
         """Reads the state of `step` steps from a checkpoint; without one, starts from the initial values."""
@@ -96,7 +107,7 @@ class Runner:
         if self.state.version != step:
             self.state.version = -1  # until all of it has arrived
         with self.fence_flag.guard():
-            self.state.receive(self._connection.groups, sources)
+            self.state.receive(self._connected.groups, sources)
         self._set_version(step)
 
     def run(self, first_step: int, count: int, more: bool = False) -> list[StepResult]:
@@ -107,7 +118,7 @@ class Runner:
         """
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
-                self._connection.executor.run(step, self.load_batch(step))
+                self._connected.run(step, self.load_batch(step))
             if more:
                 self._collect_results(num_open=1)
             else:
@@ -119,10 +130,10 @@ class Runner:
     def save(self, folder: str, step: int, shares: tuple[ParamShard, ...] | None = None) -> list[dict]:
         """Writes the shares this rank owns, or the given ones, after `step` steps, the open one included. Returns their
         entries for the manifest, which the driver commits."""
-        if self._connection.lanes.has_unread_steps:
+        if self._connected.lanes.has_unread_steps:
             with self.fence_flag.guard():
                 self._finish_step()
-        return self.state.write(Path(folder), self._connection.groups, self.fence_flag, shares)
+        return self.state.write(Path(folder), self._connected.groups, self.fence_flag, shares)
 
     def fence(self) -> None:
         """Ends the generation: no further step counts, and the train thread is freed. From any thread.
@@ -130,22 +141,21 @@ class Runner:
         A GPU's train thread that waits for a collective is only freed by `abort`.
         """
         self.fence_flag.set()
-        connection = self.connection
-        if connection is not None and isinstance(connection.lanes, CudaStreams):
-            drain(connection.lanes, connection.optimizer_step, connection.flags, self._longest_instruction())
+        executor = self.executor
+        if executor is not None and isinstance(executor.lanes, CudaStreams):
+            drain(executor.lanes, executor.optimizer_step, executor.transport, self._longest_instruction())
         if self.sockets is not None:
             self.sockets.shutdown()
 
     def position(self) -> Progress | None:
         """Where a GPU is, which runs behind its host; None on a CPU, whose progress file tells. From any thread."""
-        connection = self.connection
-        if connection is None or self.fence_flag.is_set or not isinstance(connection.lanes, CudaStreams):
+        executor = self.executor
+        if executor is None or self.fence_flag.is_set or not isinstance(executor.lanes, CudaStreams):
             return None
-        found = connection.lanes.position()
+        found = executor.lanes.position()
         if found is None:
             return None
         behind, part = found
-        executor = connection.executor
         counter = next(i for i, unit in enumerate(executor.stream) if part in unit.parts)
         if (behind, counter) != self.last_position[:2]:
             self.last_position = (behind, counter, time.monotonic())
@@ -159,8 +169,8 @@ class Runner:
     def leave(self) -> RankSnapshot:
         """After `fence`, on the train thread: releases the communicators and returns where this rank stands."""
         norm, ready = 0.0, False
-        if self.connection is not None:
-            end = self.connection.optimizer_step
+        if self.executor is not None:
+            end = self.executor.optimizer_step
             self.state.version, norm, ready = int(end.version), float(end.norm), end.is_ready
             self._collect_results()
         self.close()
@@ -170,7 +180,7 @@ class Runner:
 
     def advance(self, norm: float) -> None:
         """After `leave`: takes the step that only lacked its global norm."""
-        end = self._connection.optimizer_step
+        end = self._connected.optimizer_step
         end.commit(self.state.version, norm)
         self.state.version = int(end.version)
 
@@ -178,30 +188,31 @@ class Runner:
         """Disconnects from the other ranks."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        if self.connection is not None:
-            self.connection.close()
+        if self.executor is not None:
+            self.executor.optimizer_step.close()
+            self.executor.transport.close()
 
     @property
-    def _connection(self) -> Connection:
-        assert self.connection is not None, "not connected"
-        return self.connection
+    def _connected(self) -> Executor:
+        assert self.executor is not None, "connect comes first"
+        return self.executor
 
     def _set_version(self, version: int) -> None:
         self.state.set_version(version)
-        if self.connection is not None:
-            self.connection.optimizer_step.version.fill_(version)
+        if self.executor is not None:
+            self.executor.optimizer_step.version.fill_(version)
 
     def _finish_step(self) -> None:
         """Completes the open step: validates it, and waits for everything in flight."""
-        connection, check = self._connection, self.fence_flag.check
-        connection.optimizer_step.finish(check)
-        connection.lanes.throttle(check, ahead=0)
+        executor, check = self._connected, self.fence_flag.check
+        executor.optimizer_step.validate(check)
+        executor.lanes.throttle(check, ahead=0)
         self._collect_results()
 
     def _collect_results(self, num_open: int = 0) -> None:
         """Waits for all steps except the newest `num_open`, and adds their results to the unreported ones."""
-        lanes, committed = self._connection.lanes, self._connection.optimizer_step.committed
-        times = lanes.read_times(self.fence_flag.check, num_open)
+        committed = self._connected.optimizer_step.committed
+        times = self._connected.lanes.read_times(self.fence_flag.check, num_open)
         self.unreported += [self._result(*each) for each in zip(committed, times, strict=False)]
         del committed[: len(times)]
 
@@ -214,7 +225,7 @@ class Runner:
             learning_rate=self.plan.optimizer.learning_rate_at(committed.step),
             skipped=not math.isfinite(norm),
             spans=self._spans(committed.step, times),
-            host_seconds=self._connection.executor.host_seconds.pop(committed.step, 0.0),
+            host_seconds=self._connected.host_seconds.pop(committed.step, 0.0),
             instructions=len(times),
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )

@@ -18,7 +18,7 @@ from pentad.workers.runtime.gpu_progress import GpuProgress
 from pentad.workers.runtime.gpu_timer import GpuTimer, StepTimes
 
 AHEAD = 2  # instructions that the host issues before the compute lane needs them
-Check = Callable[[], None]  # called while the host waits; may raise
+Check = Callable[[], None]  # called while the host waits; raises Aborted once the generation is over
 
 
 class HostStreams:

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU: memory, power, clocks, heat and errors."""
+"""Memory, power, clock, temperature and errors of a GPU, as reported by NVML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pynvml as nvml
 
-# Why a GPU may hold its clocks down, as NVML's bits: 'idle' and clocks set by hand are no reason to worry.
+# NVML's bits by cause; idle GPUs and user-defined clocks are not throttled.
 THROTTLES = {
     "power": nvml.nvmlClocksEventReasonSwPowerCap | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
     "thermal": nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown,
@@ -18,11 +18,11 @@ THROTTLES = {
 
 
 class GpuState(NamedTuple):
-    """One GPU now; None where it does not tell.
+    """The state of one GPU; None for what it does not report.
 
-    Memory is in bytes, over all processes; `power` in watts, `clock` (of the multiprocessors) in hertz, `temperature`
-    in degrees Celsius. `ecc_errors` counts memory errors beyond repair since the driver was loaded. `throttles` are
-    the keys of THROTTLES that hold.
+    Memory is in bytes over all processes, `power` in watts, `clock` (of the SMs) in hertz, `temperature` in degrees
+    Celsius. `ecc_errors` counts uncorrectable memory errors since the driver was loaded. `throttles` are keys of
+    THROTTLES.
     """
 
     memory_used: int | None = None
@@ -35,25 +35,25 @@ class GpuState(NamedTuple):
 
 
 def read_gpu(index: int) -> GpuState | None:
-    """The state of this host's GPU number `index`, in NVML's order; None without NVML, such a GPU, or any answer.
+    """The state of this host's GPU number `index` in NVML's order; None without NVML, that GPU, or any answer.
 
-    Takes well under a millisecond, but for the first call of a process.
+    Takes less than a millisecond, except for the first call of a process.
     """
     try:
         handle = _handle(index)
     except nvml.NVMLError:
         return None
-    memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-    power = _ask(nvml.nvmlDeviceGetPowerUsage, handle)
-    clock = _ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
-    reasons = _ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    memory = _query(nvml.nvmlDeviceGetMemoryInfo, handle)
+    power = _query(nvml.nvmlDeviceGetPowerUsage, handle)
+    clock = _query(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
+    reasons = _query(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
     state = GpuState(
         memory_used=None if memory is None else int(memory.used),
         memory_total=None if memory is None else int(memory.total),
         power=None if power is None else power / 1e3,
         clock=None if clock is None else clock * 1e6,
-        temperature=_ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        ecc_errors=_ask(
+        temperature=_query(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        ecc_errors=_query(
             nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
         throttles=None if reasons is None else tuple(name for name, bits in THROTTLES.items() if reasons & bits),
@@ -63,13 +63,13 @@ def read_gpu(index: int) -> GpuState | None:
 
 @functools.cache
 def _handle(index: int) -> Any:
-    """A failure is not remembered: a driver that is being loaded answers later."""
+    """Failures are not cached: a driver that is still loading answers later."""
     nvml.nvmlInit()
     return nvml.nvmlDeviceGetHandleByIndex(index)
 
 
-def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """NVML's answer, None where this GPU or this driver has none."""
+def _query(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, None if this GPU or driver does not support it."""
     with suppress(nvml.NVMLError):
-        return question(*arguments)
+        return function(*arguments)
     return None

@@ -62,8 +62,11 @@ class P2PTransport:
             work.wait()
         self.sends.clear()
 
+    def release(self) -> None:
+        """Nothing to do: transfers end when the process groups are aborted."""
+
     def close(self) -> None:
-        """Nothing to release: the process groups have another owner."""
+        """Nothing to do: the process groups have another owner."""
 
 
 def _tag(part: Instruction) -> int:

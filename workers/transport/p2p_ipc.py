@@ -82,10 +82,15 @@ class IpcTransport:
     def finish_sends(self) -> None:
         """Nothing to wait for: the lanes keep the order."""
 
+    def release(self) -> None:
+        """Ends every wait of all ranks, now and later. From any thread."""
+        self.flags.release()
+
     def close(self) -> None:
-        """Call after this rank's last copy is done."""
+        """Call after this rank's last copy is done; a second call does nothing."""
         for memory in self.mapped.values():
             memory.close()
+        self.mapped.clear()
         self.flags.close()
 
     def _granted(self, channel: Channel) -> int:

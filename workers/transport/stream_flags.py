@@ -79,7 +79,9 @@ class StreamFlags:
             self.releaser.start()
 
     def close(self) -> None:
-        """Call after the last stream that uses the flags is done."""
+        """Call after the last stream that uses the flags is done; a second call does nothing."""
+        if self.closed.is_set():
+            return
         self.closed.set()
         if self.releaser is not None:
             self.releaser.join()

@@ -44,10 +44,10 @@ function arrange() {
     growable ||= low < 0.8 * high;
     divideRank(panel, rows, low < high ? low * (high / low) ** byId("height").value : high);
   }
-  const wanted = panels.reduce((sum, p) => sum + p.content + edges, 0);
+  const needed = panels.reduce((sum, p) => sum + p.content + edges, 0);
   for (const panel of panels) {
     const own = panel.content + edges;
-    const share = Math.max(room / panels.length, room - (wanted - own));
+    const share = Math.max(room / panels.length, room - (needed - own));
     panel.height = Math.ceil(Math.min(own, share));
     panel.width = panel.plot.clientWidth;
     panel.plotWidth = Math.max(panel.width - LEFT - RIGHT, 50);

@@ -13,8 +13,8 @@ def rotated_by_complex_numbers(x: Tensor, theta: float, length: int) -> Tensor:
     half = x.shape[2] // 2
     position = torch.arange(x.shape[0], dtype=torch.float64) % length
     angle = position[:, None] / theta ** (torch.arange(half, dtype=torch.float64) / half)
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    return torch.cat((turned.real, turned.imag), dim=-1)
+    rotated = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat((rotated.real, rotated.imag), dim=-1)
 
 
 @pytest.mark.parametrize("tokens", [6, 12])
@@ -26,7 +26,7 @@ def test_the_reference_multiplies_by_complex_numbers(tokens: int) -> None:
     assert relative_error(x, expected) < 1e-13
 
 
-def test_the_inverse_turns_back() -> None:
+def test_the_inverse_rotates_back() -> None:
     x = torch.randn(5, 2, 8, dtype=torch.float64)
     before = x.clone()
     cos, sin = rope_tables(5, 8, 10000.0, "cpu", torch.float64)
@@ -45,7 +45,7 @@ def test_the_inverse_is_the_gradient() -> None:
     assert x.grad is not None and relative_error(dy, x.grad) < 1e-13
 
 
-def test_a_slice_of_a_packed_projection_is_turned_and_its_neighbours_are_not() -> None:
+def test_only_the_given_slice_of_a_packed_projection_is_rotated() -> None:
     packed = torch.randn(4, 6, 8, dtype=torch.float64)
     before = packed.clone()
     cos, sin = rope_tables(4, 8, 10000.0, "cpu", torch.float64)

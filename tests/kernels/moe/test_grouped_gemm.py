@@ -1,4 +1,4 @@
-"""Grouped products: each expert's rows by its own matrix, whatever lies behind the last row."""
+"""Grouped GEMM and token permutation: each expert's rows, and unused rows are never read."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from pentad.workers.model.weight_grad import GroupedWgrad, accumulate_wgrads
 COUNTS = [(3, 0, 5), (0, 0, 0), (0, 9, 0), (1, 70, 2), (4,)]
 
 
-def rows_of(counts: tuple[int, ...], junk: int, n: int, k: int, dtype: torch.dtype = torch.float64):
-    """(x [R, K], dy [R, N], weights [E, N, K], offsets), with NaN in the rows of nobody."""
+def rows_of(counts: tuple[int, ...], unused: int, n: int, k: int, dtype: torch.dtype = torch.float64):
+    """(x [R, K], dy [R, N], weights [E, N, K], offsets), with NaN in unused rows."""
     total = sum(counts)
-    x, dy = torch.randn(total + junk, k, dtype=dtype), torch.randn(total + junk, n, dtype=dtype)
+    x, dy = torch.randn(total + unused, k, dtype=dtype), torch.randn(total + unused, n, dtype=dtype)
     x[total:], dy[total:] = torch.nan, torch.nan
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
     return x, dy, torch.randn(len(counts), n, k, dtype=dtype), offsets
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_each_row_meets_the_matrix_of_its_expert(counts: tuple[int, ...]) -> None:
+def test_rows_are_multiplied_by_the_matrix_of_their_expert(counts: tuple[int, ...]) -> None:
     x, dy, weights, offsets = rows_of(counts, 3, 4, 6)
     total = sum(counts)
     each = weights[torch.repeat_interleave(torch.tensor(counts))]
@@ -45,7 +45,7 @@ def test_each_row_meets_the_matrix_of_its_expert(counts: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_the_gradient_is_added_to_what_is_there(counts: tuple[int, ...]) -> None:
+def test_gradients_add_to_the_main_gradients(counts: tuple[int, ...]) -> None:
     x, dy, main, offsets = rows_of(counts, 3, 4, 6)
     expected = main.clone()
     for row, expert in enumerate(torch.repeat_interleave(torch.tensor(counts)).tolist()):
@@ -54,7 +54,7 @@ def test_the_gradient_is_added_to_what_is_there(counts: tuple[int, ...]) -> None
     assert torch.allclose(main, expected, rtol=1e-12)
 
 
-def test_rows_of_w_may_be_named_by_number() -> None:
+def test_rows_of_a_weight_gradient_may_be_indexed() -> None:
     x, dy, main, offsets = rows_of((3, 0, 5), 3, 4, 6)
     rows, expected = torch.tensor([2, 1, 0, 2, 2, 1, 0, 0, 9, 9, 9]), main.clone()
     accumulate_grouped_gradient_(expected, dy[rows], x, offsets)
@@ -63,20 +63,20 @@ def test_rows_of_w_may_be_named_by_number() -> None:
     assert torch.equal(main, expected)
 
 
-def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
+def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
     experts = torch.tensor([[5, 2], [2, 3], [7, 0], [3, 5]])
-    rows = sort_by_expert(experts, torch.arange(8.0).view(4, 2), first=2, held=3)
+    rows = sort_by_expert(experts, torch.arange(8.0).view(4, 2), first=2, local=3)
     assert rows.offsets.tolist() == [2, 4, 4]
     assert rows.tokens[:4].tolist() == [0, 1, 1, 3] and rows.weights[:4].tolist() == [1, 2, 3, 6]
     assert rows.positions.tolist() == [[-1, 0], [1, 2], [-1, -1], [3, -1]]
-    assert rows.tokens.shape == (8,)  # two experts of three are all that a token can visit
+    assert rows.tokens.shape == (8,)  # a token chooses two experts, at most two of the three local ones
     x = torch.randn(4, 3)
     y = gather_rows(x, rows.tokens, rows.offsets)
     y[4:] = torch.nan
     assert torch.equal(sum_rows(y, rows.positions), x * torch.tensor([1.0, 2, 0, 1])[:, None])
 
 
-def test_gates_are_weighted() -> None:
+def test_swiglu_is_weighted() -> None:
     rows = sort_by_expert(torch.tensor([[1, 0], [0, 2]]), torch.rand(2, 2, dtype=torch.float64), 0, 3)
     gate_up = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
     weights = rows.weights.clone().requires_grad_()
@@ -93,7 +93,7 @@ def test_gates_are_weighted() -> None:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 0), (1, 130, 2)])
-def test_the_reference_in_narrow_dtypes(counts: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+def test_narrow_dtypes_are_close(counts: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
     x, dy, weights, offsets = rows_of(counts, 2, 4, 6, dtype)
     total, main = sum(counts), torch.zeros(len(counts), 4, 6)
     wide = main.double()

@@ -1,7 +1,4 @@
-"""The Triton kernels of experts on a machine without a GPU, through Triton's interpreter, at sizes it can bear.
-
-As in test_kernels_interpreted.py: conftest.py asks for the interpreter, and a GPU runs the kernels themselves.
-"""
+"""The Triton kernels of MoE layers on a machine without a GPU, in Triton's interpreter; see test_interpreted.py."""
 
 from __future__ import annotations
 
@@ -10,10 +7,8 @@ import torch
 from closeness import relative_error
 
 if torch.cuda.is_available():
-    pytest.skip("a GPU runs the kernels themselves", allow_module_level=True)
+    pytest.skip("runs without a GPU", allow_module_level=True)
 pytest.importorskip("triton")
-
-from interpreted import fresh_memory_holds_nan, index_by_one_element
 
 from pentad.kernels.moe import grouped_gemm_triton, moe_permute_triton
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_reference_, grouped_gemm_reference
@@ -25,16 +20,16 @@ from pentad.kernels.moe.moe_permute import (
     weighted_swiglu_reference,
 )
 
-__all__ = ["fresh_memory_holds_nan", "index_by_one_element"]
+pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
-# the interpreter multiplies the bits of a bf16, so products are tried with the other 16-bit numbers
+# The interpreter multiplies bf16 numbers as if they were integers, so GEMMs are tested with fp16.
 PRODUCTS = [(torch.float32, 1e-5), (torch.float16, 1e-2)]
 COUNTS = [(3, 0, 5), (0, 0, 0), (1, 130, 0, 2, 65), (4,)]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), PRODUCTS)
 @pytest.mark.parametrize("counts", COUNTS)
-def test_grouped_products(counts: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+def test_grouped_gemm(counts: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
     total, experts = sum(counts), len(counts)
     x, dy = torch.randn(total + 3, 33, dtype=dtype), torch.randn(total + 3, 70, dtype=dtype)
     x[total:], dy[total:] = torch.nan, torch.nan
@@ -46,7 +41,7 @@ def test_grouped_products(counts: tuple[int, ...], dtype: torch.dtype, bound: fl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_grouped_gradients(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_grouped_weight_gradients(counts: tuple[int, ...], dtype: torch.dtype) -> None:
     total = sum(counts)
     dy, x = torch.randn(total + 3, 70, dtype=dtype), torch.randn(total + 3, 33, dtype=dtype)
     dy[total:], x[total:] = torch.nan, torch.nan
@@ -61,7 +56,7 @@ def test_grouped_gradients(counts: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [5, 2100])
 def test_rows(width: int, dtype: torch.dtype, bound: float) -> None:
     experts = torch.tensor([[5, 2], [2, 3], [7, 0], [3, 5]])
-    rows = sort_by_expert(experts, torch.rand(4, 2), first=2, held=3)
+    rows = sort_by_expert(experts, torch.rand(4, 2), first=2, local=3)
     x, total = torch.randn(4, width, dtype=dtype), 4
     gathered = moe_permute_triton.gather_rows(x, rows.tokens, rows.offsets)
     assert torch.equal(gathered[:total], gather_rows(x, rows.tokens, rows.offsets)[:total])

@@ -87,6 +87,17 @@ def test_a_bad_configuration_is_one_sentence(case, refused, corpus, tmp_path):
     assert all(word in sentence for word in named), sentence
 
 
+def test_each_configuration_error_has_a_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SMALL, "optimizer.lr=1", "run.seed=x", "cluster.device=gpu"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "pentad: optimizer.lr is unknown; did you mean optimizer.learning_rate?",
+        "pentad: run.seed is 'x': expected a whole number",
+        "pentad: cluster.device is 'gpu': expected one of auto, cpu or cuda (did you mean cuda?)",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])
 def test_a_damaged_corpus_is_named(damage, refused, corpus, tmp_path):
     lesser(corpus, tmp_path)

@@ -286,6 +286,9 @@ def test_timeline_compares_the_last_measured_step(pentad: Pentad, run: Path) -> 
     assert facts["step"] == 4
     assert facts["measured"]["makespan"] == pytest.approx(facts["simulated"]["makespan"], rel=1e-3)
     assert len(facts["busy_seconds"]) == 8
+    assert json.loads(pentad("timeline", "trial", "--step", "3", "--json")[1])["step"] == 3
+    status, _, err = pentad("timeline", "trial", "--step", "5")
+    assert (status, err) == (1, "pentad: --step is 5: expected a measured step, 3, 4\n")
 
 
 def test_a_run_without_a_timeline_says_what_it_lacks(pentad: Pentad, run: Path) -> None:

@@ -8,14 +8,16 @@ from pathlib import Path
 import hf_models
 import pytest
 import torch
+import transformers
 from commands import Pentad, pentad
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint, read, write_shard
 from pentad.workers.data.tokenizer import train_tokenizer
-from pentad.workers.hf.config import parse_section
+from pentad.workers.hf.config import make_section, parse_config, parse_section
 
 __all__ = ["pentad"]
 SECTION = "model: {family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 64, norm_eps: 1e-6}\n"
@@ -93,6 +95,14 @@ def test_an_export_of_a_run_has_its_newest_checkpoint_and_the_tokenizer_of_its_c
     config = json.loads(Path("out/config.json").read_text())
     assert (config["max_position_embeddings"], config["eos_token_id"], config["bos_token_id"]) == (99, 0, None)
     assert AutoTokenizer.from_pretrained("out").eos_token_id == 0
+
+
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_an_imported_model_section_is_a_valid_configuration(name: str) -> None:
+    prefix, values = hf_models.MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**values, architectures=[f"{prefix}ForCausalLM"])
+    family, model = parse_config(config.to_dict())
+    assert ModelSection.model_validate(make_section(family, model)).shape == model
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What spares memory, on the command line: in programs, drawings and plans; mistakes are one sentence."""
+"""ZeRO, recomputation and offloading on the command line: in programs, drawings and plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 __all__ = ["pentad"]
 
 
-def test_what_spares_memory_is_in_the_program_and_its_drawings(pentad: Pentad, tmp_path: Path) -> None:
+def test_memory_options_are_in_the_program_and_its_drawings(pentad: Pentad, tmp_path: Path) -> None:
     more = ("--recompute", "0,2", "--max-resident", "2", "--zero", "3", "--max-gathered", "1", "--prefetch", "2")
     arguments = ("schedule", "interleaved", *SIZES, "--chunks", "2", *more, "--post-validation")
     status, out, _ = pentad(*arguments, "--json")
@@ -43,20 +43,22 @@ def test_what_spares_memory_is_in_the_program_and_its_drawings(pentad: Pentad, t
     assert all(f'"{op}"' in page for op in ("RECOMPUTE", "OFFLOAD", "RELOAD", "ALL_GATHER", "FREE", "VALIDATE"))
 
 
-def test_a_plan_says_what_is_recomputed_and_what_waits_on_the_host(pentad: Pentad) -> None:
-    again = ("plan", "memory.recompute=full", "memory.recompute_stages=[0, 2]")
-    status, out, _ = pentad(*again, "--json")
+def test_plan_shows_recomputed_stages_and_offloaded_bytes(pentad: Pentad) -> None:
+    recompute = ("plan", "memory.recompute=full", "memory.recompute_stages=[0, 2]")
+    status, out, _ = pentad(*recompute, "--json")
     facts = json.loads(out)
     assert (status, facts["costs"]["recompute"][::2]) == (0, facts["costs"]["forward"][::2])
-    whole = json.loads(pentad("plan", "--json")[1])
-    kept = [[rank["memory"]["activations"] for rank in plan["ranks"]] for plan in (facts, whole)]
-    assert [less < more for less, more in zip(*kept, strict=True)] == [True, False, True, False]
-    assert "recompute  full of stages 0, 2" in pentad(*again)[1]
+    plain = json.loads(pentad("plan", "--json")[1])
+    activations = [[rank["memory"]["activations"] for rank in plan["ranks"]] for plan in (facts, plain)]
+    assert [less < more for less, more in zip(*activations, strict=True)] == [True, False, True, False]
+    assert "recompute  full of stages 0, 2" in pentad(*recompute)[1]
     status, out, _ = pentad("plan", "memory.max_resident_microbatches=4", "--json")
     parts = json.loads(out)["ranks"][0]["memory"]
     assert parts["host"] > 0
     assert parts["total"] == sum(size for name, size in parts.items() if name not in ("total", "host"))
-    assert "activations wait on its host" in " ".join(pentad("plan", "memory.max_resident_microbatches=4")[1].split())
+    assert "of a rank's activations are offloaded" in " ".join(
+        pentad("plan", "memory.max_resident_microbatches=4")[1].split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,10 @@ def test_a_plan_says_what_is_recomputed_and_what_waits_on_the_host(pentad: Penta
         (("--recompute", "4"), "--recompute is '4': expected all or stages of 0 to 3"),
         (("--recompute", "x"), "--recompute is 'x': expected all or stages of 0 to 3"),
         (("--max-resident", "0"), "--max-resident is 0: expected a number of microbatches greater than 0"),
-        (("--max-resident", "0.5"), "memory.max_resident_microbatches is 0.5: expected at least 1, which rank 0 saves at once"),
+        (
+            ("--max-resident", "0.5"),
+            "memory.max_resident_microbatches is 0.5: expected at least 1, which rank 0 saves at once",
+        ),
         (("--zero", "4"), "--zero is 4: expected a stage of ZeRO, 0 to 3"),
         (("--max-gathered", "1"), "--max-gathered is 1 with --zero 0: expected at least 1 with"),
         (("--prefetch", "1"), "--prefetch is 1 with --zero 0: expected at least 0 with"),

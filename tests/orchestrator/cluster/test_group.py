@@ -210,9 +210,9 @@ def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster: clus
     with pytest.raises(PentadError) as caught:
         reserve(Mesh(dp=2, pp=4), "cpu", 60, fixed=True)
     assert time.monotonic() - began < 5
-    assert str(caught.value) == "mesh dp2 x pp4 has 8 ranks and wants 8 CPUs, but the cluster has only 4 CPUs on 1 node"
+    assert str(caught.value) == "mesh dp2 x pp4 has 8 ranks and needs 8 CPUs, but the cluster has only 4 CPUs on 1 node"
     with pytest.raises(
-        PentadError, match="wants 6 GPUs and 6 CPUs, but the cluster has only 4 GPUs and 4 CPUs on 1 node"
+        PentadError, match="needs 6 GPUs and 6 CPUs, but the cluster has only 4 GPUs and 4 CPUs on 1 node"
     ):
         reserve(Mesh(pp=6), "cuda", 60, fixed=True)
 
@@ -225,7 +225,7 @@ def test_places_that_do_not_come_free_in_time_are_told_and_given_back(cluster: c
     finally:
         ray.util.remove_placement_group(held)
     assert str(caught.value).startswith(
-        "mesh pp2 has 2 ranks and wants 2 CPUs, but within cluster.start_timeout_seconds = 1 only "
+        "mesh pp2 has 2 ranks and needs 2 CPUs, but within cluster.start_timeout_seconds = 1 only "
     )
     assert "of 4 CPUs on 1 node were free" in str(caught.value)
     assert_all_free()

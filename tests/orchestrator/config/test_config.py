@@ -31,6 +31,10 @@ def refusal(path: Path | None, *overrides: str) -> str:
     return sentence
 
 
+EXPERTS = ("num_experts=4", "top_k=2", "intermediate_size=64", "bias_update_rate=0.01")
+MIXTRAL = ("model.family=mixtral", *(f"model.experts.{each}" for each in EXPERTS))
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[[str | bytes], Path]:
     def write(content: str | bytes) -> Path:
@@ -81,7 +85,10 @@ def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tu
         (["recompute=full", "recompute_stages=2"], "memory.recompute_stages is 2: expected a list such as [0, 1]"),
         (["recompute=full", "recompute_stages=[-1]"], "memory.recompute_stages.0 is -1: expected at least 0"),
         (["max_resident_microbatches=0"], "memory.max_resident_microbatches is 0: expected more than 0"),
-        (["max_resident_microbatches=0.5"], "memory.max_resident_microbatches is 0.5, but rank 0 needs 1 at once"),
+        (
+            ["max_resident_microbatches=0.5"],
+            "memory.max_resident_microbatches is 0.5: expected at least 1, which rank 0 saves at once",
+        ),
         (
             ["max_resident_microbatches=9", "recompute=selective"],
             "memory.max_resident_microbatches is 9, but memory.recompute is selective",
@@ -151,7 +158,7 @@ def test_later_overrides_win_and_overrides_win_over_the_file(file: Callable[[str
         ("batch.microbatches=8", "batch.microbatches is unknown; did you mean schedule.microbatches?"),
         ("parallel.tp=2", "parallel.tp is unknown; did you mean mesh.tp?"),
         ("model.experts.count=8", "model.experts.count is unknown: expected one of model.experts.{num_experts, top_k,"),
-        ("precision.compute=bf16", "precision.compute is 'bf16': expected one of auto, bfloat16, float32 or float64 (did you mean bfloat16?)"),
+        ("precision.compute=bf16", "one of auto, bfloat16, float32 or float64 (did you mean bfloat16?)"),
         ("mesh.cp_method=gather", "expected one of ring, all_gather or ulysses (did you mean all_gather?)"),
         ("run.seed=!!int x", "override run.seed=!!int x line 1, column 1: 'x' is no number: expected valid YAML"),
         ("run.seed=" + 5000 * "9", "'99999999999999999...' is no number: expected valid YAML"),
@@ -181,7 +188,7 @@ def test_later_overrides_win_and_overrides_win_over_the_file(file: Callable[[str
         ("model.hidden=100", "model.hidden is 100: expected a multiple of model.heads = 8"),
         ("model.kv_heads=3", "model.heads is 8: expected a multiple of model.kv_heads = 3"),
         ("model.hidden=24", "model.hidden / model.heads is 24 / 8 = 3: expected an even head size"),
-        ("model.layers=3", "model.layers is 3, but 4 pipeline stages (mesh.pp) need"),
+        ("model.layers=3", "model.layers is 3: expected at least one for each of 4 pipeline stages (mesh.pp)"),
         ("mesh.cp=3", "batch.sequence_length is 128: expected a multiple of 2 x mesh.cp = 6"),
         ("mesh.tp=3", "model.heads is 8: expected a multiple of mesh.tp = 3"),
         ("mesh.ep=2", "mesh.ep is 2: expected 1 for a model without experts"),
@@ -242,7 +249,7 @@ def test_slices_divide_the_sequence() -> None:
         ("run: {name: a, name: b}", "line 1, column 16: key 'name' appears twice"),
         ("run:\n\t- a", "line 2, column 1: "),
         ("a: \x00", "special characters are not allowed"),
-        ("[" * 5000, "recursion"),
+        ("[" * 2000, "recursion"),
         ("run: !!python/object:os.system x", "could not determine a constructor"),
         (b"run: \xff", "is not UTF-8 text (byte 5)"),
         (text(run="3"), "run is 3: expected a mapping with keys such as run.name"),
@@ -300,13 +307,12 @@ def test_nothing_can_be_changed_after_loading() -> None:
     ("overrides", "sentence"),
     [
         (("data.document_mask=true", "schedule.name=seq-1f1b"), "expected 1 for data.document_mask = true"),
-        (("model.tie_word_embeddings=true", "schedule.post_validation=true"), "expected false for model.tie_word_embeddings = true"),
         (
-            ("schedule.post_validation=true", "model.family=mixtral", "model.experts.num_experts=4", "model.experts.top_k=2",
-             "model.experts.intermediate_size=64", "model.experts.bias_update_rate=0.01"),
-            "expected false for model.experts.bias_update_rate > 0",
+            ("model.tie_word_embeddings=true", "schedule.post_validation=true"),
+            "expected false for model.tie_word_embeddings = true",
         ),
+        ((*MIXTRAL, "schedule.post_validation=true"), "expected false for model.experts.bias_update_rate > 0"),
     ],
 )  # fmt: skip
-def test_what_a_schedule_would_leave_out_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
+def test_options_that_a_schedule_cannot_honour_are_refused(overrides: tuple[str, ...], sentence: str) -> None:
     assert sentence in refusal(None, *overrides)

@@ -208,7 +208,7 @@ def test_a_port_that_another_run_has_now_is_told(folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize("text", ["", "{", "5", "{}", '{"address": 1}', '{"address": "a", "token": null}', '"x"'])
 def test_a_damaged_endpoint_is_one_sentence(folder: Path, text: str) -> None:
     (folder / "control.json").write_text(text)
-    with pytest.raises(PentadError, match=r"control.json is damaged: expected address and token: remove it"):
+    with pytest.raises(PentadError, match=r"control.json is damaged: expected address and token; remove it"):
         connect("trial")
 
 

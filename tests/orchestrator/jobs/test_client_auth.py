@@ -63,8 +63,8 @@ def test_where_no_cluster_answers_is_told_at_once(pentad: Pentad, answering: Cal
         for address, reason in {
             "http://127.0.0.1:1": "Connection refused",
             mute: "timed out",
-            other: "that is no Ray dashboard",
-            empty: "that is no Ray dashboard: HTTP 404",
+            other: "not a Ray dashboard",
+            empty: "not a Ray dashboard: HTTP 404",
         }.items():
             began = time.monotonic()
             status, out, err = pentad("jobs", "--address", address)
@@ -121,17 +121,17 @@ def test_a_missing_or_wrong_token_is_one_sentence(
 
 @pytest.mark.usefixtures("nowhere")
 def test_a_token_comes_from_where_ray_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert client_auth.own_token() == ""
+    assert client_auth.user_token() == ""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("home\n")
-    assert client_auth.own_token() == "home"
+    assert client_auth.user_token() == "home"
     (tmp_path / "token").write_text("file")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    assert client_auth.own_token() == "file"
+    assert client_auth.user_token() == "file"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "variable")
-    assert client_auth.own_token() == "variable"
+    assert client_auth.user_token() == "variable"
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert client_auth.own_token() == ""
+    assert client_auth.user_token() == ""
 
 
 @pytest.mark.usefixtures("nowhere")

@@ -67,7 +67,8 @@ def test_the_package_travels_whole_and_a_job_prefers_it_to_an_installed_one(tmp_
     code = """
 import sys
 from pathlib import Path
-from pentad.orchestrator import cli, job_package
+from pentad.orchestrator.cli import cli
+from pentad.orchestrator.jobs import job_package
 print(cli.__file__, job_package.write_package(Path(sys.argv[1])))
 """
     command = [sys.executable, "-P", "-c", code, str(tmp_path / "two")]
@@ -134,7 +135,7 @@ ENTRY = (
             "No module named 'torch': expected what pentad",
         ),
         (ENTRY.format(2, "unknown option -P\nTry `python -h'"), "Try `python -h'"),
-        (ENTRY.format(127, "sh: 1: exec: python: not found"), "expected a `python` on the PATH"),
+        (ENTRY.format(127, "sh: 1: exec: python: not found"), "has no `python`: expected one"),
         (ENTRY.format(-9, "step 3"), "its driver was killed by signal 9"),
         ("runtime_env setup failed: x\nOSError: no room", "OSError: no room"),
         ("", "no reason given"),
@@ -151,7 +152,7 @@ def test_a_failure_comes_down_to_one_sentence(message: str, sentence: str) -> No
         ("SUCCEEDED", "step 5\n\n finished  6 steps\n loss 5\n", True, "finished; the run is in /runs/trial"),
         ("STOPPED", "\n stopped   4 steps\n", True, "was stopped after 4 steps, with a checkpoint in /runs/trial"),
         ("STOPPED", "\n finished  6 steps\n", True, "finished"),
-        ("STOPPED", "pentad: interrupted\n", True, "was stopped before it began to train"),
+        ("STOPPED", "pentad: interrupted\n", True, "was stopped before it started training"),
         ("STOPPED", "step 1\nstep 2\n", False, "was killed: .* within cluster.stop_timeout_seconds = 120"),
         ("FAILED", "\n stopped   4 steps\n", False, "failed: of this"),
     ],
@@ -204,7 +205,7 @@ def test_following_goes_on_where_it_was_when_the_connection_breaks() -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_following_ends_when_the_cluster_is_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_log, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(job_log, "TIMEOUT_SECONDS", 0.0)
     with pytest.raises(PentadError, match="silent"):
         follow(fake([["one\n"]], [PentadError("silent")]), "trial-1", lambda text: None)
 
@@ -295,7 +296,7 @@ def test_a_stopped_run_is_resumed_by_submitting_it_again_and_loses_nothing(
     done = len(steps(runs / "parts"))
     assert 0 < done < 400
     assert list((runs / "parts" / "checkpoints").iterdir())
-    assert "--name is 'first', which was a job of this cluster already" in pentad("submit", *same, "--name", "first")[2]
+    assert "--name is 'first', which is already the ID of a job there" in pentad("submit", *same, "--name", "first")[2]
 
     status, out, _ = pentad("submit", *same, "--json")
     ended = json.loads(out)
@@ -318,7 +319,7 @@ def test_jobs_are_listed_with_what_their_drivers_announced(
     out = pentad("jobs", *at)[1]
     assert out.count("\n") == 1 + len(listed)
     assert re.search(rf" whole +whole +SUCCEEDED +pp2 +\d{{4}}-\d\d-\d\d \d\d:\d\d +{runs}/whole", out)
-    ended = "a job that has ended already (SUCCEEDED): expected a live one"
+    ended = "a job that has already ended (SUCCEEDED): expected a live one"
     assert pentad("stop", "whole", *at)[2] == f"pentad: ID is 'whole', {ended}\n"
 
 
@@ -327,12 +328,14 @@ def test_an_unknown_job_is_one_sentence(cluster: clusters.Cluster, pentad: Penta
     for verb in ("logs", "stop"):
         status, out, err = pentad(verb, job, "--address", str(cluster.dashboard))
         assert (status, out) == (1, "")
-        assert re.match(f"pentad: ID is '{job}', which is no job that pentad submitted to {cluster.dashboard}, ", err)
+        assert err.startswith(
+            f"pentad: ID is '{job}', which is not a job that pentad submitted to {cluster.dashboard}: "
+        )
 
 
 def test_a_jobs_name_is_plain(cluster: clusters.Cluster, pentad: Pentad) -> None:
     err = pentad("submit", "--name", "a/b", "--address", str(cluster.dashboard))[2]
-    assert err == "pentad: --name is 'a/b': expected letters, digits, '_', '-' and '.', the first no '-' or '.'\n"
+    assert err == "pentad: --name is 'a/b': expected letters, digits, '_', '-' and '.', not starting with '-' or '.'\n"
 
 
 def test_what_a_driver_cannot_do_reaches_the_user(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
@@ -345,7 +348,7 @@ def test_what_a_driver_cannot_do_reaches_the_user(cluster: clusters.Cluster, pen
     )
     status, out, err = pentad("submit", *SMALL, *wide, "--address", str(cluster.dashboard))
     assert status == 1
-    assert re.fullmatch(r"pentad: job wide-\w+ failed: mesh dp2 x pp2 has 4 ranks and wants 4 CPUs, but .*\n", err)
+    assert re.fullmatch(r"pentad: job wide-\w+ failed: mesh dp2 x pp2 has 4 ranks and needs 4 CPUs, but .*\n", err)
     assert out.count("\npentad: mesh dp2 x pp2 has 4 ranks") == 1
 
 

@@ -124,6 +124,18 @@ def test_a_resumed_run_may_change_what_does_not_change_its_data_or_model(tmp_pat
         assert saved_config(run.path) == config_in(tmp_path, override)
 
 
+def test_a_run_folder_of_the_old_format_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        path = run.path / "config.yaml"
+    old = path.read_text().replace("global_batch_size", "sequences").replace("mtp_layers", "predicted")
+    path.write_text(old)
+    sentence = r"config.yaml is of another version of pentad \(model.predicted is unknown.*\): expected a run folder of"
+    with pytest.raises(PentadError, match=sentence) as raised:
+        opened(tmp_path)
+    assert "\n" not in str(raised.value)
+    assert path.read_text() == old
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trial").mkdir()
     (tmp_path / "trial" / "thesis.tex").write_text("years of work")

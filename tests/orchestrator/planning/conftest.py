@@ -1,10 +1,10 @@
-"""Layers that are shared with ranks which do not exist."""
+"""Fixtures of the planner's tests."""
 
 import pytest
-from layer_cases import shared_layers
+from fake_groups import fake_collectives
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Communication of layers is answered without other ranks."""
-    shared_layers(monkeypatch)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers communicate without other ranks."""
+    fake_collectives(monkeypatch)

@@ -1,7 +1,4 @@
-"""What the planner says of activations is what the layers keep, to the byte: every family, every axis, every mode.
-
-Other ranks are played: what would come from them has the right shape, and its values matter to no one here.
-"""
+"""Activations of the planner are those that stages save, to the byte: every family, axis and recomputation mode."""
 
 from __future__ import annotations
 
@@ -9,85 +6,75 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import (
-    FAMILIES,
-    made,
-    plan,
-    size,
-)
+from fake_groups import FAMILIES, make_stage, nbytes, stage_plan
 
 from pentad.orchestrator.planning.activation_peaks import activations_of
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.parameters import DTYPES
 
 MODES = ("none", "selective", "full")
 
 
-def gradients(stage: Stage) -> list[torch.Tensor]:
-    return [bank.gradients.flat for bank in stage.param_buffers if bank.gradients is not None]
-
-
 def check(plan: Plan, index: int) -> None:
-    """F, RECOMPUTE, B: what is kept after each, without what lies in the slots of transfers."""
-    stage, of, mode = made(plan, index), activations_of(plan, index), plan.recompute_mode(index)
+    """Runs F, RECOMPUTE and B, and compares what is saved after each, except what lies in receive slots."""
+    stage, planned, mode = make_stage(plan, index), activations_of(plan, index), plan.recompute_mode(index)
+    dtype, shape = DTYPES[plan.dtype], (plan.sequence_parallel_tokens, plan.model.hidden)
     tokens = torch.arange(plan.slice_tokens)
-    shape = plan.sequence_parallel_tokens, plan.model.hidden
-    dtype = DTYPES[plan.dtype]
     received = None if stage.first else torch.randn(shape).to(dtype)
     starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.micro_batch_size if plan.document_mask else []
-    fixed = [*gradients(stage), received, tokens]
-    further = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
+    gradients = [buffers.gradients.flat for buffers in stage.param_buffers if buffers.gradients is not None]
+    excluded = [*gradients, received, tokens]
+    mtp_tokens = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
-    run_to_completion(stage.forward(0, received, *ends, further, starts))
-    saved = of.saved - (0 if stage.first else of.input)
-    said = {"none": saved, "selective": saved - of.recomputable, "full": 0}[mode]
-    found = size(stage.saved[0][1:], *fixed)
-    assert found == said
+
+    run_to_completion(stage.forward(0, received, *ends, mtp_tokens, starts))
+    saved = planned.saved - (0 if stage.first else planned.input)
+    after_forward = {"none": saved, "selective": saved - planned.recomputable, "full": 0}[mode]
+    assert nbytes(stage.saved[0][1:], *excluded) == after_forward
     if mode != "none":
         stage.recompute(0)
-        found = size(stage.saved[0][1:], *fixed)
-        assert found == saved
-    stays = found - sum(each.nbytes() for each in stage.offloadable(0))
-    assert stays == of.not_offloadable
+        assert nbytes(stage.saved[0][1:], *excluded) == saved
+    assert saved - sum(each.nbytes() for each in stage.offloadable(0)) == planned.not_offloadable
+
     dy = None if stage.last else torch.randn(shape).to(dtype)
     run_to_completion(stage.backward_input(0, dy))
-    found = size(stage.deferred[0], *fixed, dy)
-    assert found == of.deferred - of.incoming
+    assert nbytes(stage.deferred[0], *excluded, dy) == planned.deferred - planned.incoming
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [*((mode, {}) for mode in MODES), *((mode, {"tp": 2}) for mode in MODES)]
 CASES.append(("none", {"tp": 4}))
-SHARED: list[dict[str, Any]] = [{"cp": 2, "cp_method": way} for way in ("ring", "all_gather", "ulysses")]
+CONTEXT_PARALLEL: list[dict[str, Any]] = [
+    {"cp": 2, "cp_method": method} for method in ("ring", "all_gather", "ulysses")
+]
 
 
 @pytest.mark.parametrize(("mode", "axes"), CASES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_stage_keeps_what_is_planned(alone, corpus, family, mode, axes):
+def test_stages(one_rank, corpus, family, mode, axes):
     for index in range(3):
-        check(plan(corpus, family, mode, **axes), index)
+        check(stage_plan(corpus, family, mode, **axes), index)
 
 
-@pytest.mark.parametrize("axes", [*SHARED, {"cp": 2, "tp": 2}])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("axes", [*CONTEXT_PARALLEL, {"cp": 2, "tp": 2}])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek"])
-def test_context_ranks_keep_what_is_planned(alone, corpus, family, packed, axes):
-    check(plan(corpus, family, "none", document_mask=packed, **axes), 1)
+def test_context_parallel_stages(one_rank, corpus, family, masked, axes):
+    check(stage_plan(corpus, family, "none", document_mask=masked, **axes), 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
-def test_packed_documents_keep_what_is_planned(alone, corpus, family):
-    check(plan(corpus, family, "none", document_mask=True), 1)
+def test_stages_with_document_masks(one_rank, corpus, family):
+    check(stage_plan(corpus, family, "none", document_mask=True), 1)
 
 
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4}, {"ep": 2, "cp": 2}])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek"])
-def test_experts_keep_what_is_planned(alone, corpus, family, axes):
-    check(plan(corpus, family, "none", **axes), 1)
+def test_expert_parallel_stages(one_rank, corpus, family, axes):
+    check(stage_plan(corpus, family, "none", **axes), 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_narrow_dtypes_keep_what_is_planned(alone, corpus, family, dtype):
-    check(plan(corpus, family, "none", dtype=dtype), 1)
+def test_stages_in_narrow_dtypes(one_rank, corpus, family, dtype):
+    check(stage_plan(corpus, family, "none", dtype=dtype), 1)

@@ -1,4 +1,4 @@
-"""What the planner says that ranks send is what they send: counted where layers call for it, and in programs."""
+"""Communication volumes of the planner are what layers send, counted at every collective, and what programs hold."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import fake_groups
 import pytest
 import torch
-from layer_cases import FAMILIES, Group, exchanged, gathered, made, passed, scattered
+from fake_groups import FAMILIES, FakeGroup, make_stage
 from plans import MODEL, TILE, plan_of
 
 from pentad.orchestrator.planning.activation_memory import piece_of
-from pentad.orchestrator.planning.comm_volume import Flow, Flows, flows, layer_flows, stage_flows, traffic
-from pentad.orchestrator.planning.hardware import NODE, crosses
+from pentad.orchestrator.planning.comm_volume import (
+    CommKind,
+    CommVolume,
+    collective_bytes,
+    comm_volume,
+    layer_volume,
+    stage_volume,
+)
+from pentad.orchestrator.planning.hardware import NODE_GPUS, spans_hosts
 from pentad.schedules.spec import plan as plan_module
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
@@ -25,33 +33,31 @@ from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
 
 
 @pytest.fixture
-def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
-    """All that layers send, from here on; products have tiles."""
-    found, caches = Flows(), (stage_flows, layer_flows)
+def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume]:
+    """All that layers send; small products have several tiles."""
+    found, caches = CommVolume(), (stage_volume, layer_volume)
 
-    def pass_on(group: Group, sent: torch.Tensor, room: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        found.add("cp", "ring", 1, sent.nbytes)
-        return passed(group, sent, room)
+    def pass_on(group: FakeGroup, block: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        found.add("cp", "ring", 1, block.nbytes)
+        return fake_groups.pass_on(group, block, buffer)
 
-    def tell(axis: Any, kind: str, do: Any) -> Any:
-        def call(to: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool = False) -> None:
-            found.add(axis, kind, 1, abs(to.nbytes - part.nbytes))
-            do(to, part, group)
+    def counted(axis: Any, kind: str) -> Any:
+        def call(to: torch.Tensor, source: torch.Tensor, group: Any, async_op: bool = False) -> None:
+            found.add(axis, kind, 1, abs(to.nbytes - source.nbytes))
+            getattr(fake_groups, kind)(to, source, group)
 
         return call
 
-    def exchange(group: Group, sent: list[torch.Tensor], laid: Any) -> AsyncResult[list[torch.Tensor]]:
-        found.add("cp", "exchange", 1, sum(each.nbytes for each in sent) * (group.size() - 1) // group.size())
-        return exchanged(group, sent, laid)
+    def exchange(group: FakeGroup, parts: list[torch.Tensor], joined: Any) -> AsyncResult[list[torch.Tensor]]:
+        found.add("cp", "all_to_all", 1, sum(each.nbytes for each in parts) * (group.size() - 1) // group.size())
+        return fake_groups.exchange(group, parts, joined)
 
     monkeypatch.setattr(cp_ring, "pass_on", pass_on)
     monkeypatch.setattr(cp_ulysses, "_exchange", exchange)
-    for module, axis in ((cp_all_gather, "cp"), (expert_parallel, "ep")):
-        monkeypatch.setattr(module, "all_gather", tell(axis, "gather", gathered))
-        monkeypatch.setattr(module, "reduce_scatter", tell(axis, "scatter", scattered))
-    monkeypatch.setattr(tensor_parallel, "all_gather", tell("tp", "gather", gathered))
-    monkeypatch.setattr(tensor_parallel, "reduce_scatter", tell("tp", "scatter", scattered))
-    monkeypatch.setattr(plan_module, "TILE", TILE)
+    for module, axis in ((cp_all_gather, "cp"), (expert_parallel, "ep"), (tensor_parallel, "tp")):
+        for kind in ("all_gather", "reduce_scatter"):
+            monkeypatch.setattr(module, kind, counted(axis, kind))
+    monkeypatch.setattr(plan_module, "TILE_TOKENS", TILE)
     for cache in caches:
         cache.cache_clear()
     yield found
@@ -59,75 +65,82 @@ def log(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flows]:
         cache.cache_clear()
 
 
-def test_few_tokens_are_one_tile_and_many_have_tiles() -> None:
+def test_products_of_many_tokens_have_tiles() -> None:
     assert [plan_module.num_tiles(tokens) for tokens in (1, 8191, 8192, 16383, 16384, 65536)] == [1, 1, 1, 1, 2, 8]
 
 
-AXES = [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "cp_method": "all_gather"}, {"cp": 2, "cp_method": "ulysses", "tp": 2}]
+AXES = [
+    {"tp": 2},
+    {"tp": 4},
+    {"cp": 2},
+    {"cp": 2, "cp_method": "all_gather"},
+    {"cp": 2, "cp_method": "ulysses", "tp": 2},
+]
 
 
 @pytest.mark.parametrize(
     ("mode", "axes"), [*(("none", axes) for axes in AXES), ("selective", AXES[0]), ("full", AXES[0])]
 )
-@pytest.mark.parametrize("family", ["llama", "deepseek", "deepseek, further tokens"])
-def test_layers_send_what_is_planned(log, corpus, family, mode, axes):
+@pytest.mark.parametrize("family", ["llama", "deepseek", "deepseek with mtp"])
+def test_layers(sent, corpus, family, mode, axes):
     for index in range(3):
-        check(log, plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes), index)
+        check(sent, plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes), index)
 
 
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 4, "tp": 2}])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek"])
-def test_experts_send_what_is_planned(log, corpus, family, axes):
+def test_expert_parallel_layers(sent, corpus, family, axes):
     plan = plan_of("gpipe", 1, 3, 1, corpus, model=replace(FAMILIES[family], vocab=300), **axes)
-    check(log, plan, 1, device="cuda")
+    check(sent, plan, 1, device="cuda")
 
 
-def check(log: Flows, plan: Plan, index: int, device: str = "cpu") -> None:
+def check(sent: CommVolume, plan: Plan, index: int, device: str = "cpu") -> None:
     """F, RECOMPUTE and B of a stage, one after the other."""
-    stage = made(plan, index)
+    stage = make_stage(plan, index)
     tokens = torch.arange(plan.slice_tokens)
     shape = plan.sequence_parallel_tokens, plan.model.hidden
     received = None if stage.first else torch.randn(shape, dtype=torch.float64)
     dy = None if stage.last else torch.randn(shape, dtype=torch.float64)
     piece, mode = piece_of(plan)._replace(device=device), plan.recompute_mode(index)
-    further = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
+    mtp_tokens = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
-    steps: list[Any] = [("F", lambda: run_to_completion(stage.forward(0, received, *ends, further)))]
+    steps: list[Any] = [("F", lambda: run_to_completion(stage.forward(0, received, *ends, mtp_tokens)))]
     if mode != "none":
-        steps.append(("again" if mode == "full" else "leaves", lambda: stage.recompute(0)))
+        steps.append((mode, lambda: stage.recompute(0)))
     steps.append(("B", lambda: run_to_completion(stage.backward_input(0, dy))))
-    for when, do in steps:
-        log.clear()
-        do()
-        assert log == stage_flows(plan.model, plan.layers[index], piece, when), when
+    for phase, run in steps:
+        sent.clear()
+        run()
+        assert sent == stage_volume(plan.model, plan.layers[index], piece, phase), phase
 
 
 def test_a_step_is_the_sum_of_its_instructions(corpus: str) -> None:
     plan = plan_of("1f1b", 2, 2, 4, corpus, tp=2, memory_options=MemoryOptions(zero=1))
-    found, piece = flows(plan, 0), piece_of(plan)
-    once: Counter[Flow] = Counter()
-    for when in ("F", "B"):
-        once.update({flow: sent.bytes for flow, sent in stage_flows(plan.model, plan.layers[0], piece, when).items()})
+    found, piece = comm_volume(plan, 0), piece_of(plan)
+    once: Counter[CommKind] = Counter()
+    for phase in ("F", "B"):
+        volumes = stage_volume(plan.model, plan.layers[0], piece, phase)
+        once.update({kind: volume.bytes for kind, volume in volumes.items()})
     stream = plan.sequence_parallel_tokens * plan.model.hidden * 8
-    assert {flow: sent.bytes for flow, sent in found.items() if flow.axis == "tp"} == {
-        f: 4 * b for f, b in once.items()
-    }
-    assert found[Flow("pp", "SEND_F")] == (4, 4 * stream)
-    assert {flow.kind: sent.bytes for flow, sent in found.items() if flow.axis == "dp"} == traffic(plan, 0)
+    tp = {kind: volume.bytes for kind, volume in found.items() if kind.axis == "tp"}
+    assert tp == {kind: 4 * size for kind, size in once.items()}
+    assert found[CommKind("pp", "SEND_F")] == (4, 4 * stream)
+    dp = {kind.kind: volume.bytes for kind, volume in found.items() if kind.axis == "dp"}
+    assert dp == collective_bytes(plan, 0)
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_a_step_moves_what_the_paper_says(corpus: str, zero: int) -> None:
-    """arXiv 1910.02054, section 7: 2N of gradients and weights, 3N where weights are gathered for both directions."""
+def test_zero_sends_what_its_paper_says(corpus: str, zero: int) -> None:
+    """arXiv 1910.02054, section 7: 2N bytes of gradients and weights, 3N if weights are gathered twice."""
     plan = plan_of("gpipe", 4, 1, 2, corpus, memory_options=MemoryOptions(zero=zero))
-    found = {flow.kind: sent for flow, sent in flows(plan, 0).items()}
+    found = {kind.kind: volume for kind, volume in comm_volume(plan, 0).items()}
     size = plan.num_zero_shards(ParamShard(0)) * plan.zero_shard_size(ParamShard(0))
-    assert 0 <= size - num_parameters(MODEL) < 4 * ALIGNMENT, "shards are filled up"
-    moved = sum(sent.bytes for sent in found.values()) / 8 / size
-    assert moved == pytest.approx(2 * 3 / 4, rel=1e-3)  # (n - 1) / n of 2N; a whole rank is gathered but once
+    assert 0 <= size - num_parameters(MODEL) < 4 * ALIGNMENT, "shards are padded"
+    moved = sum(volume.bytes for volume in found.values()) / 8 / size
+    assert moved == pytest.approx(2 * 3 / 4, rel=1e-3)  # (n - 1) / n of 2N: all stages of a rank are gathered once
     kinds = {0: {"ALL_REDUCE"}}.get(zero, {"ALL_GATHER", "REDUCE_SCATTER"})
     assert found.keys() == kinds
-    assert all(sent.operations == 1 for sent in found.values())
+    assert all(volume.operations == 1 for volume in found.values())
 
 
 @pytest.mark.parametrize(
@@ -140,5 +153,5 @@ def test_a_step_moves_what_the_paper_says(corpus: str, zero: int) -> None:
     ],
 )
 def test_axes_cross_hosts_where_their_ranks_span_more_than_one(mesh, far):
-    assert NODE == 8
-    assert {axis for axis in ("dp", "pp", "cp", "tp", "ep") if crosses(mesh, axis)} == far
+    assert NODE_GPUS == 8
+    assert {axis for axis in ("dp", "pp", "cp", "tp", "ep") if spans_hosts(mesh, axis)} == far

@@ -1,4 +1,4 @@
-"""The planner and what was measured on GPUs: the most that a rank had allocated, and the seconds of a step."""
+"""The planner against measurements on H200s: peak memory of a rank, and seconds of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from paths import TESTS
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.planning.estimate import costs_of, memories
+from pentad.orchestrator.planning.estimate import costs_of, memories, step_seconds
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.plan import Plan
@@ -31,15 +31,13 @@ def planned(run: dict[str, Any]) -> Plan:
 
 
 @each_run
-def test_planned_bytes_are_those_of_h200s(run: dict[str, Any]) -> None:
+def test_peak_memory_is_within_5_percent(run: dict[str, Any]) -> None:
     most = max(each["total"] for each in memories(planned(run)))
     assert most / 2**30 == pytest.approx(run["peak_gib"], rel=0.05)
 
 
 @each_run
-def test_predicted_seconds_are_near_those_of_h200s(run: dict[str, Any]) -> None:
-    """The assumed rates were chosen by these runs."""
+def test_step_seconds_are_within_20_percent(run: dict[str, Any]) -> None:
+    """The assumed rates were fitted to these runs."""
     plan = planned(run)
-    spans = simulate(plan.program, costs_of(plan)).spans
-    seconds = max(span.end for span in spans) - min(span.start for span in spans)
-    assert seconds == pytest.approx(run["step_seconds"], rel=0.2)
+    assert step_seconds(simulate(plan.program, costs_of(plan))) == pytest.approx(run["step_seconds"], rel=0.2)

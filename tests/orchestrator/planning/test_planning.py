@@ -1,16 +1,18 @@
-"""Laws of planning: a plan is a pure function of its configuration, and its estimates are arithmetic."""
+"""Plans are pure functions of their configuration, made once for a run; estimates add up."""
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pentad.orchestrator.config.config import load
+from pentad.orchestrator.cli.cli import main
+from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning import estimate, planning
 from pentad.orchestrator.planning.cost_model import guess_costs
-from pentad.orchestrator.planning.estimate import flops_per_token, memory, peak_flops, read_costs, utilisation
+from pentad.orchestrator.planning.estimate import flops_per_token, memory, mfu, peak_flops, read_costs
 from pentad.orchestrator.planning.fit import first_plan
 from pentad.orchestrator.planning.planning import make_plan, plan_on, shrunk_plan, spread
 from pentad.schedules import compiler
@@ -39,7 +41,7 @@ def costs_of(plan: Plan) -> Costs:
 
 @pytest.mark.parametrize("name", CATALOGUE)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_schedule_becomes_a_proven_plan(name: str, device: str) -> None:
+def test_every_schedule_has_a_proven_plan(name: str, device: str) -> None:
     plan = plan_of(f"schedule.name={name}", "mesh.dp=2", device=device)
     check(plan.program, replicas=2)
     assert plan == plan_of(f"schedule.name={name}", "mesh.dp=2", device=device)
@@ -68,7 +70,7 @@ def test_peer_transport_needs_one_host() -> None:
         plan_of("cluster.transport=peer", device="cuda", hosts=2)
 
 
-def test_null_means_a_tenth() -> None:
+def test_null_warmup_and_learning_rate_are_a_tenth() -> None:
     optimizer = plan_of("run.steps=50", "optimizer.learning_rate=1e-3").optimizer
     assert optimizer.warmup_steps == 5
     assert optimizer.min_learning_rate == pytest.approx(1e-4)
@@ -76,19 +78,19 @@ def test_null_means_a_tenth() -> None:
     assert (given.warmup_steps, given.min_learning_rate) == (0, 0)
 
 
-def test_flops_of_a_known_model_are_the_known_ones() -> None:
+def test_flops_per_token_of_llama_8b() -> None:
     # 8.03e9 parameters without 0.525e9 of input embedding, attention halved or not.
     assert flops_per_token(LLAMA_8B, 8192) == pytest.approx(51.47e9, rel=1e-3)
     assert flops_per_token(LLAMA_8B, 8192, causal=False) == pytest.approx(57.91e9, rel=1e-3)
     assert flops_per_token(LLAMA_8B, 131072) == pytest.approx(148.1e9, rel=1e-3)
 
 
-def test_utilisation_is_unknown_without_a_known_peak() -> None:
+def test_mfu_is_unknown_without_a_known_peak() -> None:
     plan = plan_of(device="cuda")
     ranks, flops = plan.mesh.size, flops_per_token(plan.model, plan.batch.sequence_length)
-    assert utilisation(ranks * 989e12 / flops, plan, "NVIDIA H200") == pytest.approx(1)
-    assert utilisation(1e4, plan_of(), "NVIDIA H200") is None
-    assert utilisation(1e4, plan, "cpu") is None
+    assert mfu(ranks * 989e12 / flops, plan, "NVIDIA H200") == pytest.approx(1)
+    assert mfu(1e4, plan_of(), "NVIDIA H200") is None
+    assert mfu(1e4, plan, "cpu") is None
     assert peak_flops("NVIDIA H200", "float32") is None
 
 
@@ -105,12 +107,12 @@ def test_guessed_costs_grow_with_the_work() -> None:
     assert all(gpu < cpu for gpu, cpu in zip(on_gpu.forward, costs_of(plan_of()).forward, strict=True))
 
 
-def test_replicas_pay_for_reduction() -> None:
+def test_replicas_reduce_gradients() -> None:
     assert costs_of(plan_of("mesh.dp=2")).reduce > costs_of(plan_of()).reduce
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_costs_read_back_from_a_simulated_step_simulate_the_same_step(name: str) -> None:
+def test_costs_measured_from_a_simulated_step_simulate_the_same_step(name: str) -> None:
     plan = plan_of(f"schedule.name={name}")
     timeline = simulate(plan.program, costs_of(plan))
     costs = read_costs(plan.program, timeline)
@@ -120,7 +122,7 @@ def test_costs_read_back_from_a_simulated_step_simulate_the_same_step(name: str)
     assert again.bubble().longest == pytest.approx(timeline.bubble().longest, abs=1e-2)
 
 
-def test_no_costs_are_read_from_half_a_step() -> None:
+def test_no_costs_come_from_an_incomplete_step() -> None:
     plan = plan_of()
     timeline = simulate(plan.program, costs_of(plan))
     half = type(timeline)("measured", tuple(span for span in timeline.spans if span.stage != 2))
@@ -128,8 +130,8 @@ def test_no_costs_are_read_from_half_a_step() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_activations_with_a_whole_backward_are_whole_microbatches(name: str) -> None:
-    """F keeps and BW frees the same: middle ranks need their peak count times a microbatch, and BW's own operands."""
+def test_activations_of_fused_backwards_are_multiples_of_a_microbatch(name: str) -> None:
+    """F saves and BW frees the same bytes: middle ranks need their peak count of microbatches, and BW's workspace."""
     plan = plan_of(f"schedule.name={name}")
     tokens, model = plan.batch.micro_batch_size * plan.batch.sequence_length, plan.model
     # two streams, two normed, q k v, attention out, gate and up: float32; two scales and a sum a head
@@ -140,7 +142,7 @@ def test_activations_with_a_whole_backward_are_whole_microbatches(name: str) -> 
     assert tokens * (2 * layer - entry) * peak <= found < tokens * (2 * layer - entry) * (peak + 1)
 
 
-def test_a_slice_costs_an_even_share_of_a_microbatch() -> None:
+def test_slices_cost_equal_shares_of_a_microbatch() -> None:
     whole, sliced = (costs_of(plan_of("schedule.name=seq-1f1b", f"schedule.slices={k}")) for k in (1, 4))
     for found, expected in ((sliced.forward, whole.forward), (sliced.backward, whole.backward)):
         assert found == pytest.approx([seconds / 4 for seconds in expected])
@@ -150,18 +152,20 @@ def test_a_slice_costs_an_even_share_of_a_microbatch() -> None:
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
-def test_slices_keep_keys_and_values_of_whole_sequences(slices: int) -> None:
-    """One rank keeps, when the second microbatch comes: slices of both, as many as one has, keys and values of both,
-    and their gradients of the first one, but for its last slice."""
+def test_slices_share_keys_and_values_of_full_sequences(slices: int) -> None:
+    """One rank holds, when the second microbatch begins: as many activations as without slices, keys and values of both
+    microbatches, and gradients of these for the first one, except its last slice."""
     alone = ("mesh.pp=1", "model.layers=4")
     plan = plan_of("schedule.name=seq-1f1b", f"schedule.slices={slices}", *alone)
     whole = memory(plan_of("schedule.name=1f1b", *alone), 0)["activations"]
-    pairs = 4 * 2 * 64 * plan.batch.micro_batch_size * plan.batch.sequence_length * 4  # layers, keys and values, width, tokens, float32
+    pairs = (
+        4 * 2 * 64 * plan.batch.micro_batch_size * plan.batch.sequence_length * 4
+    )  # layers, keys and values, width, tokens, float32
     shared = pairs * (2 + (slices - 1) / slices) if slices > 1 else 0
     assert 0.85 * whole + shared < memory(plan, 0)["activations"] <= whole + shared
 
 
-def test_memory_sums_up_and_counts_master_weights_once() -> None:
+def test_memory_adds_up_and_counts_master_weights_once() -> None:
     plan, on_gpu = plan_of(), plan_of(device="cuda")
     for rank in range(4):
         parts = memory(plan, rank)
@@ -180,7 +184,7 @@ def test_dualpipe_holds_its_parameters_twice() -> None:
     assert sum(memory(plan, rank)["parameters"] for rank in range(4)) == 2 * 4 * num_parameters(plan.model)
 
 
-def test_a_rank_pays_for_each_of_its_receive_slots() -> None:
+def test_memory_counts_every_receive_slot() -> None:
     plan = plan_of()
     tensor = plan.batch.micro_batch_size * plan.batch.sequence_length * plan.model.hidden * 4
     stream = plan.program.streams[0]
@@ -188,7 +192,7 @@ def test_a_rank_pays_for_each_of_its_receive_slots() -> None:
     assert memory(plan, 0)["slots"] == len(slots) * tensor
 
 
-def test_spread_gives_every_replica_the_same_times() -> None:
+def test_spread_gives_every_replica_the_same_spans() -> None:
     mesh = Mesh(dp=2, pp=4)
     plan = plan_of("mesh.dp=2")
     timeline = simulate(plan.program, costs_of(plan))
@@ -208,24 +212,33 @@ def test_spread_gives_every_replica_the_same_times() -> None:
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "zb-1p", "auto", "dualpipe"])
-def test_a_run_is_planned_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """From the command line to the placed ranks; the proof is part of compiling."""
+def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path: Path, name: str) -> None:
+    """From the command line to the placed ranks, a program is compiled and proven once."""
     calls: Counter[str] = Counter()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: object, **more: object) -> Any:
+            calls[function.__name__] += 1
+            return function(*args, **more)
+
+        return call
+
     for module, function in ((planning, "choose"), (planning, "compile_program"), (compiler, "check")):
+        monkeypatch.setattr(module, function, counted(getattr(module, function)))
+    placed = []
 
-        def counted(*args: object, do: Callable = getattr(module, function), of: str = function, **more: object) -> Any:
-            calls[of] += 1
-            return do(*args, **more)
+    def train(config: RunConfig, *, plan: Plan, fingerprint: str, **more: object) -> dict[str, Any]:
+        placed.append(plan_on(config, "cpu", hosts=1, fingerprint=fingerprint, expected=plan))
+        raise PentadError("enough")
 
-        monkeypatch.setattr(module, function, counted)
-    config = load(None, [f"schedule.name={name}"])
-    plan = first_plan(config, "cpu")
-    placed = plan_on(config, "cpu", hosts=1, fingerprint="f", expected=plan)
-    assert placed == replace(plan, fingerprint="f")
+    monkeypatch.setattr("pentad.orchestrator.run.driver.train", train)
+    overrides = f"run.folder={tmp_path}", f"data.path={corpus}", "cluster.device=cpu", f"schedule.name={name}"
+    assert main(["train", *overrides]) == 1
+    assert len(placed[0].fingerprint) == 64
     assert calls == {"compile_program": 1, "check": 1} | ({"choose": 1} if name == "auto" else {})
 
 
-def test_ranks_unlike_those_expected_get_a_plan_of_their_own() -> None:
+def test_a_plan_is_made_again_for_other_devices_or_hosts() -> None:
     config = load(None, [])
     expected = make_plan(config, "cuda")
     assert expected.transport == "peer"
@@ -233,8 +246,10 @@ def test_ranks_unlike_those_expected_get_a_plan_of_their_own() -> None:
     assert plan_on(config, "cpu", hosts=1, expected=expected) == make_plan(config, "cpu")
 
 
-def test_zero_without_a_second_holder_is_refused() -> None:
-    with pytest.raises(PentadError, match=r"^zero.stage is 3, but .* is 1, .*: expected zero.stage 0, or more replicas$"):
+def test_zero_with_nothing_to_shard_is_refused() -> None:
+    with pytest.raises(
+        PentadError, match=r"^zero.stage is 3, but .* is 1, .*: expected zero.stage 0, or more replicas$"
+    ):
         first_plan(load(None, ["zero.stage=3"]), "cpu")
     for overrides in (["mesh.dp=2"], ["schedule.name=dualpipe"]):
         assert first_plan(load(None, ["zero.stage=3", *overrides]), "cpu").zero == 3
@@ -242,15 +257,15 @@ def test_zero_without_a_second_holder_is_refused() -> None:
 
 def test_a_smaller_mesh_may_have_nothing_to_shard() -> None:
     config = load(None, ["zero.stage=3", "mesh.dp=2", "elastic.min_ranks=4", "schedule.name=1f1b"])
-    smaller = shrunk_plan(config, make_plan(config, "cpu"), 7)
+    smaller = shrunk_plan(config, make_plan(config, "cpu"), 5)
     assert smaller is not None
     assert (smaller.mesh, smaller.zero, smaller.batch.microbatches) == (Mesh(pp=4), 0, 16)
     assert shrunk_plan(config, make_plan(config, "cpu"), 3) is None
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_holder_steps_on_its_shard(zero):
-    """Half the seconds of STEP with two holders; all but the norm is guessed alike."""
+def test_zero_divides_the_optimizer_step(zero: int) -> None:
+    """Two holders take half the seconds of STEP; everything but the norm stays the same."""
     words = ["mesh.dp=2", "schedule.name=1f1b", "schedule.microbatches=2"]
     whole, cut = (
         estimate.costs_of(make_plan(load(None, [*words, f"zero.stage={stage}"]), "cpu")) for stage in (0, zero)

@@ -1,6 +1,8 @@
-"""The planner and what others have measured: what fits, and which of two configurations is better."""
+"""The planner against published measurements: what fits, and which of two configurations is faster."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 import pytest
@@ -8,8 +10,8 @@ from published import MODELS, ROWS, Published
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.estimate import costs_of, flops_per_token, memory
-from pentad.orchestrator.planning.fit import room_of
-from pentad.orchestrator.planning.mesh_search import survey
+from pentad.orchestrator.planning.fit import device_memory
+from pentad.orchestrator.planning.mesh_search import search_meshes
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh
@@ -17,13 +19,14 @@ from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan, split_lay
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import head_in_layers, num_parameters
 
-ROOM = room_of("cuda", 79).bytes
+ROOM = device_memory("cuda", 79).bytes
 
 
+@cache
 def planned(row: Published) -> Plan:
     model, mesh = MODELS[row.model], Mesh(dp=row.dp, tp=row.tp, pp=row.pp)
     program = compile_program(
-        "1f1b", row.pp, row.parts, replicas=row.dp, gated=True, memory_options=MemoryOptions(zero=row.zero)
+        "1f1b", row.pp, row.microbatches, replicas=row.dp, gated=True, memory_options=MemoryOptions(zero=row.zero)
     )
     return Plan(
         name="published",
@@ -31,7 +34,7 @@ def planned(row: Published) -> Plan:
         program=program,
         layers=split_layers(model.layers, program.placement, head_in_layers(model, 4096)),
         model=model,
-        batch=BatchSpec(256, 4096, row.parts, row.dp),
+        batch=BatchSpec(256, 4096, row.microbatches, row.dp),
         optimizer=OptimizerSpec(1e-3, 1e-4, 0, 1, 0.9, 0.95, 1e-8, 0.1, clip_norm=1.0),
         data="",
         cache="",
@@ -45,11 +48,11 @@ def planned(row: Published) -> Plan:
     )
 
 
-def needed(plan: Plan) -> int:
+def peak_bytes(plan: Plan) -> int:
     return max(memory(plan, plan.mesh.move(0, pp=pp))["total"] for pp in range(plan.mesh.pp))
 
 
-def used(plan: Plan) -> float:
+def mfu_percent(plan: Plan) -> float:
     """MFU in percent as the source counts it."""
     spans = simulate(plan.program, costs_of(plan)).spans
     seconds = max(span.end for span in spans) - min(span.start for span in spans)
@@ -63,23 +66,25 @@ def test_models_have_the_parameters_of_their_names() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.nodes}-{row.model}")
-def test_what_fitted_in_80_gb_fits(row: Published) -> None:
+def test_configurations_that_fitted_in_80_gb_fit(row: Published) -> None:
     plan = planned(row)
-    assert plan.batch.micro_batch_size == row.rows
-    assert needed(plan) <= ROOM
+    assert plan.batch.micro_batch_size == row.micro_batch_size
+    assert peak_bytes(plan) <= ROOM
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_eighty_billion_parameters_fit_on_no_mesh_of_two_nodes(nodes: int) -> None:
     sizes = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 64, "ffn": 28672, "vocab": 131072}
     batch = ["batch.global_batch_size=256", "batch.sequence_length=4096", "schedule.name=1f1b"]
-    found = survey(
-        load(None, [*(f"model.{key}={value}" for key, value in sizes.items()), *batch]), 8 * nodes, room_of("cuda", 79)
+    found = search_meshes(
+        load(None, [*(f"model.{key}={value}" for key, value in sizes.items()), *batch]),
+        8 * nodes,
+        device_memory("cuda", 79),
     )
-    assert found.fit == 0
+    assert found.num_fitting == 0
 
 
-def test_the_order_of_predictions_is_that_of_measurements() -> None:
-    found = [used(planned(row)) for row in ROWS]
+def test_predictions_rank_configurations_as_measurements_do() -> None:
+    found = [mfu_percent(planned(row)) for row in ROWS]
     one, other = (np.argsort(np.argsort(values)) for values in (found, [row.mfu for row in ROWS]))
     assert np.corrcoef(one, other)[0, 1] >= 0.8  # Spearman's

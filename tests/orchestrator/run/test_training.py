@@ -1,22 +1,34 @@
-"""Whole runs of `pentad train` on real Ray, real ranks and real text."""
+"""Whole runs on real Ray, real ranks and real text. All but one join one cluster, in this process."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.config.sections import ClusterSection
+from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.run import driver
 from pentad.workers.checkpoint.checkpoint import newest, read
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())"]
-STEPS = 150  # many, so that a signal after the 20th comes before the last
+STEPS = 60
+STOP_AFTER = 10
 SMALL = [
     "mesh.pp=2",
     "model.layers=4",
@@ -29,24 +41,41 @@ SMALL = [
     "cluster.device=cpu",
     "cluster.dashboard=false",
 ]
+Train = Callable[..., tuple[dict[str, Any], str]]
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [*COMMAND, "train", f"run.folder={folder}", *overrides]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[clusters.Cluster]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        clusters.start(ClusterSection(device="cpu", dashboard=False), 2) as running,
+    ):
+        patch.setattr(driver, "launch", lambda section, ranks: nullcontext())
+        patch.setattr(clusters, "join", lambda section, ranks, head: nullcontext(running))
+        yield running
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, errors = process.communicate(timeout=150)
-    assert process.returncode == 0, errors
-    return output
+@pytest.fixture
+def train(cluster: clusters.Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
+    def do(name: str, *overrides: str) -> tuple[dict[str, Any], str]:
+        config = load(None, [f"run.folder={tmp_path}", f"run.name={name}", *SMALL, *overrides])
+        summary = driver.train(config, console=Console(width=200))
+        return summary, capsys.readouterr().out
+
+    return do
 
 
-def rows(run: Path) -> list[dict]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def terminate_after(steps: int, run: Path) -> None:
+    """Sends this process SIGTERM once a run has done so many steps."""
+
+    def watch() -> None:
+        while len(read_lines(run / "metrics.jsonl")) < steps:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def state(run: Path) -> dict[str, torch.Tensor]:
@@ -56,38 +85,35 @@ def state(run: Path) -> dict[str, torch.Tensor]:
     return read(found, found.files)
 
 
-def test_a_run_that_was_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path):
-    whole = start(tmp_path, *SMALL, "run.name=whole")
-    finish(whole)
-    halted = start(tmp_path, *SMALL, "run.name=halted")
-    while len(rows(tmp_path / "halted")) < 20:
-        assert halted.poll() is None, halted.communicate()
-        time.sleep(0.02)
-    halted.send_signal(signal.SIGTERM)
-    assert "stopped after step" in finish(halted)
-    stopped = len(rows(tmp_path / "halted"))
-    assert 20 <= stopped < STEPS
+def test_a_run_that_was_stopped_and_resumed_equals_an_uninterrupted_one(train: Train, tmp_path: Path) -> None:
+    train("whole")
+    terminate_after(STOP_AFTER, tmp_path / "halted")
+    summary, printed = train("halted")
+    stopped = summary["steps"]
+    assert summary["state"] == "stopped" and f"stopped after step {stopped}" in printed
+    assert STOP_AFTER <= stopped < STEPS
     shutil.copytree(tmp_path / "halted", tmp_path / "moved")
-    assert f"resuming from step {stopped}" in finish(start(tmp_path, *SMALL, "run.name=halted"))
-    a, b = rows(tmp_path / "whole"), rows(tmp_path / "halted")
+    assert f"resuming from step {stopped}" in train("halted")[1]
+    a, b = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "halted"))
     for key in ("step", "loss", "grad_norm", "lr", "tokens"):
         assert [row[key] for row in a] == [row[key] for row in b], key
     one, other = state(tmp_path / "whole"), state(tmp_path / "halted")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     # on another mesh it is the same run but for rounding
-    mesh = ["mesh.pp=1", "mesh.dp=2", "schedule.name=gpipe", "run.name=moved"]
-    assert f"resuming from step {stopped}" in finish(start(tmp_path, *SMALL, *mesh))
-    c = rows(tmp_path / "moved")
+    assert f"resuming from step {stopped}" in train("moved", "mesh.pp=1", "mesh.dp=2", "schedule.name=gpipe")[1]
+    c = read_lines(tmp_path / "moved" / "metrics.jsonl")
     assert [row["step"] for row in c] == list(range(STEPS))
     for mine, same in zip(c[stopped : stopped + 20], a[stopped : stopped + 20], strict=True):
         assert mine["loss"] == pytest.approx(same["loss"], rel=1e-4)
         assert mine["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
 
 
-def test_the_loss_falls_on_real_text(tmp_path):
-    output = finish(start(tmp_path, *SMALL, "run.name=falls", "schedule.name=dualpipe", "--json"))
-    summary = json.loads(output)
+def test_the_loss_falls_on_real_text(tmp_path: Path) -> None:
+    command = [*COMMAND, "train", f"run.folder={tmp_path}", *SMALL, "run.steps=150", "schedule.name=dualpipe", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
     assert summary["state"] == "finished"
-    assert summary["first_loss"] == pytest.approx(5.70, abs=0.05)  # ln(300): the first guess is no guess
+    assert summary["first_loss"] == pytest.approx(5.70, abs=0.05)  # ln(300): the model is untrained
     assert summary["loss"] < 4.9

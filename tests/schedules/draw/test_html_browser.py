@@ -45,6 +45,9 @@ def browse(tmp_path: Path) -> Browse:
             "--no-sandbox",
             "--disable-gpu",
             "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
             f"--user-data-dir={tmp_path}/profile",
         ]
         options += ["--window-size=1300,900", "--virtual-time-budget=5000"]

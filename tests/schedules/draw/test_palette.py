@@ -1,4 +1,4 @@
-"""Colours that tell ops and chunks apart, to every kind of eye, on light and on dark ground."""
+"""Ops and chunks have colours that can be told apart, also by colour-blind readers, on light and on dark pages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 
 from pentad.schedules.draw.palette import BACKGROUNDS, LOOKS, shades
 
-# What eyes see that lack one kind of cone, on linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
+# Simulated colour blindness on linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
 EYES = {
-    "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "no long": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
-    "no middle": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
-    "no short": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+    "normal": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "tritanopia": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
 }
 THEMES = {"light": BACKGROUNDS[0], "dark": BACKGROUNDS[1]}
 
 
 def lab(colour: str, eye: str) -> tuple[float, float, float]:
-    """CIELAB of #rrggbb: a distance of 2.3 is just noticed."""
+    """CIELAB of #rrggbb: a distance of 2.3 is just noticeable."""
     values = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
     red, green, blue = (
@@ -49,7 +49,7 @@ def test_ops_differ_in_every_chunk(theme: str, eye: str, chunks: int, least: flo
 
 @pytest.mark.parametrize("eye", EYES)
 @pytest.mark.parametrize("theme", THEMES)
-def test_chunks_differ_and_the_first_is_the_op_itself(theme: str, eye: str) -> None:
+def test_chunks_differ_and_the_first_has_the_colour_of_the_op(theme: str, eye: str) -> None:
     for chunks in (1, 2, 3, 4, 6):
         for op, colours in fills(theme, chunks).items():
             assert colours[0] == getattr(LOOKS[op], theme) and len(set(colours)) == chunks
@@ -57,6 +57,6 @@ def test_chunks_differ_and_the_first_is_the_op_itself(theme: str, eye: str) -> N
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_the_palest_chunk_stands_out_from_the_ground(theme: str) -> None:
+def test_the_faintest_chunk_stands_out_from_the_background(theme: str) -> None:
     for colours in fills(theme, 4).values():
-        assert math.dist(lab(colours[-1], "all cones"), lab(THEMES[theme], "all cones")) > 15
+        assert math.dist(lab(colours[-1], "normal"), lab(THEMES[theme], "normal")) > 15

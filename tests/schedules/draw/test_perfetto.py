@@ -1,6 +1,6 @@
-"""The trace file as Perfetto reads it: its own importer, built for browsers, run in Node and asked in SQL.
+"""The trace file as Perfetto reads it: its importer, built for browsers, runs in Node and answers SQL.
 
-Skipped where INSTALL has not been run (Node and 4 MB from the npm registry, a second).
+Skipped unless INSTALL was run (needs Node; fetches 4 MB from the npm registry).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDER = Path(sys.prefix) / "perfetto" / "node_modules" / "@pinpoint-apm" / "per
 pytestmark = pytest.mark.skipif(
     not (FOLDER / "trace_processor.wasm").exists() or not shutil.which("node"), reason=f"wants: {INSTALL}"
 )
-# The engine is a worker of Perfetto's page, which hands it a port: here that is our standard input and output.
+# The engine is a web worker that talks to Perfetto's page through a port: here that is standard input and output.
 ENGINE = """
 console.log = console.warn = console.error;
 globalThis.self = {};
@@ -39,7 +39,7 @@ setTimeout(() => process.stdin.on("data", (data) => port.onmessage({data: new Ui
 
 
 class Pipe:
-    """What Perfetto's Python client wants of a connection."""
+    """The connection of Perfetto's Python client to the engine."""
 
     def __init__(self) -> None:
         command = ["node", "-e", ENGINE, str(FOLDER)]
@@ -64,7 +64,7 @@ class Pipe:
 
 
 class Perfetto:
-    """The trace processor with one trace in it."""
+    """A trace processor that has loaded one trace."""
 
     def __init__(self, pipe: Pipe, trace: Path) -> None:
         from perfetto.trace_processor.platform import PlatformDelegate
@@ -131,11 +131,11 @@ join thread_track r on b.track_id = r.id join thread u on r.utid = u.utid join p
 """
 
 
-def test_nothing_of_the_file_is_refused(loaded: Loaded) -> None:
+def test_the_importer_reports_no_errors(loaded: Loaded) -> None:
     assert loaded.perfetto.query("select name, value from stats where severity != 'info' and value > 0") == []
 
 
-def test_a_rank_is_a_process_and_a_lane_a_thread_with_its_slices(loaded: Loaded) -> None:
+def test_ranks_are_processes_and_lanes_are_threads(loaded: Loaded) -> None:
     expected: Counter[tuple] = Counter()
     for timeline in loaded.timelines:
         zero = min(span.start for span in timeline.spans)
@@ -147,7 +147,7 @@ def test_a_rank_is_a_process_and_a_lane_a_thread_with_its_slices(loaded: Loaded)
     assert found == expected
 
 
-def test_every_send_has_its_arrow(loaded: Loaded) -> None:
+def test_every_send_has_an_arrow_to_its_receive(loaded: Loaded) -> None:
     expected: Counter[tuple] = Counter()
     for timeline in loaded.timelines:
         for span in timeline.spans:
@@ -159,8 +159,8 @@ def test_every_send_has_its_arrow(loaded: Loaded) -> None:
     assert Counter(loaded.perfetto.query(FLOWS)) == expected
 
 
-def test_neighbours_that_touch_stay_side_by_side(tmp_path: Path) -> None:
-    """Nanoseconds go through decimal microseconds and back: none may be lost on the way."""
+def test_spans_that_touch_do_not_overlap(tmp_path: Path) -> None:
+    """Nanoseconds become decimal microseconds and nanoseconds again: none may be lost."""
     ends = [0]
     for number in range(5000):
         ends.append(ends[-1] + 300 + (number * 7919_003) % 2_000_003)

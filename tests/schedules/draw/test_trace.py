@@ -1,4 +1,4 @@
-"""The trace file: what a viewer needs to find, by the rules of its importer."""
+"""The trace file, by the rules of trace viewers' importers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def events_of(tmp_path: Path, *timelines: Timeline, names: dict[int, str] | None
 
 
 def bound(events: list[dict]) -> dict[int, list[str]]:
-    """Arrow -> names of the slices it binds to, as viewers do it: in file order of equal times, to the thread's last
-    slice that has begun, provided that it has not ended."""
+    """Arrow -> names of the slices it binds to, as viewers do it: to the last slice of the thread that has started, in
+    file order if times are equal, and that has not ended."""
     last: dict[int, dict] = {}
     found: dict[int, list[str]] = defaultdict(list)
     for event in sorted((e for e in events if e["ph"] != "M"), key=lambda event: event["ts"]):
@@ -50,7 +50,7 @@ def test_every_send_has_one_arrow_to_its_receive(tmp_path: Path, name: str, tran
     assert sorted(map(tuple, arrows.values())) == sorted(expected)
 
 
-def test_arrows_stay_inside_their_step_and_their_timeline(tmp_path: Path) -> None:
+def test_arrows_do_not_cross_steps_or_timelines(tmp_path: Path) -> None:
     plan = simulated("1f1b")
     events = events_of(tmp_path, plan, measured(plan))
     arrows = [e for e in events if e["ph"] == "s"]
@@ -63,7 +63,7 @@ def test_arrows_stay_inside_their_step_and_their_timeline(tmp_path: Path) -> Non
     assert all(len(pair) == 2 for pair in bound(events).values())
 
 
-def test_every_span_is_a_slice_with_its_facts(tmp_path: Path) -> None:
+def test_every_span_is_a_slice(tmp_path: Path) -> None:
     plan = simulated("1f1b")
     slices = [e for e in events_of(tmp_path, plan) if e["ph"] == "X"]
     found = {(e["pid"] - 1, e["name"], e["cat"], e["ts"], e["dur"]) for e in slices}
@@ -94,7 +94,7 @@ def test_slices_of_a_thread_never_overlap(tmp_path: Path, name: str) -> None:
     assert count == 3 * len(plan.spans) + 2
 
 
-def test_threads_are_named_once_and_processes_are_told_apart(tmp_path: Path) -> None:
+def test_threads_and_processes_have_names_of_their_own(tmp_path: Path) -> None:
     plan = simulated("1f1b")
     names = {rank: f"rank {rank} (dp0 pp{rank})" for rank in range(4)}
     events = [e for e in events_of(tmp_path, plan, measured(plan), names=names) if e["ph"] == "M"]
@@ -105,7 +105,7 @@ def test_threads_are_named_once_and_processes_are_told_apart(tmp_path: Path) -> 
     assert processes == [f"{source} {name}" for source in ("simulated", "measured") for name in names.values()]
 
 
-def test_simulated_ranks_borrow_no_names_of_other_ranks(tmp_path: Path) -> None:
+def test_simulated_ranks_do_not_take_the_names_of_other_ranks(tmp_path: Path) -> None:
     names = {rank: f"rank {rank} (dp{rank % 2} pp{rank // 2})" for rank in range(8)}
     events = events_of(tmp_path, simulated("1f1b"), names=names)
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [f"rank {rank}" for rank in range(4)]
@@ -119,7 +119,7 @@ def test_equal_timelines_give_equal_bytes(tmp_path: Path) -> None:
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
-def test_a_recording_cut_short_still_opens(tmp_path: Path) -> None:
+def test_an_incomplete_recording_still_opens(tmp_path: Path) -> None:
     plan = simulated("1f1b")
     cut = Timeline("measured", tuple(span for span in plan.spans if span.start < 8e-3))
     assert all(len(pair) == 2 for pair in bound(events_of(tmp_path, cut)).values())

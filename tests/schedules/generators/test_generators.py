@@ -1,5 +1,5 @@
-# ruff: noqa: E501 - grids are as wide as they are
-"""Schedules are those of the papers: their grids, their memory, their sizes."""
+# ruff: noqa: E501 - grids are wide
+"""Schedules match the papers: their grids, their memory, their sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
 
-# 4 ranks, 8 microbatches, F = B = W = 1, transfers free. A cell is one unit of time and `.` is idle; DualPipe's lower
-# case microbatches enter at the last rank.
+# 4 ranks, 8 microbatches, F = B = W = 1, free transfers. A cell is one unit of time, `.` is idle, and lower case is the
+# second chunk or, in DualPipe, a microbatch that enters at the last rank.
 GRIDS = {
     "1f1b": """
 F0 F1 F2 F3  .  .  .  .  .  . B0 W0 F4 B1 W1 F5 B2 W2 F6 B3 W3 F7 B4 W4  . B5 W5  . B6 W6  . B7 W7
@@ -47,7 +47,7 @@ F0 F1 F2 f0 b0 w0 f1 F3 b1 w1  . f2 B0 W0 b2 w2  . f3 B1 W1 b3 w3 B2 W2 B3 W3
  . f0 F0 f1 F1 f2 B0 W0 F2 b0 w0 f3 B1 W1 F3 b1 w1 B2 W2 b2 w2  . B3 b3 W3 w3
 f0 f1 f2 F0 B0 W0 F1 f3 B1 W1  . F2 b0 w0 B2 W2  . F3 b1 w1 B3 W3 b2 w2 b3 w3""",
 }
-# makespan, longest, and the most activations that each rank keeps
+# makespan, longest, and the peak activations of each rank
 FACTS = {
     "gpipe": (33, 33, [8, 8, 8, 8]),
     "1f1b": (33, 33, [4, 3, 2, 1]),
@@ -56,7 +56,7 @@ FACTS = {
     "zb-v": (25.5, 24, [4, 4, 4, 4]),
     "dualpipe": (26, 26, [5, 5, 5, 5]),
 }
-RATES = {  # of idle time, by makespan and by longest
+RATES = {  # bubble by makespan and by longest
     "gpipe": (0.2727, 0.2727),
     "1f1b": (0.2727, 0.2727),
     "zb-h1": (0.1111, 0.1111),
@@ -67,7 +67,7 @@ RATES = {  # of idle time, by makespan and by longest
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_grids_are_those_of_the_papers(name: str) -> None:
+def test_grids_match_the_papers(name: str) -> None:
     program = compile_program(name, 4, 8)
     costs = Costs.uniform(program.stages, chunks=program.chunks)
     drawn = time_grid(program, simulate(program, costs), costs)
@@ -75,7 +75,7 @@ def test_grids_are_those_of_the_papers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_times_and_memory_are_those_of_the_papers(name: str) -> None:
+def test_times_and_memory_match_the_papers(name: str) -> None:
     program = compile_program(name, 4, 8)
     facts = summary(program, Costs.uniform(program.stages, chunks=program.chunks))
     assert (facts["makespan"], facts["longest"], facts["peak_activations"]) == FACTS[name]
@@ -84,22 +84,22 @@ def test_times_and_memory_are_those_of_the_papers(name: str) -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 24))
-def test_activations_of_one_direction_peak_where_the_formulas_say(p: int, m: int) -> None:
-    """In microbatches, for any p and m: GPipe m; 1F1B p-r on rank r; ZB-H1 p-r whole ones and r of which only W is
-    left, each half of one; ZB-H2 2(p-r)-1 and 2r. Never more than there are microbatches."""
+def test_peak_activations_follow_the_formulas(p: int, m: int) -> None:
+    """In microbatches, for any p and m: GPipe m; 1F1B p-r on rank r; ZB-H1 p-r full ones and r halves, of which only W
+    is left; ZB-H2 2(p-r)-1 and 2r. Never more than there are microbatches."""
     ranks = range(p)
     assert peak_activations(generate("gpipe", p, m)) == [m] * p
     assert peak_activations(generate("1f1b", p, m)) == [min(p - r, m) for r in ranks]
-    for name, whole, halves in (
+    for name, full, halves in (
         ("zb-h1", [p - r for r in ranks], ranks),
         ("zb-h2", [2 * (p - r) - 1 for r in ranks], range(0, 2 * p, 2)),
     ):
-        expected = [min(w, m) + min(h, max(m - w, 0)) / 2 for w, h in zip(whole, halves, strict=True)]
+        expected = [min(w, m) + min(h, max(m - w, 0)) / 2 for w, h in zip(full, halves, strict=True)]
         assert peak_activations(generate(name, p, m)) == expected
 
 
 @given(st.integers(1, 6), st.integers(0, 8))
-def test_dualpipe_keeps_one_microbatch_more_than_there_are_ranks(half: int, more: int) -> None:
+def test_dualpipe_saves_one_microbatch_more_than_there_are_ranks(half: int, more: int) -> None:
     p = 2 * half
     assert peak_activations(generate("dualpipe", p, 2 * (p + more))) == [p + 1] * p
 
@@ -107,8 +107,8 @@ def test_dualpipe_keeps_one_microbatch_more_than_there_are_ranks(half: int, more
 @pytest.mark.parametrize("name", CATALOGUE)
 @given(data=st.data())
 def test_every_microbatch_goes_once_through_every_stage_in_order(name: str, data: st.DataObject) -> None:
-    """F, then B, then W (or F, then BW), each op in microbatch order on each rank and stage; slices of a microbatch go
-    back from the last to the first."""
+    """F, then B, then W (or F, then BW), each op in microbatch order per rank and stage; the slices of a microbatch go
+    backward from the last to the first."""
     program = data.draw(programs(name))
     seen = []
     for rank, stream in enumerate(program.streams):
@@ -151,7 +151,7 @@ def test_dualpipe_sends_half_of_the_microbatches_in_at_each_end() -> None:
     assert all(index_of(stream) for stream in program.streams)
 
 
-# What is not allowed is refused with the key, what was found and what is expected.
+# Errors name the key, the value found and what is expected.
 
 
 @pytest.mark.parametrize(
@@ -160,20 +160,20 @@ def test_dualpipe_sends_half_of_the_microbatches_in_at_each_end() -> None:
         ("1f1b", 0, 4, "mesh.pp", "is 0", "at least 1"),
         ("gpipe", -1, 4, "mesh.pp", "is -1", "at least 1"),
         ("zb-h1", 4, 0, "microbatches", "is 0", "at least 1"),
-        ("dualpipe", 3, 8, "mesh.pp", "is 3", "must be even"),
-        ("dualpipe", 1, 2, "mesh.pp", "is 1", "must be even"),
-        ("dualpipe", 4, 9, "microbatches", "is 9", "must be even"),
+        ("dualpipe", 3, 8, "mesh.pp", "is 3", "an even number"),
+        ("dualpipe", 1, 2, "mesh.pp", "is 1", "an even number"),
+        ("dualpipe", 4, 9, "microbatches", "is 9", "an even number"),
         ("dualpipe", 4, 6, "microbatches", "is 6", "at least 2 x ranks (mesh.pp) = 8"),
     ],
 )
-def test_sizes_that_a_schedule_does_not_allow_are_refused(
+def test_invalid_sizes_are_refused(
     name: str, ranks: int, microbatches: int, key: str, found: str, expected: str
 ) -> None:
     with pytest.raises(PentadError) as caught:
         compile_program(name, ranks, microbatches)
-    said = str(caught.value)
-    assert said.startswith(f"schedule {name}: ") and "\n" not in said
-    assert said.index(key) < said.index(found) < said.index(expected)
+    sentence = str(caught.value)
+    assert sentence.endswith(f" for schedule {name}") and "\n" not in sentence
+    assert sentence.index(key) < sentence.index(found) < sentence.index(expected)
 
 
 @pytest.mark.parametrize(
@@ -191,18 +191,18 @@ def test_an_unknown_schedule_is_refused_naming_the_nearest(name: str, near: str)
     with pytest.raises(PentadError) as caught:
         generate(name, 4, 8)
     known = ", ".join(CATALOGUE)
-    assert str(caught.value) == f"schedule.name is {name!r} (did you mean {near!r}?), but the schedules are: {known}"
+    assert str(caught.value) == f"schedule.name is {name!r}: expected one of {known} (did you mean {near!r}?)"
 
 
-def test_an_unknown_schedule_like_no_other_is_refused_with_the_list() -> None:
-    with pytest.raises(PentadError, match=r"^schedule\.name is 'xyz', but the schedules are: gpipe, 1f1b, "):
+def test_an_unknown_name_far_from_all_is_refused_with_the_list() -> None:
+    with pytest.raises(PentadError, match=r"^schedule\.name is 'xyz': expected one of gpipe, 1f1b, .* dualpipev$"):
         generate("xyz", 4, 8)
 
 
-# Drawings.
+# Drawings and the summary.
 
 
-def test_a_grid_keeps_the_proportions_of_costs() -> None:
+def test_a_grid_is_to_scale() -> None:
     program, costs = compile_program("zb-h1", 2, 2), Costs.uniform(2, 1.0, 2.0, 1.0)
     assert time_grid(program, simulate(program, costs), costs).splitlines() == [
         "F0 F1  .  . B0 -- W0 B1 -- W1",
@@ -210,7 +210,7 @@ def test_a_grid_keeps_the_proportions_of_costs() -> None:
     ]
 
 
-def test_an_order_grid_marks_the_culprit_and_shows_what_is_around_it() -> None:
+def test_an_order_grid_marks_the_culprit_and_its_neighbours() -> None:
     program = compile_program("1f1b", 2, 4)
     rows = order_grid(program, mark=(1, 8)).splitlines()
     assert [row.split(":")[0] for row in rows] == ["rank 0", "rank 1"]
@@ -219,7 +219,7 @@ def test_an_order_grid_marks_the_culprit_and_shows_what_is_around_it() -> None:
     assert ">" not in rows[0]
 
 
-def test_a_summary_reads_back() -> None:
+def test_the_texts_of_a_summary_parse_back() -> None:
     program = compile_program("dualpipe", 4, 8, gated=True, replicas=2)
     facts = summary(program, Costs.uniform(4))
     assert [tuple(map(parse, stream)) for stream in facts["program"]] == list(program.streams)

@@ -1,4 +1,4 @@
-"""Orders are equal, op for op, to those of torch.distributed.pipelining."""
+"""Compute orders equal those of torch.distributed.pipelining, op for op."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 SIZES = [(ranks, microbatches) for ranks in (2, 4, 8) for microbatches in range(ranks, 2 * ranks + 1)]
 KINDS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
-Order = list[list[tuple[int, str, int]]]  # of each rank: stage, torch's letter, microbatch
+Order = list[list[tuple[int, str, int]]]  # by rank: stage, torch's letter, microbatch
 
 
 def compute_of(actions: Any) -> list[tuple[int, str, int]]:
@@ -26,7 +26,7 @@ def compute_of(actions: Any) -> list[tuple[int, str, int]]:
 
 
 def ours(name: str, ranks: int, microbatches: int, **asked: int) -> Order:
-    """Read by torch from the CSV that we write."""
+    """As torch reads it from our CSV."""
     rows = torch_csv(generate(name, ranks, microbatches, ScheduleOptions(**asked))).splitlines()
     return [compute_of(_Action.from_str(cell) for cell in row.split(",")) for row in rows]
 
@@ -37,8 +37,8 @@ def test_gpipe_is_torch_s(ranks: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-def test_1f1b_is_torch_s_but_for_the_names_of_the_last_rank_s_forwards(ranks: int, microbatches: int) -> None:
-    """torch 2.13 lists F1 to Fm on the last rank, which has F0 to F(m-1); what it runs is right."""
+def test_1f1b_is_torch_s_except_for_labels_on_the_last_rank(ranks: int, microbatches: int) -> None:
+    """torch 2.13 lists F1 to Fm on the last rank, which runs F0 to F(m-1) correctly."""
     order = [*map(compute_of, get_schedule_ops("1F1B", ranks, microbatches))]
     off = min(mb for _, kind, mb in order[-1] if kind == "F")
     order[-1] = [(stage, kind, mb - off * (kind == "F")) for stage, kind, mb in order[-1]]
@@ -61,28 +61,28 @@ def test_zb_v_is_torch_s(ranks: int, rounds: int) -> None:
     assert ours("zb-v", ranks, rounds * ranks) == [*map(compute_of, order)]
 
 
-def whole_rounds(ranks: int, microbatches: int) -> int:
-    """torch's group: as many whole rounds of the ranks as there are microbatches for; 0 where it refuses."""
+def torch_group(ranks: int, microbatches: int) -> int:
+    """The microbatches of one of torch's groups; 0 for sizes that torch refuses."""
     group, rest = divmod(microbatches, max(1, microbatches // ranks))
     return 0 if rest else group
 
 
-WHOLE = [(p, m, v) for p in (2, 4, 8) for m in range(p, 4 * p + 1) for v in (2, 3) if whole_rounds(p, m)]
+SIZES_OF_GROUPS = [(p, m, v) for p in (2, 4, 8) for m in range(p, 4 * p + 1) for v in (2, 3) if torch_group(p, m)]
 
 
 @pytest.mark.parametrize(
     ("name", "theirs"), [("interleaved", "Interleaved1F1B"), ("interleaved-zb", "InterleavedZeroBubble")]
 )
 def test_interleaved_schedules_are_torch_s(name: str, theirs: str) -> None:
-    for ranks, microbatches, chunks in WHOLE:
+    for ranks, microbatches, chunks in SIZES_OF_GROUPS:
         order = get_schedule_ops(theirs, ranks, microbatches, num_stages_per_rank=chunks)
-        group = whole_rounds(ranks, microbatches)
+        group = torch_group(ranks, microbatches)
         assert ours(name, ranks, microbatches, chunks=chunks, group=group) == [*map(compute_of, order)]
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-def test_looped_bfs_is_torch_s_but_for_its_backwards_which_come_in_microbatch_order(ranks, microbatches, chunks):
+def test_looped_bfs_is_torch_s_except_that_backwards_come_in_microbatch_order(ranks, microbatches, chunks):
     order = get_schedule_ops("LoopedBFS", ranks, microbatches, num_stages_per_rank=chunks)
     last = microbatches - 1
     expected = [[(s, kind, last - mb if kind == "B" else mb) for s, kind, mb in compute_of(row)] for row in order]
@@ -102,7 +102,7 @@ def test_an_overlapped_pair_is_written_as_torch_writes_it() -> None:
     assert [sub.computation_type.name for sub in action.sub_actions] == ["FORWARD", "FULL_BACKWARD"]
 
 
-# What auto_schedule(p, m) of zbpp_light 0.0.1, the authors' own ZB-H1, gives: each op's microbatches count up.
+# The output of auto_schedule(p, m) in zbpp_light 0.0.1, the authors' ZB-H1; each op counts up its microbatches.
 ZBPP_LIGHT = {
     (2, 3): "FFBWFBWBW FBFBWFBWW",
     (3, 4): "FFFBWFBWBWBW FFBFBWFBWBWW FBFBFBWFBWWW",

@@ -1,4 +1,4 @@
-"""Interleaved schedules: published rates, the formulas of their idle time and activations, groups of any size."""
+"""Interleaved schedules: published rates, formulas for idle time and activations, groups of any size."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ SIZES = st.tuples(st.integers(1, 6), st.integers(1, 20), st.integers(1, 3), st.i
 
 
 def longest(
-    name: str, ranks: int, microbatches: int, asked: ScheduleOptions, costs: tuple[float, float, float, float]
+    name: str, ranks: int, microbatches: int, options: ScheduleOptions, costs: tuple[float, float, float, float]
 ) -> float:
-    program = generate(name, ranks, microbatches, asked)
+    program = generate(name, ranks, microbatches, options)
     f, b, w, transfer = costs
     times = compute_times(program, Costs.uniform(program.stages, f, b, w, chunks=program.chunks, transfer=transfer))
     return max(spans[-1][1] - spans[0][0] for spans in times)
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "m", "f", "b", "w", "transfer", "rate"), PUBLISHED)
-def test_published_rates_come_out_to_four_decimals(ranks, chunks, m, f, b, w, transfer, rate):
-    """The published script lets only the first microbatch of a group wait for the transfer from the last rank to the
-    first: all of them wait here, and the time is longer by just one transfer a rank."""
+def test_published_rates_are_reproduced_to_four_decimals(ranks, chunks, m, f, b, w, transfer, rate):
+    """In the published script only the first microbatch of a group waits for the transfer from the last rank to the
+    first; here all do, which takes one more transfer per rank."""
     found = longest("interleaved", ranks, m, ScheduleOptions(chunks=chunks), (f, b, w, transfer)) - ranks * transfer
     assert (found - m * (f + b + w)) / found == pytest.approx(rate, abs=0.00005)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "interleaved-zb"])
 @given(size=SIZES)
-def test_an_order_of_any_groups_runs_through(name, size):
+def test_groups_of_any_size_give_an_order_that_runs(name, size):
     ranks, microbatches, chunks, more = size
     group = min(ranks, microbatches) + more
     program = generate(name, ranks, microbatches, ScheduleOptions(chunks=chunks, group=group))
@@ -59,23 +59,23 @@ def test_an_order_of_any_groups_runs_through(name, size):
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.integers(0, 8), st.tuples(*[st.floats(0.5, 2)] * 3))
-def test_idle_time_is_a_chunk_s_share_of_1f1b_s_whatever_the_group(ranks, chunks, rounds, more, costs):
-    """(p-1)(F+B+W)/v without transfers, where groups are all of one size, at least p."""
+def test_idle_time_is_that_of_1f1b_divided_by_the_chunks_for_any_group(ranks, chunks, rounds, more, costs):
+    """(p-1)(F+B+W)/v without transfers, if all groups have the same size of at least p."""
     group = ranks + more
     found = longest("interleaved", ranks, rounds * group, ScheduleOptions(chunks=chunks, group=group), (*costs, 0.0))
     assert found - rounds * group * sum(costs) == pytest.approx((ranks - 1) * sum(costs) / chunks)
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
-def test_zero_bubble_idle_time_at_equal_costs_is_a_chunk_s_share_of_zb_h1_s(ranks, chunks, rounds):
-    """(p-1)(F+B-W)/v."""
+def test_interleaved_zb_idle_time_is_that_of_zb_h1_divided_by_the_chunks(ranks, chunks, rounds):
+    """(p-1)(F+B-W)/v at equal costs."""
     found = longest("interleaved-zb", ranks, rounds * ranks, ScheduleOptions(chunks=chunks), (1.0, 1.0, 1.0, 0.0))
     assert found - 3 * rounds * ranks == pytest.approx((ranks - 1) / chunks)
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 6))
-def test_the_first_rank_keeps_what_its_warm_up_and_groups_make(ranks, chunks, more):
-    """(2(p-1) + (v-1)N + 1)/v microbatches of a rank, from enough microbatches on."""
+def test_peak_activations_of_the_first_rank(ranks, chunks, more):
+    """(2(p-1) + (v-1)N + 1)/v microbatches of a rank, with enough microbatches in groups of N."""
     group = ranks + more
     program = generate("interleaved", ranks, 4 * group, ScheduleOptions(chunks=chunks, group=group))
     expected = (2 * (ranks - 1) + (chunks - 1) * group + 1) / chunks
@@ -92,6 +92,6 @@ def test_one_chunk_without_groups_is_the_plain_schedule(ranks, microbatches):
     assert generate("interleaved", ranks, microbatches, one).streams == eager.streams
 
 
-def test_a_group_that_leaves_ranks_without_work_is_refused():
-    with pytest.raises(PentadError, match="group is 2, but a group of fewer than 4 microbatches leaves ranks without"):
+def test_a_group_that_leaves_ranks_idle_is_refused():
+    with pytest.raises(PentadError, match=r"^group is 2: expected at least 4 for schedule interleaved$"):
         generate("interleaved", 4, 8, ScheduleOptions(group=2))

@@ -1,4 +1,4 @@
-"""Programs in sequence slices: their data rules, their order of gradients, their memory, and their form on disk."""
+"""Programs with sequence slices: data dependencies, order of gradients, memory, and their form on disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_sliced_program_is_proven(ranks: int, microbatches: int, slices: int, 
 
 
 @of_all
-def test_slices_stay_with_a_program_wherever_it_goes(ranks: int, microbatches: int, slices: int) -> None:
+def test_conversions_keep_the_slices(ranks: int, microbatches: int, slices: int) -> None:
     program = lowered(ranks, microbatches, slices)
     assert Program.from_bytes(program.to_bytes()) == program
     assert program.compute() == seq_order(ranks, microbatches, slices)
@@ -49,7 +49,7 @@ def test_slices_stay_with_a_program_wherever_it_goes(ranks: int, microbatches: i
     assert (other.hash == program.hash) == (slices == 1)
 
 
-def test_a_slice_reads_keys_and_values_forward_and_their_gradients_backward() -> None:
+def test_a_slice_reads_earlier_keys_and_values_and_later_gradients() -> None:
     program = seq_order(2, 2, 2)
     backward = {(stage, piece): Op.BW for stage in (0, 1) for piece in range(4)}
 
@@ -64,11 +64,11 @@ def test_a_slice_reads_keys_and_values_forward_and_their_gradients_backward() ->
 
 
 @pytest.mark.parametrize(("microbatches", "slices"), [(1, 3), (3, 2), (4, 4)])
-def test_one_rank_keeps_the_slices_of_one_microbatch(microbatches: int, slices: int) -> None:
+def test_one_rank_saves_the_slices_of_one_microbatch(microbatches: int, slices: int) -> None:
     program = lowered(1, microbatches, slices)
     assert peak_activations(program) == pytest.approx([1.0])
-    kept = activations_over_time(program, simulate(program, Costs.uniform(1)))
-    assert max(share for _, share in kept[0]) == pytest.approx(1.0)
+    saved = activations_over_time(program, simulate(program, Costs.uniform(1)))
+    assert max(share for _, share in saved[0]) == pytest.approx(1.0)
 
 
 @of_all
@@ -91,12 +91,12 @@ def test_a_rank_waits_for_the_slices_that_it_needs(ranks: int, microbatches: int
 
 
 def with_order(program: Program, *keys: str) -> Program:
-    """Rank 0's stream in this order of its compute, cut off."""
+    """The program with only these instructions on rank 0, in this order."""
     known = {str(unit.key): unit for unit in program.streams[0]}
     return program.with_streams((tuple(known[key] for key in keys), *program.streams[1:]))
 
 
-def test_a_slice_before_the_one_it_reads_is_refused() -> None:
+def test_a_slice_before_one_that_it_reads_is_refused() -> None:
     program = lowered(1, 1, 2)
     tail = [str(unit.key) for unit in program.streams[0][4:]]
     with pytest.raises(ScheduleError, match=r"0F1 reads 0F0, which does not come before it"):
@@ -105,8 +105,8 @@ def test_a_slice_before_the_one_it_reads_is_refused() -> None:
         check(with_order(program, "0F0", "0F1", "0BW0", "0BW1", *tail), replicas=2)
 
 
-def test_slices_of_one_sequence_stay_on_one_rank() -> None:
-    """Two ranks hold the only stage, and each runs one slice."""
+def test_slices_of_one_sequence_must_be_on_one_rank() -> None:
+    """Two ranks hold the only stage and run one slice each."""
     own = lowered(1, 1, 2).streams[0]
     streams = []
     for piece in (0, 1):
@@ -119,6 +119,6 @@ def test_slices_of_one_sequence_stay_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize("slices", [0, -1])
-def test_fewer_slices_than_one_are_refused(slices: int) -> None:
+def test_less_than_one_slice_is_refused(slices: int) -> None:
     with pytest.raises(ScheduleError, match=f"slices is {slices}: expected at least 1"):
         check(replace(lowered(1, 2, 1), slices=slices), replicas=2)

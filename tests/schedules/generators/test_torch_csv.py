@@ -1,4 +1,4 @@
-"""The CSV of torch.distributed.pipelining: torch reads ours, we read torch's, and any other file is refused."""
+"""CSV of torch.distributed.pipelining: torch reads ours, we read torch's, and any other file is refused."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.verify.check import check
 
-WHOLE = {name: entry for name, entry in CATALOGUE.items() if entry.slices == 1}  # torch cuts no sequences
-SIZES = [(name, *size) for name in WHOLE for size in ((1, 1), (2, 4), (4, 8), (3, 7)) if allows(name, *size)]
-LOADED = [name for name, entry in WHOLE.items() if entry.placement is not mirrored]  # else torch refuses
+WITHOUT_SLICES = {name: entry for name, entry in CATALOGUE.items() if entry.slices == 1}  # torch has none
+SIZES = [(name, *size) for name in WITHOUT_SLICES for size in ((1, 1), (2, 4), (4, 8), (3, 7)) if allows(name, *size)]
+LOADED = [name for name, entry in WITHOUT_SLICES.items() if entry.placement is not mirrored]  # else torch refuses
 
 
 def written(folder: Path, text: str | bytes) -> Path:
@@ -36,7 +36,7 @@ def written(folder: Path, text: str | bytes) -> Path:
 
 
 def lone_stage(ranks: int, stages: int) -> Any:
-    """A stage of rank 0 that has neither a module nor a process group."""
+    """A stage of rank 0 without a module or process group."""
     stage = mock.create_autospec(PipelineStage, instance=True)
     stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, ranks, stages, None
     return stage
@@ -47,14 +47,14 @@ def prove(program: Program) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), SIZES)
-def test_what_is_written_is_read(tmp_path: Path, name: str, ranks: int, microbatches: int) -> None:
+def test_our_files_are_read_back(tmp_path: Path, name: str, ranks: int, microbatches: int) -> None:
     program = generate(name, ranks, microbatches)
     found = read(written(tmp_path, torch_csv(program)))
     assert found.streams == program.streams
     assert found.microbatches == microbatches
     if name in LOADED:
         assert found.hash == program.hash
-    else:  # a row does not tell which of its two stages is the mirror
+    else:  # a row does not say which of its two stages is the mirror
         assert [set(stages) for stages in found.placement] == [set(stages) for stages in program.placement]
     prove(found)
 
@@ -112,20 +112,20 @@ BAD = {
     "a pair in the wrong order": ("(0B1;0F0)OVERLAP_F_B\n", ["row 1, column 1", "'(0B1;0F0)OVERLAP_F_B'"]),
     "a pair that is not closed": ("(0F1;0B0\n", ["row 1, column 1"]),
     "a table": ("name,age\nAda,36\n", ["row 1, column 1", "'name'"]),
-    "a hole": ("0F0,0B0\n,2F0,2B0\n", ["row 2, column 2", "stage 2", "nothing runs stage 1"]),
+    "a missing stage": ("0F0,0B0\n,2F0,2B0\n", ["row 2, column 2", "stage 2", "nothing runs stage 1"]),
     "not UTF-8": (b"0F0,\xff\n", ["not UTF-8", "byte 4"]),
     "a zero byte": (b"0F0,\0\n", ["order.csv"]),
-    "a cell without an end": ('0F0,"' + "x" * 200_000, ["line 1", "field"]),
+    "a cell that is too long": ('0F0,"' + "x" * 200_000, ["line 1", "field"]),
 }
 
 
-@pytest.mark.parametrize(("text", "told"), BAD.values(), ids=BAD)
-def test_any_other_file_is_refused_with_its_place(tmp_path: Path, text: str | bytes, told: list[str]) -> None:
+@pytest.mark.parametrize(("text", "words"), BAD.values(), ids=BAD)
+def test_any_other_file_is_refused_naming_the_place(tmp_path: Path, text: str | bytes, words: list[str]) -> None:
     path = written(tmp_path, text)
     with pytest.raises(PentadError) as error:
         read(path)
-    for words in [str(path), *told]:
-        assert words in str(error.value)
+    for word in [str(path), *words]:
+        assert word in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
@@ -140,7 +140,7 @@ CELLS = st.from_regex(r"[0-2](F|I|W|B|SEND_F|UNSHARD)[0-2]?", fullmatch=True) | 
 
 @given(st.text() | st.binary() | st.lists(st.lists(CELLS, max_size=5).map(",".join), max_size=4).map("\n".join))
 @example("0F999999999,0B999999999")
-def test_whatever_the_file_holds_it_is_read_or_refused(tmp_path_factory: Any, text: str | bytes) -> None:
+def test_any_content_is_read_or_refused(tmp_path_factory: Any, text: str | bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.csv"
     path.write_bytes(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
     try:

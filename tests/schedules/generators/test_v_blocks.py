@@ -1,4 +1,4 @@
-"""V-Half and V-Min keep what they promise to keep, and idle no longer than their papers' method."""
+"""V-Half and V-Min keep to their memory limits and idle no longer than the published method."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def longest(program: Program, costs: Costs) -> float:
 
 
 def idle(name: str, p: int, m: int) -> float:
-    """Of the busiest rank, in times of a rank's F, all costs equal."""
+    """Idle time of the busiest rank in units of a rank's F, at equal costs."""
     return longest(program_of(name, p, m), uniform(p)) - 3 * m
 
 
-def kept_until_w(program: Program) -> float:
-    """Most microbatches of a whole rank that any rank keeps if B frees nothing."""
+def saved_until_w(program: Program) -> float:
+    """Peak activations of any rank, in microbatches of a whole rank, if B frees nothing."""
     share = {Op.F: 0.5, Op.B: 0.0, Op.W: -0.5}
     return max(max(accumulate(share[part.op] for part in instructions_of(stream))) for stream in program.streams)
 
 
 @st.composite
 def costs_of(draw: st.DrawFn, p: int) -> Costs:
-    """Every stage its own."""
+    """Every stage has its own costs."""
     each = st.lists(st.floats(0.2, 3.0), min_size=2 * p, max_size=2 * p).map(tuple)
     return Costs(draw(each), draw(each), draw(each), draw(st.sampled_from([0.0, 0.1, 2.0])))
 
@@ -61,24 +61,22 @@ def costs_of(draw: st.DrawFn, p: int) -> Costs:
 @names
 @given(p=st.integers(1, 9), m=st.integers(1, 20), data=st.data())
 @settings(max_examples=50)
-def test_every_order_is_complete_and_runs_through_whatever_the_costs(
-    name: str, p: int, m: int, data: st.DataObject
-) -> None:
+def test_every_order_is_complete_and_runs_at_any_costs(name: str, p: int, m: int, data: st.DataObject) -> None:
     costs = data.draw(st.none() | costs_of(p))
     program = program_of(name, p, m, costs)
-    compute_times(program, costs or uniform(p))  # raises where a rank waits for ever
+    compute_times(program, costs or uniform(p))  # raises if a rank waits forever
     for rank, stream in enumerate(program.streams):
         assert len(stream) == 6 * m
         for stage in program.placement[rank]:
             for op in (Op.F, Op.B, Op.W):
                 mine = [part.microbatch for part in instructions_of(stream) if (part.op, part.stage) == (op, stage)]
                 assert mine == list(range(m))
-    assert max(peak_activations(program)) <= kept_until_w(program) <= min(LIMITS[name](p), m)
+    assert max(peak_activations(program)) <= saved_until_w(program) <= min(LIMITS[name](p), m)
 
 
 @pytest.mark.parametrize("p", [4, 8, 16])
 @pytest.mark.parametrize("more", [0, 3, 8])
-def test_idle_times_at_equal_costs_are_those_of_the_paper(p: int, more: int) -> None:
+def test_idle_times_at_equal_costs_match_the_paper(p: int, more: int) -> None:
     m = 2 * p + more
     assert idle("v-half", p, m) == (3 * p - 7) / 2
     assert idle("v-min", p, m) <= (4 * p - 5) / 2
@@ -99,22 +97,22 @@ def test_no_step_at_equal_costs_is_longer_than_that_of_1f1b(name: str, p: int, m
 
 
 @pytest.mark.parametrize(("p", "m"), [(48, 18), (65, 24)])
-def test_many_ranks_keep_what_the_formula_says(p: int, m: int) -> None:
-    assert kept_until_w(program_of("v-min", p, m)) == LIMITS["v-min"](p)
+def test_the_memory_formula_holds_for_many_ranks(p: int, m: int) -> None:
+    assert saved_until_w(program_of("v-min", p, m)) == LIMITS["v-min"](p)
 
 
-def test_sizes_are_those_of_the_published_example() -> None:
-    for name, step, kept in (("v-half", 26.5, 3), ("v-min", 29.5, 2)):
+def test_the_published_example() -> None:
+    for name, step, saved in (("v-half", 26.5, 3), ("v-min", 29.5, 2)):
         program = program_of(name, 4, 8)
         assert longest(program, uniform(4)) == step
-        assert (max(peak_activations(program)), kept_until_w(program)) == (kept, kept)
+        assert (max(peak_activations(program)), saved_until_w(program)) == (saved, saved)
 
 
 @pytest.mark.parametrize(
     ("name", "rate", "published"),
     [("v-half", 0.1382, 0.145), ("v-min", 0.2295, 0.353)],
 )
-def test_at_unequal_costs_less_is_idle_than_by_the_published_method(name: str, rate: float, published: float) -> None:
+def test_at_unequal_costs_the_bubble_is_below_the_published_one(name: str, rate: float, published: float) -> None:
     costs = uniform(8, *UNEQUAL)
     found = 1 - 32 * sum(UNEQUAL[:3]) / longest(program_of(name, 8, 32, costs), costs)
     assert round(found, 4) <= rate < published
@@ -143,10 +141,10 @@ def squeezed(name: str, p: int, m: int) -> Program:
 @names
 @given(p=st.integers(1, 10), m=st.integers(1, 20), data=st.data())
 @settings(max_examples=40)
-def test_no_step_is_longer_than_the_papers_blocks_squeezed(name: str, p: int, m: int, data: st.DataObject) -> None:
+def test_no_step_is_longer_than_the_paper_s_squeezed_blocks(name: str, p: int, m: int, data: st.DataObject) -> None:
     costs = data.draw(costs_of(p))
     block = squeezed(name, p, m)
-    assert kept_until_w(block) <= LIMITS[name](p)
+    assert saved_until_w(block) <= LIMITS[name](p)
     assert longest(program_of(name, p, m, costs), costs) <= longest(block, costs) * (1 + 1e-9)
 
 
@@ -159,7 +157,7 @@ def test_orders_with_their_transfers_are_proven(name: str, p: int, m: int, gated
 
 
 @names
-def test_the_same_shape_gives_the_same_streams(name: str) -> None:
+def test_generation_is_deterministic(name: str) -> None:
     assert program_of(name, 5, 9, uniform(5, *UNEQUAL)).hash == program_of(name, 5, 9, uniform(5, *UNEQUAL)).hash
 
 
@@ -171,8 +169,8 @@ def test_16_ranks_and_64_microbatches_take_less_than_a_second(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["v-half", "v-min"])
-def test_a_slow_rank_and_slow_links_are_planned_with(name: str) -> None:
-    """The step is shorter than with the order for equal ranks."""
+def test_slow_ranks_and_links_are_planned_for(name: str) -> None:
+    """The step is shorter than with the order planned for equal ranks."""
     equal = uniform(4, 1.0, 1.2, 0.8, 0.05)
     links = tuple(tuple(0.05 * (1 + 8 * (source == 1)) for _ in range(4)) for source in range(4))
     costs = replace(equal, slowdown=(1.0, 1.5, 1.0, 1.0), links=links)

@@ -1,4 +1,4 @@
-"""The automatic zero-bubble scheduler: the published rates, certified optima, its memory limit, its speed."""
+"""The automatic zero-bubble scheduler: published rates, known optima, its memory limit, its speed."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ LIMITS = st.one_of(st.integers(1, 12), st.floats(1, 12))
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> ScheduleSpec:
-    """Every stage costs something else, on any scale."""
+def specs(draw: st.DrawFn) -> ScheduleSpec:
+    """Every stage has its own costs, at any scale."""
     ranks, scale = draw(st.integers(1, 6)), draw(st.sampled_from([1e-6, 1.0, 1e3]))
     each = st.tuples(*[st.floats(0.01, 10).map(lambda cost: cost * scale)] * ranks)
     transfer, launch = (scale * draw(st.floats(0, 3)) for _ in range(2))
@@ -66,10 +66,10 @@ def spans(streams: Streams, microbatches: int, costs: Costs) -> tuple[float, flo
 def test_bubble_rates_are_no_higher_than_published(
     ranks: int, microbatches: int, f: float, b: float, w: float, transfer: float, rate_1p: float, rate_2p: float
 ) -> None:
-    shape = ScheduleSpec(ranks, microbatches, costs=Costs.uniform(ranks, f, b, w, transfer=transfer))
-    assert shape.costs
+    spec = ScheduleSpec(ranks, microbatches, costs=Costs.uniform(ranks, f, b, w, transfer=transfer))
+    assert spec.costs
     for schedule, published in ((zb_1p, rate_1p), (zb_2p, rate_2p)):
-        longest, _ = spans(schedule(shape), microbatches, shape.costs)
+        longest, _ = spans(schedule(spec), microbatches, spec.costs)
         assert (longest - microbatches * (f + b + w)) / longest <= published + 0.00005
 
 
@@ -81,43 +81,43 @@ def test_four_ranks_reach_the_optimum(
     microbatches: int, costs: tuple[float, float, float, float], longest_1p: float, longest_2p: float
 ) -> None:
     f, b, w, transfer = costs
-    shape = ScheduleSpec(4, microbatches, costs=Costs.uniform(4, f, b, w, transfer=transfer))
-    assert shape.costs
-    assert spans(zb_1p(shape), microbatches, shape.costs)[0] == longest_1p
-    assert spans(zb_2p(shape), microbatches, shape.costs)[0] == longest_2p
+    spec = ScheduleSpec(4, microbatches, costs=Costs.uniform(4, f, b, w, transfer=transfer))
+    assert spec.costs
+    assert spans(zb_1p(spec), microbatches, spec.costs)[0] == longest_1p
+    assert spans(zb_2p(spec), microbatches, spec.costs)[0] == longest_2p
 
 
-@given(shape=shapes())
+@given(spec=specs())
 @settings(max_examples=25)
-def test_every_order_is_whole_and_proven(shape: ScheduleSpec) -> None:
-    order = program(zb_auto(shape), shape.microbatches)
+def test_every_order_is_complete_and_proven(spec: ScheduleSpec) -> None:
+    order = program(zb_auto(spec), spec.microbatches)
     for rank, stream in enumerate(order.streams):
         for op in (Op.F, Op.B, Op.W):
             found = [(part.stage, part.microbatch) for part in instructions_of(stream) if part.op is op]
-            assert found == [(rank, mb) for mb in range(shape.microbatches)]
-    check(add_step(add_reduce(add_transfers(order, Costs.uniform(shape.ranks), gated=False), replicas=1)))
+            assert found == [(rank, mb) for mb in range(spec.microbatches)]
+    check(add_step(add_reduce(add_transfers(order, Costs.uniform(spec.ranks), gated=False), replicas=1)))
 
 
-@given(shape=shapes())
+@given(spec=specs())
 @settings(max_examples=50)
-def test_no_rank_keeps_more_than_its_limit(shape: ScheduleSpec) -> None:
-    assert shape.memory_limit
-    assert max(peak_activations(program(zb_auto(shape), shape.microbatches))) <= shape.memory_limit
+def test_no_rank_saves_more_than_the_limit(spec: ScheduleSpec) -> None:
+    assert spec.memory_limit
+    assert max(peak_activations(program(zb_auto(spec), spec.microbatches))) <= spec.memory_limit
 
 
-@given(shape=shapes())
+@given(spec=specs())
 @settings(max_examples=50)
-def test_never_longer_than_zb_h1_or_zb_h2_within_the_limit(shape: ScheduleSpec) -> None:
-    assert shape.memory_limit and shape.costs
-    longest, _ = spans(zb_auto(shape), shape.microbatches, shape.costs)
+def test_never_longer_than_zb_h1_or_zb_h2_within_the_limit(spec: ScheduleSpec) -> None:
+    assert spec.memory_limit and spec.costs
+    longest, _ = spans(zb_auto(spec), spec.microbatches, spec.costs)
     for known in (zb_h1, zb_h2):
-        streams = tuple(tuple(known(rank, shape.ranks, shape.microbatches)) for rank in range(shape.ranks))
-        if max(peak_activations(program(streams, shape.microbatches))) <= shape.memory_limit:
-            assert longest <= spans(streams, shape.microbatches, shape.costs)[0] * (1 + 1e-9)
+        streams = tuple(tuple(known(rank, spec.ranks, spec.microbatches)) for rank in range(spec.ranks))
+        if max(peak_activations(program(streams, spec.microbatches))) <= spec.memory_limit:
+            assert longest <= spans(streams, spec.microbatches, spec.costs)[0] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (4, 1), (4, 3), (4, 8), (5, 13)])
-def test_one_microbatch_a_rank_runs_them_one_after_the_other(ranks: int, microbatches: int) -> None:
+def test_a_limit_of_one_microbatch_runs_them_one_after_another(ranks: int, microbatches: int) -> None:
     streams = zb_auto(ScheduleSpec(ranks, microbatches, memory_limit=1))
     assert all([part.op for part in instructions_of(stream)] == [Op.F, Op.B, Op.W] * microbatches for stream in streams)
 
@@ -128,19 +128,19 @@ def test_more_memory_leaves_less_bubble(limit: float | None, longest: float) -> 
     assert spans(streams, 32, Costs.uniform(8))[0] <= longest
 
 
-def test_a_slow_last_stage_is_the_only_bottleneck() -> None:
+def test_a_slow_last_stage_determines_the_step() -> None:
     costs = Costs((1, 1, 1, 1.4), (1, 1, 1, 1.4), (1, 1, 1, 1.4))
     longest, _ = spans(zb_2p(ScheduleSpec(4, 16, costs=costs)), 16, costs)
     assert longest == pytest.approx(16 * 3 * 1.4)
 
 
-def test_an_explicit_limit_is_used_instead() -> None:
+def test_a_given_limit_replaces_the_default() -> None:
     assert zb_2p(ScheduleSpec(4, 8, memory_limit=4)) == zb_1p(ScheduleSpec(4, 8))
     assert zb_1p(ScheduleSpec(4, 8, memory_limit=8)) == zb_2p(ScheduleSpec(4, 8))
 
 
-def test_the_unit_of_costs_does_not_matter() -> None:
-    """Sums of floats that should be equal differ in their last bit, and must not decide anything."""
+def test_the_unit_of_the_costs_does_not_matter() -> None:
+    """Sums that should be equal may differ in the last bit, which must not decide anything."""
     orders = {
         zb_2p(ScheduleSpec(8, 64, costs=Costs.uniform(8, 18.546 * s, 18.097 * s, 9.321 * s, transfer=0.762 * s)))
         for s in (1, 1e-3, 1e3)
@@ -150,7 +150,7 @@ def test_the_unit_of_costs_does_not_matter() -> None:
 
 @pytest.mark.parametrize("limit", [0.5, 0, -1, float("nan")])
 def test_a_limit_below_one_microbatch_is_refused(limit: float) -> None:
-    message = f"schedule zb-2p: memory limit is {limit:g}, but at least 1 microbatch a rank is needed"
+    message = f"memory_limit is {limit:g}: expected at least 1 microbatch for schedule zb-2p"
     with pytest.raises(PentadError, match=message):
         zb_2p(ScheduleSpec(4, 8, memory_limit=limit))
 

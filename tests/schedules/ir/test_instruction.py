@@ -68,7 +68,7 @@ def test_different_instructions_have_different_texts(units: list[Instruction | O
 
 @pytest.mark.parametrize("text", INVALID)
 def test_invalid_text_is_refused_in_a_sentence_that_quotes_it(text: str) -> None:
-    with pytest.raises(PentadError, match="^instruction is '.*': expected STAGE OP MICROBATCH as in '2F0'") as caught:
+    with pytest.raises(PentadError, match=r"^instruction is '.*': expected STAGE OP MICROBATCH as in '2F0'") as caught:
         parse(text)
     assert "\n" not in str(caught.value)
 

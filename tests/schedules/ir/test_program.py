@@ -148,9 +148,7 @@ INVALID = {
 
 @pytest.mark.parametrize("fault", INVALID)
 def test_a_table_with_invalid_rows_is_refused(fault: str) -> None:
-    with pytest.raises(
-        PentadError, match=r"^the Arrow table has the columns of a program but invalid rows: expected what"
-    ):
+    with pytest.raises(PentadError, match=r"^the Arrow table has the columns of a program but invalid rows: "):
         Program.from_arrow(INVALID[fault])
 
 
@@ -167,7 +165,7 @@ def test_a_table_of_another_version_is_refused(change: dict[str, str | None] | N
     meta = {key.decode(): value.decode() for key, value in table.schema.metadata.items()} | (change or {})
     kept = {key: value for key, value in meta.items() if value is not None} if change else None
     with pytest.raises(
-        PentadError, match=f"^the Arrow table has the columns .*: expected a program, version {VERSION}$"
+        PentadError, match=f"^the Arrow table has the columns .*: expected a program, version {VERSION}"
     ):
         Program.from_arrow(table.replace_schema_metadata(kept))
 

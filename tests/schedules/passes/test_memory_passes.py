@@ -1,4 +1,4 @@
-"""The passes that spare memory: what they promise holds in every program, and `check` refuses what breaks it."""
+"""The passes that save memory keep their promises in every program, and `check` refuses programs that break them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ SIZES = [(n, p, m) for n in CATALOGUE for p, m in ((1, 3), (2, 5), (4, 8), (4, 1
 CHUNKED = [("interleaved", 2, 4, 4), ("interleaved", 1, 3, 4), ("looped-bfs", 2, 6, 3), ("interleaved-zb", 4, 8, 3)]
 
 
-def with_savings(
+def compiled(
     name: str, p: int, m: int, memory_options: MemoryOptions, chunks: int | None = None, post_validation: bool = False
 ) -> Program:
-    return compile_program(name, p, m, replicas=2, memory_options=memory_options, options=ScheduleOptions(chunks), post_validation=post_validation)
+    options = ScheduleOptions(chunks)
+    return compile_program(
+        name, p, m, replicas=2, memory_options=memory_options, options=options, post_validation=post_validation
+    )
 
 
 def most_gathered(program: Program) -> int:
-    """Asserts that every reader's stage is there; returns how many stages are whole at once, at most."""
+    """The most stages gathered at once; asserts that every stage that is read is gathered."""
     most = 0
     for stream in program.streams:
-        here: set[int] = set()
+        gathered: set[int] = set()
         for part in instructions_of(stream):
             if part.op is Op.ALL_GATHER:
-                assert part.stage not in here
-                here.add(part.stage)
+                assert part.stage not in gathered
+                gathered.add(part.stage)
             elif part.op is Op.FREE:
-                here.remove(part.stage)
+                gathered.remove(part.stage)
             elif part.op in READERS:
-                assert part.stage in here
-            most = max(most, len(here))
+                assert part.stage in gathered
+            most = max(most, len(gathered))
     return most
 
 
@@ -53,7 +56,7 @@ def most_gathered(program: Program) -> int:
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize(("name", "p", "m"), SIZES)
 def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(name, p, m, zero, post_validation):
-    program = with_savings(name, p, m, MemoryOptions(zero=zero), post_validation=post_validation)
+    program = compiled(name, p, m, MemoryOptions(zero=zero), post_validation=post_validation)
     assert most_gathered(program) == max(map(len, program.placement))
     for stages, stream in zip(program.placement, program.streams, strict=True):
         count = Counter((part.op, part.stage) for part in instructions_of(stream))
@@ -66,8 +69,8 @@ def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(nam
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), [*((*size, None) for size in SIZES), *CHUNKED])
 def test_gradients_are_reduced_as_soon_as_all_holders_of_a_stage_are_done(name, p, m, chunks, zero):
-    """Once each; all ranks in one order; and with one holder in a pipeline nothing is computed in between."""
-    program = with_savings(name, p, m, MemoryOptions(zero=zero), chunks)
+    """Once each, and in the same order on all ranks; with one holder per pipeline, right after the last W."""
+    program = compiled(name, p, m, MemoryOptions(zero=zero), chunks)
     order: set[tuple[int, int]] = set()
     for stream in program.streams:
         parts = [part for part in instructions_of(stream) if part.op in (*COMPUTE, Op.ALL_REDUCE, Op.REDUCE_SCATTER)]
@@ -85,10 +88,10 @@ def test_gradients_are_reduced_as_soon_as_all_holders_of_a_stage_are_done(name, 
     assert not any((after, before) in order for before, after in order)
 
 
-def test_stages_that_are_done_one_after_another_take_turns_on_two_gradients():
-    """Of which one is scattered while the other is added to: memory of ZeRO 2 does not grow with the stages."""
+def test_stages_that_finish_one_after_another_share_two_gradient_buffers():
+    """One is reduced while the other accumulates, so the memory of ZeRO 2 does not grow with the stages."""
     for chunks in (2, 4, 8):
-        program = with_savings("looped-bfs", 1, 2, MemoryOptions(zero=2), chunks)
+        program = compiled("looped-bfs", 1, 2, MemoryOptions(zero=2), chunks)
         slots, waits = gradient_slots(program, 0)
         assert len(set(slots.values())) == 2
         costs = Costs(*((1.0,) * chunks,) * 3, reduce=3.0)  # longer than the backward of a microbatch
@@ -99,18 +102,18 @@ def test_stages_that_are_done_one_after_another_take_turns_on_two_gradients():
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("gathered", [1, 2, 3])
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), CHUNKED)
-def test_no_more_stages_are_whole_than_are_allowed(name, p, m, chunks, gathered, prefetch):
-    program = with_savings(name, p, m, MemoryOptions(zero=3, max_gathered=gathered, prefetch=prefetch), chunks)
+def test_no_more_stages_are_gathered_than_allowed(name, p, m, chunks, gathered, prefetch):
+    program = compiled(name, p, m, MemoryOptions(zero=3, max_gathered=gathered, prefetch=prefetch), chunks)
     assert most_gathered(program) == gathered
     simulate(program, Costs.uniform(program.stages))
 
 
-def test_room_for_all_gathers_less_often_and_prefetching_hides_it():
+def test_more_room_means_fewer_gathers_and_prefetching_hides_them():
     costs = Costs(*((1.0,) * 8,) * 3, reduce=1.6)
     found = {}
     for gathered, prefetch in ((1, 0), (2, 0), (3, 0), (3, 1), (4, 0)):
         memory_options = MemoryOptions(zero=3, max_gathered=gathered, prefetch=prefetch)
-        program = with_savings("interleaved", 2, 4, memory_options, 4)
+        program = compiled("interleaved", 2, 4, memory_options, 4)
         gathers = sum(part.op is Op.ALL_GATHER for stream in program.streams for part in instructions_of(stream))
         found[gathered, prefetch] = (gathers, simulate(program, costs).makespan)
     assert found[4, 0][0] == 8 < found[2, 0][0] < found[1, 0][0]
@@ -120,7 +123,7 @@ def test_room_for_all_gathers_less_often_and_prefetching_hides_it():
 @pytest.mark.parametrize(("name", "p", "m"), SIZES)
 def test_every_microbatch_of_a_stage_is_recomputed_once(name, p, m):
     stages = frozenset(range(0, p, 2))
-    program = with_savings(name, p, m, MemoryOptions(recompute=stages))
+    program = compiled(name, p, m, MemoryOptions(recompute=stages))
     again = Counter(
         (part.stage, part.microbatch)
         for stream in program.streams
@@ -131,42 +134,42 @@ def test_every_microbatch_of_a_stage_is_recomputed_once(name, p, m):
 
 
 def test_recompute_fills_the_wait_for_the_gradient():
-    """A rank that waits for a gradient recomputes meanwhile: a pipeline's bubble pays for some of it."""
+    """Some of the recomputation happens in the bubble, while a rank waits for a gradient."""
     plain, costs = compile_program("gpipe", 4, 4), Costs.uniform(4)
     program = compile_program("gpipe", 4, 4, memory_options=MemoryOptions(recompute=frozenset({0, 1, 2})))
     assert simulate(program, costs).makespan < simulate(plain, costs).makespan + 4
 
 
-def most_kept(program: Program) -> float:
+def most_resident(program: Program) -> float:
     most = 0.0
     for stream in program.streams:
-        held = 0.0
+        resident = 0.0
         for part in instructions_of(stream):
-            held += SAVED_CHANGE.get(part.op, 0.0)
-            most = max(most, held)
+            resident += SAVED_CHANGE.get(part.op, 0.0)
+            most = max(most, resident)
     return most / (program.chunks * program.slices)
 
 
-@pytest.mark.parametrize("keep", [2.0, 2.5, 4.0])
+@pytest.mark.parametrize("limit", [2.0, 2.5, 4.0])
 @pytest.mark.parametrize(("name", "p", "m"), [size for size in SIZES if size[0] != "dualpipe"])
-def test_no_more_activations_stay_than_are_allowed(name, p, m, keep):
-    plain = with_savings(name, p, m, MemoryOptions())
+def test_no_more_activations_are_resident_than_allowed(name, p, m, limit):
+    plain = compiled(name, p, m, MemoryOptions())
     try:
-        program = with_savings(name, p, m, MemoryOptions(max_resident=keep))
-    except PentadError:  # B frees half of an activation: what is left for W cannot be sent away
+        program = compiled(name, p, m, MemoryOptions(max_resident=limit))
+    except PentadError:  # B frees half of an activation; the half that W needs cannot be offloaded
         assert Op.W in {part.op for stream in plain.streams for part in instructions_of(stream)}
         return
-    assert most_kept(program) == max(peak_activations(program)) <= keep
+    assert most_resident(program) == max(peak_activations(program)) <= limit
     moved = Counter(part.op for stream in program.streams for part in instructions_of(stream))
     assert moved[Op.OFFLOAD] == moved[Op.RELOAD]
-    assert bool(moved[Op.OFFLOAD]) == (most_kept(plain) > keep)
+    assert bool(moved[Op.OFFLOAD]) == (most_resident(plain) > limit)
     simulate(program, Costs.uniform(program.stages))
 
 
-def test_all_of_it_together_is_proven():
+def test_all_memory_passes_together_are_proven():
     memory_options = MemoryOptions(zero=3, max_gathered=2, recompute=frozenset({0, 5}), max_resident=2.0)
     for post_validation in (False, True):
-        program = with_savings("interleaved", 4, 8, memory_options, 3, post_validation=post_validation)
+        program = compiled("interleaved", 4, 8, memory_options, 3, post_validation=post_validation)
         assert max(peak_activations(program)) <= 2
         assert {part.op for stream in program.streams for part in instructions_of(stream)} >= {
             Op.ALL_GATHER, Op.FREE, Op.REDUCE_SCATTER, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD,
@@ -175,19 +178,33 @@ def test_all_of_it_together_is_proven():
 
 
 BAD = [
-    ("gpipe", 2, 4, MemoryOptions(zero=4), "zero is 4: expected a stage of ZeRO, 0 to 3"),
-    ("gpipe", 2, 4, MemoryOptions(zero=3, max_gathered=0), "gathered is 0, but rank 0 reads 1 stages in one unit"),
-    ("dualpipe", 2, 4, MemoryOptions(zero=3, max_gathered=1), "gathered is 1, but rank 0 reads 2 stages in one unit"),
-    ("gpipe", 2, 4, MemoryOptions(recompute=frozenset({7})), "recompute names stage 7, but the stages are 0 to 1"),
-    ("gpipe", 2, 4, MemoryOptions(max_resident=0.5), "offload keeps 0.5 activations, but rank 0 needs 1 at once"),
+    ("gpipe", 2, 4, MemoryOptions(zero=4), "zero.stage is 4: expected 0 to 3"),
+    (
+        *("gpipe", 2, 4, MemoryOptions(zero=3, max_gathered=0)),
+        "zero.max_gathered is 0: expected at least 1, because one unit on rank 0 of schedule gpipe reads that many "
+        "stages",
+    ),
+    (
+        *("dualpipe", 2, 4, MemoryOptions(zero=3, max_gathered=1)),
+        "zero.max_gathered is 1: expected at least 2, because rank 0 of schedule dualpipe gathers that many stages "
+        "together with their mirrors",
+    ),
+    (
+        *("gpipe", 2, 4, MemoryOptions(recompute=frozenset({7}))),
+        "memory.recompute_stages has stage 7: expected stages from 0 to 1",
+    ),
+    (
+        *("gpipe", 2, 4, MemoryOptions(max_resident=0.5)),
+        "memory.max_resident_microbatches is 0.5: expected at least 1, which rank 0 saves at once",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "p", "m", "memory_options", "words"), BAD)
-def test_what_cannot_be_is_told_in_one_sentence(name, p, m, memory_options, words):
+@pytest.mark.parametrize(("name", "p", "m", "memory_options", "sentence"), BAD)
+def test_invalid_options_are_refused_in_one_sentence(name, p, m, memory_options, sentence):
     with pytest.raises(PentadError) as caught:
         compile_program(name, p, m, memory_options=memory_options)
-    assert str(caught.value) == words
+    assert str(caught.value) == sentence
 
 
 def change(program: Program, rank: int, key: Key, **fields) -> Program:
@@ -197,8 +214,8 @@ def change(program: Program, rank: int, key: Key, **fields) -> Program:
 
 
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.FREE, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_SCATTER])
-def test_a_program_that_lacks_one_of_them_is_refused(op):
-    program = with_savings("interleaved", 2, 6, MemoryOptions(zero=3, max_gathered=1, max_resident=2.0), 3)
+def test_a_program_without_one_of_these_instructions_is_refused(op):
+    program = compiled("interleaved", 2, 6, MemoryOptions(zero=3, max_gathered=1, max_resident=2.0), 3)
     check(program, replicas=2)
     for rank, stream in enumerate(program.streams):
         for key in [part.key for part in instructions_of(stream) if part.op is op]:
@@ -207,12 +224,12 @@ def test_a_program_that_lacks_one_of_them_is_refused(op):
 
 
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.OFFLOAD, Op.F, Op.BW, Op.RECOMPUTE])
-def test_a_program_that_does_not_wait_for_them_is_refused(op):
-    program = with_savings("interleaved", 2, 6, MemoryOptions(zero=3, max_gathered=1, max_resident=2.0), 3)
+def test_a_program_without_one_of_these_waits_is_refused(op):
+    program = compiled("interleaved", 2, 6, MemoryOptions(zero=3, max_gathered=1, max_resident=2.0), 3)
     for rank, stream in enumerate(program.streams):
         for part in instructions_of(stream):
             for key in part.waits:
                 if part.op is op and key.op in (Op.ALL_GATHER, Op.FREE, Op.F, Op.RELOAD):
-                    less = tuple(other for other in part.waits if other != key)
+                    fewer = tuple(other for other in part.waits if other != key)
                     with pytest.raises(ScheduleError):
-                        check(change(program, rank, part.key, waits=less), replicas=2)
+                        check(change(program, rank, part.key, waits=fewer), replicas=2)

@@ -1,4 +1,4 @@
-"""Every result that another rank needs is sent once, received once, and received when that disturbs nothing."""
+"""Every result that another rank needs is sent and received once, and the receive does not disturb compute."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ def test_every_send_meets_its_receive(name: str, ranks: int, microbatches: int, 
     assert sent == received
     hops = Counter(kind for (_, _, kind), keys in sent.items() for _ in keys)
     home = program.compute_rank
-    crossed = sum(home[s, mb] != home[s + 1, mb] for s in range(program.stages - 1) for mb in range(program.total_slices))
+    crossed = sum(
+        home[s, mb] != home[s + 1, mb] for s in range(program.stages - 1) for mb in range(program.total_slices)
+    )
     assert hops == Counter({kind: crossed for kind in RECEIVES if crossed})
 
 
 @of_all
 @both_ways
-def test_a_send_stands_behind_its_result_and_a_receive_before_its_reader(
+def test_a_send_follows_its_result_and_a_receive_has_one_reader(
     name: str, ranks: int, microbatches: int, gated: bool
 ) -> None:
     program = compiled(name, ranks, microbatches, gated=gated)
@@ -72,7 +74,7 @@ def test_a_send_stands_behind_its_result_and_a_receive_before_its_reader(
 @of_all
 @both_ways
 def test_there_are_as_many_slots_as_tensors_held_at_once(name: str, ranks: int, microbatches: int, gated: bool) -> None:
-    """Held from the receive to the last reader: B or BW for an activation, W or BW for a gradient."""
+    """A tensor is held from its receive to its last reader: B or BW of an activation, W or BW of a gradient."""
     program = compiled(name, ranks, microbatches, gated=gated)
     for rank, stream in enumerate(program.streams):
         position = index_of(stream)
@@ -94,8 +96,8 @@ SECONDS = st.floats(0.5, 2)
 def test_a_gated_receive_waits_for_its_sender_only_while_nothing_computes(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
-    """Where a waiting receive takes part of the GPU from compute, it must be launched when its sender is due: from the
-    moment all that it waits for on its own rank has ended until the transfer starts, that rank computes nothing."""
+    """A waiting receive would take part of the GPU from compute. So from the moment that everything it waits for on its
+    own rank has ended until its transfer starts, that rank computes nothing."""
     each = st.tuples(*[SECONDS] * generate(name, ranks, microbatches).stages)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each))
     program = compile_program(name, ranks, microbatches, costs=costs, gated=True)
@@ -111,8 +113,8 @@ def test_a_gated_receive_waits_for_its_sender_only_while_nothing_computes(
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "dualpipe"])
 def test_a_posted_receive_never_keeps_its_sender_waiting(name: str) -> None:
-    """Its slot is granted by the time the result is there (of an overlapped pair: both results are), for the costs that
-    it was compiled for."""
+    """By the costs it was compiled for, its slot is granted when the result is ready (of an overlapped pair: when both
+    results are)."""
     costs = Costs.uniform(4, 1.0, 1.25, 0.75)
     program = compile_program(name, 4, 12, costs=costs)
     spans = {(span.rank, span.name): span for span in simulate(program, costs).spans}
@@ -124,7 +126,7 @@ def test_a_posted_receive_never_keeps_its_sender_waiting(name: str) -> None:
                 assert spans[rank, str(part.key)].start == spans[rank, str(made.key)].end
 
 
-def test_an_order_that_cannot_run_is_refused_where_it_stands_still() -> None:
+def test_an_order_that_cannot_run_is_refused_naming_where_it_stops() -> None:
     order = generate("1f1b", 2, 2)
     first = order.streams[0]
     with pytest.raises(ScheduleError, match=r"rank 0: 0BW1 waits for 1BW?1, which never runs before it") as caught:
@@ -133,7 +135,7 @@ def test_an_order_that_cannot_run_is_refused_where_it_stands_still() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "name", "reduced"), [(1, "1f1b", 0), (2, "1f1b", 4), (1, "dualpipe", 8)])
-def test_gradients_are_reduced_by_all_who_hold_them_right_behind_their_last_weight(
+def test_all_holders_of_a_stage_reduce_its_gradients_after_their_last_weight_gradient(
     replicas: int, name: str, reduced: int
 ) -> None:
     program = compile_program(name, 4, 8, replicas=replicas)

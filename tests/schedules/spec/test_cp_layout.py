@@ -93,8 +93,8 @@ def _visible(at: Block, queries: int, keys: int) -> np.ndarray:
     found = np.zeros((queries, keys), dtype=int)
     rows, columns = range(queries)[at.queries], range(keys)[at.keys]
     lengths = at.lengths
-    starts = lengths.queries.tolist() if lengths else [0, len(rows)]
-    befores = lengths.keys.tolist() if lengths else [0, len(columns)]
+    starts = lengths.cu_seqlens_q.tolist() if lengths else [0, len(rows)]
+    befores = lengths.cu_seqlens_k.tolist() if lengths else [0, len(columns)]
     for q0, q1, k0, k1 in zip(starts, starts[1:], befores, befores[1:], strict=False):
         for i in range(q0, q1):
             last = k1 - (q1 - i) + 1 if at.causal else k1

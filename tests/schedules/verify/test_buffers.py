@@ -1,124 +1,109 @@
-"""Every buffer is filled, read and given back, and the most bytes at once are those that a walk of the stream finds."""
+"""Every buffer is filled, read and freed, in this order; lifetimes are those that a walk of the stream finds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 import pytest
-from seq import seq_order
 
 from pentad.schedules.catalogue import CATALOGUE
-from pentad.schedules.compiler import compile_program, lower
+from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Key, Op, Unit, instructions_of
 from pentad.schedules.ir.program import Program, Stream
-from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
-from pentad.schedules.verify.buffers import KINDS, Sizes, buffers, peak_bytes, prove_buffers
+from pentad.schedules.verify.buffers import KINDS, buffers, prove_buffers
 
 compiled = cache(compile_program)
 PROGRAMS = [(name, 4, 8, gated) for name in CATALOGUE for gated in (False, True)]
-of_all = pytest.mark.parametrize(("name", "ranks", "microbatches", "gated"), PROGRAMS)
+all_programs = pytest.mark.parametrize(("name", "ranks", "microbatches", "gated"), PROGRAMS)
 
 
-def sizes_of(stages: int) -> Sizes:
-    """Every stage keeps something else, and some more until W than until B."""
-    saved, deferred = (tuple(100 * k + 7 * stage for stage in range(stages)) for k in (4, 3))
-    deferred = tuple(size * (2 if stage % 3 == 1 else 1) for stage, size in enumerate(deferred))
-    return Sizes(5, saved, deferred, tuple(10_000 + stage for stage in range(stages)))
-
-
-def plainly(program: Program, rank: int, sizes: Sizes) -> int:
-    """The peak of a rank by a walk along its stream with a table of what is there."""
-    stream, kept = program.streams[rank], dict[tuple[str, Key], int]()
+def lifetimes(program: Program, stream: Stream) -> Iterator[tuple[str, Key, Key | None]]:
+    """(kind, filled by, freed after or None for the end of the step) by a walk along the stream of a rank."""
     here = {part.key for part in instructions_of(stream)}
-    slots = {(part.op, part.slot) for part in instructions_of(stream) if part.op in RECEIVES}
-    always = sum(sizes.fixed[stage] for stage in set(program.placement[rank])) + sizes.transfer * len(slots)
-    last: dict[str, Key] = {}
-    peak = 0
+    sent: dict[str, Key] = {}  # lane -> the result that it sends
+    slots: dict[tuple[Op, int], Key] = {}
     for part in instructions_of(stream):
-        stage, mb = part.stage, part.microbatch
         if part.op in SENDS:
-            if part.lane in last:
-                del kept["result", last[part.lane]]
-            last[part.lane] = part.waits[0]
-        elif part.op is Op.F:
-            kept["saved", part.key] = sizes.saved[stage]
-            kept |= {("result", part.key): sizes.transfer} if stage + 1 < program.stages else {}
+            if part.lane in sent:
+                yield "result", sent[part.lane], part.key
+            sent[part.lane] = part.waits[0]
+        elif part.op in RECEIVES:
+            if (part.op, part.slot) in slots:
+                yield "slot", slots[part.op, part.slot], part.key
+            slots[part.op, part.slot] = part.key
         elif part.op is Op.W:
-            peak = max(peak, sum(kept.values()))
-            del kept["deferred", Key(Op.B, stage, mb)]
+            yield "deferred", part.key._replace(op=Op.B), part.key
         elif part.op in (Op.B, Op.BW):
-            saved = kept.pop(("saved", Key(Op.F, stage, mb)))
-            kept["deferred", part.key] = sizes.deferred[stage] if part.op is Op.B else max(saved, sizes.deferred[stage])
-            kept |= {("result", part.key): sizes.transfer} if stage else {}
-        peak = max(peak, sum(kept.values()))
-        kept.pop(("deferred", part.key), None) if part.op is Op.BW else None
-        for near in (-1, 1) if part.op in (Op.F, Op.B, Op.BW) else ():  # what came from this rank's other stage
+            yield "saved", part.key._replace(op=Op.F), part.key
+        if part.op in (Op.F, Op.B, Op.BW):  # reads the result of another stage of this rank
+            stage = part.stage - 1 if part.op is Op.F else part.stage + 1
             for op in (Op.F,) if part.op is Op.F else (Op.B, Op.BW):
-                key = Key(op, stage + near, mb)
-                if near == (-1 if part.op is Op.F else 1) and key in here:
-                    del kept["result", key]
-    assert {kind for kind, _ in kept} <= {"result"}
-    assert sorted(key for _, key in kept) == sorted(last.values())
-    return always + peak
+                if (key := Key(op, stage, part.microbatch)) in here:
+                    yield "result", key, part.key
+    yield from (("result", key, None) for key in sent.values())
+    yield from (("slot", key, None) for key in slots.values())
 
 
-@of_all
-def test_the_peak_is_what_a_walk_along_the_stream_finds(name: str, ranks: int, microbatches: int, gated: bool) -> None:
+@all_programs
+def test_lifetimes_are_what_a_walk_along_the_stream_finds(
+    name: str, ranks: int, microbatches: int, gated: bool
+) -> None:
     program = compiled(name, ranks, microbatches, gated=gated, replicas=2)
-    sizes = sizes_of(program.stages)
-    assert peak_bytes(program, sizes) == [plainly(program, rank, sizes) for rank in range(ranks)]
+    kind, filled, _, freed = buffers(program)
+    columns = program.columns
+    found: list[set[tuple[str, Key, Key | None]]] = [set() for _ in range(ranks)]
+    for k, (fill, free) in enumerate(zip(filled.tolist(), freed.tolist(), strict=True)):
+        end = columns.key(free) if free >= 0 else None
+        found[columns.rank[fill]].add((KINDS[kind[k]], columns.key(fill), end))
+    assert sum(map(len, found)) == len(kind)
+    assert found == [set(lifetimes(program, stream)) for stream in program.streams]
 
 
-@of_all
-def test_with_activations_alone_the_peak_is_that_in_microbatches(
+@all_programs
+def test_saved_and_deferred_buffers_add_up_to_the_peak_activations(
     name: str, ranks: int, microbatches: int, gated: bool
 ) -> None:
     program = compiled(name, ranks, microbatches, gated=gated)
-    size, stages = 1000 * program.chunks, program.stages
-    sizes = Sizes(0, (size,) * stages, (size // 2,) * stages, (0,) * stages)
-    whole = size * program.chunks * program.slices
-    assert peak_bytes(program, sizes) == [peak * whole for peak in peak_activations(program)]
+    kind, filled, _, freed = buffers(program)
+    change = np.zeros(program.columns.rows)  # in half activations of a chunk
+    for name_of_kind, size in (("saved", 2), ("deferred", 1)):
+        rows = kind == KINDS.index(name_of_kind)
+        np.add.at(change, filled[rows], size)
+        np.add.at(change, freed[rows], -size)
+    by_rank = np.split(change, program.columns.rank_offsets[1:-1])
+    halves = 2 * program.chunks * program.slices
+    assert [max(np.cumsum(part)) / halves for part in by_rank] == peak_activations(program)
 
 
-def test_slices_keep_as_much_as_they_are() -> None:
-    program = lower(seq_order(3, 4, 4), Costs.uniform(3), replicas=2)
-    sizes = Sizes(0, (250,) * 3, (0,) * 3, (0,) * 3)
-    assert peak_bytes(program, sizes) == [1000 * peak for peak in peak_activations(program)]
-
-
-@of_all
-def test_a_buffer_is_read_behind_what_fills_it_and_before_it_is_free(
+@all_programs
+def test_a_buffer_is_read_after_it_is_filled_and_before_it_is_freed(
     name: str, ranks: int, microbatches: int, gated: bool
 ) -> None:
     program = compiled(name, ranks, microbatches, gated=gated)
     prove_buffers(program)
-    kind, made, used, freed = buffers(program)
-    columns = program.columns
-    end = np.where(freed < 0, columns.rows, freed)
-    assert (made < used).all() and (used <= end).all()
-    assert len(set(zip(kind.tolist(), made.tolist(), strict=True))) == len(kind)
-    slots = [(k, row) for k, row in zip(kind.tolist(), made.tolist(), strict=True) if KINDS[k] == "slot"]
-    assert len(slots) == sum(part.op in RECEIVES for stream in program.streams for part in instructions_of(stream))
+    _, filled, last_read, freed = buffers(program)
+    end = np.where(freed < 0, program.columns.rows, freed)
+    assert (filled < last_read).all() and (last_read <= end).all()
 
 
 def altered(program: Program, rank: int, stream: list[Unit] | Stream) -> Program:
     return program.with_streams((*program.streams[:rank], tuple(stream), *program.streams[rank + 1 :]))
 
 
-def test_what_is_read_by_none_or_too_late_is_named() -> None:
+def test_a_buffer_that_is_never_read_or_read_too_early_is_named() -> None:
     program = compiled("1f1b", 2, 3)
-    first = list(program.streams[0])
-    unsent = [unit for unit in first if unit.key != Key(Op.SEND_F, 0, 1)]
-    with pytest.raises(ScheduleError, match=r"^rank 0: the result buffer of 0F1 is read by none "):
+    unsent = [unit for unit in program.streams[0] if unit.key != Key(Op.SEND_F, 0, 1)]
+    with pytest.raises(ScheduleError, match=r"^rank 0: the result buffer of 0F1 is never read "):
         prove_buffers(altered(program, 0, unsent))
-    alone = compiled("gpipe", 1, 2)
-    f, other, bw, *rest = alone.streams[0]
-    with pytest.raises(ScheduleError, match=r"^rank 0: the saved buffer of 0F0 is read last by 0BW0 and free behind "):
-        prove_buffers(altered(alone, 0, (bw, other, f, *rest)))
-    turned = compiled("zb-v", 2, 4)  # the V's turn stays on its rank: to send it as well is to free it twice
+    single = compiled("gpipe", 1, 2)
+    f, other, bw, *rest = single.streams[0]
+    with pytest.raises(ScheduleError, match=r"^rank 0: the saved buffer of 0F0 is last read by 0BW0 and freed after "):
+        prove_buffers(altered(single, 0, (bw, other, f, *rest)))
+    turned = compiled("zb-v", 2, 4)  # rank 1 holds both stages at the turn of the V: a send would free the result twice
     send = Instruction(Op.SEND_F, 1, 0, 0, waits=(Key(Op.F, 1, 0),))
-    with pytest.raises(ScheduleError, match=r"^rank 1: the result buffer of 1F0 is read by none "):
+    with pytest.raises(ScheduleError, match=r"^rank 1: the result buffer of 1F0 is never read "):
         prove_buffers(altered(turned, 1, (*turned.streams[1], send)))

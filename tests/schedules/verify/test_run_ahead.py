@@ -1,4 +1,4 @@
-"""A GPU's host may stay as near to it as it likes: no program needs it to run ahead."""
+"""No program needs the host to run ahead of its GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES = [("gpipe", 3), ("1f1b", 5), ("zb-h1", 8), ("zb-h2", 8), ("zb-v", 8), ("d
 
 
 def ends(program: Program) -> dict[tuple, tuple]:
-    """(rank, key) of a transfer -> (kind, source, target, number) of its channel's transfers."""
+    """(rank, key) of a transfer -> (kind, source, target, index in its channel)."""
     found, counts = {}, Counter[tuple]()
     for rank, stream in enumerate(program.streams):
         for part in instructions_of(stream):
@@ -27,10 +27,10 @@ def ends(program: Program) -> dict[tuple, tuple]:
 
 
 def left_over(program: Program, ahead: int) -> int:
-    """Instructions that never end when every host issues a unit only with at most `ahead` compute instructions open.
+    """How many instructions never end if a host launches a unit only with at most `ahead` compute instructions open.
 
-    Lanes run in order; a receive grants its slot when its turn comes and lasts until the data is there, a send waits
-    for the grant.
+    Lanes run in order. A receive grants its slot when it starts and ends when the data has arrived; a send waits for
+    the grant.
     """
     transfer, ranks = ends(program), range(program.ranks)
     host = [0 for _ in ranks]
@@ -68,12 +68,12 @@ def left_over(program: Program, ahead: int) -> int:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("name", "microbatches"), CASES)
-def test_a_host_that_stays_near_its_gpu_stops_no_program(name, microbatches, ranks, gated):
+def test_a_host_that_does_not_run_ahead_stops_no_program(name, microbatches, ranks, gated):
     program = compile_program(name, ranks, microbatches, gated=gated)
     assert [left_over(program, ahead) for ahead in (0, 1, 2, 10**6)] == [0, 0, 0, 0]
 
 
-def test_a_program_whose_send_stands_too_late_is_stopped():
+def test_a_program_that_sends_too_late_is_stopped():
     program = compile_program("1f1b", 2, 2)
     first = list(program.streams[0])
     sends = [unit for unit in first if unit.parts[0].op in SENDS]

@@ -1,4 +1,4 @@
-"""A model of a user's own from checkpoint to job: other meshes go on with it, and its file goes along."""
+"""A custom model from plan to checkpoint to job: other meshes resume it, and its file is submitted with the job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom_models import GPT, made, reference
+from custom_models import GPT, custom_model, reference
 from fleet import Fleet, assemble, losses_of
 from plans import STEPS, is_close, plan_of
 
@@ -14,21 +14,26 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.jobs import job_package
 from pentad.orchestrator.planning.planning import make_plan, shrunk_plan
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan, split_layers_by_cost
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
-from pentad.workers.hf.config import of_section
+from pentad.workers.hf.config import parse_section
+
+
+def plan_for(corpus: str, model: ModelSpec, name: str, dp: int, pp: int, microbatches: int, zero: int) -> Plan:
+    return plan_of(name, dp, pp, microbatches, corpus, model=model, memory_options=MemoryOptions(zero=zero))
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [(("zb-h1", 2, 2, 2, 3), ("1f1b", 1, 4, 4, 0)), (("dualpipe", 1, 2, 4, 0), ("gpipe", 2, 1, 2, 2))],
 )
-def test_another_mesh_goes_on_with_a_checkpoint(fleet: Fleet, corpus: str, tmp_path: Path, before, after) -> None:
-    """With the dropout of one that was never stopped, for the microbatches are the same."""
-    model = made(tmp_path, "dropping", layers=4)
-    first, second = (plan(corpus, model, *size) for size in (before, after))
+def test_another_mesh_resumes_from_a_checkpoint(fleet: Fleet, corpus: str, tmp_path: Path, before, after) -> None:
+    """With the dropout of an uninterrupted run, as the microbatches are the same."""
+    model = custom_model(tmp_path, "gpt_dropout", layers=4)
+    first, second = (plan_for(corpus, model, *case) for case in (before, after))
     folder = tmp_path / "step-00000002"
     saved = fleet.run(first, [(0, 2)], save=str(folder))
     shards = [Shard.from_plain(shard) for outcome in saved for shard in outcome.shards]
@@ -41,55 +46,51 @@ def test_another_mesh_goes_on_with_a_checkpoint(fleet: Fleet, corpus: str, tmp_p
     assert all(is_close(value, weights[name]) for name, value in assemble(parts, weights).items())
 
 
-def plan(corpus, model, name: str, dp: int, pp: int, microbatches: int, zero: int) -> Plan:
-    return plan_of(name, dp, pp, microbatches, corpus, model=model, memory_options=MemoryOptions(zero=zero))
-
-
-def test_its_file_goes_along_with_its_job(tmp_path: Path) -> None:
+def test_a_job_contains_the_model_file(tmp_path: Path) -> None:
     file = tmp_path / "mine" / "my.py"
     file.parent.mkdir()
     file.write_text(GPT)
     config = load(None, [f"model.custom={file}:gpt"])
-    environment = job_package.runtime_environment(config, tmp_path)
-    work = Path(environment["working_dir"])
-    assert (work / "model" / "my.py").read_text() == GPT
-    written = (work / job_package.CONFIG).read_text()
-    assert "model/my.py:gpt" in written
-    assert str(tmp_path) not in written
+    package = Path(job_package.runtime_environment(config, tmp_path)["working_dir"])
+    assert (package / "model" / "my.py").read_text() == GPT
+    text = (package / job_package.CONFIG).read_text()
+    assert "model/my.py:gpt" in text
+    assert str(tmp_path) not in text
 
 
-def test_ranks_get_the_files_text_and_a_smaller_mesh_the_same_model(tmp_path: Path) -> None:
+def test_a_shrunk_mesh_keeps_the_model_when_its_file_changes(tmp_path: Path) -> None:
     file = tmp_path / "my.py"
     file.write_text(GPT)
     config = load(None, [f"model.custom={file}:gpt", "mesh.dp=2", "elastic.min_ranks=1"])
     full = make_plan(config, "cpu")
     assert full.model.custom is not None
     assert full.model.custom.source == GPT
-    file.write_text(GPT.replace("4 * hidden", "5 * hidden"))  # while it trains
-    less = shrunk_plan(config, full, 3)
-    assert less is not None
-    assert less.model == full.model
+    file.write_text(GPT.replace("4 * hidden", "5 * hidden"))
+    shrunk = shrunk_plan(config, full, 3)
+    assert shrunk is not None
+    assert shrunk.model == full.model
     assert make_plan(config, "cpu").model != full.model
 
 
-def test_sizes_that_the_function_does_not_take_may_be_left_out(tmp_path: Path) -> None:
+def test_sizes_that_the_function_has_no_parameters_for_may_be_omitted(tmp_path: Path) -> None:
     file = tmp_path / "my.py"
-    file.write_text("from torch import nn\n\n\ndef two(vocab, hidden):\n")
-    with file.open("a") as more:
-        more.write("    return [nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)]\n")
+    file.write_text(
+        "from torch import nn\n\n\ndef two(vocab, hidden):\n"
+        "    return [nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)]\n"
+    )
     (tmp_path / "run.yaml").write_text(
         f"run: {{name: two, steps: 1}}\nmodel: {{custom: '{file}:two', hidden: 8, vocab: 300}}\n"
         "schedule: {name: zb-h1, microbatches: 2}\nmesh: {pp: 2}\nbatch: {global_batch_size: 4, sequence_length: 8}\n"
         "data: {path: 'builtin:pydoc'}\n"
     )
-    found = make_plan(load(tmp_path / "run.yaml", []), "cpu")
-    assert (found.model.layers, found.layers) == (2, ((0, 1), (1, 2)))
-    assert [found.size(share) for share in found.param_shards] == [300 * 8, 300 * 8 + 300]
+    plan = make_plan(load(tmp_path / "run.yaml", []), "cpu")
+    assert (plan.model.layers, plan.layers) == (2, ((0, 1), (1, 2)))
+    assert [plan.size(shard) for shard in plan.param_shards] == [300 * 8, 300 * 8 + 300]
 
 
-def test_it_is_no_model_for_files_of_others() -> None:
+def test_it_cannot_be_exported_to_hugging_face() -> None:
     with pytest.raises(PentadError, match=r"model.custom is my.py:two: expected null"):
-        of_section({"custom": "my.py:two", "layers": 2, "hidden": 8, "vocab": 300})
+        parse_section({"custom": "my.py:two", "layers": 2, "hidden": 8, "vocab": 300})
 
 
 @pytest.mark.parametrize(
@@ -102,14 +103,14 @@ def test_it_is_no_model_for_files_of_others() -> None:
         ([1, 1, 1, 1, 1, 6], [[0, 3], [1, 2]], ((0, 1), (1, 3), (3, 5), (5, 6))),
     ],
 )
-def test_layers_are_cut_by_their_costs(costs, placement, expected) -> None:
-    found = split_layers_by_cost(costs, placement)
-    assert found[0][0] == 0 and found[-1][1] == len(costs)
-    assert found == expected
+def test_layers_are_split_by_cost(costs, placement, expected) -> None:
+    layers = split_layers_by_cost(costs, placement)
+    assert layers[0][0] == 0 and layers[-1][1] == len(costs)
+    assert layers == expected
 
 
-def test_random_numbers_do_not_depend_on_what_was_drawn_before(tmp_path: Path, corpus: str, fleet: Fleet) -> None:
-    model = made(tmp_path, "dropping")
+def test_dropout_does_not_depend_on_what_was_drawn_before(tmp_path: Path, corpus: str, fleet: Fleet) -> None:
+    model = custom_model(tmp_path, "gpt_dropout")
     torch.manual_seed(1)
-    losses = [fleet.run(plan(corpus, model, "gpipe", 1, pp, 2, 0), [(0, 1)]) for pp in (1, 2)]
-    assert losses[0][0].results[0].losses == pytest.approx(losses[1][1].results[0].losses, rel=1e-12)
+    one, two = (fleet.run(plan_for(corpus, model, "gpipe", 1, pp, 2, 0), [(0, 1)]) for pp in (1, 2))
+    assert one[0].results[0].losses == pytest.approx(two[1].results[0].losses, rel=1e-12)

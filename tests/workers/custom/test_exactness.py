@@ -1,16 +1,13 @@
-"""Law 1 for models of a user's own: any schedule on any mesh gives what one process gives, in float64."""
+"""Law 1 for custom models: any schedule on any mesh gives what one process gives, in float64."""
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from custom_models import made, reference
+from custom_models import custom_model, reference
 from fleet import Fleet, assemble, losses_of
 from plans import STEPS, is_close, plan_of
-from reference_model import Trained
 
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
@@ -28,49 +25,44 @@ CASES = [
     ("dualpipe", 1, 2, 4),
     ("dualpipev", 1, 2, 4),
 ]
-NAMES = ("gpt", "dropping", "made")
+NAMES = ("gpt", "gpt_dropout", "conv")
 SLOW = pytest.mark.slow
-CHOSEN = {("gpt", "zb-h1"), ("dropping", "dualpipe"), ("made", "zb-v"), ("made", "1f1b")}
+FAST = {("gpt", "zb-h1"), ("gpt_dropout", "dualpipe"), ("conv", "zb-v"), ("conv", "1f1b")}
 
 
-def some() -> list[Any]:
+def all_cases() -> list[Any]:
     """All models under all schedules, most of them slow."""
-    every = [(model, *case) for model in NAMES for case in CASES]
-    return [pytest.param(*one, marks=[] if one[:2] in CHOSEN else [SLOW]) for one in every]
+    cases = [(model, *case) for model in NAMES for case in CASES]
+    return [pytest.param(*case, marks=[] if case[:2] in FAST else [SLOW]) for case in cases]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
-    return {name: made(tmp_path_factory.mktemp("own"), name, layers=4) for name in NAMES}
+    return {name: custom_model(tmp_path_factory.mktemp("custom"), name, layers=4) for name in NAMES}
 
 
-@cache
-def expected(plan: Plan) -> Trained:
-    return reference(plan)
-
-
-def equals_one_process(fleet: Fleet, plan: Plan, save: Path | None = None) -> None:
+def check_equals_one_process(fleet: Fleet, plan: Plan) -> None:
     losses, gradients, norms, weights = reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
     for step in range(STEPS):
         sums = losses_of(outcomes, step).values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
         assert all(outcome.results[step].grad_norm == pytest.approx(norms[step], rel=1e-10) for outcome in outcomes)
-        for parameter, gradient in assemble([o.gradients[step] for o in outcomes], weights).items():
-            assert is_close(gradient, gradients[step][parameter]), f"step {step}: gradient of {parameter}"
+        for name, gradient in assemble([outcome.gradients[step] for outcome in outcomes], weights).items():
+            assert is_close(gradient, gradients[step][name]), f"step {step}: gradient of {name}"
     states = [
         {name.removeprefix("model."): value for name, value in outcome.state.items() if name.startswith("model.")}
         for outcome in outcomes
     ]
     found = assemble(states, weights)
     assert found.keys() == weights.keys()
-    for parameter, weight in weights.items():
-        assert is_close(found[parameter], weight), f"weights of {parameter}"
+    for name, weight in weights.items():
+        assert is_close(found[name], weight), f"weights of {name}"
 
 
-@pytest.mark.parametrize(("model", "name", "dp", "pp", "microbatches"), some())
+@pytest.mark.parametrize(("model", "name", "dp", "pp", "microbatches"), all_cases())
 def test_any_schedule_equals_one_process(fleet, corpus, models, model, name, dp, pp, microbatches) -> None:
-    equals_one_process(fleet, plan_of(name, dp, pp, microbatches, corpus, model=models[model]))
+    check_equals_one_process(fleet, plan_of(name, dp, pp, microbatches, corpus, model=models[model]))
 
 
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
@@ -78,17 +70,20 @@ def test_any_schedule_equals_one_process(fleet, corpus, models, model, name, dp,
     ("name", "dp", "pp", "microbatches"),
     [("zb-h1", 2, 2, 2), pytest.param("zb-v", 2, 2, 4, marks=SLOW), pytest.param("gpipe", 4, 1, 2, marks=SLOW)],
 )
-@pytest.mark.parametrize("model", ["dropping", pytest.param("made", marks=SLOW)])
-def test_shards_of_zero_equal_one_process(fleet, corpus, models, model, name, dp, pp, microbatches, zero) -> None:
-    plan = plan_of(name, dp, pp, microbatches, corpus, model=models[model], memory_options=MemoryOptions(zero=zero))
-    equals_one_process(fleet, plan)
+@pytest.mark.parametrize("model", ["gpt_dropout", pytest.param("conv", marks=SLOW)])
+def test_zero_equals_one_process(fleet, corpus, models, model, name, dp, pp, microbatches, zero) -> None:
+    options = MemoryOptions(zero=zero)
+    check_equals_one_process(
+        fleet, plan_of(name, dp, pp, microbatches, corpus, model=models[model], memory_options=options)
+    )
 
 
-@pytest.mark.parametrize(("recompute", "keep"), [("full", None), ("none", 3.0)])
-def test_what_is_made_again_or_waits_on_the_host_equals_one_process(fleet, corpus, models, recompute, keep) -> None:
-    plan = plan_of("1f1b", 1, 4, 4, corpus, model=models["dropping"], recompute=recompute, max_resident=keep)
-    equals_one_process(fleet, plan)
+@pytest.mark.parametrize(("recompute", "max_resident"), [("full", None), ("none", 3.0)])
+def test_recomputation_and_offload_equal_one_process(fleet, corpus, models, recompute, max_resident) -> None:
+    model = models["gpt_dropout"]
+    plan = plan_of("1f1b", 1, 4, 4, corpus, model=model, recompute=recompute, max_resident=max_resident)
+    check_equals_one_process(fleet, plan)
 
 
-def test_a_step_that_is_validated_later_equals_one_process(fleet, corpus, models) -> None:
-    equals_one_process(fleet, plan_of("zb-h1", 1, 2, 4, corpus, model=models["gpt"], post_validation=True))
+def test_post_validation_equals_one_process(fleet, corpus, models) -> None:
+    check_equals_one_process(fleet, plan_of("zb-h1", 1, 2, 4, corpus, model=models["gpt"], post_validation=True))

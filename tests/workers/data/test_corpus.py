@@ -28,6 +28,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def folder(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     out = tmp_path / "corpus"
+    out.mkdir()
     chunks = (chunk for document in DOCUMENTS for chunk in document_chunks(document))
     write_corpus(out, chunks, tokenizer, shard_tokens=250, progress=lambda line: None)
     return out
@@ -85,8 +86,8 @@ def test_a_large_vocabulary_is_stored_in_four_bytes_a_token(tmp_path: Path) -> N
     vocab = {"<|endoftext|>": 0, **{f"w{number}": number for number in range(1, 70_000)}}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<|endoftext|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    write_corpus(tmp_path / "c", document_chunks("w69999 w1"), tokenizer, shard_tokens=100, progress=print)
-    corpus = open_corpus(tmp_path / "c", verify=True)
+    write_corpus(tmp_path, document_chunks("w69999 w1"), tokenizer, shard_tokens=100, progress=print)
+    corpus = open_corpus(tmp_path, verify=True)
     assert corpus.segments[0].tokens.dtype == np.uint32
     assert corpus.read(0, 3).tolist() == [69_999, 1, 0]
 
@@ -94,6 +95,7 @@ def test_a_large_vocabulary_is_stored_in_four_bytes_a_token(tmp_path: Path) -> N
 def test_the_fingerprint_depends_on_content_only(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prints = []
     for name, text in (("a", "the fox"), ("b", "the fox"), ("c", "the box")):
+        (tmp_path / name).mkdir()
         write_corpus(tmp_path / name, document_chunks(text), tokenizer, shard_tokens=100, progress=print)
         prints.append(open_corpus(tmp_path / name, verify=True).fingerprint)
     assert prints[0] == prints[1] != prints[2]

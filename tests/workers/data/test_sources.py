@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import open_corpus
+from pentad.workers.data.corpus_writer import write_corpus
 from pentad.workers.data.sources import builtin_corpus
 from pentad.workers.data.tokenizer import decode, load_tokenizer
 
@@ -46,7 +47,7 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PentadError, match=r"data.cache is '.*file', where pydoc.* cannot be written \(File exists\)"):
+    with pytest.raises(PentadError, match=r"data.cache is '.*file/pydoc.*', which cannot be written \(.*\)"):
         builtin_corpus("pydoc", 300, tmp_path / "file")
 
 
@@ -55,27 +56,16 @@ def test_a_vocabulary_smaller_than_the_bytes_names_the_config_key(tmp_path: Path
         builtin_corpus("pydoc", 100, tmp_path)
 
 
-RACE = """
-import sys, time
-from pathlib import Path
-from pentad.workers.data.sources import builtin_corpus
-cache = Path(sys.argv[1])
-(cache / f"ready-{sys.argv[2]}").touch()
-while len(list(cache.glob("ready-*"))) < 2:
-    time.sleep(0.001)
-print(builtin_corpus("pydoc", 300, cache))
-"""
+def test_racing_builds_return_the_same_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_written = threading.Barrier(2, timeout=50)
 
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    def write_and_wait(*arguments: Any) -> None:
+        write_corpus(*arguments)
+        both_written.wait()
 
-
-def test_racing_builds_return_the_same_corpus(tmp_path: Path) -> None:
-    racers = [
-        subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path), name], stdout=subprocess.PIPE, text=True, env=ENV)
-        for name in ("a", "b")
-    ]
-    found = {racer.communicate(timeout=50)[0].strip() for racer in racers}
-    assert [racer.returncode for racer in racers] == [0, 0] and len(found) == 1
-    corpus = open_corpus(found.pop(), verify=True)
-    assert [entry for entry in tmp_path.iterdir() if not entry.name.startswith("ready")] == [corpus.path]
+    monkeypatch.setattr("pentad.workers.data.corpus_writer.write_corpus", write_and_wait)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: builtin_corpus("pydoc", 300, tmp_path), range(2))
+    corpus = open_corpus(first, verify=True)
+    assert first == second and list(tmp_path.iterdir()) == [corpus.path]
     assert np.all(corpus.read(0, corpus.tokens) < 300)

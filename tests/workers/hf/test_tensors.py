@@ -127,8 +127,9 @@ def test_a_model_without_expert_bias_is_exported_with_zeros(saved, tmp_path: Pat
 
 def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path: Path) -> None:
     done = take(saved("llama"), tmp_path / "in")
-    for changes, words in (({"layers": 3}, "layers.2"), ({"ffn": 47}, r"\[96, 32\]: expected \[94, 32\]")):
-        request = Request(done.family, replace(done.model, **changes), 64, {})
+    deeper, narrower = replace(done.model, layers=3), replace(done.model, ffn=47)
+    for model, words in ((deeper, r"layers\.2"), (narrower, r"\[96, 32\]: expected \[94, 32\]")):
+        request = Request(done.family, model, 64, {})
         with pytest.raises(PentadError, match=words):
             export_checkpoint(open_checkpoint(done.folder), tmp_path / "out", request, lambda done, total: None)
         assert not (tmp_path / "out").exists()

@@ -109,8 +109,8 @@ def test_results_and_gradients_are_those_of_transformers(name: str) -> None:
     expected_dx, *expected_gradients = torch.autograd.grad(expected, (x, *p.values()), dy)
     w, g = bind(moe_state(p, bias_of(block)))
     arguments = layer_context(shape), NO_SEQUENCE, x.detach()
-    y, *activations = run_to_completion(moe.forward(w, *arguments))
-    dx, work = run_to_completion(moe.backward(w, g, *arguments, *activations, dy))
+    y, saved, recomputable = run_to_completion(moe.forward(w, *arguments))
+    dx, work = run_to_completion(moe.backward(w, g, *arguments, saved, recomputable, dy))
     accumulate_wgrads(work)
     assert relative_error(y, expected.detach()) < 1e-5 and relative_error(dx, expected_dx) < 1e-5
     for field, gradient in moe_state(dict(zip(p, expected_gradients, strict=True))).items():
@@ -178,11 +178,7 @@ def test_ties_go_to_the_lowest_expert(shape: Experts) -> None:
     assert found.experts.tolist() == [[0, 1, 2]] * 5
 
 
-@given(
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([1, 2, 4, 8]),
-    st.data(),
-)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4, 8]), st.data())
 def test_experts_are_the_best_of_the_best_groups(seed: int, size: int, data: st.DataObject) -> None:
     groups = data.draw(st.integers(2, 6))
     topk_groups = data.draw(st.integers(1, groups))

@@ -24,8 +24,14 @@ class Holder(NamedTuple):
     stage: Stage
     parameters: Parameters
 
-    def forward(self, slice_index: int, *inputs: torch.Tensor | None) -> torch.Tensor | None:
-        return run_to_completion(self.stage.forward(slice_index, *inputs))
+    def forward(
+        self,
+        slice_index: int,
+        received: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        targets: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        return run_to_completion(self.stage.forward(slice_index, received, tokens, targets))
 
     def backward(self, slice_index: int, dy: torch.Tensor | None) -> torch.Tensor | None:
         """B and W."""
@@ -65,7 +71,8 @@ def step(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """One microbatch through two stages: results of the first and the gradients that it receives, by slice."""
     first, last = holders
-    results, gradients = [], []
+    results: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
     for k, part in enumerate(cut(tokens, slices)):
         result = first.forward(k, None, part, None)
         assert result is not None

@@ -18,13 +18,13 @@ from sizes import allows
 from small_models import FAMILIES, MOE
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.planning.comm_volume import Flow, flows, traffic
+from pentad.orchestrator.planning.comm_volume import CommKind, collective_bytes, comm_volume
 from pentad.orchestrator.planning.estimate import memory
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError, ScheduleError
-from pentad.schedules.ir.instruction import REDUCTIONS, Instruction, Key, Op, parse, instructions_of
+from pentad.schedules.ir.instruction import REDUCTIONS, Instruction, Key, Op, instructions_of, parse
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
@@ -138,14 +138,18 @@ MESHES = [
 @pytest.mark.parametrize(("name", "sizes", "more", "zero"), MESHES)
 def test_replicated_and_expert_gradients_in_buckets(fleet, corpus, name, sizes, more, zero):
     mesh = {"dp": 1, "pp": 1, **sizes}
-    assert_equals_one_process(fleet, plan_in_buckets(name, mesh.pop("dp"), mesh.pop("pp"), 4, corpus, 3, zero, **mesh, **more))
+    assert_equals_one_process(
+        fleet, plan_in_buckets(name, mesh.pop("dp"), mesh.pop("pp"), 4, corpus, 3, zero, **mesh, **more)
+    )
 
 
 def test_a_checkpoint_resumes_with_other_buckets(fleet, corpus, tmp_path: Path):
     """Bit-identical: the sum of two ranks has one order only."""
     ends = []
     for folder, (before, after) in enumerate(((3, 5), (1, 1))):
-        plans = [plan_in_buckets("1f1b", 2, 1, 4, corpus, maximum, 3, "float32", clip=1e9) for maximum in (before, after)]
+        plans = [
+            plan_in_buckets("1f1b", 2, 1, 4, corpus, maximum, 3, "float32", clip=1e9) for maximum in (before, after)
+        ]
         at = checkpoint.folder_of(tmp_path / str(folder), 2)
         ends.append(save_and_resume(fleet, plans[1], at, 2, [(2, 2)], before=plans[0]))
     for some, one in zip(*ends, strict=True):
@@ -159,47 +163,47 @@ MODELS["mtp"] = replace(FAMILIES["deepseek-v3"], mtp_layers=1)
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("stage_index", [0, 1, 2])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_bucket_is_whole_once_a_backward_pass_has_come_down_to_its_layer(corpus, model, stage_index, zero):
-    """What is in it then is what is in it at the end; most are before that."""
+def test_a_bucket_is_complete_once_the_backward_has_reached_its_layer(corpus, model, stage_index, zero):
+    """It does not change after that, and most buckets are complete before the end."""
     torch.manual_seed(1)
     count = 6
-    memory_options = MemoryOptions(zero=zero, buckets=(count,) * 3)
-    plan = plan_of("1f1b", 2, 3, 1, corpus, model=replace(model, layers=12), memory_options=memory_options)
-    rank = plan.mesh.move(0, pp=stage_index)
-    held = {share: create_parameters(plan, share, torch.device("cpu"), rank=rank) for share in plan.param_shards_of(rank)}
-    stage = Stage(plan, stage_index, make_param_buffers(plan, rank, stage_index, held))
-    for bank in stage.param_buffers:
-        if bank.parameters.full_gradients is None:
-            bank.set_gradients(torch.zeros(bank.parameters.layout.padded_size, dtype=torch.float64))
+    options = MemoryOptions(zero=zero, buckets=(count,) * 3)
+    plan = plan_of("1f1b", 2, 3, 1, corpus, model=replace(model, layers=12), memory_options=options)
+    rank, cpu = plan.mesh.move(0, pp=stage_index), torch.device("cpu")
+    parameters = {share: create_parameters(plan, share, cpu, rank=rank) for share in plan.param_shards_of(rank)}
+    stage = Stage(plan, stage_index, make_param_buffers(plan, rank, stage_index, parameters))
+    for buffers in stage.param_buffers:
+        if buffers.parameters.full_gradients is None:
+            buffers.set_gradients(torch.zeros(buffers.parameters.layout.padded_size, dtype=torch.float64))
     stage.bind()
     tokens = torch.arange(plan.slice_tokens) % 300
     received, dy = torch.randn(2, plan.slice_tokens, plan.model.hidden, dtype=torch.float64)
-    further = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
-    ends = tokens if stage.first else None, tokens if stage.last else None
-    run_to_completion(stage.forward(0, None if stage.first else received, *ends, further))
-    whole: dict[tuple[int, int], torch.Tensor] = {}
-    turns: list[int] = []  # of W, how many were whole behind each
+    mtp_targets = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
+    ends = tokens if stage_index == 0 else None, tokens if stage.last else None
+    run_to_completion(stage.forward(0, received if stage_index else None, *ends, mtp_targets))
+    complete: dict[tuple[int, int], torch.Tensor] = {}
+    progress: list[int] = []  # complete buckets after each W
 
-    def act() -> None:
+    def run_weight_grad() -> None:
         stage.backward_weight(0)
-        for number, bank in enumerate(stage.param_buffers):
-            for place, bucket in enumerate(bank.buckets):
-                assert bank.gradients is not None
-                if bucket.layer >= stage.wgrad_layer and (number, place) not in whole:
-                    whole[number, place] = bank.gradients.flat[bucket.span].clone()
-        turns.append(len(whole))
+        for kind, buffers in enumerate(stage.param_buffers):
+            for index, bucket in enumerate(buffers.buckets):
+                assert buffers.gradients is not None
+                if bucket.layer >= stage.wgrad_layer and (kind, index) not in complete:
+                    complete[kind, index] = buffers.gradients.flat[bucket.span].clone()
+        progress.append(len(complete))
 
-    run_to_completion(on_yield(stage.backward_input(0, None if stage.last else dy), act))
-    assert turns[-1] == count * len(stage.param_buffers)
-    assert turns[-3] >= 2
-    for (number, place), found in whole.items():
-        bank = stage.param_buffers[number]
-        assert bank.gradients is not None
-        assert torch.equal(found, bank.gradients.flat[bank.buckets[place].span]), (number, place)
-    for bank in stage.param_buffers:
-        spans = [bucket.span for bucket in bank.buckets]
+    run_to_completion(on_yield(stage.backward_input(0, None if stage.last else dy), run_weight_grad))
+    assert progress[-1] == count * len(stage.param_buffers)
+    assert progress[-3] >= 2
+    for (kind, index), found in complete.items():
+        buffers = stage.param_buffers[kind]
+        assert buffers.gradients is not None
+        assert torch.equal(found, buffers.gradients.flat[buffers.buckets[index].span]), (kind, index)
+    for buffers in stage.param_buffers:
+        spans = [bucket.span for bucket in buffers.buckets]
         assert spans[0].start == 0
-        assert spans[-1].stop == bank.parameters.layout.padded_size
+        assert spans[-1].stop == buffers.parameters.layout.padded_size
         assert all(one.stop == two.start for one, two in pairwise(spans))
 
 
@@ -207,9 +211,9 @@ SMALL = ["mesh.dp=2", "schedule.name=1f1b", "schedule.microbatches=2"]
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_a_bucket_has_as_many_bytes_as_it_may(zero):
-    """So there are bytes / size of them, rounded up, and what is moved and held stays the same but for filling up."""
-    whole = make_plan(load(None, [*SMALL, f"zero.stage={zero}"]), "cpu")
+def test_the_bucket_size_gives_the_number_of_buckets(zero):
+    """bytes / size, rounded up; traffic and memory grow by padding only."""
+    single = make_plan(load(None, [*SMALL, f"zero.stage={zero}"]), "cpu")
     for size in (0.05, 0.2, 1.5):
         plan = make_plan(load(None, [*SMALL, f"zero.stage={zero}", f"zero.bucket_mib={size}"]), "cpu")
         stages = [4 * num_parameters(plan.model, *span) for span in plan.layers]
@@ -217,13 +221,13 @@ def test_a_bucket_has_as_many_bytes_as_it_may(zero):
         assert list(plan.program.buckets) == counts
         for rank in range(plan.mesh.size):
             (stage,) = plan.stages_of(rank)
-            found, kind = flows(plan, rank), "REDUCE_SCATTER" if zero else "ALL_REDUCE"
-            assert found[Flow("dp", kind)].operations == counts[stage]
+            found, kind = comm_volume(plan, rank), "REDUCE_SCATTER" if zero else "ALL_REDUCE"
+            assert found[CommKind("dp", kind)].operations == counts[stage]
             if zero:
-                assert found[Flow("dp", "ALL_GATHER")].operations == counts[stage]
-            for op, moved in traffic(plan, rank).items():
-                assert moved == pytest.approx(traffic(whole, rank)[op], abs=8 * 2 * ALIGNMENT * counts[stage])
-            total = memory(whole, rank)["total"]
+                assert found[CommKind("dp", "ALL_GATHER")].operations == counts[stage]
+            for op, moved in collective_bytes(plan, rank).items():
+                assert moved == pytest.approx(collective_bytes(single, rank)[op], abs=8 * 2 * ALIGNMENT * counts[stage])
+            total = memory(single, rank)["total"]
             assert total <= memory(plan, rank)["total"] <= total + 2 * ALIGNMENT * counts[stage] * 24
 
 
@@ -234,24 +238,26 @@ BAD = [
 
 
 @pytest.mark.parametrize(("override", "words"), BAD)
-def test_what_is_no_size_is_refused_in_one_sentence(override, words):
+def test_a_bad_size_is_refused(override, words):
     with pytest.raises(PentadError) as caught:
         load(None, [override])
     assert words in str(caught.value)
 
 
-def test_too_many_buckets_are_refused_with_the_least_size():
-    with pytest.raises(PentadError, match=r"^zero\.bucket_mib is 1e-06: expected at least [0-9.e-]+: .* 16384 parts$"):
+def test_too_many_buckets_are_refused_with_the_smallest_size():
+    with pytest.raises(
+        PentadError, match=r"^zero\.bucket_mib is 1e-06: expected at least [0-9.e-]+ \(.* 16384 buckets\)$"
+    ):
         make_plan(load(None, [*SMALL, "zero.bucket_mib=0.000001"]), "cpu")
 
 
-def test_a_rank_with_nobody_to_reduce_with_has_no_buckets():
+def test_a_rank_without_replicas_has_no_buckets():
     plan = make_plan(load(None, ["schedule.name=1f1b", "zero.bucket_mib=0.01"]), "cpu")
     assert set(plan.program.buckets) == {1}
     assert Key(Op.ALL_REDUCE, 0, 0) not in {part.key for part in instructions_of(plan.program.streams[0])}
 
 
-def test_a_bucket_s_instruction_is_read_as_it_is_written():
+def test_the_text_of_a_bucket_s_instruction_converts_both_ways():
     part = Instruction(Op.REDUCE_SCATTER, 2, 3, group="stage2", waits=(Key(Op.W, 2, 5),))
     assert str(part) == "2REDUCE_SCATTER3#stage2 after 2W5"
     assert parse(str(part)) == part

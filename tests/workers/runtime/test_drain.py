@@ -41,9 +41,9 @@ def test_drain_waits_for_instructions_that_end(monkeypatch, ends, longest, at_le
     lanes: Any = FakeLanes(ends)
     calls: list[str] = []
     optimizer_step: Any = SimpleNamespace(cancel=lambda: calls.append("cancel"))
-    flags: Any = SimpleNamespace(release=lambda: calls.append("release"))
+    transport: Any = SimpleNamespace(release=lambda: calls.append("release"))
     started = time.monotonic()
-    abort.drain(lanes, optimizer_step, flags, longest)
+    abort.drain(lanes, optimizer_step, transport, longest)
     assert calls == ["cancel", "release"], "no step may count that runs after the release"
     assert at_least <= time.monotonic() - started < at_least + 1.0
 

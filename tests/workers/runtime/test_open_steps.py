@@ -29,7 +29,7 @@ CASES = [
     ("1f1b", 1, 2, 3, False),
     *(pytest.param(*case, marks=slow) for case in SLOW),
 ]
-STEPS = 24
+STEPS = 16
 
 
 @pytest.fixture(scope="module")

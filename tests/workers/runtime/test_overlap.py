@@ -1,4 +1,4 @@
-"""Pairs of a forward and a backward: by turns, and yet as one after the other."""
+"""Overlapped pairs of a forward and a backward: interleaved, with the bits of running one after the other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from functools import partial
 
 import pytest
 import torch
-from axes_cases import HEADS, MIXED, with_tied_copies
+from bits import same_bits
+from exactness import with_tied_copies
+from fake_communication import Event, Log, fake_communication, stage_of
 from fleet import assemble, losses_of
-from late import Event, Log, fake_communication, stage_of
-from overlap_cases import MESHES, without_overlap
-from plans import is_close, plan_of, reference
+from plans import is_close, plan_of, reference, without_overlap
+from small_models import HEADS, MOE
 
 from pentad.schedules.spec.model import MLA
 from pentad.schedules.spec.plan import Plan
@@ -20,105 +21,107 @@ from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.expert_parallel import DispatchMode
 
-LATENT = replace(MIXED, mla=MLA(kv_lora_rank=6, q_lora_rank=10, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4))
-SLOW = pytest.mark.slow
+slow = pytest.mark.slow
+MLA_MOE = replace(MOE, mla=MLA(kv_lora_rank=6, q_lora_rank=10, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4))
 CASES = [
-    ({"ep": 2}, "all_to_all", MIXED, "ring"),
-    ({"ep": 2}, "all_gather", MIXED, "ring"),
+    ({"ep": 2}, "all_to_all", MOE, "ring"),
+    ({"ep": 2}, "all_gather", MOE, "ring"),
     ({"tp": 2}, "all_to_all", HEADS, "ring"),
-    ({"tp": 2}, "all_to_all", LATENT, "ring"),
+    ({"tp": 2}, "all_to_all", MLA_MOE, "ring"),
     ({"cp": 2}, "all_to_all", HEADS, "ring"),
     ({"cp": 2}, "all_to_all", HEADS, "all_gather"),
-    ({"cp": 2}, "all_to_all", MIXED, "ulysses"),
+    ({"cp": 2}, "all_to_all", MOE, "ulysses"),
 ]
 
 
 @pytest.mark.parametrize(
-    "sizes", [MESHES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in MESHES[1:])], ids=str
+    "sizes", [{"ep": 2}, pytest.param({"tp": 2}, marks=slow), pytest.param({"cp": 2}, marks=slow)], ids=str
 )
-@pytest.mark.parametrize("name", ["dualpipe", pytest.param("dualpipev", marks=SLOW)])
-def test_pairs_have_the_bits_of_one_after_the_other_and_give_what_one_process_does(fleet, corpus, name, sizes) -> None:
-    plan = plan_of(name, 1, 2, 4, corpus, model=MIXED if "ep" in sizes else HEADS, **sizes)
+@pytest.mark.parametrize("name", ["dualpipe", pytest.param("dualpipev", marks=slow)])
+def test_overlap_changes_no_bit_and_equals_one_process(fleet, corpus, name, sizes) -> None:
+    plan = plan_of(name, 1, 2, 4, corpus, model=MOE if "ep" in sizes else HEADS, **sizes)
     losses, gradients, _, weights = reference(plan)
-    both, each = (fleet.run(run, [(0, 1)]) for run in (plan, without_overlap(plan)))
-    found = assemble([outcome.gradients[0] for outcome in both], with_tied_copies(weights))
+    overlapped, sequential = (fleet.run(each, [(0, 1)]) for each in (plan, without_overlap(plan)))
+    found = assemble([outcome.gradients[0] for outcome in overlapped], with_tied_copies(weights))
     for key, gradient in found.items():
         assert is_close(gradient, gradients[0][key]), key
-    total = sum(losses_of(both).values())
+    total = sum(losses_of(overlapped).values())
     assert total / plan.batch.tokens == pytest.approx(losses[0], rel=1e-10)
-    for mine, other in zip(both, each, strict=True):
-        assert mine.gradients[0].keys() == other.gradients[0].keys()
-        assert all(torch.equal(value, other.gradients[0][key]) for key, value in mine.gradients[0].items())
-        assert all(torch.equal(value, other.state[key]) for key, value in mine.state.items())
-        assert mine.results[0].losses == other.results[0].losses
+    for one, other in zip(overlapped, sequential, strict=True):
+        assert same_bits(one.gradients[0], other.gradients[0])
+        assert same_bits(one.state, other.state)
+        assert one.results[0].losses == other.results[0].losses
 
 
-def forward(stage: Stage, piece: int, received: torch.Tensor) -> Task[None]:
-    yield from stage.forward(piece, received, None, None)
+def forward(stage: Stage, microbatch: int, received: torch.Tensor) -> Task[None]:
+    yield from stage.forward(microbatch, received, None, None)
 
 
-def backward(stage: Stage, piece: int, dy: torch.Tensor, whole: bool) -> Task[None]:
-    turns = stage.backward_input(piece, dy)
-    yield from on_yield(turns, partial(stage.backward_weight, piece)) if whole else turns
+def backward(stage: Stage, microbatch: int, dy: torch.Tensor, with_weights: bool) -> Task[None]:
+    task = stage.backward_input(microbatch, dy)
+    yield from on_yield(task, partial(stage.backward_weight, microbatch)) if with_weights else task
 
 
-def pair(plan: Plan, way: DispatchMode, whole: bool, run: Callable[..., None]) -> tuple[list[Event], torch.Tensor]:
-    """What happens while `run` has a backward and the forward of the next microbatch, and the gradients of both."""
+def run_pair(
+    plan: Plan, mode: DispatchMode, with_weights: bool, run: Callable[..., None]
+) -> tuple[list[Event], torch.Tensor]:
+    """The events while `run` has a backward and the forward of the next microbatch, and the gradients of both."""
     log = Log()
-    streams = torch.randn(3, plan.slice_tokens // plan.mesh.cp // plan.mesh.tp, plan.model.hidden, dtype=torch.float64)
+    activations = torch.randn(
+        3, plan.slice_tokens // plan.mesh.cp // plan.mesh.tp, plan.model.hidden, dtype=torch.float64
+    )
     with fake_communication(log):
-        stage = stage_of(plan, way)
+        stage = stage_of(plan, mode)
         stage.begin(0)
-        run_to_completion(forward(stage, 0, streams[0]))
+        run_to_completion(forward(stage, 0, activations[0]))
         before = len(log.events)
-        run(log.of("B", backward(stage, 0, streams[1], whole)), log.of("F", forward(stage, 1, streams[2])))
+        tasks = backward(stage, 0, activations[1], with_weights), forward(stage, 1, activations[2])
+        run(log.of("B", tasks[0]), log.of("F", tasks[1]))
         events = log.events[before:]
-        if not whole:
+        if not with_weights:
             stage.backward_weight(0)
-        run_to_completion(backward(stage, 1, streams[1], True))
-    return events, torch.cat([bank.parameters.gradient.flatten() for bank in stage.param_buffers])
+        run_to_completion(backward(stage, 1, activations[1], True))
+    return events, torch.cat([buffers.parameters.gradient.flatten() for buffers in stage.param_buffers])
 
 
-def in_order(*works: Task[None]) -> None:
-    for work in works:
-        run_to_completion(work)
+def run_sequentially(*tasks: Task[None]) -> None:
+    for task in tasks:
+        run_to_completion(task)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["B", "BW"])
-@pytest.mark.parametrize(("sizes", "way", "model", "context"), CASES, ids=str)
-def test_while_one_of_a_pair_has_operations_under_way_the_other_computes(
-    corpus: str, sizes, way, model, context, whole: bool
-) -> None:
-    plan = plan_of("gpipe", 1, 3, 2, corpus, model=replace(model, layers=6), context=context, **sizes)
+@pytest.mark.parametrize("with_weights", [False, True], ids=["B", "BW"])
+@pytest.mark.parametrize(("sizes", "mode", "model", "method"), CASES, ids=str)
+def test_one_half_computes_while_the_other_communicates(corpus, sizes, mode, model, method, with_weights) -> None:
+    plan = plan_of("gpipe", 1, 3, 2, corpus, model=replace(model, layers=6), cp_method=method, **sizes)
     torch.manual_seed(1)
-    events, found = pair(plan, way, whole, interleave)
+    events, found = run_pair(plan, mode, with_weights, interleave)
     torch.manual_seed(1)
-    lonely, expected = pair(plan, way, whole, in_order)
+    sequential, expected = run_pair(plan, mode, with_weights, run_sequentially)
     assert torch.isfinite(found).all() and torch.equal(found, expected)
-    for who in "FB":
-        assert [e.what for e in events if e.who == who] == [e.what for e in lonely if e.who == who]
-    last = {who: max(i for i, event in enumerate(events) if event.who == who) for who in "FB"}
-    # a ring's operations have computations of their own beside them too
-    others = {"F": "FB", "B": "FB"} if context == "ring" and "cp" in sizes else {"F": "B", "B": "F"}
+    for name in "FB":
+        assert [e.what for e in events if e.task == name] == [e.what for e in sequential if e.task == name]
+    last = {name: max(i for i, event in enumerate(events) if event.task == name) for name in "FB"}
+    # A ring's communication is also overlapped with computation of the same half.
+    others = {"F": "FB", "B": "FB"} if method == "ring" and "cp" in sizes else {"F": "B", "B": "F"}
     waits = [at for at, event in enumerate(events[: min(last.values())]) if event.what == "waits"]
     assert waits
     for at in waits:
-        who, _, number = events[at]
-        meanwhile = events[events.index(Event(who, "starts", number)) : at]
-        assert any(e.what == "computes" and e.who in others[who] for e in meanwhile), events[: at + 1]
+        name, _, operation = events[at]
+        in_flight = events[events.index(Event(name, "starts", operation)) : at]
+        assert any(e.what == "computes" and e.task in others[name] for e in in_flight), events[: at + 1]
 
 
-def test_when_one_of_a_pair_fails_the_other_ends() -> None:
-    ended = []
+def test_when_one_half_fails_the_other_is_closed() -> None:
+    closed = []
 
-    def long(name: str, turns: int) -> Task[None]:
+    def task(name: str, yields: int) -> Task[None]:
         try:
-            for _ in range(turns):
+            for _ in range(yields):
                 yield
             raise ValueError(name)
         finally:
-            ended.append(name)
+            closed.append(name)
 
     with pytest.raises(ValueError, match="short"):
-        interleave(long("long", 5), long("short", 2))
-    assert ended == ["short", "long"]
+        interleave(task("long", 5), task("short", 2))
+    assert closed == ["short", "long"]

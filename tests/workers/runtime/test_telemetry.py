@@ -1,4 +1,4 @@
-"""Laws of GPU telemetry: base units, and what a GPU does not tell is None."""
+"""GPU telemetry: base units, and None for what a GPU does not report."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ Refuse = Callable[..., list[str]]
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuse]:
-    """Fakes NVML; the result makes some of its functions fail from then on, and lists the calls so far."""
+    """Fakes NVML; the result makes some of its functions fail from then on, and returns the list of calls."""
     calls: list[str] = []
     refused: set[str] = set()
 
@@ -61,31 +61,31 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuse]:
     telemetry._handle.cache_clear()
 
 
-def test_a_gpu_tells_its_state_in_base_units(nvml: Refuse) -> None:
+def test_a_state_is_in_base_units(nvml: Refuse) -> None:
     assert read_gpu(3) == STATE
 
 
 @pytest.mark.parametrize("function", FIELDS)
-def test_what_a_gpu_does_not_tell_is_none(nvml: Refuse, function: str) -> None:
+def test_what_a_gpu_does_not_report_is_none(nvml: Refuse, function: str) -> None:
     nvml(function)
     assert read_gpu(0) == STATE._replace(**dict.fromkeys(FIELDS[function]))
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetHandleByIndex"])
-def test_without_nvml_or_the_gpu_there_is_no_state_until_it_comes(nvml: Refuse, function: str) -> None:
+def test_there_is_no_state_while_nvml_or_the_gpu_is_missing(nvml: Refuse, function: str) -> None:
     nvml(function)
     assert read_gpu(0) is None
     nvml()
     assert read_gpu(0) == STATE
 
 
-def test_a_gpu_that_tells_nothing_any_more_has_no_state(nvml: Refuse) -> None:
+def test_a_gpu_that_stops_reporting_has_no_state(nvml: Refuse) -> None:
     assert read_gpu(0) is not None
     nvml(*FIELDS)
     assert read_gpu(0) is None
 
 
-def test_nvml_is_started_once(nvml: Refuse) -> None:
+def test_nvml_is_initialized_once(nvml: Refuse) -> None:
     read_gpu(0)
     read_gpu(0)
     calls = nvml()
@@ -93,18 +93,18 @@ def test_nvml_is_started_once(nvml: Refuse) -> None:
     assert calls.count("nvmlDeviceGetTemperature") == 2
 
 
-def test_an_idle_gpu_is_not_held_down(nvml: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_gpu_is_not_throttled(nvml: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ANSWERS, "nvmlDeviceGetCurrentClocksEventReasons", pynvml.nvmlClocksEventReasonGpuIdle)
     assert read_gpu(0) == STATE._replace(throttles=())
     assert not any(bits & pynvml.nvmlClocksEventReasonGpuIdle for bits in THROTTLES.values())
 
 
-def test_a_state_travels(nvml: Refuse) -> None:
+def test_a_state_can_be_pickled(nvml: Refuse) -> None:
     assert pickle.loads(pickle.dumps(read_gpu(0))) == STATE
 
 
 @pytest.mark.gpu
-def test_a_real_gpu_tells_what_it_has() -> None:
+def test_a_real_gpu_reports_plausible_values() -> None:
     state = read_gpu(0)
     assert state is not None
     assert state.memory_used is not None

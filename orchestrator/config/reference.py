@@ -1,0 +1,63 @@
+"""The configuration reference as a page: docs/configuration.md is what `configuration_page` returns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from pentad.orchestrator.config.config import SECTIONS
+from pentad.orchestrator.config.errors import inner_sections, shown
+
+INTRODUCTION = """\
+# Configuration
+
+A configuration is a YAML file of sections. Overrides on the command line have the same keys, dotted:
+`pentad train run.yaml mesh.dp=2 optimizer.learning_rate=1e-4`. Without a file, `pentad` takes the quickstart's.
+
+Scalars are those of YAML 1.2: `1e-4` is a number, and `on`, `no` and dates are text. An unknown key is an error that
+names the nearest known one. All errors are reported, one sentence a line, before anything starts.
+"""
+TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
+LIMITS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most", "exclusiveMaximum": "less than"}
+
+
+def configuration_page() -> str:
+    """Markdown, a heading a section and a row a key."""
+    parts = [INTRODUCTION]
+    for name, section in SECTIONS.items():
+        parts += _section(name, section)
+    return "\n".join(parts)
+
+
+def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
+    """The section and those inside it."""
+    schema = section.model_json_schema()["properties"]
+    yield f"## {path}\n\n{_one_line(section.__doc__ or '')}\n\n| key | value | default | meaning |\n|---|---|---|---|"
+    for name, field in section.model_fields.items():
+        default = field.default if isinstance(field.default, str) else shown(field.default)
+        default = "required" if field.is_required() else f"`{default}`"
+        yield f"| `{path}.{name}` | {_value(schema[name])} | {default} | {_one_line(field.description or '')} |"
+    yield ""
+    for name, field in section.model_fields.items():
+        for inner in inner_sections(field.annotation):
+            yield from _section(f"{path}.{name}", inner)
+
+
+def _value(schema: dict[str, Any]) -> str:
+    """'integer, at least 1 or null'"""
+    if "anyOf" in schema:
+        return " or ".join(map(_value, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "$ref" in schema:
+        return "mapping"
+    if schema["type"] == "array":
+        return f"list of {_value(schema['items'])}"
+    return TYPES[schema["type"]] + "".join(f", {words} {schema[key]}" for key, words in LIMITS.items() if key in schema)
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", " ".join(text.split()))

@@ -1,0 +1,191 @@
+"""Rank processes that compute attention together, each with its part of the sequences."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from dense_attention import dense_attention
+from gpus import gpu_of
+from pool import Pool
+from torch import Tensor
+
+from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, positions
+from pentad.workers.parallel import cp_ring
+from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
+
+Rows = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention of sequences of `length` tokens on `cp` ranks; `documents` are starting positions by row."""
+
+    cp: int
+    method: CpMethod
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    length: int = 32
+    head_dim: int = 8
+    value_dim: int = 8
+    documents: tuple[tuple[int, ...], ...] | None = None
+    scale: float | None = None
+    dtype: torch.dtype = torch.float64
+    deterministic: bool = True
+    repeats: int = 1
+    seed: int = 0
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v and dout of full sequences, as views of [B, S, heads, D]."""
+        generator = torch.Generator().manual_seed(self.seed)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        dims = (self.head_dim, self.head_dim, self.value_dim, self.value_dim)
+        full = [
+            torch.randn(self.batch, self.length, n, d, generator=generator, dtype=torch.float64)
+            for n, d in zip(heads, dims, strict=True)
+        ]
+        return [x.to(self.dtype).transpose(1, 2) for x in full]
+
+    def positions(self, rank: int) -> Tensor:
+        """The positions that a rank holds."""
+        return torch.from_numpy(positions(self.length, self.cp, rank, PLACEMENTS[self.method]))
+
+    def expected(self) -> list[Tensor]:
+        """out, dq, dk and dv of plain attention in float64."""
+        q, k, v, dout = (x.double() for x in self.inputs())
+        q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        indices = None if self.documents is None else document_indices(self.documents, self.length)
+        out = dense_attention(q, k, v, self.scale, indices)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    def join(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Full tensors from those of the ranks."""
+        found = []
+        for kind in range(4):
+            full = torch.empty(*parts[0][kind].shape[:2], self.length, parts[0][kind].shape[3], dtype=self.dtype)
+            for rank in range(self.cp):
+                full[:, :, self.positions(rank)] = parts[rank][kind]
+            found.append(full)
+        return found
+
+
+def document_indices(documents: Rows, length: int) -> Tensor:
+    """[B, S]: the index of the document at every position."""
+    every = torch.arange(length)
+    return torch.stack([torch.searchsorted(torch.tensor(starts), every, right=True) for starts in documents])
+
+
+@dataclass
+class Answer:
+    """From one rank: out and gradients of the first run, whether all runs had the same bits, how many buffers received
+    keys in one pass, what a ring did in order, and the number of elements saved from F to B."""
+
+    parts: list[Tensor]
+    same: bool
+    buffers: int
+    log: list[str]
+    saved: int
+
+
+def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> Answer:
+    """Forward and backward of one rank, `case.repeats` times."""
+    own = case.positions(rank).to(device)
+    cp_group = ContextParallelGroup(group, case.cp, rank, case.method, case.scale)
+    documents = None if case.documents is None else cp_group.document_mask(case.documents, case.length, device)
+    log: list[str] = []
+    buffers: set[int] = set()
+    keys: set[int] = set()  # addresses of keys in this pass: the first ones sent, and wherever they are received
+    real_pass_on = cp_ring.pass_on
+
+    def logged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            log.append(name)
+            return function(*args)
+
+        return call
+
+    def pass_on(group: dist.ProcessGroup, sent: Tensor, buffer: Tensor) -> AsyncResult[Tensor]:
+        if not keys or sent.data_ptr() in keys:
+            log.append("keys")
+            buffers.add(buffer.data_ptr())
+            keys.update((sent.data_ptr(), buffer.data_ptr()))
+        else:
+            log.append("gradients")
+        in_flight = real_pass_on(group, sent, buffer)
+        in_flight.result = logged("wait", in_flight.result)
+        return in_flight
+
+    runs, most = [], 0
+    with (
+        patch.object(cp_ring, "pass_on", pass_on),
+        patch.object(cp_ring, "block_forward", logged("block", cp_ring.block_forward)),
+        patch.object(cp_ring, "block_backward", logged("block", cp_ring.block_backward)),
+    ):
+        for _ in range(case.repeats):
+            log.clear()
+            q, k, v, dout = (x.to(device)[:, :, own] for x in case.inputs())
+            out, saved = run_to_completion(cp_group.attend(q, k, v, documents, case.deterministic))
+            size = num_elements(saved)
+            most = max(most, len(buffers))
+            buffers.clear()
+            keys.clear()
+            log.append("backward")
+            runs.append([out, *run_to_completion(cp_group.attend_backward(dout, saved))])
+            most = max(most, len(buffers))
+            buffers.clear()
+            keys.clear()
+    same = all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
+    return Answer([x.cpu() for x in runs[0]], same, most, log, size)
+
+
+def num_elements(saved: object) -> int:
+    """Of all float tensors in nested tuples."""
+    if isinstance(saved, Tensor):
+        return saved.numel() if saved.is_floating_point() else 0
+    return sum(map(num_elements, saved)) if isinstance(saved, tuple) else 0
+
+
+class Ranks:
+    """`size` processes, with a GPU each or with gloo."""
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        self.pool = Pool(size, _serve, device)
+
+    def run(self, case: Case) -> list[Answer]:
+        """The answers of all ranks of a case; fails with the traceback of the first rank that does."""
+        self.pool.send([case] * case.cp)
+        return self.pool.answers(case.cp, Answer)
+
+    def stop(self) -> None:
+        self.pool.stop()
+
+
+def _serve(end: Connection, rank: int, size: int, kind: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(kind, gpu_of(rank)) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.FileStore(str(Path(folder, "store")), size)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=80)
+    )
+    groups = {cp: dist.new_group(list(range(cp))) for cp in range(2, size + 1, 2)}
+    while True:
+        try:
+            case = end.recv()
+        except EOFError:
+            return
+        try:
+            end.send(run_rank(case, rank, groups[case.cp], device))
+        except BaseException:
+            end.send(traceback.format_exc())

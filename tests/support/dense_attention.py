@@ -1,0 +1,23 @@
+"""Causal attention in plain torch, with autograd: the reference for all attention kernels and context parallelism."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, documents: Tensor | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(D) under the causal mask) v of q [B, N, S, D], k [B, M, K, D], v [B, M, K, Dv].
+
+    The queries are at the last S positions. `scale` replaces 1 / sqrt(D). Positions with different numbers in
+    `documents` [B, K] do not see each other.
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = q @ k.transpose(2, 3) * (1.0 / math.sqrt(q.shape[3]) if scale is None else scale)
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
+    if documents is not None:
+        hidden = hidden | (documents[:, None, -q.shape[2] :, None] != documents[:, None, None, :])
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v

@@ -1,0 +1,142 @@
+"""Stages whose process groups have one rank: what others would send has the right shape, and values do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from plans import MODEL, plan_of
+
+from pentad.schedules.spec.model import MLA, Experts
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.model import moe
+from pentad.workers.model.stage import Stage
+from pentad.workers.parallel import cp_all_gather, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
+from pentad.workers.parallel.async_ops import AsyncResult, Task, ready
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
+from pentad.workers.parallel.cp_blocks import Block
+from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
+from pentad.workers.parallel.process_groups import LayerGroups
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
+from pentad.workers.params.param_buffers import make_param_buffers
+from pentad.workers.params.parameters import create_parameters
+
+MIXTRAL = Experts(num_experts=4, top_k=2, intermediate_size=12, aux_loss_coef=0.1)
+DEEPSEEK = Experts(
+    num_experts=8,
+    top_k=3,
+    intermediate_size=12,
+    shared_intermediate_size=8,
+    scoring_func="sigmoid",
+    num_groups=2,
+    topk_groups=1,
+    bias_update_rate=0.01,
+    first_k_dense=1,
+)
+LATENT = MLA(kv_lora_rank=6, q_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+SMALL = replace(MODEL, layers=4, hidden=32, heads=16, kv_heads=8)  # several heads a rank on every mesh
+FAMILIES = {
+    "llama": SMALL,
+    "qwen3": replace(SMALL, qk_norm=True, head_dim=6),
+    "mixtral": replace(SMALL, experts=MIXTRAL),
+    "deepseek": replace(SMALL, experts=DEEPSEEK, mla=LATENT),
+    "deepseek with mtp": replace(SMALL, experts=DEEPSEEK, mla=LATENT, mtp_layers=2),
+    "deepseek without q_lora": replace(SMALL, experts=DEEPSEEK, mla=replace(LATENT, q_lora_rank=0)),
+}
+
+
+class FakeGroup(NamedTuple):
+    """Stands for a process group; this is rank 1."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return 1
+
+
+def pass_on(group: Any, sent: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    """A step of a ring: what this rank sends comes back."""
+    return ready(buffer.copy_(sent))
+
+
+def all_gather(full: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool = False) -> None:
+    full.copy_(part.repeat(full.shape[0] // part.shape[0], *[1] * (part.dim() - 1)))
+
+
+def reduce_scatter(part: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool = False) -> None:
+    part.copy_(full[: part.shape[0]])
+
+
+def exchange(group: Any, sent: list[torch.Tensor], joined: Any) -> AsyncResult[list[torch.Tensor]]:
+    return ready([joined(each.clone()) for each in sent])
+
+
+def make_dispatcher(experts: torch.Tensor, local: int, group: Any, mode: str) -> Task[expert_parallel.Dispatcher]:
+    yield from ()
+    if group is None:
+        return expert_parallel.LocalDispatcher()
+    return expert_parallel.AllGatherDispatcher(group, group.size())
+
+
+def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers communicate with nobody."""
+    monkeypatch.setattr(cp_ring, "pass_on", pass_on)
+    for module in (cp_all_gather, expert_parallel, tensor_parallel):
+        monkeypatch.setattr(module, "all_gather", all_gather)
+        monkeypatch.setattr(module, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(cp_ulysses, "_exchange", exchange)
+    monkeypatch.setattr(moe, "make_dispatcher", make_dispatcher)
+    monkeypatch.setattr(moe.dist, "all_reduce", lambda load, group, async_op=False: None)
+
+
+def make_stage(plan: Plan, index: int) -> Stage:
+    """A stage, on the first rank that holds it."""
+    device, mesh = torch.device("cpu"), plan.mesh
+    rank = next(rank for rank in range(mesh.size) if index in plan.stages_of(rank))
+    shards = [shard for shard in plan.param_shards_of(rank) if shard.stage == index]
+    parameters = {shard: create_parameters(plan, shard, device, rank=rank) for shard in shards}
+    stage = Stage(plan, index, make_param_buffers(plan, rank, index, parameters), rank)
+    tp, cp, ep = (FakeGroup(size) if size > 1 else None for size in (mesh.tp, mesh.cp, mesh.ep))
+    groups: Any = (
+        TensorParallelGroup(tp, mesh.tp),  # type: ignore[arg-type]
+        ContextParallelGroup(cp, mesh.cp, 1 if mesh.cp > 1 else 0, plan.cp_method),  # type: ignore[arg-type]
+        ExpertParallelGroup(ep, 0, "all_gather"),  # type: ignore[arg-type]
+    )
+    stage.join(LayerGroups(*groups))
+    return stage
+
+
+def storages(nested: object) -> Iterator[torch.UntypedStorage]:
+    """Of all tensors within, and of autograd graphs; not of document boundaries, which layers share."""
+    if isinstance(nested, torch.Tensor):
+        yield nested.untyped_storage()
+        yield from _graph_storages(nested.grad_fn)
+    elif isinstance(nested, tuple | list) and not isinstance(nested, Block):
+        for each in nested:
+            yield from storages(each)
+
+
+def _graph_storages(node: Any) -> Iterator[torch.UntypedStorage]:
+    if node is not None:
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        yield from (each.untyped_storage() for each in saved if isinstance(each, torch.Tensor))
+        for before, _ in node.next_functions:
+            yield from _graph_storages(before)
+
+
+def nbytes(nested: object, *excluded: torch.Tensor | None) -> int:
+    """Bytes of all distinct storages, except those of `excluded`."""
+    without = {each.untyped_storage().data_ptr() for each in excluded if each is not None}
+    found = {each.data_ptr(): each.nbytes() for each in storages(nested)}
+    return sum(size for address, size in found.items() if address not in without)
+
+
+def stage_plan(corpus: str, family: str, mode: str, **axes: Any) -> Plan:
+    """Three stages of a family, one microbatch."""
+    return plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes)
