@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pentad.orchestrator.config.reference import configuration_page
-from pentad.orchestrator.monitoring.exporter import METRICS
+from pentad.orchestrator.monitoring.exposition import METRICS
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.verify.check import peak_activations
+from pentad.schedules.simulate.memory import peak_activations
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "images" / "schedules"
@@ -28,7 +28,8 @@ def files() -> Iterator[tuple[Path, str]]:
     yield observability, _filled(observability, metrics=_metrics())
     for name in CATALOGUE:
         program = compile_program(name, RANKS, MICROBATCHES)
-        yield PICTURES / f"{name}.svg", svg_grid(program, Costs.uniform(program.stages))
+        timeline = simulate(program, Costs.uniform(program.stages))
+        yield PICTURES / f"{name}.svg", svg_grid(timeline, title=name, timed=False)
 
 
 def _filled(page: Path, **parts: str) -> str:
@@ -52,8 +53,17 @@ def _catalogue() -> str:
         program = compile_program(name, RANKS, MICROBATCHES)
         bubble = simulate(program, Costs.uniform(program.stages)).bubble()
         peak = f"{max(peak_activations(program)):g}"
-        rows.append((f"[`{name}`](#{name})", entry.summary, peak, f"{bubble.makespan:.1%}", f"{bubble.longest:.1%}"))
-    return _table(("name", "what it does", "activations", "`makespan`", "`longest`"), rows)
+        rows.append(
+            (
+                f"[`{name}`](#{name})",
+                entry.summary,
+                peak,
+                f"{100 * bubble.makespan:.1f} %",
+                f"{100 * bubble.longest:.1f} %",
+                entry.paper,
+            )
+        )
+    return _table(("name", "what it does", "activations", "`makespan`", "`longest`", "paper"), rows)
 
 
 def _pictures() -> str:

@@ -68,11 +68,14 @@ def _interleaved_size(spec: ScheduleSpec) -> str:
 class Entry:
     """`generate(spec)` gives the compute order of every rank, `placement(rank, spec)` its stages.
 
-    `chunks` and `slices` are those of `ScheduleSpec` unless the user may and does choose them, `accepts` names the
-    options of the schedule, and `refusal` is what is wrong with a size, or empty.
+    `summary` says in a line what the schedule does, `paper` where it was published. `chunks` and `slices` are those of
+    `ScheduleSpec` unless the user may and does choose them, `accepts` names the options of the schedule, and `refusal`
+    is what is wrong with a size, or empty.
     """
 
     generate: Callable[[ScheduleSpec], Sequence[Stream]]
+    summary: str = ""
+    paper: str = ""
     placement: Callable[[int, ScheduleSpec], tuple[int, ...]] = looped
     chunks: int = 1
     slices: int = 1
@@ -86,23 +89,115 @@ def _per_rank(generate: Callable[[int, int, int], Iterator[Unit]], spec: Schedul
 
 _INTERLEAVED = frozenset({"chunks", "group"})
 _PLANNED = frozenset({"costs", "memory_limit"})
+_ZERO_BUBBLE = "Qi et al. 2023, arXiv 2401.10241"
+_CONTROLLABLE_MEMORY = "Qi et al. 2024, arXiv 2405.15362"
+_DEEPSEEK_V3 = "DeepSeek-AI 2024, arXiv 2412.19437"
 CATALOGUE = {
-    "gpipe": Entry(partial(_per_rank, gpipe)),
-    "1f1b": Entry(partial(_per_rank, one_f_one_b)),
-    "1f1b-eager": Entry(partial(_per_rank, eager_one_f_one_b)),
-    "seq-1f1b": Entry(seq_1f1b, slices=4, accepts=frozenset({"slices"})),
-    "interleaved": Entry(interleaved, chunks=2, accepts=_INTERLEAVED, refusal=_interleaved_size),
-    "looped-bfs": Entry(looped_bfs, chunks=2, accepts=frozenset({"chunks"})),
-    "zb-h1": Entry(partial(_per_rank, zb_h1)),
-    "zb-h2": Entry(partial(_per_rank, zb_h2)),
-    "zb-1p": Entry(zb_1p, accepts=_PLANNED),
-    "zb-2p": Entry(zb_2p, accepts=_PLANNED),
-    "interleaved-zb": Entry(interleaved_zb, chunks=2, accepts=_INTERLEAVED, refusal=_interleaved_size),
-    "zb-v": Entry(zb_v, v_shaped, chunks=2),
-    "v-half": Entry(v_half, v_shaped, chunks=2, accepts=frozenset({"costs"})),
-    "v-min": Entry(v_min, v_shaped, chunks=2, accepts=frozenset({"costs"})),
-    "dualpipe": Entry(partial(_per_rank, dualpipe), mirrored, refusal=_dualpipe_size),
-    "dualpipev": Entry(partial(_per_rank, dualpipe_v), v_shaped, chunks=2, refusal=_dualpipe_v_size),
+    "gpipe": Entry(
+        partial(_per_rank, gpipe),
+        "all forwards, then all backwards",
+        "Huang et al. 2019, arXiv 1811.06965",
+    ),
+    "1f1b": Entry(
+        partial(_per_rank, one_f_one_b),
+        "alternates forward and backward, so that rank r holds at most ranks - r microbatches",
+        "Narayanan et al. 2021, arXiv 2006.09503",
+    ),
+    "1f1b-eager": Entry(
+        partial(_per_rank, eager_one_f_one_b),
+        "1F1B with about twice as many forwards first, to hide transfers",
+        "Zhuang et al. 2023, arXiv 2211.05322",
+    ),
+    "seq-1f1b": Entry(
+        seq_1f1b,
+        "1F1B on slices of the sequences: less memory and a smaller bubble",
+        "Sun et al. 2024, arXiv 2406.03488",
+        slices=4,
+        accepts=frozenset({"slices"}),
+    ),
+    "interleaved": Entry(
+        interleaved,
+        "1F1B on several chunks per rank: a smaller bubble for more transfers and memory",
+        "Narayanan et al. 2021, arXiv 2104.04473",
+        chunks=2,
+        accepts=_INTERLEAVED,
+        refusal=_interleaved_size,
+    ),
+    "looped-bfs": Entry(
+        looped_bfs,
+        "all microbatches through one chunk before the next: gathers and reductions once per chunk",
+        "Lamy-Poirier 2022, arXiv 2211.05953",
+        chunks=2,
+        accepts=frozenset({"chunks"}),
+    ),
+    "zb-h1": Entry(
+        partial(_per_rank, zb_h1),
+        "1F1B with W deferred into the bubble, in 1F1B's memory",
+        _ZERO_BUBBLE,
+    ),
+    "zb-h2": Entry(
+        partial(_per_rank, zb_h2),
+        "more forwards first: no bubble without a barrier, for up to twice 1F1B's memory",
+        _ZERO_BUBBLE,
+    ),
+    "zb-1p": Entry(
+        zb_1p,
+        "zero bubble planned for given costs, within 1F1B's memory by default",
+        _ZERO_BUBBLE,
+        accepts=_PLANNED,
+    ),
+    "zb-2p": Entry(
+        zb_2p,
+        "zero bubble planned for given costs, within twice 1F1B's memory by default",
+        _ZERO_BUBBLE,
+        accepts=_PLANNED,
+    ),
+    "interleaved-zb": Entry(
+        interleaved_zb,
+        "interleaved, with W deferred into the bubble",
+        _ZERO_BUBBLE,
+        chunks=2,
+        accepts=_INTERLEAVED,
+        refusal=_interleaved_size,
+    ),
+    "zb-v": Entry(
+        zb_v,
+        "zero bubble on two chunks placed as a V, in 1F1B's memory",
+        _ZERO_BUBBLE,
+        placement=v_shaped,
+        chunks=2,
+    ),
+    "v-half": Entry(
+        v_half,
+        "two chunks placed as a V, in about half of 1F1B's memory",
+        _CONTROLLABLE_MEMORY,
+        placement=v_shaped,
+        chunks=2,
+        accepts=frozenset({"costs"}),
+    ),
+    "v-min": Entry(
+        v_min,
+        "two chunks placed as a V, in about a third of 1F1B's memory",
+        _CONTROLLABLE_MEMORY,
+        placement=v_shaped,
+        chunks=2,
+        accepts=frozenset({"costs"}),
+    ),
+    "dualpipe": Entry(
+        partial(_per_rank, dualpipe),
+        "microbatches from both ends, forward and backward interleaved; each stage on two ranks",
+        _DEEPSEEK_V3,
+        placement=mirrored,
+        refusal=_dualpipe_size,
+    ),
+    "dualpipev": Entry(
+        partial(_per_rank, dualpipe_v),
+        "DualPipe folded into a V: each stage on one rank",
+        _DEEPSEEK_V3,
+        placement=v_shaped,
+        chunks=2,
+        refusal=_dualpipe_v_size,
+    ),
 }
 FILE_SUFFIXES = (".csv", ".arrow")
 SAVED = Entry(lambda spec: ())  # a file with one of FILE_SUFFIXES

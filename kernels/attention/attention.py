@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from pentad.kernels.attention.attention_partial import (
     QKVGrads,
@@ -52,9 +51,16 @@ def attention(
     backend = sdpa_kernel(SDPBackend.MATH) if q.is_cuda and deterministic else nullcontext()
     with torch.enable_grad(), backend:
         # torch's `is_causal` aligns the mask at the first key.
-        mask = None if square else causal_lower_right(q.shape[2], k.shape[2])
+        mask = None if square else _lower_right_mask(q.shape[2], k.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=square, scale=scale, enable_gqa=grouped)
     return out.detach(), SavedAttention(out, None, (q, k, v), options)
+
+
+def _lower_right_mask(queries: int, keys: int) -> Tensor:
+    """The causal mask of the last `queries` of `keys` positions."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: a second of every rank's start-up
+
+    return causal_lower_right(queries, keys)
 
 
 def attention_backward(dout: Tensor, saved: SavedAttention) -> QKVGrads:

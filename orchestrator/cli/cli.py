@@ -293,7 +293,7 @@ def runs(
 
 @app.command()
 def schedules(as_json: Json = False) -> None:
-    """List the schedules: placement, chunks, slices, options and source paper."""
+    """List the schedules: placement, chunks, slices, options and paper."""
     from pentad.orchestrator.cli.show_lists import show_schedules
 
     show_schedules(Console(), as_json=as_json)

@@ -17,17 +17,6 @@ from pentad.orchestrator.planning.quantities import number
 from pentad.schedules.catalogue import CATALOGUE, looped, mirrored, v_shaped
 from pentad.schedules.ir.errors import PentadError
 
-_PAPERS = {
-    "gpipe": "Huang et al. 2019, arXiv 1811.06965",
-    "1f1b": "Narayanan et al. 2021, arXiv 2006.09503",
-    "1f1b-eager": "Zhuang et al. 2023, arXiv 2211.05322",
-    "seq-1f1b": "Sun et al. 2024, arXiv 2406.03488",
-    "interleaved": "Narayanan et al. 2021, arXiv 2104.04473",
-    "looped-bfs": "Lamy-Poirier 2022, arXiv 2211.05953",
-    **dict.fromkeys(("zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-zb"), "Qi et al. 2023, arXiv 2401.10241"),
-    **dict.fromkeys(("v-half", "v-min"), "Qi et al. 2024, arXiv 2405.15362"),
-    **dict.fromkeys(("dualpipe", "dualpipev"), "DeepSeek-AI 2024, arXiv 2412.19437"),
-}
 _PLACEMENTS: dict[Any, str] = {looped: "loop", mirrored: "mirror", v_shaped: "V"}
 
 
@@ -65,7 +54,8 @@ def show_schedules(console: Console, *, as_json: bool) -> None:
             "chunks": entry.chunks,
             "slices": entry.slices,
             "options": sorted(entry.accepts),
-            "paper": _PAPERS[name],
+            "summary": entry.summary,
+            "paper": entry.paper,
         }
         for name, entry in CATALOGUE.items()
     ]

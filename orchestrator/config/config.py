@@ -1,6 +1,6 @@
 """The configuration of a run: YAML and overrides in, complete YAML out, one sentence for every error.
 
-Reading it compiles no program. What only a program or a user's own model can tell is checked by `planning.make_plan`.
+Reading it compiles no program. `planning.make_plan` checks what only a program or a custom model tells.
 """
 
 from __future__ import annotations

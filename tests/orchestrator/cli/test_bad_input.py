@@ -1,4 +1,4 @@
-"""A user's mistake costs one sentence: no traceback, no process, no file; the exit status says so."""
+"""A mistake is one sentence on stderr and exit status 1: no traceback, process or file."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def refused(tmp_path, monkeypatch, capsys):
     return run
 
 
-def lesser(corpus: Path, folder: Path) -> int:
-    """A copy of the corpus beside the test; how many files and folders that makes."""
+def copied(corpus: Path, folder: Path) -> int:
+    """Copies the corpus into the folder of a test; returns the number of files and folders there."""
     shutil.copytree(corpus, folder / "corpus")
     return len(list(folder.rglob("*")))
 
@@ -82,7 +82,7 @@ def lesser(corpus: Path, folder: Path) -> int:
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_configuration_is_one_sentence(case, refused, corpus, tmp_path):
     words, named = CASES[case]
-    files = lesser(corpus, tmp_path)
+    files = copied(corpus, tmp_path)
     sentence = refused("train", *SMALL, *words, files=files)
     assert all(word in sentence for word in named), sentence
 
@@ -100,7 +100,7 @@ def test_each_configuration_error_has_a_line(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])
 def test_a_damaged_corpus_is_named(damage, refused, corpus, tmp_path):
-    lesser(corpus, tmp_path)
+    copied(corpus, tmp_path)
     shard = tmp_path / "corpus" / "tokens-00000.arrow"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -121,7 +121,7 @@ def test_a_damaged_corpus_is_named(damage, refused, corpus, tmp_path):
 
 @pytest.mark.parametrize("key", ["cluster.dashboard_port", "metrics.port", "metrics.control_port"])
 def test_a_taken_port_is_named_with_its_holder(key, refused, corpus, tmp_path):
-    files = lesser(corpus, tmp_path)
+    files = copied(corpus, tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = ["data.path=corpus", "cluster.dashboard=true", f"{key}={port}"]
@@ -130,8 +130,8 @@ def test_a_taken_port_is_named_with_its_holder(key, refused, corpus, tmp_path):
     assert f"(pid {os.getpid()}) has that port" in sentence
 
 
-def test_a_live_runs_name_is_refused_before_anything_starts(refused, corpus, tmp_path):
-    lesser(corpus, tmp_path)
+def test_the_name_of_a_live_run_is_refused(refused, corpus, tmp_path):
+    copied(corpus, tmp_path)
     words = [*SMALL, "data.path=corpus", "run.name=alive"]
     (tmp_path / "runs" / "alive").mkdir(parents=True)
     with (tmp_path / "runs" / "alive" / ".lock").open("w") as held:
@@ -142,7 +142,7 @@ def test_a_live_runs_name_is_refused_before_anything_starts(refused, corpus, tmp
     assert sentence == "pentad: run.name is alive, which is running already (process 4321): expected another\n"
 
 
-def test_ranks_that_read_another_corpus_than_the_driver_say_so(corpus):
+def test_a_corpus_unlike_the_drivers_is_refused(corpus):
     found = open_data(str(corpus), 300, 8, "")
     assert open_data(str(corpus), 300, 8, "", fingerprint=found.fingerprint).tokens == found.tokens
     with pytest.raises(PentadError, match=r"data\.path is .*, which has fingerprint .*: expected 000000000000"):
@@ -157,6 +157,6 @@ def test_ranks_that_read_another_corpus_than_the_driver_say_so(corpus):
         (["--ranks", "100000000"], ["ranks x microbatches", "100000000 x 8", "1000000"]),
     ],
 )
-def test_sizes_and_costs_without_measure_are_refused(words, named, refused):
+def test_excessive_sizes_and_costs_are_refused(words, named, refused):
     sentence = refused("schedule", "1f1b", "--ranks", "4", "--microbatches", "8", *words, files=0)
     assert all(word in sentence for word in named), sentence

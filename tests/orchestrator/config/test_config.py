@@ -1,4 +1,4 @@
-"""Laws of the configuration: complete, strict, and one clear sentence for every mistake."""
+"""The configuration is complete and strict, and every error in it is one sentence."""
 
 import re
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def file(tmp_path: Path) -> Callable[[str | bytes], Path]:
     return write
 
 
-def test_the_quickstart_is_what_the_design_prints() -> None:
+def test_quickstart() -> None:
     config = load(None, [])
     assert (config.run.name, config.run.seed, config.run.steps) == ("quickstart", 0, 60)
     assert (config.model.layers, config.model.hidden, config.model.heads, config.model.kv_heads) == (8, 128, 8, 4)
@@ -55,7 +55,7 @@ def test_the_quickstart_is_what_the_design_prints() -> None:
     assert config.data.path == "builtin:pydoc"
 
 
-def test_every_field_says_what_it_means() -> None:
+def test_every_field_has_a_description() -> None:
     assert len(keys(SECTIONS)) > 80
     assert all(len(meaning) > 10 for meaning in keys(SECTIONS).values())
 
@@ -99,7 +99,7 @@ def test_a_bad_memory_option_is_one_sentence(overrides: list[str], sentence: str
     assert sentence in refusal(None, *(f"memory.{override}" for override in overrides))
 
 
-def test_auto_chooses_the_stages_so_none_can_be_named() -> None:
+def test_auto_places_stages_so_none_can_be_named() -> None:
     chosen = ["schedule.name=auto", "memory.recompute=full"]
     assert load(None, chosen).memory.recompute == "full"
     sentence = refusal(None, *chosen, "memory.recompute_stages=[1]")
@@ -117,7 +117,7 @@ def test_auto_chooses_the_stages_so_none_can_be_named() -> None:
         "data.path='a: b'",
     ],
 )
-def test_what_is_dumped_loads_back_equal(file: Callable[[str | bytes], Path], override: str) -> None:
+def test_dump_and_load_are_inverse(file: Callable[[str | bytes], Path], override: str) -> None:
     config = load(None, [override])
     assert load(file(dump(config)), []) == config
 
@@ -135,12 +135,12 @@ def test_what_is_dumped_loads_back_equal(file: Callable[[str | bytes], Path], ov
         ("run.steps=1_000", 1000),
     ],
 )
-def test_overrides_are_yaml_scalars(override: str, value: object) -> None:
+def test_override_values_are_yaml_scalars(override: str, value: object) -> None:
     section, _, name = override.partition("=")[0].partition(".")
     assert getattr(getattr(load(None, [override]), section), name) == value
 
 
-def test_later_overrides_win_and_overrides_win_over_the_file(file: Callable[[str | bytes], Path]) -> None:
+def test_overrides_replace_the_file_and_earlier_overrides(file: Callable[[str | bytes], Path]) -> None:
     assert load(file(text()), ["run.steps=3", "run.steps=5"]).run.steps == 5
 
 
@@ -223,7 +223,7 @@ def test_a_bad_override_is_one_sentence_with_key_found_and_expected(override: st
     assert sentence in refusal(None, override)
 
 
-def test_a_schedule_s_own_constraints_are_checked() -> None:
+def test_sizes_that_a_schedule_does_not_allow() -> None:
     assert "expected an even number" in refusal(None, "schedule.name=dualpipe", "mesh.pp=3")
     assert "at least 2 x ranks (mesh.pp) = 8" in refusal(None, "schedule.name=dualpipe", "schedule.microbatches=4")
 
@@ -298,7 +298,7 @@ def test_loading_compiles_no_program(monkeypatch: pytest.MonkeyPatch, name: str)
     assert load(None, [f"schedule.name={name}", "zero.stage=3", "mesh.dp=2"]).schedule.name == name
 
 
-def test_nothing_can_be_changed_after_loading() -> None:
+def test_a_configuration_is_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(None, []).run.steps = 3
 

@@ -74,7 +74,7 @@ print(cli.__file__, job_package.write_package(Path(sys.argv[1])))
     command = [sys.executable, "-P", "-c", code, str(tmp_path / "two")]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "one")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(package / "orchestrator" / "cli.py"), str(tmp_path / "two" / "pentad")]
+    assert done.stdout.split() == [str(package / "orchestrator" / "cli" / "cli.py"), str(tmp_path / "two" / "pentad")]
     assert tree(tmp_path / "two" / "pentad") == tree(package)
 
 

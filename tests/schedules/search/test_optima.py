@@ -1,7 +1,7 @@
 """The search finds the proven optima of small steps; no schedule beats them, and no bound exceeds them.
 
-The optima were proven with a constraint solver (OR-Tools CP-SAT): an integer start for every F, B and W, microbatches of
-each in order, no overlap on a rank, data dependencies with transfers, and a reservoir of activations per rank.
+The optima were proven with a constraint solver (OR-Tools CP-SAT): an integer start for every F, B and W, each kind
+in microbatch order, no overlap on a rank, data dependencies with transfers, and a reservoir of activations per rank.
 """
 
 from __future__ import annotations
