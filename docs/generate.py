@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pentad.orchestrator.config.reference import configuration_page
@@ -12,8 +11,8 @@ from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.memory import peak_activations
+from pentad.schedules.simulate.simulate import simulate
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "images" / "schedules"
@@ -36,13 +35,15 @@ def _filled(page: Path, **parts: str) -> str:
     """The page with new text between the marks of each part."""
     text = page.read_text(encoding="utf-8")
     for name, part in parts.items():
-        marked = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert marked.search(text), f"{page} has no part {name}"
-        text = marked.sub(lambda found, part=part: f"{found[1]}{part}{found[2]}", text)
+        begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        assert after, f"{page} has no part {name}"
+        text = before + begin + part + end + after
     return text
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ("---",) * len(heads), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 

@@ -130,8 +130,9 @@ def plan(
 
         return show_meshes(config, gpus, device_memory("cuda", memory), Console(), as_json=as_json)
     from pentad.orchestrator.cli.show_plan import show_plan
+    from pentad.orchestrator.cluster.devices import local_device
 
-    place = _device(config.cluster.device if device is None else device)
+    place = device or local_device(config.cluster, config.mesh.size)[0]
     return show_plan(config, place, device_memory(place, memory), Console(), as_json=as_json)
 
 
@@ -357,13 +358,6 @@ def _request(run: str, address: str | None, method: str, timeout: float, as_json
     request(folder_of(run, address), method, Console(), as_json=as_json, timeout_seconds=timeout)
 
 
-def _device(device: str) -> str:
-    """'cuda' or 'cpu' for 'auto', without torch, which takes a second to import."""
-    from pentad.orchestrator.cluster.devices import local_gpus
-
-    return device if device != "auto" else "cuda" if local_gpus() else "cpu"
-
-
 def _for_this_machine(path: Path | None, overrides: list[str]) -> tuple[list[str], str]:
     """The overrides of the quickstart with a pipeline as long as this machine has GPUs, if that is shorter, and a note
     that says so. Any other configuration, and any override of mesh or cluster, is left as it is."""
@@ -377,10 +371,8 @@ def _for_this_machine(path: Path | None, overrides: list[str]) -> tuple[list[str
     if gpus >= ranks:
         return overrides, ""
     count = f"{gpus} GPU" + "s" * (gpus > 1)
-    return [
-        *overrides,
-        f"mesh.pp={gpus}",
-    ], f"this machine has {count}: the quickstart runs with mesh.pp = {gpus}, not {ranks}"
+    note = f"this machine has {count}: the quickstart runs with mesh.pp = {gpus}, not {ranks}"
+    return [*overrides, f"mesh.pp={gpus}"], note
 
 
 def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:

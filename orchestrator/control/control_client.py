@@ -46,7 +46,7 @@ class Client:
         self._metadata = (("authorization", f"Bearer {endpoint['token']}"),)
 
     def status(self, timeout_seconds: float = 5.0) -> dict[str, Any]:
-        """The fields of RunView, as JSON."""
+        """The fields of Status in control.proto."""
         return self._ask("GetStatus", MESSAGES["StatusRequest"](), timeout_seconds)
 
     def watch(self, timeout_seconds: float = 5.0) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,6 @@ The driver's main thread writes; the control service, the exporter and others re
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -55,25 +54,6 @@ class RunView(NamedTuple):
     verdict: str = ""
     ranks: tuple[RankView, ...] = ()
     endpoints: dict[str, str] = {}  # noqa: RUF012
-
-    def plain(self) -> dict[str, Any]:
-        """As `pentad status --json` prints it."""
-        now = time.monotonic()
-        ranks = [
-            {
-                "rank": r.rank,
-                "pid": r.pid,
-                "node": r.node,
-                "gpu": r.gpu,
-                "coordinates": r.coordinates._asdict(),
-                "state": r.state,
-                "step": r.step,
-                "instruction": r.instruction,
-                "heartbeat_age_seconds": round(max(0.0, now - r.heartbeat), 3),
-            }
-            for r in self.ranks
-        ]
-        return {**self._asdict(), "ranks": ranks}
 
 
 class Watcher(Protocol):

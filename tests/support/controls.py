@@ -82,3 +82,18 @@ def once_printed(do: Callable[..., object], *arguments: object) -> threading.Thr
     thread = threading.Thread(target=wait)
     thread.start()
     return thread
+
+
+def plain_view(view: RunView) -> dict[str, Any]:
+    """A view as `pentad status --json` prints it, built independently of the protobuf messages."""
+    now = time.monotonic()
+    ranks = [
+        {
+            **{name: getattr(rank, name) for name in ("rank", "pid", "node", "gpu")},
+            "coordinates": rank.coordinates._asdict(),
+            **{name: getattr(rank, name) for name in ("state", "step", "instruction")},
+            "heartbeat_age_seconds": round(max(0.0, now - rank.heartbeat), 3),
+        }
+        for rank in view.ranks
+    ]
+    return {**view._asdict(), "ranks": ranks}

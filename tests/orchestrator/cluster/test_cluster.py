@@ -33,7 +33,7 @@ def running() -> Iterator[clusters.Cluster]:
         yield cluster
 
 
-def test_a_local_cluster_has_room_for_the_ranks_and_their_workers_ahead(running: clusters.Cluster) -> None:
+def test_a_local_cluster_has_a_cpu_for_each_rank(running: clusters.Cluster) -> None:
     assert running.local
     assert running.device == "cpu"
     assert ray.cluster_resources()["CPU"] == 4
@@ -48,7 +48,7 @@ def test_it_listens_on_the_loopback_interface_only(running: clusters.Cluster) ->
     assert hosts
 
 
-def test_it_demands_a_token_that_only_its_owner_can_read(running: clusters.Cluster) -> None:
+def test_its_dashboard_requires_a_token_that_only_its_owner_can_read(running: clusters.Cluster) -> None:
     address = f"{running.dashboard}/api/v0/actors"
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(address, timeout=20)
@@ -122,7 +122,7 @@ def test_cuda_visible_devices_limits_the_local_gpus(
     assert devices.local_gpus() == gpus
 
 
-def test_a_taken_dashboard_port_is_told_with_its_holder() -> None:
+def test_a_taken_dashboard_port_is_reported_with_its_owner() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -190,7 +190,7 @@ def test_an_existing_cluster_is_joined_and_stays(running: clusters.Cluster, monk
     assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
 
 
-def test_an_address_where_no_cluster_answers_is_told() -> None:
+def test_an_address_where_no_cluster_answers_is_reported() -> None:
     answer = join({"address": "127.0.0.1:1"})
     assert answer.startswith("cluster.address is '127.0.0.1:1', where no Ray cluster answers")
 
@@ -203,7 +203,7 @@ def test_an_address_where_no_cluster_answers_is_told() -> None:
         ({"RAY_AUTH_MODE": "disabled"}, "disabled", "cluster.auth is 'disabled', but the Ray cluster at {} asks for"),
     ],
 )
-def test_a_token_that_does_not_fit_is_told_at_once(
+def test_a_wrong_token_is_reported_at_once(
     running: clusters.Cluster, variables: dict[str, str], mode: str, told: str, tmp_path: Path
 ) -> None:
     began = time.monotonic()
@@ -214,7 +214,7 @@ def test_a_token_that_does_not_fit_is_told_at_once(
     check_joinable(running.address, "token")
 
 
-def test_a_dashboard_is_no_address_of_a_cluster(running: clusters.Cluster) -> None:
+def test_a_dashboard_is_not_a_cluster_address(running: clusters.Cluster) -> None:
     address = str(running.dashboard).removeprefix("http://")
     with pytest.raises(PentadError, match=f"^cluster.address is '{address}', where no Ray cluster answers .what list"):
         check_joinable(address, "token")

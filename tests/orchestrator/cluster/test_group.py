@@ -110,7 +110,7 @@ def test_a_gpus_cuda_number_is_its_place_among_the_visible_ones(
     assert worker._visible_index() == index
 
 
-def test_calls_handed_in_ahead_are_done_in_order(cluster: clusters.Cluster) -> None:
+def test_calls_in_flight_run_in_order(cluster: clusters.Cluster) -> None:
     with start(plan_of("fake:seconds=0.05", "mesh.pp=2")) as group:
         calls = [group.submit_run(0, 2), group.submit_run(2, 1), group.submit_run(3, 3)]
         assert not group.is_ready(calls[2])
@@ -118,7 +118,7 @@ def test_calls_handed_in_ahead_are_done_in_order(cluster: clusters.Cluster) -> N
         assert done == [[0, 1], [2], [3, 4, 5]]
 
 
-def test_a_status_says_what_a_busy_rank_does_and_never_waits(cluster: clusters.Cluster) -> None:
+def test_statuses_show_what_a_busy_rank_does_without_waiting(cluster: clusters.Cluster) -> None:
     with start(plan_of("fake:seconds=1.0,rank=0,step=0,how=hang", "mesh.pp=2")) as group:
         group.submit_run(0, 1)
         seen: dict[int, Status] = {}
@@ -134,7 +134,7 @@ def test_a_status_says_what_a_busy_rank_does_and_never_waits(cluster: clusters.C
         group.stop(kill=True)
 
 
-def test_statuses_are_told_every_second_however_short_the_calls_are(cluster: clusters.Cluster) -> None:
+def test_statuses_are_updated_every_second_however_short_the_calls(cluster: clusters.Cluster) -> None:
     told: list[dict[int, Status]] = []
     with start(plan_of("fake:seconds=0.3", "mesh.pp=2")) as group:
         for step in range(9):
@@ -171,7 +171,7 @@ def test_a_killed_rank_is_named_within_seconds_and_the_others_go_too(cluster: cl
     assert_all_free()
 
 
-def test_an_exception_of_a_rank_is_told_with_its_instruction(cluster: clusters.Cluster) -> None:
+def test_an_exception_of_a_rank_is_reported_with_its_instruction(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:rank=0,step=1,how=raise", "mesh.pp=2")
     error, pids, seconds = run_until_it_fails(plan)
     assert isinstance(error, WorkerError)
@@ -184,21 +184,21 @@ def test_an_exception_of_a_rank_is_told_with_its_instruction(cluster: clusters.C
     assert_gone(pids)
 
 
-def test_a_users_mistake_found_by_a_rank_is_told_in_its_own_words(cluster: clusters.Cluster) -> None:
+def test_a_users_mistake_found_by_a_rank_is_reported_verbatim(cluster: clusters.Cluster) -> None:
     error, pids, _ = run_until_it_fails(plan_of("fake:rank=0,step=1,how=mistake", "mesh.pp=2"))
     assert type(error) is PentadError
     assert str(error) == "data.path is wrong: expected a right one"
     assert_gone(pids)
 
 
-def test_a_runner_that_cannot_be_imported_is_told(cluster: clusters.Cluster) -> None:
+def test_a_runner_that_cannot_be_imported_is_reported(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:", "mesh.pp=2")
     with pytest.raises(WorkerError, match=r"^rank . \(dp0 pp., node .*\) failed: ModuleNotFoundError: .*'nowhere'$"):
         WorkerGroup.start(plan, reserve(plan.mesh, "cpu", 10, fixed=True), 30, runner="nowhere:Runner")
     assert_all_free()
 
 
-def test_a_folder_that_a_node_lacks_is_told(cluster: clusters.Cluster, tmp_path: Path) -> None:
+def test_a_folder_that_a_node_lacks_is_reported(cluster: clusters.Cluster, tmp_path: Path) -> None:
     with start(plan_of("fake:", "mesh.pp=2")) as group:
         group.check_folder(tmp_path)
         with pytest.raises(PentadError, match=r"which rank 0 \(dp0 pp0, .*\) does not see: expected storage"):
@@ -217,7 +217,7 @@ def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster: clus
         reserve(Mesh(pp=6), "cuda", 60, fixed=True)
 
 
-def test_places_that_do_not_come_free_in_time_are_told_and_given_back(cluster: clusters.Cluster) -> None:
+def test_a_placement_timeout_is_reported_and_releases_the_placement(cluster: clusters.Cluster) -> None:
     held = reserve(Mesh(pp=3), "cpu", 10, fixed=True)
     try:
         with pytest.raises(PentadError) as caught:

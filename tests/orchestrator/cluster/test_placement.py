@@ -56,7 +56,7 @@ def test_a_tp_group_stays_inside_a_node(case: tuple[Mesh, list[Place]]) -> None:
 
 
 @given(placed_meshes("replica"))
-def test_no_replica_is_cut_where_nodes_hold_whole_ones(case: tuple[Mesh, list[Place]]) -> None:
+def test_no_replica_is_split_where_nodes_hold_full_ones(case: tuple[Mesh, list[Place]]) -> None:
     mesh, places = case
     order = order_places(places, mesh)
     for rank in range(mesh.size):
@@ -74,12 +74,12 @@ def test_pipeline_neighbours_are_a_stage_of_ranks_apart_on_a_node(mesh: Mesh) ->
         )
 
 
-def test_gpus_of_a_node_are_taken_in_their_order_not_in_that_of_bundles() -> None:
+def test_gpus_of_a_node_are_used_in_index_order() -> None:
     places = [Place(0, "a", 3), Place(1, "a", 1), Place(2, "a", 2), Place(3, "a", 0)]
     assert order_places(places, Mesh(pp=4)) == (3, 1, 2, 0)
 
 
-def test_whole_nodes_come_before_odd_ones() -> None:
+def test_full_nodes_come_before_partial_ones() -> None:
     places = on_nodes([6, 4, 2])  # replicas of 4: one fits the node of 4, the next begins on that of 6
     order = order_places(places, Mesh(dp=3, pp=4))
     mesh = Mesh(dp=3, pp=4)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controls import Served, later, once_printed, rank, seen, serving
+from controls import Served, later, once_printed, plain_view, rank, seen, serving
 from rich.console import Console
 
 from pentad.orchestrator.cli.cli import main
@@ -73,7 +73,7 @@ def test_a_live_run_s_status_has_the_agreed_keys(pentad: Pentad, served: Served)
     assert facts["ranks"][1]["coordinates"] == {"dp": 0, "pp": 1, "cp": 0, "tp": 0, "ep": 0}
 
 
-def test_a_person_sees_every_rank_and_for_whom_the_run_waits(pentad: Pentad, served: Served) -> None:
+def test_status_shows_every_rank_and_the_verdict(pentad: Pentad, served: Served) -> None:
     served.control.on_view(
         seen("recovering", rank(0), rank(1, "hung", age=9.0), verdict="rank 1 has not moved for 9 s")
     )
@@ -84,30 +84,30 @@ def test_a_person_sees_every_rank_and_for_whom_the_run_waits(pentad: Pentad, ser
     assert "\x1b" not in out
 
 
-def test_of_a_run_that_is_over_no_rank_and_no_endpoint_is_shown(pentad: Pentad, served: Served) -> None:
+def test_no_rank_and_no_endpoint_is_shown_of_an_ended_run(pentad: Pentad, served: Served) -> None:
     served.control.on_view(seen("finished", step=60))
     out = pentad("status", "trial")[1]
     assert "finished" in out
     assert "dp0" not in out and "127.0.0.1" not in out
 
 
-def test_where_not_all_ranks_fit_those_in_trouble_are_shown() -> None:
+def test_if_not_all_ranks_fit_those_with_problems_are_shown() -> None:
     view = seen("running", *(rank(number, "lost" if number == 70 else "running") for number in range(100)))
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(status_view(view.plain(), 5))
+        console.print(status_view(plain_view(view), 5))
     assert "lost" in captured.get()
     assert "and 95 more" in captured.get()
 
 
-def test_watch_shows_each_change_until_the_run_is_over(pentad: Pentad, served: Served) -> None:
+def test_watch_shows_each_change_until_the_run_ends(pentad: Pentad, served: Served) -> None:
     once_printed(served.control.on_view, seen("finished", step=60))
     status, out, _ = pentad("status", "trial", "--watch", "--json")
     assert status == 0
     assert [json.loads(line)["state"] for line in out.splitlines()] == ["running", "finished"]
 
 
-def test_a_run_that_goes_while_it_is_watched_is_told_from_its_folder(pentad: Pentad, served: Served) -> None:
+def test_a_run_that_ends_while_watched_is_shown_from_its_folder(pentad: Pentad, served: Served) -> None:
     journal(served.folder, "stop")
     timer = once_printed(served.control.close)
     status, out, _ = pentad("status", "trial", "--watch", "--json")
@@ -125,9 +125,7 @@ def test_a_run_that_goes_while_it_is_watched_is_told_from_its_folder(pentad: Pen
         ("abort", seen("stopped", step=7), "trial aborted at step 7, without a checkpoint"),
     ],
 )
-def test_a_wish_is_answered_when_it_has_come_true(
-    pentad: Pentad, served: Served, verb: str, news: Any, said: str
-) -> None:
+def test_a_request_is_answered_once_it_is_done(pentad: Pentad, served: Served, verb: str, news: Any, said: str) -> None:
     served.control.on_view(seen("paused" if verb == "resume" else "running"))
     later(served.control.on_view, news)
     status, out, err = pentad(verb, "trial")
@@ -140,7 +138,7 @@ def test_a_checkpoint_is_answered_with_its_step(pentad: Pentad, served: Served) 
     assert (status, json.loads(out)) == (0, {"run": "trial", "state": "running", "step": 6, "generation": 2})
 
 
-def test_a_wish_that_takes_too_long_is_one_sentence(pentad: Pentad, served: Served) -> None:
+def test_a_request_that_takes_too_long_is_one_sentence(pentad: Pentad, served: Served) -> None:
     status, out, err = pentad("pause", "trial", "--timeout", "0.2")
     assert (status, out) == (1, "")
     told = "in which run trial got the request, but Pause is not done yet: expected a longer one"
@@ -160,7 +158,7 @@ def test_a_wish_that_takes_too_long_is_one_sentence(pentad: Pentad, served: Serv
         ),
     ],
 )
-def test_a_run_that_is_over_is_told_from_its_folder(
+def test_an_ended_run_is_shown_from_its_folder(
     pentad: Pentad, folder: Path, events: list[tuple[str, dict[str, Any]]], state: str, verdict: str
 ) -> None:
     for event, facts in events:
@@ -176,7 +174,7 @@ def test_a_run_that_is_over_is_told_from_its_folder(
     assert (status, err) == (1, f"pentad: run trial is {state} at step 3: expected a live one\n")
 
 
-def test_a_killed_run_s_endpoint_is_seen_through(pentad: Pentad, folder: Path) -> None:
+def test_a_killed_runs_stale_endpoint_is_recognized(pentad: Pentad, folder: Path) -> None:
     with socket.socket() as gone:
         gone.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{gone.getsockname()[1]}"
@@ -194,7 +192,7 @@ def test_a_folder_before_its_first_step_has_a_status(tmp_path: Path) -> None:
         assert (ended(run.path)["state"], ended(run.path)["step"]) == ("stopped", 0)
 
 
-def test_a_port_that_another_run_has_now_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_port_that_another_run_has_now_is_reported(folder: Path, tmp_path: Path) -> None:
     with closing(ControlServer(tmp_path, "127.0.0.1", 0, ControlRequests())) as other:
         endpoint = {"address": other.address, "token": "of a run that was killed", "pid": 1}
         (folder / "control.json").write_text(json.dumps(endpoint))

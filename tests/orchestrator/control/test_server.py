@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
-from controls import Served, connected, later, seen, serving
+from controls import Served, connected, later, plain_view, seen, serving
 from google.protobuf import descriptor_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2
 from grpc_tools import protoc  # type: ignore[import-untyped]
@@ -91,11 +91,11 @@ def test_a_status_says_what_the_view_says(view: RunView) -> None:
         return {**facts, "ranks": [{**each, "heartbeat_age_seconds": 0} for each in facts["ranks"]]}
 
     view = RunView(*view)
-    assert ageless(plain(status_of(view))) == ageless(view.plain())
-    assert list(plain(status_of(view))) == list(view.plain())
+    assert ageless(plain(status_of(view))) == ageless(plain_view(view))
+    assert list(plain(status_of(view))) == list(plain_view(view))
 
 
-def test_a_loss_that_is_no_number_is_null() -> None:
+def test_a_nan_loss_is_null() -> None:
     assert plain(status_of(seen(loss=float("nan"))))["loss"] is None
 
 
@@ -105,7 +105,7 @@ def test_a_process_forked_beside_a_client_becomes_its_program(served: Served) ->
         assert subprocess.run(["true"], preexec_fn=os.getpid).returncode == 0
 
 
-def test_heartbeats_grow_old_without_news(served: Served) -> None:
+def test_heartbeats_age_without_new_views(served: Served) -> None:
     before = served.status()["ranks"][0]["heartbeat_age_seconds"]
     time.sleep(0.05)
     assert served.status()["ranks"][0]["heartbeat_age_seconds"] >= before + 0.05
@@ -172,7 +172,7 @@ def test_a_host_that_is_not_this_machine_is_one_sentence(tmp_path: Path, host: s
         ControlServer(tmp_path, host, 0, ControlRequests())
 
 
-def test_all_interfaces_are_told_as_an_address_that_others_reach(tmp_path: Path) -> None:
+def test_all_interfaces_are_announced_as_a_reachable_address(tmp_path: Path) -> None:
     with closing(ControlServer(tmp_path, "0.0.0.0", 0, ControlRequests())) as control:
         assert not control.address.startswith("0.0.0.0")
         with connected(tmp_path) as client:
@@ -188,7 +188,7 @@ def test_pause_answers_when_the_run_is_paused_and_resume_when_it_is_not(served: 
     assert not served.requests.paused
 
 
-def test_checkpoint_answers_when_one_is_whole(served: Served) -> None:
+def test_checkpoint_answers_once_one_is_committed(served: Served) -> None:
     later(served.requests.checkpoint_saved, 4)  # older than the run's step
     with pytest.raises(PentadError, match=r"--timeout is 0.5 s, in which run .*Checkpoint is not done yet"):
         served.checkpoint(0.5)
@@ -205,7 +205,7 @@ def test_abort_answers_when_the_run_is_over(served: Served) -> None:
 
 
 @pytest.mark.parametrize("verb", ["pause", "checkpoint"])
-def test_who_waits_for_a_run_that_ends_is_told(served: Served, verb: str) -> None:
+def test_waiting_callers_are_answered_when_the_run_ends(served: Served, verb: str) -> None:
     later(served.control.on_view, seen("finished", step=60))
     with pytest.raises(PentadError, match=r"run trial is over at step 60: expected a live one"):
         getattr(served, verb)(5)
@@ -242,7 +242,7 @@ def test_a_watcher_sees_the_newest_at_most_twice_a_second_until_the_end(served: 
     assert min(after - before for before, after in pairwise(times)) > 0.4
 
 
-def test_stuck_callers_keep_nobody_waiting(served: Served) -> None:
+def test_stuck_callers_do_not_block_others(served: Served) -> None:
     """Watchers who do not read, calls whose request never comes, and probes that stay: others are answered at once."""
     token = (("authorization", f"Bearer {served.endpoint['token']}"),)
     with ExitStack() as stack:
@@ -273,7 +273,7 @@ def _never(stack: ExitStack) -> Iterator[bytes]:
     yield from ()
 
 
-def test_no_call_lasts_for_ever(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_has_a_deadline(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interceptors, "DEFAULT_SECONDS", 0.1)
     call = served._channel.unary_unary(path_of("Pause"))
     with pytest.raises(grpc.RpcError) as late:
@@ -281,7 +281,7 @@ def test_no_call_lasts_for_ever(served: Served, monkeypatch: pytest.MonkeyPatch)
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_nonsense_does_not_end_the_service(served: Served) -> None:
+def test_garbage_does_not_end_the_service(served: Served) -> None:
     draw = random.Random(0)
     host, _, port = served.control.address.rpartition(":")
     for size in (1, 10, 100, 3000):
@@ -306,14 +306,14 @@ def test_nonsense_does_not_end_the_service(served: Served) -> None:
     assert not (served.requests.paused or served.requests.aborted or served.requests.wants_checkpoint)
 
 
-def test_what_is_no_message_is_one_sentence(served: Served) -> None:
+def test_an_invalid_message_is_one_sentence(served: Served) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         raw(served, path_of("Pause"), b"\xff\xff")
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.details() == "the request is not a pentad.v1.ControlRequest"
 
 
-def test_a_fault_of_ours_is_told_without_its_text(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_reported_without_its_text(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     served.control.on_view(seen(step="/home/user/secret"))
     with pytest.raises(grpc.RpcError) as failed:
         raw(served, path_of("GetStatus"), b"")
@@ -363,7 +363,7 @@ def test_a_driver_that_forgets_to_close_ends_quietly(tmp_path: Path) -> None:
         assert (driver.returncode, errors) == (0, "")
 
 
-def test_a_driver_that_does_not_move_at_all_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_stopped_driver_times_out(tmp_path: Path) -> None:
     with server(tmp_path, "time.sleep(100)") as driver, connected(tmp_path) as client:
         try:
             os.kill(driver.pid, signal.SIGSTOP)

@@ -54,7 +54,7 @@ def answering() -> Iterator[Callable[[int, str], str]]:
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_where_no_cluster_answers_is_told_at_once(pentad: Pentad, answering: Callable[[int, str], str]) -> None:
+def test_a_missing_cluster_is_reported_at_once(pentad: Pentad, answering: Callable[[int, str], str]) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -59,7 +59,7 @@ def tree(folder: Path) -> set[str]:
     return {str(path) for path in files if "__pycache__" not in path.parts}
 
 
-def test_the_package_travels_whole_and_a_job_prefers_it_to_an_installed_one(tmp_path: Path) -> None:
+def test_the_package_is_copied_completely_and_preferred_to_an_installed_one(tmp_path: Path) -> None:
     package = job_package.write_package(tmp_path / "one")
     assert tree(package) == {f"{name}/{file}" for name in job_package.FOLDERS for file in tree(ROOT / name)}
     assert not list(package.rglob("__pycache__"))
@@ -90,7 +90,7 @@ def test_a_job_joins_its_own_cluster_and_its_folders_are_absolute() -> None:
     assert job_package.for_cluster(given, Path("/"), is_open=True).cluster.auth == "disabled"
 
 
-def test_a_schedule_of_the_users_own_goes_along_with_its_job(tmp_path: Path) -> None:
+def test_a_custom_schedule_is_sent_with_its_job(tmp_path: Path) -> None:
     file = tmp_path / "mine" / "my.py"
     file.parent.mkdir()
     file.write_text(OWN)
@@ -103,7 +103,7 @@ def test_a_schedule_of_the_users_own_goes_along_with_its_job(tmp_path: Path) -> 
     assert str(tmp_path) not in written
 
 
-def test_a_job_says_what_it_is_and_gets_its_time_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_job_has_metadata_and_time_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "3", "PYTHONPATH": "/x", "SECRET": "x"}.items():
         monkeypatch.setenv(name, value)
     config = job_package.for_cluster(load(None, ["run.name=trial", "cluster.stop_timeout_seconds=7.5"]), Path("/a"))
@@ -141,7 +141,7 @@ ENTRY = (
         ("", "no reason given"),
     ],
 )
-def test_a_failure_comes_down_to_one_sentence(message: str, sentence: str) -> None:
+def test_a_failure_is_one_sentence(message: str, sentence: str) -> None:
     assert sentence in failure(message)
     assert "\n" not in failure(message)
 
@@ -157,7 +157,7 @@ def test_a_failure_comes_down_to_one_sentence(message: str, sentence: str) -> No
         ("FAILED", "\n stopped   4 steps\n", False, "failed: of this"),
     ],
 )
-def test_the_end_of_a_job_is_told_and_decides_the_exit_status(status: str, log: str, ok: bool, words: str) -> None:
+def test_the_outcome_of_a_job_is_the_exit_status(status: str, log: str, ok: bool, words: str) -> None:
     ended = outcome(JOB._replace(status=status, message="of this"), log)
     assert ended.ok is ok
     assert re.match(f"job trial-1 {words}", ended.sentence)
@@ -189,7 +189,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_following_goes_on_where_it_was_when_the_connection_breaks() -> None:
+def test_following_resumes_after_a_broken_connection() -> None:
     tails: list[list[str | Exception]] = [
         ["one\ntw"],
         [RuntimeError("broken")],
@@ -204,13 +204,13 @@ def test_following_goes_on_where_it_was_when_the_connection_breaks() -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_following_ends_when_the_cluster_is_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_ends_when_the_cluster_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_log, "TIMEOUT_SECONDS", 0.0)
     with pytest.raises(PentadError, match="silent"):
         follow(fake([["one\n"]], [PentadError("silent")]), "trial-1", lambda text: None)
 
 
-def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_detaches_and_says_how_to_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -221,7 +221,7 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(monkeypatch: pytest.Mon
         show_jobs._follow(fake([], []), JOB, as_json=False)
 
 
-def test_only_a_drivers_job_is_told_its_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_driver_that_is_a_job_announces_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
     assert announce({"control": "127.0.0.1:1"}) is False
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
@@ -280,9 +280,7 @@ def test_a_submitted_run_trains_and_its_log_is_followed(whole: tuple[int, str, s
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("whole")
 @pytest.mark.slow
-def test_a_stopped_run_is_resumed_by_submitting_it_again_and_loses_nothing(
-    cluster: clusters.Cluster, pentad: Pentad, runs: Path
-) -> None:
+def test_a_stopped_run_resumes_when_submitted_again(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
     at = ("--address", str(cluster.dashboard))
     same = (*SMALL, f"run.folder={runs}", "run.name=parts", *at)
     status, out, _ = pentad("submit", *same, "--name", "first", "--no-follow", "--json")
@@ -338,7 +336,7 @@ def test_a_jobs_name_is_plain(cluster: clusters.Cluster, pentad: Pentad) -> None
     assert err == "pentad: --name is 'a/b': expected letters, digits, '_', '-' and '.', not starting with '-' or '.'\n"
 
 
-def test_what_a_driver_cannot_do_reaches_the_user(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
+def test_an_error_of_the_driver_reaches_the_user(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
     wide = (
         "mesh.dp=2",
         "batch.global_batch_size=4",
@@ -352,7 +350,7 @@ def test_what_a_driver_cannot_do_reaches_the_user(cluster: clusters.Cluster, pen
     assert out.count("\npentad: mesh dp2 x pp2 has 4 ranks") == 1
 
 
-def test_a_wrong_token_is_told_by_a_real_cluster(
+def test_a_wrong_token_is_refused_by_a_real_cluster(
     cluster: clusters.Cluster, pentad: Pentad, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")

@@ -135,9 +135,7 @@ def serves(address: str) -> bool:
 
 
 @pytest.mark.timeout(150)
-def test_a_submitted_run_is_seen_paused_resumed_stopped_and_resubmitted_and_loses_nothing(
-    user: User, tmp_path: Path
-) -> None:
+def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(user: User, tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     user.submit("parts", "--name", "first", "--no-follow")
     eventually(lambda: steps(parts), bool)

@@ -51,17 +51,17 @@ def test_every_label_named_is_one_of_its_metric() -> None:
     assert not wrong
 
 
-def test_every_metric_is_on_the_board_but_for_the_build() -> None:
+def test_every_metric_except_build_info_is_on_the_dashboard() -> None:
     text = " ".join(expression for _, expression in expressions())
     missing = [name for name in METRICS if not re.search(rf"\b{name}(_bucket|_count|_sum)?\b", text)]
     assert missing == ["pentad_build_info"]
 
 
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     promtool("check", "rules", ALERTS)
 
 
-def test_promtool_takes_the_scrapes_also_with_rays(tmp_path: Path) -> None:
+def test_promtool_accepts_the_scrapes_with_and_without_rays(tmp_path: Path) -> None:
     promtool("check", "config", "--syntax-only", SCRAPES)
     text = SCRAPES.read_text()
     head, _, tail = text.partition("  # - job_name")
@@ -76,7 +76,7 @@ def test_the_job_of_a_metric_is_the_run() -> None:
     assert scrape["honor_labels"] is True
 
 
-def test_prometheus_can_read_every_expression_of_the_board(tmp_path: Path) -> None:
+def test_prometheus_parses_every_expression_of_the_dashboard(tmp_path: Path) -> None:
     rules = []
     for number, (_, text) in enumerate(expressions()):
         for variable, stand_in in {"$__rate_interval": "1m", "$__range": "1h", "$job": "a"}.items():
@@ -89,7 +89,7 @@ def test_prometheus_can_read_every_expression_of_the_board(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_says_how_bad_it_is_and_what_happened(rule: dict[str, Any]) -> None:
+def test_every_alert_has_a_severity_and_a_summary(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     assert re.search(r"\$labels\.(job|rank)", rule["annotations"]["summary"])
     assert len({each["alert"] for each in RULES}) == len(RULES)
@@ -139,7 +139,7 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     promtool("test", "rules", path)
 
 
-def test_panels_have_their_own_numbers_and_places() -> None:
+def test_panels_have_unique_ids_and_positions() -> None:
     panels = BOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -150,7 +150,7 @@ def test_panels_have_their_own_numbers_and_places() -> None:
     assert not any(a & b for a, b in combinations(cells, 2))
 
 
-def test_the_board_works_with_any_datasource_and_run() -> None:
+def test_the_dashboard_works_with_any_datasource_and_run() -> None:
     assert [variable["name"] for variable in BOARD["templating"]["list"]] == ["datasource", "job"]
     for part in [*BOARD["panels"], *BOARD["annotations"]["list"]]:
         assert part["datasource"]["uid"] == "${datasource}"

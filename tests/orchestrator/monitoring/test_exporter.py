@@ -100,7 +100,7 @@ def test_both_are_watchers(exporter: Exporter) -> None:
     assert watchers
 
 
-def test_every_metric_is_told_and_has_the_job(full: Exporter) -> None:
+def test_every_metric_is_exported_with_the_job_label(full: Exporter) -> None:
     samples = scrape(full)
     told = {re.sub(r"_(bucket|count|sum)$", "", name) for name in samples}
     assert told == set(METRICS)
@@ -119,7 +119,7 @@ def test_labels_are_of_few_values(full: Exporter) -> None:
     assert len(FINE) < 100
 
 
-def test_a_step_is_told_as_its_row_says(full: Exporter) -> None:
+def test_a_step_exports_the_values_of_its_row(full: Exporter) -> None:
     samples = scrape(full)
     assert {name: value(samples, f"pentad_{name}") for name in ("loss", "grad_norm", "learning_rate")} == {
         "loss": 2.5,
@@ -134,13 +134,13 @@ def test_a_step_is_told_as_its_row_says(full: Exporter) -> None:
     assert value(samples, "pentad_gpu_memory_peak_bytes") == 5 << 30
 
 
-def test_what_was_not_measured_is_not_told(exporter: Exporter) -> None:
+def test_unmeasured_values_are_not_exported(exporter: Exporter) -> None:
     exporter.on_steps([row(0, mfu=None, bubble_measured=None, peak_bytes=0)], [()])
     missing = {"pentad_model_flops_utilization_ratio", "pentad_bubble_ratio", "pentad_gpu_memory_peak_bytes"}
     assert not missing & set(scrape(exporter))
 
 
-def test_what_is_not_finite_is_nan_and_counted(exporter: Exporter) -> None:
+def test_non_finite_values_are_nan_and_counted(exporter: Exporter) -> None:
     exporter.on_steps([row(0), row(1, grad_norm=None, skipped=True)], [(), ()])
     samples = scrape(exporter)
     assert value(samples, "pentad_grad_norm") != value(samples, "pentad_grad_norm")
@@ -199,7 +199,7 @@ def test_a_lost_rank_keeps_its_last_heartbeat_but_does_not_count(exporter: Expor
     assert len(samples["pentad_heartbeat_timestamp_seconds"]) == 2
 
 
-def test_a_gpu_that_does_not_tell_something_has_no_series_of_it(exporter: Exporter) -> None:
+def test_a_missing_gpu_reading_has_no_series(exporter: Exporter) -> None:
     exporter.on_ranks_placed(view_of(Mesh(pp=2)))
     exporter.set_gpu_states({0: GPU, 1: GpuState(power=100.0)})
     samples = scrape(exporter)
@@ -242,17 +242,17 @@ def test_the_journal_is_counted(full: Exporter) -> None:
 
 
 @pytest.mark.parametrize("event", ["start", "place", "fence", "pause", "resume", "stop", "end", "failure", "new"])
-def test_other_events_are_none_of_its_business(exporter: Exporter, event: str) -> None:
+def test_other_events_are_ignored(exporter: Exporter, event: str) -> None:
     exporter.on_event({"time": 1.7e9, "event": event})
 
 
-def test_steps_done_again_are_not_effective_time(exporter: Exporter) -> None:
+def test_replayed_steps_are_not_effective_time(exporter: Exporter) -> None:
     exporter._began -= 100
     exporter.on_steps([row(k, step_seconds=10.0) for k in (4, 5, 6, 7, 6, 7)], [()] * 6)
     assert value(scrape(exporter), "pentad_effective_training_time_ratio") == pytest.approx(0.4, rel=0.05)
 
 
-def test_a_scrape_sees_a_step_whole_or_not_at_all(exporter: Exporter) -> None:
+def test_a_scrape_is_atomic(exporter: Exporter) -> None:
     over = threading.Event()
 
     def tell() -> None:
@@ -272,7 +272,7 @@ def test_a_scrape_sees_a_step_whole_or_not_at_all(exporter: Exporter) -> None:
         teller.join()
 
 
-def test_it_costs_next_to_nothing_even_for_64_ranks(exporter: Exporter) -> None:
+def test_an_update_of_64_ranks_takes_under_a_millisecond(exporter: Exporter) -> None:
     """Seconds of this process, which both asks and answers: those of a clock are other programs' too."""
     exporter.on_ranks_placed(view := view_of(Mesh(dp=4, pp=16)))
     exporter.set_gpu_states(dict.fromkeys(range(64), GPU))
@@ -294,7 +294,7 @@ def cost(work: Any) -> float:
     return min(times)
 
 
-def test_closing_frees_the_port_at_once_and_twice_is_once() -> None:
+def test_closing_frees_the_port_and_is_idempotent() -> None:
     exporter = Exporter("a", "127.0.0.1", 0)
     host, _, port = exporter.address.rpartition(":")
     scrape(exporter)
@@ -307,7 +307,7 @@ def test_closing_frees_the_port_at_once_and_twice_is_once() -> None:
     again.close()
 
 
-def test_a_taken_port_is_told_with_its_holder(exporter: Exporter) -> None:
+def test_a_taken_port_is_reported_with_its_owner(exporter: Exporter) -> None:
     port = int(exporter.address.rpartition(":")[2])
     expected = (
         rf"^metrics.port is {port}, but .*pid {os.getpid()}.* has that port .*; expected a free one, or 0 for any$"
@@ -317,7 +317,7 @@ def test_a_taken_port_is_told_with_its_holder(exporter: Exporter) -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.7", "no-such-host.invalid", "a..b"])
-def test_a_host_that_is_not_this_one_is_told(host: str) -> None:
+def test_a_host_that_is_not_this_machine_is_reported(host: str) -> None:
     with pytest.raises(PentadError, match=rf"^metrics.host is '{host}', where nothing can listen \(.*\): expected an "):
         Exporter("b", host, 0)
 
@@ -352,7 +352,7 @@ def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeGauge]:
     return FakeGauge.made
 
 
-def test_ray_is_told_a_few_figures(gauges: dict[str, FakeGauge]) -> None:
+def test_a_few_metrics_are_exported_through_ray(gauges: dict[str, FakeGauge]) -> None:
     watcher = RayMetrics("quick")
     watcher.on_ranks_placed(view_of(Mesh(pp=2)))
     watcher.on_steps([row(2), row(3, loss=None)], [(), ()])
@@ -367,7 +367,7 @@ def test_ray_is_told_a_few_figures(gauges: dict[str, FakeGauge]) -> None:
     assert set(gauges) == set(GAUGES)
 
 
-def test_without_ray_nobody_is_told(gauges: dict[str, FakeGauge], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_nothing_is_exported(gauges: dict[str, FakeGauge], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     watcher = RayMetrics("quick")
     watcher.on_view(view_of(Mesh()))
@@ -375,7 +375,7 @@ def test_without_ray_nobody_is_told(gauges: dict[str, FakeGauge], monkeypatch: p
     assert not gauges
 
 
-def test_what_ray_refuses_ends_no_run(gauges: dict[str, FakeGauge], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_ray_is_ignored(gauges: dict[str, FakeGauge], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("no")
 

@@ -36,13 +36,13 @@ def listener(port: int = 0) -> socket.socket:
     return socket.create_server(("127.0.0.1", port), backlog=100)
 
 
-def test_a_head_that_answers_is_there(watch):
+def test_a_head_that_answers_is_alive(watch):
     with listener() as head:
         gone, _, _ = watch(f"127.0.0.1:{head.getsockname()[1]}", 0.1)
         assert not gone.wait(0.5)
 
 
-def test_a_head_that_does_not_is_gone_after_the_patience_and_no_sooner(watch):
+def test_a_silent_head_is_gone_after_the_timeout_and_no_sooner(watch):
     with listener() as head:
         port = head.getsockname()[1]
     began = time.monotonic()
@@ -53,7 +53,7 @@ def test_a_head_that_does_not_is_gone_after_the_patience_and_no_sooner(watch):
     assert not thread.is_alive()
 
 
-def test_a_head_that_comes_back_in_time_is_no_fault(watch):
+def test_a_head_that_returns_in_time_is_not_a_fault(watch):
     with listener() as head:
         port = head.getsockname()[1]
     gone, _, _ = watch(f"127.0.0.1:{port}", 2.0)
@@ -62,7 +62,7 @@ def test_a_head_that_comes_back_in_time_is_no_fault(watch):
         assert not gone.wait(2.5)
 
 
-def test_a_run_that_is_over_needs_no_head(watch):
+def test_an_ended_run_needs_no_head(watch):
     with listener() as head:
         port = head.getsockname()[1]
     gone, over, thread = watch(f"127.0.0.1:{port}", 0.3)

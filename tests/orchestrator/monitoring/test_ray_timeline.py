@@ -163,7 +163,7 @@ class Lacking:
         pass
 
 
-def test_a_missing_interface_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interface_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_timeline, "_channel", lambda: contextlib.nullcontext())
     monkeypatch.setattr(gcs_service_pb2_grpc, "TaskInfoGcsServiceStub", Lacking)
     assert_said_once("is incomplete: AttributeError: .*AddTaskEventData")
@@ -174,7 +174,7 @@ def test_without_ray_nothing_is_raised_nor_started() -> None:
     assert not ray.is_initialized()
 
 
-def test_a_stalled_push_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_push_does_not_block_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     stalled, go = threading.Event(), threading.Event()
 
     def stall() -> None:
@@ -196,7 +196,7 @@ def test_a_stalled_push_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
     go.set()
 
 
-def test_nothing_kept_means_nothing_done() -> None:
+def test_keeping_no_steps_publishes_nothing() -> None:
     timeline = RayTimeline(0, pytest.fail)
     timeline.on_ranks_placed(view())
     timeline.on_steps([], [made_up_step(0)])

@@ -38,7 +38,7 @@ def row(step: int, **more: object) -> dict:
     return {**dict.fromkeys(METRIC_KEYS, 0.5), "step": step, "mfu": None, **more}
 
 
-def test_a_new_run_writes_what_it_was_asked_to_do(tmp_path: Path) -> None:
+def test_a_new_run_writes_its_configuration_and_program(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         assert not run.resumed
         assert run.path == tmp_path / "trial"
@@ -84,7 +84,7 @@ def test_after_a_rewind_every_step_appears_once(tmp_path: Path) -> None:
     assert [line["generation"] for line in lines] == [1] * 4 + [2] * 4
 
 
-def test_a_line_torn_by_a_crash_is_dropped(tmp_path: Path) -> None:
+def test_an_incomplete_line_left_by_a_crash_is_dropped(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         run.metrics(row(0))
     with (run.path / "metrics.jsonl").open("a") as file:
@@ -208,7 +208,7 @@ def test_timelines_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, mon
     assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == files
 
 
-def test_timelines_are_written_in_all_their_forms(tmp_path: Path) -> None:
+def test_timelines_are_written_in_all_formats(tmp_path: Path) -> None:
     with opened(tmp_path, "mesh.dp=2") as run:
         plan = run.plan
         costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)

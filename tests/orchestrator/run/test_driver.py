@@ -73,7 +73,7 @@ def steps_saved(folder: Path) -> int:
     return found.step if found else 0
 
 
-def test_a_run_writes_all_that_it_promises(train: Train, tmp_path: Path) -> None:
+def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
     result, printed = train("run.steps=5", "checkpoint.every=2", "metrics.timeline_steps=3")
     folder = tmp_path / "quickstart"
     rows = metrics(tmp_path)
@@ -97,7 +97,7 @@ def test_a_run_writes_all_that_it_promises(train: Train, tmp_path: Path) -> None
     json.dumps(result)
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_and_doubles_no_line(train: Train, tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_newest_checkpoint_without_duplicate_metrics(train: Train, tmp_path: Path) -> None:
     train("run.steps=4", "checkpoint.every=2", "checkpoint.keep=9")
     with (tmp_path / "quickstart" / "metrics.jsonl").open("a") as file:  # as a crash after the checkpoint leaves it
         file.write(json.dumps({**metrics(tmp_path)[-1], "step": 4}) + "\n")
@@ -115,7 +115,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_doubles_no_line(train: Tra
     assert [row["step"] for row in metrics(tmp_path)] == list(range(8))
 
 
-def test_a_run_that_has_all_its_steps_does_nothing_more(train: Train, tmp_path: Path) -> None:
+def test_a_finished_run_does_nothing(train: Train, tmp_path: Path) -> None:
     train("run.steps=3")
     before = events(tmp_path)
     result, printed = train("run.steps=3")
@@ -124,12 +124,12 @@ def test_a_run_that_has_all_its_steps_does_nothing_more(train: Train, tmp_path: 
     assert events(tmp_path) == before
 
 
-def test_a_step_whose_norm_is_not_finite_is_told(train: Train) -> None:
+def test_a_step_with_a_non_finite_norm_is_reported(train: Train) -> None:
     _, printed = train("run.steps=3", behaviour="fake:nan=1")
     assert "step 1 had a non-finite gradient norm: its update was skipped" in printed
 
 
-def test_a_rank_that_fails_ends_the_run_with_whole_files(train: Train, tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_run_with_complete_files(train: Train, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as caught:
         train("run.steps=9", behaviour="fake:rank=1,step=3,how=die")
     folder = tmp_path / "quickstart"
@@ -264,7 +264,7 @@ def test_a_run_whose_ray_head_is_gone_says_so_and_leaves_nothing(started: Callab
     run.footprint.assert_gone(10.0)
 
 
-def test_a_run_goes_on_with_the_corpus_it_began_with_or_not_at_all(cluster, tmp_path) -> None:
+def test_a_run_resumes_only_with_its_corpus(cluster, tmp_path) -> None:
     def run(steps: int, fingerprint: str) -> dict[str, Any]:
         config = config_of(tmp_path, "fake:", f"run.steps={steps}")
         return driver.train(config, console=Console(quiet=True), runner=FAKE, fingerprint=fingerprint)
@@ -275,7 +275,7 @@ def test_a_run_goes_on_with_the_corpus_it_began_with_or_not_at_all(cluster, tmp_
     assert run(4, "a" * 64)["steps"] == 4
 
 
-def test_a_run_that_has_all_its_steps_keeps_the_program_it_ran(train, tmp_path) -> None:
+def test_a_finished_run_keeps_its_program(train, tmp_path) -> None:
     train("run.steps=2", "schedule.name=1f1b")
     train("run.steps=2", "schedule.name=gpipe")
     assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "1f1b"

@@ -101,7 +101,7 @@ def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return do
 
 
-def test_ranks_killed_frozen_and_lost_two_at_once_cost_no_bit(nodes, start, reference):
+def test_recovery_from_sigkill_sigstop_and_two_lost_ranks_is_bit_identical(nodes, start, reference):
     """One run after another fault: the default suite's whole recoveries; those marked slow take faults one by one."""
     expected = reference("1f1b", SQUARE)
     nodes.hold(2, 2, 2)
@@ -119,7 +119,7 @@ def test_ranks_killed_frozen_and_lost_two_at_once_cost_no_bit(nodes, start, refe
     assert_same(run, expected)
 
 
-def test_a_run_whose_driver_is_killed_resumes_with_the_same_bits(nodes, start, reference):
+def test_resuming_after_a_killed_driver_is_bit_identical(nodes, start, reference):
     expected = reference("1f1b", SQUARE)
     nodes.hold(2, 2, 2)
     overrides = (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10")
@@ -148,7 +148,7 @@ def test_a_run_whose_driver_is_killed_resumes_with_the_same_bits(nodes, start, r
         pytest.param("zb-h2", 2, signal.SIGSTOP, marks=slow),
     ],
 )
-def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, reference, schedule, rank, how):
+def test_recovery_from_a_lost_rank_is_bit_identical(nodes, start, reference, schedule, rank, how):
     expected = reference(schedule, SCHEDULES[schedule])
     nodes.hold(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
@@ -166,7 +166,7 @@ def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, 
         pytest.param("dualpipe", 3, signal.SIGKILL, marks=slow),
     ],
 )
-def test_steps_ahead_of_their_norm_end_with_the_bits_of_those_that_wait(nodes, start, reference, schedule, rank, how):
+def test_recovery_with_post_validation_is_bit_identical(nodes, start, reference, schedule, rank, how):
     expected = reference(schedule, SCHEDULES[schedule])
     nodes.hold(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}", "schedule.post_validation=true")
@@ -189,7 +189,7 @@ def test_steps_ahead_of_their_norm_end_with_the_bits_of_those_that_wait(nodes, s
         (CONTEXT, 3, signal.SIGKILL),
     ],
 )
-def test_ranks_that_share_layers_or_experts_do_so_again(nodes, start, reference, mesh, rank, how):
+def test_recovery_with_tp_ep_or_cp_is_bit_identical(nodes, start, reference, mesh, rank, how):
     expected = reference("1f1b", mesh)
     nodes.hold(2, 2, 2)
     run = start(*mesh, "schedule.name=1f1b")
@@ -201,7 +201,7 @@ def test_ranks_that_share_layers_or_experts_do_so_again(nodes, start, reference,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["dualpipe", "zb-h2"])
-def test_two_ranks_at_once_that_leave_a_copy_of_everything(nodes, start, reference, schedule):
+def test_recovery_from_two_lost_ranks_whose_state_survives_elsewhere(nodes, start, reference, schedule):
     expected = reference(schedule, SCHEDULES[schedule])
     nodes.hold(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
@@ -221,7 +221,7 @@ def test_two_ranks_at_once_that_leave_a_copy_of_everything(nodes, start, referen
         pytest.param("1f1b", CUT, (3,), marks=slow),
     ],
 )
-def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start, reference, schedule, mesh, ranks):
+def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start, reference, schedule, mesh, ranks):
     expected = reference(schedule, mesh)
     nodes.hold(2, 2, 2)
     run = start(*mesh, f"schedule.name={schedule}", "checkpoint.every=10")
@@ -243,7 +243,7 @@ def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start
         pytest.param("dualpipe", signal.SIGKILL, marks=slow),
     ],
 )
-def test_a_node_that_is_gone_is_replaced_by_another(nodes, start, reference, schedule, how):
+def test_a_lost_node_is_replaced(nodes, start, reference, schedule, how):
     expected = reference(schedule, SCHEDULES[schedule])
     nodes.hold(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
@@ -290,7 +290,7 @@ def test_a_fault_during_a_recovery(nodes, start, reference, moment):
 
 
 @slow
-def test_a_fault_while_a_checkpoint_is_read_again(nodes, start, reference):
+def test_a_fault_while_a_checkpoint_is_restored(nodes, start, reference):
     expected = reference("1f1b", LINE)
     nodes.hold(2, 2, 2)
     run = start(*LINE, "schedule.name=1f1b", "checkpoint.every=10")
@@ -303,7 +303,7 @@ def test_a_fault_while_a_checkpoint_is_read_again(nodes, start, reference):
     assert_same(run, expected)
 
 
-def test_ranks_that_have_no_state_yet_are_no_source_of_it():
+def test_ranks_without_state_are_not_a_source():
     plan = make_plan(load(None, [*SMALL, *SQUARE, "schedule.name=1f1b"]), "cpu")
     assert is_complete(plan, RecoveryState(0, (0, 1, 2, 3)))
     assert is_complete(plan, RecoveryState(7, (0, 3)))
@@ -336,7 +336,7 @@ def test_a_fault_in_the_first_step(nodes, start, reference):
         pytest.param("1f1b", EXPERTS, (2, 2), "ep2", marks=slow),
     ],
 )
-def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, sizes, small):
+def test_a_mesh_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, sizes, small):
     expected = reference(schedule, mesh)
     nodes.hold(*sizes)
     run = start(
@@ -359,7 +359,7 @@ def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference
 
 
 @pytest.mark.slow
-def test_a_mesh_that_may_not_shrink_says_what_it_lacks(nodes, start):
+def test_a_mesh_that_may_not_shrink_ends_the_run_with_the_reason(nodes, start):
     nodes.hold(2, 2)
     run = start(*SQUARE, "schedule.name=1f1b", "elastic.wait_seconds=1")
     run.at_step(4)
@@ -375,7 +375,7 @@ def test_a_mesh_that_may_not_shrink_says_what_it_lacks(nodes, start):
 
 
 @pytest.mark.slow
-def test_a_run_may_be_told_to_end_at_the_first_fault(nodes, start):
+def test_max_failures_zero_ends_the_run_at_the_first_fault(nodes, start):
     nodes.hold(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b", "elastic.max_failures=0")
     run.at_step(4)
@@ -390,7 +390,7 @@ def test_a_run_may_be_told_to_end_at_the_first_fault(nodes, start):
 
 
 @pytest.mark.slow
-def test_a_fault_that_comes_again_and_again_ends_the_run_with_its_cause(nodes, start):
+def test_a_recurring_fault_ends_the_run_with_its_cause(nodes, start):
     nodes.hold(2, 2)
     run = start(
         "mesh.pp=2",

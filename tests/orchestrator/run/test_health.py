@@ -51,11 +51,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_ranks_that_move_are_never_late(clock: Clock) -> None:
+def test_ranks_that_make_progress_are_never_late(clock: Clock) -> None:
     assert clock.look(300, moving=True) == []
 
 
-def test_a_standstill_is_told_early_and_judged_at_its_deadline(clock: Clock) -> None:
+def test_a_stall_is_reported_early_and_late_at_its_deadline(clock: Clock) -> None:
     clock.look(1, moving=True)
     stalls = clock.look(5)
     assert not stalls[0].late
@@ -64,12 +64,12 @@ def test_a_standstill_is_told_early_and_judged_at_its_deadline(clock: Clock) -> 
     assert [stall.late for stall in stalls].index(True) == 5  # 4.5 s: the first look after 4 s and the longest op
 
 
-def test_nothing_is_late_before_a_step_was_measured_but_after_the_time_to_start(clock: Clock) -> None:
+def test_before_the_first_measured_step_the_start_timeout_is_the_deadline(clock: Clock) -> None:
     assert not any(stall.late for stall in clock.look(59, costs=None))
     assert clock.look(3, costs=None)[-1].late
 
 
-def test_a_pause_or_a_long_checkpoint_is_no_hang_nor_the_steps_after_it(clock: Clock) -> None:
+def test_a_pause_or_a_long_checkpoint_is_not_a_hang(clock: Clock) -> None:
     assert clock.look(600, stepping=False) == []
     assert clock.look(1.5) == []
     assert clock.look(60, moving=True) == []
@@ -82,14 +82,14 @@ def test_a_rank_that_does_not_answer_is_late_even_between_steps(clock: Clock) ->
     assert clock.health.fault(stall).detector == "heartbeat"
 
 
-def test_of_two_that_stand_the_one_that_does_not_answer_is_given_up(clock: Clock) -> None:
+def test_of_two_stalled_ranks_the_silent_one_is_the_cause(clock: Clock) -> None:
     norm = next(i for i, unit in enumerate(PLAN.program.streams[0]) if "NORM" in str(unit.key))
     other = next(i for i, unit in enumerate(PLAN.program.streams[1]) if "NORM" in str(unit.key))
     clock.at = {0: (7, norm), 1: (7, other)}
     assert clock.look(6, deaf=(0,))[-1].causes == (0,)
 
 
-def test_a_rank_that_does_not_answer_is_the_cause_though_its_partner_seems_to_lack_nothing(clock: Clock) -> None:
+def test_a_silent_rank_is_the_cause_even_if_its_partner_looks_like_it(clock: Clock) -> None:
     """A frozen process has posted a send that never left."""
     streams = PLAN.program.streams
     posted = next(i for i, unit in enumerate(streams[0]) if str(unit.key) == "0F2")
@@ -97,7 +97,7 @@ def test_a_rank_that_does_not_answer_is_the_cause_though_its_partner_seems_to_la
     assert clock.look(6, deaf=(0,))[-1].causes == (0,)
 
 
-def test_a_machine_that_slept_as_a_whole_has_no_late_rank(clock: Clock) -> None:
+def test_a_suspended_machine_has_no_late_rank(clock: Clock) -> None:
     clock.look(1, moving=True)
     clock.now += 3600.0
     assert not any(stall.late for stall in clock.look(1))

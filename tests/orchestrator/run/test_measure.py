@@ -46,7 +46,7 @@ def call(first: int, starts: list[float], shift: float = 0.0) -> list[list[StepR
     return [[account(rank, first + k, start + clocks[rank]) for k, start in enumerate(starts)] for rank in range(4)]
 
 
-def test_the_loss_adds_microbatches_in_ascending_order_whoever_ran_them() -> None:
+def test_the_loss_sums_microbatches_in_ascending_order() -> None:
     accounts = [account(rank, 3, 0.0) for rank in range(4)]
     total = 0.0
     for number in range(16):
@@ -71,7 +71,7 @@ def test_a_row_has_every_metric() -> None:
     assert (row["peak_bytes"], row["host_seconds"]) == (3, pytest.approx(0.3))
 
 
-def test_a_steps_time_begins_with_the_end_of_the_one_before_unless_there_was_a_pause() -> None:
+def test_a_step_is_timed_from_the_end_of_the_previous_one_except_after_a_pause() -> None:
     history = History(PLAN, 1, keep=2)
     seconds = [row["step_seconds"] for row in history.add(call(0, [0.0, SECONDS + 1, 2 * SECONDS + 1]))]
     assert seconds == pytest.approx([SECONDS, SECONDS + 1, SECONDS])
@@ -79,7 +79,7 @@ def test_a_steps_time_begins_with_the_end_of_the_one_before_unless_there_was_a_p
     assert history.add(call(3, [1000.0]))[0]["step_seconds"] == pytest.approx(SECONDS)
 
 
-def test_the_planned_bubble_is_of_costs_as_measured() -> None:
+def test_the_planned_bubble_uses_measured_costs() -> None:
     history = History(PLAN, 1, keep=2)
     (row,) = history.add(call(0, [0.0]))
     assert history.costs.forward == pytest.approx(COSTS.forward)
@@ -88,7 +88,7 @@ def test_the_planned_bubble_is_of_costs_as_measured() -> None:
     assert history.simulated().makespan == pytest.approx(STEP.makespan, rel=0.05)
 
 
-def test_clocks_of_other_nodes_are_set_right() -> None:
+def test_clock_offsets_of_other_nodes_are_applied() -> None:
     right = History(PLAN, 1, keep=9).add(call(0, [0.0, SECONDS]))
     shifted = History(PLAN, 1, keep=9, offsets=(0.0, 50.0, 0.0, 50.0)).add(call(0, [0.0, SECONDS], shift=50.0))
     for key in ("step_seconds", "bubble_measured"):
@@ -103,7 +103,7 @@ def test_the_timeline_keeps_the_last_steps(keep: int) -> None:
     assert history.timeline.steps == tuple(range(3 - keep, 3))
 
 
-def test_what_is_not_finite_becomes_null() -> None:
+def test_non_finite_values_become_null() -> None:
     assert finite(1.5) == 1.5
     assert [finite(x) for x in (math.nan, math.inf)] == [None, None]
     accounts = [[account(rank, 0, 0.0, norm=math.nan)] for rank in range(4)]
@@ -112,7 +112,7 @@ def test_what_is_not_finite_becomes_null() -> None:
     assert row["grad_norm"] is None
 
 
-def test_the_first_step_warms_up_and_does_not_count() -> None:
+def test_the_typical_pace_excludes_the_first_step() -> None:
     rows = [{"tokens_per_second": pace} for pace in (1.0, 10.0, 12.0, 14.0)]
     assert typical_pace(rows) == 12.0
     assert typical_pace(rows[:1]) == 1.0

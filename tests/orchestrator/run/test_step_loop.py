@@ -111,7 +111,17 @@ def run(tmp_path: Path) -> Run:
             display = Display(Console(quiet=True), config.run.name, config.run.steps)
             bus = EventBus(config, folder, display, first, None)
             history, requests = History(plan, 1, keep=2), ControlRequests()
-            calls = StepLoop(config, ranks, bus, history, interrupts, requests, first, first, lambda: False)  # type: ignore[arg-type]
+            calls = StepLoop(
+                config,
+                ranks,  # type: ignore[arg-type]
+                bus,
+                history,
+                interrupts,
+                requests,
+                first,
+                first,
+                lambda: False,
+            )
             ranks.calls = calls
             calls.run()
         assert not ranks.kept and not calls.in_flight and not calls.open
@@ -147,23 +157,23 @@ def test_calls_grow_to_about_a_second_and_the_first_is_one_step(run: Run) -> Non
     assert all(later <= 4 * before for before, later in pairwise(counts))
 
 
-def test_slow_steps_come_one_a_call(run: Run) -> None:
+def test_slow_steps_are_submitted_one_per_call(run: Run) -> None:
     ranks, _ = run("run.steps=6", seconds=3.0)
     assert runs(ranks) == [(step, 1) for step in range(6)]
 
 
-def test_a_call_is_always_handed_in_ahead_and_never_more(run: Run) -> None:
+def test_two_calls_are_in_flight(run: Run) -> None:
     ranks, _ = run("run.steps=30", "checkpoint.every=5")
     assert ranks.ahead == CALLS_IN_FLIGHT
 
 
-def test_a_resumed_run_goes_on_where_it_was(run: Run) -> None:
+def test_a_resumed_run_continues_at_its_step(run: Run) -> None:
     ranks, _ = run("run.steps=12", "checkpoint.every=5", first=10)
     assert runs(ranks)[0] == (10, 1)
     assert [call[1] for call in ranks.asked if call[0] == "save"] == [12]
 
 
-def test_an_interrupt_ends_after_the_steps_under_way_with_a_checkpoint(run: Run) -> None:
+def test_an_interrupt_ends_the_run_after_the_steps_in_flight_with_a_checkpoint(run: Run) -> None:
     def ask(calls: StepLoop) -> None:
         calls.interrupts.requested = True
 
@@ -172,7 +182,7 @@ def test_an_interrupt_ends_after_the_steps_under_way_with_a_checkpoint(run: Run)
     assert ranks.asked[-2:] == [("save", calls.done, False), ("commit", calls.done)]
 
 
-def test_a_change_of_mesh_begins_with_every_step_done_and_saved(run: Run) -> None:
+def test_a_regroup_begins_with_every_step_done_and_saved(run: Run) -> None:
     def change(calls: StepLoop) -> None:
         calls.regrouping = True
 
@@ -189,7 +199,7 @@ def test_a_pause_begins_with_every_step_done_and_saves_nothing(run: Run) -> None
     assert [call[1] for call in ranks.asked if call[0] == "save"] == [50]
 
 
-def test_a_checkpoint_that_is_wished_for_is_of_steps_that_are_accounted_for(run: Run) -> None:
+def test_a_requested_checkpoint_is_of_recorded_steps(run: Run) -> None:
     def wish(calls: StepLoop) -> None:
         calls.requests._requested = calls.done  # as `checkpoint` notes it, which waits
 
@@ -200,13 +210,13 @@ def test_a_checkpoint_that_is_wished_for_is_of_steps_that_are_accounted_for(run:
     assert not calls.requests.wants_checkpoint
 
 
-def test_steps_stay_open_between_calls_unless_something_else_follows(run: Run) -> None:
+def test_the_last_step_of_a_call_stays_open_unless_something_else_follows(run: Run) -> None:
     ranks, _ = run("run.steps=12", "checkpoint.every=5", seconds=3.0)
     assert [call[1] for call in ranks.asked if call[0] == "run" and not call[3]] == [0, 4, 9, 11]
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])
-def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(run: Run, what: str) -> None:
+def test_a_failed_checkpoint_does_not_end_training(run: Run, what: str) -> None:
     ranks, calls = run(
         "run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 8): PentadError("disk full")})
     )

@@ -85,7 +85,7 @@ def state(run: Path) -> dict[str, torch.Tensor]:
     return read(found, found.files)
 
 
-def test_a_run_that_was_stopped_and_resumed_equals_an_uninterrupted_one(train: Train, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(train: Train, tmp_path: Path) -> None:
     train("whole")
     terminate_after(STOP_AFTER, tmp_path / "halted")
     summary, printed = train("halted")
