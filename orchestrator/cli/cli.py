@@ -87,14 +87,19 @@ def train(words: Words = None, as_json: Json = False) -> None:
     from pentad.orchestrator.config.config import load
 
     path, overrides = _split(words)
-    overrides, note = _for_this_machine(path, overrides)
+    from pentad.orchestrator.cli.targets import for_this_machine
+
+    overrides, note = for_this_machine(path, overrides)
     config = load(path, overrides)
     from pentad.orchestrator.run.preflight import prepare
+    from pentad.orchestrator.run.startup import Startup
 
     console = Console(stderr=as_json)
-    if note and not as_json:
-        console.print(f" {note}", soft_wrap=True, highlight=False)
-    plan, fingerprint = prepare(config)
+    with Startup(Console(quiet=True) if as_json else console, _began) as startup:
+        if note and not as_json:
+            console.print(f" {note}", soft_wrap=True, highlight=False)
+        startup.phase("checking the data and planning")
+        plan, fingerprint = prepare(config)
     from pentad.orchestrator.run.driver import train as run
 
     summary = run(config, console=console, as_json=as_json, fingerprint=fingerprint, plan=plan, began=_began)
@@ -356,23 +361,6 @@ def _request(run: str, address: str | None, method: str, timeout: float, as_json
     from pentad.orchestrator.cli.targets import folder_of
 
     request(folder_of(run, address), method, Console(), as_json=as_json, timeout_seconds=timeout)
-
-
-def _for_this_machine(path: Path | None, overrides: list[str]) -> tuple[list[str], str]:
-    """The overrides of the quickstart with a pipeline as long as this machine has GPUs, if that is shorter, and a note
-    that says so. Any other configuration, and any override of mesh or cluster, is left as it is."""
-    from pentad.orchestrator.cluster.devices import local_gpus
-    from pentad.orchestrator.config.config import load
-
-    gpus = local_gpus()
-    if path is not None or not gpus or any(each.startswith(("mesh.", "cluster.")) for each in overrides):
-        return overrides, ""
-    ranks = load(None, []).mesh.pp
-    if gpus >= ranks:
-        return overrides, ""
-    count = f"{gpus} GPU" + "s" * (gpus > 1)
-    note = f"this machine has {count}: the quickstart runs with mesh.pp = {gpus}, not {ranks}"
-    return [*overrides, f"mesh.pp={gpus}"], note
 
 
 def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:

@@ -1,4 +1,5 @@
-"""What the RUN argument of a command names: a run's folder, its name under runs/, or the ID of a submitted job."""
+"""What arguments of commands stand for: RUN is a run's folder, its name under runs/, or the ID of a submitted job; no
+CONFIG is the quickstart, on the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -45,3 +46,20 @@ def folder_of(name: str, address: str | None) -> Path:
         where = f"its folder {folder} is on the cluster at {jobs.address} and not visible from here"
         raise PentadError(f"job {job.job} is {job.status}, but {where}: expected a machine that shares it")
     return folder
+
+
+def for_this_machine(path: Path | None, overrides: list[str]) -> tuple[list[str], str]:
+    """The overrides of the quickstart with a pipeline as long as this machine has GPUs, if that is shorter, and a note
+    that says so. Any other configuration, and any override of mesh or cluster, is left as it is."""
+    from pentad.orchestrator.cluster.devices import local_gpus
+    from pentad.orchestrator.config.config import load
+
+    gpus = local_gpus()
+    if path is not None or not gpus or any(each.startswith(("mesh.", "cluster.")) for each in overrides):
+        return overrides, ""
+    ranks = load(None, []).mesh.pp
+    if gpus >= ranks:
+        return overrides, ""
+    count = f"{gpus} GPU" + "s" * (gpus > 1)
+    note = f"this machine has {count}: the quickstart runs with mesh.pp = {gpus}, not {ranks}"
+    return [*overrides, f"mesh.pp={gpus}"], note

@@ -1,7 +1,8 @@
-"""What test_elastic.py shares with other tests."""
+"""Meshes, references and assertions of the tests of elastic restart, on CPUs and GPUs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -10,20 +11,23 @@ from threenodes import Run
 from pentad.workers.checkpoint.checkpoint import newest, read
 
 STEPS = 60
-
-
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas are copies of each other
-
-
 LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # only dualpipe's mirrors are
-
-
 SCHEDULES = {"1f1b": SQUARE, "zb-h2": SQUARE, "dualpipe": LINE}
-
-
+# A driver whose ranks run without torch.
+FAKED = """
+import sys
+from rich.console import Console
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.run.driver import train
+from pentad.schedules.ir.errors import PentadError
+try:
+    train(load(None, sys.argv[1:]), console=Console(), runner="fake_runner:FakeRunner")
+except PentadError as error:
+    sys.exit(f"pentad: {error}")
+"""
+FAKE = (sys.executable, "-c", FAKED)
 Start = Callable[..., Run]
-
-
 Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 
 

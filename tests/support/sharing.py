@@ -1,4 +1,4 @@
-"""Which tests run in one process when two share them out."""
+"""Which tests run in one process when several processes share the suite."""
 
 from paths import TESTS
 
@@ -9,7 +9,6 @@ CLUSTERS = {
     "tests/orchestrator/cluster/test_group.py",
     "tests/orchestrator/jobs/test_jobs.py",
     "tests/orchestrator/jobs/test_submitted.py",
-    "tests/orchestrator/monitoring/test_headwatch.py",
     "tests/orchestrator/monitoring/test_ray_timeline.py",
     "tests/orchestrator/run/test_driver.py",
     "tests/orchestrator/run/test_elastic.py",

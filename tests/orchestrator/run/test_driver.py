@@ -248,7 +248,9 @@ def test_a_run_that_is_stopped_at_once_leaves_nothing(started: Callable[..., Sta
     run.footprint.assert_gone()
 
 
-@pytest.mark.parametrize("which", ["pentad.orchestrator.cluster.ray_head", "gcs_server"])
+@pytest.mark.parametrize(
+    "which", ["pentad.orchestrator.cluster.ray_head", pytest.param("gcs_server", marks=pytest.mark.slow)]
+)
 def test_a_run_whose_ray_head_is_gone_says_so_and_leaves_nothing(started: Callable[..., Started], which: str) -> None:
     run = started("headless", 'data.path="fake:seconds=0.05"')
     run.wait_for(2)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_cases import LINE, SCHEDULES, SQUARE, STEPS, Outcome, Start, assert_recovered, assert_same, outcome
+from elastic_cases import FAKE, LINE, SCHEDULES, SQUARE, STEPS, Outcome, Start, assert_recovered, assert_same, outcome
 from threenodes import Cluster, Run, kill, three_nodes
 
 from pentad.orchestrator.config.config import load
@@ -49,19 +48,6 @@ EXPERTS = (
     ),
 )
 CONTEXT = ("mesh.pp=1", "mesh.cp=4", "schedule.microbatches=4")
-FAKED = """
-import sys
-from rich.console import Console
-from pentad.orchestrator.config.config import load
-from pentad.orchestrator.run.driver import train
-from pentad.schedules.ir.errors import PentadError
-try:
-    train(load(None, sys.argv[1:]), console=Console(), runner="fake_runner:FakeRunner")
-except PentadError as error:
-    sys.exit(f"pentad: {error}")
-"""
-FAKE = (sys.executable, "-c", FAKED)
-
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(300)
 
