@@ -140,7 +140,13 @@ def row(case: Case, effort: int = EFFORT) -> dict[str, Any]:
     limit = None if case.limit is None else case.limit * case.ranks
     began = time.process_time()
     choice = choose(
-        case.ranks, case.microbatches, case.costs, ScheduleOptions(memory_limit=limit), case.objective, effort, two_copies=False
+        case.ranks,
+        case.microbatches,
+        case.costs,
+        ScheduleOptions(memory_limit=limit),
+        case.objective,
+        effort,
+        two_copies=False,
     )
     seconds = time.process_time() - began
     best, known = choice.best, choice.best_known

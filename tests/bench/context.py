@@ -44,7 +44,9 @@ def serve(args: argparse.Namespace, rank: int, store: str, results: SimpleQueue)
     dist.destroy_process_group()
 
 
-def measure(args: argparse.Namespace, context: ContextParallelGroup, device: torch.device, deterministic: bool) -> list[float]:
+def measure(
+    args: argparse.Namespace, context: ContextParallelGroup, device: torch.device, deterministic: bool
+) -> list[float]:
     """Median milliseconds of a forward and of a backward pass."""
     length = args.length // context.size
     heads = args.heads, args.kv_heads, args.kv_heads

@@ -72,12 +72,18 @@ def plan_of(args: argparse.Namespace) -> Plan:
 def stage_of(args: argparse.Namespace, number: int, device: torch.device) -> Stage:
     plan = plan_of(args)
     rank = plan.mesh.move(number, pp=1, ep=number)
-    held = {share: create_parameters(plan, share, device, rank=rank, blank=True) for share in plan.param_shards_of(rank)}
+    held = {
+        share: create_parameters(plan, share, device, rank=rank, blank=True) for share in plan.param_shards_of(rank)
+    }
     for parameters in held.values():
         parameters.master.normal_(0, 0.02)
         parameters.refresh()
     stage = Stage(plan, 1, make_param_buffers(plan, rank, 1, held), rank)
-    stage.join(LayerGroups(TensorParallelGroup(), ContextParallelGroup(), ExpertParallelGroup(dist.group.WORLD, number, args.way)))
+    stage.join(
+        LayerGroups(
+            TensorParallelGroup(), ContextParallelGroup(), ExpertParallelGroup(dist.group.WORLD, number, args.way)
+        )
+    )
     stage.begin(0)
     return stage
 

@@ -113,13 +113,8 @@ PYTHON = [page for page in PAGES if any(kind == "text" for kind, _ in blocks(pag
 @pytest.mark.parametrize("page", PYTHON, ids=page_id)
 def test_every_block_of_python_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     found = blocks(page, "python", "text")
-    code = [text for kind, text in found if kind == "python"]
-    after = [*found[1:], ("", "")]
-    shown = [
-        (next_kind, next_text)
-        for (kind, _), (next_kind, next_text) in zip(found, after, strict=True)
-        if kind == "python"
-    ]
+    code = [block.text for block in found if block.kind == "python"]
+    shown = [after for block, after in pairwise([*found, Block("", "")]) if block.kind == "python"]
     (tmp_path / "page.py").write_text(f"\nprint({MARK!r})\n".join(code))
     path = pathsep.join([str(Path(sys.executable).parent), environ["PATH"]])
     done = subprocess.run(

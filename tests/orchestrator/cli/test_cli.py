@@ -97,7 +97,9 @@ def test_slices_are_asked_for_and_told(pentad: Pentad) -> None:
     assert "8 microbatches of 4 slices, proven" in pentad("schedule", "seq-1f1b", *SIZES)[1]
     status, _, err = pentad("schedule", "seq-1f1b", *SIZES, "--csv", "a.csv")
     assert status != 0
-    assert err == "pentad: schedule seq-1f1b cuts sequences into 4 slices: expected 1, because torch's CSV has no slices\n"
+    assert (
+        err == "pentad: schedule seq-1f1b cuts sequences into 4 slices: expected 1, because torch's CSV has no slices\n"
+    )
     assert pentad("schedule", "seq-1f1b", *SIZES, "--slices", "1", "--csv", "a.csv")[0] == 0
 
 
