@@ -10,9 +10,9 @@ from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload import add_offload
 from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
+from pentad.schedules.passes.post_validation import add_post_validation
 from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.transfers import add_transfers
-from pentad.schedules.passes.validation import add_post_validation
 from pentad.schedules.passes.zero import add_gathers, add_gradient_buffer_waits
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
@@ -40,7 +40,7 @@ def compile_program(
 
     `costs` decide where receives go (default: equal costs), and some schedules plan with them. `gated` is for
     transports whose receives must not wait on the GPU. `replicas` is the number of data-parallel replicas
-    of the mesh. `post_validation` lets a step run ahead of its global norm (see validation.py). `options` are the
+    of the mesh. `post_validation` lets a step run ahead of its global norm (see post_validation.py). `options` are the
     schedule's, `memory_options` trade time for memory. `order` is a compute order to use instead of the schedule's.
 
     Raises PentadError for sizes or options that are not allowed, and ScheduleError when the proof fails.

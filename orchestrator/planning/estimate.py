@@ -12,7 +12,7 @@ from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.hardware import DEVICES
 from pentad.schedules.ir.instruction import RECEIVES, REDUCTIONS, Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.validation import has_post_validation
+from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.passes.zero import BufferSlots, gradient_slots, weight_slots
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline, attributed_seconds

@@ -14,7 +14,7 @@ from pentad.schedules.ir.instruction import SENDS, Key, Op
 from pentad.schedules.ir.lookup import IS_COMPUTE, IS_REDUCTION
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.optimizer_pass import bucket_numbers, last_weight_grads
-from pentad.schedules.passes.validation import has_post_validation
+from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.simulate.events import collectives, events_of
 from pentad.schedules.verify.buffers import prove_buffers
 from pentad.schedules.verify.check_data import prove_data, prove_slots, prove_waits, waits_for_compute

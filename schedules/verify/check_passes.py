@@ -10,7 +10,7 @@ from pentad.schedules.ir.columns import CODE, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, Unit
 from pentad.schedules.ir.program import Program, Stream
-from pentad.schedules.passes.validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
+from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
 from pentad.schedules.passes.zero import READERS
 from pentad.schedules.verify.check_order import error_at
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, Key, Op, Unit
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.validation import NORM, VALIDATE, has_post_validation
+from pentad.schedules.passes.post_validation import NORM, VALIDATE, has_post_validation
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 
 

@@ -158,3 +158,10 @@ def test_every_command_prints_what_the_page_shows(
     printed = capsys.readouterr()
     assert (status == 0) == (not printed.err)
     assert shows(expected, printed.out + printed.err), printed.out + printed.err
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    folders = "|".join(("schedules", "workers", "orchestrator", "kernels", "tests", "deploy", "docs"))
+    named = re.findall(rf"`((?:{folders})/[\w/.-]*)`", page.read_text(encoding="utf-8"))
+    assert not [name for name in named if not (ROOT / name).exists()]

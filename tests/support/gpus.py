@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
-from pentad.schedules.passes.validation import has_post_validation
+from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Unit
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.validation import NORM, has_post_validation
+from pentad.schedules.passes.post_validation import NORM, has_post_validation
 
 
 class Node(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from pentad.schedules.passes.validation import has_post_validation
+from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import Range, Tensor, tensors
 from pentad.workers.params.buckets import ShardIndex, ZeroLayout

@@ -1,7 +1,7 @@
 """The end of a step on one rank: NORM, STEP and VALIDATE.
 
 `BarrierStep` waits for the global gradient norm before it updates weights. `PostValidatedStep` updates them first and
-checks the norm in the next step (schedules/passes/validation.py).
+checks the norm in the next step (schedules/passes/post_validation.py).
 """
 
 from __future__ import annotations

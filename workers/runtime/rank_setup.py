@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.ir.program import Stream
-from pentad.schedules.passes.validation import has_post_validation
+from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader

@@ -15,7 +15,7 @@ from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Key, Op, instructions_of
-from pentad.schedules.passes.validation import ROLLBACK, VALIDATE
+from pentad.schedules.passes.post_validation import ROLLBACK, VALIDATE
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.model import Experts
