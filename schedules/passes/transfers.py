@@ -35,8 +35,8 @@ def add_transfers(program: Program, costs: Costs, *, gated: bool, post_validatio
     By `costs`, a RECV goes before the compute unit during which its sender finishes, so that its slot is granted before
     the data comes. With `gated`, for transports whose waiting receives occupy the GPU (NCCL), it goes after that unit
     and waits for it, so that it is launched once the data is there. With `post_validation`, both ends of a transfer are
-    before the first backward of their ranks, or both are after it (see post_validation.py). Raises ScheduleError when the
-    order cannot run.
+    before the first backward of their ranks, or both are after it (see post_validation.py). Raises ScheduleError when
+    the order cannot run.
     """
     columns = program.columns
     transfers = _plan_transfers(program, costs, gated=gated, post_validation=post_validation)
