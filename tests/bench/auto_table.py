@@ -1,22 +1,23 @@
-"""What `auto` gains over the catalogue: `PYTHONPATH=.typings python -P tests/bench/auto_table.py --json FILE`.
+"""Compares `auto` with the best schedule of the catalogue, by simulated time.
 
-Of schedules that hold the parameters once: dualpipe, which holds them twice, is left out on both sides.
+PYTHONPATH=.typings:tests/support python tests/bench/auto_table.py --json FILE
 
-Costs are `guess_costs`: 2 FLOPs a weight and token for each of F, B and W at 400 TFLOP/s, causal attention 2 T S A in F
-and 2.5 times that in B, the output head 2 T V H in each, transfers at 300 GB/s. A layer of experts counts its active
-weights and, in F and in B, the exchange of every token with `active` experts there and back at 50 GB/s.
+Only schedules that hold one copy of the parameters are compared; DualPipe holds two.
+
+Costs are those of `guess_costs`: 2 FLOPs per weight and token for each of F, B and W at 400 TFLOP/s, causal attention
+2 T S A in F and 2.5 times that in B, the output head 2 T V H in each, transfers at 300 GB/s. A mixture-of-experts layer
+counts its active weights and, in F and in B, an all-to-all of every token to its experts and back at 50 GB/s.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from record import stamp, write
 
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.schedules.ir.errors import PentadError
@@ -29,35 +30,35 @@ from pentad.schedules.spec.plan import BatchSpec, split_layers
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 from pentad.schedules.spec.tensors import head_in_layers
 
-BETWEEN_HOSTS = 25e9  # bytes/s
-EXCHANGE = 50e9  # bytes/s of a rank in an all-to-all of experts
+HOST_BANDWIDTH = 25e9  # bytes/s between hosts
+ALL_TO_ALL_BANDWIDTH = 50e9  # bytes/s per rank, of expert parallelism
 
 
 @dataclass(frozen=True)
 class Model:
-    """`dense` layers of `shape`, and from there on layers of experts with `active` a token (0: none)."""
+    """`top_k` experts per token in all but the first `first_k_dense` layers; a dense model if `top_k` is 0."""
 
-    shape: ModelSpec
-    dense: int = 0
-    active: int = 0
+    spec: ModelSpec
+    first_k_dense: int = 0
+    top_k: int = 0
 
 
-# layers, hidden, heads, key-value heads, ffn (experts: of all active ones together), vocabulary
+# layers, hidden, heads, kv_heads, ffn (the sum over a token's experts), vocab
 MODELS = {
     "1B": Model(ModelSpec(16, 2048, 32, 8, 8192, 128256)),
     "8B": Model(ModelSpec(32, 4096, 32, 8, 14336, 128256)),
     "7B-152k": Model(ModelSpec(28, 3584, 28, 4, 18944, 152064)),
     "9B-256k": Model(ModelSpec(42, 3584, 16, 8, 14336, 256000)),
     "70B": Model(ModelSpec(80, 8192, 64, 8, 28672, 128256)),
-    "16B-moe": Model(ModelSpec(27, 2048, 16, 16, 11264, 102400), dense=1, active=6),
-    "671B-moe": Model(ModelSpec(61, 7168, 128, 128, 18432, 129280), dense=3, active=8),
+    "16B-moe": Model(ModelSpec(27, 2048, 16, 16, 11264, 102400), first_k_dense=1, top_k=6),
+    "671B-moe": Model(ModelSpec(61, 7168, 128, 128, 18432, 129280), first_k_dense=3, top_k=8),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """`limit` in shares of 1F1B's memory, `ranks` microbatches (None: none); `slow` are factors by rank, `hosts` over
-    how many the pipeline is spread; `gains` where a search must find more than the catalogue has."""
+    """`limit` is a multiple of 1F1B's activation memory (`ranks` microbatches), `slow` a factor of time by rank,
+    `hosts` the number of hosts that the pipeline spans. `gains`: the search is expected to beat the catalogue."""
 
     model: str
     ranks: int
@@ -78,27 +79,27 @@ class Case:
         parts += [f"{self.hosts} hosts"] if self.hosts > 1 else []
         return ", ".join(parts + ["no barrier"] * (self.objective == "longest"))
 
-    def costs(self, placed: Program) -> Costs | None:
-        """In milliseconds."""
-        model, shape = MODELS[self.model], MODELS[self.model].shape
+    def costs(self, order: Program) -> Costs | None:
+        """Milliseconds; None if the model has too few layers for the program's stages."""
+        model, spec = MODELS[self.model], MODELS[self.model].spec
         batch = BatchSpec(self.microbatches, self.length, self.microbatches, 1)
         try:
-            layers = split_layers(shape.layers, placed.placement, head_in_layers(shape, self.length))
+            layers = split_layers(spec.layers, order.placement, head_in_layers(spec, self.length))
         except PentadError:
             return None
-        found = guess_costs(shape, layers, batch, "cuda", "bfloat16")
-        tensor = 2 * self.length * shape.hidden  # bytes
-        experts = [max(end - max(first, model.dense), 0) if model.active else 0 for first, end in layers]
-        moved = [1e3 * each * 2 * model.active * tensor / EXCHANGE for each in experts]
-        near, far = 1e3 * found.transfer, 1e3 * tensor / BETWEEN_HOSTS
+        costs = guess_costs(spec, layers, batch, "cuda", "bfloat16")
+        activation_bytes = 2 * self.length * spec.hidden
+        moe_layers = [max(end - max(first, model.first_k_dense), 0) if model.top_k else 0 for first, end in layers]
+        all_to_all = [1e3 * count * 2 * model.top_k * activation_bytes / ALL_TO_ALL_BANDWIDTH for count in moe_layers]
+        near, far = 1e3 * costs.transfer, 1e3 * activation_bytes / HOST_BANDWIDTH
         host = [rank * self.hosts // self.ranks for rank in range(self.ranks)]
         return replace(
-            found,
-            forward=tuple(1e3 * f + more for f, more in zip(found.forward, moved, strict=True)),
-            backward=tuple(1e3 * b + more for b, more in zip(found.backward, moved, strict=True)),
-            weight=tuple(1e3 * w for w in found.weight),
+            costs,
+            forward=tuple(1e3 * f + moved for f, moved in zip(costs.forward, all_to_all, strict=True)),
+            backward=tuple(1e3 * b + moved for b, moved in zip(costs.backward, all_to_all, strict=True)),
+            weight=tuple(1e3 * w for w in costs.weight),
             transfer=near,
-            launch=1e3 * found.launch,
+            launch=1e3 * costs.launch,
             slowdown=tuple(self.slow.get(rank, 1.0) for rank in range(self.ranks)) if self.slow else (),
             links=tuple(tuple(near if a == b else far for b in host) for a in host) if self.hosts > 1 else (),
         )
@@ -136,7 +137,7 @@ CASES = [
 
 
 def row(case: Case, effort: int = EFFORT) -> dict[str, Any]:
-    """Times in milliseconds."""
+    """A row of the table. Times are in milliseconds, `seconds` are CPU seconds of the search."""
     limit = None if case.limit is None else case.limit * case.ranks
     began = time.process_time()
     choice = choose(
@@ -150,16 +151,16 @@ def row(case: Case, effort: int = EFFORT) -> dict[str, Any]:
     )
     seconds = time.process_time() - began
     best, known = choice.best, choice.best_known
-    found, before = getattr(best, case.objective), getattr(known, case.objective) if known else None
+    auto_time, catalogue_time = getattr(best, case.objective), getattr(known, case.objective) if known else None
     return {
         "case": case.name,
         "catalogue": known.name if known else None,
-        "catalogue_time": before,
+        "catalogue_time": catalogue_time,
         "auto": best.name,
         "origin": best.origin,
         "chunks": best.program.chunks,
-        "auto_time": found,
-        "gain_percent": 100 * (1 - found / before) if before else None,
+        "auto_time": auto_time,
+        "gain_percent": 100 * (1 - auto_time / catalogue_time) if catalogue_time else None,
         "bound": choice.bound.time,
         "gap_percent": 100 * choice.gap,
         "why": choice.bound.why,
@@ -168,27 +169,23 @@ def row(case: Case, effort: int = EFFORT) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", help="cases whose name has this in it", default="")
-    given = parser.parse_args()
+    parser.add_argument("--only", help="run only the cases with this text in their names", default="")
+    args = parser.parse_args()
     rows = []
     for case in CASES:
-        if given.only not in case.name:
+        if args.only not in case.name:
             continue
-        each = row(case)
-        rows.append(each)
-        times = f"{each['catalogue'] or 'none':>15} {each['catalogue_time'] or 0:9.2f}  auto {each['auto_time']:9.2f}"
-        shares = f"gain {each['gain_percent'] or 0:5.2f} %  gap {each['gap_percent']:5.2f} %  {each['seconds']:5.1f} s"
-        print(f"{case.name:<62}{times}  {shares}  {each['auto']} {each['origin']}", flush=True)
-    if given.json:
-        facts = {
-            "command": f"PYTHONPATH=.typings python -P {' '.join(sys.argv)}",
-            "machine": f"{os.cpu_count()} cores, {sys.platform}, Python {sys.version.split()[0]}",
-            "unit": "milliseconds; seconds are of one core",
-            "rows": rows,
-        }
-        given.json.write_text(json.dumps(facts, indent=1) + "\n")
+        result = row(case)
+        rows.append(result)
+        times = (
+            f"{result['catalogue'] or 'none':>15} {result['catalogue_time'] or 0:9.2f}  auto {result['auto_time']:9.2f}"
+        )
+        gain, gap = f"gain {result['gain_percent'] or 0:5.2f} %", f"gap {result['gap_percent']:5.2f} %"
+        origin = f"{result['auto']} {result['origin']}"
+        print(f"{case.name:<62}{times}  {gain}  {gap}  {result['seconds']:5.1f} s  {origin}", flush=True)
+    write(args.json, {**stamp(), "unit": "milliseconds; seconds are CPU seconds", "rows": rows})
 
 
 if __name__ == "__main__":

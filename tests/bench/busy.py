@@ -1,81 +1,86 @@
-"""Where the time of a step goes on the GPU of rank 0: kernels that compute, NCCL's, both at once, neither.
+"""Breaks a step on rank 0's GPU down into compute, NCCL kernels, their overlap, and idle time.
 
 PYTHONPATH=.typings:tests/support python tests/bench/busy.py deploy/jobs/llama-8b.yaml mesh.tp=2 model.layers=12
 
-Copies count as computing. `waits` is time in which nothing runs: the host is late, or another rank.
+Copies count as compute. The GPU is idle if the host is late or if it waits for another rank's host.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from meshes import Ranks, connected
+import torch
+from ranks import Ranks, connected
+from torch.profiler import ProfilerActivity, profile
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.spec.plan import Plan
 
 Intervals = list[tuple[int, int]]  # starts and ends, ns
-STEPS = 6  # the last one is looked at
+STEPS = 6  # the last one is profiled
 
 
 def main() -> None:
-    path, *overrides = sys.argv[1:]
-    plan = make_plan(load(Path(path), [*overrides, f"run.steps={STEPS}", "optimizer.warmup_steps=2"]), "cuda")
-    ranks = Ranks(120.0, profiled)
-    print(json.dumps(ranks.run(plan)[0], indent=1))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", help="SECTION.KEY=VALUE over the config")
+    args = parser.parse_args()
+    overrides = [*args.overrides, f"run.steps={STEPS}", "optimizer.warmup_steps=2"]
+    ranks = Ranks(120.0, profile_step)
+    print(json.dumps(ranks.run(make_plan(load(args.config, overrides), "cuda"))[0], indent=1))
     ranks.stop()
 
 
-def profiled(end: Connection, plan: Plan, rank: int) -> dict[str, Any]:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with connected(end, plan, rank) as runner:
+def profile_step(connection: Connection, plan: Plan, rank: int) -> dict[str, Any]:
+    with connected(connection, plan, rank) as runner:
         runner.run(0, STEPS - 1)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             runner.run(STEPS - 1, 1)
             torch.cuda.synchronize()
-    events = seen.profiler.kineto_results.events()
-    mine = (event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
-    return shares([(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()) for event in mine])
+    events = profiler.profiler.kineto_results.events()
+    kernels = (event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
+    return breakdown([(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()) for event in kernels])
 
 
-def shares(kernels: list[tuple[str, int, int]]) -> dict[str, Any]:
-    """Milliseconds of each kind, and of the kernels that take longest together, with how often they run."""
-    messages = merged([(a, b) for name, a, b in kernels if "nccl" in name.lower()])
-    compute = merged([(a, b) for name, a, b in kernels if "nccl" not in name.lower()])
-    every = merged([*messages, *compute])
-    busy, whole = length(every), every[-1][1] - every[0][0]
+def breakdown(kernels: list[tuple[str, int, int]]) -> dict[str, Any]:
+    """Milliseconds of each kind, and the 15 kernel names that take longest: [milliseconds, number of launches].
+
+    `kernels` are names, starts and ends in ns.
+    """
+    communication = merge([(a, b) for name, a, b in kernels if "nccl" in name.lower()])
+    compute = merge([(a, b) for name, a, b in kernels if "nccl" not in name.lower()])
+    union = merge([*communication, *compute])
+    busy, step = length(union), union[-1][1] - union[0][0]
     by_name: dict[str, list[int]] = defaultdict(list)
     for name, a, b in kernels:
         by_name[name.partition("(")[0][:70]].append(b - a)
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:15]
     return {
-        "step": whole / 1e6,
+        "step": step / 1e6,
         "compute": length(compute) / 1e6,
-        "messages": length(messages) / 1e6,
-        "both": (length(compute) + length(messages) - busy) / 1e6,
-        "waits": (whole - busy) / 1e6,
+        "communication": length(communication) / 1e6,
+        "overlap": (length(compute) + length(communication) - busy) / 1e6,
+        "idle": (step - busy) / 1e6,
         "kernels": len(kernels),
         "longest": {name: [sum(times) / 1e6, len(times)] for name, times in longest},
     }
 
 
-def merged(intervals: Intervals) -> Intervals:
-    """The same time without overlaps, in order."""
-    found: Intervals = []
+def merge(intervals: Intervals) -> Intervals:
+    """The union of the intervals, as disjoint intervals in order."""
+    merged: Intervals = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def length(intervals: Intervals) -> int:

@@ -1,9 +1,9 @@
-"""What the adapter for torch modules costs: a Llama as a list of them against the one that pentad has, on a CPU.
+"""Times the adapter for torch modules on a CPU: a Llama of modules against the built-in Llama, and against plain torch.
 
-One stage runs F, B and W of a microbatch with either, and torch alone runs the same modules, in turns. Seconds are of
-the thread alone; ratios are medians over the turns, for others may use the machine:
+PYTHONPATH=.typings:tests/support python tests/bench/custom_model.py --out FILE
 
-    PYTHONPATH=.typings:tests/support python tests/bench/custom_model.py --out FILE
+The three run F, B and W of a microbatch alternately. Times are CPU seconds of the thread; the ratios are medians over
+the rounds, because the load of the machine may change.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class Block(nn.Module):
         self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads) * size, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
         self.gate_up, self.down = nn.Linear(hidden, 2 * ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
-        turns = torch.arange(length)[:, None] / 10_000.0 ** (torch.arange(0, size, 2) / size)
-        self.register_buffer("cos", turns.cos(), persistent=False)
-        self.register_buffer("sin", turns.sin(), persistent=False)
+        angles = torch.arange(length)[:, None] / 10_000.0 ** (torch.arange(0, size, 2) / size)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def turned(self, x):
-        one, two = x.chunk(2, -1)
-        return torch.cat((one * self.cos - two * self.sin, two * self.cos + one * self.sin), -1)
+    def rotate(self, x):
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * self.cos - b * self.sin, b * self.cos + a * self.sin), -1)
 
     def forward(self, x):
         sizes = [part * self.size for part in (self.heads, self.kv_heads, self.kv_heads)]
         parts = self.qkv(self.attention_norm(x)).split(sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -68,8 +68,8 @@ class Block(nn.Module):
 
 def llama(vocab, hidden, layers, heads, kv_heads, ffn, length):
     blocks = [lambda: Block(hidden, heads, kv_heads, ffn, length) for _ in range(layers)]
-    end = lambda: nn.Sequential(nn.RMSNorm(hidden, eps=1e-5), nn.Linear(hidden, vocab, bias=False))
-    return [lambda: nn.Embedding(vocab, hidden), *blocks, end]
+    head = lambda: nn.Sequential(nn.RMSNorm(hidden, eps=1e-5), nn.Linear(hidden, vocab, bias=False))
+    return [lambda: nn.Embedding(vocab, hidden), *blocks, head]
 """
 SIZES = "layers=4 hidden=256 heads=8 kv_heads=4 ffn=768 vocab=4096"
 BATCH = [
@@ -79,46 +79,50 @@ BATCH = [
     "schedule.microbatches=1",
     "schedule.name=zb-h1",
 ]
-TURNS = 100
+ROUNDS = 100
 
 Times = dict[str, list[float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    record(parser.parse_args().out, "adapter, cpu", measured)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file of the results; other sections in it are left as they are")
+    record(parser.parse_args().out, "adapter, cpu", measure)
 
 
-def measured() -> dict[str, Any]:
-    """Milliseconds of a microbatch's F, B and W, and their ratios turn by turn: medians."""
+def measure() -> dict[str, Any]:
+    """Median milliseconds of a microbatch's F, B and W, and the medians of their ratios."""
     torch.set_num_threads(1)
-    words = [*BATCH, *(f"model.{word}" for word in SIZES.split())]
+    overrides = [*BATCH, *(f"model.{size}" for size in SIZES.split())]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "llama.py")
         file.write_text(LLAMA)
-        plans = [make_plan(load(None, more), "cpu") for more in (words, [*words, f"model.custom={file}:llama"])]
-        runs = {"builtin": staged(plans[0]), "modules": staged(plans[1]), "torch alone": plain(plans[1])}
+        builtin = make_plan(load(None, overrides), "cpu")
+        modules = make_plan(load(None, [*overrides, f"model.custom={file}:llama"]), "cpu")
+        runs = {"builtin": stage_run(builtin), "modules": stage_run(modules), "torch alone": torch_run(modules)}
         seconds: dict[str, Times] = {name: defaultdict(list) for name in runs}
-        for _ in range(TURNS):
+        for _ in range(ROUNDS):
             for name, run in runs.items():
                 run(seconds[name])
-    found = {name: {op: round(1e3 * median(times), 2) for op, times in each.items()} for name, each in seconds.items()}
+    milliseconds = {
+        name: {op: round(1e3 * median(times), 2) for op, times in by_op.items()} for name, by_op in seconds.items()
+    }
     ratios = {
-        f"modules over {name}": {op: over(seconds["modules"][op], times) for op, times in seconds[name].items()}
+        f"modules over {name}": {op: median_ratio(seconds["modules"][op], times) for op, times in seconds[name].items()}
         for name in ("builtin", "torch alone")
     }
-    return {"model": SIZES, "batch": "2 x 128, float32", "turns": TURNS, "milliseconds": found, **ratios}
+    return {"model": SIZES, "batch": "2 x 128, float32", "turns": ROUNDS, "milliseconds": milliseconds, **ratios}
 
 
-def over(some: list[float], others: list[float]) -> float:
-    return round(median(a / b for a, b in zip(some, others, strict=True)), 2)
+def median_ratio(values: list[float], others: list[float]) -> float:
+    return round(median(a / b for a, b in zip(values, others, strict=True)), 2)
 
 
-def staged(plan: Plan) -> Callable[[Times], None]:
-    """F, B and W of the plan's only stage."""
-    banks = make_param_buffers(plan, 0, 0, {ParamShard(0): create_parameters(plan, ParamShard(0), torch.device("cpu"))})
-    stage: StageProtocol = Stage(plan, 0, banks) if plan.model.custom is None else CustomStage(plan, 0, banks)
+def stage_run(plan: Plan) -> Callable[[Times], None]:
+    """Runs F, B and W of the plan's only stage."""
+    parameters = create_parameters(plan, ParamShard(0), torch.device("cpu"))
+    buffers = make_param_buffers(plan, 0, 0, {ParamShard(0): parameters})
+    stage: StageProtocol = Stage(plan, 0, buffers) if plan.model.custom is None else CustomStage(plan, 0, buffers)
     tokens = torch.randint(plan.model.vocab, (plan.slice_tokens,))
 
     def run(seconds: Times) -> None:
@@ -130,15 +134,15 @@ def staged(plan: Plan) -> Callable[[Times], None]:
         times.append(time.thread_time())
         stage.backward_weight(0)
         times.append(time.thread_time())
-        for op, (first, end) in zip("FBW", pairwise(times), strict=True):
-            seconds[op].append(end - first)
+        for op, (start, end) in zip("FBW", pairwise(times), strict=True):
+            seconds[op].append(end - start)
         seconds["B and W"].append(times[3] - times[1])
 
     return run
 
 
-def plain(plan: Plan) -> Callable[[Times], None]:
-    """Forward and backward of the same modules without pentad."""
+def torch_run(plan: Plan) -> Callable[[Times], None]:
+    """Runs forward and backward of the same modules with torch autograd."""
     assert plan.model.custom is not None
     layers, _ = build_layers(plan.model.custom, 0, 0, plan.model.layers)
     tokens = torch.randint(plan.model.vocab, (plan.batch.micro_batch_size, plan.batch.sequence_length))
@@ -148,10 +152,10 @@ def plain(plan: Plan) -> Callable[[Times], None]:
         for layer in layers:
             x = layer(x)
         loss = F.cross_entropy(x.flatten(0, 1), tokens.flatten())
-        between = time.thread_time()
+        forward_end = time.thread_time()
         loss.backward()
-        seconds["F"].append(between - started)
-        seconds["B and W"].append(time.thread_time() - between)
+        seconds["F"].append(forward_end - started)
+        seconds["B and W"].append(time.thread_time() - forward_end)
 
     return run
 

@@ -1,8 +1,7 @@
-"""What processes hold: memory, descriptors, threads, ports and shared files, before and after."""
+"""Detects leaks of processes: memory, file descriptors, threads, listening ports and files in shared memory."""
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -12,11 +11,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
-WARM = 5  # samples after which caches are full
+WARMUP = 5  # samples until caches are full
 
 
-class Held(NamedTuple):
-    """By one process; `rss` are the bytes that are its own."""
+class Resources(NamedTuple):
+    """Of one process. `rss` excludes shared pages."""
 
     rss: int
     fds: int
@@ -24,48 +23,41 @@ class Held(NamedTuple):
     listening: int
 
 
-class Found(NamedTuple):
-    """Files in shared memory and folders in /tmp that processes use."""
-
-    files: frozenset[Path]
-
-    def __or__(self, other: Found) -> Found:
-        return Found(self.files | other.files)
-
-
 class Growth:
-    """Of some processes by name, and of all of a run together, sample after sample."""
+    """Samples the resources of named processes, and the totals of all processes of a run."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self.processes = {name: psutil.Process(pid) for name, pid in pids.items()}
-        self.samples: dict[str, list[Held]] = {name: [] for name in pids}
-        self.together: list[tuple[int, int, int]] = []  # processes, ports, descriptors
+        self.samples: dict[str, list[Resources]] = {name: [] for name in pids}
+        self.totals: list[tuple[int, int, int]] = []  # processes, ports, descriptors
 
     def sample(self, members: Sequence[psutil.Process]) -> None:
         for name, process in self.processes.items():
-            self.samples[name].append(held(process))
-        every = [one for process in members if (one := _held(process))]
-        self.together.append((len(every), sum(one.listening for one in every), sum(one.fds for one in every)))
+            self.samples[name].append(resources(process))
+        alive = [each for process in members if (each := _resources_if_alive(process))]
+        self.totals.append((len(alive), sum(each.listening for each in alive), sum(each.fds for each in alive)))
 
-    def told(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            name: {field: _trend([getattr(one, field) for one in samples]) for field in Held._fields}
+    def summary(self) -> dict[str, Any]:
+        trends: dict[str, Any] = {
+            name: {field: _trend([getattr(sample, field) for sample in samples]) for field in Resources._fields}
             for name, samples in self.samples.items()
         }
         names = ("processes", "listening", "fds")
-        found["all"] = {name: _trend([one[i] for one in self.together]) for i, name in enumerate(names)}
-        return found
+        trends["all"] = {
+            name: _trend(values) for name, values in zip(names, zip(*self.totals, strict=True), strict=True)
+        }
+        return trends
 
 
-def held(process: psutil.Process) -> Held:
+def resources(process: psutil.Process) -> Resources:
     with process.oneshot():
         memory = process.memory_info()
         ports = sum(c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp"))
-        return Held(memory.rss - memory.shared, process.num_fds(), process.num_threads(), ports)
+        return Resources(memory.rss - memory.shared, process.num_fds(), process.num_threads(), ports)
 
 
-def look(members: Sequence[psutil.Process]) -> Found:
-    """Files in shared memory that processes map, and their folders in /tmp."""
+def files_of(members: Sequence[psutil.Process]) -> set[Path]:
+    """The files in shared memory that processes map, and their folders in /tmp."""
     files = set()
     for process in members:
         with suppress(psutil.Error, OSError):
@@ -75,28 +67,28 @@ def look(members: Sequence[psutil.Process]) -> Found:
                     files.add(Path("/dev/shm", path))
             words = " ".join(process.cmdline()).replace("=", " ").split()
             files |= {Path(*Path(word).parts[:3]) for word in words if word.startswith("/tmp/pentad-ray-")}
-    return Found(frozenset(file for file in files if file.exists()))
+    return {file for file in files if file.exists()}
 
 
-def left(members: Sequence[psutil.Process], found: Found, seconds: float = 5.0) -> dict[str, list[str]]:
-    """What of them is still there."""
-    until = time.monotonic() + seconds
+def leftovers(members: Sequence[psutil.Process], files: set[Path], seconds: float = 5.0) -> dict[str, list[str]]:
+    """The processes and files that still exist after `seconds`."""
+    deadline = time.monotonic() + seconds
     while True:
         alive = [str(p.pid) for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        files = [str(file) for file in found.files if os.path.exists(file)]
-        if not (alive or files) or time.monotonic() > until:
-            return {"processes": alive, "files": files, "looked_at": [str(len(members)), str(len(found.files))]}
+        existing = [str(file) for file in files if file.exists()]
+        if not (alive or existing) or time.monotonic() > deadline:
+            return {"processes": alive, "files": existing, "looked_at": [str(len(members)), str(len(files))]}
         time.sleep(0.1)
 
 
-def _held(process: psutil.Process) -> Held | None:
+def _resources_if_alive(process: psutil.Process) -> Resources | None:
     with suppress(psutil.Error, OSError):
-        return held(process)
+        return resources(process)
     return None
 
 
 def _trend(values: Sequence[float]) -> dict[str, float]:
-    """First and last value, and how much it grows from one sample to the next once warm."""
-    warm = values[WARM:] if len(values) > 2 * WARM else values
+    """The first and last value, and the growth per sample after the warm-up."""
+    warm = values[WARMUP:] if len(values) > 2 * WARMUP else values
     slope = statistics.linear_regression(range(len(warm)), warm).slope if len(warm) > 1 else 0.0
     return {"first": values[0], "last": values[-1], "growth_each": round(slope, 3)}

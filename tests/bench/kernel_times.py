@@ -1,15 +1,14 @@
-"""Times every kernel on one GPU beside the rate that this GPU reaches, torch, and Liger where it is installed.
+"""Times every kernel on one GPU against the rate this GPU reaches, torch, and Liger if it is installed.
 
-    PYTHONPATH=.typings python -P tests/bench/kernel_times.py [--only NAME ...] [--json FILE]
+PYTHONPATH=.typings:tests/support python tests/bench/kernel_times.py [--only NAME ...] [--json FILE]
 
-Each case runs in a process of its own, so that one that crashes hides no other, checks its result against float64, and
-measures in the same process the rate it is compared with: a device copy (bytes read and written) or a square bf16 GEMM.
-Times are medians of device time: calls over inputs that together exceed the L2 cache are captured in a CUDA graph, or
-timed between events ("events" in the JSON). The exit status is 0 only if every check passed.
+Each case runs in its own process, so that a crash affects no other case. It checks its result against float64, and
+measures the rate it is compared with: a device copy (bytes read and written) or a square bf16 GEMM. Times are median
+device times: calls with inputs that together exceed the L2 cache are captured in a CUDA graph, or timed between events
+("events" in the JSON). The exit status is 0 only if every check passes.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from record import stamp, write
 from torch import Tensor
 
 from pentad.kernels import adamw, cross_entropy, rms_norm, swiglu, wgrad_gemm
@@ -31,12 +31,12 @@ Calls = list[Callable[[], object]]
 SETS = 3
 SAMPLES = 20
 EPS = 1e-5
-notes: dict[str, Any] = {}  # what a check found out besides its error
+notes: dict[str, Any] = {}  # further results of the checks
 
 
 @dataclass(frozen=True)
 class Case:
-    """What to time: `work` is the bytes a call has to move, or its floating-point operations if `gemm`."""
+    """`work` is the bytes a call moves, or its FLOPs if `gemm`; `bound` is the largest allowed error."""
 
     work: float
     ours: Calls
@@ -60,16 +60,16 @@ def each(call: Callable[..., object], data: list[tuple[Any, ...]]) -> Calls:
 
 
 def error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The largest relative error, in the norm, of some tensors."""
+    """The largest relative error of a tensor, in the L2 norm."""
     pairs = zip(found, expected, strict=True)
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
-def of_liger(module: str, name: str) -> Callable[..., Any]:
+def liger_op(module: str, name: str) -> Callable[..., Any]:
     return getattr(import_module(f"liger_kernel.ops.{module}"), name)
 
 
-def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+def float64(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.double() for t in tensors)
 
 
@@ -86,11 +86,11 @@ def norm_forward(rows: int, width: int, fused: bool) -> Case:
 
     def liger() -> Calls:
         module, rest = ("fused_add_rms_norm", ()) if fused else ("rms_norm", (None,))
-        forward = of_liger(module, f"{module}_forward")
+        forward = liger_op(module, f"{module}_forward")
         return each(lambda *inputs: forward(*inputs, weight, EPS, 0.0, "llama", *rest), data)
 
     def check() -> float:
-        x, w, *residual = wide(data[0][0], weight, *data[0][1:])
+        x, w, *residual = float64(data[0][0], weight, *data[0][1:])
         return error(ours(*data[0]), rms_norm.rms_norm_reference(x, w, EPS, residual[0] if fused else None))
 
     return Case((4 if fused else 2) * rows * width * 2, each(ours, data), each(by_torch, data), liger, check)
@@ -114,13 +114,13 @@ def norm_backward(rows: int, width: int) -> Case:
         return torch.autograd.grad(y, inputs, dy, retain_graph=True)[0] + dresidual
 
     def liger() -> Calls:
-        forward, backward = (of_liger("fused_add_rms_norm", f"fused_add_rms_norm_{way}ward") for way in ("for", "back"))
+        forward, backward = (liger_op("fused_add_rms_norm", f"fused_add_rms_norm_{way}ward") for way in ("for", "back"))
         _, _, _, block, warps, stages, casting = forward(*data[0][:2], weight, EPS, 0.0, "llama")
         settings = (0.0, casting, block, warps, stages, False)
         return each(lambda dy, s, dresidual, rstd: backward(dy, dresidual, s, weight, rstd, *settings), data)
 
     def check() -> float:
-        dy, summed, dresidual, weight64 = wide(*data[0][:3], weight)
+        dy, summed, dresidual, weight64 = float64(*data[0][:3], weight)
         rstd = rms_norm.rms_norm_reference(summed, weight64, EPS, None)[2]
         return error(ours(*data[0]), rms_norm.rms_norm_backward_reference(dy, summed, weight64, rstd, dresidual))
 
@@ -134,11 +134,11 @@ def rope_case(tokens: int, heads: int, groups: int, width: int) -> Case:
     cos2, sin2 = (torch.cat((table, table), dim=-1)[None] for table in (cos, sin))
 
     def by_torch(x: Tensor) -> Tensor:
-        turned = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), dim=-1)
-        return x * cos2[0, :, None] + turned * sin2[0, :, None]
+        rotated = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), dim=-1)
+        return x * cos2[0, :, None] + rotated * sin2[0, :, None]
 
     def liger() -> Calls:
-        forward = of_liger("rope", "rope_forward")
+        forward = liger_op("rope", "rope_forward")
         parts = sets(lambda: tuple(random(1, tokens, n, width).transpose(1, 2) for n in (heads, groups)))
         return each(lambda q, k: forward(q, k, cos2, sin2), parts)
 
@@ -161,7 +161,7 @@ def swiglu_forward(tokens: int, width: int) -> Case:
     data = sets(lambda: (random(tokens, 2 * width),))
     return Case(
         3 * tokens * width * 2, each(swiglu.swiglu, data), each(silu_product, data),
-        lambda: each(of_liger("swiglu", "swiglu_fused_gate_up_forward"), data),
+        lambda: each(liger_op("swiglu", "swiglu_fused_gate_up_forward"), data),
         lambda: error([swiglu.swiglu(*data[0])], [silu_product(data[0][0].double())]),
     )  # fmt: skip
 
@@ -175,12 +175,12 @@ def swiglu_backward(tokens: int, width: int) -> Case:
         return torch.autograd.grad(y, x, dy, retain_graph=True), silu_product(x.detach())
 
     def liger() -> Calls:
-        forward, backward = (of_liger("swiglu", f"swiglu_fused_gate_up_{way}ward") for way in ("for", "back"))
-        return each(lambda dy, x: (backward(x, dy), forward(x)), data)  # ours gives y again as well
+        forward, backward = (liger_op("swiglu", f"swiglu_fused_gate_up_{way}ward") for way in ("for", "back"))
+        return each(lambda dy, x: (backward(x, dy), forward(x)), data)  # ours recomputes y as well
 
     return Case(
         6 * tokens * width * 2, each(swiglu.swiglu_backward, data), each(by_torch, graphs), liger,
-        lambda: error(swiglu.swiglu_backward(*data[0]), swiglu.swiglu_backward_reference(*wide(*data[0]))),
+        lambda: error(swiglu.swiglu_backward(*data[0]), swiglu.swiglu_backward_reference(*float64(*data[0]))),
     )  # fmt: skip
 
 
@@ -199,17 +199,18 @@ def loss(tokens: int, vocabulary: int, backward: bool) -> Case:
         return torch.autograd.grad(mean, leaf) if backward else mean
 
     def liger() -> Calls:
-        forward = of_liger("cross_entropy", "cross_entropy_forward")
-        # It writes the gradient over the logits in its forward pass.
+        forward = liger_op("cross_entropy", "cross_entropy_forward")
+        # Its forward pass overwrites the logits with their gradient.
         leaves = [(logits.detach().requires_grad_(backward), targets) for logits, targets in data]
         return each(lambda x, y: forward(x, y, None, -100, 0.0, 0.0, "mean", None, False)[0], leaves)
 
     def check() -> float:
         logits, targets = random(512, vocabulary), data[0][1][:512]
         expected = logits.double()
-        want_loss, want_lse = cross_entropy.cross_entropy_reference(expected, targets)
-        cross_entropy.cross_entropy_backward_reference_(expected, targets, want_lse, 1 / tokens)
-        return error(ours(logits, targets), (want_loss, want_lse, expected) if backward else (want_loss, want_lse))
+        expected_loss, expected_lse = cross_entropy.cross_entropy_reference(expected, targets)
+        cross_entropy.cross_entropy_backward_reference_(expected, targets, expected_lse, 1 / tokens)
+        results = (expected_loss, expected_lse, expected) if backward else (expected_loss, expected_lse)
+        return error(ours(logits, targets), results)
 
     work = (3 if backward else 1) * tokens * vocabulary * 2
     return Case(work, each(ours, data), each(by_torch, data), liger, check)
@@ -251,8 +252,8 @@ def attention_of(heads: int, groups: int, length: int, width: int, backward: boo
         return torch.autograd.grad(out, leaves, dout) if backward else out
 
     def check() -> float:
-        one = heads // groups  # the first group of heads: a float64 reference of all of them would not fit
-        part = [t[:, : one if t.shape[1] == heads else 1].double().requires_grad_() for t in data[0]]
+        group = heads // groups  # only the first group of heads: a float64 reference of all heads would not fit
+        part = [t[:, : group if t.shape[1] == heads else 1].double().requires_grad_() for t in data[0]]
         out = F.scaled_dot_product_attention(part[0], part[1], part[2], is_causal=True, enable_gqa=True)
         expected = (out, *torch.autograd.grad(out, part[:3], part[3])) if backward else (out,)
         found = ours(*data[0])
@@ -269,7 +270,7 @@ def grad_gemm_case(tokens: int, n: int, k: int) -> Case:
     data = sets(lambda: (torch.zeros(n, k, device="cuda"), random(tokens, n), random(tokens, k)))
 
     def by_torch(main: Tensor, dy: Tensor, x: Tensor) -> None:
-        main += dy.t() @ x  # rounds the product to bf16 on its way
+        main += dy.t() @ x  # rounds the product to bf16
 
     def check() -> float:
         main, dy, x = random(n, k, dtype=torch.float32), *data[0][1:]
@@ -300,20 +301,20 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def seconds(calls: Calls) -> tuple[float, str]:
-    """(median device seconds of a call, how they were measured)."""
+    """(median device seconds of a call, "graph" or "events")."""
 
-    def in_turn() -> list[object]:
-        return [call() for call in calls]  # kept, so that every call writes memory of its own
+    def run_all() -> list[object]:
+        return [call() for call in calls]
 
-    kept = in_turn()
+    outputs = run_all()  # kept alive, so that every call writes to its own memory
     torch.cuda.synchronize()
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = in_turn()
+            outputs = run_all()
         run, how = cast(Callable[[], object], graph.replay), "graph"
-    except Exception:  # whatever waits for the host: time it between events
-        run, how = in_turn, "events"
+    except Exception:  # a call that synchronizes with the host cannot be captured
+        run, how = run_all, "events"
     torch.cuda.synchronize()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(3 + SAMPLES)]
     for start, end in events:
@@ -321,18 +322,18 @@ def seconds(calls: Calls) -> tuple[float, str]:
         run()
         end.record()
     torch.cuda.synchronize()
-    del kept
+    del outputs
     times = [start.elapsed_time(end) / 1e3 / len(calls) for start, end in events[3:]]
     return statistics.median(times), how
 
 
-def ceiling(gemm: bool) -> float:
-    """The rate of this GPU, now: FLOP/s of a square bf16 GEMM, or bytes/s of a copying kernel, read and written."""
+def peak_rate(gemm: bool) -> float:
+    """The rate this GPU reaches: FLOP/s of a square bf16 GEMM, or bytes/s, read and written, of a copying kernel."""
     if gemm:
         a, b = random(8192, 8192), random(8192, 8192)
         return 2 * 8192**3 / seconds([lambda: a @ b] * SETS)[0]
     pairs = sets(lambda: (random(2**28), random(2**28)))
-    return 2**30 / seconds(each(lambda a, b: torch.neg(b, out=a), pairs))[0]  # a copy in a graph is a copy engine's
+    return 2**30 / seconds(each(lambda a, b: torch.neg(b, out=a), pairs))[0]  # a graph runs a copy on a copy engine
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -340,27 +341,27 @@ def measure(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     case = CASES[name]()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
-    found = case.error()
+    case_error = case.error()
     torch.use_deterministic_algorithms(False)
-    row: dict[str, Any] = {"name": name, "error": found, "bound": case.bound, "ok": found < case.bound, **notes}
+    row: dict[str, Any] = {"name": name, "error": case_error, "bound": case.bound, "ok": case_error < case.bound}
     unit, per = ("TFLOP/s", 1e12) if case.gemm else ("GB/s", 1e9)
-    limit = ceiling(case.gemm) / per
+    limit = peak_rate(case.gemm) / per
     ours, how = seconds(case.ours)
     rate = case.work / ours / per
-    row |= {"microseconds": ours * 1e6, "measured": how}
+    row |= {**notes, "microseconds": ours * 1e6, "measured": how}
     row |= {"rate": rate, "unit": unit, "limit": limit, "share": rate / limit}
     for peer, calls in (("torch", lambda: case.torch), ("liger", case.liger)):
         try:
             if calls is not None:
                 theirs, how = seconds(calls())
                 row |= {f"{peer}_microseconds": theirs * 1e6, f"{peer}_ratio": theirs / ours, f"{peer}_measured": how}
-        except Exception as problem:  # a peer that is absent or fails says nothing about ours
+        except Exception as problem:  # torch or Liger is missing or fails: our result still counts
             row[f"{peer}_failure"] = f"{type(problem).__name__}: {problem}"[:300]
     return row
 
 
-def measure_apart(name: str) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+def measure_in_process(name: str) -> dict[str, Any]:
+    """`measure` in a new process."""
     try:
         with get_context("spawn").Pool(1) as pool:
             return pool.apply_async(measure, (name,)).get(180)
@@ -378,21 +379,20 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of the cases to run")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    arguments = parser.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="texts: run only cases whose name contains one")
+    parser.add_argument("--json", type=Path, help="JSON file of the results")
+    args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("needs a GPU, found none")
+        parser.error("needs a GPU")
     print(f"{'':<42}{'us':>9}{'rate':>8} {'':<8}{'share':>7}{'torch/x':>8}{'liger/x':>8}")
     rows = []
     for name in CASES:
-        if any(part in name for part in arguments.only):
-            rows.append(measure_apart(name))
+        if any(part in name for part in args.only):
+            rows.append(measure_in_process(name))
             print(line(rows[-1]), flush=True)
-    if arguments.json:
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": rows}
-        arguments.json.write_text(json.dumps(about, indent=1) + "\n")
+    machine = f"1 x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    write(args.json, {**stamp(machine), "cases": rows})
     return 0 if rows and all(row["ok"] for row in rows) else 1
 
 

@@ -1,4 +1,4 @@
-"""A run of `pentad train` in a process of its own, seen through its folder and its processes."""
+"""A run of `pentad train` in a subprocess, observed through its run folder and its processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, read_lines
 
-SPARE = 2  # the rank that no fault meets: it is not the one that serves the store
+SPARED_RANK = 2  # no fault is injected into this rank; rank 0, which serves the store, must be hit too
 POLL_SECONDS = 0.02
 COMMAND = (sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train")
 MODEL = (
@@ -28,24 +28,24 @@ MODEL = (
 
 
 class Ended(Exception):
-    """The run ended, or took too long, where it should have gone on."""
+    """The run ended or timed out although it should have continued."""
 
 
 class LiveRun:
-    """Starts with MODEL, changed by `overrides`; a `with` kills what is left of it."""
+    """Starts a run of MODEL with `overrides`. Leaving the context kills it if it still runs."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.folder = folder / "bench"
-        self.printed = (folder / "printed").open("w+")
+        self.output = (folder / "output").open("w+")
         self.process = subprocess.Popen(
             [*COMMAND, *MODEL, f"run.folder={folder}", *overrides],
-            stdout=self.printed,
+            stdout=self.output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
         self.journal: list[dict[str, Any]] = []
-        self.read = 0
+        self.journal_offset = 0
 
     def __enter__(self) -> LiveRun:
         return self
@@ -54,10 +54,10 @@ class LiveRun:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        self.printed.close()
+        self.output.close()
 
     def stop(self, seconds: float = 60.0) -> int:
-        """As Ctrl-C does; the exit status."""
+        """Stops the run by SIGTERM, or kills it after `seconds`; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -66,30 +66,30 @@ class LiveRun:
         return self.process.wait()
 
     def members(self) -> list[psutil.Process]:
-        """The driver and the processes of its local cluster, which are a session of their own."""
+        """The driver and the processes of its local cluster, which has a session of its own."""
         sessions = {self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children())}
         return [process for process in psutil.process_iter() if _session(process.pid) in sessions]
 
     def ranks(self, *raylets: int) -> list[int]:
-        """Pids of the ranks, the longest-lived first; below these raylets, or those of the local cluster."""
-        roots = [psutil.Process(pid) for pid in raylets] or self.members()[1:]
-        found = {}
-        for root in roots:
-            for child in root.children():
+        """The pids of the ranks, oldest first: children of these raylets, or of the local cluster's processes."""
+        parents = [psutil.Process(pid) for pid in raylets] or self.members()[1:]
+        started = {}
+        for parent in parents:
+            for child in parent.children():
                 with suppress(psutil.Error):
                     if child.cmdline()[:1][0].startswith("ray::Worker"):
-                        found[child.pid] = child.create_time()
-        return sorted(found, key=lambda pid: (found[pid], pid))
+                        started[child.pid] = child.create_time()
+        return sorted(started, key=lambda pid: (started[pid], pid))
 
     def rank_pids(self) -> list[int]:
-        """Of the ranks as they were placed first."""
+        """The pid of each rank when the run started."""
         return [rank["pid"] for rank in self.event("place", 60.0)["ranks"]]
 
-    def position(self) -> int:
-        """The last step that is done, -1 before there is one."""
-        return self._last()["step"]
+    def last_step(self) -> int:
+        """The last step that is done, -1 before the first."""
+        return self._last_row()["step"]
 
-    def _last(self) -> dict[str, Any]:
+    def _last_row(self) -> dict[str, Any]:
         path = self.folder / METRICS
         if not path.exists():
             return {"step": -1, "generation": 0}
@@ -99,45 +99,48 @@ class LiveRun:
         return json.loads(lines[-1]) if lines else {"step": -1, "generation": 0}
 
     def wait_steps(self, count: int, seconds: float = 90.0) -> None:
-        """Until that many more steps are done."""
-        first = self.position()
-        self.wait_until(lambda: self.position() >= first + count, seconds)
+        """Waits until `count` more steps are done."""
+        first = self.last_step()
+        self.wait_until(lambda: self.last_step() >= first + count, seconds)
 
-    def step_seen(self, generation: int, seconds: float) -> float:
-        """When the first step of a generation was seen done: Unix time."""
-        self.wait_until(lambda: self._last()["generation"] >= generation, seconds)
+    def wait_generation(self, generation: int, seconds: float) -> float:
+        """Waits for the first step of a generation; returns the Unix time when it was done."""
+        self.wait_until(lambda: self._last_row()["generation"] >= generation, seconds)
         return time.time()
 
     def event(self, kind: str, seconds: float, since: float = 0.0) -> dict[str, Any]:
-        """The first entry of the journal of this kind since then."""
+        """Waits for the first journal entry of this kind since the Unix time `since`."""
         self.wait_until(lambda: self.count(kind, since), seconds)
         return next(entry for entry in self.journal if entry["event"] == kind and entry["time"] >= since)
 
     def count(self, kind: str, since: float = 0.0) -> int:
+        """The number of journal entries of this kind since the Unix time `since`."""
         path = self.folder / JOURNAL
         if path.exists():
             with path.open("rb") as file:
-                file.seek(self.read)
-                whole = file.read().rpartition(b"\n")[0]
-            self.journal += map(json.loads, whole.splitlines())
-            self.read += len(whole) + bool(whole)
+                file.seek(self.journal_offset)
+                complete, newline, _ = file.read().rpartition(b"\n")
+            self.journal += map(json.loads, complete.splitlines())
+            self.journal_offset += len(complete + newline)
         return sum(entry["event"] == kind and entry["time"] >= since for entry in self.journal)
 
     def rows(self) -> list[dict[str, Any]]:
         return read_lines(self.folder / METRICS)
 
-    def is_whole(self) -> bool:
+    def has_every_step_once(self) -> bool:
         """Whether metrics.jsonl has every step once, in order."""
         steps = [row["step"] for row in self.rows()]
         return steps == list(range(len(steps)))
 
-    def wait_until(self, true: Callable[[], object], seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not true():
-            if self.process.poll() is not None or time.monotonic() > until:
-                self.printed.seek(0)
-                state = self.process.poll()
-                raise Ended(f"{'no end in sight' if state is None else f'exit {state}'}: {self.printed.read()[-2000:]}")
+    def wait_until(self, condition: Callable[[], object], seconds: float) -> None:
+        """Raises Ended if the run ends or `seconds` pass before the condition holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            status = self.process.poll()
+            if status is not None or time.monotonic() > deadline:
+                self.output.seek(0)
+                reason = f"timed out after {seconds:.0f} s" if status is None else f"exit status {status}"
+                raise Ended(f"{reason}: {self.output.read()[-2000:]}")
             time.sleep(POLL_SECONDS)
 
 

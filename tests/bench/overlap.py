@@ -1,32 +1,30 @@
-"""Times a forward and a backward of a stage with experts on two ranks: as a pair, by turns, and one after the other.
+"""Times a forward and a backward of a mixture-of-experts stage on two ranks: interleaved, and one after the other.
 
-PYTHONPATH=.typings python -P tests/bench/overlap.py --json OUT
+PYTHONPATH=.typings:tests/support python tests/bench/overlap.py --json OUT
 
-A pair is BW of one microbatch and F of the next. `pair_ms` is device time between events, `host_ms` what issuing
-takes, both of the slower rank; of the time that NCCL's kernels run, `exposed_ms` is what no other kernel runs beside.
-With --links host the ranks' messages go through memory of the host, as between hosts.
+A pair is BW of one microbatch and F of the next. `pair_ms` is its device time and `host_ms` the host's time to issue
+it; `nccl_ms` is the time of NCCL kernels, `exposed_ms` the part of it that no compute kernel overlaps. All are of the
+slower rank. --links host sends messages through host memory, as between hosts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import spawn
+from record import stamp, write
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.spec.mesh import Mesh
@@ -41,13 +39,13 @@ from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import create_parameters
 
-RANKS, WARM, TIMED, TRACED = 2, 3, 8, 2
+RANKS, WARMUP, TIMED, PROFILED = 2, 3, 8, 2
 Run = Callable[..., None]
-UNWATCHED = nullcontext()
+NO_PROFILER = nullcontext()
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
-    """Three stages, of which the middle one is run."""
+def make_plan(args: argparse.Namespace) -> Plan:
+    """A plan of three stages; only the middle one, which has neither embedding nor head, is run."""
     experts = Experts(args.experts, args.active, args.width, args.width, scoring_func="sigmoid")
     heads = args.hidden // args.head_size
     model = ModelSpec(args.layers + 2, args.hidden, heads, max(1, heads // 8), args.width, 128, experts=experts)
@@ -69,21 +67,18 @@ def plan_of(args: argparse.Namespace) -> Plan:
     )
 
 
-def stage_of(args: argparse.Namespace, number: int, device: torch.device) -> Stage:
-    plan = plan_of(args)
-    rank = plan.mesh.move(number, pp=1, ep=number)
-    held = {
-        share: create_parameters(plan, share, device, rank=rank, blank=True) for share in plan.param_shards_of(rank)
+def make_stage(args: argparse.Namespace, ep_rank: int, device: torch.device) -> Stage:
+    plan = make_plan(args)
+    rank = plan.mesh.move(ep_rank, pp=1, ep=ep_rank)
+    shards = {
+        shard: create_parameters(plan, shard, device, rank=rank, blank=True) for shard in plan.param_shards_of(rank)
     }
-    for parameters in held.values():
+    for parameters in shards.values():
         parameters.master.normal_(0, 0.02)
         parameters.refresh()
-    stage = Stage(plan, 1, make_param_buffers(plan, rank, 1, held), rank)
-    stage.join(
-        LayerGroups(
-            TensorParallelGroup(), ContextParallelGroup(), ExpertParallelGroup(dist.group.WORLD, number, args.way)
-        )
-    )
+    stage = Stage(plan, 1, make_param_buffers(plan, rank, 1, shards), rank)
+    experts = ExpertParallelGroup(dist.group.WORLD, ep_rank, args.dispatch)
+    stage.join(LayerGroups(TensorParallelGroup(), ContextParallelGroup(), experts))
     stage.begin(0)
     return stage
 
@@ -96,64 +91,63 @@ def backward(stage: Stage, microbatch: int, dy: torch.Tensor) -> Task[None]:
     yield from on_yield(stage.backward_input(microbatch, dy), partial(stage.backward_weight, microbatch))
 
 
-def in_order(*works: Task[None]) -> None:
-    for work in works:
-        run_to_completion(work)
+def in_order(*tasks: Task[None]) -> None:
+    for task in tasks:
+        run_to_completion(task)
 
 
-def pairs(
-    stage: Stage, streams: torch.Tensor, run: Run, count: int, watched: AbstractContextManager = UNWATCHED
+def run_pairs(
+    stage: Stage, inputs: torch.Tensor, run: Run, count: int, profiler: AbstractContextManager = NO_PROFILER
 ) -> list[tuple[float, float]]:
-    """(all, the host's) milliseconds of each."""
-    found = []
-    run_to_completion(forward(stage, 0, streams[0]))
-    with watched:
-        for number in range(count):
+    """(total, host) milliseconds of each pair. `inputs` are the activations and the gradients that a stage receives."""
+    times = []
+    run_to_completion(forward(stage, 0, inputs[0]))
+    with profiler:
+        for microbatch in range(count):
             dist.barrier()
-            with Clock(streams.is_cuda) as clock:
-                run(backward(stage, number, streams[1]), forward(stage, number + 1, streams[0]))
-            found.append((clock.all, clock.host))
-    run_to_completion(backward(stage, count, streams[1]))
-    return found
+            with Clock(inputs.is_cuda) as clock:
+                run(backward(stage, microbatch, inputs[1]), forward(stage, microbatch + 1, inputs[0]))
+            times.append((clock.total, clock.host))
+    run_to_completion(backward(stage, count, inputs[1]))
+    return times
 
 
 class Clock:
-    """Milliseconds inside: `host` until the last call is back, `all` until the device is ready."""
+    """Milliseconds of a block: `host` until its last call returns, `total` until the device is done."""
 
     def __init__(self, cuda: bool) -> None:
-        self.marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
 
     def __enter__(self) -> Clock:
-        if self.marks:
-            self.marks[0].record()
+        if self.events:
+            self.events[0].record()
         self.started = time.monotonic()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.all = self.host = 1e3 * (time.monotonic() - self.started)
-        if self.marks:
-            self.marks[1].record()
-            self.marks[1].synchronize()
-            self.all = self.marks[0].elapsed_time(self.marks[1])
+        self.total = self.host = 1e3 * (time.monotonic() - self.started)
+        if self.events:
+            self.events[1].record()
+            self.events[1].synchronize()
+            self.total = self.events[0].elapsed_time(self.events[1])
 
 
-def traced(stage: Stage, streams: torch.Tensor, run: Run) -> dict[str, float]:
-    """What the kernels of operations between ranks take of a pair, and how much of that nothing else runs beside."""
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    pairs(stage, streams, run, TRACED, profile)
+def profile(stage: Stage, inputs: torch.Tensor, run: Run) -> dict[str, float]:
+    """Milliseconds of NCCL kernels in a pair, and the part of them that no other kernel overlaps."""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    run_pairs(stage, inputs, run, PROFILED, profiler)
     with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(str(Path(folder, "trace")))
+        profiler.export_chrome_trace(str(Path(folder, "trace")))
         events = json.loads(Path(folder, "trace").read_text())["traceEvents"]
     kernels = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"]
-    between_ranks = [(a, b) for name, a, b in kernels if "nccl" in name and "AllReduce" not in name]
-    others = [(a, b) for name, a, b in kernels if "nccl" not in name]
-    everything, alone_ms = covered(between_ranks + others), covered(others)
-    scale = 1e-3 / TRACED
-    return {"nccl_ms": scale * covered(between_ranks), "exposed_ms": scale * (everything - alone_ms)}
+    nccl = [(a, b) for name, a, b in kernels if "nccl" in name and "AllReduce" not in name]  # the barrier's
+    compute = [(a, b) for name, a, b in kernels if "nccl" not in name]
+    exposed = union_length(nccl + compute) - union_length(compute)
+    scale = 1e-3 / PROFILED
+    return {"nccl_ms": scale * union_length(nccl), "exposed_ms": scale * exposed}
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union."""
+def union_length(spans: list[tuple[float, float]]) -> float:
     total, last = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, last))
@@ -161,77 +155,53 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def serve(args: argparse.Namespace, number: int, store: str, results: SimpleQueue) -> None:
+def benchmark(args: argparse.Namespace, rank: int, store: str, results: SimpleQueue) -> None:
     cuda = args.device == "cuda"
-    device = torch.device("cuda", number) if cuda else torch.device("cpu")
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(number)
+        torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=dist.FileStore(store, RANKS),
-        rank=number,
+        rank=rank,
         world_size=RANKS,
         device_id=device if cuda else None,
     )
-    stage = stage_of(args, number, device)
-    size = (2, args.rows * args.length, args.hidden)
-    streams = torch.randn(size, device=device).to(stage.param_buffers[0].parameters.compute.dtype)
+    stage = make_stage(args, rank, device)
+    shape = (2, args.rows * args.length, args.hidden)
+    inputs = torch.randn(shape, device=device).to(stage.param_buffers[0].parameters.compute.dtype)
     for run in (interleave, in_order):
-        pairs(stage, streams, run, WARM)
+        run_pairs(stage, inputs, run, WARMUP)
     for run in (interleave, in_order, interleave, in_order):
-        times = [statistics.median(each) for each in zip(*pairs(stage, streams, run, TIMED), strict=True)]
-        found = dict(zip(("pair_ms", "host_ms"), times, strict=True))
+        times = [statistics.median(each) for each in zip(*run_pairs(stage, inputs, run, TIMED), strict=True)]
+        row = dict(zip(("pair_ms", "host_ms"), times, strict=True))
         if cuda:
-            found |= traced(stage, streams, run)
-        worst = torch.tensor(list(found.values()), device=device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        if number == 0:
-            values = [round(value, 3) for value in worst.tolist()]
-            results.put({"run": run.__name__, **dict(zip(found, values, strict=True))})
+            row |= profile(stage, inputs, run)
+        slowest = torch.tensor(list(row.values()), device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        if rank == 0:
+            values = [round(value, 3) for value in slowest.tolist()]
+            results.put({"run": run.__name__, **dict(zip(row, values, strict=True))})
     dist.destroy_process_group()
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    if args.links == "host":
-        os.environ["NCCL_P2P_DISABLE"] = "1"
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder, "store"))
-        spawned = [context.Process(target=serve, args=(args, number, store, results)) for number in range(RANKS)]
-        for each in spawned:
-            each.start()
-        for each in spawned:
-            each.join()
-    found = []
-    while not results.empty():
-        found.append(results.get())
-        print(json.dumps(found[-1]), flush=True)
-    if any(each.exitcode for each in spawned):
-        raise SystemExit(1)
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"layers": 3, "hidden": 4096, "head_size": 128, "experts": 32, "active": 4, "width": 1536}
     for name, value in (sizes | {"rows": 2, "length": 4096}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--way", choices=["all_gather", "all_to_all"], default="all_gather")
+    parser.add_argument("--dispatch", choices=["all_gather", "all_to_all"], default="all_gather")
     parser.add_argument("--links", choices=["direct", "host"], default="direct")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="JSON list that the results are appended to")
     args = parser.parse_args()
-    what = torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} cores"
-    facts = {
-        "command": f"PYTHONPATH=.typings python -P {' '.join(sys.argv)}",
-        "machine": f"{RANKS} x {what}, torch {torch.__version__}",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-    }
-    cases = measure(args)
+    if args.links == "host":
+        os.environ["NCCL_P2P_DISABLE"] = "1"
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} cores"
+    cases = spawn(benchmark, args, RANKS)
     if args.json:
-        there = json.loads(args.json.read_text()) if args.json.exists() else []
-        args.json.write_text(json.dumps([*there, facts | {"cases": cases}], indent=1) + "\n")
+        existing = json.loads(args.json.read_text()) if args.json.exists() else []
+        write(args.json, [*existing, {**stamp(f"{RANKS} x {device}, torch {torch.__version__}"), "cases": cases}])
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""Times every schedule on the GPUs of one host without Ray: tokens/s, bubbles planned and measured, host time.
+"""Times schedules on the GPUs of one host without Ray: tokens/s, simulated and measured bubbles, host time.
 
-PYTHONPATH=.typings python -P tests/bench/pipeline.py --ranks 4 --microbatches 16 --steps 12 --json OUT
+PYTHONPATH=.typings:tests/support python tests/bench/pipeline.py --ranks 4 --microbatches 16 --steps 12 --json OUT
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing as mp
 import statistics
-import tempfile
 import time
-import traceback
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ranks import Ranks, connected
+from record import write
+
 from pentad.orchestrator.planning.estimate import read_costs
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Instruction
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
@@ -27,6 +28,7 @@ from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan, split_lay
 from pentad.schedules.spec.tensors import head_in_layers
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.runtime.executor import Executor
+from pentad.workers.runtime.results import StepResult
 
 MODELS = {
     "1b": ModelSpec(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_theta=5e5),
@@ -34,7 +36,7 @@ MODELS = {
 }
 
 
-def plan_of(args: argparse.Namespace, name: str) -> Plan:
+def make_plan(args: argparse.Namespace, name: str) -> Plan:
     model = MODELS[args.model]
     program = compile_program(name, args.ranks, args.microbatches, gated=args.transport == "nccl")
     return Plan(
@@ -55,89 +57,54 @@ def plan_of(args: argparse.Namespace, name: str) -> Plan:
     )
 
 
-def serve(plan: Plan, rank: int, end) -> None:
-    from pentad.workers.runtime.runner import Runner
-
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            runner = Runner(plan, rank, Path(folder, "board"), gpu=rank)
-            if rank == 0:
-                end.send(runner.serve("127.0.0.1", 60))
-            runner.connect(end.recv(), 60)
-            first = runner.run(0, 2)
-            assert runner.executor is not None
-            inside = watch(runner.executor)
-            results = runner.run(2, plan.optimizer.steps - 2)
-            issued = sum(result.instructions for result in results)
-            around = sum(result.host_seconds for result in results) - sum(map(sum, inside.values()))
-            host = {op: 1e6 * statistics.median(seconds) for op, seconds in inside.items()}
-            end.send((first + results, host | {"around": 1e6 * around / issued}))
-            runner.close()
-    except BaseException:
-        end.send(traceback.format_exc())
+def train(connection: Connection, plan: Plan, rank: int) -> tuple[list[StepResult], dict[str, float]]:
+    """The results of the steps, and the median host microseconds to issue an instruction, by op. `overhead` is the rest
+    of the host's time per instruction: the loop, the lanes and the events."""
+    with connected(connection, plan, rank) as runner:
+        results = runner.run(0, 2)
+        assert runner.executor is not None
+        seconds = time_instructions(runner.executor)
+        timed = runner.run(2, plan.optimizer.steps - 2)
+    overhead = sum(result.host_seconds for result in timed) - sum(map(sum, seconds.values()))
+    host = {op: 1e6 * statistics.median(values) for op, values in seconds.items()}
+    return results + timed, host | {"around": 1e6 * overhead / sum(result.instructions for result in timed)}
 
 
-def watch(executor: Executor) -> dict[str, list[float]]:
-    """Host seconds that each kind of instruction takes to issue; the loop, the lanes and the events are around it."""
-    inside: dict[str, list[float]] = {}
+def time_instructions(executor: Executor) -> dict[str, list[float]]:
+    """Host seconds to issue each instruction, by op; filled as the executor runs."""
+    seconds: dict[str, list[float]] = {}
     execute = executor._execute
 
     def timed(part: Instruction) -> Task[None]:
-        turns, spent, ended = execute(part), 0.0, None
+        task, spent, ended = execute(part), 0.0, None
         while not ended:
             started = time.monotonic()
-            ended = next(turns, "ended")
+            ended = next(task, "ended")
             spent += time.monotonic() - started
             if not ended:
                 yield
-        inside.setdefault(part.op.value, []).append(spent)
+        seconds.setdefault(part.op.value, []).append(spent)
 
     executor._execute = timed  # type: ignore[method-assign]
-    return inside
+    return seconds
 
 
-def measure(args: argparse.Namespace, name: str) -> dict:
-    plan = plan_of(args, name)
-    context = mp.get_context("spawn")
-    ends, processes = [], []
-    for rank in range(plan.mesh.size):
-        here, there = context.Pipe()
-        process = context.Process(target=serve, args=(plan, rank, there), daemon=True)
-        process.start()
-        ends.append(here)
-        processes.append(process)
-    address = ends[0].recv() if ends[0].poll(args.limit) else ""
-    for end in ends:
-        end.send(address)
-    answers: list[Any] = [end.recv() if end.poll(args.limit) else f"no answer in {args.limit} s" for end in ends]
-    for process in processes:
-        process.join(10)
-        process.kill()
-    failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
-    if failed:
-        return {"schedule": name, "error": failed[0]}
-    return facts(args, plan, [answer for answer, _ in answers]) | {
-        "host_us": [host for _, host in answers][1 % len(answers)]
-    }
-
-
-def facts(args: argparse.Namespace, plan: Plan, answers: list) -> dict:
+def summarize(args: argparse.Namespace, plan: Plan, answers: list[list[StepResult]]) -> dict[str, Any]:
     steps = range(4, args.steps)
-    spans = {step: [s for answer in answers for s in answer[step].spans] for step in steps}
-    starts = {step: min(s.start for s in spans[step]) for step in steps}
-    seconds = statistics.median(b - a for a, b in pairwise(starts.values()))
-    lines = [Timeline("measured", tuple(spans[step])) for step in steps]
-    costs = read_costs(plan.program, Timeline("measured", tuple(s for step in steps for s in spans[step])))
+    spans = [tuple(span for answer in answers for span in answer[step].spans) for step in steps]
+    seconds = statistics.median(b - a for a, b in pairwise(min(span.start for span in step) for step in spans))
+    timelines = [Timeline("measured", step) for step in spans]
+    costs = read_costs(plan.program, Timeline("measured", tuple(span for step in spans for span in step)))
     assert costs is not None
-    planned = simulate(plan.program, costs)
+    simulated = simulate(plan.program, costs)
     return {
         "schedule": plan.program.name,
         "step_seconds": seconds,
         "tokens_per_second_per_gpu": plan.batch.tokens / seconds / plan.mesh.size,
-        "bubble_measured": statistics.median(line.bubble().makespan for line in lines),
-        "bubble_simulated": planned.bubble().makespan,
-        "makespan_measured": statistics.median(line.makespan for line in lines),
-        "makespan_simulated": planned.makespan,
+        "bubble_measured": statistics.median(each.bubble().makespan for each in timelines),
+        "bubble_simulated": simulated.bubble().makespan,
+        "makespan_measured": statistics.median(each.makespan for each in timelines),
+        "makespan_simulated": simulated.makespan,
         "losses": [
             sum(x for a in answers for x in a[s].losses.values()) / plan.batch.tokens for s in range(args.steps)
         ],
@@ -146,7 +113,7 @@ def facts(args: argparse.Namespace, plan: Plan, answers: list) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--schedules", default="gpipe,1f1b,zb-h1,zb-h2,dualpipe")
     parser.add_argument("--ranks", type=int, default=4)
@@ -154,21 +121,26 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--limit", type=float, default=90.0)
+    parser.add_argument("--limit", type=float, default=90.0, help="time limit of a run, in seconds")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--transport", default="peer")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--fastest", action="store_true", help="kernels that may differ in the last bits between runs")
+    parser.add_argument("--fastest", action="store_true", help="allow kernels whose last bits differ between runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = []
+    ranks, rows = Ranks(args.limit, train), list[dict[str, Any]]()
     for name in args.schedules.split(","):
-        row = measure(args, name)
+        plan = make_plan(args, name)
+        try:
+            results, host = zip(*ranks.run(plan), strict=True)
+            row = summarize(args, plan, list(results)) | {"host_us": host[1 % len(host)]}
+        except PentadError as error:
+            row = {"schedule": name, "error": str(error)}
         rows.append(row)
         shown = {k: (round(v, 4) if isinstance(v, float) else v) for k, v in row.items() if k != "losses"}
         print(shown, "last loss", row.get("losses", [None])[-1], flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    ranks.stop()
+    write(args.json, rows)
 
 
 if __name__ == "__main__":

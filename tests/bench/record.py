@@ -1,4 +1,4 @@
-"""Where figures go: one JSON file, a part each, with how, when and on what they were taken."""
+"""JSON files of results, with the command, date and machine of each measurement."""
 
 from __future__ import annotations
 
@@ -7,23 +7,37 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import ray
 
-
-def record(path: Path | None, part: str, measure: Callable[[], dict[str, Any]]) -> None:
-    """Prints what `measure` finds, without its rows, and puts it into the file; other parts there stay."""
-    load = os.getloadavg()[0]
-    found = measure()
-    facts = {
+def stamp(machine: str = "") -> dict[str, str]:
+    """What a result needs to be reproduced; `machine` defaults to a description of the CPUs and of the versions."""
+    python = f"Python {sys.version.split()[0]}, Ray {version('ray')}"
+    return {
         "command": f"PYTHONPATH=.typings:tests/support python {' '.join(sys.argv)}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        "machine": f"{os.cpu_count()} cores, {sys.platform}, Python {sys.version.split()[0]}, Ray {ray.__version__}",
-        "load_before_and_after": [round(load, 1), round(os.getloadavg()[0], 1)],
+        "machine": machine or f"{os.cpu_count()} cores, {sys.platform}, {python}",
     }
-    print(json.dumps({part: facts | {k: v for k, v in found.items() if k != "rows"}}, indent=1), flush=True)
+
+
+def with_load(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The measurement with its stamp and the machine's load average before and after it."""
+    before = os.getloadavg()[0]
+    results = measure()
+    return {**stamp(), "load_before_and_after": [round(before, 1), round(os.getloadavg()[0], 1)], **results}
+
+
+def write(path: Path | None, results: Any) -> None:
     if path is not None:
-        there = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(there | {part: facts | found}, indent=1) + "\n")
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def record(path: Path | None, section: str, measure: Callable[[], dict[str, Any]]) -> None:
+    """Prints the measurement without its rows, and replaces this section of the file."""
+    results = with_load(measure)
+    print(json.dumps({section: {k: v for k, v in results.items() if k != "rows"}}, indent=1), flush=True)
+    if path is not None:
+        existing = json.loads(path.read_text()) if path.exists() else {}
+        write(path, existing | {section: results})

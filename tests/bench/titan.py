@@ -1,8 +1,8 @@
-"""torchtitan 0.2.2 on random token ids, to stand beside pentad in one call. Flags are torchtitan's own.
+"""Runs torchtitan 0.2.2 on random tokens, for comparison with pentad. The options are torchtitan's.
 
 torchrun --nproc-per-node 2 tests/bench/titan.py --model.name llama3 --model.flavor 8B --training.seq_len 8192
 
-It ships neither data nor a tokenizer, so both are left out here; the flavour 8B8 is 8B with 8 layers.
+It needs neither a data set nor a tokenizer. Flavor 8B8 is 8B with 8 layers.
 """
 
 from __future__ import annotations

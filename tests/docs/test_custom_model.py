@@ -1,4 +1,4 @@
-"""What docs/custom-model.md says about its model is true."""
+"""The claims of docs/custom-model.md about its model are true."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from paths import ROOT, TESTS
 FILE = ROOT / "docs" / "custom-model.md"
 PAGE = FILE.read_text()
 CODE = "\n\n".join(block.text for block in blocks(FILE, "python"))
-MOST_LINES = 60
+MAX_LINES = 60
 
 
-def test_the_file_is_short_and_counted_rightly() -> None:
+def test_the_file_is_short_and_its_line_count_is_right() -> None:
     lines, steps = len(CODE.splitlines()), len(re.findall(r"^## \d", PAGE, re.MULTILINE))
-    assert lines <= MOST_LINES
+    assert lines <= MAX_LINES
     assert f"in {steps} steps and {lines} lines" in " ".join(PAGE.split())
 
 
-def test_the_cost_is_what_was_measured() -> None:
-    """The figures of the page stand in the file that the benchmark wrote."""
+def test_the_stated_cost_is_the_measured_one() -> None:
+    """The figures on the page are those in the benchmark's result file."""
     file = TESTS / "bench" / "results" / "custom-model.json"
     found = json.loads(file.read_text())["adapter, cpu"]
     one, other = found["modules over builtin"], found["modules over torch alone"]

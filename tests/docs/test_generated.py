@@ -1,4 +1,4 @@
-"""What the documentation takes from the code is current: `make docs` changes nothing."""
+"""Generated documentation is up to date: `make docs` changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every page keeps its word: links lead somewhere, commands run, and blocks of code print what is shown below them."""
+"""On every page, links resolve, commands run, and code blocks print the output shown below them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def page_id(page: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a reader with a clone works."""
+    """The working directory of a reader with a clone."""
     shutil.copy(ROOT / "README.md", tmp_path)
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     monkeypatch.chdir(tmp_path)
@@ -36,13 +36,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Anchors of the headings, as GitHub derives them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+def test_every_link_of_a_page_resolves(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if target.startswith("https://"):
             continue
@@ -66,7 +66,7 @@ def _runs(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.timeout(400)
 def test_every_command_of_the_first_pages_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The README and the first hour are read one after the other: what both show runs once."""
+    """The README and the first-hour page are read in sequence: commands on both run once."""
     done: list[list[str]] = []
     for page in (ROOT / "README.md", ROOT / "docs" / "first-hour.md"):
         for arguments in commands(page):
@@ -90,16 +90,16 @@ def test_every_command_of_a_page_runs(page: Path, folder: Path, capsys: pytest.C
         _runs(arguments, capsys)
 
 
-def _of_clusters() -> Iterator[tuple[Path, list[str]]]:
+def _cluster_commands() -> Iterator[tuple[Path, list[str]]]:
     for page in PAGES:
         for arguments in commands(page, "bash"):
             yield page, arguments
 
 
-def test_every_command_of_a_cluster_is_one_that_drives_a_submitted_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """They need a cluster: jobs/test_submitted.py runs these verbs on one. Here their options are checked."""
+def test_every_cluster_command_is_one_that_controls_a_submitted_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only their options are checked here: jobs/test_submitted.py runs these commands on a cluster."""
     driven = (TESTS / "orchestrator" / "jobs" / "test_submitted.py").read_text()
-    for page, (verb, *arguments) in _of_clusters():
+    for page, (verb, *arguments) in _cluster_commands():
         assert f'"{verb}"' in driven, f"{page_id(page)}: pentad {verb}"
         capsys.readouterr()
         assert main([verb, "--help"]) == 0
@@ -111,7 +111,7 @@ PYTHON = [page for page in PAGES if any(kind == "text" for kind, _ in blocks(pag
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=page_id)
-def test_every_block_of_python_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+def test_every_python_block_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     found = blocks(page, "python", "text")
     code = [block.text for block in found if block.kind == "python"]
     shown = [after for block, after in pairwise([*found, Block("", "")]) if block.kind == "python"]
@@ -141,7 +141,7 @@ CONSOLE = [
 def test_every_command_prints_what_the_page_shows(
     page: Path, number: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reader has appended the blocks of Python above to my.py."""
+    """The reader has appended the Python blocks above the command to my.py."""
     code: list[str] = []
     for kind, text in blocks(page, "python", "console"):
         if kind == "python":

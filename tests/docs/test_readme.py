@@ -1,4 +1,4 @@
-"""The README's first screen is what happens."""
+"""The README's first screen shows actual output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pentad.orchestrator.cli.cli import main
 README = ROOT / "README.md"
 
 
-def test_the_first_grid_is_the_one_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_grid_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "zb-h2", "--ranks", "4", "--microbatches", "8", "--grid"]) == 0
     assert blocks(README, "")[0].text.strip() in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from elastic_cases import LINE, SCHEDULES, SQUARE, Outcome, Start, assert_recovered, assert_same, outcome
 from gpus import num_places
-from threenodes import Cluster, Run, kill, three_nodes
+from multinode import Cluster, Run, kill, multinode_cluster
 
 from pentad.orchestrator.control.control_client import connect
 
@@ -42,7 +42,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    with three_nodes(places=4) as cluster:
+    with multinode_cluster(places=4) as cluster:
         yield cluster
 
 
@@ -66,7 +66,7 @@ def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Calla
     def do(*words: str) -> Outcome:
         if words not in found:
             run = Run(nodes, tmp_path_factory.mktemp("reference"), *SMALL, *words)
-            assert run.end() == 0, run.account()
+            assert run.end() == 0, run.describe()
             found[words] = outcome(run, STEPS)
         return found[words]
 
@@ -75,34 +75,34 @@ def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.mark.parametrize(("schedule", "rank", "how"), [("1f1b", 1, signal.SIGKILL), ("dualpipe", 2, signal.SIGSTOP)])
 def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, reference, schedule, rank, how):
-    nodes.hold(*FOUR)
+    nodes.resize(*FOUR)
     words = (*SCHEDULES[schedule], f"schedule.name={schedule}")
     expected = reference(*words)
     run = start(*words)
-    run.at_step(20)
-    run.hit(rank, how=how)
+    run.wait_for_step(20)
+    run.signal_ranks(rank, how=how)
     assert_recovered(run, "repair")
     assert_same(run, expected, STEPS)
 
 
 def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start, reference):
-    nodes.hold(*FOUR)
+    nodes.resize(*FOUR)
     words = (*LINE, "schedule.name=zb-h2")
     expected = reference(*words)
     run = start(*words)
-    run.at_step(60)
-    run.hit(2)
+    run.wait_for_step(60)
+    run.signal_ranks(2)
     assert_recovered(run, "checkpoint")
     assert run.events("recovered")[0]["step"] >= 50
     assert_same(run, expected, STEPS)
 
 
 def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference):
-    nodes.hold(1, 1, 1)
+    nodes.resize(1, 1, 1)
     words = ("mesh.dp=2", "mesh.pp=1", "schedule.microbatches=4", "schedule.name=1f1b")
     expected = reference(*words)
     run = start(*words)
-    run.at_step(4)
+    run.wait_for_step(4)
     with connect(run.folder) as client:  # notices are asked for every two seconds: the run must not be over by then
         client.pause()
         going = nodes.node_of(run.pids()[0])
@@ -117,16 +117,16 @@ def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference)
 
 
 def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference):
-    nodes.hold(2, 2)
+    nodes.resize(2, 2)
     words = (*SQUARE, "schedule.name=1f1b", "elastic.min_ranks=2", "elastic.wait_seconds=1")
     expected = reference(*words)
     run = start(*words)
-    run.at_step(60)
+    run.wait_for_step(60)
     kill(nodes.node_of(run.pids()[3]))
     run.wait_for(lambda: run.events("recovered"))
     with connect(run.folder) as client:
         client.pause()
-        nodes.hold(2, 2)
+        nodes.resize(2, 2)
         run.wait_for(lambda: len(run.events("recovered")) == 2)
         client.resume()
     assert_recovered(run, "shrink", "grow")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import echo
+import echo_worker
 import pool
 import pytest
 from pool import Pool
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def pair() -> Iterator[Pool]:
-    made = Pool(2, echo.serve)
+    made = Pool(2, echo_worker.serve)
     yield made
     made.stop()
 

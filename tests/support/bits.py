@@ -12,7 +12,7 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 
 def assert_same_runs(one, other) -> None:
-    """The same steps, losses, norms and last states on every rank."""
+    """Asserts the same steps, losses, norms and final states on every rank."""
     for a, b in zip(one, other, strict=True):
         assert [r.step for r in a.results] == [r.step for r in b.results]
         assert [r.losses for r in a.results] == [r.losses for r in b.results]

@@ -22,7 +22,7 @@ def save(root: Path, step: int, stages: int = 2) -> Path:
 
 
 def flip(path: Path, at: int, bit: int = 1) -> None:
-    """Flips a bit of byte `at`."""
+    """Flips one bit of the byte at offset `at`."""
     data = bytearray(path.read_bytes())
     data[at] ^= bit
     path.write_bytes(data)

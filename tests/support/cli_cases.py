@@ -1,3 +1,3 @@
-"""What test_cli.py shares with other tests."""
+"""Values shared by test_cli.py and other tests."""
 
 SIZES = ("--ranks", "4", "--microbatches", "8")

@@ -1,4 +1,4 @@
-"""How far a result is from what it should be."""
+"""The error of a result relative to its expected value."""
 
 from torch import Tensor
 

@@ -48,7 +48,7 @@ def seen(state: str = "running", *ranks: RankView, **more: Any) -> RunView:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
-    """A service that has seen a run of two ranks."""
+    """A service that has received views of a run of two ranks."""
     made = Served(folder)
     made.control.on_view(seen())
     try:
@@ -59,19 +59,19 @@ def serving(folder: Path) -> Iterator[Served]:
 
 
 def connected(folder: Path) -> Client:
-    """A client of the service of a folder that need not be a run's."""
+    """A client of the service in a folder, which need not be a run folder."""
     return Client(folder, json.loads((folder / "control.json").read_text()))
 
 
 def later(do: Callable[..., object], *arguments: object) -> threading.Timer:
-    """Does something in a moment, in another thread."""
+    """Calls `do` in another thread after a short delay."""
     timer = threading.Timer(0.1, do, arguments)
     timer.start()
     return timer
 
 
 def once_printed(do: Callable[..., object], *arguments: object) -> threading.Thread:
-    """Does something in another thread when this one has printed its first line, under `capsys`."""
+    """Calls `do` in another thread once this one has printed its first line, under `capsys`."""
 
     def wait() -> None:
         until = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""Rank processes that compute attention together, each with its part of the sequences."""
+"""Rank processes that compute context-parallel attention, each with its shard of the sequences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Rows = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Case:
-    """Attention of sequences of `length` tokens on `cp` ranks; `documents` are starting positions by row."""
+    """Attention over sequences of `length` tokens on `cp` ranks; `documents` has the start positions of each row's
+    documents."""
 
     cp: int
     method: CpMethod
@@ -57,7 +58,7 @@ class Case:
         return [x.to(self.dtype).transpose(1, 2) for x in full]
 
     def positions(self, rank: int) -> Tensor:
-        """The positions that a rank holds."""
+        """The positions held by a rank."""
         return torch.from_numpy(positions(self.length, self.cp, rank, PLACEMENTS[self.method]))
 
     def expected(self) -> list[Tensor]:
@@ -69,7 +70,7 @@ class Case:
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     def join(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Full tensors from those of the ranks."""
+        """Full tensors from the ranks' shards."""
         found = []
         for kind in range(4):
             full = torch.empty(*parts[0][kind].shape[:2], self.length, parts[0][kind].shape[3], dtype=self.dtype)
@@ -87,8 +88,8 @@ def document_indices(documents: Rows, length: int) -> Tensor:
 
 @dataclass
 class Answer:
-    """From one rank: out and gradients of the first run, whether all runs had the same bits, how many buffers received
-    keys in one pass, what a ring did in order, and the number of elements saved from F to B."""
+    """One rank's results: outputs and gradients of the first run, whether all runs were bit-identical, how many buffers
+    received keys in one pass, the log of ring operations, and the number of elements saved from F to B."""
 
     parts: list[Tensor]
     same: bool
@@ -104,7 +105,7 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
     documents = None if case.documents is None else cp_group.document_mask(case.documents, case.length, device)
     log: list[str] = []
     buffers: set[int] = set()
-    keys: set[int] = set()  # addresses of keys in this pass: the first ones sent, and wherever they are received
+    keys: set[int] = set()  # addresses of keys in this pass: those sent first, and all receive buffers
     real_pass_on = cp_ring.pass_on
 
     def logged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,14 +150,14 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
 
 
 def num_elements(saved: object) -> int:
-    """Of all float tensors in nested tuples."""
+    """The number of elements of all float tensors in nested tuples."""
     if isinstance(saved, Tensor):
         return saved.numel() if saved.is_floating_point() else 0
     return sum(map(num_elements, saved)) if isinstance(saved, tuple) else 0
 
 
 class Ranks:
-    """`size` processes, with a GPU each or with gloo."""
+    """`size` processes, each with a GPU, or on CPU with gloo."""
 
     def __init__(self, size: int, device: str = "cpu") -> None:
         self.pool = Pool(size, _serve, device)

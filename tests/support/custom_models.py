@@ -1,4 +1,4 @@
-"""Custom models for tests: the contents of a user's file, and the same training in one process with plain torch."""
+"""Custom models for tests: the text of a user's file, and the same training in one process with plain torch."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def loss(logits, targets):
 
 
 def custom_model(folder: Path, name: str, **sizes: int) -> ModelSpec:
-    """'gpt', 'gpt_dropout' or 'conv', from a file in the folder."""
+    """The custom model 'gpt', 'gpt_dropout' or 'conv', from a file written to the folder."""
     file = folder / ("conv.py" if name == "conv" else "gpt.py")
     file.write_text(CONV if name == "conv" else GPT)
     sizes = {"vocab": MODEL.vocab, "hidden": 16, "heads": 4, "layers": 3, "length": 8} | sizes

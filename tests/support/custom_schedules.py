@@ -15,18 +15,18 @@ DEF = "def plan(rank, ranks, microbatches):\n"
 
 
 def body(*lines: str) -> str:
-    """The function with these lines in it."""
+    """The code of `plan` with these lines as its body."""
     return DEF + "".join(f"    {line}\n" for line in lines)
 
 
 def write(folder: Path, code: str) -> str:
-    """Writes the code to my.py and returns the text that names its `plan`."""
+    """Writes the code to my.py and returns the schedule name that refers to its `plan`."""
     (folder / "my.py").write_text(HEAD + textwrap.dedent(code))
     return f"{folder}/my.py:plan"
 
 
 def refusal(text: str, ranks: int = 2, microbatches: int = 4, chunks: int | None = None) -> str:
-    """The one sentence with which a schedule is refused."""
+    """The one-sentence error with which a schedule is refused."""
     with pytest.raises(PentadError) as error:
         program(text, ranks, microbatches, chunks)
     sentence = str(error.value)

@@ -11,8 +11,8 @@ def dense_attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(D) under the causal mask) v of q [B, N, S, D], k [B, M, K, D], v [B, M, K, Dv].
 
-    The queries are at the last S positions. `scale` replaces 1 / sqrt(D). Positions with different numbers in
-    `documents` [B, K] do not see each other.
+    Queries are the last S positions. `scale` replaces 1 / sqrt(D). Positions with different indices in `documents` [B,
+    K] do not attend to each other.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

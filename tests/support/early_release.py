@@ -1,6 +1,6 @@
-"""Checks that gradients are complete when a reduction may start beside the rest of a W.
+"""Checks that gradients are complete when a reduction may start during the rest of a W.
 
-On a CPU no reduction starts early, so that no result would show a violation.
+On CPUs no reduction starts early, so results would not reveal a violation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Meshes, references and assertions of the tests of elastic restart, on CPUs and GPUs."""
+"""Meshes, references and assertions for the elastic restart tests, on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable
 
 import torch
-from threenodes import Run
+from multinode import Run
 
 from pentad.workers.checkpoint.checkpoint import newest, read
 
 STEPS = 60
-SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas are copies of each other
-LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # only dualpipe's mirrors are
+SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
+LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # only dualpipe's mirrored stages do
 SCHEDULES = {"1f1b": SQUARE, "zb-h2": SQUARE, "dualpipe": LINE}
 # A driver whose ranks run without torch.
 FAKED = """
@@ -32,27 +32,27 @@ Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 
 
 def outcome(run: Run, steps: int = STEPS) -> Outcome:
-    """Loss and gradient norm of each step, and the state in the last checkpoint; audits the steps."""
+    """Loss and gradient norm of each step, and the state in the last checkpoint; asserts that each step ran once."""
     rows = run.rows()
-    assert [row["step"] for row in rows] == list(range(steps)), run.account()
+    assert [row["step"] for row in rows] == list(range(steps)), run.describe()
     found = newest(run.folder / "checkpoints").checkpoint
     assert found is not None and found.step == steps
     return [(row["loss"], row["grad_norm"]) for row in rows], read(found, found.files)
 
 
 def assert_same(run: Run, expected: Outcome, steps: int = STEPS) -> None:
-    got = outcome(run, steps)
-    assert got[0] == expected[0], run.account()
-    assert got[1].keys() == expected[1].keys()
-    assert all(torch.equal(got[1][key], value) for key, value in expected[1].items()), run.account()
+    actual = outcome(run, steps)
+    assert actual[0] == expected[0], run.describe()
+    assert actual[1].keys() == expected[1].keys()
+    assert all(torch.equal(actual[1][key], value) for key, value in expected[1].items()), run.describe()
 
 
 def assert_recovered(run: Run, *how: str) -> None:
-    """The journal has loss, fence and recovery in this order, and one recovery for each of `how`."""
-    assert run.end() == 0, run.account()
+    """Asserts that the journal has loss, fence and recovery in this order, and one recovery for each of `how`."""
+    assert run.end() == 0, run.describe()
     recovered = run.events("recovered")
-    assert tuple(row["how"] for row in recovered) == how, run.account()
+    assert tuple(row["how"] for row in recovered) == how, run.describe()
     kinds = [row["event"] for row in run.events("lost", "fence", "recovered")]
     if "grow" not in how:
-        assert kinds[0] == "lost" and kinds[-2:] == ["fence", "recovered"], run.account()
+        assert kinds[0] == "lost" and kinds[-2:] == ["fence", "recovered"], run.describe()
     run.assert_gone()

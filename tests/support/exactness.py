@@ -1,4 +1,4 @@
-"""The first law of the numerics: any plan gives the losses, gradients and weights of one process."""
+"""The main numerical law: every plan gives the losses, gradients and weights of a single process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ TIED_COPIES = {"head", "predicted.embedding"}
 
 
 def assert_equals_one_process(fleet: Fleet, plan: Plan, *, check_bytes: bool = False) -> None:
-    """Runs STEPS steps in two calls, in float64, to 1e-10. `check_bytes`: buffers have the planned sizes too."""
+    """Runs STEPS steps in two calls, in float64, and compares to 1e-10. `check_bytes` also compares buffer sizes to the
+    plan."""
     losses, gradients, norms, weights = reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
     for rank, outcome in enumerate(outcomes) if check_bytes else ():

@@ -1,4 +1,4 @@
-"""Rank processes in one gloo world that run an MoE sublayer, and the same in one process with autograd."""
+"""Rank processes in one gloo world that run an MoE sublayer, and a single-process reference with autograd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One rank's results; gradients of experts are those of its local ones."""
+    """One rank's results, with the gradients of its local experts."""
 
     y: torch.Tensor
     dx: torch.Tensor
@@ -75,7 +75,7 @@ def case_of(shape: Experts, ranks: int, tokens: int, bias: torch.Tensor | None =
 
 
 def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None) -> Answer:
-    """F, B and W of one rank."""
+    """Runs F, B and W of one rank."""
     x, local = case.tokens[rank].clone(), case.shape.num_experts // ranks
     context = layer_context(case.shape, case.scale, ExpertParallelGroup(group, rank, case.mode))
     mine = slice(rank * local, (rank + 1) * local)
@@ -108,7 +108,7 @@ def named(gradients: moe.MoEWeights) -> State:
 
 
 def reference(case: Case) -> list[Answer]:
-    """Every expert runs on every token, and autograd makes the gradients; the tokens of a rank are a microbatch."""
+    """Runs every expert on every token, with gradients from autograd; each rank's tokens are a microbatch."""
     p = {name: each.clone().requires_grad_(name != "bias") for name, each in case.state.items()}
     tokens, shape, answers = case.tokens.clone().requires_grad_(), case.shape, []
     total = torch.zeros((), dtype=torch.float64)
@@ -147,7 +147,8 @@ def _gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> to
 
 
 def check(case: Case, answers: list[Answer]) -> None:
-    """Everything to 1e-10: gradients of replicated weights are summed over ranks, those of experts concatenated."""
+    """Compares everything to 1e-10: gradients of replicated weights are summed over ranks, those of experts
+    concatenated."""
     expected = reference(case)
     for mine, theirs in zip(answers, expected, strict=True):
         assert relative_error(mine.y, theirs.y) < 1e-10
@@ -160,13 +161,13 @@ def check(case: Case, answers: list[Answer]) -> None:
 
 
 class Ranks:
-    """A pool of processes, of which the first ones run a case; with `device` cuda, each has a GPU."""
+    """A pool of processes, of which a case uses the first ones it needs; with `device` cuda, each has a GPU."""
 
     def __init__(self, size: int, device: str = "cpu") -> None:
         self.pool = Pool(size, _serve, device)
 
     def run(self, case: Case) -> list[Answer]:
-        """One answer a rank; raises with the traceback of a rank that fails."""
+        """One answer per rank; raises with the traceback of a failing rank."""
         ranks = len(case.tokens)
         self.pool.send([case] * ranks)
         return self.pool.answers(ranks, Answer)

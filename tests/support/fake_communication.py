@@ -1,4 +1,5 @@
-"""Groups of two ranks in one process: the other rank sends what this one does, and it arrives when it is awaited."""
+"""Process groups of two ranks in one process: the other rank sends the same data as this one, and it arrives when
+awaited."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Event(NamedTuple):
 
 
 class Log(TorchDispatchMode):
-    """What the tasks do, in order."""
+    """The operations of the tasks, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Log(TorchDispatchMode):
         return FakeWork(self, self.started, arrive)
 
     def of(self, name: str, task: Task[None]) -> Task[None]:
-        """The task, logged by this name."""
+        """The task, logged under `name`."""
         while True:
             self.task = name
             if next(task, "ended"):
@@ -113,7 +114,7 @@ def fake_communication(log: Log) -> Iterator[None]:
 
 
 def stage_of(plan: Plan, mode: DispatchMode) -> Stage:
-    """The middle one of three stages, on the first rank of the mesh that has it."""
+    """The middle of three stages, on the first rank of the mesh that holds it."""
     cpu, mesh, group = torch.device("cpu"), plan.mesh, FakeGroup()
     rank = mesh.move(0, pp=1)
     parameters = {share: create_parameters(plan, share, cpu) for share in plan.param_shards_of(rank)}

@@ -1,4 +1,4 @@
-"""Stages whose process groups have one rank: what others would send has the right shape, and values do not matter."""
+"""Stages whose process groups have one rank: data from other ranks has the right shape and arbitrary values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEEPSEEK = Experts(
     first_k_dense=1,
 )
 LATENT = MLA(kv_lora_rank=6, q_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
-SMALL = replace(MODEL, layers=4, hidden=32, heads=16, kv_heads=8)  # several heads a rank on every mesh
+SMALL = replace(MODEL, layers=4, hidden=32, heads=16, kv_heads=8)  # several heads per rank on every mesh
 FAMILIES = {
     "llama": SMALL,
     "qwen3": replace(SMALL, qk_norm=True, head_dim=6),
@@ -61,7 +61,7 @@ class FakeGroup(NamedTuple):
 
 
 def pass_on(group: Any, sent: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
-    """A step of a ring: what this rank sends comes back."""
+    """A step of a ring: this rank receives what it sends."""
     return ready(buffer.copy_(sent))
 
 
@@ -85,7 +85,7 @@ def make_dispatcher(experts: torch.Tensor, local: int, group: Any, mode: str) ->
 
 
 def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers communicate with nobody."""
+    """Layers communicate without other ranks."""
     monkeypatch.setattr(cp_ring, "pass_on", pass_on)
     for module in (cp_all_gather, expert_parallel, tensor_parallel):
         monkeypatch.setattr(module, "all_gather", all_gather)
@@ -113,7 +113,7 @@ def make_stage(plan: Plan, index: int) -> Stage:
 
 
 def storages(nested: object) -> Iterator[torch.UntypedStorage]:
-    """Of all tensors within, and of autograd graphs; not of document boundaries, which layers share."""
+    """Storages of all nested tensors and autograd graphs, except document boundaries, which layers share."""
     if isinstance(nested, torch.Tensor):
         yield nested.untyped_storage()
         yield from _graph_storages(nested.grad_fn)

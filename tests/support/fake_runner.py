@@ -1,4 +1,4 @@
-"""A Runner without torch: it keeps a board and makes up results. `data.path` tells it how, 'fake:key=value,...'.
+"""A Runner without torch that writes a board and makes up results. `data.path` configures it: 'fake:key=value,...'.
 
 | key | what |
 |---|---|
@@ -50,7 +50,7 @@ class FakeRunner:
         self.steps: int = before.steps if before is not None else 0
         self.freed = threading.Event()
         self.results: list[StepResult] = []
-        self.open: list[StepResult] = []  # accounts for the next call
+        self.open: list[StepResult] = []  # results to return from the next call
 
     def serve(self, host: str, timeout_seconds: float) -> str:
         return f"{host}:0"
@@ -135,10 +135,10 @@ class FakeRunner:
         if mine and how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if how != "none":
-            self.freed.wait(3600)  # as in a collective whose other member never comes
+            self.freed.wait(3600)  # as in a collective that another member never joins
             raise Aborted
 
 
 def loss_of(step: int, number: int) -> float:
-    """The loss sum of a microbatch: no two alike, and their sum depends on the order in its last bits."""
+    """The loss sum of a microbatch: all are different, and the last bits of their sum depend on the order."""
     return 100.0 / (step + 1) + 0.1 * number

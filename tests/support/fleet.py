@@ -70,7 +70,7 @@ def assemble(parts: list[dict[str, torch.Tensor]], like: dict[str, torch.Tensor]
 
 
 def losses_of(outcomes: list[Outcome], step: int = 0) -> dict[int, float]:
-    """Summed token losses of a step by microbatch."""
+    """Sums of token losses of a step, by microbatch."""
     return {microbatch: loss for outcome in outcomes for microbatch, loss in outcome.results[step].losses.items()}
 
 
@@ -121,7 +121,7 @@ def _serve(end: Connection, *_: object) -> None:
             order = end.recv()
         except EOFError:
             return
-        if isinstance(order, str):  # the address, after this rank has failed
+        if isinstance(order, str):  # the address, sent after this rank has failed
             continue
         try:
             faulthandler.dump_traceback_later(80)

@@ -1,4 +1,4 @@
-"""What a run leaves on this machine, told apart from what other programs do meanwhile by a mark in its environment."""
+"""The processes and files of a run on this machine, identified by a mark in its environment."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pentad.orchestrator.cluster.ray_head import psutil
 
 
 class Footprint:
-    """Start a run with `environment`, `look` while it is there, and `assert_gone` afterwards.
+    """Start a run with `environment`, call `record` while it runs, and `assert_gone` afterwards.
 
-    A port is gone with its process. Files are the temporary folders that commands name and shared memory in use.
+    A port is released with its process. Files are temporary folders named in command lines, and shared memory in use.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Footprint:
     def processes(self) -> list[str]:
         return [f"{process.pid} {command}" for process, command in self._marked()]
 
-    def look(self) -> None:
+    def record(self) -> None:
         for process, command in self._marked():
             self.files |= {Path(found) for found in re.findall(r"/tmp/pentad-ray-\w+", command)}
             try:
@@ -51,7 +51,7 @@ class Footprint:
         found = []
         for process in psutil.process_iter():
             try:
-                # A zombie is gone: only its parent has yet to take note.
+                # A zombie counts as gone: it only waits to be reaped.
                 if process.environ().get("FOOTPRINT") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append((process, " ".join(process.cmdline())))
             except psutil.Error:

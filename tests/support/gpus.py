@@ -1,7 +1,8 @@
-"""GPUs for the ranks of a test. A GPU has places for RANKS_A_GPU ranks, one unless the environment says otherwise.
+"""GPUs for the ranks of a test. A GPU has places for RANKS_A_GPU ranks: one, unless the environment sets another
+number.
 
-NCCL takes ranks on a shared GPU for ranks of several hosts and connects them by sockets: slow, with the same results.
-So tests of four ranks run on two GPUs.
+Ranks that share a GPU pretend to be on several hosts, so NCCL connects them by sockets: slow, with the same results.
+Tests of four ranks can thus run on two GPUs.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def num_places() -> int:
 
 
 def gpu_of(place: int) -> int:
-    """The GPU of this process, which is a rank; 0 on a machine without any."""
+    """The GPU of this rank process; 0 on a machine without GPUs."""
     os.environ.update(_host(place))
     return place % max(1, torch.cuda.device_count())
 
 
 def node_of(places: Sequence[int]) -> dict[str, str]:
-    """The environment of a node whose ranks have these places, all of one host."""
+    """The environment of a node whose ranks have these places, all on one host."""
     gpus = [str(place % torch.cuda.device_count()) for place in places]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **(_host(places[0]) if places else {})}
 

@@ -91,7 +91,7 @@ def randomized(model: Any) -> Any:
 
 
 def save(model: Any, folder: Path, **how: Any) -> Path:
-    """Saves a model with its MTP layers, which transformers itself leaves out."""
+    """Saves a model including its MTP layers, which transformers omits."""
     model.save_pretrained(folder, **how)
     extra = mtp_tensors(model)
     if extra:
@@ -101,7 +101,7 @@ def save(model: Any, folder: Path, **how: Any) -> Path:
 
 
 def mtp_model(model: Any) -> Any:
-    """Its MTP layers with random weights, the same every time; None if it has none."""
+    """The model's MTP layers with fixed random weights; None if it has none."""
     count = getattr(model.config, "num_mtp_layers", 0)
     if not count:
         return None
@@ -109,7 +109,7 @@ def mtp_model(model: Any) -> Any:
         torch.manual_seed(7)
         main = {key: tensor.clone() for key, tensor in model.state_dict().items()}
         made = randomized(MtpModel(model, count))
-        model.load_state_dict(main)  # they share embedding and head with the model
+        model.load_state_dict(main)  # MTP layers share embedding and head with the model
     return made
 
 
@@ -146,7 +146,8 @@ def rewrite(folder: Path, **values: Any) -> None:
 
 @contextmanager
 def widened(name: str, monkeypatch: Any) -> Iterator[None]:
-    """In the block, a family computes in float64 what it otherwise casts to float32: norms, softmax, router, angles."""
+    """Within the block, a family computes in float64 what it normally casts to float32: norms, softmax, router,
+    angles."""
     module = MODELS[name][0].lower().replace("qwen3moe", "qwen3_moe").replace("deepseekv3", "deepseek_v3")
     modules = [importlib.import_module(f"transformers.models.{module}.modeling_{module}")]
     modules.append(importlib.import_module("transformers.modeling_rope_utils"))
@@ -158,7 +159,7 @@ def widened(name: str, monkeypatch: Any) -> Iterator[None]:
 
 
 class _Wide:
-    """torch, with float64 in place of float32."""
+    """The torch module with float64 in place of float32."""
 
     float32 = float = torch.float64
 

@@ -1,4 +1,4 @@
-"""What test_memory_passes.py shares with other tests."""
+"""Helpers shared by test_memory_passes.py and other tests."""
 
 from __future__ import annotations
 

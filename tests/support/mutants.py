@@ -1,4 +1,4 @@
-"""Right programs with one damage each, and the instructions that may be named as its culprits."""
+"""Correct programs with one defect each, and the instructions that may be reported as culprits."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from plain_graph import ranks_of
-from proof import Place, partner
+from dependency_graph import ranks_of
+from reachability_proof import Place, partner
 
 from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Overlap, Unit
 from pentad.schedules.ir.program import Program, Stream
@@ -15,8 +15,8 @@ from pentad.schedules.simulate.dependencies import backward_ops, inputs_of
 
 
 class Mutant(NamedTuple):
-    """A damaged program. `culprits` are the damaged instructions and those that depend on one directly: that wait for
-    it, read its result, meet it, or follow it on its lane. `fatal`: the damage is never harmless."""
+    """A program with a defect. `culprits` are the changed instructions and those that depend on one directly: that wait
+    for it, read its result, rendezvous with it, or follow it on its lane. `fatal`: the defect is never harmless."""
 
     kind: str
     where: str
@@ -107,7 +107,7 @@ def _fields(
 ) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """Other values for each field."""
     for k in range(len(part.waits)):
-        optional = gated and part.op in RECEIVES  # it only says when to launch
+        optional = gated and part.op in RECEIVES  # it only affects when to launch
         yield "wait removed", {"waits": part.waits[:k] + part.waits[k + 1 :]}, not optional
     if part.op in SENDS or part.op in RECEIVES:
         for peer in {*range(-1, program.ranks + 1)} - {part.peer}:
@@ -134,7 +134,7 @@ def _changes(
         parts = [part._replace(**values) if k == half else part for k, part in enumerate(unit.parts)]
         changed: Unit = Overlap(*parts) if len(parts) == 2 else parts[0]
         touched = [unit, changed]
-        if kind == "other slot":  # the next receive into that slot is as wrong
+        if kind == "other slot":  # the next receive into that slot is equally wrong
             slot = unit.parts[0].op, values["slot"]
             touched += [u for u in stream[index + 1 :] if (u.parts[0].op, u.parts[0].slot) == slot][:1]
         yield kind, tuple(touched), (*stream[:index], changed, *stream[index + 1 :]), fatal

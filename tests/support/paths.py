@@ -1,4 +1,4 @@
-"""Where things lie in the repository."""
+"""Folders of the repository."""
 
 from pathlib import Path
 

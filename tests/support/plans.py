@@ -1,4 +1,4 @@
-"""Small plans, and the same training in one process."""
+"""Small plans, and the same training in a single process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.samples import document_starts, microbatch
 
 STEPS = 3
-TILE = 4  # tokens, in rank processes: so that products of small models have several tiles
+TILE = 4  # tokens, in rank processes: small, so that even small models have several tiles per matrix product
 MODEL = ModelSpec(layers=8, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
 
 
@@ -92,7 +92,7 @@ def plan_on_mesh(data: str, name: str, sizes: dict[str, int], **more: Any) -> Pl
 
 
 def reference(plan: Plan) -> Trained:
-    """STEPS steps of the plan in one process. They do not depend on how a mesh divides the batch."""
+    """STEPS steps of the plan in a single process, independent of how the mesh divides the batch."""
     rows = plan.batch.micro_batch_size if is_balanced(plan) else 2
     return _reference(plan.data, plan.batch.global_batch_size, plan.model, plan.document_mask, rows)
 
@@ -123,7 +123,7 @@ def is_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-
 
 
 def without_overlap(plan: Plan) -> Plan:
-    """The same instructions with no overlapped pairs."""
+    """The same instructions without overlapped pairs."""
     streams = tuple(tuple(instructions_of(stream)) for stream in plan.program.streams)
     assert any(isinstance(unit, Overlap) for stream in plan.program.streams for unit in stream)
     return replace(plan, program=replace(plan.program, streams=streams))

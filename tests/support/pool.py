@@ -1,4 +1,4 @@
-"""Rank processes that outlive a test."""
+"""Rank processes that are reused across tests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 90.0  # seconds for all answers to an order, on a machine that is shared
+TIMEOUT = 90.0  # seconds for all answers to an order, on a shared machine
 
 
 def process_context() -> Any:
-    """How rank processes start: forked from a server that has imported what they need, which takes no time.
-
-    Spawned where there are GPUs: nothing must be forked from a process that has touched one.
+    """How rank processes start: forked from a server that has already imported their modules, which is fast; spawned on
+    machines with GPUs, as a process that has initialized CUDA must not be forked.
     """
     if Path("/dev/nvidiactl").exists():
         return mp.get_context("spawn")
@@ -28,7 +27,7 @@ def process_context() -> Any:
 class Pool:
     """`size` processes of `serve(end, rank, size, device, folder)`, started by the first order.
 
-    After an order that was not answered they are replaced: a late answer must not be taken for one to the next order.
+    They are replaced after an unanswered order, so that a late answer is not mistaken for one to the next order.
     """
 
     def __init__(self, size: int, serve: Callable[..., None], device: str = "cpu") -> None:

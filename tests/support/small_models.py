@@ -1,4 +1,4 @@
-"""Small models of every supported family, and with sizes that several ranks can share."""
+"""Small models of every supported family, with sizes that divide over several ranks."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ FAMILIES = {
         MODEL, kv_heads=4, mla=MLA(kv_lora_rank=6, q_lora_rank=0, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=8)
     ),
 }
-# For GPUs: large enough for their kernels.
+# For GPUs: large enough for the kernels.
 WIDE = replace(MODEL, hidden=64, heads=8, kv_heads=8, ffn=64, head_dim=16)
 WIDE_MOE = replace(WIDE, layers=4, experts=replace(ROUTED, intermediate_size=32, shared_intermediate_size=32))

@@ -14,7 +14,7 @@ def simulated(name: str, transfer: float = 7e-5) -> Timeline:
 
 
 def measured(timeline: Timeline, steps: int = 2) -> Timeline:
-    """Steps on a clock that counts from 1970, with receives posted long before their sends."""
+    """Steps in Unix time, with receives posted long before their sends."""
     early = {"RECV_F": -4e-4, "RECV_B": -4e-4}
     spans = [
         span._replace(step=step, start=1.8e9 + step + span.start + early.get(span.op, 0), end=1.8e9 + step + span.end)

@@ -23,7 +23,7 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.abort import Aborted
 
 TIMEOUT = 60.0 * RANKS_A_GPU  # seconds; the first step of a run compiles kernels
-NUM_CALLS = 4  # that the steps of `check_recovery` are divided into
+NUM_CALLS = 4  # number of calls over which `check_recovery` divides its steps
 
 
 class WorkerProcess:
@@ -38,7 +38,7 @@ class WorkerProcess:
         self.num_calls, self.answers = 0, dict[int, Any]()
 
     def call(self, method: str, *arguments: Any) -> int:
-        """The number to ask `answer` for."""
+        """Queues a call; returns the number to pass to `answer`."""
         return self._send("call", method, *arguments)
 
     def call_now(self, method: str, *arguments: Any) -> int:
@@ -55,12 +55,12 @@ class WorkerProcess:
         return value
 
     def receive(self) -> None:
-        """Receives the next answer, to whichever call."""
+        """Receives the next answer, to any call."""
         number, value = self.end.recv()
         self.answers[number] = value
 
     def wait_for_step(self, step: int) -> None:
-        """Until this rank has reached a step."""
+        """Waits until this rank has reached a step."""
         while self.answer(self.call_now("step")) < step:
             time.sleep(0.01)
 
@@ -80,7 +80,7 @@ class WorkerProcess:
 
 
 def call_all(workers: list[WorkerProcess], method: str, *arguments: Any, seconds: float = TIMEOUT) -> list[Any]:
-    """The answers of all workers; raises what the first to fail raises, as others may be waiting for it."""
+    """The answers of all workers; raises the error of the first to fail, as others may be waiting for it."""
     asked = [(worker, worker.call(method, *arguments)) for worker in workers]
     deadline = time.monotonic() + seconds
     while missing := [worker for worker, number in asked if number not in worker.answers]:
@@ -261,7 +261,7 @@ def _state(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def _fail_at(runner: Any, step: int) -> None:
-    """Fails the rank in NORM of a step, when its gradients are complete and the other ranks have the norm."""
+    """Makes the rank fail in NORM of a step, when its gradients are complete and the other ranks have the norm."""
     optimizer_step = runner.executor.optimizer_step
     real = optimizer_step.reduce_norm
 

@@ -1,4 +1,4 @@
-"""A mistake is one sentence on stderr and exit status 1: no traceback, process or file."""
+"""A user error gives one sentence on stderr and exit status 1, and leaves no traceback, process or file."""
 
 from __future__ import annotations
 
@@ -74,20 +74,20 @@ def refused(tmp_path, monkeypatch, capsys):
 
 
 def copied(corpus: Path, folder: Path) -> int:
-    """Copies the corpus into the folder of a test; returns the number of files and folders there."""
+    """Copies the corpus into a test's folder; returns the number of files and folders there."""
     shutil.copytree(corpus, folder / "corpus")
     return len(list(folder.rglob("*")))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_configuration_is_one_sentence(case, refused, corpus, tmp_path):
+def test_a_bad_configuration_is_reported_in_one_sentence(case, refused, corpus, tmp_path):
     words, named = CASES[case]
     files = copied(corpus, tmp_path)
     sentence = refused("train", *SMALL, *words, files=files)
     assert all(word in sentence for word in named), sentence
 
 
-def test_each_configuration_error_has_a_line(capsys, tmp_path, monkeypatch):
+def test_each_configuration_error_has_its_own_line(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *SMALL, "optimizer.lr=1", "run.seed=x", "cluster.device=gpu"]) == 1
     assert capsys.readouterr().err.splitlines() == [
@@ -99,7 +99,7 @@ def test_each_configuration_error_has_a_line(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])
-def test_a_damaged_corpus_is_named(damage, refused, corpus, tmp_path):
+def test_a_damaged_corpus_is_reported(damage, refused, corpus, tmp_path):
     copied(corpus, tmp_path)
     shard = tmp_path / "corpus" / "tokens-00000.arrow"
     data = bytearray(shard.read_bytes())
@@ -120,7 +120,7 @@ def test_a_damaged_corpus_is_named(damage, refused, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["cluster.dashboard_port", "metrics.port", "metrics.control_port"])
-def test_a_taken_port_is_named_with_its_holder(key, refused, corpus, tmp_path):
+def test_a_taken_port_is_reported_with_its_owner(key, refused, corpus, tmp_path):
     files = copied(corpus, tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -142,7 +142,7 @@ def test_the_name_of_a_live_run_is_refused(refused, corpus, tmp_path):
     assert sentence == "pentad: run.name is alive, which is running already (process 4321): expected another\n"
 
 
-def test_a_corpus_unlike_the_drivers_is_refused(corpus):
+def test_a_corpus_that_differs_from_the_drivers_is_refused(corpus):
     found = open_data(str(corpus), 300, 8, "")
     assert open_data(str(corpus), 300, 8, "", fingerprint=found.fingerprint).tokens == found.tokens
     with pytest.raises(PentadError, match=r"data\.path is .*, which has fingerprint .*: expected 000000000000"):

@@ -1,4 +1,4 @@
-"""Laws of the command line: it does what it says or tells in one sentence why not."""
+"""The command line does what it says, or explains in one sentence why not."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
 
 
 def uniform(name: str, *costs: float) -> Costs:
-    """Of four ranks."""
+    """Uniform costs of a schedule on four ranks."""
     program = generate(name, 4, 8)
     return Costs.uniform(program.stages, *costs, chunks=program.chunks, slices=program.slices)
 
@@ -71,10 +71,10 @@ def test_schedule_json_is_one_object_with_the_agreed_keys(pentad: Pentad, name: 
 @pytest.mark.parametrize("costs", [(1, 1, 1), (1, 2, 1)])
 def test_the_printed_grid_is_the_time_grid(pentad: Pentad, name: str, costs: tuple[int, int, int]) -> None:
     status, out, _ = pentad("schedule", name, *SIZES, "--costs", ",".join(map(str, costs)), "--grid")
-    whole = uniform(name, *costs)
-    program = compile_program(name, 4, 8, costs=whole)
+    full_costs = uniform(name, *costs)
+    program = compile_program(name, 4, 8, costs=full_costs)
     assert status == 0
-    assert out.startswith(time_grid(program, simulate(program, whole), whole) + "\n\n")
+    assert out.startswith(time_grid(program, simulate(program, full_costs), full_costs) + "\n\n")
     assert "longest" in out
     assert "makespan" in out
 
@@ -87,7 +87,7 @@ def test_costs_and_comm_reach_the_simulation(pentad: Pentad) -> None:
     assert makespan("--comm", "0.5") > makespan()
 
 
-def test_slices_are_asked_for_and_told(pentad: Pentad) -> None:
+def test_slices_are_an_option_and_reported(pentad: Pentad) -> None:
     status, out, _ = pentad("schedule", "seq-1f1b", *SIZES, "--slices", "2", "--comm", "0.5", "--json")
     facts = json.loads(out)
     costs = Costs.uniform(4, slices=2, transfer=0.5)
@@ -103,7 +103,7 @@ def test_slices_are_asked_for_and_told(pentad: Pentad) -> None:
     assert pentad("schedule", "seq-1f1b", *SIZES, "--slices", "1", "--csv", "a.csv")[0] == 0
 
 
-def test_every_file_that_is_asked_for_is_written(pentad: Pentad) -> None:
+def test_every_requested_file_is_written(pentad: Pentad) -> None:
     files = ("--svg", "a.svg", "--html", "a.html", "--arrow", "a.arrow", "--csv", "a.csv")
     status, out, _ = pentad("schedule", "zb-h1", *SIZES, *files)
     assert status == 0
@@ -117,14 +117,17 @@ def test_every_file_that_is_asked_for_is_written(pentad: Pentad) -> None:
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "dualpipe", "seq-1f1b", "zb-v"])
-def test_a_saved_program_is_a_schedule(pentad: Pentad, name: str) -> None:
+def test_a_saved_program_can_be_used_as_a_schedule(pentad: Pentad, name: str) -> None:
     assert pentad("schedule", name, *SIZES, "--arrow", "a.arrow")[0] == 0
-    told = json.loads(pentad("schedule", "a.arrow", *SIZES, "--json")[1])
-    assert (told["hash"], told["slices"]) == (Program.load(Path("a.arrow")).hash, Program.load(Path("a.arrow")).slices)
+    report = json.loads(pentad("schedule", "a.arrow", *SIZES, "--json")[1])
+    assert (report["hash"], report["slices"]) == (
+        Program.load(Path("a.arrow")).hash,
+        Program.load(Path("a.arrow")).slices,
+    )
 
 
 @pytest.mark.parametrize(
-    ("content", "ranks", "said"),
+    ("content", "ranks", "message"),
     [
         (None, "4", "a.arrow is not a readable program: [Errno 2] No such file or directory: 'a.arrow'"),
         (b"", "4", "a.arrow is not a readable program: 0 bytes are not a program (Arrow file)"),
@@ -132,12 +135,14 @@ def test_a_saved_program_is_a_schedule(pentad: Pentad, name: str) -> None:
         (compile_program("zb-h1", 4, 8).to_bytes(), "2", "schedule a.arrow: the file has 4 ranks: expected 2"),
     ],
 )
-def test_a_foreign_arrow_file_is_one_sentence(pentad: Pentad, content: bytes | None, ranks: str, said: str) -> None:
+def test_a_foreign_arrow_file_is_reported_in_one_sentence(
+    pentad: Pentad, content: bytes | None, ranks: str, message: str
+) -> None:
     if content is not None:
         Path("a.arrow").write_bytes(content)
     status, _, err = pentad("schedule", "a.arrow", "--ranks", ranks, "--microbatches", "8")
     assert status == 1
-    assert said in err and err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", [name for name, entry in CATALOGUE.items() if entry.slices == 1])
@@ -193,7 +198,9 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
         (("data", "build", "nope", "out"), "nope"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_status_1(pentad: Pentad, arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_mistake_is_reported_in_one_sentence_with_status_1(
+    pentad: Pentad, arguments: tuple[str, ...], sentence: str
+) -> None:
     status, out, err = pentad(*arguments)
     assert (status, out) == (1, "")
     assert err.startswith("pentad: ")
@@ -213,7 +220,7 @@ def test_a_mistake_is_one_sentence_and_status_1(pentad: Pentad, arguments: tuple
         (("plan", "--device", "tpu"), "--device"),
     ],
 )
-def test_a_wrong_command_line_is_one_sentence_and_status_2(
+def test_a_wrong_command_line_is_reported_in_one_sentence_with_status_2(
     pentad: Pentad, arguments: tuple[str, ...], sentence: str
 ) -> None:
     status, out, err = pentad(*arguments)
@@ -252,7 +259,7 @@ def test_a_plan_that_does_not_fit_says_so(pentad: Pentad) -> None:
     assert re.search(r"does not fit: rank \d needs [\d.]+ GiB of an NVIDIA H200.*, which has 137.0 GiB \(rank", out)
 
 
-def test_overrides_may_stand_anywhere(pentad: Pentad) -> None:
+def test_overrides_may_come_anywhere(pentad: Pentad) -> None:
     Path("run.yaml").write_text(dump(load(None, ["run.name=from-file"])))
     facts = json.loads(pentad("plan", "run.seed=1", "run.yaml", "--json", "mesh.pp=2")[1])
     assert (facts["run"], facts["mesh"]["pp"]) == ("from-file", 2)
@@ -260,7 +267,7 @@ def test_overrides_may_stand_anywhere(pentad: Pentad) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run 'trial' below runs/ that has measured steps 3 and 4, a little slower than planned."""
+    """A run in runs/trial whose measured steps 3 and 4 are a little slower than planned."""
     config = load(None, [f"run.folder={tmp_path / 'runs'}", "run.name=trial", "mesh.dp=2"])
     plan = make_plan(config, "cpu")
     costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
@@ -293,7 +300,7 @@ def test_timeline_compares_the_last_measured_step(pentad: Pentad, run: Path) -> 
     assert (status, err) == (1, "pentad: --step is 5: expected a measured step, 3, 4\n")
 
 
-def test_a_run_without_a_timeline_says_what_it_lacks(pentad: Pentad, run: Path) -> None:
+def test_a_run_without_a_timeline_is_reported(pentad: Pentad, run: Path) -> None:
     (run / "timeline.arrow").unlink()
     status, _, err = pentad("timeline", "trial")
     assert status == 1
@@ -334,7 +341,7 @@ sys.exit(main({list(arguments)!r}))
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_ctrl_c_is_told(pentad: Pentad, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_reported(pentad: Pentad, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -343,7 +350,7 @@ def test_ctrl_c_is_told(pentad: Pentad, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-def test_a_full_stdout_is_one_sentence(tmp_path: Path) -> None:
+def test_a_full_stdout_is_reported_in_one_sentence(tmp_path: Path) -> None:
     code = "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", code, "schedule", "1f1b", *SIZES]
     with open("/dev/full", "w") as full:
@@ -354,7 +361,7 @@ def test_a_full_stdout_is_one_sentence(tmp_path: Path) -> None:
     assert re.fullmatch(r"pentad: .*No space left on device\n", ended.stderr)
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     code = "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", code, "schedule", "1f1b", "--ranks", "8", "--microbatches", "600", "--json"]
     with subprocess.Popen(
@@ -367,7 +374,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
         assert child.stderr.read() == b""
 
 
-def test_what_bounds_a_step_and_what_would_help_is_told(pentad: Pentad) -> None:
+def test_the_critical_path_and_what_if_results_are_reported(pentad: Pentad) -> None:
     status, out, _ = pentad("schedule", "zb-h2", *SIZES, "--comm", "0.1", "--what-if", "--json")
     facts = json.loads(out)
     assert status == 0
@@ -380,7 +387,7 @@ def test_what_bounds_a_step_and_what_would_help_is_told(pentad: Pentad) -> None:
     assert status == 0 and "critical " in out and "links at half speed" in out
 
 
-def test_an_order_that_was_written_for_torch_can_be_read_again(pentad: Pentad) -> None:
+def test_an_order_written_for_torch_can_be_read_back(pentad: Pentad) -> None:
     assert pentad("schedule", "zb-v", *SIZES, "--csv", "order.csv")[0] == 0
     facts = [json.loads(pentad("schedule", name, *SIZES, "--json")[1]) for name in ("zb-v", "order.csv")]
     for key in ("streams", "placement", "chunks", "hash"):

@@ -1,4 +1,4 @@
-"""Commands that list, find and stop runs, and mistakes that are found before Ray starts."""
+"""Commands that list, find and stop runs, and errors reported before Ray starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROW = {**dict.fromkeys(METRIC_KEYS, 0.5), "mfu": None, "generation": 1, "tokens"
 
 @pytest.fixture
 def trial(tmp_path: Path) -> Path:
-    """A run of two steps under runs/ that was stopped."""
+    """A run in runs/ that was stopped after two steps."""
     config = load(None, [f"run.folder={tmp_path / 'runs'}", "run.name=trial"])
     with RunFolder(config, make_plan(config, "cpu")) as folder:
         folder.event("start", generation=1, step=0)
@@ -59,7 +59,7 @@ def test_the_shell_completion_script_is_printed() -> None:
     assert done.returncode == 0 and "_PENTAD_COMPLETE=complete_bash" in done.stdout, done.stderr
 
 
-def test_schedules_lists_the_whole_catalogue(pentad: Pentad) -> None:
+def test_schedules_lists_the_entire_catalogue(pentad: Pentad) -> None:
     status, out, _ = pentad("schedules", "--json")
     found = {each["name"]: each for each in json.loads(out)["schedules"]}
     assert status == 0 and list(found) == list(CATALOGUE)
@@ -95,7 +95,7 @@ def test_logs_of_a_run_are_its_steps_and_events_in_order(pentad: Pentad, trial: 
     assert "run trial is stopped at step 2: expected a live one" in pentad("stop", "trial")[2]
 
 
-def test_a_job_s_run_is_found_through_its_folder(pentad: Pentad, trial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_of_a_job_is_found_by_its_folder(pentad: Pentad, trial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = SimpleNamespace(job="first", status="RUNNING", folder=str(trial))
     served = SimpleNamespace(address="http://cluster", get=lambda name: job)
     monkeypatch.setattr(jobs, "Jobs", lambda address: served)
@@ -147,7 +147,7 @@ def test_a_run_folder_of_another_version_is_refused_in_one_sentence(no_ray: None
 @pytest.mark.parametrize(("gpus", "arguments", "pp"), [
     (2, [], 2), (0, [], 4), (8, [], 4), (2, ["mesh.dp=2"], 4), (1, ["cluster.device=cpu"], 4),
 ])  # fmt: skip
-def test_the_quickstart_uses_the_gpus_that_there_are(
+def test_the_quickstart_uses_the_available_gpus(
     pentad: Pentad, monkeypatch: pytest.MonkeyPatch, gpus: int, arguments: list[str], pp: int
 ) -> None:
     configs = []

@@ -33,7 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_import_exports_to_the_same_files(pentad: Pentad, files: Path) -> None:
+def test_an_imported_model_is_exported_to_the_same_files(pentad: Pentad, files: Path) -> None:
     status, out, err = pentad("import-hf", str(files), "mine")
     assert (status, out.count("\n")) == (0, 2), err
     assert "llama, 19,616 parameters" in out and "read 76.6 KiB of 76.6 KiB" in err
@@ -73,7 +73,7 @@ def test_a_bfloat16_export_in_several_files_opens_in_transformers(pentad: Pentad
         assert torch.equal(tensor, expected[name].bfloat16())
 
 
-def test_an_export_of_a_run_has_its_newest_checkpoint_and_the_tokenizer_of_its_corpus(
+def test_a_run_is_exported_from_its_newest_checkpoint_with_the_tokenizer_of_its_corpus(
     pentad: Pentad, files: Path
 ) -> None:
     assert pentad("import-hf", str(files), "mine", "--json")[0] == 0
@@ -116,7 +116,7 @@ def test_an_imported_model_section_is_a_valid_configuration(name: str) -> None:
         (["export-hf", "bare", "out", "--dtype", "float16"], ["--dtype"]),
     ],
 )
-def test_an_error_is_one_sentence(pentad: Pentad, arguments: list[str], words: list[str]) -> None:
+def test_an_error_is_reported_in_one_sentence(pentad: Pentad, arguments: list[str], words: list[str]) -> None:
     Path("empty/checkpoints").mkdir(parents=True)
     folder = folder_of(Path("bare/checkpoints"), 1)
     commit(folder, step=1, shards=[write_shard(folder, "a.safetensors", {"model.norm": torch.ones(3)})], meta={})

@@ -76,7 +76,9 @@ def test_plan_shows_recomputed_stages_and_offloaded_bytes(pentad: Pentad) -> Non
         (("--prefetch", "1"), "--prefetch is 1 with --zero 0: expected at least 0 with"),
     ],
 )
-def test_a_bad_value_is_one_sentence_and_status_1(pentad: Pentad, arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_bad_value_is_reported_in_one_sentence_with_status_1(
+    pentad: Pentad, arguments: tuple[str, ...], sentence: str
+) -> None:
     status, out, err = pentad("schedule", "1f1b", *SIZES, *arguments)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert sentence in err

@@ -1,4 +1,4 @@
-"""`pentad schedule` for a large program is quick, and prints no grid that nobody could read."""
+"""`pentad schedule` is quick for large programs and prints no unreadably wide grid."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["pentad"]
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("zb-v", None), ("interleaved", 2), ("dualpipe", None)])
-def test_64_ranks_and_256_microbatches_take_little_more_than_compiling(name: str, chunks: int | None) -> None:
-    """Seconds of CPU for proof, simulation and text; a third of the bound is usual."""
+def test_64_ranks_and_256_microbatches_take_little_longer_than_compiling(name: str, chunks: int | None) -> None:
+    """CPU seconds of verification, simulation and text; usually a third of the bound."""
     seconds = []
     for _ in range(2):
         out = io.StringIO()

@@ -1,4 +1,4 @@
-"""Laws of the embedded cluster: who may reach it, that two get along, and that nothing of it stays."""
+"""The embedded cluster: who can reach it, that two can coexist, and that it leaves nothing behind."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from pentad.orchestrator.config.sections import ClusterSection
 from pentad.schedules.ir.errors import PentadError
 
 CPU = ClusterSection(device="cpu")
-SIGTERM_BEFORE = signal.getsignal(signal.SIGTERM)  # a coverage tool may have set one
+SIGTERM_BEFORE = signal.getsignal(signal.SIGTERM)  # a coverage tool may have set a handler
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,13 @@ def test_a_local_cluster_has_a_cpu_for_each_rank(running: clusters.Cluster) -> N
 
 def test_it_listens_on_the_loopback_interface_only(running: clusters.Cluster) -> None:
     listening = psutil.net_connections("tcp")
-    ours = {process.pid for process in psutil.Process().children(recursive=True)}
-    hosts = {c.laddr.ip for c in listening if c.status == psutil.CONN_LISTEN and c.pid in ours}
+    children = {process.pid for process in psutil.Process().children(recursive=True)}
+    hosts = {c.laddr.ip for c in listening if c.status == psutil.CONN_LISTEN and c.pid in children}
     assert hosts <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     assert hosts
 
 
-def test_its_dashboard_requires_a_token_that_only_its_owner_can_read(running: clusters.Cluster) -> None:
+def test_its_dashboard_requires_a_token_readable_only_by_its_owner(running: clusters.Cluster) -> None:
     address = f"{running.dashboard}/api/v0/actors"
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(address, timeout=20)
@@ -62,19 +62,19 @@ def test_the_users_home_gets_no_token_file(running: clusters.Cluster) -> None:
     assert not (Path.home() / ".ray" / "auth_token").exists()
 
 
-def test_sigterm_stays_the_drivers(running: clusters.Cluster) -> None:
+def test_the_driver_keeps_its_sigterm_handler(running: clusters.Cluster) -> None:
     assert signal.getsignal(signal.SIGTERM) == SIGTERM_BEFORE
 
 
 @pytest.fixture
-def heeded() -> Iterator[None]:
-    """Ctrl-C, which a shell's background process is born deaf to."""
+def sigint_enabled() -> Iterator[None]:
+    """Enables Ctrl-C, which a shell's background processes ignore by default."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_waits_until_ray_is_joined(heeded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_delayed_until_ray_is_joined(sigint_enabled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
 
     def init(**options: object) -> None:
@@ -87,7 +87,7 @@ def test_ctrl_c_waits_until_ray_is_joined(heeded: None, monkeypatch: pytest.Monk
     assert done
 
 
-def test_a_second_ctrl_c_does_not_wait_for_ray(heeded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_does_not_wait_for_ray(sigint_enabled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**options: object) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -99,7 +99,7 @@ def test_a_second_ctrl_c_does_not_wait_for_ray(heeded: None, monkeypatch: pytest
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_auto_means_gpus_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_gpus_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = ClusterSection()
     monkeypatch.setattr(devices, "local_gpus", lambda: 4)
     assert devices.local_device(auto, 4) == ("cuda", "")
@@ -159,7 +159,7 @@ def join(section: dict[str, str], footprint: Footprint | None = None) -> str:
     return done.stdout.strip()
 
 
-def test_two_clusters_live_side_by_side_and_the_second_leaves_nothing(running: clusters.Cluster) -> None:
+def test_two_clusters_coexist_and_the_second_leaves_nothing_behind(running: clusters.Cluster) -> None:
     footprint = Footprint()
     answer = join({"device": "cpu"}, footprint)
     assert answer.startswith("2 True 127.0.0.1:")
@@ -169,7 +169,7 @@ def test_two_clusters_live_side_by_side_and_the_second_leaves_nothing(running: c
     assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
 
 
-def test_a_jobs_own_variables_are_not_passed_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_job_itself_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     monkeypatch.setenv("SECRET", "x")
@@ -182,7 +182,9 @@ def test_a_jobs_own_variables_are_not_passed_on_again(monkeypatch: pytest.Monkey
     assert set(passed) - set(clusters._passed_on()) == {"NCCL_DEBUG", "PYTHONPATH"}
 
 
-def test_an_existing_cluster_is_joined_and_stays(running: clusters.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_cluster_is_joined_and_left_running(
+    running: clusters.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     assert running.token_file is not None
     monkeypatch.setenv("RAY_AUTH_TOKEN", running.token_file.read_text())
@@ -196,7 +198,7 @@ def test_an_address_where_no_cluster_answers_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "mode", "told"),
+    ("variables", "mode", "message"),
     [
         ({"RAY_AUTH_TOKEN": "f" * 64}, "token", "the Ray cluster at {} refuses the token found here: expected the"),
         ({"RAY_AUTH_TOKEN": ""}, "token", "cluster.auth is 'token', but no token was found here: expected the"),
@@ -204,11 +206,14 @@ def test_an_address_where_no_cluster_answers_is_reported() -> None:
     ],
 )
 def test_a_wrong_token_is_reported_at_once(
-    running: clusters.Cluster, variables: dict[str, str], mode: str, told: str, tmp_path: Path
+    running: clusters.Cluster, variables: dict[str, str], mode: str, message: str, tmp_path: Path
 ) -> None:
     began = time.monotonic()
-    nowhere = {"HOME": str(tmp_path)}  # where Ray looks for a token last
-    with clusters.environment(nowhere | variables), pytest.raises(PentadError, match=told.format(running.address)):
+    empty_home = {"HOME": str(tmp_path)}  # the last place where Ray looks for a token
+    with (
+        clusters.environment(empty_home | variables),
+        pytest.raises(PentadError, match=message.format(running.address)),
+    ):
         check_joinable(running.address, mode)
     assert time.monotonic() - began < 5
     check_joinable(running.address, "token")

@@ -1,4 +1,4 @@
-"""Laws of a group of workers, on one embedded cluster with room for four ranks that run without torch."""
+"""A worker group on one embedded cluster with room for four ranks, which run without torch."""
 
 import os
 import time
@@ -64,21 +64,26 @@ def assert_gone(pids: list[int], seconds: float = 10) -> None:
 
 
 def assert_all_free(seconds: float = 10) -> None:
-    """Ray counts what is free a little late."""
+    """Waits until all resources are free, which Ray registers with a delay."""
     until = time.monotonic() + seconds
     while (free := ray.available_resources().get("CPU")) != 4 and time.monotonic() < until:
         time.sleep(0.05)
     assert free == 4
 
 
-def test_every_rank_runs_every_step_and_says_where_it_is(cluster: clusters.Cluster) -> None:
+def test_every_rank_runs_every_step_and_reports_its_place(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:", "mesh.pp=2", "mesh.dp=2")
     with start(plan) as group:
         group.restore(None)
         results = group.run(0, 5)
-        assert [[result.step for result in mine] for mine in results] == [[0, 1, 2, 3, 4]] * 4
-        assert [{span.rank for result in mine for span in result.spans} for mine in results] == [{0}, {1}, {2}, {3}]
-        assert [len(mine[0].losses) for mine in results] == [0, 0, 4, 4]
+        assert [[result.step for result in of_rank] for of_rank in results] == [[0, 1, 2, 3, 4]] * 4
+        assert [{span.rank for result in of_rank for span in result.spans} for of_rank in results] == [
+            {0},
+            {1},
+            {2},
+            {3},
+        ]
+        assert [len(of_rank[0].losses) for of_rank in results] == [0, 0, 4, 4]
         assert group.offsets == (0.0,) * 4
         assert len(set(pids_of(group))) == 4
         named = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
@@ -86,21 +91,21 @@ def test_every_rank_runs_every_step_and_says_where_it_is(cluster: clusters.Clust
         pids = pids_of(group)
     assert_gone(pids)
     assert_all_free()
-    group.stop()  # a second time does nothing
+    group.stop()  # calling it again does nothing
 
 
-def test_neighbours_in_the_pipeline_get_neighbouring_gpus(cluster: clusters.Cluster) -> None:
+def test_pipeline_neighbours_get_neighbouring_gpus(cluster: clusters.Cluster) -> None:
     plan = make_plan(config_of("fake:", "mesh.pp=4"), "cuda")
     group = WorkerGroup(plan, reserve(plan.mesh, "cuda", 10, fixed=True), generation=1, runner=FAKE)
     try:
         group._create(time.monotonic() + 30)
-        assert [at.gpu for at in group.places] == [4, 5, 6, 7]  # Ray gives bundles 7, 5, 6 and 4
+        assert [at.gpu for at in group.places] == [4, 5, 6, 7]  # Ray assigns bundles 7, 5, 6 and 4
     finally:
         group.stop(kill=True)
 
 
 @pytest.mark.parametrize(("visible", "given", "index"), [(None, [3], 3), ("7,5,6,4", ["6"], 2), ("1", ["1"], 0)])
-def test_a_gpus_cuda_number_is_its_place_among_the_visible_ones(
+def test_the_cuda_index_of_a_gpu_is_its_position_among_visible_gpus(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, given: list, index: int
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -118,7 +123,7 @@ def test_calls_in_flight_run_in_order(cluster: clusters.Cluster) -> None:
         assert done == [[0, 1], [2], [3, 4, 5]]
 
 
-def test_statuses_show_what_a_busy_rank_does_without_waiting(cluster: clusters.Cluster) -> None:
+def test_statuses_of_a_busy_rank_are_read_without_waiting(cluster: clusters.Cluster) -> None:
     with start(plan_of("fake:seconds=1.0,rank=0,step=0,how=hang", "mesh.pp=2")) as group:
         group.submit_run(0, 1)
         seen: dict[int, Status] = {}
@@ -135,15 +140,15 @@ def test_statuses_show_what_a_busy_rank_does_without_waiting(cluster: clusters.C
 
 
 def test_statuses_are_updated_every_second_however_short_the_calls(cluster: clusters.Cluster) -> None:
-    told: list[dict[int, Status]] = []
+    ticks: list[dict[int, Status]] = []
     with start(plan_of("fake:seconds=0.3", "mesh.pp=2")) as group:
         for step in range(9):
-            group.collect(group.submit_run(step, 1), tick=told.append)
-    assert len(told) >= 2
+            group.collect(group.submit_run(step, 1), tick=ticks.append)
+    assert len(ticks) >= 2
 
 
 def run_until_it_fails(plan: Plan) -> tuple[PentadError, list[int], float]:
-    """The error of a run of six steps in two calls, the ranks' processes, and the seconds that the last call took."""
+    """The error of a run of six steps in two calls, the ranks' PIDs, and the seconds taken by the last call."""
     with start(plan) as group:
         group.run(0, 1)
         began = time.monotonic()
@@ -153,11 +158,11 @@ def run_until_it_fails(plan: Plan) -> tuple[PentadError, list[int], float]:
 
 
 def third_instruction(plan: Plan, rank: int) -> str:
-    """What the fake runner does when it obeys."""
+    """The instruction at which the fake runner injects its fault."""
     return str(plan.program.streams[rank][2]).partition(" after ")[0]
 
 
-def test_a_killed_rank_is_named_within_seconds_and_the_others_go_too(cluster: clusters.Cluster) -> None:
+def test_a_killed_rank_is_named_within_seconds_and_the_others_are_stopped(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:rank=1,step=3,how=die")
     error, pids, seconds = run_until_it_fails(plan)
     assert isinstance(error, WorkerError)
@@ -184,7 +189,7 @@ def test_an_exception_of_a_rank_is_reported_with_its_instruction(cluster: cluste
     assert_gone(pids)
 
 
-def test_a_users_mistake_found_by_a_rank_is_reported_verbatim(cluster: clusters.Cluster) -> None:
+def test_a_user_error_found_by_a_rank_is_reported_verbatim(cluster: clusters.Cluster) -> None:
     error, pids, _ = run_until_it_fails(plan_of("fake:rank=0,step=1,how=mistake", "mesh.pp=2"))
     assert type(error) is PentadError
     assert str(error) == "data.path is wrong: expected a right one"
@@ -198,14 +203,14 @@ def test_a_runner_that_cannot_be_imported_is_reported(cluster: clusters.Cluster)
     assert_all_free()
 
 
-def test_a_folder_that_a_node_lacks_is_reported(cluster: clusters.Cluster, tmp_path: Path) -> None:
+def test_a_folder_missing_on_a_node_is_reported(cluster: clusters.Cluster, tmp_path: Path) -> None:
     with start(plan_of("fake:", "mesh.pp=2")) as group:
         group.check_folder(tmp_path)
         with pytest.raises(PentadError, match=r"which rank 0 \(dp0 pp0, .*\) does not see: expected storage"):
             group.check_folder(tmp_path / "elsewhere")
 
 
-def test_a_mesh_that_the_cluster_can_never_hold_is_refused_at_once(cluster: clusters.Cluster) -> None:
+def test_a_mesh_too_large_for_the_cluster_is_refused_at_once(cluster: clusters.Cluster) -> None:
     began = time.monotonic()
     with pytest.raises(PentadError) as caught:
         reserve(Mesh(dp=2, pp=4), "cpu", 60, fixed=True)

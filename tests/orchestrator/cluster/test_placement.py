@@ -1,4 +1,4 @@
-"""Laws of the order of ranks. Reserving places is tested with the groups that need them."""
+"""The order of ranks on places. Reserving places is tested with the worker group."""
 
 import random
 
@@ -15,7 +15,7 @@ meshes = st.builds(Mesh, dp=sides, pp=sides, cp=st.integers(1, 2), tp=st.integer
 
 
 def on_nodes(sizes: list[int]) -> list[Place]:
-    """Bundles filled node by node, GPUs of a node counted from 0."""
+    """Places filled node by node, with the GPUs of each node numbered from 0."""
     places: list[Place] = []
     for number, size in enumerate(sizes):
         places += [Place(len(places) + gpu, f"node{number}", gpu) for gpu in range(size)]
@@ -41,7 +41,9 @@ def test_every_place_becomes_one_rank(case: tuple[Mesh, list[Place]]) -> None:
 
 
 @given(placed_meshes(), st.randoms(use_true_random=False))
-def test_the_order_of_the_answers_does_not_matter(case: tuple[Mesh, list[Place]], dice: random.Random) -> None:
+def test_the_order_in_which_places_are_reported_does_not_matter(
+    case: tuple[Mesh, list[Place]], dice: random.Random
+) -> None:
     mesh, places = case
     mixed = dice.sample(places, len(places))
     assert order_places(mixed, mesh) == order_places(places, mesh)
@@ -56,7 +58,7 @@ def test_a_tp_group_stays_inside_a_node(case: tuple[Mesh, list[Place]]) -> None:
 
 
 @given(placed_meshes("replica"))
-def test_no_replica_is_split_where_nodes_hold_full_ones(case: tuple[Mesh, list[Place]]) -> None:
+def test_no_replica_is_split_if_nodes_hold_complete_replicas(case: tuple[Mesh, list[Place]]) -> None:
     mesh, places = case
     order = order_places(places, mesh)
     for rank in range(mesh.size):
@@ -65,7 +67,7 @@ def test_no_replica_is_split_where_nodes_hold_full_ones(case: tuple[Mesh, list[P
 
 
 @given(meshes)
-def test_pipeline_neighbours_are_a_stage_of_ranks_apart_on_a_node(mesh: Mesh) -> None:
+def test_pipeline_neighbours_on_a_node_are_one_stage_of_ranks_apart(mesh: Mesh) -> None:
     order = order_places(on_nodes([mesh.size]), mesh)
     for rank in range(mesh.size):
         gpus = [order[member] for member in mesh.group(("pp",), rank)]
@@ -80,13 +82,13 @@ def test_gpus_of_a_node_are_used_in_index_order() -> None:
 
 
 def test_full_nodes_come_before_partial_ones() -> None:
-    places = on_nodes([6, 4, 2])  # replicas of 4: one fits the node of 4, the next begins on that of 6
+    places = on_nodes([6, 4, 2])  # replicas of 4 ranks: one fits on the node of 4, the next starts on the node of 6
     order = order_places(places, Mesh(dp=3, pp=4))
     mesh = Mesh(dp=3, pp=4)
     first = [places[order[rank]].node for rank in mesh.group(("pp",), 0)]
     assert first == ["node1"] * 4
 
 
-def test_a_tp_group_that_would_leave_its_node_is_refused() -> None:
+def test_a_tp_group_that_would_span_nodes_is_refused() -> None:
     with pytest.raises(PentadError, match=r"mesh.tp is 2, but nodes have room for 3, 1 ranks"):
         order_places(on_nodes([3, 1]), Mesh(tp=2, pp=2))

@@ -1,4 +1,4 @@
-"""The configuration is complete and strict, and every error in it is one sentence."""
+"""Configurations are complete and strictly checked, and every error is one sentence."""
 
 import re
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from pentad.schedules.ir.program import Program
 
 
 def text(**changes: str | None) -> str:
-    """The quickstart's YAML with whole sections replaced, left out (None) or added."""
+    """The quickstart's YAML with entire sections replaced, removed (None) or added."""
     lines = dict(line.split(": ", 1) for line in dump(load(None, [])).splitlines()) | changes
     return "".join(f"{name}: {value}\n" for name, value in lines.items() if value is not None)
 
 
 def refusals(path: Path | None, *overrides: str) -> list[str]:
-    """What is said of each error before a run starts."""
+    """The message of each error found before a run starts."""
     with pytest.raises(PentadError) as caught:
         make_plan(load(path, list(overrides)), "cpu")
     return caught.value.sentences
@@ -95,11 +95,11 @@ def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tu
         ),
     ],
 )
-def test_a_bad_memory_option_is_one_sentence(overrides: list[str], sentence: str) -> None:
+def test_a_bad_memory_option_is_reported_in_one_sentence(overrides: list[str], sentence: str) -> None:
     assert sentence in refusal(None, *(f"memory.{override}" for override in overrides))
 
 
-def test_auto_places_stages_so_none_can_be_named() -> None:
+def test_recompute_stages_cannot_be_given_with_schedule_auto() -> None:
     chosen = ["schedule.name=auto", "memory.recompute=full"]
     assert load(None, chosen).memory.recompute == "full"
     sentence = refusal(None, *chosen, "memory.recompute_stages=[1]")
@@ -219,21 +219,21 @@ def test_overrides_replace_the_file_and_earlier_overrides(file: Callable[[str | 
         ("cluster.auth=none", "cluster.auth is 'none': expected one of token or disabled"),
     ],
 )  # fmt: skip
-def test_a_bad_override_is_one_sentence_with_key_found_and_expected(override: str, sentence: str) -> None:
+def test_a_bad_override_is_reported_with_its_key_value_and_what_is_expected(override: str, sentence: str) -> None:
     assert sentence in refusal(None, override)
 
 
-def test_sizes_that_a_schedule_does_not_allow() -> None:
+def test_sizes_that_a_schedule_does_not_support_are_refused() -> None:
     assert "expected an even number" in refusal(None, "schedule.name=dualpipe", "mesh.pp=3")
     assert "at least 2 x ranks (mesh.pp) = 8" in refusal(None, "schedule.name=dualpipe", "schedule.microbatches=4")
 
 
-def test_slices_divide_the_sequence() -> None:
+def test_the_number_of_slices_divides_the_sequence_length() -> None:
     sliced = "schedule.name=seq-1f1b"
     expected = "schedule.slices is 3: expected a divisor of batch.sequence_length = 128"
     assert expected in refusal(None, sliced, "schedule.slices=3")
     assert load(None, [sliced, "schedule.slices=2"]).options.slices == 2
-    for length, slices in ((128, 4), (126, 3), (122, 2), (127, 1)):  # as many as it likes, or fewer
+    for length, slices in ((128, 4), (126, 3), (122, 2), (127, 1)):  # the schedule's preferred number, or fewer
         assert load(None, [sliced, f"batch.sequence_length={length}"]).options.slices == slices
     assert load(None, []).options.slices is None
 
@@ -266,7 +266,9 @@ def test_slices_divide_the_sequence() -> None:
         (text() + "'': 6\n", "'' is unknown: expected a key in one of the sections"),
     ],
 )
-def test_a_bad_file_is_one_sentence(file: Callable[[str | bytes], Path], content: str | bytes, sentence: str) -> None:
+def test_a_bad_file_is_reported_in_one_sentence(
+    file: Callable[[str | bytes], Path], content: str | bytes, sentence: str
+) -> None:
     assert sentence in refusal(file(content))
 
 

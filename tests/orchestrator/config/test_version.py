@@ -1,4 +1,4 @@
-"""pentad says which one it is."""
+"""`pentad --version`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.config.version import release
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
     expected = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"pentad {release()}\n"

@@ -1,4 +1,4 @@
-"""Laws of `pentad status` and its siblings: a live run answers, another one is told of in one sentence."""
+"""`pentad status` and its siblings: a live run answers; any other is described in one sentence."""
 
 import json
 import socket
@@ -21,14 +21,14 @@ from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 
-AGREED = {"run", "step", "generation", "state", "ranks", "endpoints"}
-OF_A_RANK = {"rank", "pid", "node", "coordinates", "state", "step", "instruction", "heartbeat_age_seconds"}
+STATUS_KEYS = {"run", "step", "generation", "state", "ranks", "endpoints"}
+RANK_KEYS = {"rank", "pid", "node", "coordinates", "state", "step", "instruction", "heartbeat_age_seconds"}
 Pentad = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """runs/trial of a run that did three steps in its second generation and has not ended."""
+    """runs/trial, the folder of a run that did three steps in its second generation and has not ended."""
     monkeypatch.chdir(tmp_path)
     config = load(None, ["run.name=trial"])
     with RunFolder(config, make_plan(config, "cpu")) as run:
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pentad(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Pentad:
-    """Runs a command line beside the run's folder: (status, stdout, stderr)."""
+    """Runs a command line in the folder above runs/: (status, stdout, stderr)."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "120")
 
@@ -66,10 +66,10 @@ def test_a_live_run_s_status_has_the_agreed_keys(pentad: Pentad, served: Served)
     status, out, err = pentad("status", "trial", "--json")
     assert (status, err, out.count("\n")) == (0, "", 1)
     facts = json.loads(out)
-    assert facts.keys() >= AGREED
+    assert facts.keys() >= STATUS_KEYS
     assert facts.keys() == ended(served.folder).keys()
     assert (facts["state"], facts["step"], facts["generation"], len(facts["ranks"])) == ("running", 5, 2, 2)
-    assert facts["ranks"][1].keys() >= OF_A_RANK
+    assert facts["ranks"][1].keys() >= RANK_KEYS
     assert facts["ranks"][1]["coordinates"] == {"dp": 0, "pp": 1, "cp": 0, "tp": 0, "ep": 0}
 
 
@@ -84,14 +84,14 @@ def test_status_shows_every_rank_and_the_verdict(pentad: Pentad, served: Served)
     assert "\x1b" not in out
 
 
-def test_no_rank_and_no_endpoint_is_shown_of_an_ended_run(pentad: Pentad, served: Served) -> None:
+def test_an_ended_run_is_shown_without_ranks_or_endpoints(pentad: Pentad, served: Served) -> None:
     served.control.on_view(seen("finished", step=60))
     out = pentad("status", "trial")[1]
     assert "finished" in out
     assert "dp0" not in out and "127.0.0.1" not in out
 
 
-def test_if_not_all_ranks_fit_those_with_problems_are_shown() -> None:
+def test_ranks_with_problems_are_shown_first_if_not_all_fit() -> None:
     view = seen("running", *(rank(number, "lost" if number == 70 else "running") for number in range(100)))
     console = Console(width=120)
     with console.capture() as captured:
@@ -117,7 +117,7 @@ def test_a_run_that_ends_while_watched_is_shown_from_its_folder(pentad: Pentad, 
 
 
 @pytest.mark.parametrize(
-    ("verb", "news", "said"),
+    ("verb", "news", "message"),
     [
         ("pause", seen("paused", step=7), "trial paused after step 7"),
         ("resume", seen(step=7), "trial continues from step 7"),
@@ -125,24 +125,26 @@ def test_a_run_that_ends_while_watched_is_shown_from_its_folder(pentad: Pentad, 
         ("abort", seen("stopped", step=7), "trial aborted at step 7, without a checkpoint"),
     ],
 )
-def test_a_request_is_answered_once_it_is_done(pentad: Pentad, served: Served, verb: str, news: Any, said: str) -> None:
+def test_a_request_is_answered_when_it_is_done(
+    pentad: Pentad, served: Served, verb: str, news: Any, message: str
+) -> None:
     served.control.on_view(seen("paused" if verb == "resume" else "running"))
     later(served.control.on_view, news)
     status, out, err = pentad(verb, "trial")
-    assert (status, out, err) == (0, f" {said}\n", "")
+    assert (status, out, err) == (0, f" {message}\n", "")
 
 
-def test_a_checkpoint_is_answered_with_its_step(pentad: Pentad, served: Served) -> None:
+def test_a_checkpoint_request_is_answered_with_its_step(pentad: Pentad, served: Served) -> None:
     later(served.requests.checkpoint_saved, 6)
     status, out, _ = pentad("checkpoint", "trial", "--json")
     assert (status, json.loads(out)) == (0, {"run": "trial", "state": "running", "step": 6, "generation": 2})
 
 
-def test_a_request_that_takes_too_long_is_one_sentence(pentad: Pentad, served: Served) -> None:
+def test_a_request_that_takes_too_long_is_reported_in_one_sentence(pentad: Pentad, served: Served) -> None:
     status, out, err = pentad("pause", "trial", "--timeout", "0.2")
     assert (status, out) == (1, "")
-    told = "in which run trial got the request, but Pause is not done yet: expected a longer one"
-    assert err == f"pentad: --timeout is 0.2 s, {told}\n"
+    message = "in which run trial got the request, but Pause is not done yet: expected a longer one"
+    assert err == f"pentad: --timeout is 0.2 s, {message}\n"
 
 
 @pytest.mark.parametrize(
@@ -165,23 +167,23 @@ def test_an_ended_run_is_shown_from_its_folder(
         journal(folder, event, **facts)
     status, out, err = pentad("status", "trial", "--json")
     assert (status, err) == (0, "")
-    told = json.loads(out)
-    assert told.keys() >= AGREED
-    assert (told["state"], told["step"], told["steps"], told["verdict"]) == (state, 3, 60, verdict)
-    assert (told["ranks"], told["endpoints"], told["loss"]) == ([], {}, 0.5)
+    reported = json.loads(out)
+    assert reported.keys() >= STATUS_KEYS
+    assert (reported["state"], reported["step"], reported["steps"], reported["verdict"]) == (state, 3, 60, verdict)
+    assert (reported["ranks"], reported["endpoints"], reported["loss"]) == ([], {}, 0.5)
     assert state in pentad("status", "trial")[1]
     status, _, err = pentad("pause", "trial")
     assert (status, err) == (1, f"pentad: run trial is {state} at step 3: expected a live one\n")
 
 
-def test_a_killed_runs_stale_endpoint_is_recognized(pentad: Pentad, folder: Path) -> None:
+def test_a_stale_endpoint_of_a_killed_run_is_recognized(pentad: Pentad, folder: Path) -> None:
     with socket.socket() as gone:
         gone.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{gone.getsockname()[1]}"
     (folder / "control.json").write_text(json.dumps({"address": address, "token": "t", "pid": 1}))
     status, _, err = pentad("resume", "trial")
-    told = f"run trial is not running any more (nothing answers at {address}), its last known step is 3"
-    assert (status, err) == (1, f"pentad: {told}: expected a live one\n")
+    message = f"run trial is not running any more (nothing answers at {address}), its last known step is 3"
+    assert (status, err) == (1, f"pentad: {message}: expected a live one\n")
     status, out, _ = pentad("status", "trial", "--json")
     assert (status, json.loads(out)["state"]) == (0, "failed")
 
@@ -192,7 +194,7 @@ def test_a_folder_before_its_first_step_has_a_status(tmp_path: Path) -> None:
         assert (ended(run.path)["state"], ended(run.path)["step"]) == ("stopped", 0)
 
 
-def test_a_port_that_another_run_has_now_is_reported(folder: Path, tmp_path: Path) -> None:
+def test_a_port_now_used_by_another_run_is_reported(folder: Path, tmp_path: Path) -> None:
     with closing(ControlServer(tmp_path, "127.0.0.1", 0, ControlRequests())) as other:
         endpoint = {"address": other.address, "token": "of a run that was killed", "pid": 1}
         (folder / "control.json").write_text(json.dumps(endpoint))
@@ -204,32 +206,32 @@ def test_a_port_that_another_run_has_now_is_reported(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", ["", "{", "5", "{}", '{"address": 1}', '{"address": "a", "token": null}', '"x"'])
-def test_a_damaged_endpoint_is_one_sentence(folder: Path, text: str) -> None:
+def test_a_damaged_endpoint_is_reported_in_one_sentence(folder: Path, text: str) -> None:
     (folder / "control.json").write_text(text)
     with pytest.raises(PentadError, match=r"control.json is damaged: expected address and token; remove it"):
         connect("trial")
 
 
-def test_loopback_of_another_machine_is_not_called(folder: Path) -> None:
+def test_a_loopback_address_of_another_machine_is_not_called(folder: Path) -> None:
     endpoint = {"address": "127.0.0.1:1", "token": "t", "pid": 1, "host": "elsewhere"}
     (folder / "control.json").write_text(json.dumps(endpoint))
     with pytest.raises(PentadError, match=r"run trial listens at 127.0.0.1:1 of elsewhere only: expected that machine"):
         connect("trial")
 
 
-def test_a_folder_that_cannot_be_read_is_one_sentence(folder: Path) -> None:
+def test_a_folder_that_cannot_be_read_is_reported_in_one_sentence(folder: Path) -> None:
     (folder / "control.json").mkdir()
     with pytest.raises(PentadError, match=r"RUN is 'trial', which cannot be read \(Is a directory\)"):
         connect("trial")
 
 
-def test_a_run_that_does_not_exist_is_one_sentence(pentad: Pentad) -> None:
+def test_a_run_that_does_not_exist_is_reported_in_one_sentence(pentad: Pentad) -> None:
     status, out, err = pentad("status", "trail")
     assert (status, out) == (1, "")
     assert err.startswith("pentad: RUN is 'trail' (did you mean trial?): expected a run's folder or a name under runs/")
 
 
-def test_a_run_that_is_not_live_says_what_it_was(folder: Path) -> None:
+def test_a_run_that_is_not_live_is_reported_with_its_last_state(folder: Path) -> None:
     journal(folder, "end")
     with pytest.raises(NotLive) as over:
         connect(folder)

@@ -1,4 +1,4 @@
-"""Laws of the health service: which ranks serve, whether the run does, and that probes need no token."""
+"""The health service: which ranks are SERVING, whether the run is, and that probes need no token."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("state", RANK_STATES)
-def test_a_rank_serves_while_it_answers(state: str) -> None:
+def test_a_rank_is_serving_while_it_answers(state: str) -> None:
     expected = state in ("running", "waiting", "idle")
     now = time.monotonic()
     named = healths(seen("running", rank(3, state)), closed=False, now=now)
@@ -38,24 +38,24 @@ def test_a_rank_serves_while_it_answers(state: str) -> None:
         (seen(), True, False),
     ],
 )
-def test_a_run_serves_unless_it_is_over_or_has_lost_ranks(view: RunView, closed: bool, serves: bool) -> None:
+def test_a_run_is_serving_unless_it_has_ended_or_lost_ranks(view: RunView, closed: bool, serves: bool) -> None:
     named = healths(view, closed=closed, now=time.monotonic())
     assert named[""] is named["pentad.v1.Control"] is serves
 
 
-def test_probes_need_no_token_and_watch_a_rank_come_and_go(served: Served) -> None:
+def test_probes_need_no_token_and_see_a_rank_come_and_go(served: Served) -> None:
     assert served.serves("")
     assert served.serves("pentad.v1.Control")
     assert served.serves("pentad.rank.1")
     with pytest.raises(grpc.RpcError, match="service is unknown: expected '', "):
         served.serves("pentad.rank.2")
-    told = served.health.Watch(health_pb2.HealthCheckRequest(service="pentad.rank.1"), timeout=10)
-    assert next(told).status == SERVING
+    updates = served.health.Watch(health_pb2.HealthCheckRequest(service="pentad.rank.1"), timeout=10)
+    assert next(updates).status == SERVING
     served.control.on_view(seen("running", rank(0), rank(1, "hung")))
-    assert next(told).status == NOT_SERVING
+    assert next(updates).status == NOT_SERVING
     served.control.on_ranks_placed(seen("running", rank(0)))
-    assert next(told).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    assert next(updates).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
     served.control.on_view(seen())
-    assert next(told).status == SERVING
+    assert next(updates).status == SERVING
     served.control.close()
-    assert [answer.status for answer in told] == [NOT_SERVING]
+    assert [answer.status for answer in updates] == [NOT_SERVING]

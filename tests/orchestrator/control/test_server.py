@@ -1,4 +1,4 @@
-"""Laws of the control service: who may ask, what it answers, that it always answers, and that it leaves nothing."""
+"""The control service: who may call it, what it answers, that it always answers, and that it leaves nothing behind."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """control.proto as its own compiler makes it: a descriptor set and standard stubs."""
+    """control.proto compiled by protoc: a descriptor set and standard stubs."""
     out = tmp_path_factory.mktemp("stubs")
     outputs = [f"--{kind}={out}" for kind in ("python_out", "grpc_python_out")]
     arguments = ["protoc", f"-I{FOLDER}", *outputs, f"--descriptor_set_out={out / 'set'}", "control.proto"]
@@ -56,7 +56,7 @@ def path_of(name: str) -> str:
 
 
 def raw(served: Served, path: str, content: bytes, token: str | None = None) -> bytes:
-    """What the service answers to bytes; for a stream the first answer."""
+    """The service's response to raw bytes; the first response of a stream."""
     token = served.endpoint["token"] if token is None else token
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     return next(served._channel.unary_stream(path)(content, timeout=5, metadata=metadata))
@@ -86,7 +86,7 @@ def test_standard_stubs_drive_the_service(generated: Path, served: Served, monke
 
 
 @pytest.mark.parametrize("view", [seen(), seen(loss=None, tokens_per_second=None, verdict="rank 1 waits"), seen()[:9]])
-def test_a_status_says_what_the_view_says(view: RunView) -> None:
+def test_a_status_equals_the_view(view: RunView) -> None:
     def ageless(facts: dict[str, Any]) -> dict[str, Any]:
         return {**facts, "ranks": [{**each, "heartbeat_age_seconds": 0} for each in facts["ranks"]]}
 
@@ -99,13 +99,13 @@ def test_a_nan_loss_is_null() -> None:
     assert plain(status_of(seen(loss=float("nan"))))["loss"] is None
 
 
-def test_a_process_forked_beside_a_client_becomes_its_program(served: Served) -> None:
-    for _ in range(300):  # as tests start nodes of Ray; without what conftest.py sets, 44 of 3,000 died
+def test_a_process_forked_while_a_client_is_open_execs_its_program(served: Served) -> None:
+    for _ in range(300):  # as tests start Ray nodes; without the setting in conftest.py, 44 of 3,000 died
         served.status()
         assert subprocess.run(["true"], preexec_fn=os.getpid).returncode == 0
 
 
-def test_heartbeats_age_without_new_views(served: Served) -> None:
+def test_heartbeat_ages_grow_without_new_views(served: Served) -> None:
     before = served.status()["ranks"][0]["heartbeat_age_seconds"]
     time.sleep(0.05)
     assert served.status()["ranks"][0]["heartbeat_age_seconds"] >= before + 0.05
@@ -123,7 +123,7 @@ def test_no_method_answers_without_the_token(served: Served, generated: Path, to
     assert not (served.requests.paused or served.requests.aborted or served.requests.wants_checkpoint)
 
 
-def test_the_endpoint_is_for_the_user_only_and_ends_with_the_run(tmp_path: Path) -> None:
+def test_the_endpoint_file_is_private_and_removed_when_the_run_ends(tmp_path: Path) -> None:
     control = ControlServer(tmp_path, "127.0.0.1", 0, ControlRequests())
     path = tmp_path / "control.json"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -138,17 +138,19 @@ def test_the_endpoint_is_for_the_user_only_and_ends_with_the_run(tmp_path: Path)
         socket.create_connection(("127.0.0.1", int(control.address.rpartition(":")[2])))
 
 
-def test_a_service_that_cannot_say_where_it_is_does_not_run(tmp_path: Path) -> None:
+def test_a_service_that_cannot_write_its_endpoint_does_not_run(tmp_path: Path) -> None:
     before = threading.active_count()
     (tmp_path / "control.json").mkdir()
     with pytest.raises(PentadError, match=r"control.json cannot be written"):
         ControlServer(tmp_path, "127.0.0.1", 0, ControlRequests())
-    assert threading.active_count() <= before + 1  # grpc keeps a poller of its own
+    assert threading.active_count() <= before + 1  # grpc keeps its own poller thread
     assert "control" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("reusable", [False, True])
-def test_a_taken_port_is_one_sentence(tmp_path: Path, reusable: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_reported_in_one_sentence(
+    tmp_path: Path, reusable: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reusable))
         taken.bind(("127.0.0.1", 0))
@@ -167,7 +169,7 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path, reusable: bool, capfd: pyt
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.invalid", "x" * 100])
-def test_a_host_that_is_not_this_machine_is_one_sentence(tmp_path: Path, host: str) -> None:
+def test_a_host_that_is_not_this_machine_is_reported_in_one_sentence(tmp_path: Path, host: str) -> None:
     with pytest.raises(PentadError, match=rf"metrics.host is '{host}', where nothing can listen \(.*\): expected an a"):
         ControlServer(tmp_path, host, 0, ControlRequests())
 
@@ -179,7 +181,7 @@ def test_all_interfaces_are_announced_as_a_reachable_address(tmp_path: Path) -> 
             assert client.status()["state"] == "starting"
 
 
-def test_pause_answers_when_the_run_is_paused_and_resume_when_it_is_not(served: Served) -> None:
+def test_pause_answers_when_the_run_is_paused_and_resume_when_it_runs(served: Served) -> None:
     later(served.control.on_view, seen("paused", step=7))
     assert served.pause(5) == {"run": "trial", "state": "paused", "step": 7, "generation": 2}
     assert served.requests.paused
@@ -189,7 +191,7 @@ def test_pause_answers_when_the_run_is_paused_and_resume_when_it_is_not(served: 
 
 
 def test_checkpoint_answers_once_one_is_committed(served: Served) -> None:
-    later(served.requests.checkpoint_saved, 4)  # older than the run's step
+    later(served.requests.checkpoint_saved, 4)  # older than the step of the run
     with pytest.raises(PentadError, match=r"--timeout is 0.5 s, in which run .*Checkpoint is not done yet"):
         served.checkpoint(0.5)
     assert served.requests.wants_checkpoint
@@ -197,7 +199,7 @@ def test_checkpoint_answers_once_one_is_committed(served: Served) -> None:
     assert served.checkpoint(5)["step"] == 6
 
 
-def test_abort_answers_when_the_run_is_over(served: Served) -> None:
+def test_abort_answers_when_the_run_has_ended(served: Served) -> None:
     timer = later(served.control.close)
     assert served.abort(5)["state"] == "stopped"
     timer.join()
@@ -243,7 +245,7 @@ def test_a_watcher_sees_the_newest_at_most_twice_a_second_until_the_end(served: 
 
 
 def test_stuck_callers_do_not_block_others(served: Served) -> None:
-    """Watchers who do not read, calls whose request never comes, and probes that stay: others are answered at once."""
+    """Watchers that do not read, calls that never send their request and probes that never end do not delay others."""
     token = (("authorization", f"Bearer {served.endpoint['token']}"),)
     with ExitStack() as stack:
         watchers = []
@@ -281,7 +283,7 @@ def test_every_call_has_a_deadline(served: Served, monkeypatch: pytest.MonkeyPat
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_garbage_does_not_end_the_service(served: Served) -> None:
+def test_garbage_does_not_stop_the_service(served: Served) -> None:
     draw = random.Random(0)
     host, _, port = served.control.address.rpartition(":")
     for size in (1, 10, 100, 3000):
@@ -291,7 +293,7 @@ def test_garbage_does_not_end_the_service(served: Served) -> None:
         half_open.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         for name in ("GetStatus", "WatchStatus", *MUTATIONS):
             for _ in range(20):
-                # A generation that is not the run's, so that nonsense which happens to be a ControlRequest is refused.
+                # Not the run's generation, so that random bytes that happen to parse as a ControlRequest are refused.
                 content = b"\x08\x63" + draw.randbytes(draw.randrange(64)) if name in MUTATIONS else draw.randbytes(9)
                 with suppress(grpc.RpcError):
                     raw(served, path_of(name), content)
@@ -306,7 +308,7 @@ def test_garbage_does_not_end_the_service(served: Served) -> None:
     assert not (served.requests.paused or served.requests.aborted or served.requests.wants_checkpoint)
 
 
-def test_an_invalid_message_is_one_sentence(served: Served) -> None:
+def test_an_invalid_message_is_reported_in_one_sentence(served: Served) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         raw(served, path_of("Pause"), b"\xff\xff")
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -318,7 +320,7 @@ def test_an_internal_error_is_reported_without_its_text(served: Served, caplog: 
     with pytest.raises(grpc.RpcError) as failed:
         raw(served, path_of("GetStatus"), b"")
     assert failed.value.details() == "GetStatus failed in the run's driver (TypeError)"
-    assert "Traceback" in caplog.text  # for who runs the driver
+    assert "Traceback" in caplog.text  # for the person who runs the driver
 
 
 SERVER = """
@@ -332,7 +334,7 @@ print("ready", flush=True)
 
 
 def server(folder: Path, rest: str) -> subprocess.Popen[str]:
-    """A driver that serves, and then does `rest` in its main thread."""
+    """A driver that serves and then runs `rest` in its main thread."""
     command = [sys.executable, "-P", "-c", SERVER + rest, str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
     pipe = subprocess.PIPE

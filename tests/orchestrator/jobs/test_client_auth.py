@@ -1,4 +1,4 @@
-"""Laws of the way to a cluster: where its dashboard is, what it answers, and which token it gets."""
+"""How commands reach a cluster: its dashboard's address, its responses, and the token sent to it."""
 
 import http.server
 import re
@@ -20,8 +20,8 @@ VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither an address nor a token is known, and the home is empty."""
+def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither an address nor a token is configured, and the home directory is empty."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -29,8 +29,8 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def answering() -> Iterator[Callable[[int, str], str]]:
-    """Starts a server that gives one answer to everything, and returns its URL."""
+def fixed_response() -> Iterator[Callable[[int, str], str]]:
+    """Starts a server that gives the same response to every request, and returns its URL."""
     servers = []
 
     def start(status: int, body: str) -> str:
@@ -53,13 +53,13 @@ def answering() -> Iterator[Callable[[int, str], str]]:
         server.server_close()
 
 
-@pytest.mark.usefixtures("nowhere")
-def test_a_missing_cluster_is_reported_at_once(pentad: Pentad, answering: Callable[[int, str], str]) -> None:
+@pytest.mark.usefixtures("no_cluster")
+def test_a_missing_cluster_is_reported_at_once(pentad: Pentad, fixed_response: Callable[[int, str], str]) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         mute = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        other, empty = answering(200, '"hello"'), answering(404, "")
+        other, empty = fixed_response(200, '"hello"'), fixed_response(404, "")
         for address, reason in {
             "http://127.0.0.1:1": "Connection refused",
             mute: "timed out",
@@ -75,7 +75,7 @@ def test_a_missing_cluster_is_reported_at_once(pentad: Pentad, answering: Callab
             )
 
 
-@pytest.mark.usefixtures("nowhere")
+@pytest.mark.usefixtures("no_cluster")
 @pytest.mark.parametrize("address", ["ray://head:10001", "ftp://head", "http://", "http://[", "head:port"])
 def test_an_address_is_a_url(pentad: Pentad, address: str) -> None:
     assert pentad("jobs", "--address", address)[2] == (
@@ -83,10 +83,12 @@ def test_an_address_is_a_url(pentad: Pentad, address: str) -> None:
     )
 
 
-@pytest.mark.usefixtures("nowhere")
-def test_the_address_given_counts_then_rays_variables_then_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_cluster")
+def test_an_address_comes_from_the_option_then_rays_variables_then_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert client_auth.dashboard_url(None) == "http://127.0.0.1:8265"
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # of the cluster, not of its dashboard
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # the cluster's address, not its dashboard's
     assert client_auth.dashboard_url(None) == "http://127.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265/")
     assert client_auth.dashboard_url(None) == "http://head:8265"
@@ -94,7 +96,7 @@ def test_the_address_given_counts_then_rays_variables_then_this_machine(monkeypa
     assert client_auth.dashboard_url("other:80") == "http://other:80"
 
 
-@pytest.mark.usefixtures("nowhere")
+@pytest.mark.usefixtures("no_cluster")
 @pytest.mark.parametrize(
     ("status", "variables", "sentence"),
     [
@@ -104,9 +106,9 @@ def test_the_address_given_counts_then_rays_variables_then_this_machine(monkeypa
         (401, {"RAY_AUTH_TOKEN_PATH": "/nowhere"}, "RAY_AUTH_TOKEN_PATH is '/nowhere', which cannot be read"),
     ],
 )
-def test_a_missing_or_wrong_token_is_one_sentence(
+def test_a_missing_or_wrong_token_is_reported_in_one_sentence(
     pentad: Pentad,
-    answering: Callable[[int, str], str],
+    fixed_response: Callable[[int, str], str],
     monkeypatch: pytest.MonkeyPatch,
     status: int,
     variables: dict[str, str],
@@ -114,13 +116,13 @@ def test_a_missing_or_wrong_token_is_one_sentence(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    ended, out, err = pentad("jobs", "--address", answering(status, "Unauthorized"))
+    ended, out, err = pentad("jobs", "--address", fixed_response(status, "Unauthorized"))
     assert (ended, out) == (1, "")
     assert re.fullmatch(rf"pentad: .*{sentence}.*\n", err)
 
 
-@pytest.mark.usefixtures("nowhere")
-def test_a_token_comes_from_where_ray_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_cluster")
+def test_a_token_is_read_where_ray_stores_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert client_auth.user_token() == ""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("home\n")
@@ -134,9 +136,9 @@ def test_a_token_comes_from_where_ray_keeps_it(monkeypatch: pytest.MonkeyPatch, 
     assert client_auth.user_token() == ""
 
 
-@pytest.mark.usefixtures("nowhere")
-def test_a_cluster_that_goes_away_is_one_sentence(answering: Callable[[int, str], str]) -> None:
-    jobs = Jobs(answering(200, '{"ray_version": "2.60.0"}'))
+@pytest.mark.usefixtures("no_cluster")
+def test_losing_the_cluster_is_reported_in_one_sentence(fixed_response: Callable[[int, str], str]) -> None:
+    jobs = Jobs(fixed_response(200, '{"ray_version": "2.60.0"}'))
     assert jobs.is_open
     jobs.client._address = "http://127.0.0.1:1"
     with pytest.raises(PentadError, match=rf"^the Ray cluster at {jobs.address} does not answer .*Connection refused$"):

@@ -1,4 +1,5 @@
-"""Laws of submitted runs: what travels, how a job's end is told, and that stop and a second submission lose nothing."""
+"""Submitted runs: what is uploaded, how a job's outcome is reported, and that stopping and resubmitting loses
+nothing."""
 
 import asyncio
 import json
@@ -63,7 +64,7 @@ def test_the_package_is_copied_completely_and_preferred_to_an_installed_one(tmp_
     package = job_package.write_package(tmp_path / "one")
     assert tree(package) == {f"{name}/{file}" for name in job_package.FOLDERS for file in tree(ROOT / name)}
     assert not list(package.rglob("__pycache__"))
-    # From there it can be sent on: an installed package is copied like a checkout.
+    # The copy can be copied again: an installed package is treated like a checkout.
     code = """
 import sys
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_a_job_has_metadata_and_time_to_stop(monkeypatch: pytest.MonkeyPatch, tm
     config = job_package.for_cluster(load(None, ["run.name=trial", "cluster.stop_timeout_seconds=7.5"]), Path("/a"))
     facts = job_package.metadata(config)
     assert facts.keys() == {"job_name", *(f"pentad/{name}" for name in jobs._FACTS)}
-    assert facts["job_name"] == "trial"  # as the dashboard calls it
+    assert facts["job_name"] == "trial"  # the dashboard's name for it
     assert (facts["pentad/run"], facts["pentad/folder"]) == ("trial", "/a/runs/trial")
     assert (facts["pentad/mesh"], facts["pentad/schedule"]) == ("pp4", "zb-h2")
     assert RunConfig.model_validate(json.loads(facts["pentad/config"])) == config
@@ -141,7 +142,7 @@ ENTRY = (
         ("", "no reason given"),
     ],
 )
-def test_a_failure_is_one_sentence(message: str, sentence: str) -> None:
+def test_a_failure_is_reported_in_one_sentence(message: str, sentence: str) -> None:
     assert sentence in failure(message)
     assert "\n" not in failure(message)
 
@@ -164,7 +165,7 @@ def test_the_outcome_of_a_job_is_the_exit_status(status: str, log: str, ok: bool
 
 
 def fake(tails: list[list[str | Exception]], answers: list[Job | Exception]) -> Any:
-    """Jobs whose log streams yield and raise what is told, and which are what `answers` say, one after the other."""
+    """Jobs whose log streams yield or raise the items of `tails`, and whose infos are `answers`, one per request."""
 
     async def tail(job: str) -> AsyncIterator[str]:
         for text in tails.pop(0):
@@ -183,12 +184,12 @@ def fake(tails: list[list[str | Exception]], answers: list[Job | Exception]) -> 
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_polling_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = asyncio.sleep
     monkeypatch.setattr(job_log.asyncio, "sleep", lambda seconds: sleep(0))
 
 
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("no_polling_delay")
 def test_following_resumes_after_a_broken_connection() -> None:
     tails: list[list[str | Exception]] = [
         ["one\ntw"],
@@ -203,7 +204,7 @@ def test_following_resumes_after_a_broken_connection() -> None:
     assert (found, result.ok) == (ended, True)
 
 
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("no_polling_delay")
 def test_following_ends_when_the_cluster_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_log, "TIMEOUT_SECONDS", 0.0)
     with pytest.raises(PentadError, match="silent"):
@@ -216,12 +217,12 @@ def test_ctrl_c_detaches_and_says_how_to_attach(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(show_jobs, "follow", interrupted)
     at = "--address http://head:8265"
-    ways = f"pentad logs trial-1 {at} --follow, stop it with pentad stop trial-1 {at}"
-    with pytest.raises(PentadError, match=f"^detached from job trial-1, which continues: follow it with {ways}$"):
+    hints = f"pentad logs trial-1 {at} --follow, stop it with pentad stop trial-1 {at}"
+    with pytest.raises(PentadError, match=f"^detached from job trial-1, which continues: follow it with {hints}$"):
         show_jobs._follow(fake([], []), JOB, as_json=False)
 
 
-def test_only_a_driver_that_is_a_job_announces_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_driver_in_a_job_announces_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
     assert announce({"control": "127.0.0.1:1"}) is False
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
@@ -230,13 +231,13 @@ def test_only_a_driver_that_is_a_job_announces_endpoints(monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[clusters.Cluster]:
-    """One node of two CPUs that asks for a token, which this process knows; its `python` is this one."""
+    """A node with two CPUs that requires a token known to this process; jobs run this `python`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         patch.setenv("OMP_NUM_THREADS", "1")
         with clusters.start(ClusterSection(device="cpu"), 2) as running:
             assert running.token_file is not None
-            # As `ray start` does: else a job may join another cluster of this machine.
+            # As `ray start` does: otherwise a job might join another cluster on this machine.
             ray._private.utils.write_ray_address(running.address, str(running.token_file.parent / "ray"))
             yield running
 
@@ -258,18 +259,18 @@ def wait_for(path: Path, seconds: float = 40.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: clusters.Cluster, runs: Path) -> tuple[int, str, str]:
-    """Status, stdout and stderr of a run that was submitted as the job 'whole' and not stopped."""
+def uninterrupted(cluster: clusters.Cluster, runs: Path) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of submitting the job 'whole', which is not stopped."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
-        patch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # --address counts
+        patch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # --address takes precedence
         at = ("--name", "whole", "--address", str(cluster.dashboard))
         status = main(["submit", *SMALL, f"run.folder={runs}", "run.name=whole", *at])
     return status, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.timeout(120)
-def test_a_submitted_run_trains_and_its_log_is_followed(whole: tuple[int, str, str], runs: Path) -> None:
-    status, out, err = whole
+def test_a_submitted_run_trains_and_its_log_is_followed(uninterrupted: tuple[int, str, str], runs: Path) -> None:
+    status, out, err = uninterrupted
     assert (status, err) == (0, ""), out
     assert f"folder  {runs}/whole, on the cluster's" in out
     assert "step 399  loss" in out
@@ -278,7 +279,7 @@ def test_a_submitted_run_trains_and_its_log_is_followed(whole: tuple[int, str, s
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.usefixtures("whole")
+@pytest.mark.usefixtures("uninterrupted")
 @pytest.mark.slow
 def test_a_stopped_run_resumes_when_submitted_again(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
     at = ("--address", str(cluster.dashboard))
@@ -303,8 +304,8 @@ def test_a_stopped_run_resumes_when_submitted_again(cluster: clusters.Cluster, p
     assert steps(runs / "parts") == steps(runs / "whole")
 
 
-@pytest.mark.usefixtures("whole")
-def test_jobs_are_listed_with_what_their_drivers_announced(
+@pytest.mark.usefixtures("uninterrupted")
+def test_jobs_are_listed_with_the_endpoints_of_their_drivers(
     cluster: clusters.Cluster, pentad: Pentad, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = ("--address", str(cluster.dashboard))
@@ -322,7 +323,7 @@ def test_jobs_are_listed_with_what_their_drivers_announced(
 
 
 @pytest.mark.parametrize("job", ["nobody", "../version", ""])
-def test_an_unknown_job_is_one_sentence(cluster: clusters.Cluster, pentad: Pentad, job: str) -> None:
+def test_an_unknown_job_is_reported_in_one_sentence(cluster: clusters.Cluster, pentad: Pentad, job: str) -> None:
     for verb in ("logs", "stop"):
         status, out, err = pentad(verb, job, "--address", str(cluster.dashboard))
         assert (status, out) == (1, "")
@@ -331,12 +332,12 @@ def test_an_unknown_job_is_one_sentence(cluster: clusters.Cluster, pentad: Penta
         )
 
 
-def test_a_jobs_name_is_plain(cluster: clusters.Cluster, pentad: Pentad) -> None:
+def test_a_job_name_with_other_characters_is_refused(cluster: clusters.Cluster, pentad: Pentad) -> None:
     err = pentad("submit", "--name", "a/b", "--address", str(cluster.dashboard))[2]
     assert err == "pentad: --name is 'a/b': expected letters, digits, '_', '-' and '.', not starting with '-' or '.'\n"
 
 
-def test_an_error_of_the_driver_reaches_the_user(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
+def test_a_driver_error_reaches_the_user(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
     wide = (
         "mesh.dp=2",
         "batch.global_batch_size=4",

@@ -1,4 +1,4 @@
-"""The life of a run that is submitted to a cluster of two nodes with a token: seen, paused, stopped, sent again."""
+"""The life of a run submitted to a two-node cluster with a token: monitored, paused, stopped and resubmitted."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ SMALL = (
         "schedule.microbatches=2",
         "mesh.pp=2",
     ),
-    *("cluster.device=cpu", f"run.steps={STEPS}", "checkpoint.every=20"),  # so that calls have 20 steps at most
+    *("cluster.device=cpu", f"run.steps={STEPS}", "checkpoint.every=20"),  # limits calls to 20 steps
 )
 
 
 class User:
-    """What a user of a cluster types and asks, with the token."""
+    """Runs commands against a cluster and queries its dashboard, with the token."""
 
     def __init__(self, cluster: clusters.Cluster, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
         assert cluster.token_file is not None
@@ -53,28 +53,28 @@ class User:
         status = main(list(arguments))
         return status, *self.capsys.readouterr()
 
-    def asked(self, *arguments: str) -> Any:
-        """The JSON of a command that does what it says."""
+    def query(self, *arguments: str) -> Any:
+        """The JSON output of a command, which must succeed."""
         status, out, err = self.pentad(*arguments, "--json")
         assert status == 0, (out, err)
         return json.loads(out)
 
     def submit(self, run: str, *more: str) -> Any:
-        return self.asked("submit", *self.words, f"run.name={run}", *self.at, *more)
+        return self.query("submit", *self.words, f"run.name={run}", *self.at, *more)
 
     def job(self, name: str) -> Any:
-        return next(job for job in self.asked("jobs", *self.at)["jobs"] if job["job"] == name)
+        return next(job for job in self.query("jobs", *self.at)["jobs"] if job["job"] == name)
 
     def slices(self, name: str) -> set[tuple[str, str]]:
-        """Row and name of each of pentad's slices in the file for Perfetto that Ray's dashboard has of a job."""
+        """Row and name of each pentad slice in a job's Perfetto trace from Ray's dashboard."""
         number = self.dashboard(f"jobs/{name}")["driver_info"]["id"]
         events = self.dashboard(f"v0/tasks/timeline?job_id={number}")
         rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        ours = [e for e in events if e["ph"] == "X" and e["args"].get("func_or_class_name") == "pentad.step"]
-        return {(rows[e["pid"], e["tid"]], e["name"]) for e in ours}
+        pentad_events = [e for e in events if e["ph"] == "X" and e["args"].get("func_or_class_name") == "pentad.step"]
+        return {(rows[e["pid"], e["tid"]], e["name"]) for e in pentad_events}
 
     def tasks(self) -> list[str]:
-        """Names of the calls that the cluster has heard of; it hears once a second."""
+        """Names of the tasks known to the cluster, which updates them once a second."""
         return [task["name"] for task in self.dashboard("v0/tasks?detail=1&limit=10000")["data"]["result"]["result"]]
 
     def dashboard(self, path: str) -> Any:
@@ -84,13 +84,13 @@ class User:
 
 @pytest.fixture
 def user(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> Iterator[User]:
-    """Of a cluster of two nodes with room for one rank each; jobs have this `python`."""
+    """A user of a cluster of two nodes with room for one rank each; jobs run this `python`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
         patch.setenv("OMP_NUM_THREADS", "1")
         with clusters.start(ClusterSection(device="cpu"), 1) as head, second_node(head.address):
             assert head.token_file is not None
-            # As `ray start` does: else a job may join another cluster of this machine.
+            # As `ray start` does: otherwise a job might join another cluster on this machine.
             ray._private.utils.write_ray_address(head.address, str(head.token_file.parent / "ray"))
             yield User(head, capsys, (f"run.folder={tmp_path}", f"data.path={corpus}"))
 
@@ -140,12 +140,12 @@ def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(
     user.submit("parts", "--name", "first", "--no-follow")
     eventually(lambda: steps(parts), bool)
 
-    paused = user.asked("pause", str(parts))
-    status = user.asked("status", str(parts))
+    paused = user.query("pause", str(parts))
+    status = user.query("status", str(parts))
     assert (status["run"], status["state"], status["mesh"], status["generation"]) == ("parts", "paused", "pp2", 1)
     assert status["step"] == paused["step"] == len(steps(parts))
     assert [rank["coordinates"]["pp"] for rank in status["ranks"]] == [0, 1]
-    assert len({psutil.Process(rank["pid"]).ppid() for rank in status["ranks"]}) == 2  # a node each
+    assert len({psutil.Process(rank["pid"]).ppid() for rank in status["ranks"]}) == 2  # one rank per node
     assert user.job("first")["endpoints"] == status["endpoints"]
     actors = user.dashboard("v0/actors?detail=1")["data"]["result"]["result"]
     assert {(a["repr_name"], a["name"], a["state"]) for a in actors if "pp" in a["repr_name"]} == {
@@ -159,17 +159,17 @@ def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(
     names = {f"{stage}{op}{microbatch}" for stage in "01" for op in ("F", "BW") for microbatch in "01"}
     assert {(f"worker:000{name[0]}", name) for name in names} <= shown
 
-    saved = user.asked("checkpoint", str(parts))["step"]
+    saved = user.query("checkpoint", str(parts))["step"]
     assert saved == paused["step"]
-    assert user.asked("resume", str(parts))["state"] == "running"
+    assert user.query("resume", str(parts))["state"] == "running"
     eventually(lambda: len(steps(parts)), lambda done: done > saved)
     assert serves(status["endpoints"]["control"])
-    done = user.asked("pause", str(parts))["step"]  # for a fast machine: it would come to the end before the stop
+    done = user.query("pause", str(parts))["step"]  # a fast machine would finish before the stop
 
-    stopped = user.asked("stop", "first", *user.at)
+    stopped = user.query("stop", "first", *user.at)
     assert stopped["outcome"] == f"job first was stopped after {done} steps, with a checkpoint in {parts}"
     assert saved < done == len(steps(parts)) < STEPS
-    assert user.asked("status", str(parts))["state"] == "stopped"
+    assert user.query("status", str(parts))["state"] == "stopped"
     second = user.submit("parts", "--name", "second")
     assert (second["status"], second["outcome"]) == ("SUCCEEDED", f"job second finished; the run is in {parts}")
     assert f"resuming from step {done}" in user.pentad("logs", "second", *user.at)[1]

@@ -1,4 +1,4 @@
-"""A run's page, figure and trace: every measured step beside the same step simulated at its own costs."""
+"""A run's HTML page, figure and trace show each measured step next to a simulation with that step's measured costs."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ SLOWDOWN = {3: 1.0, 4: 2.5}  # of the measured steps
 
 
 def measured_by(plan: Plan) -> Timeline:
-    """The planned step, once per step of SLOWDOWN, on another clock."""
+    """The planned step, repeated for each step of SLOWDOWN, on a different clock."""
     planned = spread(simulate(plan.program, costs_of(plan)), plan.mesh)
     return Timeline(
         "measured",
@@ -49,7 +49,7 @@ def test_the_page_simulates_every_measured_step(run: RunFolder) -> None:
         assert len(one["ranks"]) == len(other["ranks"]) == 8
 
 
-def test_a_step_that_lacks_an_op_is_simulated_at_the_costs_given(run: RunFolder) -> None:
+def test_a_step_missing_an_op_is_simulated_with_the_given_costs(run: RunFolder) -> None:
     plan, measured = run.plan, measured_by(run.plan)
     torn = Timeline("measured", tuple(s for s in measured.spans if (s.step, s.op, s.stage) != (3, "W", 1)))
     simulated = simulate_steps(plan, torn, costs_of(plan))
@@ -58,7 +58,7 @@ def test_a_step_that_lacks_an_op_is_simulated_at_the_costs_given(run: RunFolder)
     assert simulated.of_step(4).makespan == pytest.approx(measured.of_step(4).makespan, rel=1e-3)
 
 
-def test_the_trace_has_the_last_step_simulated(run: RunFolder) -> None:
+def test_the_trace_includes_the_simulated_last_step(run: RunFolder) -> None:
     events = json.loads(gzip.decompress((run.path / "trace.json.gz").read_bytes()))["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     steps: dict[str, set[int]] = {"measured": set(), "simulated": set()}

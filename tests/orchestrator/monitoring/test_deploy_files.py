@@ -1,4 +1,4 @@
-"""Laws of what deploy/ has for Prometheus and Grafana: it is well formed, and names only metrics that exist."""
+"""The files in deploy/ for Prometheus and Grafana are well formed and name only metrics that exist."""
 
 import json
 import re
@@ -22,7 +22,7 @@ JOB = '{job="a"}'
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Where each PromQL expression stands, and the expression."""
+    """(location, PromQL expression) of each expression."""
     yield from ((rule["alert"], rule["expr"]) for rule in RULES)
     yield from ((note["name"], note["expr"]) for note in BOARD["annotations"]["list"])
     for panel in BOARD["panels"]:
@@ -30,7 +30,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def described(name: str) -> bool:
-    """Whether the exporter has it; a histogram's parts have suffixes."""
+    """Whether the exporter has a metric of this name, which for parts of a histogram has a suffix."""
     base = re.sub(r"_(bucket|count|sum)$", "", name)
     return name in METRICS or (base in METRICS and METRICS[base].kind == "histogram")
 
@@ -41,7 +41,7 @@ def test_every_metric_named_is_one_the_exporter_has() -> None:
     assert len(named) > 40
 
 
-def test_every_label_named_is_one_of_its_metric() -> None:
+def test_every_label_named_belongs_to_its_metric() -> None:
     wrong = []
     for where, text in expressions():
         for name, labels in re.findall(r"\b(pentad_\w+)\{([^}]*)\}", text):
@@ -61,7 +61,7 @@ def test_promtool_accepts_the_rules() -> None:
     promtool("check", "rules", ALERTS)
 
 
-def test_promtool_accepts_the_scrapes_with_and_without_rays(tmp_path: Path) -> None:
+def test_promtool_accepts_the_scrape_configs_with_and_without_ray(tmp_path: Path) -> None:
     promtool("check", "config", "--syntax-only", SCRAPES)
     text = SCRAPES.read_text()
     head, _, tail = text.partition("  # - job_name")
@@ -79,8 +79,8 @@ def test_the_job_of_a_metric_is_the_run() -> None:
 def test_prometheus_parses_every_expression_of_the_dashboard(tmp_path: Path) -> None:
     rules = []
     for number, (_, text) in enumerate(expressions()):
-        for variable, stand_in in {"$__rate_interval": "1m", "$__range": "1h", "$job": "a"}.items():
-            text = text.replace(variable, stand_in)
+        for variable, substitute in {"$__rate_interval": "1m", "$__range": "1h", "$job": "a"}.items():
+            text = text.replace(variable, substitute)
         assert "$" not in text
         rules.append({"record": f"r{number}", "expr": text})
     path = tmp_path / "board.yml"
@@ -96,7 +96,8 @@ def test_every_alert_has_a_severity_and_a_summary(rule: dict[str, Any]) -> None:
 
 
 def case(name: str, minute: int, series: dict[str, str], fires: bool) -> dict[str, Any]:
-    """One case of `promtool test rules`: series by name with a value a minute, and whether the alert fires then."""
+    """One case of `promtool test rules`: series by name with one value per minute, and whether the alert fires at
+    `minute`."""
     assert name in {rule["alert"] for rule in RULES}
     return {
         "interval": "1m",

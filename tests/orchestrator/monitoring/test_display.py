@@ -1,4 +1,5 @@
-"""The display: one line per step in logs, a live table in terminals, nothing wider than the screen or cut off."""
+"""The display prints one line per step in logs and a live table in terminals, never wider than the screen or cut
+off."""
 
 import io
 import math
@@ -25,7 +26,7 @@ CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @pytest.fixture(autouse=True)
 def _capable_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever environment the tests run in."""
+    """A capable terminal, regardless of the environment that the tests run in."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
@@ -77,7 +78,7 @@ def test_outside_a_terminal_every_step_is_one_line() -> None:
     assert "\x1b" not in shown(screen)
 
 
-def test_missing_figures_are_dashes() -> None:
+def test_missing_figures_are_shown_as_dashes() -> None:
     screen = console(terminal=False)
     Display(screen, "trial", 5).step(row(0, loss=math.nan, grad_norm=None, bubble_measured=None))
     assert "loss nan  grad norm -" in shown(screen)
@@ -158,7 +159,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words_at(width: int, steps: int = 12) -> list[list[str]]:
-    """The words of each line of a live table after `steps` long figures, without its bars."""
+    """The words of each line of a live table, without its bars, after `steps` steps with long figures."""
     mesh = ("mesh.dp=2", "mesh.cp=2", "mesh.tp=2", "batch.global_batch_size=32")
     plan, _, _ = planned(*mesh)
     screen = console(terminal=True, width=width)
@@ -182,7 +183,7 @@ def test_a_narrow_terminal_drops_columns_but_never_digits(width: int) -> None:
     assert any("running" in line for line in found)
 
 
-def test_at_60_columns_the_bubble_and_the_pace_remain() -> None:
+def test_the_bubble_and_the_pace_are_shown_at_60_columns() -> None:
     assert next(line for line in words_at(60) if "loss" in line and "step" in line)[-1] == "bubble"
     assert any("1,234,568" in line and "13.2" in line for line in words_at(60))
 
@@ -223,19 +224,19 @@ def test_a_plan_fits_in_80_columns(overrides: tuple[str, ...], terminal: bool) -
     ("stages", "text"),
     [((0,), "embed 0-1"), ((0, 1), "embed 0-3"), ((0, 3), "embed 0-1, 7 head"), ((1, 2, 3), "2-7 head")],
 )
-def test_layers_of_consecutive_stages_are_one_range(stages: tuple[int, ...], text: str) -> None:
+def test_layers_of_consecutive_stages_are_shown_as_one_range(stages: tuple[int, ...], text: str) -> None:
     plan, _, _ = planned()
     assert layers_text(plan, *stages) == text
 
 
-def test_a_large_mesh_shows_some_ranks_and_counts_the_others() -> None:
+def test_a_large_mesh_shows_some_ranks_and_the_number_of_others() -> None:
     plan, costs, placements = planned("mesh.dp=16", "batch.global_batch_size=128")
     screen = console(terminal=False)
     Display(screen, "trial", 5).plan(plan, costs, placements)
     assert "and 32 more" in shown(screen)
 
 
-def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     plan, costs, placements = planned()
     screen = console(terminal=True)
@@ -258,13 +259,13 @@ def test_bars_fill_their_width_and_keep_the_order_of_instructions(width: int, na
             assert re.findall(r"[a-z]+\d+", line.lower()) == words
 
 
-def test_a_coloured_grid_is_the_grid() -> None:
+def test_a_coloured_grid_has_the_text_of_the_plain_grid() -> None:
     program, costs = compile_program("zb-h2", 4, 8), Costs.uniform(4, 1, 2, 1)
     grid = time_grid(program, simulate(program, costs), costs)
     assert "\n".join(line.plain for line in coloured_grid(grid)) == grid
 
 
-def test_a_sparkline_falls_with_its_values() -> None:
+def test_a_sparkline_follows_its_values() -> None:
     line = sparkline([float(-k) for k in range(100)], 20)
     assert len(line) == 20
     assert list(line) == sorted(line, reverse=True)
@@ -286,7 +287,7 @@ def test_numbers_are_readable() -> None:
     assert [count(n) for n in (12, 2.62e6, 8.03e9)] == ["12", "2.62 M", "8.03 B"]
 
 
-def test_the_summary_says_where_the_files_are() -> None:
+def test_the_summary_names_the_files() -> None:
     screen = console(terminal=False, width=20)
     facts = {"run": "trial", "folder": "runs/trial", "steps": 60, "loss": 5.1, "first_loss": 8.3, "state": "finished"}
     rates = {"tokens_per_second": 34120.0, "bubble_planned": 0.1, "bubble_measured": None}

@@ -1,4 +1,4 @@
-"""Laws of the exporter: what it is told is what Prometheus scrapes, under the agreed names and labels."""
+"""Prometheus scrapes what the exporter was given, under the agreed names and labels."""
 
 import os
 import re
@@ -86,7 +86,7 @@ def exporter() -> Iterator[Exporter]:
 
 @pytest.fixture
 def full(exporter: Exporter) -> Exporter:
-    """Has been told something of every kind."""
+    """An exporter that has received every kind of update."""
     exporter.on_ranks_placed(view_of(Mesh(pp=4)))
     exporter.on_steps([ROW], [spans_of(4, 100)])
     exporter.set_gpu_states(dict.fromkeys(range(4), GPU))
@@ -102,17 +102,17 @@ def test_both_are_watchers(exporter: Exporter) -> None:
 
 def test_every_metric_is_exported_with_the_job_label(full: Exporter) -> None:
     samples = scrape(full)
-    told = {re.sub(r"_(bucket|count|sum)$", "", name) for name in samples}
-    assert told == set(METRICS)
+    received = {re.sub(r"_(bucket|count|sum)$", "", name) for name in samples}
+    assert received == set(METRICS)
     assert {s.labels["job"] for its in samples.values() for s in its} == {"quick"}
 
 
-def test_promtool_finds_no_fault_with_names_units_and_help(full: Exporter) -> None:
+def test_promtool_accepts_names_units_and_help(full: Exporter) -> None:
     text = urllib.request.urlopen(f"http://{full.address}/metrics", timeout=10).read()
     promtool("check", "metrics", given=text)
 
 
-def test_labels_are_of_few_values(full: Exporter) -> None:
+def test_labels_have_few_values(full: Exporter) -> None:
     own = {"version", "schedule_hash", "state", "tensor", "op", "fault", "detector", "phase", "stage", "tier"}
     assert {label for metric in METRICS.values() for label in metric.labels} <= {*RANK, *own, "reason", "type"}
     assert len(Op) * (len(COARSE) + 3) < 500
@@ -157,7 +157,7 @@ def test_spans_become_a_histogram_of_each_op(full: Exporter) -> None:
     assert (counts[0.002], counts[0.005], counts[float("inf")]) == (0, 100, 100)
 
 
-def test_a_value_on_a_bucket_s_bound_is_inside(exporter: Exporter) -> None:
+def test_bucket_bounds_are_inclusive(exporter: Exporter) -> None:
     exporter.on_steps([row(0, step_seconds=0.1), row(1, step_seconds=1000.0)], [(), ()])
     counts = {s.labels["le"]: s.value for s in scrape(exporter)["pentad_step_duration_seconds_bucket"]}
     assert (counts["0.079"], counts["0.1"], counts["100.0"], counts["+Inf"]) == (0, 1, 1, 2)
@@ -178,7 +178,7 @@ def test_ranks_have_all_coordinates_and_wall_clock_heartbeats(full: Exporter) ->
     assert all(abs(time.time() - 5 - s.value) < 2 for s in beats)
 
 
-def test_ranks_that_are_gone_vanish_and_so_do_their_gpus(full: Exporter) -> None:
+def test_series_of_removed_ranks_and_of_their_gpus_disappear(full: Exporter) -> None:
     full.on_ranks_placed(view_of(Mesh(pp=3), generation=2))
     samples = scrape(full)
     ranks = {s.labels["rank"] for its in samples.values() for s in its if "rank" in s.labels}
@@ -190,7 +190,7 @@ def test_ranks_that_are_gone_vanish_and_so_do_their_gpus(full: Exporter) -> None
     assert [s.labels["rank"] for s in scrape(full)["pentad_gpu_power_watts"]] == ["0"]
 
 
-def test_a_lost_rank_keeps_its_last_heartbeat_but_does_not_count(exporter: Exporter) -> None:
+def test_a_lost_rank_keeps_its_last_heartbeat_but_is_not_counted(exporter: Exporter) -> None:
     view = view_of(Mesh(pp=2))
     exporter.on_ranks_placed(view)
     exporter.on_view(view._replace(ranks=(view.ranks[0], view.ranks[1]._replace(state="lost"))))
@@ -213,7 +213,7 @@ def test_a_missing_gpu_reading_has_no_series(exporter: Exporter) -> None:
     }
 
 
-def test_the_state_of_the_run_is_one_of_all(exporter: Exporter) -> None:
+def test_exactly_one_state_of_the_run_is_set(exporter: Exporter) -> None:
     exporter.on_view(view_of(Mesh(), state="recovering"))
     states = {s.labels["state"]: s.value for s in scrape(exporter)["pentad_run_state"]}
     assert [state for state, on in states.items() if on] == ["recovering"]
@@ -228,7 +228,7 @@ def test_counters_are_zero_before_anything_happens(exporter: Exporter) -> None:
     assert value(samples, "pentad_recovery_duration_seconds_count", phase="connect") == 0
 
 
-def test_the_journal_is_counted(full: Exporter) -> None:
+def test_journal_events_are_counted(full: Exporter) -> None:
     samples = scrape(full)
     assert value(samples, "pentad_failures_total", fault="hang", detector="deadline") == 1
     assert sum(s.value for s in samples["pentad_failures_total"]) == 1
@@ -255,12 +255,12 @@ def test_replayed_steps_are_not_effective_time(exporter: Exporter) -> None:
 def test_a_scrape_is_atomic(exporter: Exporter) -> None:
     over = threading.Event()
 
-    def tell() -> None:
+    def update() -> None:
         while not over.is_set():
             exporter.on_steps([ROW], [spans_of(1, 8)])
 
-    teller = threading.Thread(target=tell)
-    teller.start()
+    updater = threading.Thread(target=update)
+    updater.start()
     try:
         for _ in range(20):
             samples = scrape(exporter)
@@ -269,11 +269,12 @@ def test_a_scrape_is_atomic(exporter: Exporter) -> None:
             assert all(s.value == 2 * steps for s in samples.get("pentad_instruction_duration_seconds_count", []))
     finally:
         over.set()
-        teller.join()
+        updater.join()
 
 
 def test_an_update_of_64_ranks_takes_under_a_millisecond(exporter: Exporter) -> None:
-    """Seconds of this process, which both asks and answers: those of a clock are other programs' too."""
+    """Measured in CPU time of this process, which is both client and server: wall-clock time includes other
+    programs."""
     exporter.on_ranks_placed(view := view_of(Mesh(dp=4, pp=16)))
     exporter.set_gpu_states(dict.fromkeys(range(64), GPU))
     spans = spans_of(4, 100)
@@ -283,7 +284,7 @@ def test_an_update_of_64_ranks_takes_under_a_millisecond(exporter: Exporter) -> 
 
 
 def cost(work: Any) -> float:
-    """CPU seconds, the best of some; by a clock, which sees other programs too, the best is no wait either."""
+    """CPU seconds, the minimum of several runs; a wall clock would include other programs, even in the minimum."""
     times, waits = [], []
     for _ in range(20):
         began, clock = time.process_time(), time.monotonic()
@@ -322,11 +323,13 @@ def test_a_host_that_is_not_this_machine_is_reported(host: str) -> None:
         Exporter("b", host, 0)
 
 
-def test_a_client_that_hangs_up_leaves_the_terminal_alone(full: Exporter, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_hangs_up_prints_nothing_to_the_terminal(
+    full: Exporter, capfd: pytest.CaptureFixture[str]
+) -> None:
     host, _, port = full.address.rpartition(":")
     for request in (b"GET /metrics HTTP/1.1\r\n\r\n", b"", b"\x00\xff\r\n\r\n"):
         with socket.create_connection((host, int(port))) as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # sends RST instead of FIN
             client.sendall(request)
     scrape(full)
     assert capfd.readouterr() == ("", "")
@@ -337,11 +340,11 @@ class FakeGauge:
 
     def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
         assert (description, tag_keys) == (GAUGES[name], ("job",))
-        self.told: list[Any] = []
+        self.received: list[Any] = []
         self.made[name] = self
 
     def set(self, value: float, tags: dict[str, str]) -> None:
-        self.told.append((value, tags["job"]))
+        self.received.append((value, tags["job"]))
 
 
 @pytest.fixture
@@ -356,14 +359,14 @@ def test_a_few_metrics_are_exported_through_ray(gauges: dict[str, FakeGauge]) ->
     watcher = RayMetrics("quick")
     watcher.on_ranks_placed(view_of(Mesh(pp=2)))
     watcher.on_steps([row(2), row(3, loss=None)], [(), ()])
-    assert {name: gauge.told for name, gauge in gauges.items()} == {
+    assert {name: gauge.received for name, gauge in gauges.items()} == {
         "pentad_step": [(3, "quick")],
         "pentad_world_size": [(2, "quick")],
         "pentad_tokens_per_second": [(6826.0, "quick")],
         "pentad_bubble_ratio": [(0.25, "quick")],
     }
     watcher.on_steps([row(4)], [()])
-    assert gauges["pentad_loss"].told == [(2.5, "quick")]
+    assert gauges["pentad_loss"].received == [(2.5, "quick")]
     assert set(gauges) == set(GAUGES)
 
 
@@ -375,7 +378,7 @@ def test_without_ray_nothing_is_exported(gauges: dict[str, FakeGauge], monkeypat
     assert not gauges
 
 
-def test_an_error_of_ray_is_ignored(gauges: dict[str, FakeGauge], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_from_ray_is_ignored(gauges: dict[str, FakeGauge], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("no")
 
@@ -383,6 +386,6 @@ def test_an_error_of_ray_is_ignored(gauges: dict[str, FakeGauge], monkeypatch: p
     RayMetrics("quick").on_steps([ROW], [()])
 
 
-def test_rays_gauges_have_the_names_and_meanings_of_the_exporters() -> None:
+def test_rays_gauges_have_names_and_descriptions_of_the_exporter() -> None:
     own = {name for name in GAUGES if name in METRICS}
     assert set(GAUGES) - own == {"pentad_tokens_per_second"}

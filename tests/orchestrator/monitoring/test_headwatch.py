@@ -1,4 +1,4 @@
-"""A head that answers again in time is no fault; one that does not is told of once."""
+"""A Ray head that answers again in time is not a fault; one that does not is reported once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ pytestmark = pytest.mark.timeout(30)
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Watches an address; gives the event of its end, the one that ends it, and the thread."""
+    """Starts watching an address; returns the event set when the head is lost, the event that stops the watch, and the
+    thread."""
     monkeypatch.setattr(headwatch, "CHECK_SECONDS", 0.02)
     ends = []
 
     def do(address: str, patience: float):
-        over, gone = threading.Event(), threading.Event()
-        thread = threading.Thread(target=headwatch.watch, args=(address, patience, over, gone.set))
+        over, lost = threading.Event(), threading.Event()
+        thread = threading.Thread(target=headwatch.watch, args=(address, patience, over, lost.set))
         thread.start()
         ends.append((over, thread))
-        return gone, over, thread
+        return lost, over, thread
 
     yield do
     for over, thread in ends:
@@ -38,16 +39,16 @@ def listener(port: int = 0) -> socket.socket:
 
 def test_a_head_that_answers_is_alive(watch):
     with listener() as head:
-        gone, _, _ = watch(f"127.0.0.1:{head.getsockname()[1]}", 0.1)
-        assert not gone.wait(0.5)
+        lost, _, _ = watch(f"127.0.0.1:{head.getsockname()[1]}", 0.1)
+        assert not lost.wait(0.5)
 
 
-def test_a_silent_head_is_gone_after_the_timeout_and_no_sooner(watch):
+def test_a_silent_head_is_lost_after_the_timeout_and_no_sooner(watch):
     with listener() as head:
         port = head.getsockname()[1]
     began = time.monotonic()
-    gone, _, thread = watch(f"127.0.0.1:{port}", 0.3)
-    assert gone.wait(5)
+    lost, _, thread = watch(f"127.0.0.1:{port}", 0.3)
+    assert lost.wait(5)
     assert time.monotonic() >= began + 0.3
     thread.join(5)
     assert not thread.is_alive()
@@ -56,17 +57,17 @@ def test_a_silent_head_is_gone_after_the_timeout_and_no_sooner(watch):
 def test_a_head_that_returns_in_time_is_not_a_fault(watch):
     with listener() as head:
         port = head.getsockname()[1]
-    gone, _, _ = watch(f"127.0.0.1:{port}", 2.0)
+    lost, _, _ = watch(f"127.0.0.1:{port}", 2.0)
     time.sleep(0.2)
     with listener(port):
-        assert not gone.wait(2.5)
+        assert not lost.wait(2.5)
 
 
 def test_an_ended_run_needs_no_head(watch):
     with listener() as head:
         port = head.getsockname()[1]
-    gone, over, thread = watch(f"127.0.0.1:{port}", 0.3)
+    lost, over, thread = watch(f"127.0.0.1:{port}", 0.3)
     over.set()
     thread.join(5)
     assert not thread.is_alive()
-    assert not gone.is_set()
+    assert not lost.is_set()

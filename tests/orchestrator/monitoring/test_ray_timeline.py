@@ -1,4 +1,4 @@
-"""Laws of the timeline in Ray's dashboard: what is pushed comes back, it stays small, and it never harms a run."""
+"""The timeline in Ray's dashboard returns what was pushed, stays small, and never disturbs a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def view(mesh: Mesh = MESH) -> RunView:
 
 
 def made_up_step(step: int, seconds_ago: float = 0.04) -> tuple[Span, ...]:
-    """A step of 40 ms that began some seconds ago: F, B, W, a pair that overlaps, the update, and transfers beside."""
+    """A 40 ms step that began `seconds_ago`: F, B, W, an overlapped pair, the optimizer step, and concurrent
+    transfers."""
     start = time.monotonic() - seconds_ago
     found = []
     for rank in range(MESH.size):
@@ -60,7 +61,8 @@ class Slice(NamedTuple):
 
 
 def assert_side_by_side(events: list[dict]) -> None:
-    """Perfetto drops a slice that begins before the last one of its row has ended, be it by a nanosecond."""
+    """Slices of a row must not overlap: Perfetto drops one that begins even a nanosecond before the previous one
+    ends."""
     ends: dict[tuple[int, int], Decimal] = {}
     for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
         row = (event["pid"], event["tid"])
@@ -69,7 +71,7 @@ def assert_side_by_side(events: list[dict]) -> None:
 
 
 def slices(events: list[dict]) -> list[Slice]:
-    """Those of pentad in a trace of Ray's, with the titles of their rows."""
+    """pentad's slices in a Ray trace, with their row titles."""
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     return [
@@ -94,21 +96,21 @@ def assert_same_step(shown: list[Slice], spans: tuple[Span, ...]) -> None:
     for rank in range(MESH.size):
         at = MESH.coordinates(rank)
         row = [s for s in shown if (s.process, s.thread) == (f"Node pentad dp{at.dp}", f"worker:{rank:04d}")]
-        mine = {span.name: span for span in spans if span.rank == rank}
-        alone = [f"{rank}{name}" for name in ("F0", "B1", "W2", "NORM5", "STEP6")]
+        by_name = {span.name: span for span in spans if span.rank == rank}
+        expected = [f"{rank}{name}" for name in ("F0", "B1", "W2", "NORM5", "STEP6")]
         pair = f"{rank}BW3 + {rank}F4"
-        assert sorted(s.name for s in row) == sorted([*alone, pair])
+        assert sorted(s.name for s in row) == sorted([*expected, pair])
         for name, start, seconds in [(s.name, s.start, s.seconds) for s in row if s.name != pair]:
-            assert start == pytest.approx(mine[name].start + wall, abs=1e-3)  # the clocks of two moments
-            assert seconds == pytest.approx(mine[name].end - mine[name].start, abs=2 * MICROSECOND)
-        shifts = [s.start - mine[s.name].start for s in row if s.name != pair]
+            assert start == pytest.approx(by_name[name].start + wall, abs=1e-3)  # the clock offset is read twice
+            assert seconds == pytest.approx(by_name[name].end - by_name[name].start, abs=2 * MICROSECOND)
+        shifts = [s.start - by_name[s.name].start for s in row if s.name != pair]
         assert max(shifts) - min(shifts) <= 2 * MICROSECOND
         colours = {s.name[1:]: s.colour for s in row}
         assert [colours[name] for name in ("F0", "B1", "W2")] == ["rail_response", "rail_idle", "rail_load"]
 
 
 @pytest.mark.parametrize("auth", ["token", "disabled"])
-def test_what_is_pushed_comes_back_from_the_dashboard(auth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dashboard_returns_what_was_pushed(auth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with clusters.start(ClusterSection(device="cpu", auth=auth), 1) as cluster:
         job = ray.get_runtime_context().get_job_id()
         token = cluster.token_file.read_text() if cluster.token_file else ""
@@ -120,11 +122,11 @@ def test_what_is_pushed_comes_back_from_the_dashboard(auth: Any, monkeypatch: py
 
         def states() -> dict[str, str]:
             found = ask("tasks?detail=1")["data"]["result"]
-            assert found["total"] == found["num_after_truncation"] == len(found["result"])  # none counts as lost
+            assert found["total"] == found["num_after_truncation"] == len(found["result"])  # Ray counts none as lost
             return {task["name"]: task["state"] for task in found["result"]}
 
-        said: list[str] = []
-        timeline = RayTimeline(2, said.append)
+        logged: list[str] = []
+        timeline = RayTimeline(2, logged.append)
         timeline.on_ranks_placed(view())
         steps = [made_up_step(number, seconds_ago=0.5 - number / 10) for number in range(5)]
         timeline.on_steps([], steps)
@@ -139,25 +141,25 @@ def test_what_is_pushed_comes_back_from_the_dashboard(auth: Any, monkeypatch: py
         timeline.close()
         names = [f"step 5 {MESH.coordinates(rank)}" for rank in range(4)]
         assert eventually(states, lambda found: "FINISHED" in found.values()) == dict.fromkeys(names, "FINISHED")
-        assert said == []
+        assert logged == []
         monkeypatch.setattr(ray_timeline, "_channel", lambda: grpc.insecure_channel("127.0.0.1:1"))
-        assert_said_once(r"is incomplete: UNAVAILABLE: .*127\.0\.0\.1:1")
+        assert_logged_once(r"is incomplete: UNAVAILABLE: .*127\.0\.0\.1:1")
 
 
-def assert_said_once(sentence: str) -> None:
-    said: list[str] = []
-    timeline = RayTimeline(2, said.append)
+def assert_logged_once(sentence: str) -> None:
+    logged: list[str] = []
+    timeline = RayTimeline(2, logged.append)
     timeline.on_ranks_placed(view())
     for number in range(3):
         timeline.on_steps([], [made_up_step(number)])
         timeline.on_view(view())
     timeline.close()
     timeline.close()
-    assert len(said) == 1 and re.search(sentence, said[0]), said
+    assert len(logged) == 1 and re.search(sentence, logged[0]), logged
 
 
-class Lacking:
-    """A stub of a Ray that has another interface."""
+class OtherInterface:
+    """A stub of a Ray version with a different interface."""
 
     def __init__(self, channel: object) -> None:
         pass
@@ -165,12 +167,12 @@ class Lacking:
 
 def test_a_missing_interface_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_timeline, "_channel", lambda: contextlib.nullcontext())
-    monkeypatch.setattr(gcs_service_pb2_grpc, "TaskInfoGcsServiceStub", Lacking)
-    assert_said_once("is incomplete: AttributeError: .*AddTaskEventData")
+    monkeypatch.setattr(gcs_service_pb2_grpc, "TaskInfoGcsServiceStub", OtherInterface)
+    assert_logged_once("is incomplete: AttributeError: .*AddTaskEventData")
 
 
-def test_without_ray_nothing_is_raised_nor_started() -> None:
-    assert_said_once("is incomplete: ")
+def test_without_ray_nothing_is_raised_or_started() -> None:
+    assert_logged_once("is incomplete: ")
     assert not ray.is_initialized()
 
 
@@ -208,18 +210,18 @@ def test_keeping_no_steps_publishes_nothing() -> None:
     ("spans", "keep", "ranks", "tasks"),
     [(100, 5, 4, 1), (300, 5, 4, 2), (400, 5, 4, 3), (2000, 5, 4, 5), (2000, 5, 50, 2), (100, 5, 4000, 1)],
 )
-def test_a_rank_has_as_many_tasks_as_hold_the_steps(spans: int, keep: int, ranks: int, tasks: int) -> None:
+def test_a_rank_has_as_many_tasks_as_its_steps_need(spans: int, keep: int, ranks: int, tasks: int) -> None:
     assert ray_timeline._tasks_per_rank(spans, keep, ranks) == tasks
 
 
 @pytest.mark.parametrize(
     ("rank", "title"), [(0, "0000"), (3, "0003"), (120, "0120"), (9999, "9999"), (12345, "012345")]
 )
-def test_a_rows_title_reads_as_its_rank(rank: int, title: str) -> None:
+def test_a_row_title_names_its_rank(rank: int, title: str) -> None:
     assert ray_timeline._thread_id(rank).hex() == title
 
 
-def test_a_smaller_mesh_keeps_the_rows_it_had() -> None:
+def test_rows_are_kept_when_the_mesh_shrinks() -> None:
     timeline = RayTimeline(2, pytest.fail)
     timeline.on_ranks_placed(view())
     assert {row.name: row.number for row in timeline._rows.values()} == {

@@ -1,4 +1,4 @@
-"""Laws of the run folder: whole files, one live run, and nothing of a step that is about to be done again."""
+"""The run folder has complete files, one live run, and no records of steps that will be run again."""
 
 import errno
 import gzip
@@ -47,14 +47,14 @@ def test_a_new_run_writes_its_configuration_and_program(tmp_path: Path) -> None:
         assert Program.load(run.path / "program.arrow").hash == run.plan.program.hash
 
 
-def test_ranks_find_the_checkpoints_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_find_the_checkpoints_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with opened(Path("runs")) as run:
         assert run.path == Path("runs/trial")
         assert run.checkpoints == tmp_path / "runs" / "trial" / "checkpoints"
 
 
-def test_metrics_and_journal_are_a_line_each(tmp_path: Path) -> None:
+def test_metrics_and_journal_have_one_line_per_entry(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         run.metrics(row(0, extra="kept"))
         run.metrics(row(1, loss=math.nan, grad_norm=math.inf))
@@ -115,11 +115,11 @@ def test_another_run_of_the_same_name_is_refused_and_untouched(tmp_path: Path, o
 @pytest.mark.parametrize(
     "override", ["run.steps=100", "optimizer.learning_rate=1e-4", "schedule.name=1f1b", "data.cache=x", "mesh.pp=2"]
 )
-def test_a_resumed_run_may_change_what_does_not_change_its_data_or_model(tmp_path: Path, override: str) -> None:
+def test_a_resumed_run_may_change_options_that_do_not_affect_its_data_or_model(tmp_path: Path, override: str) -> None:
     opened(tmp_path).close()
     with opened(tmp_path, override) as run:
         assert run.resumed
-        assert saved_config(run.path) == config_in(tmp_path)  # until there are steps of the new one
+        assert saved_config(run.path) == config_in(tmp_path)  # until the new configuration has run a step
         run.begin(config_in(tmp_path, override))
         assert saved_config(run.path) == config_in(tmp_path, override)
 
@@ -136,7 +136,7 @@ def test_a_run_folder_of_the_old_format_is_refused_in_one_sentence(tmp_path: Pat
     assert path.read_text() == old
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trial").mkdir()
     (tmp_path / "trial" / "thesis.tex").write_text("years of work")
     with pytest.raises(PentadError, match=r"trial exists and is not a run's folder: expected a new one"):
@@ -144,7 +144,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "trial") == ["thesis.tex"]
 
 
-def test_a_folder_that_cannot_be_written_is_a_user_s_mistake(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PentadError, match=r"run.folder is '.*file', where .* cannot be written"):
         opened(tmp_path / "file")
@@ -169,7 +169,7 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{garbage", "5", '{"step": 1}', "\0"])
-def test_a_damaged_line_is_named_and_kept(tmp_path: Path, line: str) -> None:
+def test_a_damaged_line_is_reported_and_kept(tmp_path: Path, line: str) -> None:
     with opened(tmp_path) as run:
         run.metrics(row(0))
         with (run.path / "metrics.jsonl").open("a") as file:
@@ -180,17 +180,19 @@ def test_a_damaged_line_is_named_and_kept(tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "journal.jsonl", "program.arrow"])
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path, name: str) -> None:
     opened(tmp_path).close()
     (tmp_path / "trial" / name).unlink(missing_ok=True)
     (tmp_path / "trial" / name).mkdir()
     with pytest.raises(PentadError, match=rf"{name} cannot be written"), opened(tmp_path) as run:
         run.begin(config_in(tmp_path))
     (tmp_path / "trial" / name).rmdir()
-    opened(tmp_path).close()  # the lock is free
+    opened(tmp_path).close()  # the lock has been released
 
 
-def test_timelines_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timelines_that_cannot_be_written_leave_the_old_ones_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(tmp_path) as run:
         plan = run.plan
         costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)

@@ -1,4 +1,4 @@
-"""Activations of the planner are those that stages save, to the byte: every family, axis and recomputation mode."""
+"""The planner's activation memory equals what stages save, to the byte, for every family, axis and recompute mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODES = ("none", "selective", "full")
 
 
 def check(plan: Plan, index: int) -> None:
-    """Runs F, RECOMPUTE and B, and compares what is saved after each, except what lies in receive slots."""
+    """Runs F, RECOMPUTE and B and compares the bytes saved after each, excluding receive slots."""
     stage, planned, mode = make_stage(plan, index), activations_of(plan, index), plan.recompute_mode(index)
     dtype, shape = DTYPES[plan.dtype], (plan.sequence_parallel_tokens, plan.model.hidden)
     tokens = torch.arange(plan.slice_tokens)

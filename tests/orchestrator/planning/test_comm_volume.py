@@ -1,4 +1,5 @@
-"""Communication volumes of the planner are what layers send, counted at every collective, and what programs hold."""
+"""The planner's communication volumes equal what layers send, counted at every collective, and what programs
+contain."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
 
 @pytest.fixture
 def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume]:
-    """All that layers send; small products have several tiles."""
+    """Records everything that layers send; even small products have several tiles."""
     found, caches = CommVolume(), (stage_volume, layer_volume)
 
     def pass_on(group: FakeGroup, block: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
@@ -95,7 +96,7 @@ def test_expert_parallel_layers(sent, corpus, family, axes):
 
 
 def check(sent: CommVolume, plan: Plan, index: int, device: str = "cpu") -> None:
-    """F, RECOMPUTE and B of a stage, one after the other."""
+    """Runs F, RECOMPUTE and B of a stage and compares the bytes sent by each."""
     stage = make_stage(plan, index)
     tokens = torch.arange(plan.slice_tokens)
     shape = plan.sequence_parallel_tokens, plan.model.hidden
@@ -130,7 +131,7 @@ def test_a_step_is_the_sum_of_its_instructions(corpus: str) -> None:
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_zero_sends_what_its_paper_says(corpus: str, zero: int) -> None:
+def test_zero_sends_the_volumes_of_its_paper(corpus: str, zero: int) -> None:
     """arXiv 1910.02054, section 7: 2N bytes of gradients and weights, 3N if weights are gathered twice."""
     plan = plan_of("gpipe", 4, 1, 2, corpus, memory_options=MemoryOptions(zero=zero))
     found = {kind.kind: volume for kind, volume in comm_volume(plan, 0).items()}
@@ -144,7 +145,7 @@ def test_zero_sends_what_its_paper_says(corpus: str, zero: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "far"),
+    ("mesh", "crossing"),
     [
         (Mesh(tp=8, pp=2), {"pp"}),
         (Mesh(tp=2, dp=8), {"dp"}),
@@ -152,6 +153,6 @@ def test_zero_sends_what_its_paper_says(corpus: str, zero: int) -> None:
         (Mesh(dp=8), set()),
     ],
 )
-def test_axes_cross_hosts_where_their_ranks_span_more_than_one(mesh, far):
+def test_axes_cross_hosts_where_their_ranks_span_more_than_one(mesh, crossing):
     assert NODE_GPUS == 8
-    assert {axis for axis in ("dp", "pp", "cp", "tp", "ep") if spans_hosts(mesh, axis)} == far
+    assert {axis for axis in ("dp", "pp", "cp", "tp", "ep") if spans_hosts(mesh, axis)} == crossing

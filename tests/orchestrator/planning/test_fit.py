@@ -1,4 +1,4 @@
-"""`pentad plan`, and what `pentad train` refuses before it starts: memory, data, shards."""
+"""`pentad plan`, and what `pentad train` refuses before starting: too little memory, bad data, nothing to shard."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_plan_checks_the_data_as_train_does(
     assert not (tmp_path / "cache").exists(), "plan built a corpus"
 
 
-def test_zero_without_replicas_is_one_sentence(pentad: Pentad) -> None:
+def test_zero_without_replicas_is_reported_in_one_sentence(pentad: Pentad) -> None:
     for verb in (("plan",), ("train", "cluster.device=cpu")):
         status, out, err = pentad(*verb, "zero.stage=3")
         assert (status, err.count("\n")) == (1, 1)
@@ -67,6 +67,6 @@ def test_zero_without_replicas_is_one_sentence(pentad: Pentad) -> None:
 def test_plan_shows_the_balance_of_context_parallel_ranks(pentad: Pentad) -> None:
     cut = ("mesh.cp=4", "schedule.name=1f1b")
     assert "cp ranks have zigzag parts: the busiest computes 1.000 times the least" in pentad("plan", *cut)[1]
-    for way in ("ring", "all_gather", "ulysses"):
-        facts = json.loads(pentad("plan", *cut, f"mesh.cp_method={way}", "model.kv_heads=8", "--json")[1])
+    for method in ("ring", "all_gather", "ulysses"):
+        facts = json.loads(pentad("plan", *cut, f"mesh.cp_method={method}", "model.kv_heads=8", "--json")[1])
         assert 1 <= facts["cp_imbalance"] <= 1.05

@@ -1,4 +1,4 @@
-"""The planner against measurements on H200s: peak memory of a rank, and seconds of a step."""
+"""The planner against measurements on H200s: peak memory per rank and seconds per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pentad plan --gpus`: every mesh is tried, those listed fit and are sorted, and it is quick."""
+"""`pentad plan --gpus` tries every mesh, lists those that fit, fastest first, and is quick."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_overrides_of_a_mesh_give_its_plan_and_its_peak_memory(found: MeshSe
     assert max(each["total"] for each in memories(plan)) == best.bytes
 
 
-def test_less_memory_takes_recomputation_and_shards_or_rejects_meshes(found: MeshSearch) -> None:
+def test_less_memory_requires_recomputation_and_sharding_or_rejects_meshes(found: MeshSearch) -> None:
     narrow, none = (search_meshes(config(), 8, DeviceMemory(gib * 2**30, "of a device")) for gib in (45, 8))
     assert found.num_fitting > narrow.num_fitting > none.num_fitting == 0
     assert not none.choices
@@ -64,13 +64,13 @@ def test_less_memory_takes_recomputation_and_shards_or_rejects_meshes(found: Mes
 
 
 @pytest.mark.slow
-def test_tp_ranks_are_on_one_node_unless_allowed_on_several() -> None:
+def test_tp_ranks_share_a_node_unless_allowed_to_span_several() -> None:
     inside, across = (search_meshes(config(*more), 16, H200) for more in ((), ("mesh.tp_across_nodes=true",)))
     assert any("mesh.tp is 16: expected at most 8" in sentence for sentence in inside.rejected)
     assert not any("expected at most 8" in sentence for sentence in across.rejected)
 
 
-def test_experts_may_be_split_over_ep_ranks() -> None:
+def test_experts_may_be_sharded_over_ep_ranks() -> None:
     sizes = ("family=mixtral", "experts.num_experts=8", "experts.top_k=2", "experts.intermediate_size=3584", *EIGHT)
     found = search_meshes(config(model=sizes), 8, H200)
     assert any(each.plan.mesh.ep > 1 for each in found.choices)

@@ -1,4 +1,4 @@
-"""Plans are pure functions of their configuration, made once for a run; estimates add up."""
+"""Plans are pure functions of their configuration and made once per run; their estimates add up."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def costs_of(plan: Plan) -> Costs:
 
 @pytest.mark.parametrize("name", CATALOGUE)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_schedule_has_a_proven_plan(name: str, device: str) -> None:
+def test_every_schedule_has_a_verified_plan(name: str, device: str) -> None:
     plan = plan_of(f"schedule.name={name}", "mesh.dp=2", device=device)
     check(plan.program, replicas=2)
     assert plan == plan_of(f"schedule.name={name}", "mesh.dp=2", device=device)
@@ -58,7 +58,7 @@ def test_precision_and_transport_follow_the_device() -> None:
     assert plan_of("cluster.transport=nccl", device="cuda").transport == "nccl"
 
 
-def test_only_nccl_receives_wait_for_the_compute_before_them() -> None:
+def test_only_nccl_receives_wait_for_preceding_compute() -> None:
     peer, nccl = plan_of(device="cuda"), plan_of("cluster.transport=nccl", device="cuda")
     assert peer.program.hash != nccl.program.hash
 
@@ -70,7 +70,7 @@ def test_peer_transport_needs_one_host() -> None:
         plan_of("cluster.transport=peer", device="cuda", hosts=2)
 
 
-def test_null_warmup_and_learning_rate_are_a_tenth() -> None:
+def test_null_warmup_and_minimum_learning_rate_are_a_tenth() -> None:
     optimizer = plan_of("run.steps=50", "optimizer.learning_rate=1e-3").optimizer
     assert optimizer.warmup_steps == 5
     assert optimizer.min_learning_rate == pytest.approx(1e-4)
@@ -79,7 +79,7 @@ def test_null_warmup_and_learning_rate_are_a_tenth() -> None:
 
 
 def test_flops_per_token_of_llama_8b() -> None:
-    # 8.03e9 parameters without 0.525e9 of input embedding, attention halved or not.
+    # 8.03e9 parameters minus 0.525e9 of the input embedding, with and without causal halving of attention.
     assert flops_per_token(LLAMA_8B, 8192) == pytest.approx(51.47e9, rel=1e-3)
     assert flops_per_token(LLAMA_8B, 8192, causal=False) == pytest.approx(57.91e9, rel=1e-3)
     assert flops_per_token(LLAMA_8B, 131072) == pytest.approx(148.1e9, rel=1e-3)
@@ -94,7 +94,7 @@ def test_mfu_is_unknown_without_a_known_peak() -> None:
     assert peak_flops("NVIDIA H200", "float32") is None
 
 
-def test_guessed_costs_grow_with_the_work() -> None:
+def test_estimated_costs_grow_with_the_work() -> None:
     plan = plan_of("model.layers=9", "model.vocab=256")
     costs = costs_of(plan)
     sizes = [end - first for first, end in plan.layers]
@@ -118,11 +118,11 @@ def test_costs_measured_from_a_simulated_step_simulate_the_same_step(name: str) 
     costs = read_costs(plan.program, timeline)
     assert costs is not None
     again = simulate(plan.program, costs)
-    assert again.makespan == pytest.approx(timeline.makespan, rel=1e-2)  # a halved BW has half a launch
+    assert again.makespan == pytest.approx(timeline.makespan, rel=1e-2)  # half of a split BW has half the launch time
     assert again.bubble().longest == pytest.approx(timeline.bubble().longest, abs=1e-2)
 
 
-def test_no_costs_come_from_an_incomplete_step() -> None:
+def test_an_incomplete_step_gives_no_costs() -> None:
     plan = plan_of()
     timeline = simulate(plan.program, costs_of(plan))
     half = type(timeline)("measured", tuple(span for span in timeline.spans if span.stage != 2))
@@ -131,38 +131,38 @@ def test_no_costs_come_from_an_incomplete_step() -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_activations_of_fused_backwards_are_multiples_of_a_microbatch(name: str) -> None:
-    """F saves and BW frees the same bytes: middle ranks need their peak count of microbatches, and BW's workspace."""
+    """F saves and BW frees the same bytes: middle ranks need their peak number of microbatches, plus BW's workspace."""
     plan = plan_of(f"schedule.name={name}")
     tokens, model = plan.batch.micro_batch_size * plan.batch.sequence_length, plan.model
-    # two streams, two normed, q k v, attention out, gate and up: float32; two scales and a sum a head
+    # float32: two residual streams, two normed, q k v, attention out, gate and up; two scales, a log-sum-exp per head
     layer = 4 * (4 * 128 + 2 * 128 + 2 * 64 + 2 * 384) + 4 * (2 + model.heads)
-    entry = 4 * 128  # lies in the slot of its transfer
+    entry = 4 * 128  # is in a receive slot
     peak = peak_activations(plan.program)[1]
     found = memory(plan, 1)["activations"]
     assert tokens * (2 * layer - entry) * peak <= found < tokens * (2 * layer - entry) * (peak + 1)
 
 
-def test_slices_cost_equal_shares_of_a_microbatch() -> None:
-    whole, sliced = (costs_of(plan_of("schedule.name=seq-1f1b", f"schedule.slices={k}")) for k in (1, 4))
-    for found, expected in ((sliced.forward, whole.forward), (sliced.backward, whole.backward)):
+def test_slices_cost_equal_fractions_of_a_microbatch() -> None:
+    full, sliced = (costs_of(plan_of("schedule.name=seq-1f1b", f"schedule.slices={k}")) for k in (1, 4))
+    for found, expected in ((sliced.forward, full.forward), (sliced.backward, full.backward)):
         assert found == pytest.approx([seconds / 4 for seconds in expected])
-    assert sliced.weight[1] == pytest.approx(whole.weight[1] / 4)
-    assert whole.weight[0] / 4 < sliced.weight[0] < whole.weight[0]  # all rows of the embedding are filled each time
-    assert whole.transfer / 4 < sliced.transfer < whole.transfer  # the latency is paid each time
+    assert sliced.weight[1] == pytest.approx(full.weight[1] / 4)
+    assert full.weight[0] / 4 < sliced.weight[0] < full.weight[0]  # every slice fills the entire embedding gradient
+    assert full.transfer / 4 < sliced.transfer < full.transfer  # every slice pays the latency
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_slices_share_keys_and_values_of_full_sequences(slices: int) -> None:
-    """One rank holds, when the second microbatch begins: as many activations as without slices, keys and values of both
-    microbatches, and gradients of these for the first one, except its last slice."""
-    alone = ("mesh.pp=1", "model.layers=4")
-    plan = plan_of("schedule.name=seq-1f1b", f"schedule.slices={slices}", *alone)
-    whole = memory(plan_of("schedule.name=1f1b", *alone), 0)["activations"]
+    """When the second microbatch begins, a rank holds as many activations as without slices, plus keys and values of
+    both microbatches, and their gradients for the first microbatch except its last slice."""
+    one_stage = ("mesh.pp=1", "model.layers=4")
+    plan = plan_of("schedule.name=seq-1f1b", f"schedule.slices={slices}", *one_stage)
+    full = memory(plan_of("schedule.name=1f1b", *one_stage), 0)["activations"]
     pairs = (
         4 * 2 * 64 * plan.batch.micro_batch_size * plan.batch.sequence_length * 4
     )  # layers, keys and values, width, tokens, float32
     shared = pairs * (2 + (slices - 1) / slices) if slices > 1 else 0
-    assert 0.85 * whole + shared < memory(plan, 0)["activations"] <= whole + shared
+    assert 0.85 * full + shared < memory(plan, 0)["activations"] <= full + shared
 
 
 def test_memory_adds_up_and_counts_master_weights_once() -> None:
@@ -170,8 +170,8 @@ def test_memory_adds_up_and_counts_master_weights_once() -> None:
     for rank in range(4):
         parts = memory(plan, rank)
         assert parts["total"] == sum(value for name, value in parts.items() if name not in ("total", "host"))
-    whole = sum(memory(plan, rank)["parameters"] for rank in range(4))
-    assert whole == 4 * num_parameters(plan.model)
+    full = sum(memory(plan, rank)["parameters"] for rank in range(4))
+    assert full == 4 * num_parameters(plan.model)
     assert memory(plan, 0)["master"] == 0
     parts = memory(on_gpu, 0)
     assert (parts["master"], parts["gradients"], parts["optimizer"]) == tuple(
@@ -179,7 +179,7 @@ def test_memory_adds_up_and_counts_master_weights_once() -> None:
     )
 
 
-def test_dualpipe_holds_its_parameters_twice() -> None:
+def test_dualpipe_holds_two_copies_of_its_parameters() -> None:
     plan = plan_of("schedule.name=dualpipe")
     assert sum(memory(plan, rank)["parameters"] for rank in range(4)) == 2 * 4 * num_parameters(plan.model)
 
@@ -192,7 +192,7 @@ def test_memory_counts_every_receive_slot() -> None:
     assert memory(plan, 0)["slots"] == len(slots) * tensor
 
 
-def test_spread_gives_every_replica_the_same_spans() -> None:
+def test_every_replica_gets_the_same_spans() -> None:
     mesh = Mesh(dp=2, pp=4)
     plan = plan_of("mesh.dp=2")
     timeline = simulate(plan.program, costs_of(plan))
@@ -213,7 +213,7 @@ def test_spread_gives_every_replica_the_same_spans() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h2", "zb-1p", "auto", "dualpipe"])
 def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path: Path, name: str) -> None:
-    """From the command line to the placed ranks, a program is compiled and proven once."""
+    """A program is compiled and checked once between the command line and the placed ranks."""
     calls: Counter[str] = Counter()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,7 +238,7 @@ def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path
     assert calls == {"compile_program": 1, "check": 1} | ({"choose": 1} if name == "auto" else {})
 
 
-def test_a_plan_is_made_again_for_other_devices_or_hosts() -> None:
+def test_a_plan_is_remade_for_other_devices_or_hosts() -> None:
     config = load(None, [])
     expected = make_plan(config, "cuda")
     assert expected.transport == "peer"
@@ -265,11 +265,11 @@ def test_a_smaller_mesh_may_have_nothing_to_shard() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_divides_the_optimizer_step(zero: int) -> None:
-    """Two holders take half the seconds of STEP; everything but the norm stays the same."""
+    """With two shards, STEP takes half as long; only the norm changes as well."""
     words = ["mesh.dp=2", "schedule.name=1f1b", "schedule.microbatches=2"]
-    whole, cut = (
+    full, sharded = (
         estimate.costs_of(make_plan(load(None, [*words, f"zero.stage={stage}"]), "cpu")) for stage in (0, zero)
     )
-    assert cut.step == pytest.approx(whole.step / 2)
-    assert cut.norm < whole.norm
-    assert replace(cut, step=whole.step, norm=whole.norm) == whole
+    assert sharded.step == pytest.approx(full.step / 2)
+    assert sharded.norm < full.norm
+    assert replace(sharded, step=full.step, norm=full.norm) == full

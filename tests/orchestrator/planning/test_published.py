@@ -53,7 +53,7 @@ def peak_bytes(plan: Plan) -> int:
 
 
 def mfu_percent(plan: Plan) -> float:
-    """MFU in percent as the source counts it."""
+    """MFU in percent by the source's definition."""
     spans = simulate(plan.program, costs_of(plan)).spans
     seconds = max(span.end for span in spans) - min(span.start for span in spans)
     work = plan.batch.tokens * flops_per_token(plan.model, plan.batch.sequence_length, causal=False)
@@ -84,7 +84,7 @@ def test_eighty_billion_parameters_fit_on_no_mesh_of_two_nodes(nodes: int) -> No
     assert found.num_fitting == 0
 
 
-def test_predictions_rank_configurations_as_measurements_do() -> None:
+def test_predictions_rank_configurations_as_the_measurements_do() -> None:
     found = [mfu_percent(planned(row)) for row in ROWS]
     one, other = (np.argsort(np.argsort(values)) for values in (found, [row.mfu for row in ROWS]))
     assert np.corrcoef(one, other)[0, 1] >= 0.8  # Spearman's

@@ -1,4 +1,4 @@
-"""Laws of a whole run: what it writes, how it goes on, how it ends. Ranks run without torch, on real Ray."""
+"""Complete runs: what they write, how they resume, how they end. Ranks run without torch, on real Ray."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def cluster() -> Iterator[clusters.Cluster]:
 
 @pytest.fixture
 def train(cluster: clusters.Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
-    """Trains on the module's cluster in a folder of the test; returns the summary and what was printed."""
+    """Trains on the module's cluster in the test's folder; returns the summary and the output."""
 
     def do(*overrides: str, behaviour: str = "fake:") -> tuple[dict[str, Any], str]:
         result = driver.train(config_of(tmp_path, behaviour, *overrides), console=Console(width=200), runner=FAKE)
@@ -99,7 +99,7 @@ def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
 
 def test_a_run_resumes_from_its_newest_checkpoint_without_duplicate_metrics(train: Train, tmp_path: Path) -> None:
     train("run.steps=4", "checkpoint.every=2", "checkpoint.keep=9")
-    with (tmp_path / "quickstart" / "metrics.jsonl").open("a") as file:  # as a crash after the checkpoint leaves it
+    with (tmp_path / "quickstart" / "metrics.jsonl").open("a") as file:  # as left by a crash after the checkpoint
         file.write(json.dumps({**metrics(tmp_path)[-1], "step": 4}) + "\n")
     result, printed = train("run.steps=7")
     assert "resuming from step 4" in printed
@@ -141,7 +141,7 @@ def test_a_failed_rank_ends_the_run_with_complete_files(train: Train, tmp_path: 
     assert Timeline.load(folder / "timeline.arrow").steps
     result, _ = train(
         "run.steps=2", behaviour="fake:rank=1,step=3,how=die"
-    )  # the folder is free, and so are the places
+    )  # the folder is unlocked and the places are free
     assert result["state"] == "finished"
 
 
@@ -165,7 +165,7 @@ except KeyboardInterrupt:
 
 
 class Started:
-    """A run in a process group of its own, as a shell would start it."""
+    """A run in its own process group, as a shell would start it."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.footprint = Footprint()
@@ -189,10 +189,10 @@ class Started:
             assert self.process.poll() is None, self.printed()
             assert time.monotonic() < until, self.printed()
             time.sleep(0.05)
-        self.footprint.look()
+        self.footprint.record()
 
     def interrupt(self, number: int) -> None:
-        """As a terminal does: the whole group gets it, Ray's processes too."""
+        """Sends a signal as a terminal does: to the entire process group, including Ray's processes."""
         os.killpg(self.process.pid, number)
 
 
@@ -214,7 +214,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 def test_ctrl_c_and_sigterm_stop_with_a_checkpoint_and_leave_nothing(started: Callable[..., Started]) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM)
-    runs = [started(number.name, 'data.path="fake:seconds=0.05"') for number in numbers]  # side by side
+    runs = [started(number.name, 'data.path="fake:seconds=0.05"') for number in numbers]  # at the same time
     for run in runs:
         run.wait_for(3)
     for run, number in zip(runs, numbers, strict=True):
@@ -240,7 +240,7 @@ def test_a_run_that_is_stopped_at_once_leaves_nothing(started: Callable[..., Sta
     else:
         run.interrupt(signal.SIGINT)
         time.sleep(0.5)
-        assert run.process.poll() is None  # the steps under way never end
+        assert run.process.poll() is None  # the steps in flight never end
         run.interrupt(signal.SIGINT)
         assert run.process.wait(20) == 130, run.printed()
         assert events(run.folder)[-1][0] == "failure"
@@ -251,10 +251,10 @@ def test_a_run_that_is_stopped_at_once_leaves_nothing(started: Callable[..., Sta
 @pytest.mark.parametrize(
     "which", ["pentad.orchestrator.cluster.ray_head", pytest.param("gcs_server", marks=pytest.mark.slow)]
 )
-def test_a_run_whose_ray_head_is_gone_says_so_and_leaves_nothing(started: Callable[..., Started], which: str) -> None:
+def test_a_run_that_loses_its_ray_head_says_so_and_leaves_nothing(started: Callable[..., Started], which: str) -> None:
     run = started("headless", 'data.path="fake:seconds=0.05"')
     run.wait_for(2)
-    run.footprint.look()
+    run.footprint.record()
     (head,) = (line.split()[0] for line in run.footprint.processes() if which in line)
     os.kill(int(head), signal.SIGKILL)
     began = time.monotonic()

@@ -1,6 +1,6 @@
-"""Laws of elastic restart: whatever is lost, the run ends by itself, and with the same bits if its mesh was repaired.
+"""Elastic restart: whatever is lost, the run finishes by itself, bit-identical if its mesh was repaired.
 
-Real ranks on a Ray cluster of several nodes on this machine. A reference is the same run without a fault.
+Real ranks on a Ray cluster of several nodes on this machine. The reference is the same run without a fault.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from elastic_cases import FAKE, LINE, SCHEDULES, SQUARE, STEPS, Outcome, Start, assert_recovered, assert_same, outcome
-from threenodes import Cluster, Run, kill, three_nodes
+from multinode import Cluster, Run, kill, multinode_cluster
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.control.control_client import connect
@@ -38,7 +38,7 @@ SMALL = (
     "cluster.device=cpu",
     "cluster.auth=disabled",
 )
-CUT = (*SQUARE, "zero.stage=3")  # replicas hold shards, and nothing is held twice
+CUT = (*SQUARE, "zero.stage=3")  # replicas hold different shards, so no state is redundant
 TENSOR = ("mesh.dp=2", "mesh.pp=1", "mesh.tp=2", "schedule.microbatches=4")
 EXPERTS = (
     *("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral"),
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    with three_nodes() as cluster:
+    with multinode_cluster() as cluster:
         yield cluster
 
 
@@ -73,14 +73,14 @@ def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """What a run without faults comes to, found once for each schedule and mesh."""
+    """The outcome of a run without faults, computed once for each schedule and mesh."""
     found: dict[tuple[str, tuple[str, ...]], Outcome] = {}
 
     def do(schedule: str, mesh: tuple[str, ...]) -> Outcome:
         if (schedule, mesh) not in found:
-            nodes.hold(2, 2, 2)
+            nodes.resize(2, 2, 2)
             run = Run(nodes, tmp_path_factory.mktemp("reference"), *SMALL, *mesh, f"schedule.name={schedule}")
-            assert run.end() == 0, run.account()
+            assert run.end() == 0, run.describe()
             found[schedule, mesh] = outcome(run)
         return found[schedule, mesh]
 
@@ -88,12 +88,13 @@ def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 def test_recovery_from_sigkill_sigstop_and_two_lost_ranks_is_bit_identical(nodes, start, reference):
-    """One run after another fault: the default suite's whole recoveries; those marked slow take faults one by one."""
+    """One run with three faults in turn, the end-to-end recovery of the default suite; tests marked slow take one fault
+    each."""
     expected = reference("1f1b", SQUARE)
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b")
     for number, (ranks, how) in enumerate([((1,), signal.SIGKILL), ((2,), signal.SIGSTOP), ((0, 3), signal.SIGKILL)]):
-        run.at_step(4 + 15 * number)
+        run.wait_for_step(4 + 15 * number)
         before = len(run.events("lost"))
         with connect(run.folder) as client:
             pids = {rank["rank"]: rank["pid"] for rank in client.status()["ranks"]}
@@ -107,14 +108,14 @@ def test_recovery_from_sigkill_sigstop_and_two_lost_ranks_is_bit_identical(nodes
 
 def test_resuming_after_a_killed_driver_is_bit_identical(nodes, start, reference):
     expected = reference("1f1b", SQUARE)
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     overrides = (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10")
     run = start(*overrides)
-    run.at_step(12)
+    run.wait_for_step(12)
     run.stop()  # SIGKILL
     again = Run(nodes, run.folder.parent, *SMALL, *overrides)
     try:
-        assert again.end() == 0, again.account()
+        assert again.end() == 0, again.describe()
         assert "resuming from step" in again.printed.read_text()
         assert_same(again, expected)
         again.assert_gone()
@@ -136,10 +137,10 @@ def test_resuming_after_a_killed_driver_is_bit_identical(nodes, start, reference
 )
 def test_recovery_from_a_lost_rank_is_bit_identical(nodes, start, reference, schedule, rank, how):
     expected = reference(schedule, SCHEDULES[schedule])
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
-    run.at_step(4)
-    run.hit(rank, how=how)
+    run.wait_for_step(4)
+    run.signal_ranks(rank, how=how)
     assert_recovered(run, "repair")
     assert_same(run, expected)
 
@@ -154,10 +155,10 @@ def test_recovery_from_a_lost_rank_is_bit_identical(nodes, start, reference, sch
 )
 def test_recovery_with_post_validation_is_bit_identical(nodes, start, reference, schedule, rank, how):
     expected = reference(schedule, SCHEDULES[schedule])
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}", "schedule.post_validation=true")
-    run.at_step(4)
-    run.hit(rank, how=how)
+    run.wait_for_step(4)
+    run.signal_ranks(rank, how=how)
     assert_recovered(run, "repair")
     assert_same(run, expected)
     limit = load(None, []).optimizer.clip_norm
@@ -177,10 +178,10 @@ def test_recovery_with_post_validation_is_bit_identical(nodes, start, reference,
 )
 def test_recovery_with_tp_ep_or_cp_is_bit_identical(nodes, start, reference, mesh, rank, how):
     expected = reference("1f1b", mesh)
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*mesh, "schedule.name=1f1b")
-    run.at_step(4)
-    run.hit(rank, how=how)
+    run.wait_for_step(4)
+    run.signal_ranks(rank, how=how)
     assert_recovered(run, "repair")
     assert_same(run, expected)
 
@@ -189,10 +190,10 @@ def test_recovery_with_tp_ep_or_cp_is_bit_identical(nodes, start, reference, mes
 @pytest.mark.parametrize("schedule", ["dualpipe", "zb-h2"])
 def test_recovery_from_two_lost_ranks_whose_state_survives_elsewhere(nodes, start, reference, schedule):
     expected = reference(schedule, SCHEDULES[schedule])
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
-    run.at_step(4)
-    run.hit(*((0, 1) if schedule == "dualpipe" else (0, 3)))
+    run.wait_for_step(4)
+    run.signal_ranks(*((0, 1) if schedule == "dualpipe" else (0, 3)))
     assert_recovered(run, "repair")
     assert {row["rank"] for row in run.events("lost")} == ({0, 1} if schedule == "dualpipe" else {0, 3})
     assert_same(run, expected)
@@ -209,10 +210,10 @@ def test_recovery_from_two_lost_ranks_whose_state_survives_elsewhere(nodes, star
 )
 def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start, reference, schedule, mesh, ranks):
     expected = reference(schedule, mesh)
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*mesh, f"schedule.name={schedule}", "checkpoint.every=10")
-    run.at_step(12)
-    run.hit(*ranks)
+    run.wait_for_step(12)
+    run.signal_ranks(*ranks)
     assert_recovered(run, "checkpoint")
     (recovered,) = run.events("recovered")
     assert recovered["step"] > 0 and recovered["step"] % 10 == 0
@@ -231,26 +232,26 @@ def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start, refer
 )
 def test_a_lost_node_is_replaced(nodes, start, reference, schedule, how):
     expected = reference(schedule, SCHEDULES[schedule])
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
-    run.at_step(4)
+    run.wait_for_step(4)
     kill(nodes.node_of(run.pids()[0]), how)
     assert_recovered(run, "repair")
     assert_same(run, expected)
 
 
 @slow
-def test_a_draining_node_is_left_with_nothing_lost(nodes, start, reference):
+def test_a_draining_node_is_vacated_without_losing_anything(nodes, start, reference):
     expected = reference("1f1b", SQUARE)
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b")
-    run.at_step(4)
-    with connect(run.folder) as client:  # the driver polls for notices every two seconds: meanwhile no step passes
+    run.wait_for_step(4)
+    with connect(run.folder) as client:  # no step runs meanwhile: the driver polls for notices every two seconds
         client.pause()
-        going = nodes.node_of(run.pids()[0])
-        nodes.drain(going, 10)
+        draining = nodes.node_of(run.pids()[0])
+        nodes.drain(draining, 10)
         run.wait_for(lambda: run.events("lost"))
-        kill(going)
+        kill(draining)
         run.wait_for(lambda: run.events("recovered"))
         client.resume()
     assert_recovered(run, "repair")
@@ -263,14 +264,14 @@ def test_a_draining_node_is_left_with_nothing_lost(nodes, start, reference):
 @pytest.mark.parametrize("moment", ["create", "fence"])
 def test_a_fault_during_a_recovery(nodes, start, reference, moment):
     expected = reference("1f1b", SQUARE)
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b")
-    run.at_step(4)
-    run.hit(1)
+    run.wait_for_step(4)
+    run.signal_ranks(1)
     run.wait_for(lambda: run.events("fence"))
     if moment == "create":
         time.sleep(1.0)
-    run.hit(2)
+    run.signal_ranks(2)
     assert_recovered(run, "repair")
     assert_same(run, expected)
 
@@ -278,13 +279,13 @@ def test_a_fault_during_a_recovery(nodes, start, reference, moment):
 @slow
 def test_a_fault_while_a_checkpoint_is_restored(nodes, start, reference):
     expected = reference("1f1b", LINE)
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*LINE, "schedule.name=1f1b", "checkpoint.every=10")
-    run.at_step(12)
-    run.hit(1)
+    run.wait_for_step(12)
+    run.signal_ranks(1)
     run.wait_for(lambda: run.events("fence"))
-    run.wait_for(lambda: read_progress(nodes.board(run.pids()[2])).generation == 2)  # it has given its old weights up
-    run.hit(2)
+    run.wait_for(lambda: read_progress(nodes.board(run.pids()[2])).generation == 2)  # it has released its old weights
+    run.signal_ranks(2)
     assert_recovered(run, "checkpoint")
     assert_same(run, expected)
 
@@ -300,12 +301,12 @@ def test_ranks_without_state_are_not_a_source():
 @slow
 def test_a_fault_in_the_first_step(nodes, start, reference):
     expected = reference("1f1b", SQUARE)
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b")
     run.wait_for(lambda: run.events("place"))
     board = nodes.board(run.pids()[3])
     run.wait_for(lambda: read_progress(board).counter >= 0)
-    run.hit(3)
+    run.signal_ranks(3)
     assert_recovered(run, "repair")
     assert run.events("recovered")[0]["step"] <= 1
     assert_same(run, expected)
@@ -324,35 +325,35 @@ def test_a_fault_in_the_first_step(nodes, start, reference):
 )
 def test_a_mesh_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, sizes, small):
     expected = reference(schedule, mesh)
-    nodes.hold(*sizes)
+    nodes.resize(*sizes)
     run = start(
         *mesh, f"schedule.name={schedule}", "checkpoint.every=10", "elastic.min_ranks=2", "elastic.wait_seconds=1"
     )
-    run.at_step(12)
+    run.wait_for_step(12)
     kill(nodes.node_of(run.pids()[3]))
     run.wait_for(lambda: run.events("recovered"))
-    with connect(run.folder) as client:  # while it is paused no step passes, however long nodes take
+    with connect(run.folder) as client:  # no step runs while it is paused, however long nodes take to start
         client.pause()
-        nodes.hold(*sizes)
+        nodes.resize(*sizes)
         run.wait_for(lambda: len(run.events("recovered")) == 2)
         client.resume()
     assert_recovered(run, "shrink", "grow")
     assert [row["mesh"] for row in run.events("recovered")] == [small, "pp4" if mesh is LINE else f"dp2 x {small}"]
-    got, state = outcome(run)
-    assert got == [pytest.approx(pair, rel=1e-4) for pair in expected[0]], run.account()
+    actual, state = outcome(run)
+    assert actual == [pytest.approx(pair, rel=1e-4) for pair in expected[0]], run.describe()
     assert state.keys() == expected[1].keys()
     assert {row["tokens"] for row in run.rows()} == {256}
 
 
 @pytest.mark.slow
 def test_a_mesh_that_may_not_shrink_ends_the_run_with_the_reason(nodes, start):
-    nodes.hold(2, 2)
+    nodes.resize(2, 2)
     run = start(*SQUARE, "schedule.name=1f1b", "elastic.wait_seconds=1")
-    run.at_step(4)
+    run.wait_for_step(4)
     kill(nodes.node_of(run.pids()[0]))
     assert run.end() == 1
     sentence = run.printed.read_text().strip().splitlines()[-1]
-    assert sentence.startswith("pentad: rank "), run.account()
+    assert sentence.startswith("pentad: rank "), run.describe()
     assert "; no node with room for it joined within elastic.wait_seconds = 1, and 2 ranks make no mesh of" in sentence
     assert "elastic.min_ranks = 4 or more (more in " in sentence
     assert "Traceback" not in run.printed.read_text()
@@ -362,22 +363,22 @@ def test_a_mesh_that_may_not_shrink_ends_the_run_with_the_reason(nodes, start):
 
 @pytest.mark.slow
 def test_max_failures_zero_ends_the_run_at_the_first_fault(nodes, start):
-    nodes.hold(2, 2, 2)
+    nodes.resize(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b", "elastic.max_failures=0")
-    run.at_step(4)
-    run.hit(1)
+    run.wait_for_step(4)
+    run.signal_ranks(1)
     assert run.end() == 1
     last = run.printed.read_text().strip().splitlines()[-1]
     assert re.fullmatch(
         r"pentad: rank 1 \(dp1 pp0, .*\) died.*: its process was killed or crashed \(more in .*\)", last
-    ), run.account()
+    ), run.describe()
     assert not run.events("fence", "recovered")
     run.assert_gone()
 
 
 @pytest.mark.slow
 def test_a_recurring_fault_ends_the_run_with_its_cause(nodes, start):
-    nodes.hold(2, 2)
+    nodes.resize(2, 2)
     run = start(
         "mesh.pp=2",
         "schedule.name=1f1b",
@@ -386,8 +387,9 @@ def test_a_recurring_fault_ends_the_run_with_its_cause(nodes, start):
         command=FAKE,
     )
     assert run.end() == 1
-    hows = [row["how"] for row in run.events("recovered")]  # once more where the second fault has an account more
-    assert hows in (["checkpoint"] * 3, ["checkpoint"] * 4), run.account()
+    # one more recovery if a step was recorded before the second fault
+    recoveries = [row["how"] for row in run.events("recovered")]
+    assert recoveries in (["checkpoint"] * 3, ["checkpoint"] * 4), run.describe()
     last = run.printed.read_text().strip().splitlines()[-1]
-    assert re.fullmatch(r"pentad: rank 1 .* died.*: its process was killed or crashed.*", last), run.account()
+    assert re.fullmatch(r"pentad: rank 1 .* died.*: its process was killed or crashed.*", last), run.describe()
     run.assert_gone()

@@ -1,4 +1,4 @@
-"""When ranks count as hung: not before time, not for a pause, and then the right ones."""
+"""Ranks count as hung neither too early nor during a pause, and the right ones are named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COSTS = Costs.uniform(2, 0.01, 0.01, 0.01)
 
 
 class Clock:
-    """Two ranks and the time, under the test's hand. `look` after each half second, as a driver does."""
+    """Two ranks and a clock controlled by the test. `look` checks every half second, as the driver does."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -32,7 +32,7 @@ class Clock:
 
     def look(self, seconds: float, *, stepping: bool = True, costs: Costs | None = COSTS, moving: bool = False,
              deaf: tuple[int, ...] = ()):  # fmt: skip
-        """The stalls seen within so many seconds."""
+        """The stalls seen within `seconds`."""
         stalls = []
         for _ in range(int(2 * seconds)):
             self.now += 0.5
@@ -61,10 +61,10 @@ def test_a_stall_is_reported_early_and_late_at_its_deadline(clock: Clock) -> Non
     assert not stalls[0].late
     assert stalls[0].seconds == 2.0
     assert stalls[-1].late
-    assert [stall.late for stall in stalls].index(True) == 5  # 4.5 s: the first look after 4 s and the longest op
+    assert [stall.late for stall in stalls].index(True) == 5  # 4.5 s: the first check after 4 s plus the longest op
 
 
-def test_before_the_first_measured_step_the_start_timeout_is_the_deadline(clock: Clock) -> None:
+def test_the_start_timeout_is_the_deadline_until_a_step_is_measured(clock: Clock) -> None:
     assert not any(stall.late for stall in clock.look(59, costs=None))
     assert clock.look(3, costs=None)[-1].late
 
@@ -82,7 +82,7 @@ def test_a_rank_that_does_not_answer_is_late_even_between_steps(clock: Clock) ->
     assert clock.health.fault(stall).detector == "heartbeat"
 
 
-def test_of_two_stalled_ranks_the_silent_one_is_the_cause(clock: Clock) -> None:
+def test_the_silent_one_of_two_stalled_ranks_is_the_cause(clock: Clock) -> None:
     norm = next(i for i, unit in enumerate(PLAN.program.streams[0]) if "NORM" in str(unit.key))
     other = next(i for i, unit in enumerate(PLAN.program.streams[1]) if "NORM" in str(unit.key))
     clock.at = {0: (7, norm), 1: (7, other)}
@@ -90,7 +90,7 @@ def test_of_two_stalled_ranks_the_silent_one_is_the_cause(clock: Clock) -> None:
 
 
 def test_a_silent_rank_is_the_cause_even_if_its_partner_looks_like_it(clock: Clock) -> None:
-    """A frozen process has posted a send that never left."""
+    """A frozen process has posted a send that was never transmitted."""
     streams = PLAN.program.streams
     posted = next(i for i, unit in enumerate(streams[0]) if str(unit.key) == "0F2")
     clock.at = {0: (7, posted), 1: (7, next(i for i, unit in enumerate(streams[1]) if str(unit.key) == "1F0"))}

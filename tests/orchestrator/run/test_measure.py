@@ -1,4 +1,4 @@
-"""Laws of what the ranks' accounts add up to."""
+"""Metrics and timelines computed from the ranks' step results."""
 
 import math
 
@@ -41,7 +41,7 @@ def account(rank: int, step: int, start: float, norm: float = 1.0) -> StepResult
 
 
 def call(first: int, starts: list[float], shift: float = 0.0) -> list[list[StepResult]]:
-    """[rank][step]; ranks of the second replica have a clock that is behind by `shift`."""
+    """Results by [rank][step]; clocks of the second replica's ranks are slow by `shift` seconds."""
     clocks = [0.0, -shift, 0.0, -shift]
     return [[account(rank, first + k, start + clocks[rank]) for k, start in enumerate(starts)] for rank in range(4)]
 

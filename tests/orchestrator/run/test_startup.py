@@ -1,4 +1,4 @@
-"""What a run imports before it starts Ray, what its ranks import, and what the user sees meanwhile."""
+"""What a run imports before starting Ray, what its ranks import, and what the user sees meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pentad.orchestrator.run.startup import Startup
         ("pentad.orchestrator.cli.cli", {"torch", "ray", "pydantic"}),
         ("pentad.orchestrator.run.driver", {"torch", "ray"}),
         ("pentad.orchestrator.run.training", {"torch", "aiohttp"}),
-        # A second of CPU time on every rank.
+        # These take a second of CPU time on every rank.
         ("pentad.workers.runtime.runner", {"torch._dynamo", "torch._inductor", "ray", "pydantic"}),
     ],
 )
@@ -29,7 +29,7 @@ def test_slow_modules_are_not_imported_at_start_up(module: str, forbidden: set[s
     assert done.stdout.split() == []
 
 
-def test_a_log_has_a_line_for_each_phase_with_its_second() -> None:
+def test_a_log_has_a_line_with_the_elapsed_time_of_each_phase() -> None:
     out = io.StringIO()
     with Startup(Console(file=out), time.monotonic() - 2.5) as startup:
         startup.phase("starting Ray")
@@ -37,7 +37,7 @@ def test_a_log_has_a_line_for_each_phase_with_its_second() -> None:
     assert out.getvalue() == "   2.5 s  starting Ray\n   2.5 s  placing 4 ranks\n"
 
 
-def test_a_terminal_has_one_line_that_goes_away() -> None:
+def test_a_terminal_shows_one_line_that_is_erased() -> None:
     out = io.StringIO()
     with Startup(Console(file=out, force_terminal=True, width=60)) as startup:
         startup.phase("starting Ray")

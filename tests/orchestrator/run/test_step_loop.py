@@ -1,4 +1,4 @@
-"""Laws of the calls that keep ranks busy, with a group that is a list of what it was asked."""
+"""The calls that keep ranks busy, tested with a worker group that only lists its calls."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -25,26 +25,26 @@ from pentad.workers.runtime.results import StepResult
 
 
 class Ranks:
-    """Answers calls at once, each step `seconds` long; `waiting` is the largest number of calls handed in ahead."""
+    """Answers calls at once, with steps of `seconds`; `waiting` is the largest number of calls in flight."""
 
     def __init__(self, plan: Plan, seconds: float) -> None:
         self.plan, self.seconds, self.now = plan, seconds, 0.0
-        self.asked: list[tuple] = []
+        self.log: list[tuple] = []
         self.open: list[tuple] = []
-        self.kept: list[StepResult] = []  # the account of the newest step, while that is open
+        self.kept: list[StepResult] = []  # the result of the newest step while that is open
         self.actors: list = []
         self.generation = 1
         self.ahead = 0
         self.broken: dict[tuple, PentadError] = {}
-        self.at: dict[int, Callable[[StepLoop], None]] = {}  # what somebody does during a step
+        self.at: dict[int, Callable[[StepLoop], None]] = {}  # step -> what to do during it
         self.calls: StepLoop | None = None
         self.rests = 0
 
     def _submit(self, *call: Any) -> list[tuple]:
         if call[0] != "commit":
-            before = next((each for each in reversed(self.asked) if each[0] != "commit"), None)
+            before = next((each for each in reversed(self.log) if each[0] != "commit"), None)
             assert call[0] == "run" or before is None or not before[-1], "a step is open, and no run follows"
-        self.asked.append(call)
+        self.log.append(call)
         if call[0] != "commit":
             self.open.append(call)
             self.ahead = max(self.ahead, len(self.open))
@@ -97,7 +97,7 @@ Run = Callable[..., tuple[Ranks, StepLoop]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Runs all calls of a configuration; returns the ranks with what they were asked, and the calls."""
+    """Runs all calls of a configuration; returns the ranks, which list their calls, and the step loop."""
 
     def do(*overrides: str, seconds: float = 0.3, first: int = 0, prepare: Any = None) -> tuple[Ranks, StepLoop]:
         sizes = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8"]
@@ -133,7 +133,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def runs(ranks: Ranks) -> list[tuple[int, int]]:
-    return [(call[1], call[2]) for call in ranks.asked if call[0] == "run" and call[2]]
+    return [(call[1], call[2]) for call in ranks.log if call[0] == "run" and call[2]]
 
 
 @pytest.mark.parametrize("every", [0, 1, 4, 7])
@@ -144,12 +144,12 @@ def test_every_step_runs_once_and_calls_end_where_checkpoints_are(run: Run, ever
     assert steps == list(range(23))
     assert calls.done == 23
     boundaries = [*(range(every, 23, every) if every else ()), 23]
-    assert [call[1] for call in ranks.asked if call[0] == "save"] == boundaries
-    assert [call[1] for call in ranks.asked if call[0] == "commit"] == boundaries
-    assert ranks.asked.index(("save", 23, False)) > max(k for k, call in enumerate(ranks.asked) if call[0] == "run")
+    assert [call[1] for call in ranks.log if call[0] == "save"] == boundaries
+    assert [call[1] for call in ranks.log if call[0] == "commit"] == boundaries
+    assert ranks.log.index(("save", 23, False)) > max(k for k, call in enumerate(ranks.log) if call[0] == "run")
 
 
-def test_calls_grow_to_about_a_second_and_the_first_is_one_step(run: Run) -> None:
+def test_calls_grow_from_one_step_to_about_a_second(run: Run) -> None:
     ranks, _ = run("run.steps=200", seconds=0.04)
     counts = [count for _, count in runs(ranks)]
     assert counts[:2] == [1, 1]
@@ -170,7 +170,7 @@ def test_two_calls_are_in_flight(run: Run) -> None:
 def test_a_resumed_run_continues_at_its_step(run: Run) -> None:
     ranks, _ = run("run.steps=12", "checkpoint.every=5", first=10)
     assert runs(ranks)[0] == (10, 1)
-    assert [call[1] for call in ranks.asked if call[0] == "save"] == [12]
+    assert [call[1] for call in ranks.log if call[0] == "save"] == [12]
 
 
 def test_an_interrupt_ends_the_run_after_the_steps_in_flight_with_a_checkpoint(run: Run) -> None:
@@ -179,40 +179,40 @@ def test_an_interrupt_ends_the_run_after_the_steps_in_flight_with_a_checkpoint(r
 
     ranks, calls = run("run.steps=1000", "checkpoint.every=100", prepare=lambda r: r.at.update({20: ask}))
     assert 20 < calls.done < 40
-    assert ranks.asked[-2:] == [("save", calls.done, False), ("commit", calls.done)]
+    assert ranks.log[-2:] == [("save", calls.done, False), ("commit", calls.done)]
 
 
-def test_a_regroup_begins_with_every_step_done_and_saved(run: Run) -> None:
+def test_a_regroup_starts_with_every_step_done_and_saved(run: Run) -> None:
     def change(calls: StepLoop) -> None:
         calls.regrouping = True
 
     ranks, calls = run("run.steps=1000", prepare=lambda r: r.at.update({20: change}))
     assert 20 < calls.done == calls.submitted == calls.durable < 40
-    assert ranks.asked[-3:] == [("run", calls.done, 0, False), ("save", calls.done, False), ("commit", calls.done)]
+    assert ranks.log[-3:] == [("run", calls.done, 0, False), ("save", calls.done, False), ("commit", calls.done)]
 
 
-def test_a_pause_begins_with_every_step_done_and_saves_nothing(run: Run) -> None:
+def test_a_pause_starts_with_every_step_done_and_saves_nothing(run: Run) -> None:
     ranks, _ = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: lambda c: c.requests.pause()}))
     assert ranks.rests == 1
-    (closed,) = (call[1] for call in ranks.asked if call[0] == "run" and not call[2])
+    (closed,) = (call[1] for call in ranks.log if call[0] == "run" and not call[2])
     assert 20 < closed < 25
-    assert [call[1] for call in ranks.asked if call[0] == "save"] == [50]
+    assert [call[1] for call in ranks.log if call[0] == "save"] == [50]
 
 
-def test_a_requested_checkpoint_is_of_recorded_steps(run: Run) -> None:
-    def wish(calls: StepLoop) -> None:
-        calls.requests._requested = calls.done  # as `checkpoint` notes it, which waits
+def test_a_requested_checkpoint_covers_only_recorded_steps(run: Run) -> None:
+    def request_checkpoint(calls: StepLoop) -> None:
+        calls.requests._requested = calls.done  # as `checkpoint`, which would wait, sets it
 
-    ranks, calls = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: wish}))
-    first = next(call[1] for call in ranks.asked if call[0] == "save")
+    ranks, calls = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: request_checkpoint}))
+    first = next(call[1] for call in ranks.log if call[0] == "save")
     assert 20 < first < 25
-    assert ("run", first, 0, False) in ranks.asked
+    assert ("run", first, 0, False) in ranks.log
     assert not calls.requests.wants_checkpoint
 
 
 def test_the_last_step_of_a_call_stays_open_unless_something_else_follows(run: Run) -> None:
     ranks, _ = run("run.steps=12", "checkpoint.every=5", seconds=3.0)
-    assert [call[1] for call in ranks.asked if call[0] == "run" and not call[3]] == [0, 4, 9, 11]
+    assert [call[1] for call in ranks.log if call[0] == "run" and not call[3]] == [0, 4, 9, 11]
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])
@@ -221,7 +221,7 @@ def test_a_failed_checkpoint_does_not_end_training(run: Run, what: str) -> None:
         "run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 8): PentadError("disk full")})
     )
     assert calls.done == 12
-    assert [call[1] for call in ranks.asked if call[0] == "commit"] == [4, *([8] if what == "commit" else []), 12]
+    assert [call[1] for call in ranks.log if call[0] == "commit"] == [4, *([8] if what == "commit" else []), 12]
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])

@@ -1,4 +1,4 @@
-"""Whole runs on real Ray, real ranks and real text. All but one join one cluster, in this process."""
+"""Complete runs on real Ray, real ranks and real text. All but one join one cluster, in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from pentad.orchestrator.run import driver
 from pentad.workers.checkpoint.checkpoint import newest, read
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())"]
-STEPS = 150  # calls grow fourfold up to a second: a signal after STOP_AFTER steps comes before the last are submitted
+STEPS = (
+    150  # calls grow fourfold up to a second, so a signal after STOP_AFTER steps arrives before the last are submitted
+)
 STOP_AFTER = 5
 SMALL = [
     "mesh.pp=2",
@@ -68,7 +70,7 @@ def train(cluster: clusters.Cluster, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def terminate_after(steps: int, run: Path) -> None:
-    """Sends this process SIGTERM once a run has done so many steps."""
+    """Sends SIGTERM to this process once a run has done `steps` steps."""
 
     def watch() -> None:
         while len(read_lines(run / "metrics.jsonl")) < steps:
@@ -100,13 +102,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(train: Train, tmp_path: Path)
     one, other = state(tmp_path / "whole"), state(tmp_path / "halted")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    # on another mesh it is the same run but for rounding
+    # on another mesh the run is the same up to rounding
     assert f"resuming from step {stopped}" in train("moved", "mesh.pp=1", "mesh.dp=2", "schedule.name=gpipe")[1]
     c = read_lines(tmp_path / "moved" / "metrics.jsonl")
     assert [row["step"] for row in c] == list(range(STEPS))
-    for mine, same in zip(c[stopped : stopped + 20], a[stopped : stopped + 20], strict=True):
-        assert mine["loss"] == pytest.approx(same["loss"], rel=1e-4)
-        assert mine["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
+    for resumed, same in zip(c[stopped : stopped + 20], a[stopped : stopped + 20], strict=True):
+        assert resumed["loss"] == pytest.approx(same["loss"], rel=1e-4)
+        assert resumed["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
 
 
 def test_the_loss_falls_on_real_text(tmp_path: Path) -> None:

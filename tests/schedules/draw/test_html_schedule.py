@@ -8,8 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
+from dependency_graph import build
 from html_pages import Page, keys_of, payload, simulated_program, spans_of
-from plain_graph import build
 
 from pentad.orchestrator.cli.cli import main
 from pentad.schedules.draw.html import SimulatedProgram, schedule_page

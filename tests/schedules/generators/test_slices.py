@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from proof import prove
-from seq import backwards, seq_order
+from reachability_proof import prove
+from sliced_1f1b import backwards, sliced_1f1b
 
 from pentad.schedules.compiler import lower
 from pentad.schedules.ir.errors import ScheduleError
@@ -23,7 +23,7 @@ of_all = pytest.mark.parametrize(("ranks", "microbatches", "slices"), SIZES)
 
 
 def lowered(ranks: int, microbatches: int, slices: int, *, gated: bool = False, split: bool = False) -> Program:
-    order = seq_order(ranks, microbatches, slices, split=split)
+    order = sliced_1f1b(ranks, microbatches, slices, split=split)
     return lower(order, Costs.uniform(order.stages), gated=gated, replicas=2)
 
 
@@ -42,7 +42,7 @@ def test_a_sliced_program_is_proven(ranks: int, microbatches: int, slices: int, 
 def test_conversions_keep_the_slices(ranks: int, microbatches: int, slices: int) -> None:
     program = lowered(ranks, microbatches, slices)
     assert Program.from_bytes(program.to_bytes()) == program
-    assert program.compute() == seq_order(ranks, microbatches, slices)
+    assert program.compute() == sliced_1f1b(ranks, microbatches, slices)
     meta = program.to_arrow().schema.metadata
     assert meta.get(b"slices") == (None if slices == 1 else str(slices).encode())
     other = replace(program, microbatches=program.total_slices, slices=1)
@@ -50,7 +50,7 @@ def test_conversions_keep_the_slices(ranks: int, microbatches: int, slices: int)
 
 
 def test_a_slice_reads_earlier_keys_and_values_and_later_gradients() -> None:
-    program = seq_order(2, 2, 2)
+    program = sliced_1f1b(2, 2, 2)
     backward = {(stage, piece): Op.BW for stage in (0, 1) for piece in range(4)}
 
     def inputs(text_op: Op, stage: int, piece: int) -> set[str]:
@@ -73,7 +73,7 @@ def test_one_rank_saves_the_slices_of_one_microbatch(microbatches: int, slices: 
 
 @of_all
 def test_a_rank_waits_for_the_slices_that_it_needs(ranks: int, microbatches: int, slices: int) -> None:
-    order = seq_order(ranks, microbatches, slices)
+    order = sliced_1f1b(ranks, microbatches, slices)
     ends = {
         part.key: end
         for stream, times in zip(order.streams, compute_times(order, Costs.uniform(ranks)), strict=True)

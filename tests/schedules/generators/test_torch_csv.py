@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from sizes import allows
+from schedule_sizes import allows
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from memory_pass_cases import drop
-from sizes import allows
+from schedule_sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proof import partner
-from sizes import allows
+from reachability_proof import partner
+from schedule_sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program

@@ -6,7 +6,7 @@ import pytest
 from auto_table import CASES, Case, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sizes import allows
+from schedule_sizes import allows
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan

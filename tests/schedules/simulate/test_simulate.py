@@ -7,11 +7,11 @@ from functools import cache
 from itertools import accumulate
 
 import pytest
+from dependency_graph import build, ordered
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_graph import build, ordered
-from proof import partner
-from sizes import allows
+from reachability_proof import partner
+from schedule_sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proof import Place, partner
-from sizes import NAMES, allows
+from reachability_proof import Place, partner
+from schedule_sizes import NAMES, allows
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.instruction import COLLECTIVES, SENDS, Op, Unit, parse

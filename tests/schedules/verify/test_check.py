@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import Mutant, mutants, with_stream
-from proof import prove, stuck
-from sizes import TYPICAL, allows
+from reachability_proof import prove, stuck
+from schedule_sizes import TYPICAL, allows
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program

@@ -7,10 +7,10 @@ import re
 from functools import cache
 
 import pytest
-from proof import prove, stuck
 from random_mutants import KINDS, random_mutants
-from seq import seq_order
-from sizes import TYPICAL, allows
+from reachability_proof import prove, stuck
+from schedule_sizes import TYPICAL, allows
+from sliced_1f1b import sliced_1f1b
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program, lower
@@ -82,6 +82,6 @@ def test_a_mutant_is_refused_or_right(name: str, ranks: int, microbatches: int, 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "gated"), SLICED)
 def test_a_mutant_in_slices_is_refused_or_right(name: str, ranks: int, microbatches: int, gated: bool) -> None:
-    order = seq_order(ranks, microbatches, 2)
+    order = sliced_1f1b(ranks, microbatches, 2)
     program = lower(order, Costs.uniform(order.stages), gated=gated, replicas=2)
     assert compare_verdicts(program, f"{name} {ranks} {microbatches} {gated}") == EACH

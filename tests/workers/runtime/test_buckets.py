@@ -12,9 +12,9 @@ import torch
 from exactness import assert_equals_one_process
 from memory_pass_cases import drop
 from plans import MODEL, plan_of
-from proof import prove
+from reachability_proof import prove
 from resume import save_and_resume
-from sizes import allows
+from schedule_sizes import allows
 from small_models import FAMILIES, MOE
 
 from pentad.orchestrator.config.config import load

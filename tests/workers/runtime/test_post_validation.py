@@ -9,7 +9,7 @@ import pytest
 from bits import assert_same_runs
 from fleet import BadGradient
 from plans import MODEL, plan_of
-from sizes import allows
+from schedule_sizes import allows
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program

@@ -1,4 +1,4 @@
-"""A rank process that answers with what it was sent, after as many seconds, or dies."""
+"""A rank process that sleeps for the number of seconds it is sent and echoes it, or exits if the number is negative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain order in sequence slices for tests: 1F1B over pieces, backwards through the slices of a microbatch."""
+"""A simple 1F1B schedule over sequence slices, whose backwards run through the slices of a microbatch in reverse."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pentad.schedules.ir.program import Program
 
 
 def backwards(microbatches: int, slices: int) -> list[int]:
-    """Pieces in the order in which their gradients come and add up."""
+    """Pieces in the order of their backwards, in which gradients accumulate."""
     return [mb * slices + part for mb in range(microbatches) for part in reversed(range(slices))]
 
 
-def seq_order(ranks: int, microbatches: int, slices: int, *, split: bool = False) -> Program:
+def sliced_1f1b(ranks: int, microbatches: int, slices: int, *, split: bool = False) -> Program:
     """`split` makes each backward a B and a W."""
     ops = (Op.B, Op.W) if split else (Op.BW,)
     streams = []
     for rank in range(ranks):
         warm_up = min(ranks - 1 - rank + slices - 1, microbatches * slices)
         units: list[Unit] = [Instruction(Op.F, rank, piece) for piece in range(warm_up)]
-        for turn, piece in enumerate(backwards(microbatches, slices)):
-            if warm_up + turn < microbatches * slices:
-                units.append(Instruction(Op.F, rank, warm_up + turn))
+        for step, piece in enumerate(backwards(microbatches, slices)):
+            if warm_up + step < microbatches * slices:
+                units.append(Instruction(Op.F, rank, warm_up + step))
             units += [Instruction(op, rank, piece) for op in ops]
         streams.append(tuple(units))
     placement = tuple((rank,) for rank in range(ranks))

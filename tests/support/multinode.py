@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, whose nodes can be taken away; and runs of `pentad train` on it."""
+"""A Ray cluster of several removable nodes on this machine, and runs of `pentad train` on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.ray_head import psutil
 from pentad.orchestrator.monitoring.runfolder import read_lines
 
-# Before anything is known, the head looks at its nodes once a second and gives them up after three times nothing.
+# Health checks of the head: one per second, and a node is given up after three failures.
 HEALTH = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
 PREEMPTION = 2
 RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -34,7 +34,7 @@ COMMAND = (sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train")
 
 
 class Cluster:
-    """A head without room for ranks, and nodes with room for some each: on GPUs, one of the `places` a rank."""
+    """A head without room for ranks, and nodes with room for some; on GPUs, each rank has one of the `places`."""
 
     def __init__(self, folder: Path, places: int = 0) -> None:
         self.folder, self.places = folder, places
@@ -45,8 +45,8 @@ class Cluster:
     def address(self) -> str:
         return self.head.gcs_address
 
-    def hold(self, *sizes: int) -> None:
-        """Adds and takes away nodes until there is one with room for so many ranks for each of `sizes`."""
+    def resize(self, *sizes: int) -> None:
+        """Adds and removes nodes until there is one node for each of `sizes`, with room for that many ranks."""
         expected = Counter(sizes)
         for node in list(self.nodes):
             if _raylet(node).poll() is None and expected[node.cpus] > 0:
@@ -63,7 +63,7 @@ class Cluster:
         return next(node for node in self.nodes if _raylet(node).pid == parent)
 
     def ranks(self) -> list[str]:
-        """Processes of ranks, whether they run, are stopped or wait for their end."""
+        """Processes of ranks, whether running, stopped or exiting."""
         titles = []
         for node in self.nodes:
             with suppress(psutil.Error):
@@ -71,11 +71,11 @@ class Cluster:
         return [title for title in titles if title.startswith("ray::") and not title.startswith(RAYS_OWN)]
 
     def board(self, pid: int) -> Path:
-        """The file where a rank says what it does."""
+        """The file to which a rank writes its progress."""
         return Path(self.node_of(pid).get_session_dir_path()) / f"pentad-progress-{pid}"
 
     def drain(self, node: Node, seconds: float) -> None:
-        """Gives notice, as a cloud does before it takes a machine back."""
+        """Announces a node's preemption, as a cloud does before reclaiming a machine."""
         deadline = int((time.time() + seconds) * 1000)
         accepted, reason = ray._raylet.GcsClient(address=self.address).drain_node(
             node.node_id, PREEMPTION, "test", deadline
@@ -83,7 +83,7 @@ class Cluster:
         assert accepted, reason
 
     def stop(self) -> None:
-        self.hold()
+        self.resize()
         self.head.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
     def _node(self, cpus: int) -> Node:
@@ -109,7 +109,7 @@ class Cluster:
         with clusters.environment(gpus.node_of(free) if self.places else {}):
             try:
                 node = Node(parameters, head=head, shutdown_at_exit=True, spawn_reaper=True)
-            except Exception as error:  # Ray's own says no more than that it waited
+            except Exception as error:  # Ray's own error only says that it timed out
                 new = [f"{file.name}: {file.read_text(errors='replace')[-1500:]}" for file in self._logs() - known]
                 raise RuntimeError("\n".join([f"{error} Its logs: {len(new)}", *new])) from None
         node.cpus, node.places = cpus, free
@@ -120,7 +120,7 @@ class Cluster:
 
 
 def kill(node: Node, how: int = signal.SIGKILL) -> None:
-    """Pulls a node's plug, as far as a process can, or tells it to end."""
+    """Kills a node's processes as if it lost power, or signals it to terminate."""
     _raylet(node).send_signal(how)
     _raylet(node).wait()
 
@@ -130,11 +130,13 @@ def _raylet(node: Node) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def three_nodes(places: int = 0) -> Iterator[Cluster]:
-    """Nothing of it stays behind."""
+def multinode_cluster(places: int = 0) -> Iterator[Cluster]:
+    """A cluster that leaves nothing behind."""
     variables = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
     variables |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    folder = Path(tempfile.mkdtemp(prefix="pentad-nodes-", dir="/tmp"))  # short: socket paths have at most 107 bytes
+    folder = Path(
+        tempfile.mkdtemp(prefix="pentad-nodes-", dir="/tmp")
+    )  # a short path: socket paths have at most 107 bytes
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(clusters.environment(variables))
@@ -145,7 +147,7 @@ def three_nodes(places: int = 0) -> Iterator[Cluster]:
 
 
 class Run:
-    """`pentad train` in a process of its own, on a cluster that is there."""
+    """`pentad train` in its own process, on an existing cluster."""
 
     def __init__(self, cluster: Cluster, folder: Path, *overrides: str, command: tuple[str, ...] = COMMAND) -> None:
         self.cluster, self.folder, self.footprint = cluster, folder / "run", Footprint()
@@ -170,20 +172,20 @@ class Run:
         return [row for row in read_lines(self.folder / "journal.jsonl") if row["event"] in kinds or not kinds]
 
     def pids(self) -> list[int]:
-        """Of the ranks as they were placed first."""
+        """PIDs of the ranks when they were first placed."""
         return [rank["pid"] for rank in self.events("place")[0]["ranks"]]
 
     def wait_for(self, true: Callable[[], object], seconds: float = 120.0) -> None:
         until = time.monotonic() + seconds
         while not true():
-            assert self.process.poll() is None, self.account()
-            assert time.monotonic() < until, self.account()
+            assert self.process.poll() is None, self.describe()
+            assert time.monotonic() < until, self.describe()
             time.sleep(0.01)
 
-    def at_step(self, step: int) -> None:
+    def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: len(self.rows()) > step)
 
-    def hit(self, *ranks: int, how: int = signal.SIGKILL) -> None:
+    def signal_ranks(self, *ranks: int, how: int = signal.SIGKILL) -> None:
         for pid in [self.pids()[rank] for rank in ranks]:
             os.kill(pid, how)
 
@@ -191,15 +193,15 @@ class Run:
         return self.process.wait(seconds)
 
     def assert_gone(self) -> None:
-        """No process of it is left, on no node, nor a port, which is gone with its process."""
+        """Asserts that no process of the run is left on any node (and so no port either)."""
         self.footprint.assert_gone()
         until = time.monotonic() + 5
         while (left := self.cluster.ranks()) and time.monotonic() < until:
             time.sleep(0.05)
         assert not left, left
 
-    def account(self) -> str:
-        """All that one wants to see of a run that went wrong."""
+    def describe(self) -> str:
+        """Output, events and steps of a run, for the message of a failed assertion."""
         events = "\n".join(json.dumps(row) for row in self.events())
         return f"{self.printed.read_text()}\n{events}\nsteps {[row['step'] for row in self.rows()]}"
 

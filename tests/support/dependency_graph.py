@@ -1,4 +1,4 @@
-"""A program as a graph: what must have ended before what starts, over all ranks, lanes and communicators.
+"""A program's dependency graph over all ranks, lanes and communicators.
 
 Transfers and collectives have rendezvous semantics: no buffering is assumed, so a SEND and its RECV (and the members
 of a collective) are one event that starts when the last of them is reached.
@@ -24,7 +24,8 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """`members[event]` are the nodes that happen together; `before[event]` the events that must have ended."""
+    """`members[event]` are the nodes that run as one event, `before[event]` the events that must end before it
+    starts."""
 
     nodes: tuple[Node, ...]
     event: dict[Node, int]
@@ -33,10 +34,8 @@ class Graph:
 
 
 def meetings(program: Program) -> dict[tuple, dict[int, list[Node]]]:
-    """Communicator -> rank (or side of a transfer) -> its operations there, in order.
-
-    The k-th operation of each meets the k-th of the others. A transfer's communicator is (kind, source, target), that
-    of a collective (lane, ranks).
+    """Communicator -> rank (or side of a transfer) -> its operations there, in order. The k-th operations of all ranks
+    match. A transfer's communicator is (kind, source, target), that of a collective (lane, ranks).
     """
     found: dict[tuple, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
     for rank, stream in enumerate(program.streams):
@@ -52,7 +51,7 @@ def meetings(program: Program) -> dict[tuple, dict[int, list[Node]]]:
 
 
 def ranks_of(program: Program, unit: Unit) -> tuple[int, ...]:
-    """Pipeline ranks that take part in a collective."""
+    """Pipeline ranks that participate in a collective."""
     part = unit.parts[0]
     return tuple(range(program.ranks)) if part.group == "pp" else program.holders(part.stage)
 
@@ -60,8 +59,8 @@ def ranks_of(program: Program, unit: Unit) -> tuple[int, ...]:
 def build(program: Program, *, issued: bool = False) -> Graph:
     """The graph of a program whose transfers and collectives match (see `check`).
 
-    With `issued`, a host that waits at every compute unit, as on CPUs, also keeps what follows in the stream from
-    starting before that unit has ended; without, only lanes and waits order.
+    With `issued`, the host blocks at every compute unit, as on CPUs, so later units of the stream start after it has
+    ended; otherwise only lanes and waits impose an order.
     """
     nodes = tuple(Node(r, i) for r, stream in enumerate(program.streams) for i in range(len(stream)))
     together = [nodes for sides in meetings(program).values() for nodes in zip(*sides.values(), strict=True)]
@@ -90,7 +89,7 @@ def build(program: Program, *, issued: bool = False) -> Graph:
 
 
 def ordered(graph: Graph) -> list[int]:
-    """Events in an order that respects `before`; shorter than the events when there is a cycle."""
+    """Events in topological order; incomplete if there is a cycle."""
     after: list[list[int]] = [[] for _ in graph.members]
     left = [len(events) for events in graph.before]
     for event, events in enumerate(graph.before):
@@ -109,7 +108,7 @@ def ordered(graph: Graph) -> list[int]:
 
 
 def cycle(graph: Graph) -> tuple[int, ...]:
-    """The events of one cycle, each waiting for the next; empty when there is none."""
+    """The events of one cycle, each waiting for the next; empty if there is none."""
     done = set(ordered(graph))
     stuck = [event for event in range(len(graph.members)) if event not in done]
     if not stuck:

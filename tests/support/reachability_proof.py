@@ -1,4 +1,4 @@
-"""A second proof of programs, from keys and reachability: it shares no code with `check` or `events`."""
+"""An independent verification of programs by reachability, sharing no code with `check` or `events`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def partner(place: Place, part: Instruction) -> Place:
 
 
 class Facts(NamedTuple):
-    """`before[place]` is the set of all that ends before `place` starts, whatever the costs: bit k is the k-th of
-    `parts`. `home` is the rank of a compute key."""
+    """`before[place]` is the bit set of instructions that end before `place` starts at any costs: bit k is the k-th of
+    `parts`. `home` maps a compute key to its rank."""
 
     program: Program
     parts: dict[Place, Instruction]
@@ -34,7 +34,7 @@ class Facts(NamedTuple):
 
 
 def prove(program: Program, replicas: int, buckets: tuple[int, ...] = ()) -> None:
-    """Asserts what a step needs."""
+    """Asserts that a program computes a correct training step."""
     pairs = [((rank, part.key), part) for rank, s in enumerate(program.streams) for unit in s for part in unit.parts]
     parts = dict(pairs)
     assert len(parts) == len(pairs)
@@ -51,8 +51,8 @@ def prove(program: Program, replicas: int, buckets: tuple[int, ...] = ()) -> Non
 
 
 def _direct(program: Program, parts: dict[Place, Instruction]) -> dict[Place, set[Place]]:
-    """What each instruction, and those that meet it, wait for: by their waits and on their lanes."""
-    together: dict[Place, list[Place]] = defaultdict(list)  # those that meet
+    """The direct dependencies of each instruction and those that rendezvous with it: by waits and by lanes."""
+    together: dict[Place, list[Place]] = defaultdict(list)  # instructions that rendezvous
     for (rank, key), part in parts.items():
         if key.op in SENDS:
             other = partner((rank, key), part)
@@ -96,7 +96,7 @@ def _before(direct: dict[Place, set[Place]], number: dict[Place, int]) -> dict[P
 
 
 def _prove_data(facts: Facts, stage: int, mb: int) -> None:
-    """F, then BW or B and W, on one rank. What they read was computed there earlier, or sent and received."""
+    """Asserts F, then BW or B and W, on one rank; their inputs were computed there earlier, or sent and received."""
     backward = {s: Op.BW if Key(Op.BW, s, mb) in facts.home else Op.B for s in range(facts.program.stages)}
     ops = (Op.F, backward[stage]) if backward[stage] is Op.BW else (Op.F, Op.B, Op.W)
     assert {op for op in COMPUTE if Key(op, stage, mb) in facts.home} == set(ops)
@@ -119,7 +119,7 @@ def _prove_data(facts: Facts, stage: int, mb: int) -> None:
 
 
 def _prove_slices(facts: Facts, stage: int, piece: int) -> None:
-    """The slices of a sequence run forward in order, and backward in reverse order, on one rank."""
+    """Asserts that the slices of a sequence run forward in order and backward in reverse order, on one rank."""
     slices = facts.program.slices
     if piece % slices:
         one, two = (Key(Op.F, stage, k) for k in (piece - 1, piece))
@@ -156,7 +156,7 @@ def _sum_order(piece: int, slices: int) -> tuple[int, int]:
 
 
 def _prove_slots(facts: Facts, rank: int) -> None:
-    """Of two tensors in one slot, one is read for the last time before the other is received."""
+    """Asserts that of two tensors in one slot, one is last read before the other is received."""
     held: dict[tuple[Op, int], list[tuple[Place, Place]]] = defaultdict(list)
     for (r, key), part in facts.parts.items():
         if r == rank and key.op in RECEIVES:
@@ -171,14 +171,14 @@ def _prove_slots(facts: Facts, rank: int) -> None:
 
 
 def stuck(program: Program, *, buffered: bool = False) -> set[tuple[int, int]]:
-    """(rank, index) of units that never end if lanes run in order and a host launches nothing after a compute unit
-    until that has ended. A transfer ends when both of its ends are reached; with `buffered` a send ends at once."""
+    """(rank, index) of units that never end if lanes run in order and the host launches nothing after a compute unit
+    until it has ended. A transfer ends when both of its ends are reached; with `buffered` a send ends at once."""
     where = {(rank, u.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s)}
     where |= {
         (rank, p.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s) for p in u.parts
     }
-    needs: dict[tuple[int, int], set[tuple[int, int]]] = {}  # to be reached
-    meets: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)  # to end, once reached
+    needs: dict[tuple[int, int], set[tuple[int, int]]] = {}  # what must end before a unit is reached
+    meets: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)  # what must be reached before a unit ends
     for rank, stream in enumerate(program.streams):
         last: dict[str, int] = {}
         for index, unit in enumerate(stream):
