@@ -15,6 +15,7 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,11 @@ def main() -> None:
     print(json.dumps(answer), flush=True)
     wants_dashboard.wait()
     if node is not None:
-        node.start_dashboard()  # in this thread: the kernel kills the dashboard when the thread that started it ends
+        try:
+            # In this thread: the kernel kills what a thread of this process started when that thread ends.
+            node.start_dashboard()
+        except Exception:  # a run does not end for lack of a dashboard; the head's log says why
+            traceback.print_exc()
     threading.Event().wait()
 
 

@@ -49,9 +49,8 @@ def train_on_cluster(
         startup.phase(f"placing {config.mesh.size} ranks")
         placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
         stack.callback(release, placement)
-        plan = plan_on(
-            config, cluster.device, hosts=hosts(placement), fingerprint=plan.fingerprint, expected=plan
-        )  # fmt: skip
+        num_hosts = hosts(placement)
+        plan = plan_on(config, cluster.device, hosts=num_hosts, fingerprint=plan.fingerprint, expected=plan)
         folder = stack.enter_context(RunFolder(config, plan))
         _show_cluster(display, cluster)
         first, checkpoint, generation = _resume(folder, display)
