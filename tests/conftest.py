@@ -3,12 +3,13 @@ realmodel only when asked for."""
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
-from sharing import group_of
+from sharing import SHARED_CLUSTER, file_of, group_of, position
 
 # Triton reads this when it is first imported, by whichever test comes first.
 if not Path("/dev/nvidiactl").exists():
@@ -40,6 +41,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: position(item.nodeid))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not has_cuda():
         for item in gpu:
@@ -66,6 +68,20 @@ def same_numbers_every_time() -> None:
     """Seeds torch for tests that draw from it; a test that does not import it is not to pay for that."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_its_files_see_the_shared_cluster(request: pytest.FixtureRequest) -> None:
+    """This process is connected to one Ray cluster at a time, whose token is in its environment."""
+    if "shared_cluster" in sys.modules and file_of(request.node.nodeid) not in SHARED_CLUSTER:
+        sys.modules["shared_cluster"].stop_shared_cluster()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_cluster_is_left() -> Iterator[None]:
+    yield
+    if "shared_cluster" in sys.modules:
+        sys.modules["shared_cluster"].stop_shared_cluster()
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,20 @@
 """A worker group on one embedded cluster with room for four ranks, which run without torch."""
 
-import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
-from paths import SUPPORT
+from shared_cluster import shared_cluster
 
 from pentad.orchestrator.cluster import cluster as clusters
-from pentad.orchestrator.cluster import local_head, worker
+from pentad.orchestrator.cluster import worker
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.placement import reserve
 from pentad.orchestrator.cluster.ray_head import psutil
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig, load
-from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Mesh
@@ -27,16 +24,8 @@ FAKE = "fake_runner:FakeRunner"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[clusters.Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("CUDA_VISIBLE_DEVICES", "7,5,6,4")
-        launched = local_head.LocalHead
-        patch.setattr(  # Ray believes it
-            local_head, "LocalHead", lambda folder, options, *rest: launched(folder, {**options, "num_gpus": 4}, *rest)
-        )
-        with clusters.start(ClusterSection(dashboard=False), 4) as cluster:
-            yield cluster
+def cluster() -> clusters.Cluster:
+    return shared_cluster()
 
 
 def config_of(behaviour: str, *overrides: str) -> RunConfig:

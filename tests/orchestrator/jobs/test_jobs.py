@@ -8,23 +8,20 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 from commands import Pentad, pentad
 from paths import ROOT
+from shared_cluster import shared_cluster
+from submitted_runs import SMALL, STEPS, steps
 
 from pentad.orchestrator.cli import show_jobs
-from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import RunConfig, load
-from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.jobs import job_log, job_package, jobs
 from pentad.orchestrator.jobs.job_log import follow, outcome
 from pentad.orchestrator.jobs.jobs import Job, Jobs, failure
@@ -32,17 +29,6 @@ from pentad.orchestrator.monitoring.ray_job import announce
 from pentad.schedules.ir.errors import PentadError
 
 __all__ = ["pentad"]
-SMALL = [
-    *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
-    *(
-        "batch.global_batch_size=2",
-        "batch.sequence_length=16",
-        "schedule.name=1f1b",
-        "schedule.microbatches=2",
-        "mesh.pp=2",
-    ),
-    *("cluster.device=cpu", "run.steps=400"),
-]
 JOB = Job("trial-1", "trial", "RUNNING", "pp2", "1f1b", "/runs/trial", 1e9, None, "", 120.0, {})
 OWN = """
 from pentad.schedules.generators.custom import BW, F
@@ -230,26 +216,8 @@ def test_only_a_driver_in_a_job_announces_endpoints(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[clusters.Cluster]:
-    """A node with two CPUs that requires a token known to this process; jobs run this `python`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        with clusters.start(ClusterSection(device="cpu"), 2) as running:
-            assert running.token_file is not None
-            # As `ray start` does: otherwise a job might join another cluster on this machine.
-            ray._private.utils.write_ray_address(running.address, str(running.token_file.parent / "ray"))
-            yield running
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-def steps(run: Path) -> list[tuple[Any, ...]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+def cluster() -> clusters.Cluster:
+    return shared_cluster()
 
 
 def wait_for(path: Path, seconds: float = 40.0) -> None:
@@ -258,32 +226,24 @@ def wait_for(path: Path, seconds: float = 40.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(cluster: clusters.Cluster, runs: Path) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of submitting the job 'whole', which is not stopped."""
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
-        patch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # --address takes precedence
-        at = ("--name", "whole", "--address", str(cluster.dashboard))
-        status = main(["submit", *SMALL, f"run.folder={runs}", "run.name=whole", *at])
-    return status, out.getvalue(), err.getvalue()
-
-
 @pytest.mark.timeout(120)
 def test_a_submitted_run_trains_and_its_log_is_followed(uninterrupted: tuple[int, str, str], runs: Path) -> None:
     status, out, err = uninterrupted
     assert (status, err) == (0, ""), out
     assert f"folder  {runs}/whole, on the cluster's" in out
-    assert "step 399  loss" in out
+    assert f"step {STEPS - 1}  loss" in out
     assert out.endswith(f"pentad: job whole finished; the run is in {runs}/whole\n")
-    assert len(steps(runs / "whole")) == 400
+    assert len(steps(runs / "whole")) == STEPS
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("uninterrupted")
 @pytest.mark.slow
-def test_a_stopped_run_resumes_when_submitted_again(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
+def test_a_stopped_run_resumes_when_submitted_again(
+    cluster: clusters.Cluster, pentad: Pentad, runs: Path, corpus: str
+) -> None:
     at = ("--address", str(cluster.dashboard))
-    same = (*SMALL, f"run.folder={runs}", "run.name=parts", *at)
+    same = (*SMALL, f"data.path={corpus}", f"run.folder={runs}", "run.name=parts", *at)
     status, out, _ = pentad("submit", *same, "--name", "first", "--no-follow", "--json")
     assert status == 0
     assert json.loads(out)["status"] in ("PENDING", "RUNNING")
@@ -293,7 +253,7 @@ def test_a_stopped_run_resumes_when_submitted_again(cluster: clusters.Cluster, p
     assert (status, err) == (0, "")
     assert re.search(rf"job first was stopped after \d+ steps, with a checkpoint in {runs}/parts", out)
     done = len(steps(runs / "parts"))
-    assert 0 < done < 400
+    assert 0 < done < STEPS
     assert list((runs / "parts" / "checkpoints").iterdir())
     assert "--name is 'first', which is already the ID of a job there" in pentad("submit", *same, "--name", "first")[2]
 
@@ -339,16 +299,16 @@ def test_a_job_name_with_other_characters_is_refused(cluster: clusters.Cluster, 
 
 def test_a_driver_error_reaches_the_user(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
     wide = (
-        "mesh.dp=2",
-        "batch.global_batch_size=4",
+        "mesh.dp=4",
+        "batch.global_batch_size=8",
         "cluster.start_timeout_seconds=1",
         f"run.folder={runs}",
         "run.name=wide",
     )
     status, out, err = pentad("submit", *SMALL, *wide, "--address", str(cluster.dashboard))
     assert status == 1
-    assert re.fullmatch(r"pentad: job wide-\w+ failed: mesh dp2 x pp2 has 4 ranks and needs 4 CPUs, but .*\n", err)
-    assert out.count("\npentad: mesh dp2 x pp2 has 4 ranks") == 1
+    assert re.fullmatch(r"pentad: job wide-\w+ failed: mesh dp4 x pp2 has 8 ranks and needs 8 CPUs, but .*\n", err)
+    assert out.count("\npentad: mesh dp4 x pp2 has 8 ranks") == 1
 
 
 def test_a_wrong_token_is_refused_by_a_real_cluster(

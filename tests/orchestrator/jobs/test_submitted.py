@@ -18,6 +18,7 @@ import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from submitted_runs import SMALL, STEPS, steps
 
 from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.cluster import cluster as clusters
@@ -25,18 +26,7 @@ from pentad.orchestrator.cluster.local_head import LOOPBACK, OBJECT_STORE_BYTES
 from pentad.orchestrator.cluster.ray_head import psutil
 from pentad.orchestrator.config.sections import ClusterSection
 
-STEPS = 400
-SMALL = (
-    *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
-    *(
-        "batch.global_batch_size=2",
-        "batch.sequence_length=16",
-        "schedule.name=1f1b",
-        "schedule.microbatches=2",
-        "mesh.pp=2",
-    ),
-    *("cluster.device=cpu", f"run.steps={STEPS}", "checkpoint.every=20"),  # limits calls to 20 steps
-)
+OPTIONS = (*SMALL, "checkpoint.every=20")  # limits calls to 20 steps
 
 
 class User:
@@ -44,7 +34,7 @@ class User:
 
     def __init__(self, cluster: clusters.Cluster, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
         assert cluster.token_file is not None
-        self.cluster, self.capsys, self.words = cluster, capsys, (*SMALL, *words)
+        self.cluster, self.capsys, self.words = cluster, capsys, (*OPTIONS, *words)
         self.at = ("--address", str(cluster.dashboard))
         self.headers = {"Authorization": f"Bearer {cluster.token_file.read_text()}"}
 
@@ -122,12 +112,6 @@ def eventually(ask: Callable[[], Any], done: Callable[[Any], bool], seconds: flo
     return answer
 
 
-def steps(run: Path) -> list[tuple[Any, ...]]:
-    path = run / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
-
-
 def serves(address: str) -> bool:
     with grpc.insecure_channel(address) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
@@ -135,7 +119,10 @@ def serves(address: str) -> bool:
 
 
 @pytest.mark.timeout(150)
-def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(user: User, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("uninterrupted")
+def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(
+    user: User, runs: Path, tmp_path: Path
+) -> None:
     parts = tmp_path / "parts"
     user.submit("parts", "--name", "first", "--no-follow")
     eventually(lambda: steps(parts), bool)
@@ -176,6 +163,5 @@ def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(
     refused = (1, "", f"pentad: run parts is finished at step {STEPS}: expected a live one\n")
     assert user.pentad("pause", str(parts)) == refused
 
-    user.submit("whole")
-    assert steps(parts) == steps(tmp_path / "whole")
+    assert steps(parts) == steps(runs / "whole")
     assert len(steps(parts)) == STEPS

@@ -17,11 +17,11 @@ from fake_runner import loss_of
 from footprint import Footprint
 from paths import SUPPORT
 from rich.console import Console
+from shared_cluster import shared_cluster
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
-from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.monitoring.runfolder import read_lines
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
@@ -37,12 +37,12 @@ SMALL = [*SIZES, "cluster.device=cpu", "cluster.dashboard=false", "elastic.max_f
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[clusters.Cluster]:
+    """Runs of this process join the shared cluster."""
+    running = shared_cluster()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
-        with clusters.start(ClusterSection(device="cpu", dashboard=False), 2) as running:
-            patch.setattr(driver, "launch", lambda section, ranks: nullcontext())
-            patch.setattr(clusters, "join", lambda section, ranks, head: nullcontext(running))
-            yield running
+        patch.setattr(driver, "launch", lambda section, ranks: nullcontext())
+        patch.setattr(clusters, "join", lambda section, ranks, head: nullcontext(running))
+        yield running
 
 
 @pytest.fixture

@@ -1,13 +1,10 @@
-"""Complete runs on real Ray, real ranks and real text. All but one join one cluster, in this process."""
+"""Complete runs on real Ray, real ranks and real text."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,18 +15,16 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from shared_cluster import shared_cluster
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.monitoring.runfolder import read_lines
 from pentad.orchestrator.run import driver
 from pentad.workers.checkpoint.checkpoint import newest, read
 
-COMMAND = [sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())"]
-STEPS = (
-    150  # calls grow fourfold up to a second, so a signal after STOP_AFTER steps arrives before the last are submitted
-)
+# Calls grow fourfold up to a second, so a signal after STOP_AFTER steps arrives before the last are submitted.
+STEPS = 150
 STOP_AFTER = 5
 SMALL = [
     "mesh.pp=2",
@@ -38,6 +33,7 @@ SMALL = [
     "model.ffn=64",
     "model.vocab=300",
     "batch.sequence_length=32",
+    "schedule.name=dualpipe",
     "schedule.microbatches=4",
     f"run.steps={STEPS}",
     "cluster.device=cpu",
@@ -50,10 +46,9 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[clusters.Cluster]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        clusters.start(ClusterSection(device="cpu", dashboard=False), 2) as running,
-    ):
+    """Runs of this process join the shared cluster."""
+    running = shared_cluster()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "launch", lambda section, ranks: nullcontext())
         patch.setattr(clusters, "join", lambda section, ranks, head: nullcontext(running))
         yield running
@@ -87,8 +82,11 @@ def state(run: Path) -> dict[str, torch.Tensor]:
     return read(found, found.files)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(train: Train, tmp_path: Path) -> None:
-    train("whole")
+def test_the_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(train: Train, tmp_path: Path) -> None:
+    finished, _ = train("whole")
+    assert finished["state"] == "finished"
+    assert finished["first_loss"] == pytest.approx(5.70, abs=0.05)  # ln(300): the model is untrained
+    assert finished["loss"] < 4.9
     terminate_after(STOP_AFTER, tmp_path / "halted")
     summary, printed = train("halted")
     stopped = summary["steps"]
@@ -109,13 +107,3 @@ def test_a_resumed_run_equals_an_uninterrupted_one(train: Train, tmp_path: Path)
     for resumed, same in zip(c[stopped : stopped + 20], a[stopped : stopped + 20], strict=True):
         assert resumed["loss"] == pytest.approx(same["loss"], rel=1e-4)
         assert resumed["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
-
-
-def test_the_loss_falls_on_real_text(tmp_path: Path) -> None:
-    command = [*COMMAND, "train", f"run.folder={tmp_path}", *SMALL, "schedule.name=dualpipe", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    assert summary["state"] == "finished"
-    assert summary["first_loss"] == pytest.approx(5.70, abs=0.05)  # ln(300): the model is untrained
-    assert summary["loss"] < 4.9

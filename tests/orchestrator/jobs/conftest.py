@@ -1,0 +1,28 @@
+"""A submitted run that nothing interrupts, to which others are compared."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from shared_cluster import shared_cluster
+from submitted_runs import SMALL
+
+from pentad.orchestrator.cli.cli import main
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(runs: Path, corpus: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of submitting the job 'whole'."""
+    at = ("--name", "whole", "--address", str(shared_cluster().dashboard))
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        patch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # --address takes precedence
+        status = main(["submit", *SMALL, f"data.path={corpus}", f"run.folder={runs}", "run.name=whole", *at])
+    return status, out.getvalue(), err.getvalue()
