@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pentad.orchestrator.config.reference import configuration_page
-from pentad.orchestrator.monitoring.exposition import METRICS
+from pentad.orchestrator.monitoring.exporter import METRICS
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.svg import svg_grid

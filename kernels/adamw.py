@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import runs_in_triton
+from pentad.kernels.backend import triton_on_gpu
 
 
 class Coefficients(NamedTuple):
@@ -40,25 +40,7 @@ def _updated(master: Tensor, m: Tensor, v: Tensor, g: Tensor, c: Coefficients) -
     return new_m, new_v, master - c.decay * master - step
 
 
-def adamw_optimistic_reference_(
-    out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients
-) -> None:
-    """`adamw_optimistic_` in torch operations, for any dtype and device."""
-    out.copy_(_updated(master, m, v, grad.to(master.dtype), c)[2].to(out.dtype))
-
-
-def adamw_reference_(
-    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: Coefficients
-) -> None:
-    """`adamw_` in torch operations, for any dtype and device."""
-    finite = torch.isfinite(scale)
-    new_m, new_v, new_master = _updated(master, m, v, grad.to(master.dtype) * scale.to(master.dtype), c)
-    for tensor, new in ((m, new_m), (v, new_v), (master, new_master)):
-        tensor.copy_(torch.where(finite, new, tensor))
-    if out is not None:
-        out.copy_(torch.where(finite, new_master.to(out.dtype), out))
-
-
+@triton_on_gpu
 def adamw_(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: Coefficients
 ) -> None:
@@ -67,22 +49,18 @@ def adamw_(
     As torch.optim.AdamW: decoupled weight decay, bias correction, eps outside the root. `scale` [1] is on the same
     device; if it is not finite nothing changes, which skips a step without the host.
     """
-    if runs_in_triton(master):
-        from pentad.kernels import adamw_triton
+    finite = torch.isfinite(scale)
+    new_m, new_v, new_master = _updated(master, m, v, grad.to(master.dtype) * scale.to(master.dtype), c)
+    for tensor, new in ((m, new_m), (v, new_v), (master, new_master)):
+        tensor.copy_(torch.where(finite, new, tensor))
+    if out is not None:
+        out.copy_(torch.where(finite, new_master.to(out.dtype), out))
 
-        adamw_triton.adamw_(master, m, v, grad, out, scale, c)
-    else:
-        adamw_reference_(master, m, v, grad, out, scale, c)
 
-
+@triton_on_gpu
 def adamw_optimistic_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> None:
     """Writes to out [n] what `adamw_` with a scale of 1 would, and changes nothing else.
 
     The step can still be cancelled, or taken with another scale (post-validation, arXiv 2401.10241, section 4).
     """
-    if runs_in_triton(master):
-        from pentad.kernels import adamw_triton
-
-        adamw_triton.adamw_optimistic_(out, master, m, v, grad, c)
-    else:
-        adamw_optimistic_reference_(out, master, m, v, grad, c)
+    out.copy_(_updated(master, m, v, grad.to(master.dtype), c)[2].to(out.dtype))

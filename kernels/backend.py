@@ -1,7 +1,10 @@
 """What all kernels share: Triton or torch, the dtype of sums, deterministic algorithms."""
 
-from collections.abc import Iterator
+import functools
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.utils.deterministic as determinism
@@ -10,11 +13,29 @@ from torch import Tensor
 IGNORE_INDEX = -100  # target of a token without a loss, as in torch.nn.functional.cross_entropy
 # A property that torch puts on its module at run time, where no type checker sees it.
 FILL = "fill_uninitialized_memory"
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def runs_in_triton(x: Tensor) -> bool:
-    """True for GPU tensors in a training dtype; float64, which serves exactness tests, takes the torch reference."""
-    return x.is_cuda and x.dtype != torch.float64
+def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
+    """Decorates an operation in torch, for any dtype and device, that has a Triton twin: the function of the same name
+    and arguments in MODULE_triton.py.
+
+    The twin runs if the first argument is a GPU tensor, unless it is float64, which serves exactness tests.
+    """
+
+    @functools.cache
+    def twin() -> Callable[P, R]:
+        found: Callable[P, R] = getattr(importlib.import_module(f"{reference.__module__}_triton"), reference.__name__)
+        return found
+
+    @functools.wraps(reference)
+    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        x = args[0]
+        assert isinstance(x, Tensor)
+        return (twin() if x.is_cuda and x.dtype != torch.float64 else reference)(*args, **kwargs)
+
+    return operation
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

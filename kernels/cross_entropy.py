@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import IGNORE_INDEX, accumulation_dtype, runs_in_triton
+from pentad.kernels.backend import IGNORE_INDEX, accumulation_dtype, triton_on_gpu
 
 
 def _clamp_targets(targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -11,8 +11,13 @@ def _clamp_targets(targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     return targets.clamp(0, vocabulary - 1), (targets >= 0) & (targets < vocabulary)
 
 
-def cross_entropy_reference(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`cross_entropy` in torch operations, for any dtype and device."""
+@triton_on_gpu
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss [T], lse [T]) of logits [T, V] and targets [T] int64, in float32 (float64 for float64 logits).
+
+    The loss of a token is lse - logits[target], with lse the log-sum-exp of the row, and 0 for a target of -100. Any
+    other target outside [0, V) belongs to another shard of the vocabulary: the loss is then lse.
+    """
     wide = logits.to(accumulation_dtype(logits.dtype))
     lse = torch.logsumexp(wide, dim=-1)
     column, inside = _clamp_targets(targets, logits.shape[1])
@@ -21,36 +26,14 @@ def cross_entropy_reference(logits: Tensor, targets: Tensor) -> tuple[Tensor, Te
     return torch.where(targets == IGNORE_INDEX, 0.0, loss), lse
 
 
-def cross_entropy_backward_reference_(logits: Tensor, targets: Tensor, lse: Tensor, scale: float) -> None:
-    """`cross_entropy_backward_` in torch operations, for any dtype and device."""
-    grad = torch.exp(logits.to(lse.dtype) - lse[:, None])
-    column, inside = _clamp_targets(targets, logits.shape[1])
-    grad.scatter_add_(1, column[:, None], -inside.to(grad.dtype)[:, None])
-    grad.mul_(scale).masked_fill_((targets == IGNORE_INDEX)[:, None], 0.0)
-    logits.copy_(grad)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss [T], lse [T]) of logits [T, V] and targets [T] int64, in float32 (float64 for float64 logits).
-
-    The loss of a token is lse - logits[target], with lse the log-sum-exp of the row, and 0 for a target of -100. Any
-    other target outside [0, V) belongs to another shard of the vocabulary: the loss is then lse.
-    """
-    if runs_in_triton(logits):
-        from pentad.kernels import cross_entropy_triton
-
-        return cross_entropy_triton.cross_entropy(logits, targets)
-    return cross_entropy_reference(logits, targets)
-
-
+@triton_on_gpu
 def cross_entropy_backward_(logits: Tensor, targets: Tensor, lse: Tensor, scale: float) -> None:
     """Overwrites logits [T, V] with their gradient (softmax - onehot) * scale; rows with a target of -100 become 0.
 
     The one-hot vector of a target outside [0, V) is 0. `lse` may be that of the full, sharded vocabulary.
     """
-    if runs_in_triton(logits):
-        from pentad.kernels import cross_entropy_triton
-
-        cross_entropy_triton.cross_entropy_backward_(logits, targets, lse, scale)
-    else:
-        cross_entropy_backward_reference_(logits, targets, lse, scale)
+    grad = torch.exp(logits.to(lse.dtype) - lse[:, None])
+    column, inside = _clamp_targets(targets, logits.shape[1])
+    grad.scatter_add_(1, column[:, None], -inside.to(grad.dtype)[:, None])
+    grad.mul_(scale).masked_fill_((targets == IGNORE_INDEX)[:, None], 0.0)
+    logits.copy_(grad)

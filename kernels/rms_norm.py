@@ -7,11 +7,16 @@ summed = x + residual, y = summed * rstd * weight with rstd = 1 / sqrt(mean(summ
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import accumulation_dtype, runs_in_triton
+from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`rms_norm` in torch operations, for any dtype and device."""
+@triton_on_gpu
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Divides the rows of x [T, H] (+ residual [T, H]) by their root mean square and multiplies them by weight [H].
+
+    Returns (y [T, H], summed [T, H], rstd [T] float32, or float64 for float64 x). Without a residual `summed` is x
+    itself. All inputs must be contiguous.
+    """
     summed = x if residual is None else x + residual
     wide = summed.to(accumulation_dtype(x.dtype))
     rstd = torch.rsqrt(wide.square().mean(-1) + eps)
@@ -19,32 +24,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor |
     return y.to(x.dtype), summed, rstd
 
 
-def rms_norm_backward_reference(
-    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """`rms_norm_backward` in torch operations, for any dtype and device."""
-    wide = dy.to(rstd.dtype)
-    normed = summed.to(rstd.dtype) * rstd[:, None]
-    g = wide * weight.to(rstd.dtype)
-    dx = rstd[:, None] * (g - normed * (g * normed).mean(-1, keepdim=True))
-    if dresidual is not None:
-        dx = dx + dresidual
-    return dx.to(summed.dtype), (wide * normed).sum(0)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Divides the rows of x [T, H] (+ residual [T, H]) by their root mean square and multiplies them by weight [H].
-
-    Returns (y [T, H], summed [T, H], rstd [T] float32, or float64 for float64 x). Without a residual `summed` is x
-    itself. All inputs must be contiguous.
-    """
-    if runs_in_triton(x):
-        from pentad.kernels import rms_norm_triton
-
-        return rms_norm_triton.rms_norm(x, weight, eps, residual)
-    return rms_norm_reference(x, weight, eps, residual)
-
-
+@triton_on_gpu
 def rms_norm_backward(
     dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -53,8 +33,10 @@ def rms_norm_backward(
     `dresidual` [T, H], the gradient of `summed` along the residual stream, is added to dx in the same pass. dweight is
     summed over tokens in a fixed order, so two runs are bit-equal.
     """
-    if runs_in_triton(dy):
-        from pentad.kernels import rms_norm_triton
-
-        return rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, dresidual)
-    return rms_norm_backward_reference(dy, summed, weight, rstd, dresidual)
+    wide = dy.to(rstd.dtype)
+    normed = summed.to(rstd.dtype) * rstd[:, None]
+    g = wide * weight.to(rstd.dtype)
+    dx = rstd[:, None] * (g - normed * (g * normed).mean(-1, keepdim=True))
+    if dresidual is not None:
+        dx = dx + dresidual
+    return dx.to(summed.dtype), (wide * normed).sum(0)

@@ -83,7 +83,7 @@ def _shape(width: int, per_thread: int) -> tuple[int, int, int]:
     return rows, block, min(32, rows * block // (32 * per_thread))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the forward kernel; see `pentad.kernels.rms_norm.rms_norm`."""
     assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     tokens, width = x.shape
@@ -99,7 +99,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 
 
 def rms_norm_backward(
-    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Launches the backward kernel and the sum of its partial rows; see `pentad.kernels.rms_norm.rms_norm_backward`."""
     assert dy.is_contiguous() and summed.is_contiguous() and weight.is_contiguous()

@@ -37,7 +37,7 @@ def _backward(dy, gate_up, dgate_up, y, I: tl.constexpr, BLOCK: tl.constexpr):  
     tl.store(y + row * I + columns, (silu * up).to(y.dtype.element_ty), mask=mask)
 
 
-def _shape(width: int) -> tuple[int, int, int]:
+def row_blocks(width: int) -> tuple[int, int, int]:
     """(columns of a program, programs of a row, warps of a program) for rows of `width` elements."""
     block = max(128, min(TILE, triton.next_power_of_2(width)))
     return block, triton.cdiv(width, block), max(1, block // (32 * PER_THREAD))
@@ -47,7 +47,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Launches the forward kernel; see `pentad.kernels.swiglu.swiglu`."""
     assert gate_up.is_contiguous() and gate_up.shape[1] % 2 == 0
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    block, blocks, warps = _shape(width)
+    block, blocks, warps = row_blocks(width)
     y = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     _forward[(tokens * blocks,)](gate_up, y, I=width, BLOCK=block, num_warps=warps)
     return y
@@ -57,7 +57,7 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Launches the backward kernel; see `pentad.kernels.swiglu.swiglu_backward`."""
     assert gate_up.is_contiguous() and dy.is_contiguous() and gate_up.shape[1] == 2 * dy.shape[1]
     tokens, width = dy.shape
-    block, blocks, warps = _shape(width)
+    block, blocks, warps = row_blocks(width)
     dgate_up = torch.empty_like(gate_up)
     y = torch.empty_like(dy)
     _backward[(tokens * blocks,)](dy, gate_up, dgate_up, y, I=width, BLOCK=block, num_warps=warps)

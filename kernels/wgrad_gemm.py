@@ -4,11 +4,6 @@ import torch
 from torch import Tensor
 
 
-def accumulate_gradient_reference_(main: Tensor, dy: Tensor, x: Tensor) -> None:
-    """`accumulate_gradient_` in torch operations, for any dtype and device."""
-    main += dy.to(main.dtype).t() @ x.to(main.dtype)
-
-
 def accumulate_gradient_(main: Tensor, dy: Tensor, x: Tensor) -> None:
     """main [N, K] += dy [T, N]^T @ x [T, K]; main is float32, or float64 for float64 inputs.
 
@@ -19,4 +14,4 @@ def accumulate_gradient_(main: Tensor, dy: Tensor, x: Tensor) -> None:
     elif main.is_cuda:
         torch.addmm(main, dy.t(), x, out_dtype=main.dtype, out=main)
     else:
-        accumulate_gradient_reference_(main, dy, x)
+        main += dy.to(main.dtype).t() @ x.to(main.dtype)

@@ -6,18 +6,17 @@ import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 
 from pentad.schedules.generators import custom, torch_csv
 from pentad.schedules.generators.dualpipe import dualpipe, dualpipe_v
-from pentad.schedules.generators.interleaved import interleaved, interleaved_zb, looped_bfs
-from pentad.schedules.generators.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b, seq_1f1b
+from pentad.schedules.generators.one_f_one_b import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from pentad.schedules.generators.v_blocks import v_half, v_min
 from pentad.schedules.generators.zb_auto import zb_1p, zb_2p
 from pentad.schedules.generators.zb_v import zb_v
-from pentad.schedules.generators.zero_bubble import zb_h1, zb_h2
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Unit
+from pentad.schedules.ir.instruction import Action
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleOptions, ScheduleSpec
@@ -39,10 +38,6 @@ def mirrored(rank: int, spec: ScheduleSpec) -> tuple[int, ...]:
 def v_shaped(rank: int, spec: ScheduleSpec) -> tuple[int, ...]:
     """Two stages: the first half of the model goes down the ranks, the second half back up."""
     return rank, 2 * spec.ranks - 1 - rank
-
-
-def _any_size(spec: ScheduleSpec) -> str:
-    return ""
 
 
 def _dualpipe_size(spec: ScheduleSpec) -> str:
@@ -68,9 +63,8 @@ def _interleaved_size(spec: ScheduleSpec) -> str:
 class Entry:
     """`generate(spec)` gives the compute order of every rank, `placement(rank, spec)` its stages.
 
-    `summary` says in a line what the schedule does, `paper` where it was published. `chunks` and `slices` are those of
-    `ScheduleSpec` unless the user may and does choose them, `accepts` names the options of the schedule, and `refusal`
-    is what is wrong with a size, or empty.
+    `summary` says in a line what the schedule does, `paper` where it was published. `accepts` names its options,
+    `chunks` and `slices` are its defaults, and `refusal` says what is wrong with a size, or is empty.
     """
 
     generate: Callable[[ScheduleSpec], Sequence[Stream]]
@@ -80,10 +74,10 @@ class Entry:
     chunks: int = 1
     slices: int = 1
     accepts: frozenset[str] = frozenset()
-    refusal: Callable[[ScheduleSpec], str] = _any_size
+    refusal: Callable[[ScheduleSpec], str] = lambda spec: ""
 
 
-def _per_rank(generate: Callable[[int, int, int], Iterator[Unit]], spec: ScheduleSpec) -> Sequence[Stream]:
+def _per_rank(generate: Callable[[int, int, int], Iterator[Action]], spec: ScheduleSpec) -> Sequence[Stream]:
     return tuple(tuple(generate(rank, spec.ranks, spec.microbatches)) for rank in range(spec.ranks))
 
 
@@ -93,23 +87,19 @@ _ZERO_BUBBLE = "Qi et al. 2023, arXiv 2401.10241"
 _CONTROLLABLE_MEMORY = "Qi et al. 2024, arXiv 2405.15362"
 _DEEPSEEK_V3 = "DeepSeek-AI 2024, arXiv 2412.19437"
 CATALOGUE = {
-    "gpipe": Entry(
-        partial(_per_rank, gpipe),
-        "all forwards, then all backwards",
-        "Huang et al. 2019, arXiv 1811.06965",
-    ),
+    "gpipe": Entry(gpipe, "all forwards, then all backwards", "Huang et al. 2019, arXiv 1811.06965"),
     "1f1b": Entry(
-        partial(_per_rank, one_f_one_b),
+        one_f_one_b,
         "alternates forward and backward, so that rank r holds at most ranks - r microbatches",
         "Narayanan et al. 2021, arXiv 2006.09503",
     ),
     "1f1b-eager": Entry(
-        partial(_per_rank, eager_one_f_one_b),
+        interleaved,
         "1F1B with about twice as many forwards first, to hide transfers",
         "Zhuang et al. 2023, arXiv 2211.05322",
     ),
     "seq-1f1b": Entry(
-        seq_1f1b,
+        one_f_one_b,
         "1F1B on slices of the sequences: less memory and a smaller bubble",
         "Sun et al. 2024, arXiv 2406.03488",
         slices=4,
@@ -124,21 +114,15 @@ CATALOGUE = {
         refusal=_interleaved_size,
     ),
     "looped-bfs": Entry(
-        looped_bfs,
+        gpipe,
         "all microbatches through one chunk before the next: gathers and reductions once per chunk",
         "Lamy-Poirier 2022, arXiv 2211.05953",
         chunks=2,
         accepts=frozenset({"chunks"}),
     ),
-    "zb-h1": Entry(
-        partial(_per_rank, zb_h1),
-        "1F1B with W deferred into the bubble, in 1F1B's memory",
-        _ZERO_BUBBLE,
-    ),
+    "zb-h1": Entry(zb_h1, "1F1B with W deferred into the bubble, in 1F1B's memory", _ZERO_BUBBLE),
     "zb-h2": Entry(
-        partial(_per_rank, zb_h2),
-        "more forwards first: no bubble without a barrier, for up to twice 1F1B's memory",
-        _ZERO_BUBBLE,
+        zb_h2, "more forwards first: no bubble without a barrier, for up to twice 1F1B's memory", _ZERO_BUBBLE
     ),
     "zb-1p": Entry(
         zb_1p,
@@ -153,25 +137,19 @@ CATALOGUE = {
         accepts=_PLANNED,
     ),
     "interleaved-zb": Entry(
-        interleaved_zb,
+        zb_h1,
         "interleaved, with W deferred into the bubble",
         _ZERO_BUBBLE,
         chunks=2,
         accepts=_INTERLEAVED,
         refusal=_interleaved_size,
     ),
-    "zb-v": Entry(
-        zb_v,
-        "zero bubble on two chunks placed as a V, in 1F1B's memory",
-        _ZERO_BUBBLE,
-        placement=v_shaped,
-        chunks=2,
-    ),
+    "zb-v": Entry(zb_v, "zero bubble on two chunks placed as a V, in 1F1B's memory", _ZERO_BUBBLE, v_shaped, chunks=2),
     "v-half": Entry(
         v_half,
         "two chunks placed as a V, in about half of 1F1B's memory",
         _CONTROLLABLE_MEMORY,
-        placement=v_shaped,
+        v_shaped,
         chunks=2,
         accepts=frozenset({"costs"}),
     ),
@@ -179,7 +157,7 @@ CATALOGUE = {
         v_min,
         "two chunks placed as a V, in about a third of 1F1B's memory",
         _CONTROLLABLE_MEMORY,
-        placement=v_shaped,
+        v_shaped,
         chunks=2,
         accepts=frozenset({"costs"}),
     ),
@@ -187,14 +165,14 @@ CATALOGUE = {
         partial(_per_rank, dualpipe),
         "microbatches from both ends, forward and backward interleaved; each stage on two ranks",
         _DEEPSEEK_V3,
-        placement=mirrored,
+        mirrored,
         refusal=_dualpipe_size,
     ),
     "dualpipev": Entry(
         partial(_per_rank, dualpipe_v),
         "DualPipe folded into a V: each stage on one rank",
         _DEEPSEEK_V3,
-        placement=v_shaped,
+        v_shaped,
         chunks=2,
         refusal=_dualpipe_v_size,
     ),
@@ -228,14 +206,13 @@ def spec_of(
     for key, size in {"ranks (mesh.pp)": ranks, "microbatches": microbatches}.items():
         if size < 1:
             raise PentadError(f"{key} is {size}: expected at least 1 for schedule {name}")
-    sizes = {"ranks": ranks, "microbatches": microbatches}
-    sizes |= {"chunks": options.chunks or found.chunks, "slices": options.slices or found.slices}
-    chunks, slices = sizes["chunks"], sizes["slices"]
-    if ranks * microbatches * chunks * slices > MAX_SIZE:
+    chunks, slices = options.chunks or found.chunks, options.slices or found.slices
+    sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks, "slices": slices}
+    if prod(sizes.values()) > MAX_SIZE:
         keys, values = " x ".join(sizes), " x ".join(map(str, sizes.values()))
         raise PentadError(f"{keys} is {values}: expected at most {MAX_SIZE} for schedule {name}")
     group = (options.group or ranks) if "group" in found.accepts else microbatches
-    spec = ScheduleSpec(ranks, microbatches, chunks, min(group, microbatches), costs, options.memory_limit, slices)
+    spec = ScheduleSpec(**sizes, group=min(group, microbatches), costs=costs, memory_limit=options.memory_limit)
     if refusal := found.refusal(spec):
         raise PentadError(f"{refusal} for schedule {name}")
     return spec
@@ -250,12 +227,11 @@ def generate(
     torch.distributed.pipelining, FILE.arrow a saved program. Raises PentadError as `spec_of` does, and when the user's
     function or file is not a schedule of these sizes.
     """
-    spec = spec_of(name, ranks, microbatches, options, costs)
-    if ":" in name:
+    found, spec = entry(name), spec_of(name, ranks, microbatches, options, costs)
+    if found is CUSTOM:
         return custom.program(name, ranks, microbatches, options.chunks)
-    if name.endswith(FILE_SUFFIXES):
+    if found is SAVED:
         return _read(name, ranks, microbatches)
-    found = entry(name)
     placement = tuple(found.placement(rank, spec) for rank in range(ranks))
     return Program(name, found.generate(spec), placement, microbatches, spec.chunks, spec.slices)
 
@@ -276,5 +252,5 @@ def _check_options(name: str, found: Entry, options: ScheduleOptions) -> None:
         if option not in found.accepts:
             expected = f"{fixed} for schedule {name}" if fixed else f"none (schedule {name} has no such option)"
             raise PentadError(f"{option} is {value:g}: expected {expected}")
-        if value < 1:
+        if not value >= 1:  # less, or not a number
             raise PentadError(f"{option} is {value:g}: expected at least 1 for schedule {name}")

@@ -94,6 +94,17 @@ def fleet():
     made.stop()
 
 
+@pytest.fixture(scope="module")
+def workers():
+    """Four rank processes that can be killed."""
+    from worker_processes import WorkerProcess
+
+    made = [WorkerProcess() for _ in range(4)]
+    yield made
+    for worker in made:
+        worker.stop()
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small corpus of English with as many tokens as the models of `plans` know."""

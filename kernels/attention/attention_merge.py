@@ -3,24 +3,15 @@
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import runs_in_triton
+from pentad.kernels.backend import triton_on_gpu
 
 
-def merge_partials_reference_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """`merge_partials_` in torch operations, for any dtype and device."""
-    weight = torch.sigmoid(other_lse - lse)  # of the other part in the new denominator
-    out.lerp_(other.to(out.dtype), weight.unsqueeze(-1))
-    torch.logaddexp(lse, other_lse, out=lse)
-
-
+@triton_on_gpu
 def merge_partials_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Adds a partial result to another in place: out [B, N, S, D] and lse [B, N, S], both float32 or wider.
 
     The last dimension of `out` and `other` is contiguous; `other` may be in 16 bits.
     """
-    if runs_in_triton(out):
-        from pentad.kernels.attention import attention_merge_triton
-
-        attention_merge_triton.merge_partials_(out, lse, other, other_lse)
-    else:
-        merge_partials_reference_(out, lse, other, other_lse)
+    weight = torch.sigmoid(other_lse - lse)  # of the other part in the new denominator
+    out.lerp_(other.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, other_lse, out=lse)

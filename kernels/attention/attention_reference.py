@@ -79,15 +79,13 @@ def _visible(q: Tensor, k: Tensor, lengths: PackedLengths | None) -> Tensor:
     if lengths is None:
         full = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         return full.tril(k.shape[2] - q.shape[2])
-    (q_segment, q_left), (k_segment, k_left) = (
-        (segment.view(q.shape[0], 1, 1, -1), left.view(q.shape[0], 1, 1, -1))
-        for segment, left in (_segments(lengths.cu_seqlens_q, q), _segments(lengths.cu_seqlens_k, k))
-    )
+    q_segment, q_left = _segments(lengths.cu_seqlens_q, q)
+    k_segment, k_left = _segments(lengths.cu_seqlens_k, k)
     return (q_segment.unsqueeze(-1) == k_segment.unsqueeze(-2)) & (q_left.unsqueeze(-1) <= k_left.unsqueeze(-2))
 
 
 def _segments(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(segment, distance to its end) of every token of x [B, heads, S, D], rows end to end."""
+    """(segment, distance to its end), each [B, 1, 1, S], of every token of x [B, heads, S, D], rows end to end."""
     token = torch.arange(x.shape[0] * x.shape[2], device=x.device, dtype=cu_seqlens.dtype)
     segment = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
-    return segment, cu_seqlens[segment + 1] - token
+    return segment.view(x.shape[0], 1, 1, -1), (cu_seqlens[segment + 1] - token).view(x.shape[0], 1, 1, -1)

@@ -7,11 +7,15 @@ rotation.
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import accumulation_dtype, runs_in_triton
+from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
 
 
-def rope_reference_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
-    """`rope_` in torch operations, for any dtype and device."""
+@triton_on_gpu
+def rope_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
+    """Rotates the heads of x [T, N, D] in place by the position t % S of token t, back with `inverse`.
+
+    Only the last dimension of x must be contiguous. cos and sin [S, D/2] are contiguous, from `rope_tables`.
+    """
     wide = accumulation_dtype(x.dtype)
     half = x.shape[2] // 2
     position = torch.arange(x.shape[0], device=x.device) % cos.shape[0]
@@ -22,16 +26,3 @@ def rope_reference_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) 
     a, b = x[..., :half].to(wide), x[..., half:].to(wide)
     rotated = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
     x.copy_(rotated)
-
-
-def rope_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
-    """Rotates the heads of x [T, N, D] in place by the position t % S of token t, back with `inverse`.
-
-    Only the last dimension of x must be contiguous. cos and sin [S, D/2] are contiguous, from `rope_tables`.
-    """
-    if runs_in_triton(x):
-        from pentad.kernels.attention import rope_triton
-
-        rope_triton.rope_(x, cos, sin, inverse)
-    else:
-        rope_reference_(x, cos, sin, inverse)

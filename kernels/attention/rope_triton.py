@@ -30,7 +30,7 @@ def _rotate(
     tl.store(first + HALF, (b * c + a * s).to(x.dtype.element_ty), mask=mask)
 
 
-def rope_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+def rope_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
     """Launches the kernel; see `pentad.kernels.attention.rope.rope_`."""
     tokens, heads, width = x.shape
     half = width // 2

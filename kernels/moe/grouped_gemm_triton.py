@@ -1,9 +1,13 @@
 """Grouped GEMM in Triton: a program computes one tile of one expert, which it finds from the offsets."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+ALIGNMENT = 16  # bytes, of the rows and matrices that torch's kernel supports
 
 
 @triton.jit
@@ -74,7 +78,9 @@ def _shape(dtype: torch.dtype) -> dict[str, object]:
 
 
 def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Launches the kernel; see `pentad.kernels.moe.grouped_gemm.grouped_gemm`."""
+    """Launches torch's kernel or this; see `pentad.kernels.moe.grouped_gemm.grouped_gemm`."""
+    if _torch_supports(x, weights):
+        return torch._grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     (rows, k), (experts, n, _) = x.shape, weights.shape
     assert x.stride(1) == 1 and weights.shape[2] == k and offsets.shape == (experts,)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
@@ -85,6 +91,18 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     each = triton.next_power_of_2(experts)
     _grouped[grid](x, weights, offsets, y, experts, n, k, x.stride(0), *weights.stride(), EXPERTS=each, **shape)
     return y
+
+
+def _torch_supports(x: Tensor, weights: Tensor) -> bool:
+    """Whether torch has a kernel that reads the offsets on the device; else it would loop over them on the host."""
+    divisible = all(width * x.element_size() % ALIGNMENT == 0 for width in weights.shape[1:])
+    aligned = divisible and x.data_ptr() % ALIGNMENT == 0 and weights.data_ptr() % ALIGNMENT == 0
+    return x.dtype == torch.bfloat16 and x.shape[0] > 0 and aligned and _is_hopper(x.device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> None:

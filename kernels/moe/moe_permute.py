@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import accumulation_dtype, runs_in_triton
-from pentad.kernels.swiglu import swiglu_backward_reference
+from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
+from pentad.kernels.swiglu import swiglu_backward
 
 
 class ExpertRows(NamedTuple):
@@ -39,58 +39,33 @@ def sort_by_expert(experts: Tensor, weights: Tensor, first: int, local: int) -> 
     return ExpertRows(chosen // choices, weights.flatten()[chosen], positions, offsets)
 
 
+@triton_on_gpu
 def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
     """[R, H]: the rows `tokens` [R] of x [T, H], up to the last offset."""
-    if runs_in_triton(x):
-        from pentad.kernels.moe import moe_permute_triton
-
-        return moe_permute_triton.gather_rows(x, tokens, offsets)
     return x[tokens]
 
 
-def sum_rows_reference(y: Tensor, positions: Tensor) -> Tensor:
-    """`sum_rows` in torch operations, for any dtype and device."""
+@triton_on_gpu
+def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
+    """[T, H]: the sum of each token's rows of y [R, H], at positions [T, K], from left to right; -1 is no row."""
     total = torch.zeros(positions.shape[0], y.shape[1], dtype=accumulation_dtype(y.dtype), device=y.device)
     for position in positions.unbind(1):
         total += torch.where((position >= 0)[:, None], y[position.clamp(min=0)], 0)
     return total.to(y.dtype)
 
 
-def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
-    """[T, H]: the sum of each token's rows of y [R, H], at positions [T, K], from left to right; -1 is no row."""
-    if runs_in_triton(y):
-        from pentad.kernels.moe import moe_permute_triton
-
-        return moe_permute_triton.sum_rows(y, positions)
-    return sum_rows_reference(y, positions)
-
-
-def weighted_swiglu_reference(gate_up: Tensor, weights: Tensor) -> Tensor:
-    """`weighted_swiglu` in torch operations, for any dtype and device."""
+@triton_on_gpu
+def weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """[R, I]: SwiGLU of gate_up [R, 2I], times the weights [R], up to the last offset."""
     gate, up = gate_up.to(weights.dtype).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up * weights[:, None]).to(gate_up.dtype)
 
 
-def weighted_swiglu(gate_up: Tensor, rows: ExpertRows) -> Tensor:
-    """[R, I]: SwiGLU of gate_up [R, 2I], times the rows' weights."""
-    if runs_in_triton(gate_up):
-        from pentad.kernels.moe import moe_permute_triton
-
-        return moe_permute_triton.weighted_swiglu(gate_up, rows.weights, rows.offsets)
-    return weighted_swiglu_reference(gate_up, rows.weights)
-
-
-def weighted_swiglu_backward_reference(dy: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`weighted_swiglu_backward` in torch operations, for any dtype and device."""
-    wide, weight = dy.to(weights.dtype), weights[:, None]
-    dgate_up, y = swiglu_backward_reference(wide * weight, gate_up.to(weights.dtype))
-    return dgate_up.to(dy.dtype), (y * weight).to(dy.dtype), (wide * y).sum(1)
-
-
-def weighted_swiglu_backward(dy: Tensor, gate_up: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor, Tensor]:
+@triton_on_gpu
+def weighted_swiglu_backward(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dgate_up [R, 2I], y [R, I], dweights [R]) from dy [R, I]; y is recomputed."""
-    if runs_in_triton(dy):
-        from pentad.kernels.moe import moe_permute_triton
-
-        return moe_permute_triton.weighted_swiglu_backward(dy, gate_up, rows.weights, rows.offsets)
-    return weighted_swiglu_backward_reference(dy, gate_up, rows.weights)
+    wide, weight = dy.to(weights.dtype), weights[:, None]
+    dgate_up, y = swiglu_backward(wide * weight, gate_up.to(weights.dtype))
+    return dgate_up.to(dy.dtype), (y * weight).to(dy.dtype), (wide * y).sum(1)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048
+from pentad.kernels.swiglu_triton import row_blocks
 
 
 @triton.jit
@@ -70,17 +70,11 @@ def _weighted_swiglu_backward(
     tl.store(dweights + row, tl.sum(dweight, 0))
 
 
-def _blocks(width: int) -> tuple[int, int, int]:
-    """(columns of a program, programs of a row, warps of a program) for rows of `width` elements."""
-    block = max(128, min(TILE, triton.next_power_of_2(width)))
-    return block, triton.cdiv(width, block), max(1, block // 512)
-
-
 def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.gather_rows`."""
     assert x.is_contiguous()
     rows, width = tokens.shape[0], x.shape[1]
-    block, blocks, warps = _blocks(width)
+    block, blocks, warps = row_blocks(width)
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
         _gather[(rows, blocks)](x, tokens, offsets, y, width, offsets.shape[0], BLOCK=block, num_warps=warps)
@@ -91,7 +85,7 @@ def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.sum_rows`."""
     assert y.is_contiguous() and positions.is_contiguous()
     (tokens, choices), width = positions.shape, y.shape[1]
-    block, blocks, warps = _blocks(width)
+    block, blocks, warps = row_blocks(width)
     out = torch.empty(tokens, width, dtype=y.dtype, device=y.device)
     if tokens:
         _sum[(tokens, blocks)](y, positions, out, width, choices, BLOCK=block, num_warps=warps)
@@ -102,7 +96,7 @@ def weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor) -> Tensor
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.weighted_swiglu`."""
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    block, blocks, warps = _blocks(width)
+    block, blocks, warps = row_blocks(width)
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _weighted_swiglu[(rows, blocks)](
@@ -117,7 +111,7 @@ def weighted_swiglu_backward(
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.weighted_swiglu_backward`."""
     assert dy.is_contiguous() and gate_up.is_contiguous()
     rows, width = dy.shape
-    block, _, warps = _blocks(width)
+    block, _, warps = row_blocks(width)
     dgate_up, y, dweights = torch.empty_like(gate_up), torch.empty_like(dy), torch.empty_like(weights)
     if rows:
         _weighted_swiglu_backward[(rows,)](

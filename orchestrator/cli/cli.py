@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -11,8 +12,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
-from pentad.orchestrator.cli.data_commands import Json, data
+from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArguments, Timeout, Words, files_by_option
+from pentad.orchestrator.cli.data_commands import data
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 
 # ClickException, the base of all usage errors; typer bundles click but does not export it.
@@ -22,17 +25,6 @@ _INTERRUPTED = 130  # which some versions of typer return for a KeyboardInterrup
 app = typer.Typer(pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(data, name="data")
 _began = time.monotonic()  # of the command
-
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[CONFIG] [a.b=value ...]", help="YAML file (default: the quickstart); overrides."),
-]
-Address = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="The cluster's dashboard (default: RAY_ADDRESS, else http://127.0.0.1:8265)."),
-]
-Run = Annotated[str, typer.Argument(help="A run's folder or its name under runs/; or the ID of a submitted job.")]
-Timeout = Annotated[float, typer.Option(min=0.01, help="Longest wait for the answer, in seconds.")]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,7 +67,7 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Train large language models on a Ray cluster from explicit per-rank programs."""
@@ -87,41 +79,37 @@ def train(words: Words = None, as_json: Json = False) -> None:
     from pentad.orchestrator.config.config import load
 
     path, overrides = _split(words)
-    from pentad.orchestrator.cli.targets import for_this_machine
+    from pentad.orchestrator.cli.resolve import for_this_machine
 
     overrides, note = for_this_machine(path, overrides)
     config = load(path, overrides)
-    from pentad.orchestrator.run.preflight import prepare
-    from pentad.orchestrator.run.startup import Startup
+    from pentad.orchestrator.monitoring.display import Display, print_summary
 
-    console = Console(stderr=as_json)
-    with Startup(Console(quiet=True) if as_json else console, _began) as startup:
-        if note and not as_json:
-            console.print(f" {note}", soft_wrap=True, highlight=False)
-        startup.phase("checking the data and planning")
+    console = Console(quiet=as_json)
+    with Display(console, config.run.name, config.run.steps, _began) as display:
+        if note:
+            display.note(note)
+        display.phase("checking the data and planning")
+        from pentad.orchestrator.run.train import prepare
+        from pentad.orchestrator.run.train import train as run
+
         plan, fingerprint = prepare(config)
-    from pentad.orchestrator.run.driver import train as run
-
-    summary = run(config, console=console, as_json=as_json, fingerprint=fingerprint, plan=plan, began=_began)
+        summary = run(config, display=display, fingerprint=fingerprint, plan=plan)
     if as_json:
         print(json.dumps(summary))
     else:
-        from pentad.orchestrator.monitoring.display import print_summary
-
         print_summary(console, summary)
 
 
 @app.command()
 def plan(
     words: Words = None,
-    device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="Where it would run (default: as found here).")
-    ] = None,
+    device: Annotated[Literal["cpu", "cuda"] | None, Option(help="Target device (default: as found here).")] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="List the meshes of so many GPUs that fit, the quickest first.")
+        int | None, Option(min=1, help="List the meshes of this many GPUs that fit, fastest first.")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(min=0.001, help="GiB of a device (default: as found here, else those of an H200).")
+        float | None, Option(min=0.001, help="GiB per device (default: as here, else an H200's).")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -135,79 +123,36 @@ def plan(
 
         return show_meshes(config, gpus, device_memory("cuda", memory), Console(), as_json=as_json)
     from pentad.orchestrator.cli.show_plan import show_plan
-    from pentad.orchestrator.cluster.devices import local_device
+    from pentad.orchestrator.planning.hardware import local_device
 
     place = device or local_device(config.cluster, config.mesh.size)[0]
     return show_plan(config, place, device_memory(place, memory), Console(), as_json=as_json)
 
 
-_SCHEDULES = (
-    "gpipe, 1f1b, 1f1b-eager, seq-1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-1p, zb-2p, interleaved-zb, zb-v, "
-    "v-half, v-min, dualpipe, dualpipev; auto, the quickest of them and beyond; FILE.py:FUNCTION, one of your own; or "
-    "FILE.csv or FILE.arrow, as --csv and --arrow write them."
-)
-
-
 @app.command()
-def schedule(
-    name: Annotated[str, typer.Argument(help=_SCHEDULES)],
-    ranks: Annotated[int, typer.Option(help="Pipeline ranks.")],
-    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")],
-    chunks: Annotated[int | None, typer.Option(help="Parts that a rank's layers are cut into.")] = None,
-    group: Annotated[int | None, typer.Option(help="Microbatches of an interleaved group.")] = None,
-    slices: Annotated[int | None, typer.Option(help="Parts that sequences are cut into.")] = None,
-    costs: Annotated[str, typer.Option(help="F,B,W of one microbatch on a whole rank.")] = "1,1,1",
-    comm: Annotated[float, typer.Option(help="Cost of one transfer of a microbatch.")] = 0.0,
-    memory_limit: Annotated[float | None, typer.Option(help="Most activations a rank may keep.")] = None,
-    recompute: Annotated[
-        str | None, typer.Option(metavar="STAGES", help="Stages that compute forwards again: all, or such as 0,2.")
-    ] = None,
-    max_resident: Annotated[
-        float | None, typer.Option(help="Most microbatches of activations on a rank; others are offloaded.")
-    ] = None,
-    zero: Annotated[int | None, typer.Option(help="Stage of ZeRO, for two replicas.")] = None,
-    max_gathered: Annotated[
-        int | None, typer.Option(help="Most stages of a rank that are gathered at once (ZeRO 3).")
-    ] = None,
-    prefetch: Annotated[int | None, typer.Option(help="Compute units that a gather begins ahead of its use.")] = None,
-    post_validation: Annotated[
-        bool, typer.Option("--post-validation", help="Let a step run ahead of its global norm.")
-    ] = False,
-    grid: Annotated[
-        bool, typer.Option("--grid", help="Print the grid (default if narrow and nothing else is written).")
-    ] = False,
-    svg: Annotated[Path | None, typer.Option(help="Write a figure.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
-    beside: Annotated[str | None, typer.Option(metavar="NAME", help="Another schedule, drawn on the page too.")] = None,
-    arrow: Annotated[Path | None, typer.Option(help="Write the program as an Arrow file.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the compute order for torch.distributed.pipelining.")] = None,
-    what_if: Annotated[bool, typer.Option("--what-if", help="Tell what bounds a step and what would help.")] = False,
-    as_json: Json = False,
-) -> None:
+def schedule(**arguments: Any) -> None:
     """Build, prove, simulate and draw a program. Needs no torch, Ray or GPU."""
-    from pentad.orchestrator.cli.show_schedule import Outputs, Request, show_schedule
+    from pentad.orchestrator.cli.show_schedule import show_schedule
 
-    given = {"--svg": svg, "--html": html, "--arrow": arrow, "--csv": csv}
-    files = {option: path for option, path in given.items() if path is not None}
-    sizes = name, ranks, microbatches, chunks, group, costs, comm, memory_limit, slices
-    request = Request(*sizes, recompute, max_resident, zero, max_gathered, prefetch, post_validation)
-    show_schedule(request, Outputs(files, grid, what_if, as_json, beside), Console())
+    show_schedule(ScheduleArguments(**arguments), Console())
+
+
+schedule.__signature__ = inspect.signature(ScheduleArguments, eval_str=True)  # type: ignore[attr-defined]
 
 
 @app.command()
 def timeline(
-    run: Annotated[str, typer.Argument(help="A run's folder, or its name under runs/.")],
-    step: Annotated[int | None, typer.Option(help="The measured step to compare (default: the last).")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write an interactive page of all measured steps.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a figure of the step.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
+    run: Annotated[str, Argument(help="A run's folder, or its name under runs/.")],
+    step: Annotated[int | None, Option(help="The measured step to compare (default: the last).")] = None,
+    html: Annotated[Path | None, Option(help="Write an interactive page of all measured steps.")] = None,
+    svg: Annotated[Path | None, Option(help="Write a figure of the step.")] = None,
+    trace: Annotated[Path | None, Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a measured step of a run with the same step simulated at its measured costs."""
     from pentad.orchestrator.cli.show_run import show_timeline
 
-    paths = {"--html": html, "--svg": svg, "--trace": trace}
-    files = {option: path for option, path in paths.items() if path is not None}
+    files = files_by_option(html=html, svg=svg, trace=trace)
     show_timeline(run, Console(), step=step, files=files, as_json=as_json)
 
 
@@ -215,51 +160,42 @@ def timeline(
 def status(
     run: Run,
     address: Address = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show each change until the run ends.")] = False,
+    watch: Annotated[bool, Option("--watch", help="Show each change until the run ends.")] = False,
     timeout: Timeout = 5.0,
     as_json: Json = False,
 ) -> None:
     """Show what a run and each of its ranks are doing, or how the run ended."""
+    from pentad.orchestrator.cli.resolve import folder_of
     from pentad.orchestrator.cli.show_status import show_status
-    from pentad.orchestrator.cli.targets import folder_of
 
     show_status(folder_of(run, address), Console(), watch=watch, as_json=as_json, timeout_seconds=timeout)
 
 
-@app.command()
-def pause(run: Run, address: Address = None, timeout: Timeout = 60.0, as_json: Json = False) -> None:
-    """Pause a live run after the steps in flight; it keeps its ranks and their memory."""
-    _request(run, address, "pause", timeout, as_json)
+def _add_request(verb: str, seconds: float, text: str) -> None:
+    @app.command(verb, help=text)
+    def request(run: Run, address: Address = None, timeout: Timeout = seconds, as_json: Json = False) -> None:
+        from pentad.orchestrator.cli.resolve import folder_of
+        from pentad.orchestrator.cli.show_status import show_request
+
+        show_request(folder_of(run, address), verb, Console(), as_json=as_json, timeout_seconds=timeout)
 
 
-@app.command()
-def resume(run: Run, address: Address = None, timeout: Timeout = 60.0, as_json: Json = False) -> None:
-    """Resume a paused run."""
-    _request(run, address, "resume", timeout, as_json)
-
-
-@app.command()
-def checkpoint(run: Run, address: Address = None, timeout: Timeout = 600.0, as_json: Json = False) -> None:
-    """Save a checkpoint of a live run and wait until it is committed."""
-    _request(run, address, "checkpoint", timeout, as_json)
-
-
-@app.command()
-def abort(run: Run, address: Address = None, timeout: Timeout = 60.0, as_json: Json = False) -> None:
-    """End a live run now, without a checkpoint."""
-    _request(run, address, "abort", timeout, as_json)
+_add_request("pause", 60.0, "Pause a live run after the steps in flight; it keeps its ranks and their memory.")
+_add_request("resume", 60.0, "Resume a paused run.")
+_add_request("checkpoint", 600.0, "Save a checkpoint of a live run and wait until it is committed.")
+_add_request("abort", 60.0, "End a live run now, without a checkpoint.")
 
 
 @app.command()
 def stop(run: Run, address: Address = None, timeout: Timeout = 600.0, as_json: Json = False) -> int:
     """End a live run after the steps in flight, with a checkpoint; the same command resumes it later."""
-    from pentad.orchestrator.cli.targets import find_run
+    from pentad.orchestrator.cli.resolve import find_run
 
     found = find_run(run, address)
     if isinstance(found, Path):
-        from pentad.orchestrator.cli.show_status import request
+        from pentad.orchestrator.cli.show_status import show_request
 
-        request(found, "stop", Console(), as_json=as_json, timeout_seconds=timeout)
+        show_request(found, "stop", Console(), as_json=as_json, timeout_seconds=timeout)
         return 0
     from pentad.orchestrator.cli.show_jobs import show_stop
 
@@ -270,11 +206,11 @@ def stop(run: Run, address: Address = None, timeout: Timeout = 600.0, as_json: J
 def logs(
     run: Run,
     address: Address = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Continue until the run ends; Ctrl-C detaches.")] = False,
+    follow: Annotated[bool, Option("--follow", help="Continue until the run ends; Ctrl-C detaches.")] = False,
     as_json: Json = False,
 ) -> int:
     """Print the steps and events of a run, or the log of a submitted job."""
-    from pentad.orchestrator.cli.targets import find_run
+    from pentad.orchestrator.cli.resolve import find_run
 
     found = find_run(run, address)
     if isinstance(found, Path):
@@ -288,9 +224,7 @@ def logs(
 
 
 @app.command()
-def runs(
-    folder: Annotated[Path, typer.Option(help="The run.folder to list.")] = Path("runs"), as_json: Json = False
-) -> None:
+def runs(folder: Annotated[Path, Option(help="The run.folder to list.")] = Path("runs"), as_json: Json = False) -> None:
     """List the runs in a folder: state, step, loss and time of the last step, the newest first."""
     from pentad.orchestrator.cli.show_lists import show_runs
 
@@ -309,8 +243,8 @@ def schedules(as_json: Json = False) -> None:
 def submit(
     words: Words = None,
     address: Address = None,
-    name: Annotated[str | None, typer.Option(help="ID of the job (default: run.name and a suffix).")] = None,
-    follow: Annotated[bool, typer.Option(help="Print the job's log until it ends; Ctrl-C detaches.")] = True,
+    name: Annotated[str | None, Option(help="ID of the job (default: run.name and a suffix).")] = None,
+    follow: Annotated[bool, Option(help="Print the job's log until it ends; Ctrl-C detaches.")] = True,
     as_json: Json = False,
 ) -> int:
     """Submit what `train` would run as a job of a Ray cluster; run.folder and data.path are paths there."""
@@ -332,8 +266,8 @@ def jobs(address: Address = None, as_json: Json = False) -> int:
 
 @app.command(name="import-hf")
 def import_hf(
-    source: Annotated[Path, typer.Argument(metavar="DIR", help="config.json and safetensors files.")],
-    out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    source: Annotated[Path, Argument(metavar="DIR", help="config.json and safetensors files.")],
+    out: Annotated[Path, Argument(help="A new or empty folder.")],
     as_json: Json = False,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint of step 0 and a model section."""
@@ -344,23 +278,16 @@ def import_hf(
 
 @app.command(name="export-hf")
 def export_hf(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint's folder, or a run: its newest one.")],
-    out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Dtype of the weights.")] = "float32",
-    max_shard_size: Annotated[float, typer.Option(min=0.000001, help="Largest file, in GB.")] = 5.0,
+    checkpoint: Annotated[str, Argument(help="A checkpoint's folder, or a run: its newest one.")],
+    out: Annotated[Path, Argument(help="A new or empty folder.")],
+    dtype: Annotated[Literal["bfloat16", "float32"], Option(help="Dtype of the weights.")] = "float32",
+    max_shard_size: Annotated[float, Option(min=0.000001, help="Largest file, in GB.")] = 5.0,
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint, of any mesh, to a Hugging Face model."""
     from pentad.orchestrator.cli.show_hf import show_export
 
     show_export(checkpoint, out, dtype, max_shard_size, as_json=as_json)
-
-
-def _request(run: str, address: str | None, method: str, timeout: float, as_json: bool) -> None:
-    from pentad.orchestrator.cli.show_status import request
-    from pentad.orchestrator.cli.targets import folder_of
-
-    request(folder_of(run, address), method, Console(), as_json=as_json, timeout_seconds=timeout)
 
 
 def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:

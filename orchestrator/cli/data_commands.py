@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import json
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from typer import Argument, Option
+
+from pentad.orchestrator.cli.arguments import Json
 
 data = typer.Typer(help="Build and inspect token shards.", no_args_is_help=True)
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
 @data.command()
 def build(
-    source: Annotated[Path, typer.Argument(help="A text, JSONL or Parquet file, or a folder of them.")],
-    out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
-    vocab: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 2**15,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead of training one.")] = None,
-    field: Annotated[str, typer.Option(help="The field that holds the text, in JSONL and Parquet.")] = "text",
+    source: Annotated[Path, Argument(help="A text, JSONL or Parquet file, or a folder of them.")],
+    out: Annotated[Path, Argument(help="A new or empty folder.")],
+    vocab: Annotated[int, Option(help="Size of the tokenizer to train.")] = 2**15,
+    tokenizer: Annotated[Path | None, Option(help="A tokenizer.json to use instead of training one.")] = None,
+    field: Annotated[str, Option(help="The field that holds the text, in JSONL and Parquet.")] = "text",
     as_json: Json = False,
 ) -> None:
     """Turn text into token shards."""
     from pentad.workers.data.build import build_corpus
     from pentad.workers.data.corpus_index import plural
 
-    log = Console(stderr=True, highlight=False, markup=False)
-    corpus = build_corpus(source, out, tokenizer=tokenizer, vocab=vocab, field=field, progress=log.print)
+    log = partial(print, file=sys.stderr)
+    corpus = build_corpus(source, out, tokenizer=tokenizer, vocab=vocab, field=field, progress=log)
     facts = {"path": str(out), "tokens": corpus.tokens, "documents": corpus.documents, "vocab_size": corpus.vocab_size}
     if as_json:
         print(json.dumps({**facts, "fingerprint": corpus.fingerprint}))
@@ -38,8 +41,8 @@ def build(
 
 @data.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A folder that `pentad data build` wrote.")],
-    samples: Annotated[int, typer.Option(min=0, help="Sequences to show as text.")] = 2,
+    path: Annotated[Path, Argument(help="A folder that `pentad data build` wrote.")],
+    samples: Annotated[int, Option(min=0, help="Sequences to show as text.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Verify token shards and show what is in them."""

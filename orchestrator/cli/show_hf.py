@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from rich.console import Console
+from typing import Any
 
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.orchestrator.monitoring.runfolder import CHECKPOINTS, CONFIG, resolve_run
@@ -50,29 +49,17 @@ def show_import(source: Path, out: Path, *, as_json: bool) -> None:
 def show_export(path: str, out: Path, dtype: Dtype, gigabytes: float, *, as_json: bool) -> None:
     """Exports a checkpoint, or the newest one of a run, and prints a summary."""
     checkpoint = _checkpoint(path)
-    origin = _origin(checkpoint)
-    family, model = parse_section(origin.section)
-    limit = max(1, round(gigabytes * GIGABYTE))
-    request = Request(family, model, origin.positions, origin.special_tokens, origin.tokenizer, dtype, limit)
-    done = export_checkpoint(checkpoint, out, request, _progress("written"))
+    request = _request(checkpoint, dtype, max(1, round(gigabytes * GIGABYTE)))
+    done, family = export_checkpoint(checkpoint, out, request, _progress("written")), request.family
     if as_json:
         summary = {"folder": str(out), "checkpoint": str(checkpoint.folder), "step": checkpoint.step, "family": family}
-        print(json.dumps({**summary, "dtype": dtype, **done._asdict(), "model": asdict(model)}))
+        print(json.dumps({**summary, "dtype": dtype, **done._asdict(), "model": asdict(request.model)}))
         return
     print(f"{out}: {family} of step {checkpoint.step}, {done.tensors} tensors, {size(done.bytes)} in {dtype}")
 
 
-class _Origin(NamedTuple):
-    """What an export needs besides tensors: model section, longest sequence, special token ids, tokenizer files."""
-
-    section: dict[str, Any]
-    positions: int
-    special_tokens: dict[str, Any]
-    tokenizer: dict[str, bytes]
-
-
-def _origin(checkpoint: Checkpoint) -> _Origin:
-    """From the manifest, and from the run's config.yaml or an import's model.yaml two folders up."""
+def _request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> Request:
+    """Completes the manifest from the run's config.yaml or an import's model.yaml, two folders up."""
     home = checkpoint.folder.absolute().parent.parent
     path = next((home / name for name in (CONFIG, MODEL_FILE) if (home / name).is_file()), None)
     config = load_yaml(path.read_text(encoding="utf-8"), str(path)) if path else {}
@@ -91,7 +78,7 @@ def _origin(checkpoint: Checkpoint) -> _Origin:
             settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": loaded.id_to_token(end)}
             tokenizer = {"tokenizer.json": file.read_bytes(), "tokenizer_config.json": json.dumps(settings).encode()}
             special_tokens = {"eos_token_id": end, **special_tokens}
-    return _Origin(section, positions, special_tokens, tokenizer)
+    return Request(*parse_section(section), positions, special_tokens, tokenizer, dtype, limit)
 
 
 def _corpus_tokenizer(data: dict[str, Any], section: dict[str, Any]) -> Path | None:
@@ -101,7 +88,7 @@ def _corpus_tokenizer(data: dict[str, Any], section: dict[str, Any]) -> Path | N
     if not (folder / INDEX_FILE).is_file():
         return None
     index = parse_index((folder / INDEX_FILE).read_text(encoding="utf-8"), folder / INDEX_FILE)
-    return folder / index.tokenizer_file
+    return folder / index.tokenizer.file
 
 
 def _checkpoint(path: str) -> Checkpoint:
@@ -118,12 +105,12 @@ def _checkpoint(path: str) -> Checkpoint:
 
 def _progress(verb: str) -> Callable[[int, int], None]:
     """Reports every tenth of the bytes on stderr."""
-    console, reported = Console(stderr=True, highlight=False, markup=False), 0
+    reported = 0
 
     def report(done: int, total: int) -> None:
         nonlocal reported
         if 10 * done // total > reported:
             reported = 10 * done // total
-            console.print(f"{verb} {size(done)} of {size(total)}")
+            print(f"{verb} {size(done)} of {size(total)}", file=sys.stderr)
 
     return report

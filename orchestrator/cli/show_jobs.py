@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from pentad.orchestrator.cli.show_lists import clock, print_table
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.jobs.job_log import Outcome, follow, outcome
 from pentad.orchestrator.jobs.jobs import Job, Jobs
-from pentad.orchestrator.planning.fit import assumed_plan
+from pentad.orchestrator.planning.planning import assumed_plan
 from pentad.schedules.ir.errors import PentadError
 
 
@@ -47,17 +45,12 @@ def show_jobs(address: str | None, console: Console, *, as_json: bool) -> int:
     if not found:
         print(f"no run was submitted to {jobs.address}")
         return 0
-    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
     heads = ("job", "run", "status", "mesh", "started", "folder")
-    for head in heads:
-        table.add_column(head, no_wrap=head != "folder", overflow="fold")
-    rows = [(job.job, job.run, job.status, job.mesh, _clock(job), job.folder) for job in found]
-    for row in rows:
-        table.add_row(*map(Text, row))
-    # Only folders wrap, and only on a terminal: IDs are copied, and programs read lines.
-    widths = [2 + max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    console.width = max(console.width, sum(widths[:5]) + (20 if console.is_terminal else widths[5]))
-    console.print(table)
+    rows = [
+        (job.job, job.run, job.status, job.mesh, clock(job.started) if job.started else "-", job.folder)
+        for job in found
+    ]
+    print_table(console, heads, rows, wrapped="folder")
     return 0
 
 
@@ -102,7 +95,3 @@ def _command(verb: str, jobs: Jobs, job: Job) -> str:
 
 def _facts(jobs: Jobs, job: Job) -> dict[str, Any]:
     return {"address": jobs.address, **job._asdict()}
-
-
-def _clock(job: Job) -> str:
-    return f"{datetime.fromtimestamp(job.started):%Y-%m-%d %H:%M}" if job.started else "-"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.monitoring.runfolder import CONFIG, METRICS
+from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.quantities import number
 from pentad.schedules.catalogue import CATALOGUE, looped, mirrored, v_shaped
 from pentad.schedules.ir.errors import PentadError
@@ -32,22 +32,16 @@ def show_runs(folder: Path, console: Console, *, as_json: bool) -> None:
     if not found:
         print(f"no runs in {folder}")
         return
-    rows = [
-        (
-            run["name"],
-            run["state"],
-            f"{run['step']}/{run['steps']}" if run["steps"] else "-",
-            number(run["loss"], ".4f"),
-            f"{datetime.fromtimestamp(run['time']):%Y-%m-%d %H:%M}",
-        )
-        for run in found
-    ]
-    _print_table(console, ("run", "state", "step>", "loss>", "last active"), rows)
+    rows = []
+    for run in found:
+        steps = f"{run['step']}/{run['steps']}" if run["steps"] else "-"
+        rows.append((run["name"], run["state"], steps, number(run["loss"], ".4f"), clock(run["time"])))
+    print_table(console, ("run", "state", "step>", "loss>", "last active"), rows, wrapped="run")
 
 
 def show_schedules(console: Console, *, as_json: bool) -> None:
     """Lists the schedules of the catalogue."""
-    found = [
+    found: list[dict[str, Any]] = [
         {
             "name": name,
             "placement": _PLACEMENTS[entry.placement],
@@ -62,18 +56,12 @@ def show_schedules(console: Console, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"schedules": found}))
         return
-    rows = [
-        (
-            str(each["name"]),
-            str(each["placement"]),
-            str(each["chunks"]),
-            str(each["slices"]),
-            ", ".join(entry.replace("_", "-") for entry in sorted(CATALOGUE[str(each["name"])].accepts)) or "-",
-            str(each["paper"]),
-        )
-        for each in found
-    ]
-    _print_table(console, ("schedule", "placement", "chunks>", "slices>", "options", "paper"), rows)
+    rows = []
+    for each in found:
+        options = ", ".join(each["options"]).replace("_", "-") or "-"
+        rows.append((*(str(each[key]) for key in ("name", "placement", "chunks", "slices")), options, each["paper"]))
+    heads = ("schedule", "placement", "chunks>", "slices>", "options", "paper")
+    print_table(console, heads, rows, wrapped="paper")
     text = " auto tries all of them and searches beyond; FILE.py:FUNCTION, FILE.csv and FILE.arrow are your own"
     console.print(text, soft_wrap=True, highlight=False)
 
@@ -98,13 +86,16 @@ def _run(folder: Path) -> dict[str, Any]:
     return {**found, "time": path.stat().st_mtime}
 
 
-def _print_table(console: Console, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Right-aligns columns whose head ends in '>'; lines are never wrapped where a program reads them."""
-    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
-    for head in heads:
-        table.add_column(head.rstrip(">"), justify="right" if head.endswith(">") else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    if not console.is_terminal:
-        console.width = max(console.width, sum(2 + max(map(len, column)) for column in zip(heads, *rows, strict=True)))
-    console.print(table)
+def print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], *, wrapped: str) -> None:
+    """Wraps nothing but the column `wrapped`, and only on a terminal: IDs are copied, and programs read lines."""
+    widths = {head.rstrip(">"): 2 + max(map(len, cells)) for head, *cells in zip(heads, heads, *rows, strict=True)}
+    if console.is_terminal:
+        widths[wrapped] = min(widths[wrapped], 20)
+    console.width = max(console.width, sum(widths.values()))
+    texts = [tuple(map(Text, row)) for row in rows]
+    console.print(fitted_table(heads, texts, console.width, drop=(), wrapped=wrapped))
+
+
+def clock(seconds: float) -> str:
+    """A Unix time in local time."""
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"

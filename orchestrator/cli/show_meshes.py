@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.tables import table_of
+from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.estimate import mfu
-from pentad.orchestrator.planning.fit import DeviceMemory, known_gpu
+from pentad.orchestrator.planning.fit import DeviceMemory
+from pentad.orchestrator.planning.hardware import known_gpu
 from pentad.orchestrator.planning.mesh_search import MeshChoice, overrides_of, search_meshes
 from pentad.orchestrator.planning.quantities import count, duration, percent, size
 
@@ -26,10 +27,9 @@ def show_meshes(config: RunConfig, gpus: int, device: DeviceMemory, console: Con
         print(json.dumps({**counts, "meshes": meshes, "rejected": search.rejected}))
         return int(not search.choices)
     if search.choices:
-        table = table_of("mesh", "m x rows>", "zero>", "recompute", "step>", "tok/s>", "MFU>", "memory>")
-        for choice in search.choices:
-            table.add_row(*_cells(choice))
-        console.print(table)
+        heads = ("mesh", "m x rows>", "zero>", "recompute", "step>", "tok/s>", "MFU>", "memory>")
+        drop = ("MFU", "tok/s", "recompute", "zero", "m x rows")
+        console.print(fitted_table(heads, list(map(_cells, search.choices)), console.width, drop=drop))
         overrides = " ".join(f"{key}={value}" for key, value in overrides_of(search.choices[0].plan).items())
         console.print(Text(f" the first one: {overrides}", "dim"), soft_wrap=True)
     text = f" {search.num_fitting} meshes of {gpus} GPUs fit in the {size(device.bytes)} {device.where}"

@@ -6,18 +6,17 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from pentad.orchestrator.cli.show_run import figures
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.plan_view import layers_text, plan_view
-from pentad.orchestrator.monitoring.tables import table_of
-from pentad.orchestrator.planning.comm_volume import CommVolume, collective_bytes, comm_volume
+from pentad.orchestrator.monitoring.plan_view import layers_text, print_plan
+from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
-from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of, known_gpu
-from pentad.orchestrator.planning.hardware import require_tp_on_node
+from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of
+from pentad.orchestrator.planning.hardware import known_gpu, require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan, require_shards
 from pentad.orchestrator.planning.quantities import count, duration, percent, size
 from pentad.schedules.ir.errors import PentadError
@@ -42,14 +41,15 @@ def show_plan(config: RunConfig, device: str, memory: DeviceMemory, console: Con
     if as_json:
         print(json.dumps({**_facts(plan, costs, fit), "data": {"ok": not data_error, "error": data_error}}))
         return status
-    for part in plan_view(console, plan, costs, ()):
-        console.print(part)
-    console.print(Text(_pace_text(plan, simulate(plan.program, costs))))
-    for part in _tables(plan, fit):
-        console.print(part)
+    print_plan(console, plan, costs)
+    pace = _pace(plan, simulate(plan.program, costs))
+    used = "" if pace["mfu"] is None else f", {percent(pace['mfu'])} MFU"
+    text = f" {duration(pace['step_seconds'])} a step, {count(pace['tokens_per_second'])} tokens/s{used}"
+    console.print(Text(f"{text}: from assumed rates, which a run measures"))
+    _print_rank(plan, fit.rank, console)
     console.print(Text(f" {fit.sentence}", "green" if fit.ok else "bold red"), soft_wrap=True)
     if data_error:
-        console.print(Text(f" no data here: {data_error}", "bold red"), soft_wrap=True)
+        console.print(Text(f" the data cannot be used on this machine: {data_error}", "bold red"), soft_wrap=True)
     return status
 
 
@@ -62,38 +62,29 @@ def _data_error(config: RunConfig) -> str:
     return ""
 
 
-def _tables(plan: Plan, fit: Fit) -> list[RenderableType]:
-    """Of the fullest rank."""
-    sent = comm_volume(plan, fit.rank)
-    parts: list[RenderableType] = [Text(), Text(f" rank {fit.rank}", "bold"), _stages_table(plan, fit.rank)]
-    parts += [Text(), _traffic_table(sent)] if sent else []
-    if plan.mesh.cp > 1:
-        parts.append(
-            Text(f" cp ranks have {_layout(plan)} parts: the busiest computes {_imbalance(plan):.3f} times the least")
-        )
-    return [*parts, Text()]
-
-
-def _stages_table(plan: Plan, rank: int) -> Table:
+def _print_rank(plan: Plan, rank: int, console: Console) -> None:
+    """What the stages of a rank need, and what the rank sends."""
     kinds = ("parameters", "gradients", "optimizer", "saved", "deferred")
-    table = table_of("stage", "layers", *(f"{kind}>" for kind in kinds[:3]), "F keeps>", "B keeps>")
-    for of in stage_memory(plan, rank):
-        table.add_row(str(of["stage"]), layers_text(plan, of["stage"]), *(size(of[kind]) for kind in kinds))
-    return table
-
-
-def _traffic_table(sent: CommVolume) -> Table:
-    table = table_of("sends along", "by", "operations>", "a step>")
-    for (axis, kind), (operations, nbytes) in sorted(sent.items()):
-        table.add_row(axis, kind.lower().replace("_", " "), f"{operations:,}", size(nbytes))
-    return table
-
-
-def _pace_text(plan: Plan, timeline: Timeline) -> str:
-    found = _pace(plan, timeline)
-    used = "" if found["mfu"] is None else f", {percent(found['mfu'])} MFU"
-    pace = f" {duration(found['step_seconds'])} a step, {count(found['tokens_per_second'])} tokens/s{used}"
-    return f"{pace}: from assumed rates, which a run measures"
+    heads: tuple[str, ...] = ("stage", "layers", "parameters>", "gradients>", "optimizer>", "F keeps>", "B keeps>")
+    drop: tuple[str, ...] = ("gradients", "B keeps", "parameters", "layers")
+    rows = [
+        (str(of["stage"]), layers_text(plan, of["stage"]), *(size(of[kind]) for kind in kinds))
+        for of in stage_memory(plan, rank)
+    ]
+    console.print(Text(f"\n rank {rank}", "bold"))
+    console.print(fitted_table(heads, rows, console.width, drop=drop, wrapped="layers"))
+    if sent := comm_volume(plan, rank):
+        heads, drop = ("sends along", "by", "operations>", "a step>"), ("operations", "by")
+        rows = [
+            (axis, kind.lower().replace("_", " "), f"{operations:,}", size(nbytes))
+            for (axis, kind), (operations, nbytes) in sorted(sent.items())
+        ]
+        console.print()
+        console.print(fitted_table(heads, rows, console.width, drop=drop))
+    if plan.mesh.cp > 1:
+        text = f" cp ranks have {_layout(plan)} parts: the busiest computes {_imbalance(plan):.3f} times the least"
+        console.print(Text(text))
+    console.print()
 
 
 def _pace(plan: Plan, timeline: Timeline) -> dict[str, Any]:

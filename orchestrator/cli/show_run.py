@@ -14,12 +14,11 @@ from rich.text import Text
 from pentad.orchestrator.cli.show_schedule import write
 from pentad.orchestrator.monitoring.comparison import comparison_page, comparison_svg, simulate_steps
 from pentad.orchestrator.monitoring.plan_view import bubble_text
-from pentad.orchestrator.monitoring.progress_bars import bars, is_coloured, legend
 from pentad.orchestrator.monitoring.runfolder import PROGRAM, TIMELINE, process_names, resolve_run, saved_config
+from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import read_costs
 from pentad.orchestrator.planning.planning import plan_with
 from pentad.orchestrator.planning.quantities import duration
-from pentad.schedules.draw.palette import LOOKS
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -85,8 +84,7 @@ def _print_comparison(plan: Plan, measured: Timeline, simulated: Timeline, conso
     for rank, (above, below) in enumerate(zip(*drawn, strict=True)):
         console.print(Text.assemble((f"{rank:>{label - 11}} measured  ", "dim"), above, no_wrap=True))
         console.print(Text.assemble((f"{'':>{label - 11}} simulated ", "dim"), below, no_wrap=True))
-    ops = [op for op in LOOKS if any(span.op == op for span in measured.compute)]
-    console.print(Text.assemble(" " * label, legend(ops, coloured=coloured)))
+    console.print(Text.assemble(" " * label, legend(measured, coloured=coloured)))
     for timeline in (measured, simulated):
         text = f"{duration(timeline.makespan):>8}, bubble {bubble_text(timeline.bubble())}"
         console.print(Text.assemble((f" {timeline.source:<10}", "dim"), text), soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -13,10 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pentad.orchestrator.monitoring.progress_bars import bars, coloured_grid, is_coloured
+from pentad.orchestrator.cli.arguments import ScheduleArguments
+from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.monitoring.terminal_timeline import bars, coloured_grid, is_coloured
 from pentad.schedules.catalogue import CATALOGUE, CUSTOM, generate
 from pentad.schedules.compiler import compile_program, summary
-from pentad.schedules.draw.grid import time_grid
+from pentad.schedules.draw.grid import time_cells, time_grid
 from pentad.schedules.draw.html import SimulatedProgram, schedule_page
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.generators.torch_csv import torch_csv
@@ -30,39 +33,6 @@ from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 
 MOST_CELLS = 200  # widest grid that is printed without --grid
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of the command line that make a program."""
-
-    name: str
-    ranks: int
-    microbatches: int
-    chunks: int | None = None
-    group: int | None = None
-    costs: str = "1,1,1"
-    comm: float = 0.0
-    memory_limit: float | None = None
-    slices: int | None = None
-    recompute: str | None = None
-    max_resident: float | None = None
-    zero: int | None = None
-    max_gathered: int | None = None
-    prefetch: int | None = None
-    post_validation: bool = False
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What is written and printed: files by the name of their option, the grid, JSON instead of text. `beside` names a
-    second schedule for the page."""
-
-    files: dict[str, Path]
-    grid: bool
-    what_if: bool
-    as_json: bool
-    beside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,20 +55,20 @@ class Built:
         return sizes + (f" of {self.program.slices} slices" if self.program.slices > 1 else "")
 
 
-def show_schedule(request: Request, outputs: Outputs, console: Console) -> None:
-    """Raises PentadError on a mistake in the request or a file that cannot be written."""
-    built = _build(request)
-    shown = [built, *_beside(request, outputs)]
-    for option, path in outputs.files.items():
-        write(option, path, _content(option, shown, request))
-    facts = summary(built.program, built.costs, with_streams=outputs.as_json)
-    if outputs.what_if:
+def show_schedule(arguments: ScheduleArguments, console: Console) -> None:
+    """Raises PentadError on a mistake in the arguments or a file that cannot be written."""
+    built, files = _build(arguments), arguments.files
+    shown = [built, *_beside(arguments)]
+    for option, path in files.items():
+        write(option, path, _content(option, shown, arguments))
+    facts = summary(built.program, built.costs, with_streams=arguments.as_json)
+    if arguments.what_if:
         facts |= bounds(built.program, built.costs)
-    if outputs.as_json:
+    if arguments.as_json:
         print(json.dumps(facts))
         return
     cells = _cells(built, facts["makespan"])
-    if outputs.grid or not (outputs.files or cells > MOST_CELLS):
+    if arguments.grid or not (files or cells > MOST_CELLS):
         for line in _grid(built, console):
             console.print(line, soft_wrap=True)
         console.print()
@@ -110,13 +80,13 @@ def show_schedule(request: Request, outputs: Outputs, console: Console) -> None:
         "makespan": f"{facts['makespan']:g}, bubble {100 * bubble['makespan']:.2f} %",
         "longest": f"{facts['longest']:g}, bubble {100 * bubble['longest']:.2f} %, where a step needs no barrier",
         "activations": f"{peaks} microbatches at the peak of each rank",
-        **{option.removeprefix("--"): f"written to {path}" for option, path in outputs.files.items()},
+        **{option.removeprefix("--"): f"written to {path}" for option, path in files.items()},
     }
-    if cells > MOST_CELLS and not (outputs.grid or outputs.files):
+    if cells > MOST_CELLS and not (arguments.grid or files):
         lines["grid"] = f"{cells} cells wide: print it with --grid, or draw it with --svg FILE or --html FILE"
     for name, text in lines.items():
         console.print(Text.assemble((f"{name:<12}", "dim"), text), soft_wrap=True)
-    if outputs.what_if:
+    if arguments.what_if:
         for part in _bounds_view(facts):
             console.print(part, soft_wrap=True)
 
@@ -136,11 +106,11 @@ def _bounds_view(facts: dict[str, Any]) -> tuple[Text, Text, Table]:
         f"{kind} " + ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items() if share > 0.005)
         for kind, shares in zip(("by op", "by rank"), facts["critical_path"].values(), strict=True)
     ]
-    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    for head in ("what if", "makespan", "longest", "change"):
-        table.add_column(head, justify="left" if head == "what if" else "right")
-    for row in facts["what_if"]:
-        table.add_row(row["name"], f"{row['makespan']:g}", f"{row['longest']:g}", f"{row['change']:+.1f} %")
+    rows = [
+        (row["name"], f"{row['makespan']:g}", f"{row['longest']:g}", f"{row['change']:+.1f} %")
+        for row in facts["what_if"]
+    ]
+    table = fitted_table(("what if", "makespan>", "longest>", "change>"), rows, 0, drop=())
     return Text.assemble(("critical    ", "dim"), "; ".join(parts)), Text(), table
 
 
@@ -153,27 +123,27 @@ def write(option: str, path: Path, content: str | bytes) -> None:
         raise PentadError(f"{option} is '{path}', which cannot be written ({reason}): expected a file's path") from None
 
 
-def _build(request: Request) -> Built:
-    forward, backward, weight = _three(request.costs)
-    name, sizes = request.name, (request.ranks, request.microbatches)
-    options = ScheduleOptions(request.chunks, request.group, request.memory_limit, request.slices)
+def _build(arguments: ScheduleArguments) -> Built:
+    forward, backward, weight = _three(arguments.costs)
+    name, sizes = arguments.name, (arguments.ranks, arguments.microbatches)
+    options = ScheduleOptions(arguments.chunks, arguments.group, arguments.memory_limit, arguments.slices)
 
     def costs_of(placed: Program) -> Costs:
         parts = {"chunks": placed.chunks, "slices": placed.slices}
-        return Costs.uniform(placed.stages, forward, backward, weight, **parts, transfer=request.comm)
+        return Costs.uniform(placed.stages, forward, backward, weight, **parts, transfer=arguments.comm)
 
     if name == AUTO:
         choice = choose(*sizes, costs_of, options)
         order, options, chosen = choice.best.program, ScheduleOptions(), describe(choice)
     else:
         order, chosen = generate(name, *sizes, options), ""
-    costs, memory_options = costs_of(order), _memory_options(request, order)
+    costs, memory_options = costs_of(order), _memory_options(arguments, order)
     program = compile_program(
         name,
         *sizes,
         costs=costs,
         replicas=2 if memory_options.zero else 1,  # one replica has nothing to shard
-        post_validation=request.post_validation,
+        post_validation=arguments.post_validation,
         options=options,
         memory_options=memory_options,
         order=order if chosen else None,  # others may depend on the costs, which depend on the order's placement
@@ -181,19 +151,19 @@ def _build(request: Request) -> Built:
     return Built(program, costs, chosen)
 
 
-def _memory_options(request: Request, order: Program) -> MemoryOptions:
+def _memory_options(arguments: ScheduleArguments, order: Program) -> MemoryOptions:
     """Raises PentadError on options that are out of range, or that need another one."""
-    zero, prefetch = request.zero or 0, 1 if request.prefetch is None else request.prefetch
-    gathered, resident = request.max_gathered, request.max_resident
+    zero, prefetch = arguments.zero or 0, 1 if arguments.prefetch is None else arguments.prefetch
+    gathered, resident = arguments.max_gathered, arguments.max_resident
     if not 0 <= zero <= 3:
         raise PentadError(f"--zero is {zero}: expected a stage of ZeRO, 0 to 3")
     if gathered is not None and (zero < 3 or gathered < 1):
         raise PentadError(f"--max-gathered is {gathered} with --zero {zero}: expected at least 1 with --zero 3")
-    if request.prefetch is not None and (zero < 1 or prefetch < 0):
+    if arguments.prefetch is not None and (zero < 1 or prefetch < 0):
         raise PentadError(f"--prefetch is {prefetch} with --zero {zero}: expected at least 0 with --zero 1, 2 or 3")
     if resident is not None and not 0 < resident < inf:
         raise PentadError(f"--max-resident is {resident:g}: expected a number of microbatches greater than 0")
-    return MemoryOptions(zero, prefetch, gathered, _stages(request.recompute, order), resident)
+    return MemoryOptions(zero, prefetch, gathered, _stages(arguments.recompute, order), resident)
 
 
 def _stages(text: str | None, order: Program) -> frozenset[int]:
@@ -217,45 +187,36 @@ def _three(text: str) -> tuple[float, float, float]:
     return forward, backward, weight
 
 
-def _beside(request: Request, outputs: Outputs) -> list[Built]:
+def _beside(arguments: ScheduleArguments) -> list[Built]:
     """The schedule of --beside, with the same sizes and costs and the options that it accepts."""
-    other = outputs.beside
+    other = arguments.beside
     if other is None:
         return []
-    if "--html" not in outputs.files:
+    if arguments.html is None:
         raise PentadError(f"--beside is '{other}' without --html: expected both, as it is drawn on the page")
+    accepted: Collection[str] = CUSTOM.accepts if ":" in other else ()
+    if other == AUTO:
+        accepted = ScheduleOptions._fields
+    elif other in CATALOGUE:
+        accepted = CATALOGUE[other].accepts
+    dropped: dict[str, Any] = {option: None for option in ScheduleOptions._fields if option not in accepted}
     try:
-        return [_build(_with_name(request, other))]
+        return [_build(replace(arguments, name=other, **dropped))]
     except (PentadError, ScheduleError) as error:
         raise PentadError(f"--beside is '{other}': {str(error).partition(chr(10))[0]}") from None
 
 
-def _with_name(request: Request, other: str) -> Request:
-    """The same request for another schedule, without the options that it does not take."""
-    if other == AUTO:
-        return replace(request, name=other)
-    accepted = CUSTOM.accepts if ":" in other else CATALOGUE[other].accepts if other in CATALOGUE else frozenset()
-    return replace(
-        request,
-        name=other,
-        chunks=request.chunks if "chunks" in accepted else None,
-        group=request.group if "group" in accepted else None,
-        memory_limit=request.memory_limit if "memory_limit" in accepted else None,
-        slices=request.slices if "slices" in accepted else None,
-    )
-
-
-def _content(option: str, shown: list[Built], request: Request) -> str | bytes:
+def _content(option: str, shown: list[Built], arguments: ScheduleArguments) -> str | bytes:
     first = shown[0]
     match option:
         case "--svg":
             return svg_grid(first.timeline, title=f"{first.program.name}, {first.title}", timed=False)
         case "--html":
             names = " and ".join(one.program.name for one in shown)
-            facts = {"costs F,B,W": request.costs, "a transfer": f"{request.comm:g}"}
+            facts = {"costs F,B,W": arguments.costs, "a transfer": f"{arguments.comm:g}"}
             facts["program"] = ", ".join(one.program.hash[:12] for one in shown)
             drawn = [SimulatedProgram(one.program, one.costs, one.timeline) for one in shown]
-            return schedule_page(drawn, title=f"{names}, {first.title}", facts=facts, limit=request.memory_limit)
+            return schedule_page(drawn, title=f"{names}, {first.title}", facts=facts, limit=arguments.memory_limit)
         case "--arrow":
             return first.program.to_bytes()
         case _:
@@ -276,4 +237,6 @@ def _grid(built: Built, console: Console) -> list[Text]:
     coloured = is_coloured(console)
     if max(map(len, grid.splitlines())) > console.width:
         return bars(built.timeline, console.width, coloured=coloured)
-    return coloured_grid(grid) if coloured else [Text(line) for line in grid.splitlines()]
+    if coloured:
+        return coloured_grid(time_cells(built.program, built.timeline, built.costs))
+    return [Text(line) for line in grid.splitlines()]

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from pentad.orchestrator.control.control_client import NotLive, connect
 from pentad.orchestrator.monitoring.display import ENDED, STATE_COLOURS
+from pentad.orchestrator.monitoring.tables import fitted_table, with_rest
 from pentad.orchestrator.planning.quantities import number
 from pentad.schedules.spec.mesh import Coordinates
 
@@ -45,17 +46,17 @@ def show_status(run: Path, console: Console, *, watch: bool, as_json: bool, time
                 console.print(status_view(status, _MAX_ROWS))
 
 
-def request(run: Path, method: str, console: Console, *, as_json: bool, timeout_seconds: float) -> None:
+def show_request(run: Path, verb: str, console: Console, *, as_json: bool, timeout_seconds: float) -> None:
     """Sends a live run 'pause', 'resume', 'checkpoint', 'stop' or 'abort', and prints the outcome.
 
     Raises PentadError when it takes longer.
     """
     with connect(run) as client:
-        outcome = getattr(client, method)(timeout_seconds)
+        outcome = client.request(verb, timeout_seconds)
     if as_json:
         print(json.dumps(outcome))
     else:
-        sentence = _OUTCOMES[method].format(**outcome)
+        sentence = _OUTCOMES[verb].format(**outcome)
         console.print(Text.assemble((f" {outcome['run']}", "bold"), f" {sentence}"), soft_wrap=True)
 
 
@@ -84,27 +85,19 @@ def status_view(status: dict[str, Any], rows: int) -> RenderableType:
 
 def ranks_table(ranks: list[dict[str, Any]], rows: int) -> Table:
     """One row per rank; if not all fit, ranks with a problem come first."""
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    for head in ("rank>", "place", "node", "device", "pid>", "state", "step>", "instruction", "heartbeat>"):
-        table.add_column(head.rstrip(">"), justify="right" if head.endswith(">") else "left", no_wrap=True)
+    heads = ("rank>", "place", "node", "device", "pid>", "state", "step>", "instruction", "heartbeat>")
     healthy = ("running", "waiting", "idle")
     shown = ranks if len(ranks) <= rows else sorted(ranks, key=lambda rank: rank["state"] in healthy)[:rows]
+    cells = []
     for rank in shown:
         age = rank["heartbeat_age_seconds"]
-        table.add_row(
-            str(rank["rank"]),
-            str(Coordinates(**rank["coordinates"])),
-            Text(rank["node"]),
-            f"GPU {rank['gpu']}" if rank["gpu"] >= 0 else "CPU",
-            str(rank["pid"]) if rank["pid"] >= 0 else "-",
-            Text(rank["state"], STATE_COLOURS.get(rank["state"], "")),
-            str(rank["step"]) if rank["step"] >= 0 else "-",
-            Text(rank["instruction"]),
-            Text(f"{age:.1f} s", "bold red" if age >= _LATE_SECONDS else "dim"),
-        )
-    if len(ranks) > rows:
-        table.add_row("", Text(f"and {len(ranks) - rows} more", "dim"))
-    return table
+        where = (str(Coordinates(**rank["coordinates"])), Text(rank["node"]))
+        process = (f"GPU {rank['gpu']}" if rank["gpu"] >= 0 else "CPU", str(rank["pid"]) if rank["pid"] >= 0 else "-")
+        state = Text(rank["state"], STATE_COLOURS.get(rank["state"], ""))
+        step = str(rank["step"]) if rank["step"] >= 0 else "-"
+        heartbeat = Text(f"{age:.1f} s", "bold red" if age >= _LATE_SECONDS else "dim")
+        cells.append((str(rank["rank"]), *where, *process, state, step, Text(rank["instruction"]), heartbeat))
+    return with_rest(fitted_table(heads, cells, 0, drop=()), len(ranks))
 
 
 def _statuses(run: Path, watch: bool, seconds: float) -> Iterator[dict[str, Any]]:

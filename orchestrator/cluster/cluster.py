@@ -19,7 +19,6 @@ from typing import Any
 import ray
 
 from pentad.orchestrator.cluster.cluster_join import check_joinable
-from pentad.orchestrator.cluster.devices import local_device
 from pentad.orchestrator.cluster.local_head import (
     LOOPBACK,
     QUIET_RAY,
@@ -29,6 +28,7 @@ from pentad.orchestrator.cluster.local_head import (
     launch,
 )
 from pentad.orchestrator.config.sections import ClusterSection
+from pentad.orchestrator.planning.hardware import local_device
 from pentad.schedules.ir.errors import PentadError
 
 # Variables of the driver's environment that its workers on other nodes get too.
@@ -88,7 +88,7 @@ def _join_existing(section: ClusterSection, stack: ExitStack) -> Cluster:
     mode = os.environ.get("RAY_AUTH_MODE", section.auth)
     stack.enter_context(environment({"RAY_AUTH_MODE": mode, **QUIET_RAY}))
     check_joinable(section.address, mode)
-    if _host(section.address) == LOOPBACK:  # else Ray looks for it at this machine's other address
+    if section.address.rpartition(":")[0] in (LOOPBACK, "localhost"):  # else Ray looks at this machine's other address
         stack.enter_context(loopback_allowed())
     stack.callback(ray.shutdown)
     try:
@@ -127,12 +127,6 @@ def _passed_on() -> dict[str, str]:
     given = set(job.get("env_vars", ())) | ({"PYTHONPATH"} if job else set())
     found = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)} | SEE_ALL_GPUS
     return {name: value for name, value in found.items() if name not in given}
-
-
-def _host(address: str) -> str:
-    """Of 'HOST:PORT'; '' of 'auto'."""
-    host = address.rpartition(":")[0]
-    return LOOPBACK if host == "localhost" else host
 
 
 @contextmanager

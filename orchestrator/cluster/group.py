@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -19,10 +19,11 @@ from pentad.orchestrator.cluster.faults import Failure, WorkerError, grace_secon
 from pentad.orchestrator.cluster.placement import Place, bundle_places, order_places, release
 from pentad.orchestrator.cluster.worker import Actor, Status, WorkerPlace, read_status
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.runtime.results import StepResult
 
-Refs = Sequence[Any]  # one pending answer per rank
+Refs = dict[int, Any]  # pending answers by rank
+Member = tuple[Any, WorkerPlace]  # a rank's actor, and where it runs
 Tick = Callable[[dict[int, Status]], None]
 
 PING_SECONDS = 1.5
@@ -34,7 +35,7 @@ LOG_CHARACTERS = 10_000
 
 
 class WorkerGroup:
-    """Workers by rank. A call goes to all of them and returns all answers, or raises WorkerError."""
+    """Workers by rank. A call goes to all of them and returns all answers by rank, or raises WorkerError."""
 
     def __init__(self, plan: Plan, placement: PlacementGroup, generation: int, runner: str) -> None:
         self.plan, self.placement, self.generation, self.runner = plan, placement, generation, runner
@@ -59,11 +60,8 @@ class WorkerGroup:
         generation: int = 1,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> WorkerGroup:
-        """Creates and connects one worker per rank in `placement`, which belongs to the group from now on. `progress`
-        is told each phase.
-
-        Raises PentadError, with nothing left, when that fails or takes longer.
-        """
+        """Creates and connects one worker per rank in `placement`, which belongs to the group from now on, and reports
+        each phase to `progress`. Raises PentadError, with nothing left, when that fails or takes longer."""
         deadline = time.monotonic() + timeout_seconds
         group = WorkerGroup(plan, placement, generation, runner)
         try:
@@ -81,18 +79,17 @@ class WorkerGroup:
         connects them. Raises WorkerError, or PentadError when that lasts beyond the monotonic second `deadline`."""
         progress("loading the ranks")
         plan = ray.put(self.plan)
-        calls = [actor.start.remote(self.generation, plan, rank, keep) for rank, actor in enumerate(self.actors)]
-        self.device_name = self._wait(calls, deadline)[0]
+        calls = {rank: actor.start.remote(self.generation, plan, rank, keep) for rank, actor in enumerate(self.actors)}
+        self.device_name = self.collect(calls, deadline=deadline)[0]
         progress("connecting the ranks")
-        self.offsets = tuple(map(self._clock_offset, range(self.plan.mesh.size)))
+        self.offsets = tuple(self._clock_offset(rank, deadline) for rank in range(self.plan.mesh.size))
         left = max(0.1, deadline - time.monotonic())
-        store = self.actors[0].call.remote(self.generation, "serve", self.places[0].ip, left)
-        (address,) = self._wait([store], deadline)
-        self._wait(self._call_runners("connect", address, left), deadline)
+        (address,) = self.collect({0: self.call_runner(0, "serve", self.places[0].ip, left)}, deadline=deadline)
+        self.collect(self._call_runners("connect", address, left), deadline=deadline)
 
     def check_folder(self, folder: Path) -> None:
         """Raises PentadError unless every rank's node has the run's folder: all ranks write and read there."""
-        for rank, found in enumerate(self._wait(self._call("has_folder", str(folder)))):
+        for rank, found in enumerate(self.collect(self._call("has_folder", str(folder)))):
             if not found:
                 raise PentadError(
                     f"run.folder has {folder}, which {self.label(rank)} does not see: expected storage that all share"
@@ -100,42 +97,31 @@ class WorkerGroup:
 
     def restore(self, folder: Path | None, step: int = 0, tick: Tick | None = None) -> None:
         """Loads a checkpoint of `step` steps on every rank; None leaves the initial values."""
-        self._wait(self._call_runners("restore", str(folder) if folder else None, step), tick=tick)
+        self.collect(self._call_runners("restore", str(folder) if folder else None, step), tick=tick)
 
     def receive(self, sources: dict[ParamShard, int], step: int, tick: Tick | None = None) -> None:
         """Broadcasts the state of `step` steps of each shard from rank `sources[shard]` to its other holders."""
-        self._wait(self._call_runners("receive", sources, step), tick=tick)
+        self.collect(self._call_runners("receive", sources, step), tick=tick)
 
     def ping(self, tick: Tick | None = None) -> None:
         """Waits for an answer of every rank; raises WorkerError when one is gone."""
-        self._wait(self._call("clock"), tick=tick)
-
-    def run(self, first_step: int, count: int) -> list[list[StepResult]]:
-        """Runs `count` steps; results by rank, times on this host's monotonic clock where ranks share it."""
-        return self.collect(self.submit_run(first_step, count))
-
-    def save(self, folder: Path, step: int) -> list[dict[str, Any]]:
-        """Writes all shards of a checkpoint after `step` steps."""
-        return [shard for shards in self.collect(self.submit_save(folder, step)) for shard in shards]
+        self.collect(self._call("clock"), tick=tick)
 
     def submit_run(self, first_step: int, count: int, *, more: bool = False) -> Refs:
-        """Queues a `run` behind the calls in flight; ranks go from one to the next without a pause.
+        """Queues `count` steps after the calls in flight; ranks go from one call to the next without a pause. The
+        answers are lists of StepResult, their times on this host's monotonic clock where ranks share it.
 
-        With `more` the last step stays open, so that no rank waits at its end: another `run`, perhaps of no step, must
+        With `more` the last step stays open, so that no rank waits at its end: another run, perhaps of no step, must
         follow and returns its results.
         """
         return self._call_runners("run", first_step, count, more)
 
-    def submit_save(self, folder: Path, step: int) -> Refs:
-        return self._call_runners("save", str(folder), step)
-
-    def save_shards(self, folder: Path, step: int, shards: dict[int, tuple[ParamShard, ...]]) -> list[dict[str, Any]]:
-        """Has each rank in `shards` write those; for a generation that not all ranks have survived."""
-        refs = {
-            rank: self.actors[rank].call.remote(self.generation, "save", str(folder), step, its)
-            for rank, its in shards.items()
-        }
-        return [shard for rank, ref in refs.items() for shard in self.answer(rank, ref)]
+    def submit_save(self, folder: Path, step: int, shards: dict[int, tuple[ParamShard, ...]] | None = None) -> Refs:
+        """Has every rank write its shards of a checkpoint after `step` steps; or, in a generation that not all ranks
+        have survived, each rank in `shards` write those."""
+        if shards is None:
+            return self._call_runners("save", str(folder), step)
+        return {rank: self.call_runner(rank, "save", str(folder), step, its) for rank, its in shards.items()}
 
     def submit_commit(self, folder: Path, step: int, shards: list[dict[str, Any]], keep: int, rank: int = 0) -> Refs:
         """Has a rank commit a checkpoint and delete older ones, beside training."""
@@ -147,142 +133,19 @@ class WorkerGroup:
             "mesh": asdict(plan.mesh),
             "data": plan.fingerprint,
         }
-        return [self.actors[rank].commit.remote(str(folder), step, shards, meta, keep)]
+        return {rank: self.actors[rank].commit.remote(str(folder), step, shards, meta, keep)}
 
     def is_ready(self, refs: Refs) -> bool:
         """Whether `collect` would return at once."""
-        return len(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) == len(refs)
+        return len(ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)[0]) == len(refs)
 
-    def collect(self, refs: Refs, *, tick: Tick | None = None) -> list[Any]:
+    def collect(self, refs: Refs, *, deadline: float = float("inf"), tick: Tick | None = None) -> list[Any]:
         """Waits for a call; answers by rank. `tick` gets the statuses about twice a second meanwhile.
 
-        Raises WorkerError within seconds of the first rank's failure.
+        Raises WorkerError within seconds of the first rank's failure, and PentadError at the monotonic second
+        `deadline`, which is that of a start.
         """
-        return self._wait(refs, tick=tick)
-
-    def statuses(self) -> dict[int, Status]:
-        """The last known status of each rank. Never waits: requests a new one from each rank that has answered."""
-        for rank, actor in enumerate(self.actors):
-            requested = self._requested.get(rank)
-            if requested is not None:
-                if not ray.wait([requested], timeout=0)[0]:
-                    continue
-                with suppress(RayError):  # a rank that has not started has no state
-                    self._statuses[rank] = ray.get(requested)
-                    self.last_heard[rank] = time.monotonic()
-            self._requested[rank] = actor.status.remote()
-        return dict(self._statuses)
-
-    def stop(self, *, kill: bool = False) -> None:
-        """Closes the ranks, kills those that do not close within seconds (after a failure all), frees the placement."""
-        if self._stopped:
-            return
-        self._stopped = True
-        if not (kill or self._failed):
-            ray.wait(self._call("close"), num_returns=len(self.actors), timeout=CLOSE_SECONDS)
-        self._kill()
-        release(self.placement)
-
-    def __enter__(self) -> WorkerGroup:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.stop(kill=kind is not None)
-
-    def label(self, rank: int) -> str:
-        """'rank 1 (dp0 pp1, node 10.0.0.2, pid 4711)'"""
-        place = f", node {self.places[rank].ip}, pid {self.places[rank].pid}" if self.places else ""
-        return f"rank {rank} ({self.plan.mesh.coordinates(rank)}{place})"
-
-    def peek(self, rank: int) -> Status | None:
-        """The status of a rank that does not answer, from its progress file, read on its node."""
-        at, stream = self.places[rank], self.plan.program.streams[self.plan.mesh.coordinates(rank).pp]
-        if self.plan.device == "cuda":
-            return None  # a GPU rank's progress file says what its host has issued
-        if at.node == ray.get_runtime_context().get_node_id():
-            with suppress(OSError, struct.error):
-                return read_status(Path(at.progress_file), stream)
-        neighbours = [r for r, place in enumerate(self.places) if place.node == at.node and r != rank]
-        refs = {r: self.actors[r].read_progress_of.remote(at.progress_file, stream) for r in neighbours}
-        answers, _ = self.gather(refs, LAST_STATUS_SECONDS)
-        return next(iter(answers.values()), None)
-
-    def create_actor(self, plan: Plan, rank: int, bundle: int) -> Any:
-        """A new actor for a rank of `plan` in a bundle of the placement; it may take a while to answer."""
-        at = plan.mesh.coordinates(rank)
-        suffix = f"-{self.generation}" if self.places else ""  # the name of a dead actor may not be free yet
-        kind = Actor.options(
-            name=f"pentad/{plan.name}/{str(at).replace(' ', '-')}{suffix}",
-            num_gpus=1 if plan.device == "cuda" else 0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=bundle),
-        )
-        since = f", since generation {self.generation}" if self.places else ""
-        return kind.remote(f"{plan.name} {at}{since}", self.runner)
-
-    def replace_actor(self, rank: int, actor: Any, place: WorkerPlace) -> None:
-        """Makes `actor` the rank from now on."""
-        self.actors[rank] = actor
-        self.places = (*self.places[:rank], place, *self.places[rank + 1 :])
-        self._requested.pop(rank, None)
-        self._statuses.pop(rank, None)
-        self.last_heard[rank] = time.monotonic()
-
-    def adopt(self, plan: Plan, bundles: Sequence[int], actors: Sequence[Any], places: Sequence[WorkerPlace]) -> None:
-        """Replaces all ranks, by those of another plan."""
-        self.plan, self.bundles, self.actors, self.places = plan, list(bundles), list(actors), tuple(places)
-        self._requested.clear()
-        self._statuses.clear()
-        self.last_heard = dict.fromkeys(range(len(self.actors)), time.monotonic())
-
-    def answer(self, rank: int, ref: Any, seconds: float | None = None) -> Any:
-        """One rank's answer; raises WorkerError when it fails or does not come in time."""
-        try:
-            return ray.get(ref, timeout=seconds)
-        except RayError as error:
-            raise self._error_of([Failure(rank, error)]) from None
-
-    def unresponsive(self, seconds: float = PING_SECONDS) -> tuple[int, ...]:
-        """Ranks that do not answer within `seconds`."""
-        answers, _ = self.gather({rank: actor.clock.remote() for rank, actor in enumerate(self.actors)}, seconds)
-        return tuple(rank for rank in range(len(self.actors)) if rank not in answers)
-
-    def gather(self, refs: dict[int, Any], seconds: float) -> tuple[dict[int, Any], dict[int, str]]:
-        """Answers by rank, and the causes of those missing after `seconds`. Never raises."""
-        ranks = {ref: rank for rank, ref in refs.items()}
-        ready, late = ray.wait(list(ranks), num_returns=len(ranks), timeout=seconds) if ranks else ([], [])
-        answers, missing = {}, {ranks[ref]: f"no answer within {seconds:g} s" for ref in late}
-        for ref in ready:
-            try:
-                answers[ranks[ref]] = ray.get(ref)
-            except RayError as error:
-                missing[ranks[ref]] = Failure(ranks[ref], error).cause
-        return answers, missing
-
-    def _create(self, deadline: float) -> None:
-        """Creates actors in node order; if their GPUs call for another order, creates them once more in that."""
-        mesh, across = self.plan.mesh, self.plan.tp_across_nodes
-        order = order_places(bundle_places(self.placement), mesh, tensor_across_nodes=across)
-        for _ in range(2):
-            self.bundles = list(order)
-            self.actors = [self.create_actor(self.plan, rank, bundle) for rank, bundle in enumerate(order)]
-            self.places = tuple(self._wait(self._call("place"), deadline))
-            places = [Place(bundle, at.node, at.gpu) for bundle, at in zip(order, self.places, strict=True)]
-            better = order_places(places, mesh, tensor_across_nodes=across)
-            if better == order:
-                return
-            self._kill()
-            order, self.places = better, ()
-        raise AssertionError("a bundle of a placement group did not keep its GPU")
-
-    def _call(self, method: str, *arguments: Any) -> Refs:
-        return [getattr(actor, method).remote(*arguments) for actor in self.actors]
-
-    def _call_runners(self, method: str, *arguments: Any) -> Refs:
-        name = f"{method}{arguments} in generation {self.generation}"  # as the actor's page in the dashboard shows it
-        return [actor.call.options(name=name).remote(self.generation, method, *arguments) for actor in self.actors]
-
-    def _wait(self, refs: Refs, deadline: float = float("inf"), tick: Tick | None = None) -> list[Any]:
-        pending = {ref: rank for rank, ref in enumerate(refs)}
+        pending = {ref: rank for rank, ref in refs.items()}
         values: dict[int, Any] = {}
         failures: list[Failure] = []
         until = deadline
@@ -304,9 +167,134 @@ class WorkerGroup:
         if failures:
             raise self._error_of(failures)
         if pending:
-            late = ", ".join(self.label(rank) for rank in sorted(pending.values()))
+            late = ", ".join(map(self.label, sorted(pending.values())))
             raise PentadError(f"cluster.start_timeout_seconds was not enough: {late} did not start within it")
-        return [values[rank] for rank in range(len(refs))]
+        return [values[rank] for rank in refs]
+
+    def gather(self, refs: Refs, seconds: float) -> tuple[dict[int, Any], dict[int, str]]:
+        """Answers by rank, and the causes of those missing after `seconds`. Never raises."""
+        ranks = {ref: rank for rank, ref in refs.items()}
+        ready, late = ray.wait(list(ranks), num_returns=len(ranks), timeout=seconds) if ranks else ([], [])
+        answers, missing = {}, {ranks[ref]: f"no answer within {seconds:g} s" for ref in late}
+        for ref in ready:
+            try:
+                answers[ranks[ref]] = ray.get(ref)
+            except RayError as error:
+                missing[ranks[ref]] = Failure(ranks[ref], error).cause
+        return answers, missing
+
+    def statuses(self) -> dict[int, Status]:
+        """The last known status of each rank. Never waits: requests a new one from each rank that has answered."""
+        for rank, actor in enumerate(self.actors):
+            requested = self._requested.get(rank)
+            if requested is not None:
+                if not ray.wait([requested], timeout=0)[0]:
+                    continue
+                with suppress(RayError):  # a rank that has not started has no state
+                    self._statuses[rank] = ray.get(requested)
+                    self.last_heard[rank] = time.monotonic()
+            self._requested[rank] = actor.status.remote()
+        return dict(self._statuses)
+
+    def stop(self, *, kill: bool = False) -> None:
+        """Closes the ranks, kills those that do not close within seconds (after a failure all), frees the placement."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if not (kill or self._failed):
+            self.gather(self._call("close"), CLOSE_SECONDS)
+        self._kill()
+        release(self.placement)
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop(kill=kind is not None)
+
+    def label(self, rank: int) -> str:
+        """'rank 1 (dp0 pp1, node 10.0.0.2, pid 4711)'"""
+        place = f", node {self.places[rank].ip}, pid {self.places[rank].pid}" if self.places else ""
+        return f"rank {rank} ({self.plan.mesh.coordinates(rank)}{place})"
+
+    def peek(self, rank: int) -> Status | None:
+        """The status of a rank that does not answer, from its progress file, read on its node."""
+        if self.plan.device == "cuda":
+            return None  # a GPU rank's progress file says what its host has issued
+        if (status := self._read_progress(rank)) is not None:
+            return status
+        stream, file = self._stream(rank), self.places[rank].progress_file
+        refs = {other: self.actors[other].read_progress_of.remote(file, stream) for other in self.neighbours(rank)}
+        answers, _ = self.gather(refs, LAST_STATUS_SECONDS)
+        return next(iter(answers.values()), None)
+
+    def neighbours(self, rank: int) -> list[int]:
+        """The other ranks on its node."""
+        node = self.places[rank].node
+        return [other for other, place in enumerate(self.places) if place.node == node and other != rank]
+
+    def create_actor(self, plan: Plan, rank: int, bundle: int) -> Any:
+        """A new actor for a rank of `plan` in a bundle of the placement; it may take a while to answer."""
+        at = plan.mesh.coordinates(rank)
+        suffix = f"-{self.generation}" if self.places else ""  # the name of a dead actor may not be free yet
+        kind = Actor.options(
+            name=f"pentad/{plan.name}/{str(at).replace(' ', '-')}{suffix}",
+            num_gpus=1 if plan.device == "cuda" else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=bundle),
+        )
+        since = f", since generation {self.generation}" if self.places else ""
+        return kind.remote(f"{plan.name} {at}{since}", self.runner)
+
+    def adopt(self, plan: Plan, bundles: Sequence[int], members: Iterable[Member]) -> None:
+        """Replaces all ranks by these, perhaps on another mesh."""
+        actors, places = zip(*members, strict=True)
+        self.plan, self.bundles, self.actors, self.places = plan, list(bundles), list(actors), places
+        self._requested.clear()
+        self._statuses.clear()
+        self.last_heard = dict.fromkeys(range(len(self.actors)), time.monotonic())
+
+    def call_runner(self, rank: int, method: str, *arguments: Any) -> Any:
+        """The pending answer of one rank's runner."""
+        name = f"{method}{arguments} in generation {self.generation}"  # as the actor's page in the dashboard shows it
+        return self.actors[rank].call.options(name=name).remote(self.generation, method, *arguments)
+
+    def unresponsive(self, seconds: float = PING_SECONDS) -> tuple[int, ...]:
+        """Ranks that do not answer within `seconds`."""
+        answers, _ = self.gather(self._call("clock"), seconds)
+        return tuple(rank for rank in range(len(self.actors)) if rank not in answers)
+
+    def _create(self, deadline: float) -> None:
+        """Creates actors in node order, and once more if the order of their GPUs turns out to be another."""
+        mesh, across = self.plan.mesh, self.plan.tp_across_nodes
+        order = order_places(bundle_places(self.placement), mesh, tensor_across_nodes=across)
+        for _ in range(2):
+            self.bundles = list(order)
+            self.actors = [self.create_actor(self.plan, rank, bundle) for rank, bundle in enumerate(order)]
+            self.places = tuple(self.collect(self._call("place"), deadline=deadline))
+            places = [Place(bundle, at.node, at.gpu) for bundle, at in zip(order, self.places, strict=True)]
+            better = order_places(places, mesh, tensor_across_nodes=across)
+            if better == order:
+                return
+            self._kill()
+            order, self.places = better, ()
+        raise AssertionError("a bundle of a placement group did not keep its GPU")
+
+    def _call(self, method: str, *arguments: Any) -> Refs:
+        return {rank: getattr(actor, method).remote(*arguments) for rank, actor in enumerate(self.actors)}
+
+    def _call_runners(self, method: str, *arguments: Any) -> Refs:
+        return {rank: self.call_runner(rank, method, *arguments) for rank in range(len(self.actors))}
+
+    def _stream(self, rank: int) -> tuple[Action, ...]:
+        return self.plan.program.streams[self.plan.mesh.coordinates(rank).pp]
+
+    def _read_progress(self, rank: int) -> Status | None:
+        """The status in a rank's progress file, if that is on this node: even that of a process that is gone."""
+        if not self.places or self.places[rank].node != ray.get_runtime_context().get_node_id():
+            return None
+        with suppress(OSError, struct.error):
+            return read_status(Path(self.places[rank].progress_file), self._stream(rank))
+        return None
 
     def _error_of(self, failures: list[Failure]) -> PentadError:
         """A user's mistake as the worker worded it, else which rank failed, where and why."""
@@ -345,17 +333,12 @@ class WorkerGroup:
         """What the culprit was doing: as it says if it lives, else from its progress file if that is on this node, else
         as last known."""
         rank = culprit.rank
-        try:
-            if not culprit.died:
-                return ray.get(self.actors[rank].status.remote(), timeout=LAST_STATUS_SECONDS)
-            if self.places and self.places[rank].node == ray.get_runtime_context().get_node_id():
-                stream = self.plan.program.streams[self.plan.mesh.coordinates(rank).pp]
-                return read_status(Path(self.places[rank].progress_file), stream)
-        except (RayError, GetTimeoutError, OSError):
-            pass
-        return self._statuses.get(rank)
+        if culprit.died:
+            return self._read_progress(rank) or self._statuses.get(rank)
+        answers, _ = self.gather({rank: self.actors[rank].status.remote()}, LAST_STATUS_SECONDS)
+        return answers.get(rank) or self._statuses.get(rank)
 
-    def _clock_offset(self, rank: int) -> float:
+    def _clock_offset(self, rank: int, deadline: float) -> float:
         """Seconds from a rank's monotonic clock to this process's: 0 on the same node, else by the fastest of 8 round
         trips."""
         if self.places[rank].node == ray.get_runtime_context().get_node_id():
@@ -363,7 +346,7 @@ class WorkerGroup:
         found = []
         for _ in range(8):
             sent = time.monotonic()
-            clock = self.answer(rank, self.actors[rank].clock.remote(), 10 * PING_SECONDS)
+            (clock,) = self.collect({rank: self.actors[rank].clock.remote()}, deadline=deadline)
             received = time.monotonic()
             found.append((received - sent, (sent + received) / 2 - clock))
         return min(found)[1]
@@ -372,5 +355,5 @@ class WorkerGroup:
         """Kills the processes and waits until Ray knows them dead, when their calls fail."""
         for actor in self.actors:
             ray.kill(actor)
-        ray.wait(self._call("clock"), num_returns=max(1, len(self.actors)), timeout=CLOSE_SECONDS)
+        self.gather(self._call("clock"), CLOSE_SECONDS)
         self.actors = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.cluster.ports import port_owner
+from pentad.orchestrator.cluster.ports import free_port
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.schedules.ir.errors import PentadError
 
@@ -51,7 +50,7 @@ class LocalHead:
         return answer["address"]
 
     def start_dashboard(self) -> None:
-        """Returns at once; the dashboard is up some two CPU seconds later. Does nothing without one."""
+        """Returns immediately; the dashboard then takes about two CPU seconds to start. Does nothing without one."""
         assert self.process.stdin is not None
         if self.dashboard:
             with suppress(OSError):  # the head is gone, which others report
@@ -86,7 +85,7 @@ def launch(section: ClusterSection, ranks: int) -> Iterator[LocalHead | None]:
     if section.address != "local":
         yield None
         return
-    port = _dashboard_port(section) if section.dashboard else 0
+    port = free_port("cluster.dashboard_port", LOOPBACK, section.dashboard_port) if section.dashboard else None
     token = secrets.token_hex(32) if section.auth == "token" else ""
     options = {
         "num_cpus": ranks,  # Ray starts as many worker processes in advance
@@ -94,7 +93,7 @@ def launch(section: ClusterSection, ranks: int) -> Iterator[LocalHead | None]:
         "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": section.dashboard,
         "dashboard_host": LOOPBACK,
-        "dashboard_port": port or None,
+        "dashboard_port": port,
     }
     folder = Path(tempfile.mkdtemp(prefix="pentad-ray-", dir="/tmp"))  # short: socket paths have at most 107 bytes
     with environment(_head_variables(token)):
@@ -134,21 +133,6 @@ def _head_variables(token: str) -> dict[str, str]:
     interfaces = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
     return interfaces | auth | SEE_ALL_GPUS | QUIET_RAY | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-
-
-def _dashboard_port(section: ClusterSection) -> int:
-    """The port that the config names, or a free one. Raises PentadError when it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        try:
-            probe.bind((LOOPBACK, section.dashboard_port))
-            return probe.getsockname()[1]
-        except OSError as error:
-            port = section.dashboard_port
-            raise PentadError(
-                f"cluster.dashboard_port is {port}, but {port_owner(port)} has that port ({error.strerror}); "
-                "expected a free one, or 0 for any"
-            ) from error
 
 
 def _write_token(folder: Path, token: str) -> Path:

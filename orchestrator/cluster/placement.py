@@ -87,8 +87,7 @@ def living_bundles(group: PlacementGroup) -> dict[int, str]:
     A draining node accepts no actors, and its bundles are moved once it is gone.
     """
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(draining())
-    table = ray.util.placement_group_table(group)
-    return {bundle: node for bundle, node in table["bundles_to_node_id"].items() if node in alive}
+    return {place.bundle: place.node for place in bundle_places(group) if place.node in alive}
 
 
 def draining() -> dict[str, int]:

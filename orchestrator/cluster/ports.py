@@ -1,4 +1,4 @@
-"""Whether a port of this machine is free, and if not, why, in one sentence."""
+"""Whether a port of this machine is free, and if not, who has it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import socket
 from pentad.schedules.ir.errors import PentadError
 
 
-def check_port_free(key: str, host: str, port: int) -> None:
-    """Raises PentadError when nothing can listen there; port 0 is always free."""
+def free_port(key: str, host: str, port: int) -> int:
+    """The port, or some free one for 0. Raises PentadError when nothing can listen there."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
             probe.bind(address)
+            return probe.getsockname()[1]
     except (OSError, UnicodeError) as error:
         raise PentadError(listen_error(key, host, port, error)) from None
 

@@ -45,27 +45,25 @@ class HeadNode(Node):
         """Left to `start_dashboard`."""
 
     def start_dashboard(self) -> None:
-        super().start_api_server(include_dashboard=True, raise_on_failure=True)
+        """A run does not end for lack of a dashboard; the head's log says why there is none."""
+        try:
+            super().start_api_server(include_dashboard=True, raise_on_failure=True)
+        except Exception:
+            traceback.print_exc()
 
 
 def main() -> None:
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     wants_dashboard = threading.Event()
     threading.Thread(target=_obey_driver, args=(folder, wants_dashboard), daemon=True).start()
-    node = None
     try:
         node = HeadNode(folder, options)
-        answer = {"address": node.address}
     except Exception as error:
-        answer = {"error": str(error).strip().partition("\n")[0] or type(error).__name__}
-    print(json.dumps(answer), flush=True)
-    wants_dashboard.wait()
-    if node is not None:
-        try:
-            # In this thread: the kernel kills what a thread of this process started when that thread ends.
-            node.start_dashboard()
-        except Exception:  # a run does not end for lack of a dashboard; the head's log says why
-            traceback.print_exc()
+        print(json.dumps({"error": str(error).strip().partition("\n")[0] or type(error).__name__}), flush=True)
+    else:
+        print(json.dumps({"address": node.address}), flush=True)
+        wants_dashboard.wait()
+        node.start_dashboard()  # in this thread: the kernel kills what a thread started when that thread ends
     threading.Event().wait()
 
 

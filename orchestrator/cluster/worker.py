@@ -7,8 +7,8 @@ stuck in a collective.
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import signal
 import threading
 import time
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from pentad.schedules.ir.instruction import Unit
+from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.progress_file import Progress, read_progress
 from pentad.workers.runtime.results import RankSnapshot
@@ -58,12 +58,11 @@ class Worker:
     """One rank. `label` names it in Ray's dashboard and logs; `runner` is the class to run, as 'module:Class'."""
 
     def __init__(self, label: str, runner: str) -> None:
-        module, _, name = runner.partition(":")
-        self.label, self.module, self.name = label, module, name
+        self.label, self.runner_class = label, runner
         # torch takes a second to import: meanwhile the driver collects where the workers are.
         threading.Thread(target=self._preload, daemon=True).start()
         session = ray._private.worker.global_worker.node.get_session_dir_path()
-        self.stream: tuple[Unit, ...] = ()
+        self.stream: tuple[Action, ...] = ()
         self.generation, self.changing = 0, threading.Lock()
         self.gpu, self.gpu_read = -1, 0.0
         self.gpu_state: GpuState | None = None
@@ -80,7 +79,7 @@ class Worker:
 
         Returns the name of its GPU, '' on a CPU.
         """
-        kind = self._import_runner()
+        kind = pkgutil.resolve_name(self.runner_class)
         gpu = _visible_index() if plan.device == "cuda" else 0
         self.gpu = next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), -1)
         runner = kind(plan, rank, self.progress_file, generation, gpu, self.runner if keep else None, blank=keep)
@@ -93,13 +92,15 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def call(self, generation: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of the runner: serve, connect, restore, receive, advance, run, save or leave."""
+        """Calls a method of the runner: serve, connect, restore, receive, advance, run or save."""
         if generation != self.generation:
             raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
-        if self.runner is None:  # lost before it started
-            assert method == "leave", method
-            return RankSnapshot(-1, False, 0.0, ())
         return getattr(self.runner, method)(*arguments)
+
+    @ray.method(concurrency_group="train")
+    def leave(self, generation: int) -> RankSnapshot:
+        """What this rank holds after a fence; without a runner, nothing."""
+        return RankSnapshot(-1, False, 0.0, ()) if self.runner is None else self.call(generation, "leave")
 
     @ray.method(concurrency_group="control")
     def fence(self, generation: int) -> None:
@@ -118,7 +119,7 @@ class Worker:
             self.runner.abort()
 
     @ray.method(concurrency_group="control")
-    def read_progress_of(self, progress_file: str, stream: tuple[Unit, ...]) -> Status:
+    def read_progress_of(self, progress_file: str, stream: tuple[Action, ...]) -> Status:
         """The status of another rank of this node, which does not answer."""
         return read_status(Path(progress_file), stream)
 
@@ -168,10 +169,7 @@ class Worker:
 
     def _preload(self) -> None:
         with suppress(Exception):  # which `start` raises again
-            self._import_runner()
-
-    def _import_runner(self) -> Any:
-        return getattr(importlib.import_module(self.module), self.name)
+            pkgutil.resolve_name(self.runner_class)
 
     def _telemetry(self) -> GpuState | None:
         """Read at most every GPU_SECONDS: a reading is slow."""
@@ -187,19 +185,19 @@ Actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_g
 )
 
 
-def read_status(progress_file: Path, stream: tuple[Unit, ...]) -> Status:
+def read_status(progress_file: Path, stream: tuple[Action, ...]) -> Status:
     """The status in a progress file of this host, even of a process that is gone."""
     return status_of(read_progress(progress_file), stream)
 
 
-def status_of(state: Progress, stream: tuple[Unit, ...]) -> Status:
+def status_of(state: Progress, stream: tuple[Action, ...]) -> Status:
     text = instruction_text(stream[state.counter]) if state.counter >= 0 else ""
     return Status(state.generation, state.step, text, time.monotonic() - state.since, state.counter)
 
 
-def instruction_text(unit: Unit) -> str:
+def instruction_text(action: Action) -> str:
     """'2SEND_F0>3', '(1F4+2BW0)': an instruction without its dependencies."""
-    texts = [str(part).partition(" after ")[0] for part in unit.parts]
+    texts = [str(part).partition(" after ")[0] for part in action.parts]
     return texts[0] if len(texts) == 1 else f"({'+'.join(texts)})"
 
 

@@ -1,10 +1,11 @@
 """The configuration of a run: YAML and overrides in, complete YAML out, one sentence for every error.
 
-Reading it compiles no program. `planning.make_plan` checks what only a program or a custom model tells.
+Loading compiles no program: `planning.make_plan` checks what depends on a program or a custom model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -12,25 +13,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from pentad.orchestrator.config import errors
-from pentad.orchestrator.config.errors import ConfigError
+from pentad.orchestrator.config import errors, sections
+from pentad.orchestrator.config.errors import Broken, ConfigError
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
-from pentad.orchestrator.config.sections import (
-    BatchSection,
-    CheckpointSection,
-    ClusterSection,
-    DataSection,
-    ElasticSection,
-    MemorySection,
-    MeshSection,
-    MetricsSection,
-    OptimizerSection,
-    PrecisionSection,
-    RunSection,
-    ScheduleSection,
-    Section,
-    ZeroSection,
-)
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
@@ -62,23 +47,23 @@ class Layout(NamedTuple):
         return sum(map(len, self.placement)) > self.stages
 
 
-class RunConfig(Section):
+class RunConfig(sections.Section):
     """Everything that a run depends on."""
 
-    run: RunSection
+    run: sections.RunSection
     model: ModelSection
-    mesh: MeshSection = MeshSection()
-    schedule: ScheduleSection
-    batch: BatchSection
-    data: DataSection
-    optimizer: OptimizerSection = OptimizerSection()
-    precision: PrecisionSection = PrecisionSection()
-    memory: MemorySection = MemorySection()
-    zero: ZeroSection = ZeroSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    elastic: ElasticSection = ElasticSection()
-    metrics: MetricsSection = MetricsSection()
-    cluster: ClusterSection = ClusterSection()
+    mesh: sections.MeshSection = sections.MeshSection()
+    schedule: sections.ScheduleSection
+    batch: sections.BatchSection
+    data: sections.DataSection
+    optimizer: sections.OptimizerSection = sections.OptimizerSection()
+    precision: sections.PrecisionSection = sections.PrecisionSection()
+    memory: sections.MemorySection = sections.MemorySection()
+    zero: sections.ZeroSection = sections.ZeroSection()
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
+    elastic: sections.ElasticSection = sections.ElasticSection()
+    metrics: sections.MetricsSection = sections.MetricsSection()
+    cluster: sections.ClusterSection = sections.ClusterSection()
 
     @property
     def options(self) -> ScheduleOptions:
@@ -90,14 +75,14 @@ class RunConfig(Section):
         length = self.batch.sequence_length
         return given._replace(slices=next(k for k in range(entry.slices, 0, -1) if length % k == 0))
 
-    def shape(self, dtype: str = "float32") -> ModelSpec:
+    def model_spec(self, dtype: str = "float32") -> ModelSpec:
         """The model's sizes; builds a custom model, in the dtype of compute. Raises PentadError if it is invalid."""
         if self.model.custom is None:
-            return self.model.shape
+            return self.model.spec
         return custom_model(self.model, self.batch.sequence_length, dtype)
 
     def layout(self) -> Layout | None:
-        """Where the schedule places stages; None if only its program tells (a schedule from a file). For 'auto' the
+        """Where the schedule places stages; None if only its program shows (a schedule from a file). For 'auto' the
         layout of zb-1p, which exists for all sizes, stands in. Raises PentadError for sizes or options that the
         schedule does not allow."""
         name, options = self.schedule.name, self.options
@@ -116,21 +101,18 @@ class RunConfig(Section):
         if found := list(self._layout_rules(layout, model)):
             raise ConfigError(found)
 
-    def rules(self) -> Iterator[str]:
-        mesh, microbatches, batch = self.mesh, self.schedule.microbatches, self.batch.global_batch_size
-        if batch % (mesh.dp * mesh.ep * microbatches):
-            axes, sizes = "mesh.dp", f"{mesh.dp}"
-            if mesh.ep > 1:
-                axes, sizes = "mesh.dp x mesh.ep", f"{mesh.dp} x {mesh.ep}"
-            product = f"{sizes} x {microbatches} = {mesh.dp * mesh.ep * microbatches}"
-            expected = f"a multiple of {axes} x schedule.microbatches = {product}"
-            yield f"batch.global_batch_size is {batch}: expected {expected}"
-        warmup = self.optimizer.warmup_steps
-        if warmup is not None and warmup > self.run.steps:
-            yield f"optimizer.warmup_steps is {warmup}: expected at most run.steps = {self.run.steps}"
+    def rules(self) -> Iterator[Broken | str]:
+        sizes = {"mesh.dp": self.mesh.dp, "mesh.ep": self.mesh.ep, "schedule.microbatches": self.schedule.microbatches}
+        if self.mesh.ep == 1:
+            del sizes["mesh.ep"]
+        if self.batch.global_batch_size % math.prod(sizes.values()):
+            product = f"{' x '.join(map(str, sizes.values()))} = {math.prod(sizes.values())}"
+            yield Broken("batch.global_batch_size", f"a multiple of {' x '.join(sizes)} = {product}")
+        if (self.optimizer.warmup_steps or 0) > self.run.steps:
+            yield Broken("optimizer.warmup_steps", f"at most run.steps = {self.run.steps}")
         if self.schedule.name == AUTO and self.memory.recompute_stages:
-            found = f"memory.recompute_stages is {self.memory.recompute_stages}"
-            yield f"{found}, but schedule.name auto places them: expected null"
+            found = f"{self.memory.recompute_stages}, but schedule.name auto places them"
+            yield Broken("memory.recompute_stages", "null", found)
         try:
             layout = self.layout()
         except PentadError as error:
@@ -138,7 +120,7 @@ class RunConfig(Section):
             yield f"schedule.{error}" if is_option else str(error)
             return
         if layout is not None and self.model.custom is None:
-            yield from self._layout_rules(layout, self.model.shape)
+            yield from self._layout_rules(layout, self.model.spec)
 
     def _layout_rules(self, layout: Layout, model: ModelSpec) -> Iterator[str]:
         stages, slices, length = layout.stages, layout.slices, self.batch.sequence_length
@@ -153,51 +135,45 @@ class RunConfig(Section):
             yield from _refusal(split_layers, model.layers, layout.placement)
         if length % slices:
             yield f"schedule.slices is {slices}: expected a divisor of batch.sequence_length = {length}"
-        yield from self._whole_step_rules(model, layout)
+        yield from self._step_rules(model, layout)
         rows = self.batch.global_batch_size // (self.mesh.dp * self.mesh.ep * self.schedule.microbatches)
         yield from _refusal(check_divisibility, model, self.mesh.mesh, length, rows, slices, self.mesh.cp_method)
 
-    def _whole_step_rules(self, model: ModelSpec, layout: Layout) -> Iterator[str]:
-        """Sums over ranks before the norm exclude post-validation; losses over whole sequences exclude slices."""
-        experts = model.experts
-        mtp = f"model.mtp_layers = {model.mtp_layers}"
+    def _step_rules(self, model: ModelSpec, layout: Layout) -> Iterator[str]:
+        """Sums over ranks before the norm exclude post-validation; losses of entire sequences exclude slices."""
+        experts, mtp = model.experts, f"model.mtp_layers = {model.mtp_layers}"
         sums_before_norm = {
             "model.tie_word_embeddings = true": model.tie_word_embeddings and layout.stages > 1,
             mtp: model.mtp_layers > 0 and layout.stages > 1,
             "model.experts.bias_update_rate > 0": experts is not None and experts.bias_update_rate > 0,
         }
-        if self.schedule.post_validation:
-            for name in (name for name, holds in sums_before_norm.items() if holds):
-                expected = f"false for {name}, which sums over ranks before the norm"
-                yield f"schedule.post_validation is true: expected {expected}"
         needs_sequences = {
             "data.document_mask = true": self.data.document_mask,
             mtp: model.mtp_layers > 0,
             "model.experts.aux_loss_coef > 0": experts is not None and experts.aux_loss_coef > 0,
         }
-        if layout.slices > 1:
-            for name in (name for name, holds in needs_sequences.items() if holds):
+        for name, holds in sums_before_norm.items():
+            if self.schedule.post_validation and holds:
+                expected = f"false for {name}, which sums over ranks before the norm"
+                yield f"schedule.post_validation is true: expected {expected}"
+        for name, holds in needs_sequences.items():
+            if layout.slices > 1 and holds:
                 yield f"schedule.slices is {layout.slices}: expected 1 for {name}, which sees whole sequences"
 
     def _custom_rules(self, text: str, layers: int, layout: Layout) -> Iterator[str]:
         """What only the families' own layers can do."""
-        for axis, why in (("tp", "cuts weights"), ("cp", "cuts sequences"), ("ep", "cuts experts")):
+        for axis, why in (("tp", "splits weights"), ("cp", "splits sequences"), ("ep", "splits experts")):
             if (size := getattr(self.mesh, axis)) > 1:
-                yield f"mesh.{axis} is {size}: expected 1 for model {text}: nothing says how it {why}"
+                yield f"mesh.{axis} is {size}: expected 1 for model {text}: nothing defines how it {why}"
         if layout.slices > 1:
             yield f"schedule.slices is {layout.slices}: expected 1 for model {text}, which gets whole sequences"
         if self.data.document_mask:
-            yield f"data.document_mask is true: expected false for model {text}, which is told of no documents"
+            yield f"data.document_mask is true: expected false for model {text}, which sees no document boundaries"
         if self.memory.recompute == "selective":
             yield f"memory.recompute is selective: expected none or full for model {text}"
         if layers < layout.stages:
             found = f"it returns {layers} layer{'s' * (layers > 1)}"
             yield f"model {text}: {found}, but {layout.stages} pipeline stages (mesh.pp) need at least one each"
-
-
-SECTIONS: dict[str, type[Section]] = {
-    name: field.annotation for name, field in RunConfig.model_fields.items() if isinstance(field.annotation, type)
-}
 
 
 def load(path: Path | None, overrides: list[str]) -> RunConfig:
@@ -208,14 +184,16 @@ def load(path: Path | None, overrides: list[str]) -> RunConfig:
     raw = load_yaml(_text(path), str(path or "quickstart.yaml"))
     if not isinstance(raw, dict):
         found = "nothing" if raw is None else errors.shown(raw)
-        raise PentadError(f"{path} holds {found}: expected a mapping of the sections {', '.join(SECTIONS)}")
+        raise PentadError(
+            f"{path} holds {found}: expected a mapping of the sections {', '.join(RunConfig.model_fields)}"
+        )
     found_errors: list[str] = []
     for override in overrides:
         found_errors += _refusal(_apply, raw, override)
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
-        found_errors += errors.sentences(error, SECTIONS)
+        found_errors += errors.sentences(error, RunConfig)
     if found_errors:
         raise ConfigError(found_errors)
     return config
@@ -234,19 +212,18 @@ def _text(path: Path | None) -> str:
     except UnicodeDecodeError as error:
         raise PentadError(f"{path} is not UTF-8 text (byte {error.start}): expected a YAML file") from None
     except OSError as error:
-        raise PentadError(
-            f"CONFIG is '{path}', which cannot be read ({error.strerror}): expected a YAML file"
-        ) from None
+        reason = f"which cannot be read ({error.strerror})"
+        raise PentadError(f"CONFIG is '{path}', {reason}: expected a YAML file") from None
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
     """Puts one override into the YAML's mapping, in place."""
     key, _, text = override.partition("=")
-    if key in SECTIONS:
-        example = errors.example_key(key, SECTIONS)
+    if key in RunConfig.model_fields:
+        example = errors.example_key(key, RunConfig)
         raise PentadError(f"{override} sets a whole section: expected a single key such as {example}=VALUE")
-    if key not in errors.keys(SECTIONS):
-        raise PentadError(errors.unknown_key(key, SECTIONS))
+    if not errors.is_key(key, RunConfig):
+        raise PentadError(errors.unknown_key(key, RunConfig))
     value = load_yaml(text, f"override {override}" if len(override) <= 60 else f"override {override[:57]}...")
     if isinstance(value, dict):
         raise PentadError(f"{key} is {errors.shown(value)}: expected a single value (quotes make text of it)")
@@ -261,7 +238,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 
 
 def _refusal(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    """What a check says that raises PentadError."""
+    """The message of a check that raises PentadError."""
     try:
         check(*arguments)
     except PentadError as error:

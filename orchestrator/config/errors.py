@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import get_args
+from collections.abc import Iterable, Iterator
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from pentad.schedules.ir.errors import PentadError
 
-Sections = Mapping[str, type[BaseModel]]
 SYNONYMS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "gpu": "cuda"}
+_EXPECTED = {  # by pydantic's type of error
+    "int_type": "a whole number",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "string_type": "text (in quotes, should it look like something else)",
+    "bool_type": "true or false",
+    "list_type": "a list such as [0, 1]",
+    "string_pattern_mismatch": "letters, digits, '_', '-' and '.', the first no '-' or '.'",
+    "string_too_long": "at most {max_length} characters",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+}
 
 
 class ConfigError(PentadError):
@@ -26,71 +41,100 @@ class ConfigError(PentadError):
         return str(self).split("\n")
 
 
+class Broken(NamedTuple):
+    """A broken rule: a key of the section, what was expected, and what was found (default: the value)."""
+
+    key: str
+    expected: str
+    found: str = ""
+
+
 class RuleErrors(ValueError):
-    """Sentences of a section's rules, on their way through pydantic."""
+    """The broken rules of a section, on their way through pydantic."""
 
-    def __init__(self, sentences: list[str]) -> None:
-        self.sentences = sentences
-        super().__init__("\n".join(sentences))
+    def __init__(self, section: BaseModel, broken: Iterable[Broken | str]) -> None:
+        self.section, self.broken = section, broken
+        super().__init__()
+
+    def sentences(self, path: Iterable[object]) -> Iterator[str]:
+        """One for each rule of the section at `path`."""
+        for rule in self.broken:
+            if isinstance(rule, Broken):
+                found = rule.found or shown(attrgetter(rule.key)(self.section))
+                yield f"{_dotted(*path, rule.key)} is {found}: expected {rule.expected}"
+            else:
+                yield rule
 
 
-def keys(sections: Sections) -> dict[str, str]:
-    """The description of every field by its dotted key."""
-    return dict(pair for name, section in sections.items() for pair in _keys_of(name, section))
+@cache
+def sections_of(config: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """The JSON schemas of a configuration's sections by dotted key, outer ones first; the configuration's own is ''."""
+    root = config.model_json_schema()
+
+    def walk(path: str, section: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield path, section
+        for name, field in section["properties"].items():
+            for kind in (field, *field.get("anyOf", ())):
+                if "$ref" in kind:
+                    yield from walk(f"{path}.{name}".lstrip("."), root["$defs"][kind["$ref"].rpartition("/")[2]])
+
+    return dict(walk("", root))
 
 
-def sentences(error: ValidationError, sections: Sections) -> Iterator[str]:
+def is_key(key: str, config: type[BaseModel]) -> bool:
+    """Whether there is such a key in a section."""
+    section, _, name = key.rpartition(".")
+    return section != "" and name in sections_of(config).get(section, {"properties": ()})["properties"]
+
+
+def sentences(error: ValidationError, config: type[BaseModel]) -> Iterator[str]:
     """One for each error. Unknown keys come first, since they may explain missing ones."""
     for each in sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden"):
         if each["type"] == "value_error":
-            yield from each["ctx"]["error"].sentences
+            yield from each["ctx"]["error"].sentences(each["loc"])
         else:
-            yield _sentence(each, sections)
+            yield _sentence(each, config)
 
 
-def unknown_key(key: str, sections: Sections) -> str:
+def unknown_key(key: str, config: type[BaseModel]) -> str:
     """Names the nearest key: of the same section, of a section with a similar name, or of any if it is unambiguous."""
-    known = _names_by_section(sections)
-    section, _, name = key.rpartition(".")
-    while section and section not in known:  # a key inside a value that is no section
-        section, _, inner = section.rpartition(".")
-        name = f"{inner}.{name}"
-    text = f"{key or repr(key)} is unknown"
-    if section:
-        near = nearest(name, known[section])
-        elsewhere = [f"{path}.{name}" for path, names in known.items() if name in names]
-        if near or len(elsewhere) == 1:
-            return f"{text}; did you mean {f'{section}.{near}' if near else elsewhere[0]}?"
-        return f"{text}: expected one of {section}.{{{', '.join(known[section])}}}"
+    known = {path: list(section["properties"]) for path, section in sections_of(config).items()}
+    top = known.pop("")
+    given = key.rpartition(".")[0]
+    while given and given not in known:  # a key inside a value that is no section
+        given = given.rpartition(".")[0]
     first, _, rest = key.partition(".")
-    similar = nearest(first, sections)
-    if similar:
-        near = nearest(rest, known[similar]) if rest else None
-        return f"{text}; did you mean {f'{similar}.{near}' if near else similar}?"
-    elsewhere = [f"{path}.{rest}" for path, names in known.items() if rest in names]
+    section, name = (given, key.removeprefix(f"{given}.")) if given else (nearest(first, top), rest)
+    elsewhere = [f"{path}.{name}" for path, names in known.items() if name in names]
+    text = f"{key or repr(key)} is unknown"
+    if section and (near := nearest(name, known[section])):
+        return f"{text}; did you mean {section}.{near}?"
+    if section and not given:
+        return f"{text}; did you mean {section}?"
     if len(elsewhere) == 1:
         return f"{text}; did you mean {elsewhere[0]}?"
-    return f"{text}: expected a key in one of the sections {', '.join(sections)}"
+    if given:
+        return f"{text}: expected one of {given}.{{{', '.join(known[given])}}}"
+    return f"{text}: expected a key in one of the sections {', '.join(top)}"
 
 
-def example_key(section: str, sections: Sections) -> str:
+def example_key(section: str, config: type[BaseModel]) -> str:
     """A section's first required key, or its first one."""
-    fields = sections[section].model_fields
-    return f"{section}.{next((name for name, field in fields.items() if field.is_required()), next(iter(fields)))}"
+    schema = sections_of(config)[section]
+    return f"{section}.{[*schema.get('required', ()), *schema['properties']][0]}"
 
 
 def nearest(text: str, known: Iterable[str]) -> str | None:
     """The option that was probably meant: a typing error, a synonym, initials (lr), or some of the words."""
     options, text = list(known), text.lower()
+    given = set(text.split("_")) - {""}
     initials = {"".join(word[0] for word in option.split("_")): option for option in options if "_" in option}
     words = {option: set(option.split("_")) for option in options}
-    fewer = [option for option in options if words[option] <= set(text.split("_"))]
-    more = [option for option in options if words[option] >= set(text.split("_"))]
     candidates = [
         *difflib.get_close_matches(text, options, n=1, cutoff=0.85),
         *(option for option in (SYNONYMS.get(text), initials.get(text)) if option in options),
-        *sorted(fewer, key=len, reverse=True),
-        *sorted(more, key=len),
+        *sorted((option for option in options if words[option] <= given), key=len, reverse=True),
+        *sorted((option for option in options if given and words[option] >= given), key=len),
         *difflib.get_close_matches(text, options, n=1, cutoff=0.6),
     ]
     return candidates[0] if candidates else None
@@ -98,85 +142,45 @@ def nearest(text: str, known: Iterable[str]) -> str | None:
 
 def shown(value: object) -> str:
     """A value as YAML has it, cut to 60 characters."""
+    if isinstance(value, BaseModel):
+        return "a mapping"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def inner_sections(annotation: object) -> Iterator[type[BaseModel]]:
-    """The sections that a field may hold."""
-    for inner in get_args(annotation):
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield inner
-
-
-def _keys_of(path: str, section: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    for name, field in section.model_fields.items():
-        yield f"{path}.{name}", field.description or ""
-        for inner in inner_sections(field.annotation):
-            yield from _keys_of(f"{path}.{name}", inner)
-
-
-def _sentence(error: ErrorDetails, sections: Sections) -> str:
-    key, value = ".".join(map(str, error["loc"])), error["input"]
+def _sentence(error: ErrorDetails, config: type[BaseModel]) -> str:
+    key, value, schemas = _dotted(*error["loc"]), error["input"], sections_of(config)
     match error["type"]:
-        case "missing" if key in sections:
-            return f"section {key} is missing: expected one with keys such as {example_key(key, sections)}"
+        case "missing" if key in schemas:
+            return f"section {key} is missing: expected one with keys such as {example_key(key, config)}"
         case "missing":
-            return f"{key} is missing: expected a value: {keys(sections)[key]}"
+            section, _, name = key.rpartition(".")
+            meaning = " ".join(schemas[section]["properties"][name]["description"].split())
+            return f"{key} is missing: expected a value: {meaning}"
         case "invalid_key":
-            return unknown_key(key, sections)
+            return unknown_key(key, config)
         case "extra_forbidden":
             only_key = f".{next(iter(value))}" if "." not in key and isinstance(value, dict) and len(value) == 1 else ""
-            return unknown_key(key + only_key, sections)
+            return unknown_key(key + only_key, config)
         case _:
-            return f"{key} is {shown(value)}: expected {_expected(error, sections)}"
+            return f"{key} is {shown(value)}: expected {_expected(error, config)}"
 
 
-def _expected(error: ErrorDetails, sections: Sections) -> str:
+def _expected(error: ErrorDetails, config: type[BaseModel]) -> str:
     limits = error.get("ctx", {})
     match error["type"]:
-        case "int_type":
-            return "a whole number"
-        case "float_type" | "finite_number":
-            return "a finite number"
-        case "string_type":
-            return "text (in quotes, should it look like something else)"
-        case "bool_type":
-            return "true or false"
         case "model_type":
-            path = ".".join(map(str, error["loc"]))
-            example = (
-                example_key(path, sections) if path in sections else f"{path}.{_names_by_section(sections)[path][0]}"
-            )
-            return f"a mapping with keys such as {example}"
-        case "list_type":
-            return "a list such as [0, 1]"
-        case "string_pattern_mismatch":
-            return "letters, digits, '_', '-' and '.', the first no '-' or '.'"
-        case "string_too_long":
-            return f"at most {limits['max_length']} characters"
+            return f"a mapping with keys such as {example_key(_dotted(*error['loc']), config)}"
         case "literal_error":
             options = limits["expected"].replace("'", "")
             near = nearest(str(error["input"]), options.replace(" or ", ", ").split(", "))
             return f"one of {options}" + (f" (did you mean {near}?)" if near else "")
-        case "greater_than_equal":
-            return f"at least {limits['ge']}"
-        case "greater_than":
-            return f"more than {limits['gt']}"
-        case "less_than_equal":
-            return f"at most {limits['le']}"
-        case "less_than":
-            return f"less than {limits['lt']}"
-        case _:
-            message = error["msg"]
-            return message[:1].lower() + message[1:]
+    if error["type"] in _EXPECTED:
+        return _EXPECTED[error["type"]].format(**limits)
+    return error["msg"][:1].lower() + error["msg"][1:]
 
 
-def _names_by_section(sections: Sections) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for key in keys(sections):
-        section, _, name = key.rpartition(".")
-        found.setdefault(section, []).append(name)
-    return found
+def _dotted(*path: object) -> str:
+    return ".".join(map(str, path))

@@ -6,10 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel
-
-from pentad.orchestrator.config.config import SECTIONS
-from pentad.orchestrator.config.errors import inner_sections, shown
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.errors import sections_of, shown
 
 INTRODUCTION = """\
 # Configuration
@@ -27,23 +25,21 @@ LIMITS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at
 def configuration_page() -> str:
     """Markdown, a heading a section and a row a key."""
     parts = [INTRODUCTION]
-    for name, section in SECTIONS.items():
-        parts += _section(name, section)
+    for path, schema in sections_of(RunConfig).items():
+        if path:
+            parts += _section(path, schema)
     return "\n".join(parts)
 
 
-def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
-    """The section and those inside it."""
-    schema = section.model_json_schema()["properties"]
-    yield f"## {path}\n\n{_one_line(section.__doc__ or '')}\n\n| key | value | default | meaning |\n|---|---|---|---|"
-    for name, field in section.model_fields.items():
-        default = field.default if isinstance(field.default, str) else shown(field.default)
-        default = "required" if field.is_required() else f"`{default}`"
-        yield f"| `{path}.{name}` | {_value(schema[name])} | {default} | {_one_line(field.description or '')} |"
+def _section(path: str, schema: dict[str, Any]) -> Iterator[str]:
+    yield f"## {path}\n\n{_one_line(schema['description'])}\n\n| key | value | default | meaning |\n|---|---|---|---|"
+    for name, field in schema["properties"].items():
+        default = field.get("default")
+        default = f"`{default if isinstance(default, str) else shown(default)}`"
+        if name in schema.get("required", ()):
+            default = "required"
+        yield f"| `{path}.{name}` | {_value(field)} | {default} | {_one_line(field['description'])} |"
     yield ""
-    for name, field in section.model_fields.items():
-        for inner in inner_sections(field.annotation):
-            yield from _section(f"{path}.{name}", inner)
 
 
 def _value(schema: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import yaml
@@ -11,17 +12,13 @@ import yaml
 from pentad.schedules.ir.errors import PentadError
 
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
-_WHOLE = rf"(?:0|(?!0){_DIGITS})"
-_SCALARS = (
-    ("tag:yaml.org,2002:null", r"~|null|", ("~", "n", "")),
-    ("tag:yaml.org,2002:bool", r"true|false", ("t", "f")),
-    ("tag:yaml.org,2002:int", rf"[-+]?{_WHOLE}", tuple("-+0123456789")),
-    (
-        "tag:yaml.org,2002:float",
-        rf"[-+]?(\.[0-9]+|{_WHOLE}(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
-        tuple("-+.0123456789"),
-    ),
-)
+_INTEGER = rf"(?:0|(?!0){_DIGITS})"
+_SCALARS = {
+    "null": r"~|null|",
+    "bool": r"true|false",
+    "int": rf"[-+]?{_INTEGER}",
+    "float": rf"[-+]?(\.[0-9]+|{_INTEGER}(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,15 +30,9 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        return self._number(node, super().construct_yaml_int)
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        return self._number(node, super().construct_yaml_float)
-
-    def _number(self, node: yaml.ScalarNode, construct: Callable[[yaml.ScalarNode], Any]) -> Any:
+    def construct_number(self, node: yaml.ScalarNode, construct: Callable[..., float]) -> float:
         try:
-            return construct(node)
+            return construct(self, node)
         except ValueError:  # `!!int x`, or more digits than Python converts
             text = node.value if len(node.value) <= 20 else f"{node.value[:17]}..."
             raise yaml.MarkedYAMLError(problem=f"{text!r} is no number", problem_mark=node.start_mark) from None
@@ -51,12 +42,13 @@ class _Dumper(yaml.SafeDumper):
     pass
 
 
-for _kind in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", getattr(_Loader, f"construct_yaml_{_kind}"))
 _Loader.yaml_implicit_resolvers, _Dumper.yaml_implicit_resolvers = {}, {}
-for _tag, _pattern, _first in _SCALARS:
+for _kind, _pattern in _SCALARS.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})\Z"), _first)
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(rf"^(?:{_pattern})\Z"), None)
+for _kind in ("int", "float"):
+    _construct = partial(_Loader.construct_number, construct=getattr(yaml.SafeLoader, f"construct_yaml_{_kind}"))
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)
 
 
 def load_yaml(text: str, source: str) -> Any:

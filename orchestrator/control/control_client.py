@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 
-from pentad.orchestrator.control.control_messages import ENDPOINT, MAX_MESSAGE_BYTES, MESSAGES, METHODS, plain
+from pentad.orchestrator.control.control_messages import ENDPOINT, MAX_MESSAGE_BYTES, METHODS, plain
+from pentad.orchestrator.monitoring.run_state import RunView
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, PROGRAM, read_lines, resolve_run, saved_config
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -37,7 +38,7 @@ class NotLive(PentadError):
 class Client:
     """A live run. Its methods raise NotLive when it has ended, and PentadError for any other failure.
 
-    `timeout_seconds` bounds the wait for the answer; a `generation` other than 0 must be the run's present one.
+    `timeout_seconds` bounds the wait for the answer; a `generation` other than 0 must be the run's current one.
     """
 
     def __init__(self, folder: Path, endpoint: dict[str, Any]) -> None:
@@ -47,14 +48,14 @@ class Client:
 
     def status(self, timeout_seconds: float = 5.0) -> dict[str, Any]:
         """The fields of Status in control.proto."""
-        return self._ask("GetStatus", MESSAGES["StatusRequest"](), timeout_seconds)
+        return self._ask("GetStatus", timeout_seconds)
 
     def watch(self, timeout_seconds: float = 5.0) -> Iterator[dict[str, Any]]:
         """The status now and after each change, until the run is over; the timeout is for the first answer."""
         self.status(timeout_seconds)  # a stuck process must not be waited for forever
         while True:
             try:
-                for status in self._call("WatchStatus", MESSAGES["StatusRequest"](), None):
+                for status in self._call("WatchStatus", None):
                     yield plain(status)
                 if status.state in _ENDINGS.values():
                     return
@@ -63,23 +64,12 @@ class Client:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # the service limits the length of a stream
                     raise self._error("WatchStatus", error, 0.0) from None
 
-    def pause(self, timeout_seconds: float = 60.0, generation: int = 0) -> dict[str, Any]:
-        """Waits until the run is paused; returns {"run", "state", "step", "generation"}."""
-        return self._ask("Pause", MESSAGES["ControlRequest"](generation=generation), timeout_seconds)
+    def request(self, verb: str, timeout_seconds: float = 60.0, generation: int = 0) -> dict[str, Any]:
+        """Asks the run to 'pause', 'resume', 'checkpoint', 'stop' or 'abort', and waits until it has.
 
-    def resume(self, timeout_seconds: float = 60.0, generation: int = 0) -> dict[str, Any]:
-        return self._ask("Resume", MESSAGES["ControlRequest"](generation=generation), timeout_seconds)
-
-    def checkpoint(self, timeout_seconds: float = 600.0, generation: int = 0) -> dict[str, Any]:
-        """Waits until a checkpoint is committed; 'step' is its number of steps."""
-        return self._ask("Checkpoint", MESSAGES["ControlRequest"](generation=generation), timeout_seconds)
-
-    def stop(self, timeout_seconds: float = 600.0, generation: int = 0) -> dict[str, Any]:
-        """Waits until the run has ended, with a checkpoint."""
-        return self._ask("Stop", MESSAGES["ControlRequest"](generation=generation), timeout_seconds)
-
-    def abort(self, timeout_seconds: float = 60.0, generation: int = 0) -> dict[str, Any]:
-        return self._ask("Abort", MESSAGES["ControlRequest"](generation=generation), timeout_seconds)
+        Returns {"run", "state", "step", "generation"}; 'step' of a checkpoint is its number of steps.
+        """
+        return self._ask(verb.capitalize(), timeout_seconds, generation=generation)
 
     def close(self) -> None:
         self._channel.close()
@@ -90,17 +80,17 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, name: str, request: Any, seconds: float) -> dict[str, Any]:
+    def _ask(self, name: str, seconds: float, **fields: Any) -> dict[str, Any]:
         try:
-            return plain(self._call(name, request, seconds))
+            return plain(self._call(name, seconds, **fields))
         except grpc.RpcError as error:
             raise self._error(name, error, seconds) from None
 
-    def _call(self, name: str, request: Any, seconds: float | None) -> Any:
+    def _call(self, name: str, seconds: float | None, **fields: Any) -> Any:
         (method,) = (method for method in METHODS if method.name == name)
         kind: Callable[..., Any] = self._channel.unary_stream if method.streams else self._channel.unary_unary
         call = kind(f"/{method.service}/{name}", method.request.SerializeToString, method.response.FromString)
-        return call(request, timeout=seconds, metadata=self._metadata)
+        return call(method.request(**fields), timeout=seconds, metadata=self._metadata)
 
     def _error(self, name: str, error: Any, seconds: float) -> PentadError:
         """What a failed call means for the user."""
@@ -145,22 +135,20 @@ def ended(folder: Path) -> dict[str, Any]:
     row = rows[-1] if rows else {"step": -1, "generation": 0}
     states = [event for event in events if event["event"] in ("start", *_ENDINGS)]
     state = _ENDINGS.get(states[-1]["event"], "failed") if states else "stopped"
-    return {
-        "run": config.run.name,
-        "folder": str(folder),
-        "state": state,
-        "step": row["step"] + 1,
-        "steps": config.run.steps,
-        "generation": max([row["generation"], *(event.get("generation", 0) for event in events)]),
-        "mesh": str(config.mesh.mesh),
-        "schedule": config.schedule.name,
-        "program": Program.load(folder / PROGRAM).hash if (folder / PROGRAM).is_file() else "",
-        "loss": row.get("loss"),
-        "tokens_per_second": row.get("tokens_per_second"),
-        "verdict": _failure(states),
-        "ranks": [],
-        "endpoints": {},
-    }
+    return RunView(
+        run=config.run.name,
+        folder=str(folder),
+        state=state,
+        step=row["step"] + 1,
+        steps=config.run.steps,
+        generation=max([row["generation"], *(event.get("generation", 0) for event in events)]),
+        mesh=str(config.mesh.mesh),
+        schedule=config.schedule.name,
+        program=Program.load(folder / PROGRAM).hash if (folder / PROGRAM).is_file() else "",
+        loss=row.get("loss"),
+        tokens_per_second=row.get("tokens_per_second"),
+        verdict=_failure(states),
+    )._asdict()
 
 
 def _failure(states: list[dict[str, Any]]) -> str:

@@ -36,15 +36,10 @@ def _compiled() -> tuple[dict[str, Any], tuple[Method, ...]]:
     (file,) = files.file
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    classes = {
-        f".{file.package}.{made.name}": message_factory.GetMessageClass(
-            pool.FindMessageTypeByName(f"{file.package}.{made.name}")
-        )
-        for made in file.message_type
-    }
+    classes = message_factory.GetMessageClassesForFiles([file.name], pool)
     (service,) = file.service
     methods = tuple(
-        Method(SERVICE, m.name, classes[m.input_type], classes[m.output_type], m.server_streaming)
+        Method(SERVICE, m.name, classes[m.input_type[1:]], classes[m.output_type[1:]], m.server_streaming)
         for m in service.method
     )
     return {name.rpartition(".")[2]: made for name, made in classes.items()}, methods
@@ -54,21 +49,16 @@ MESSAGES, METHODS = _compiled()
 
 
 def status_of(view: RunView) -> Any:
-    """The Status of a view, with the present ages of heartbeats."""
-    now = time.monotonic()
-    status = MESSAGES["Status"](endpoints=view.endpoints)
-    for name in ("run", "folder", "state", "step", "steps", "generation", "mesh", "schedule", "program", "verdict"):
-        setattr(status, name, getattr(view, name))
+    """The Status of a view, with the current ages of heartbeats."""
+    facts, now = view._asdict(), time.monotonic()
     for name in ("loss", "tokens_per_second"):
-        value = getattr(view, name)
-        if value is not None and math.isfinite(value):
-            setattr(status, name, value)
-    for seen in view.ranks:
-        rank = status.ranks.add(coordinates=seen.coordinates._asdict())
-        for name in ("rank", "pid", "node", "gpu", "state", "step", "instruction"):
-            setattr(rank, name, getattr(seen, name))
-        rank.heartbeat_age_seconds = round(max(0.0, now - seen.heartbeat), 3)
-    return status
+        if facts[name] is not None and not math.isfinite(facts[name]):
+            facts[name] = None
+    facts["ranks"] = ranks = [rank._asdict() for rank in view.ranks]
+    for rank in ranks:
+        rank["coordinates"] = rank["coordinates"]._asdict()
+        rank["heartbeat_age_seconds"] = round(max(0.0, now - rank.pop("heartbeat")), 3)
+    return MESSAGES["Status"](**facts)
 
 
 def plain(message: Any) -> dict[str, Any]:

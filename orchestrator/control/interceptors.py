@@ -16,7 +16,7 @@ from pentad.orchestrator.control.control_messages import MAX_MESSAGE_BYTES, METH
 from pentad.orchestrator.control.service import Refused
 
 HEALTH = "grpc.health.v1.Health"  # probes have no token
-MAX_CALLERS = 16  # of each method at once, so that slow calls of one block no other
+MAX_CALLERS = 16  # of each method at once: slow calls of one must not block the others
 MAX_PROBES = 64  # of each health method at once
 DEFAULT_SECONDS = 60.0  # for a call without a deadline
 MAX_SECONDS = 3600.0  # for any other, and for a stream
@@ -58,29 +58,19 @@ def _service(methods: Iterable[Method], implementation: Any, token: str | None) 
 
 def _guarded(method: Method, do: Callable[..., Awaitable[Any]], token: str | None) -> Callable[..., Awaitable[Any]]:
     """`do`, for callers with the `token`, None: for everyone."""
-    callers = 0
     limit = MAX_CALLERS if token else MAX_PROBES
-
-    async def answer(raw: bytes, context: Any) -> Any:
-        nonlocal callers
-        if token is not None and not _has_token(context, token):
-            raise Refused(
-                grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong: expected that of control.json"
-            )
-        if callers >= limit:
-            sentence = f"{method.name} has {callers} callers: expected at most {limit} at once"
-            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
-        request = method.request.FromString(raw)
-        callers += 1
-        try:
-            async with asyncio.timeout(_seconds(method, context)):
-                return await do(request, context.write)
-        finally:
-            callers -= 1
+    slots = asyncio.Semaphore(limit)
 
     async def call(raw: bytes, context: Any) -> Any:
         try:
-            return await answer(raw, context)
+            if token is not None and not _has_token(context, token):
+                expected = "expected that of control.json"
+                raise Refused(grpc.StatusCode.UNAUTHENTICATED, f"the token is missing or wrong: {expected}")
+            if slots.locked():
+                sentence = f"{method.name} has {limit} callers: expected at most {limit} at once"
+                raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
+            async with slots, asyncio.timeout(_seconds(method, context)):
+                return await do(method.request.FromString(raw), context.write)
         except Exception as error:
             refused = _refusal(method, error)
         await context.abort(refused.code, str(refused))

@@ -11,30 +11,28 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.cluster.ports import check_port_free
+from pentad.orchestrator.cluster.ports import free_port
 from pentad.orchestrator.control.control_messages import ENDPOINT
 from pentad.orchestrator.control.interceptors import make_server
 from pentad.orchestrator.control.service import ControlMethods, HealthMethods, ViewQueue
-from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView
+from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import atomic_file
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.timeline import Span
 
 GRACE_SECONDS = 1.0  # for the last answers of a run that has ended
 _TIMEOUT_SECONDS = 10.0  # for grpc, which takes milliseconds
 
 
-class ControlServer:
+class ControlServer(Watcher):
     """Listens from the start until `close`; `address` is its HOST:PORT."""
 
     def __init__(self, folder: Path, host: str, port: int, requests: ControlRequests) -> None:
         """Port 0 means a free one. Raises PentadError when the port is taken or the folder cannot be written."""
-        check_port_free("metrics.control_port", host, port)  # grpc itself would print many lines on stderr
+        free_port("metrics.control_port", host, port)  # grpc itself would print many lines on stderr
         self._requests, self._file = requests, folder / ENDPOINT
         self._views = ViewQueue(RunView(folder.name, str(folder), "starting", 0, 0, 0, "", "", ""))
         self._thread = threading.Thread(target=self._views.loop.run_forever, name="control", daemon=True)
@@ -48,17 +46,8 @@ class ControlServer:
             self.close()
             raise
 
-    def on_ranks_placed(self, view: RunView) -> None:
-        self._views.post(view)
-
-    def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
-        pass
-
     def on_view(self, view: RunView) -> None:
         self._views.post(view)
-
-    def on_event(self, entry: dict[str, Any]) -> None:
-        pass
 
     def close(self) -> None:
         """Answers pending calls and stops within about a second; removes control.json. Idempotent."""
@@ -106,9 +95,9 @@ def _reachable(host: str) -> str:
 
 
 def _write(path: Path, endpoint: dict[str, Any]) -> None:
-    """Atomically, and readable by the user only. `host` tells clients on other machines whose loopback is meant."""
+    """Atomically, and readable by the user only. Clients on other machines need `host` to see whose loopback it is."""
     text = json.dumps({**endpoint, "host": socket.gethostname()}) + "\n"
     with atomic_file(path) as partial:
         partial.unlink(missing_ok=True)
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
+        partial.touch(0o600, exist_ok=False)
+        partial.write_text(text, encoding="utf-8")

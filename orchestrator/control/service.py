@@ -55,22 +55,32 @@ class ViewQueue:
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._notify)
 
-    async def until(self, reached: Callable[[RunView], bool]) -> RunView:
+    async def until(self, reached: Callable[[ViewQueue], bool]) -> RunView:
         """The first view for which `reached` holds. Raises Refused when the run ends before."""
         while True:
             changed = self.changed
-            if reached(self.view):
+            if reached(self):
                 return self.view
             if self.over:
-                raise Refused(
-                    grpc.StatusCode.FAILED_PRECONDITION,
-                    f"run {self.view.run} is over at step {self.view.step}: expected a live one",
-                )
+                over = f"run {self.view.run} is over at step {self.view.step}"
+                raise Refused(grpc.StatusCode.FAILED_PRECONDITION, f"{over}: expected a live one")
             await changed.wait()
 
     def _notify(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
+
+
+def _request(ask: Callable[[ControlRequests], None], reached: Callable[[ViewQueue], bool]) -> Callable[..., Any]:
+    """A method that passes a request on to the driver and answers once the run has `reached` what was asked for."""
+
+    async def answer(self: ControlMethods, request: Any, _write: _Write) -> Any:
+        await self.check_request(request)
+        ask(self.requests)
+        view = await self.views.until(reached)
+        return _outcome(view, state="stopped" if self.views.over and view.state not in OVER else view.state)
+
+    return answer
 
 
 class ControlMethods:
@@ -93,45 +103,25 @@ class ControlMethods:
                 return
             await asyncio.gather(changed.wait(), asyncio.sleep(_WATCH_SECONDS))
 
-    async def Pause(self, request: Any, _write: _Write) -> Any:
-        await self._check_request(request)
-        self.requests.pause()
-        return _outcome(await self.views.until(lambda view: view.state == "paused"))
-
-    async def Resume(self, request: Any, _write: _Write) -> Any:
-        await self._check_request(request)
-        self.requests.resume()
-        return _outcome(await self.views.until(lambda view: view.state != "paused"))
+    Pause = _request(ControlRequests.pause, lambda views: views.view.state == "paused")
+    Resume = _request(ControlRequests.resume, lambda views: views.view.state != "paused")
+    Stop = _request(ControlRequests.stop, lambda views: views.over)
+    Abort = _request(ControlRequests.abort, lambda views: views.over)
 
     async def Checkpoint(self, request: Any, _write: _Write) -> Any:
-        view = await self._check_request(request)
-        # Polls: waiting would hold a thread, and a caller that hangs up would leave it behind.
+        view = await self.check_request(request)
+        # Polls: waiting would hold a thread, even after the caller hangs up.
         while (saved := self.requests.checkpoint(view.step, 0.0)) is None:
-            await self.views.until(lambda _: not self.views.over)
+            await self.views.until(lambda views: not views.over)
             await asyncio.sleep(_POLL_SECONDS)
         return _outcome(self.views.view, step=saved)
 
-    async def Stop(self, request: Any, _write: _Write) -> Any:
-        await self._check_request(request)
-        self.requests.stop()
-        return await self._ended()
-
-    async def Abort(self, request: Any, _write: _Write) -> Any:
-        await self._check_request(request)
-        self.requests.abort()
-        return await self._ended()
-
-    async def _ended(self) -> Any:
-        view = await self.views.until(lambda _: self.views.over)
-        return _outcome(view, state=view.state if view.state in OVER else "stopped")
-
-    async def _check_request(self, request: Any) -> RunView:
-        """The present view. Raises Refused when the run is over or in another generation than the request names."""
-        view = await self.views.until(lambda _: not self.views.over)
+    async def check_request(self, request: Any) -> RunView:
+        """The current view. Raises Refused when the run is over or in another generation than the request names."""
+        view = await self.views.until(lambda views: not views.over)
         if request.generation not in (0, view.generation):
             found = f"generation is {request.generation}, but run {view.run} is in {view.generation}"
-            sentence = f"{found}: expected that or 0 for any"
-            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, sentence)
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, f"{found}: expected that or 0 for any")
         return view
 
 
@@ -148,9 +138,8 @@ class HealthMethods:
     async def Check(self, request: Any, _write: _Write) -> Any:
         found = self._serving(request.service)
         if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-            raise Refused(
-                grpc.StatusCode.NOT_FOUND, "service is unknown: expected '', pentad.v1.Control or pentad.rank.N"
-            )
+            expected = "expected '', pentad.v1.Control or pentad.rank.N"
+            raise Refused(grpc.StatusCode.NOT_FOUND, f"service is unknown: {expected}")
         return health_pb2.HealthCheckResponse(status=found)
 
     async def Watch(self, request: Any, write: _Write) -> None:

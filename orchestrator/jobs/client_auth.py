@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
@@ -26,8 +24,11 @@ def connect(url: str, token: str) -> JobSubmissionClient:
     """Raises whatever Ray's client raises."""
     for handler in logging.getLogger("ray").handlers:
         handler.setLevel(logging.WARNING)  # hides messages about uploads
-    with _without_addresses():
+    held = {name: os.environ.pop(name) for name in _ADDRESSES if name in os.environ}  # would override the URL
+    try:
         return JobSubmissionClient(url, headers={"Authorization": f"Bearer {token}"} if token else None)
+    finally:
+        os.environ.update(held)
 
 
 def dashboard_url(given: str | None) -> str:
@@ -61,9 +62,8 @@ def is_open(address: str) -> bool:
         reason = str(getattr(error, "reason", error))
     except (ValueError, HTTPException):
         pass
-    raise PentadError(
-        f"--address is '{address}', where no Ray cluster answers ({reason}): expected its dashboard's URL"
-    )
+    found = f"--address is '{address}', where no Ray cluster answers ({reason})"
+    raise PentadError(f"{found}: expected its dashboard's URL")
 
 
 def user_token() -> str:
@@ -90,13 +90,3 @@ def refusal(address: str, answer: str) -> str:
     expected = "expected the cluster's token in RAY_AUTH_TOKEN, or in a file that RAY_AUTH_TOKEN_PATH names"
     fault = "refuses the token found here" if "failed" in answer else "asks for a token, and none was found here"
     return f"the Ray cluster at {address} {fault}: {expected}"
-
-
-@contextmanager
-def _without_addresses() -> Iterator[None]:
-    """Hides variables that would override the address passed to Ray's client."""
-    held = {name: os.environ.pop(name) for name in _ADDRESSES if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(held)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.cluster.cluster import PASSED_ON
-from pentad.orchestrator.config.config import RunConfig, dump
+from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.version import release
+from pentad.orchestrator.config.yaml_text import dump_yaml
 from pentad.schedules.catalogue import FILE_SUFFIXES
 
 FOLDERS = ("orchestrator", "workers", "schedules", "kernels")
@@ -41,26 +42,24 @@ def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
     """Ray's runtime_env of a job that trains `config`; writes the files that it names to `out`."""
     work = out / "job"
     work.mkdir()
-    (work / CONFIG).write_text(dump(_with_files(config, work)), encoding="utf-8")
+    (work / CONFIG).write_text(dump_yaml(_with_files(config, work)), encoding="utf-8")
     package = write_package(out)
     return {"working_dir": str(work), "py_modules": [str(package)], "env_vars": variables(config)}
 
 
-def _with_files(config: RunConfig, work: Path) -> RunConfig:
+def _with_files(config: RunConfig, work: Path) -> dict[str, Any]:
     """The configuration with the files of a custom schedule and model copied to `work`, the job's folder."""
-    name, custom = config.schedule.name, config.model.custom
+    raw, name, custom = config.model_dump(), config.schedule.name, config.model.custom
     if ":" in name or name.endswith(FILE_SUFFIXES):
         file, colon, function = name.rpartition(":") if ":" in name else (name, "", "")
         shutil.copy(file, work)
-        schedule = config.schedule.model_copy(update={"name": f"{Path(file).name}{colon}{function}"})
-        config = config.model_copy(update={"schedule": schedule})
+        raw["schedule"]["name"] = f"{Path(file).name}{colon}{function}"
     if custom is not None:
         file, _, function = custom.rpartition(":")
         (work / "model").mkdir()  # a schedule's file may have the same name
         shutil.copy(file, work / "model")
-        model = config.model.model_copy(update={"custom": f"model/{Path(file).name}:{function}"})
-        config = config.model_copy(update={"model": model})
-    return config
+        raw["model"]["custom"] = f"model/{Path(file).name}:{function}"
+    return raw
 
 
 def write_package(out: Path) -> Path:

@@ -8,7 +8,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,9 +65,8 @@ class Jobs:
         Raises PentadError when a live job has the same run, or any job the same name.
         """
         if name is not None and not _ID.fullmatch(name):
-            raise PentadError(
-                f"--name is '{name}': expected letters, digits, '_', '-' and '.', not starting with '-' or '.'"
-            )
+            expected = "letters, digits, '_', '-' and '.', not starting with '-' or '.'"
+            raise PentadError(f"--name is '{name}': expected {expected}")
         config = for_cluster(config, here, is_open=self.is_open)
         for other in self.all():
             if other.is_live and other.run == config.run.name:
@@ -95,10 +94,10 @@ class Jobs:
 
     def get(self, job: str) -> Job:
         """Raises PentadError when there is no such job."""
-        with self._errors_reported(), suppress(LookupError):
+        with self._errors_reported():
             details = _details(self.client, job)
-            if _is_pentads(details):
-                return _job(details)
+        if details is not None and _is_pentads(details):
+            return _job(details)
         live = ", ".join(found.job for found in self.all() if found.is_live)
         known = f"a live one ({live})" if live else "one that `pentad jobs` lists (none is live)"
         found = f"ID is '{job}', which is not a job that pentad submitted to {self.address}"
@@ -160,14 +159,14 @@ def _last_line(text: str) -> str:
 
 
 def _details(client: JobSubmissionClient, job: str) -> Any:
-    """Raises LookupError when there is no such job, and RuntimeError when Ray says anything else."""
+    """What Ray knows about a job, None if there is no such job."""
     if not _ID.fullmatch(job):
-        raise LookupError(job)
+        return None
     try:
         return client.get_job_info(job)
     except RuntimeError as error:
         if "does not exist" in str(error):
-            raise LookupError(job) from None
+            return None
         raise
 
 
@@ -176,7 +175,8 @@ def _is_pentads(details: Any) -> bool:
 
 
 def _job(details: Any) -> Job:
-    said = {name.removeprefix("pentad/"): value for name, value in details.metadata.items()}
+    ours = (pair for pair in details.metadata.items() if pair[0].startswith("pentad/"))
+    said = {name.removeprefix("pentad/"): value for name, value in ours}
     return Job(
         job=details.submission_id,
         run=said["run"],
@@ -188,9 +188,5 @@ def _job(details: Any) -> Job:
         ended=details.end_time / 1000 if details.end_time else None,
         message=failure(details.message or "") if details.status == "FAILED" else details.message or "",
         stop_seconds=json.loads(said.get("config", "{}")).get("cluster", {}).get("stop_timeout_seconds", 120.0),
-        endpoints={
-            name.removeprefix("pentad/"): value
-            for name, value in details.metadata.items()
-            if name.startswith("pentad/") and name.removeprefix("pentad/") not in _FACTS
-        },
+        endpoints={name: value for name, value in said.items() if name not in _FACTS},
     )

@@ -1,11 +1,13 @@
-"""What a terminal shows of a run: a live table, or one line per step if the output is not a terminal."""
+"""What a terminal shows of a run: its start-up, then a live table; one line per phase and step in a log."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -15,15 +17,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pentad.orchestrator.monitoring.plan_view import MOST_RANKS, RankPlacement, plan_view, with_rest
-from pentad.orchestrator.monitoring.progress_bars import sparkline
-from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.monitoring.run_state import RankView
+from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
 from pentad.orchestrator.planning.quantities import duration, number, percent
-from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.mesh import Coordinates
-from pentad.schedules.spec.plan import Plan
 
 _STEPS = 8  # rows of the table of steps
+BLOCKS = "▁▂▃▄▅▆▇█"
 STATE_COLOURS = {  # of ranks and runs
     **{"running": "green", "idle": "dim", "waiting": "yellow", "starting": "yellow"},
     **{"hung": "bold red", "lost": "bold red", "failed": "bold red"},
@@ -32,25 +31,18 @@ STATE_COLOURS = {  # of ranks and runs
 ENDED = ("finished", "stopped", "failed")  # states of a run that has no ranks
 
 
-class RankState(NamedTuple):
-    """What a rank does; `instruction` is empty between steps."""
-
-    rank: int
-    coordinates: Coordinates
-    state: str
-    instruction: str
-    step: int
-
-
 class Display:
-    """Shows one run. Use it in a `with`, which restores the terminal however the run ends."""
+    """Shows one run, from the phases of its start-up on; use it in a `with`. `began` is the monotonic second of the
+    command, from which the phases' seconds are counted."""
 
-    def __init__(self, console: Console, name: str, steps: int) -> None:
+    def __init__(self, console: Console, name: str, steps: int, began: float | None = None) -> None:
         self.console, self.name, self.steps = console, name, steps
+        self.began = time.monotonic() if began is None else began
         self.is_live = console.is_terminal and not console.is_dumb_terminal
+        self.phases: list[Text] = []
         self.rows: deque[dict[str, Any]] = deque(maxlen=_STEPS)
         self.losses: list[float] = []
-        self.states: Sequence[RankState] = ()
+        self.ranks: Sequence[RankView] = ()
         self.state = "starting"
         self.live: Live | None = None
 
@@ -58,39 +50,41 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Restores the terminal. Idempotent."""
         if self.live is not None:
             self.live.stop()
             self.live = None
 
-    def plan(self, plan: Plan, costs: Costs, placements: Sequence[RankPlacement] = ()) -> None:
-        """Prints a plan with a step simulated at `costs`."""
-        for part in plan_view(self.console, plan, costs, placements):
-            self.console.print(part)
+    def phase(self, text: str) -> None:
+        """Shows that `text` is under way from now on; a terminal shows all phases until the first step."""
+        self.phases.append(Text(f" {time.monotonic() - self.began:5.1f} s  {text}"))
+        self._draw()
+        if not self.is_live:
+            self.console.print(self.phases[-1], soft_wrap=True)
 
-    def step(self, row: dict[str, Any], states: Sequence[RankState] = ()) -> None:
+    def step(self, row: dict[str, Any]) -> None:
         """Shows a finished step; `row` has runfolder.METRIC_KEYS."""
+        if not self.rows:
+            self.close()  # erases the phases
         self.rows.append(row)
         if row["loss"] is not None and math.isfinite(row["loss"]):
             self.losses.append(row["loss"])
-        if self.is_live:
-            self.refresh(states or self.states)
-        else:
+        self._draw()
+        if not self.is_live:
             self.console.print(Text(step_line(row, self.steps)), soft_wrap=True)
 
     def set_state(self, state: str) -> None:
         self.state = state
         if self.live is not None:
-            self.refresh(self.states)
+            self._draw()
 
-    def refresh(self, states: Sequence[RankState]) -> None:
+    def set_ranks(self, ranks: Sequence[RankView]) -> None:
         """Shows what the ranks do now."""
-        self.states = states
-        if not self.is_live:
-            return
-        if self.live is None:
-            self.live = Live(console=self.console, auto_refresh=False)
-            self.live.start()
-        self.live.update(self._view(), refresh=True)
+        self.ranks = ranks
+        self._draw()
 
     def note(self, text: str) -> None:
         """Prints a sentence above the live table, or as one line."""
@@ -99,23 +93,36 @@ class Display:
         else:
             self.console.print(Text(f" {text}"), soft_wrap=True)
 
+    def _draw(self) -> None:
+        """Updates a terminal. Until the first step a thread does so too, for the clock, and the last view is erased."""
+        if not self.is_live:
+            return
+        if self.live is None:
+            starting = not self.rows
+            self.live = Live(console=self.console, get_renderable=self._view, auto_refresh=starting, transient=starting)
+            self.live.start()
+        self.live.refresh()
+
     def _view(self) -> RenderableType:
         width = self.console.width
-        parts: list[RenderableType] = [Text(), self._header(width)]
-        if len(self.losses) > 1 and not self.console.options.ascii_only:
-            parts.append(self._loss_curve(width))
+        parts: list[RenderableType] = [Text()]
         if self.rows:
+            parts.append(self._header(width))
+            if len(self.losses) > 1 and not self.console.options.ascii_only:
+                parts.append(self._loss_curve(width))
             parts += [Text(), steps_table(self.rows, width)]
-        if self.states and self.state not in ENDED:
+        else:
+            clock = f" {time.monotonic() - self.began:5.1f} s  "
+            parts += [*self.phases, Text.assemble((clock, "dim"), (self.state, STATE_COLOURS[self.state]))]
+        if self.ranks and self.state not in ENDED:
             room = max(1, min(MOST_RANKS, self.console.height - _STEPS - 10))
-            parts += [Text(), states_table(self.states, room, self.rows[-1]["step"] if self.rows else -1, width)]
+            parts += [Text(), ranks_table(self.ranks, room, self.rows[-1]["step"] if self.rows else -1, width)]
         return Group(*parts)
 
     def _header(self, width: int) -> Table:
         """Name, steps, a bar if there is room for it, and the time left or the state."""
-        done = self.rows[-1]["step"] + 1 if self.rows else 0
-        paces = [row["step_seconds"] for row in self.rows]
-        left = (self.steps - done) * sum(paces) / len(paces) if paces else 0.0
+        done = self.rows[-1]["step"] + 1
+        left = (self.steps - done) * sum(row["step_seconds"] for row in self.rows) / len(self.rows)
         rest = Text("done" if done >= self.steps else f"{duration(round(left))} left", "dim")
         if self.state not in ("starting", "running", "finished"):
             rest = Text(self.state, STATE_COLOURS[self.state])
@@ -139,6 +146,16 @@ class Display:
         return Text.assemble((" loss ", "dim"), f"{first} ", (curve, "cyan"), f" {last}")
 
 
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as a line of at most `width` blocks; a block is the mean of neighbouring values."""
+    count = min(width, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)] if count else [0]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    spread = (high - low) or 1.0
+    return "".join(BLOCKS[round((value - low) / spread * (len(BLOCKS) - 1))] for value in means)
+
+
 def print_summary(console: Console, summary: dict[str, Any]) -> None:
     """Prints the results of a run (the driver's summary) and where its files are."""
     files = summary["files"]
@@ -157,45 +174,40 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
             console.print(Text.assemble((f" {name:<9} ", "dim"), fact), soft_wrap=True)
 
 
-def steps_table(rows: Sequence[dict[str, Any]] | deque[dict[str, Any]], width: int) -> Table:
-    heads = ("step>", "loss>", "grad norm>", "lr>", "tokens/s>", "step time>", "bubble>", "planned>")
-    cells = [
-        (
-            str(row["step"]),
-            Text(number(row["loss"], ".4f"), "bold"),
-            number(row["grad_norm"], ".3f"),
-            number(row["lr"], ".2e"),
-            number(row["tokens_per_second"], ",.0f"),
-            duration(row["step_seconds"]),
-            percent(row["bubble_measured"]),
-            Text(percent(row["bubble_planned"]), "dim"),
-        )
-        for row in rows
-    ]
+def steps_table(rows: deque[dict[str, Any]], width: int) -> Table:
+    styles = {"loss": "bold", "planned": "dim"}
+    cells = [[Text(cell, styles.get(head, "")) for head, cell in _figures(row).items()] for row in rows]
     drop = ("planned", "lr", "grad norm", "step time", "bubble", "tokens/s")
-    return fitted_table(heads, cells, width, drop=drop)
+    return fitted_table([f"{head}>" for head in _figures(rows[0])], cells, width, drop=drop)
 
 
-def states_table(states: Sequence[RankState], most: int, newest: int, width: int) -> Table:
+def ranks_table(ranks: Sequence[RankView], most: int, newest: int, width: int) -> Table:
     """A row per rank, `most` in all. A report from before step `newest` is shown only for a lost rank."""
     rows = []
-    for s in states[:most]:
-        is_current = s.step >= newest or s.state == "lost"
-        now = Text(s.state, STATE_COLOURS.get(s.state, "")), str(s.step) if s.step >= 0 else "-", s.instruction
-        rows.append((str(s.rank), str(s.coordinates), *(now if is_current else ("-", "-", ""))))
+    for at in ranks[:most]:
+        is_current = at.step >= newest or at.state == "lost"
+        now = Text(at.state, STATE_COLOURS.get(at.state, "")), str(at.step) if at.step >= 0 else "-", at.instruction
+        rows.append((str(at.rank), str(at.coordinates), *(now if is_current else ("-", "-", ""))))
     heads = ("rank>", "place", "state", "step>", "instruction")
-    return with_rest(fitted_table(heads, rows, width, drop=("step", "instruction", "place")), len(states))
+    return with_rest(fitted_table(heads, rows, width, drop=("step", "instruction", "place")), len(ranks))
 
 
 def step_line(row: dict[str, Any], steps: int) -> str:
     """A step as one line of a log."""
-    parts = [
-        f"step {row['step']:>{len(str(steps))}}",
-        f"loss {number(row['loss'], '.4f')}",
-        f"grad norm {number(row['grad_norm'], '.3f')}",
-        f"lr {number(row['lr'], '.2e')}",
-        f"{number(row['tokens_per_second'], ',.0f')} tokens/s",
-        duration(row["step_seconds"]),
-        f"bubble {percent(row['bubble_measured'])} (planned {percent(row['bubble_planned'])})",
-    ]
-    return "  ".join(parts)
+    step, loss, norm, lr, tokens, seconds, bubble, planned = _figures(row).values()
+    parts = [f"step {step:>{len(str(steps))}}", f"loss {loss}", f"grad norm {norm}", f"lr {lr}", f"{tokens} tokens/s"]
+    return "  ".join([*parts, seconds, f"bubble {bubble} (planned {planned})"])
+
+
+def _figures(row: dict[str, Any]) -> dict[str, str]:
+    """By the head of its column."""
+    return {
+        "step": str(row["step"]),
+        "loss": number(row["loss"], ".4f"),
+        "grad norm": number(row["grad_norm"], ".3f"),
+        "lr": number(row["lr"], ".2e"),
+        "tokens/s": number(row["tokens_per_second"], ",.0f"),
+        "step time": duration(row["step_seconds"]),
+        "bubble": percent(row["bubble_measured"]),
+        "planned": percent(row["bubble_planned"]),
+    }

@@ -9,11 +9,10 @@ from typing import Any
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.display import Display, RankState
+from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.schedules.simulate.timeline import Span
-from pentad.workers.runtime.telemetry import GpuState
 
 
 class EventBus:
@@ -24,7 +23,6 @@ class EventBus:
     ) -> None:
         self.folder, self.display = folder, display
         self.watchers: list[Watcher] = []
-        self.on_gpu_states: Callable[[dict[int, GpuState]], None] = lambda states: None
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
         self.view = RunView(
@@ -76,7 +74,9 @@ class EventBus:
                 view = view._replace(state=state, step=status.step, instruction=status.instruction)
             views.append(view._replace(heartbeat=last_heard.get(view.rank, view.heartbeat)))
         self._set_ranks(tuple(views))
-        self.on_gpu_states({rank: status.gpu for rank, status in statuses.items() if status.gpu is not None})
+        gpus = {rank: status.gpu for rank, status in statuses.items() if status.gpu is not None}
+        for watcher in self.watchers:
+            watcher.on_gpu_states(gpus)
 
     def rank_lost(self, rank: int) -> None:
         self._set_ranks(tuple(v._replace(state="lost") if v.rank == rank else v for v in self.view.ranks))
@@ -103,7 +103,7 @@ class EventBus:
 
     def _set_ranks(self, views: tuple[RankView, ...]) -> None:
         self.update(ranks=views)
-        self.display.refresh([RankState(v.rank, v.coordinates, v.state, v.instruction, v.step) for v in views])
+        self.display.set_ranks(views)
 
 
 def _state(status: Status) -> str:

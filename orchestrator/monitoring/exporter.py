@@ -1,168 +1,276 @@
-"""The Prometheus exporter of a run, on its driver: a watcher that turns events into metrics of all ranks."""
+"""The Prometheus exporter of a run, on its driver: the table of its metrics, and a watcher that keeps their values.
+
+Names are in base units. Labels have few values (never a step or a microbatch) to keep the number of series small.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import product
-from math import nan
-from typing import Any
+from itertools import accumulate, product
+from math import inf, nan
+from typing import Any, Literal, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from pentad.orchestrator.config.version import release
-from pentad.orchestrator.monitoring.exposition import Exposition, Labels
 from pentad.orchestrator.monitoring.metrics_server import MetricsServer
-from pentad.orchestrator.monitoring.run_state import RUN_STATES, RankView, RunView
+from pentad.orchestrator.monitoring.run_state import RUN_STATES, RankView, RunView, Watcher
 from pentad.schedules.simulate.timeline import Span
 from pentad.workers.runtime.telemetry import THROTTLES, GpuState
 
+Labels = tuple[str, ...]
+
+RANK: Labels = ("rank", "dp", "pp", "cp", "tp", "ep", "node")
+# 100 us to 100 s: three buckets per decade, or ten to resolve changes of a quarter.
+COARSE = tuple(float(f"{10 ** (k / 3 - 4):.1g}") for k in range(19))
+FINE = tuple(float(f"{10 ** (k / 10 - 4):.2g}") for k in range(61))
 # Exported as zero from the start: Prometheus sees no increase in a counter that first appears as 1.
 FAULTS = ("killed", "hang", "node", "error", "drain")
 DETECTORS = ("ray", "heartbeat", "deadline", "peer", "notice")
 PHASES = ("detect", "fence", "place", "connect", "state")
 TENSORS = {"loss": "loss", "grad_norm": "gradient"}
-GPU = {
-    "pentad_gpu_memory_used_bytes": "memory_used",
-    "pentad_gpu_memory_size_bytes": "memory_total",
-    "pentad_gpu_power_watts": "power",
-    "pentad_gpu_clock_hertz": "clock",
-    "pentad_gpu_temperature_celsius": "temperature",
+
+
+class Metric(NamedTuple):
+    """`labels` come in addition to `job`, the run's name, which every metric has; `buckets` are those of a histogram.
+
+    A gauge may show the last value of a key of metrics.jsonl (`row`), or a reading of each rank's GPU, a field of
+    GpuState (`gpu`); it has no value where that is None.
+    """
+
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    labels: Labels = ()
+    buckets: tuple[float, ...] = COARSE
+    row: str = ""
+    gpu: str = ""
+
+
+METRICS = {
+    "pentad_build_info": Metric(
+        "gauge", "Always 1; labels tell the version and the program.", ("version", "schedule_hash")
+    ),
+    "pentad_run_state": Metric("gauge", "1 for the present state of the run, 0 for the others.", ("state",)),
+    # progress
+    "pentad_step": Metric("gauge", "Optimizer steps done; less after a recovery from a checkpoint."),
+    "pentad_step_duration_seconds": Metric("histogram", "Duration of a step.", buckets=FINE),
+    "pentad_tokens_total": Metric("counter", "Tokens trained on, counting replayed steps again."),
+    "pentad_model_flops_utilization_ratio": Metric(
+        "gauge", "Model FLOPs utilization (MFU) of the last step.", row="mfu"
+    ),
+    "pentad_effective_training_time_ratio": Metric(
+        "gauge", "Effective training time ratio (ETTR): share of the driver's lifetime in steps, each counted once."
+    ),
+    "pentad_loss": Metric("gauge", "Loss per token of the last step, NaN when it was not finite."),
+    "pentad_grad_norm": Metric("gauge", "Global gradient norm before clipping, NaN when it was not finite."),
+    "pentad_learning_rate": Metric("gauge", "Learning rate of the last step.", row="lr"),
+    "pentad_nonfinite_values_total": Metric(
+        "counter", "Steps with a non-finite loss or gradient norm; the latter skip their update.", ("tensor",)
+    ),
+    # the program
+    "pentad_bubble_ratio": Metric(
+        "gauge", "Idle share of the ranks' time in the last step's makespan, measured.", row="bubble_measured"
+    ),
+    "pentad_bubble_planned_ratio": Metric("gauge", "The same, simulated with measured costs.", row="bubble_planned"),
+    "pentad_instruction_duration_seconds": Metric("histogram", "Duration of an instruction on its lane.", ("op",)),
+    # the ranks
+    "pentad_heartbeat_timestamp_seconds": Metric("gauge", "Unix time at which the rank last answered.", RANK),
+    "pentad_world_size": Metric("gauge", "Live ranks of the mesh."),
+    "pentad_generation": Metric("gauge", "Incarnation of the worker group."),
+    "pentad_failures_total": Metric(
+        "counter", "Ranks lost, by kind of fault and by how it was detected.", ("fault", "detector")
+    ),
+    "pentad_recovery_duration_seconds": Metric("histogram", "Duration of each phase of a recovery.", ("phase",)),
+    "pentad_steps_discarded_total": Metric("counter", "Steps replayed after recoveries."),
+    # checkpoints
+    "pentad_checkpoint_duration_seconds": Metric("histogram", "Time to write a checkpoint.", ("stage",)),
+    "pentad_checkpoint_last_success_timestamp_seconds": Metric(
+        "gauge", "Unix time of the newest checkpoint that this driver committed.", ("tier",)
+    ),
+    "pentad_checkpoint_bytes_total": Metric("counter", "Bytes of checkpoints written."),
+    "pentad_checkpoint_failures_total": Metric("counter", "Checkpoints that could not be written."),
+    # GPUs
+    "pentad_gpu_memory_peak_bytes": Metric("gauge", "Peak memory of tensors in the last step, on the fullest rank."),
+    "pentad_gpu_memory_used_bytes": Metric(
+        "gauge", "Used memory of the rank's GPU, by all processes.", RANK, gpu="memory_used"
+    ),
+    "pentad_gpu_memory_size_bytes": Metric("gauge", "Memory of the rank's GPU.", RANK, gpu="memory_total"),
+    "pentad_gpu_power_watts": Metric("gauge", "Power that the rank's GPU draws.", RANK, gpu="power"),
+    "pentad_gpu_clock_hertz": Metric("gauge", "SM clock of the rank's GPU.", RANK, gpu="clock"),
+    "pentad_gpu_temperature_celsius": Metric("gauge", "Temperature of the rank's GPU.", RANK, gpu="temperature"),
+    "pentad_gpu_throttled": Metric("gauge", "Whether the clocks of the rank's GPU are throttled.", (*RANK, "reason")),
+    "pentad_gpu_ecc_errors_total": Metric(
+        "counter", "ECC errors of the rank's GPU since its driver was loaded.", (*RANK, "type")
+    ),
+}
+FAMILIES: dict[str, Any] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
 }
 
 
-class Exporter:
+class Histogram:
+    """Counts by bucket, with one more for values above the last, and the sum of all values."""
+
+    def __init__(self, buckets: tuple[float, ...]) -> None:
+        self.buckets, self.sum = buckets, 0.0
+        self.counts = [0] * (len(buckets) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.buckets, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        bounds = map(floatToGoString, (*self.buckets, inf))
+        return list(zip(bounds, accumulate(self.counts), strict=True))
+
+
+class Exporter(Watcher, Collector):
     """Serves the metrics of run `job` over HTTP from construction until `close`. Port 0 means a free one.
 
     Raises PentadError when nothing can listen there.
     """
 
     def __init__(self, job: str, host: str, port: int) -> None:
-        self._values = Exposition(job)
+        self._job, self._lock = job, threading.RLock()  # held while values change together
+        self._values: dict[str, dict[Labels, Any]] = {name: {} for name in METRICS}  # numbers or Histograms, by labels
         self._ranks: dict[int, Labels] = {}
         self._furthest, self._productive, self._began = -1, 0.0, time.monotonic()
         self._init_values()
-        self._server = MetricsServer(self._values, host, port)
+        self._server = MetricsServer(self, host, port)
 
     @property
     def address(self) -> str:
         """HOST:PORT."""
         return self._server.address
 
+    def collect(self) -> list[Any]:
+        """The values, for prometheus_client."""
+        with self._lock:
+            elapsed = max(1e-9, time.monotonic() - self._began)
+            self._put("pentad_effective_training_time_ratio", self._productive / elapsed)
+            return [self._family(name, metric) for name, metric in METRICS.items()]
+
     def on_ranks_placed(self, view: RunView) -> None:
         """Drops ranks that are gone, and all GPU readings until there are new ones."""
-        labels = (release(), view.program)
-        with self._values.lock:
-            self._values.replace("pentad_build_info", {labels: 1.0})
+        with self._lock:
+            self._values["pentad_build_info"] = {(release(), view.program): 1.0}
             self.on_view(view)
-            self.set_gpu_states({})
+            self.on_gpu_states({})
 
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
-        with self._values.lock:
+        with self._lock:
             for row in rows:
                 self._step(row)
             for each in spans:
-                self._spans(each)
+                ops = {span.op for span in each}
+                histograms = {op: self._histogram("pentad_instruction_duration_seconds", op) for op in ops}
+                for span in each:
+                    histograms[span.op].observe(span.end - span.start)
 
     def on_view(self, view: RunView) -> None:
         """The run's state and size, and heartbeats on this host's clock."""
-        values, epoch = self._values, time.time() - time.monotonic()
-        with values.lock:
-            values.replace("pentad_run_state", {(state,): float(state == view.state) for state in RUN_STATES})
-            values.put("pentad_step", view.step)
-            values.put("pentad_generation", view.generation)
-            values.put("pentad_world_size", sum(rank.state != "lost" for rank in view.ranks))
+        epoch = time.time() - time.monotonic()
+        with self._lock:
+            self._values["pentad_run_state"] = {(state,): float(state == view.state) for state in RUN_STATES}
+            self._put("pentad_step", view.step)
+            self._put("pentad_generation", view.generation)
+            self._put("pentad_world_size", sum(rank.state != "lost" for rank in view.ranks))
             self._ranks = {rank.rank: rank_labels(rank) for rank in view.ranks}
             heard = {self._ranks[rank.rank]: round(epoch + rank.heartbeat, 3) for rank in view.ranks}
-            values.replace("pentad_heartbeat_timestamp_seconds", heard)
+            self._values["pentad_heartbeat_timestamp_seconds"] = heard
 
     def on_event(self, entry: dict[str, Any]) -> None:
-        with self._values.lock:
+        with self._lock:
             match entry["event"]:
                 case "lost":
-                    self._values.add("pentad_failures_total", 1, entry["fault"], entry["detector"])
+                    self._add("pentad_failures_total", 1, entry["fault"], entry["detector"])
                 case "recovered":
-                    self._recovered(entry)
+                    for phase, seconds in entry["seconds"].items():
+                        self._histogram("pentad_recovery_duration_seconds", phase).observe(seconds)
+                    self._add("pentad_steps_discarded_total", entry["steps_replayed"])
                 case "checkpoint":
-                    self._checkpoint(entry)
+                    self._histogram("pentad_checkpoint_duration_seconds", "disk").observe(entry["seconds"])
+                    self._put("pentad_checkpoint_last_success_timestamp_seconds", entry["time"], "disk")
+                    self._add("pentad_checkpoint_bytes_total", entry["bytes"])
                 case "checkpoint failed":
-                    self._values.add("pentad_checkpoint_failures_total", 1)
+                    self._add("pentad_checkpoint_failures_total", 1)
 
-    def set_gpu_states(self, states: dict[int, GpuState]) -> None:
+    def on_gpu_states(self, states: dict[int, GpuState]) -> None:
         """Replaces the readings of the ranks' GPUs, by rank; those of other ranks are dropped."""
-        known = {self._ranks[rank]: state for rank, state in states.items() if rank in self._ranks}
-        with self._values.lock:
-            for name, field in GPU.items():
-                values = {labels: getattr(state, field) for labels, state in known.items()}
-                self._values.replace(name, {labels: value for labels, value in values.items() if value is not None})
-            throttled = {
+        known = [(self._ranks[rank], state) for rank, state in states.items() if rank in self._ranks]
+        with self._lock:
+            for name, metric in METRICS.items():
+                if metric.gpu:
+                    read = ((labels, getattr(state, metric.gpu)) for labels, state in known)
+                    self._values[name] = {labels: value for labels, value in read if value is not None}
+            self._values["pentad_gpu_throttled"] = {
                 (*labels, reason): float(reason in state.throttles)
-                for labels, state in known.items()
+                for labels, state in known
                 if state.throttles is not None
                 for reason in THROTTLES
             }
-            self._values.replace("pentad_gpu_throttled", throttled)
-            errors = {(*at, "uncorrected"): float(s.ecc_errors) for at, s in known.items() if s.ecc_errors is not None}
-            self._values.replace("pentad_gpu_ecc_errors_total", errors)
+            self._values["pentad_gpu_ecc_errors_total"] = {
+                (*labels, "uncorrected"): float(state.ecc_errors)
+                for labels, state in known
+                if state.ecc_errors is not None
+            }
 
     def close(self) -> None:
         self._server.close()
 
     def _init_values(self) -> None:
-        values = self._values
         for counter in ("tokens", "steps_discarded", "checkpoint_bytes", "checkpoint_failures"):
-            values.add(f"pentad_{counter}_total", 0)
+            self._put(f"pentad_{counter}_total", 0.0)
         for labels in product(FAULTS, DETECTORS):
-            values.add("pentad_failures_total", 0, *labels)
+            self._put("pentad_failures_total", 0.0, *labels)
         for tensor in TENSORS.values():
-            values.add("pentad_nonfinite_values_total", 0, tensor)
-        values.histogram("pentad_step_duration_seconds")
-        values.histogram("pentad_checkpoint_duration_seconds", "disk")
+            self._put("pentad_nonfinite_values_total", 0.0, tensor)
+        self._histogram("pentad_step_duration_seconds")
+        self._histogram("pentad_checkpoint_duration_seconds", "disk")
         for phase in PHASES:
-            values.histogram("pentad_recovery_duration_seconds", phase)
-        values.live["pentad_effective_training_time_ratio"] = self._effective
-
-    def _effective(self) -> float:
-        return self._productive / max(1e-9, time.monotonic() - self._began)
+            self._histogram("pentad_recovery_duration_seconds", phase)
 
     def _step(self, row: dict[str, Any]) -> None:
-        values = self._values
-        values.histogram("pentad_step_duration_seconds").observe(row["step_seconds"])
-        values.add("pentad_tokens_total", row["tokens"])
-        values.put("pentad_learning_rate", row["lr"])
+        self._histogram("pentad_step_duration_seconds").observe(row["step_seconds"])
+        self._add("pentad_tokens_total", row["tokens"])
         for key, tensor in TENSORS.items():
-            values.put(f"pentad_{key}", nan if row[key] is None else row[key])
-            values.add("pentad_nonfinite_values_total", row[key] is None, tensor)
-        for name, key in {
-            "pentad_model_flops_utilization_ratio": "mfu",
-            "pentad_bubble_ratio": "bubble_measured",
-            "pentad_bubble_planned_ratio": "bubble_planned",
-        }.items():
-            if row[key] is not None:
-                values.put(name, row[key])
+            self._put(f"pentad_{key}", nan if row[key] is None else row[key])
+            self._add("pentad_nonfinite_values_total", row[key] is None, tensor)
+        for name, metric in METRICS.items():
+            if metric.row and row[metric.row] is not None:
+                self._put(name, row[metric.row])
         if row["peak_bytes"]:  # not measured on a CPU
-            values.put("pentad_gpu_memory_peak_bytes", row["peak_bytes"])
+            self._put("pentad_gpu_memory_peak_bytes", row["peak_bytes"])
         if row["step"] > self._furthest:  # replayed steps are not productive
             self._furthest = row["step"]
             self._productive += row["step_seconds"]
 
-    def _spans(self, spans: Sequence[Span]) -> None:
-        histograms = {
-            op: self._values.histogram("pentad_instruction_duration_seconds", op) for op in {s.op for s in spans}
-        }
-        for span in spans:
-            histograms[span.op].observe(span.end - span.start)
+    def _put(self, name: str, value: float, *labels: str) -> None:
+        self._values[name][labels] = value
 
-    def _recovered(self, entry: dict[str, Any]) -> None:
-        for phase, seconds in entry["seconds"].items():
-            self._values.histogram("pentad_recovery_duration_seconds", phase).observe(seconds)
-        self._values.add("pentad_steps_discarded_total", entry["steps_replayed"])
+    def _add(self, name: str, amount: float, *labels: str) -> None:
+        self._values[name][labels] = self._values[name].get(labels, 0.0) + amount
 
-    def _checkpoint(self, entry: dict[str, Any]) -> None:
-        self._values.histogram("pentad_checkpoint_duration_seconds", "disk").observe(entry["seconds"])
-        self._values.put("pentad_checkpoint_last_success_timestamp_seconds", entry["time"], "disk")
-        self._values.add("pentad_checkpoint_bytes_total", entry["bytes"])
+    def _histogram(self, name: str, *labels: str) -> Histogram:
+        """The counts, initially zero."""
+        return self._values[name].setdefault(labels, Histogram(METRICS[name].buckets))
+
+    def _family(self, name: str, metric: Metric) -> Any:
+        family = FAMILIES[metric.kind](name, metric.help, labels=(*metric.labels, "job"))
+        for labels, value in self._values[name].items():
+            samples = (value.cumulative(), value.sum) if isinstance(value, Histogram) else (value,)
+            family.add_metric((*labels, self._job), *samples)
+        return family
 
 
 def rank_labels(view: RankView) -> Labels:
-    """Label values of exposition.RANK."""
+    """Label values of RANK."""
     at = view.coordinates
     return (*map(str, (view.rank, at.dp, at.pp, at.cp, at.tp, at.ep)), view.node)

@@ -34,7 +34,7 @@ def watched_head(cluster: Cluster, bus: EventBus) -> Iterator[None]:
         with suppress(Exception):
             bus.record("failure", error=sentence)
             bus.set_state("failed")
-            bus.display.__exit__()
+            bus.display.close()
         with suppress(Exception):
             cluster.kill()
         print(f"pentad: {sentence}", file=sys.stderr, flush=True)

@@ -3,52 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pentad.orchestrator.monitoring.progress_bars import bars, is_coloured, legend
-from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.monitoring.run_state import RankView
+from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
+from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import memories
 from pentad.orchestrator.planning.quantities import count, duration, percent, size
-from pentad.schedules.draw.palette import LOOKS
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Bubble
-from pentad.schedules.spec.mesh import Coordinates
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import num_parameters
 
-MOST_RANKS = 32  # rows of a table of ranks
 
-
-class RankPlacement(NamedTuple):
-    """Where a rank runs; `device` is for example 'GPU 0' or 'CPU', `pid` is -1 before its process exists."""
-
-    rank: int
-    coordinates: Coordinates
-    node: str
-    device: str
-    pid: int = -1
-
-
-def plan_view(
-    console: Console, plan: Plan, costs: Costs, placements: Sequence[RankPlacement] = ()
-) -> list[RenderableType]:
-    """What to print one below the other. The step is simulated at `costs`; `placements` has all ranks, or none."""
+def print_plan(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankView] = ()) -> None:
+    """Prints a plan with a step simulated at `costs`; `ranks` are those placed, or none."""
     coloured = is_coloured(console)
     timeline = simulate(plan.program, costs)
     label = len(str(plan.program.ranks - 1)) + 2
     rows = bars(timeline, max(20, console.width - label - 1), coloured=coloured)
     drawing = [Text.assemble((f"{rank:>{label - 1}} ", "dim"), row, no_wrap=True) for rank, row in enumerate(rows)]
-    ops = [op for op in LOOKS if any(span.op == op for span in timeline.compute)]
     figures = f"  {duration(timeline.makespan)} of compute  bubble {bubble_text(timeline.bubble())}"
-    parts = [facts_table(plan), Text(), ranks_table(plan, placements, console.width), memory_line(plan), Text()]
-    parts.append(Text.assemble((" one step, simulated", "bold"), figures))
-    return [*parts, *drawing, Text.assemble(" " * label, legend(ops, coloured=coloured))]
+    parts = [facts_table(plan), Text(), ranks_table(plan, ranks, console.width), memory_line(plan), Text()]
+    parts += [Text.assemble((" one step, simulated", "bold"), figures), *drawing]
+    for part in [*parts, Text.assemble(" " * label, legend(timeline, coloured=coloured))]:
+        console.print(part)
 
 
 def bubble_text(bubble: Bubble) -> str:
@@ -85,9 +69,9 @@ def facts_table(plan: Plan) -> Table:
     return table
 
 
-def ranks_table(plan: Plan, placements: Sequence[RankPlacement], width: int) -> Table:
+def ranks_table(plan: Plan, ranks: Sequence[RankView], width: int) -> Table:
     """A row per rank: its coordinates, its layers, where it runs and its peak memory."""
-    where = {at.rank: (at.node, at.device, str(at.pid) if at.pid >= 0 else "-") for at in placements}
+    where = {at.rank: (at.node, f"GPU {at.gpu}" if at.gpu >= 0 else "CPU", str(at.pid)) for at in ranks}
     heads = ["rank>", "place", "layers", *(("node", "device", "pid>") if where else ()), "memory>"]
     needs, rows = memories(plan), []
     for rank in range(min(plan.mesh.size, MOST_RANKS)):
@@ -96,13 +80,6 @@ def ranks_table(plan: Plan, placements: Sequence[RankPlacement], width: int) -> 
     drop = ("pid", "device", "node") if where else ()
     table = fitted_table(heads, rows, width, drop=(*drop, "place"), wrapped="layers")
     return with_rest(table, plan.mesh.size)
-
-
-def with_rest(table: Table, rows: int) -> Table:
-    """Says below a table how many of its `rows` it does not show."""
-    if rows > table.row_count:
-        table.add_row("", Text(f"and {rows - table.row_count} more", "dim"))
-    return table
 
 
 def memory_line(plan: Plan) -> RenderableType:

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.metrics import Gauge
 
-from pentad.orchestrator.monitoring.run_state import RunView
+from pentad.orchestrator.monitoring.run_state import RunView, Watcher
 from pentad.schedules.simulate.timeline import Span
 
 GAUGES = {
@@ -21,14 +21,11 @@ GAUGES = {
 }
 
 
-class RayMetrics:
+class RayMetrics(Watcher):
     """A watcher that does nothing unless Ray is initialized. Ray reports the metrics of run `job` every ten seconds."""
 
     def __init__(self, job: str) -> None:
         self._job, self._gauges = job, dict[str, Any]()
-
-    def on_ranks_placed(self, view: RunView) -> None:
-        self.on_view(view)
 
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         last = rows[-1]
@@ -39,9 +36,6 @@ class RayMetrics:
     def on_view(self, view: RunView) -> None:
         self._set("pentad_step", view.step)
         self._set("pentad_world_size", sum(rank.state != "lost" for rank in view.ranks))
-
-    def on_event(self, entry: dict[str, Any]) -> None:
-        pass
 
     def close(self) -> None:
         self._gauges.clear()

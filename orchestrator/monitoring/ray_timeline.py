@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import grpc
 import ray
 
-from pentad.orchestrator.monitoring.run_state import RunView
-from pentad.schedules.draw.palette import look
+from pentad.orchestrator.monitoring.run_state import RunView, Watcher
+from pentad.schedules.draw.palette import grouped, op_style
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.mesh import Coordinates
 
@@ -62,9 +62,8 @@ class Step(NamedTuple):
     spans: tuple[Span, ...]
 
 
-class RayTimeline:
-    """A Watcher. Its first error is passed to `note`, in the caller's thread; the run continues without the
-    timeline."""
+class RayTimeline(Watcher):
+    """Its first error is passed to `note`, in the caller's thread; the run continues without the timeline."""
 
     def __init__(self, keep: int, note: Callable[[str], None]) -> None:
         """Publishes at least the last `keep` steps, 0: none; ranks beyond MAX_TASKS, and spans of a rank and step
@@ -74,8 +73,7 @@ class RayTimeline:
         self._numbers: dict[Coordinates, int] = {}
         self._rows: dict[int, Row] = {}
         self._pending: deque[Step] = deque(maxlen=keep)
-        self._changed = threading.Condition()
-        self._closing = False
+        self._closing = threading.Event()
         self._error: str | None = None
         self._reported = False
         self._thread: threading.Thread | None = None
@@ -95,21 +93,14 @@ class RayTimeline:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ray-timeline", daemon=True)
             self._thread.start()
-        with self._changed:
-            self._pending.extend(Step(self._rows, step) for step in spans)
-            self._changed.notify_all()
+        self._pending.extend(Step(self._rows, step) for step in spans)
 
     def on_view(self, view: RunView) -> None:
         self._report()
 
-    def on_event(self, entry: dict[str, Any]) -> None:
-        pass
-
     def close(self) -> None:
         """Pushes the remaining steps, for at most TIMEOUT_SECONDS."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._closing.set()
         if self._thread is not None:
             self._thread.join(TIMEOUT_SECONDS)
         self._report()
@@ -122,12 +113,14 @@ class RayTimeline:
     def _run(self) -> None:
         try:
             with _channel() as channel:
-                push = _Push(channel, self._keep, self._wall)
-                while steps := self._next_steps():
+                push, pause, closing = _Push(channel, self._keep, self._wall), MIN_INTERVAL_SECONDS, False
+                while not closing:
+                    closing = self._closing.wait(pause)
                     began = time.monotonic()
-                    self._try(lambda: push.steps(steps))
+                    if steps := [self._pending.popleft() for _ in range(len(self._pending))]:
+                        self._try(lambda: push.steps(steps))
                     spent = time.monotonic() - began
-                    self._wait(max(MIN_INTERVAL_SECONDS, spent / MAX_DUTY_CYCLE) - spent)
+                    pause = max(MIN_INTERVAL_SECONDS, spent / MAX_DUTY_CYCLE) - spent
                 self._try(push.finish)
         except Exception as error:  # another version of Ray
             self._error = f"{type(error).__name__}: {error}"
@@ -138,18 +131,6 @@ class RayTimeline:
             push()
         except grpc.RpcError as error:
             self._error = f"{error.code().name}: {error.details()}"
-
-    def _next_steps(self) -> list[Step]:
-        """Waits for steps after the last push; [] when the run is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending or self._closing)
-            steps = list(self._pending)
-            self._pending.clear()
-            return steps
-
-    def _wait(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing, seconds)
 
 
 class _Push:
@@ -246,11 +227,9 @@ def _tasks_per_rank(spans: int, keep: int, ranks: int) -> int:
 
 def _by_rank(step: Step) -> dict[int, list[Span]]:
     """The spans shown in each rank's row."""
-    found: dict[int, list[Span]] = {}
-    for span in sorted(step.spans, key=lambda span: span.start):
-        if span.rank in step.rows and (span.lane == "compute" or span.op == "NORM"):
-            found.setdefault(span.rank, []).append(span)
-    return {rank: list(_merged(spans)) for rank, spans in found.items()}
+    shown = [s for s in step.spans if s.rank in step.rows and (s.lane == "compute" or s.op == "NORM")]
+    by_rank = grouped(sorted(shown, key=lambda span: span.start), lambda span: span.rank)
+    return {rank: list(_merged(spans)) for rank, spans in by_rank.items()}
 
 
 def _merged(spans: Sequence[Span]) -> Iterator[Span]:
@@ -266,5 +245,5 @@ def _merged(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _facts(span: Span) -> dict[str, Any]:
-    colour = EVENT_OF_COLOUR.get(look(span.op).cname, "")
+    colour = EVENT_OF_COLOUR.get(op_style(span.op).cname, "")
     return {"name": span.name, "cname": colour, "step": span.step, "stage": span.stage, "microbatch": span.microbatch}

@@ -1,4 +1,4 @@
-"""The state of a run that others can see, the requests they can make, and the interface of what watches a run.
+"""The state of a run that others can see, the requests they can make, and the base of what watches a run.
 
 The driver's main thread writes; the control service, the exporter and others read from their own threads.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.mesh import Coordinates
+from pentad.workers.runtime.telemetry import GpuState
 
 RUN_STATES = ("starting", "running", "paused", "recovering", "stopping", "finished", "stopped", "failed")
 RANK_STATES = ("starting", "running", "waiting", "idle", "hung", "lost")
@@ -56,17 +57,21 @@ class RunView(NamedTuple):
     endpoints: dict[str, str] = {}  # noqa: RUF012
 
 
-class Watcher(Protocol):
+class Watcher:
     """Is notified of a run's events, in the driver's main thread: it must neither block nor raise."""
 
     def on_ranks_placed(self, view: RunView) -> None:
         """At the start and after every recovery, perhaps on another mesh."""
+        self.on_view(view)
 
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         """Completed steps: their rows of metrics.jsonl, and the spans of each on this host's monotonic clock."""
 
     def on_view(self, view: RunView) -> None:
         """About twice a second, and whenever the run's state changes."""
+
+    def on_gpu_states(self, states: dict[int, GpuState]) -> None:
+        """The ranks' GPUs, by rank, as often as `on_view`."""
 
     def on_event(self, entry: dict[str, Any]) -> None:
         """A line of journal.jsonl as it is written."""

@@ -62,7 +62,7 @@ class RunFolder:
     def begin(self, config: RunConfig) -> None:
         """Writes `config.yaml` and `program.arrow`, which hold for the steps from now on."""
         _replace(self.path / CONFIG, dump(config))
-        _replace(self.path / PROGRAM, self.plan.program.to_bytes())
+        self.replan(self.plan)
 
     @property
     def checkpoints(self) -> Path:
@@ -75,8 +75,8 @@ class RunFolder:
 
     def saved(self) -> list[int]:
         """Steps of the committed checkpoints, intact or not."""
-        return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step-*/manifest.json")
-                      if path.parent.name[5:].isdecimal())  # fmt: skip
+        steps = (path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/manifest.json"))
+        return sorted(int(step) for step in steps if step.isdecimal())
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl; `row` has at least METRIC_KEYS."""

@@ -8,38 +8,37 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-Cell = str | Text
-
-
-def table_of(*heads: str) -> Table:
-    """An empty table without lines; a head that ends in '>' is that of a right-aligned column."""
-    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
-    for head in heads:
-        table.add_column(head.rstrip(">"), justify="right" if head.endswith(">") else "left", no_wrap=True)
-    return table
+MOST_RANKS = 32  # rows of a table of ranks
 
 
 def fitted_table(
-    heads: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, *, drop: Sequence[str], wrapped: str = ""
+    heads: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, *, drop: Sequence[str], wrapped: str = ""
 ) -> Table:
     """A table of at most `width` characters: columns are dropped in the order of `drop` until the others fit.
 
-    The column `wrapped` may take several lines per row.
+    A head that ends in '>' is that of a right-aligned column. The column `wrapped` may take several lines per row.
     """
-    names, left = [head.rstrip(">") for head in heads], list(range(len(heads)))
+    columns = {head.rstrip(">"): (head, [row[index] for row in rows]) for index, head in enumerate(heads)}
 
-    def needed(column: int) -> int:
-        texts = [names[column], *(str(row[column]) for row in rows)]
-        parts = [word for text in texts for word in text.split()] if names[column] == wrapped else texts
+    def needed(name: str) -> int:
+        texts = [name, *map(str, columns[name][1])]
+        parts = [word for text in texts for word in text.split()] if name == wrapped else texts
         return 2 + max(map(cell_len, parts))
 
     for name in drop:
-        if sum(map(needed, left)) <= width:
+        if sum(map(needed, columns)) <= width:
             break
-        left.remove(names.index(name))
-    table = table_of(*(heads[column] for column in left))
-    for column, index in zip(table.columns, left, strict=True):
-        column.no_wrap = names[index] != wrapped
-    for row in rows:
-        table.add_row(*(row[column] for column in left))
+        del columns[name]
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
+    for name, (head, _) in columns.items():
+        table.add_column(name, justify="right" if head.endswith(">") else "left", no_wrap=name != wrapped)
+    for cells in zip(*(cells for _, cells in columns.values()), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def with_rest(table: Table, rows: int) -> Table:
+    """Says below a table how many of its `rows` it does not show."""
+    if rows > table.row_count:
+        table.add_row("", Text(f"and {rows - table.row_count} more", "dim"))
     return table

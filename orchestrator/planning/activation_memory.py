@@ -1,13 +1,12 @@
 """Tensors that a stage allocates for one piece (a slice of a microbatch), their bytes, and when they are freed.
 
-Follows `workers/model`. Notation: T tokens of a piece, t of them in this rank's part of the residual stream (t = T /
-tp), H hidden, N query heads and M key-value heads of this rank, D and E the widths of a query and of a value, I the
-width of a feed-forward network on this rank, V its part of the vocabulary.
+Follows `workers/model`, which allocates them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from pentad.schedules.spec.cp_layout import CpMethod
@@ -19,12 +18,18 @@ BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 INDEX = 8  # bytes of an int64
 PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most so many parts
 
-# The operation that frees a workspace before it ends, or the one that allocates a tensor and the one that frees it.
+OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the layer or stage behind unless gathered
+# The operation that a workspace exists in, or the ones that allocate and free a tensor.
 Life = Literal["F", "B", "W", "F-B", "F-W", "B-W"]
 
 
+def wide_bytes(dtype: str) -> int:
+    """Bytes of an element of statistics, sums, main gradients and optimizer state, with such a dtype of compute."""
+    return max(BYTES[dtype], BYTES["float32"])
+
+
 class Piece(NamedTuple):
-    """`rows` sequences with `length` positions each on a context rank, in one of `slices` of a microbatch."""
+    """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch."""
 
     rows: int
     length: int
@@ -51,12 +56,11 @@ class Piece(NamedTuple):
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of statistics, sums and main gradients."""
-        return max(self.itemsize, BYTES["float32"])
+        return wide_bytes(self.dtype)
 
     @property
     def is_gathered(self) -> bool:
-        """Whether tensor ranks gather all tokens before a product, and so have a copy of its input."""
+        """Whether tp ranks gather all tokens before a product, and so have a copy of its input."""
         return self.mesh.tp > 1
 
     def stream(self, hidden: int) -> int:
@@ -67,20 +71,19 @@ class Piece(NamedTuple):
         return self.tokens * hidden * self.itemsize
 
     def copy(self, hidden: int) -> int:
-        """Bytes of a gathered stream, 0 without tensor ranks."""
+        """Bytes of a gathered stream, 0 without other tp ranks."""
         return self.is_gathered * self.full_stream(hidden)
 
 
 class Allocation(NamedTuple):
     """A tensor, or several. Selective recomputation frees those with `recompute` after F; OFFLOAD leaves those without
-    `offload`. The `incoming` one is the gradient that B receives, allocated by the layer or stage behind."""
+    `offload`."""
 
     what: str
     life: Life
     bytes: int
     offload: bool = True
     recompute: bool = False
-    incoming: bool = False
 
 
 class Totals(NamedTuple):
@@ -92,7 +95,6 @@ class Totals(NamedTuple):
     not_offloadable: int
     reused: int
     deferred: int
-    incoming: int
     forward: int
     backward: int
     weight: int
@@ -100,21 +102,17 @@ class Totals(NamedTuple):
 
 def total(allocations: Iterable[Allocation]) -> Totals:
     found = list(allocations)
-    saved = [each for each in found if each.life in ("F-B", "F-W")]
-
-    def workspace(op: Life) -> int:
-        return max((each.bytes for each in found if each.life == op), default=0)
-
+    size = {life: sum(each.bytes for each in found if each.life == life) for life in ("F-B", "F-W", "B-W")}
+    most = {op: max((each.bytes for each in found if each.life == op), default=0) for op in ("F", "B", "W")}
     return Totals(
-        saved=sum(each.bytes for each in saved),
-        recomputable=sum(each.bytes for each in saved if each.recompute),
-        not_offloadable=sum(each.bytes for each in saved if not each.offload),
-        reused=sum(each.bytes for each in saved if each.life == "F-W"),
-        deferred=sum(each.bytes for each in found if each.life in ("F-W", "B-W")),
-        incoming=sum(each.bytes for each in found if each.incoming),
-        forward=workspace("F"),
-        backward=workspace("B"),
-        weight=workspace("W"),
+        saved=size["F-B"] + size["F-W"],
+        recomputable=sum(each.bytes for each in found if each.recompute),
+        not_offloadable=sum(each.bytes for each in found if not each.offload),
+        reused=size["F-W"],
+        deferred=size["F-W"] + size["B-W"],
+        forward=most["F"],
+        backward=most["B"],
+        weight=most["W"],
     )
 
 
@@ -122,6 +120,21 @@ def piece_of(plan: Plan) -> Piece:
     length = plan.batch.sequence_length // plan.program.slices // plan.mesh.cp
     sizes = plan.batch.micro_batch_size, length, plan.dtype, plan.device, plan.program.slices
     return Piece(*sizes, plan.mesh, plan.cp_method, plan.document_mask, plan.deterministic)
+
+
+def sublayers(model: ModelSpec, has_experts: bool, piece: Piece) -> list[list[Allocation]]:
+    """Of a layer: a norm, attention, a norm, a feed-forward network."""
+    mixer = attention(model, piece) if model.mla is None else latent_attention(model, model.mla, piece)
+    if has_experts and model.experts is not None:
+        network = moe(model.hidden, model.experts, piece)
+    else:
+        network = mlp(model.hidden, model.ffn, piece)
+    return [
+        list(norm(model.hidden, piece, reused=model.mla is not None or not piece.is_gathered)),
+        list(mixer),
+        list(norm(model.hidden, piece, reused=not piece.is_gathered)),
+        list(network),
+    ]
 
 
 def norm(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:
@@ -135,61 +148,56 @@ def norm(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:
 
 def attention(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     """Grouped-query attention: queries, keys and values are parts of one tensor."""
-    tokens, hidden, width, c = piece.tokens, model.hidden, model.qk_head_dim, piece.itemsize
-    heads, kv_heads = model.heads // piece.mesh.tp, max(1, model.kv_heads // piece.mesh.tp)
-    qkv, out = tokens * (heads + 2 * kv_heads) * width * c, tokens * heads * width * c
-    exchanged = tokens * (heads + 2 * max(kv_heads, piece.mesh.cp)) * width * c
-    core = attention_core(AttentionShape(piece, heads, kv_heads, width, width, qkv, exchanged))
-    stream, copy = piece.full_stream(hidden), piece.copy(hidden)
-    yield from core.saved
+    shape = attention_shape(model, piece)
+    saved, forward, backward = attention_core(shape)
+    out, qkv = shape.output, shape.inputs
+    stream, copy = piece.full_stream(model.hidden), piece.copy(model.hidden)
+    yield from saved
     yield Allocation("heads' output", "F-W", out)
     if model.qk_norm:
-        normed = tokens * (heads + kv_heads)
-        yield Allocation("heads before their norm", "F-B", normed * width * c)
+        normed, width = piece.tokens * (shape.heads + shape.kv_heads), shape.query
+        yield Allocation("heads before their norm", "F-B", normed * width * piece.itemsize)
         yield Allocation("heads' scales", "F-B", normed * piece.wide, offload=False)
         yield Allocation("gradients of the heads' norms", "B-W", 2 * width * piece.wide)
-    yield Allocation("gradient of the result", "B-W", stream, incoming=not piece.is_gathered)
+    yield Allocation(OUTPUT_GRADIENT, "B-W", stream)
     yield Allocation("gradients of queries, keys and values", "B-W", qkv)
     yield Allocation("gathered input", "B-W", copy)
-    yield Allocation("attention", "F", copy + core.forward)
+    yield Allocation("attention", "F", copy + forward)
     yield Allocation("product with the output weight", "F", 2 * copy + stream)
-    yield Allocation("attention, gradients of heads and of their parts", "B", core.backward + out + qkv)
-    yield Allocation("gradient of the input", "B", copy + piece.stream(hidden))
+    yield Allocation("attention, gradients of heads and of their parts", "B", backward + out + qkv)
+    yield Allocation("gradient of the input", "B", copy + piece.stream(model.hidden))
 
 
 def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Allocation]:
-    """Multi-head latent attention (arXiv 2405.04434, 2.1): latent vectors are made of a rank's own tokens, then
-    gathered."""
+    """Multi-head latent attention (arXiv 2405.04434, 2.1): each tp rank computes the latent vectors of its own tokens,
+    which are then gathered."""
     tokens, own, hidden, c = piece.tokens, piece.sequence_parallel_tokens, model.hidden, piece.itemsize
-    heads, width = model.heads // piece.mesh.tp, model.qk_head_dim
-    queries, out = tokens * heads * width * c, tokens * heads * mla.v_head_dim * c
-    keys_values = tokens * heads * (mla.qk_nope_head_dim + mla.v_head_dim) * c
-    core = attention_core(
-        AttentionShape(piece, heads, heads, width, mla.v_head_dim, 2 * queries + keys_values, 2 * queries + out)
-    )
+    shape = attention_shape(model, piece)
+    saved, forward, backward = attention_core(shape)
+    out, queries = shape.output, tokens * shape.heads * shape.query * c
     latents = mla.kv_lora_rank + mla.q_lora_rank
-    yield from core.saved
+    yield from saved
     yield Allocation("heads' output", "F-W", out)
     yield Allocation("latents", "F-B", own * latents * c)
     yield Allocation("normed latents", "F-B" if piece.is_gathered else "F-W", own * latents * c)
     yield Allocation("latents' scales", "F-B", own * piece.wide * (1 + bool(mla.q_lora_rank)), offload=False)
-    yield Allocation("gradient of the result", "B-W", piece.full_stream(hidden), incoming=not piece.is_gathered)
-    yield Allocation("gradients of queries, keys and values", "B-W", queries + keys_values)
+    yield Allocation(OUTPUT_GRADIENT, "B-W", piece.full_stream(hidden))
+    yield Allocation("gradients of queries, keys and values", "B-W", shape.inputs - queries)
     yield Allocation("gradients of latents and the rotary key", "B-W", own * (latents + mla.qk_rope_head_dim) * c)
     yield Allocation("gradients of the latents' norms", "B-W", latents * piece.wide)
     if piece.is_gathered:
         yield Allocation("gathered latents", "B-W", tokens * latents * c)
         yield Allocation("gathered input of the queries", "B-W", 0 if mla.q_lora_rank else piece.copy(hidden))
     gathered = tokens * (latents + mla.qk_rope_head_dim) * c
-    yield Allocation("attention, gathered latents", "F", core.forward + gathered + piece.copy(hidden))
-    yield Allocation("attention, gradients of heads", "B", core.backward + 2 * (queries + out) + piece.copy(hidden))
+    yield Allocation("attention, gathered latents", "F", forward + gathered + piece.copy(hidden))
+    yield Allocation("attention, gradients of heads", "B", backward + 2 * (queries + out) + piece.copy(hidden))
 
 
 def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
-    """Gated feed-forward network (SwiGLU) of a width that tensor ranks split."""
+    """Gated feed-forward network (SwiGLU) of a width that tp ranks split."""
     inner, copy = piece.tokens * (width // piece.mesh.tp) * piece.itemsize, piece.copy(hidden)
     yield Allocation("gate and up", "F-B", 2 * inner, recompute=True)
-    yield Allocation("gradient of the result", "B-W", piece.full_stream(hidden), incoming=not piece.is_gathered)
+    yield Allocation(OUTPUT_GRADIENT, "B-W", piece.full_stream(hidden))
     yield Allocation("gated", "B-W", inner)
     yield Allocation("gradients of gate and up", "B-W", 2 * inner)
     yield Allocation("gathered input", "B-W", copy)
@@ -199,8 +207,8 @@ def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
 
 
 def moe(hidden: int, experts: Experts, piece: Piece) -> Iterator[Allocation]:
-    """Mixture of experts. Rows are as many as there can be: groups that gather tokens (GPUs) have room for all of them,
-    and no more come to those that exchange them (CPUs)."""
+    """Mixture of experts, with as many rows as there can be: ep groups that gather tokens (GPUs) allocate them all, and
+    those that exchange tokens (CPUs) get no more."""
     tokens, c, wide, ep = piece.tokens, piece.itemsize, piece.wide, piece.mesh.ep
     local = experts.num_experts // ep
     width = experts.intermediate_size // piece.mesh.tp
@@ -219,7 +227,7 @@ def moe(hidden: int, experts: Experts, piece: Piece) -> Iterator[Allocation]:
     yield Allocation("received tokens", "F-W", received)
     yield Allocation("gate and up", "F-B", 2 * (rows * width + tokens * shared) * c, recompute=True)
     if ep == 1 or shared:
-        yield Allocation("gradient of the result", "B-W", tokens * hidden * c, incoming=not piece.is_gathered)
+        yield Allocation(OUTPUT_GRADIENT, "B-W", tokens * hidden * c)
     yield Allocation("received gradients", "B-W", received)
     yield Allocation("gated, gradients of gate and up", "B-W", 3 * (rows * width + tokens * shared) * c)
     yield Allocation("gradients of the router's logits", "B-W", tokens * experts.num_experts * c)
@@ -230,18 +238,27 @@ def moe(hidden: int, experts: Experts, piece: Piece) -> Iterator[Allocation]:
     yield Allocation("sorted rows", "W", rows * hidden * c)
 
 
+def heads_and_mtp(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
+    """Head and loss, and the layers that predict further tokens, each with a head."""
+    yield from head(model, piece)
+    for _ in range(model.mtp_layers):
+        yield from mtp_input(model, piece)
+        yield from chain.from_iterable(sublayers(model, model.experts is not None, piece))
+        yield from head(model, piece)
+
+
 def head(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     """The last norm, the output head and the loss; logits become their gradient."""
     yield from norm(model.hidden, piece, reused=not piece.is_gathered)
     yield Allocation("logits", "F-W", piece.tokens * (model.vocab // piece.mesh.tp) * piece.itemsize)
     yield Allocation("log-sum-exps", "F-B", piece.tokens * piece.wide, offload=False)
-    # tensor ranks count targets from their own first word
+    # tp ranks count targets from the first word of their shard
     yield Allocation("targets", "F-B", piece.is_gathered * piece.tokens * INDEX, offload=False)
     yield Allocation("gathered input", "B-W", piece.copy(model.hidden))
 
 
 def lookup(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
-    """The embedding's gradient waits for W; tensor ranks count tokens from their own first word."""
+    """The embedding's gradient waits for W; tp ranks count tokens from the first word of their shard."""
     yield Allocation("gradient of the rows", "B-W", piece.full_stream(model.hidden))
     yield Allocation("tokens", "B-W", piece.is_gathered * piece.tokens * INDEX)
 
@@ -259,16 +276,9 @@ def mtp_input(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     yield from lookup(model, piece)
 
 
-def kv_elements(model: ModelSpec, piece: Piece) -> int:
-    """Elements of the keys and values of one layer."""
-    if model.mla is not None:
-        return piece.tokens * model.heads // piece.mesh.tp * (model.qk_head_dim + model.mla.v_head_dim)
-    return piece.tokens * max(1, model.kv_heads // piece.mesh.tp) * 2 * model.qk_head_dim
-
-
 class AttentionShape(NamedTuple):
-    """`inputs` are the bytes of the tensors that queries, keys and values are parts of, `exchanged` those of the same
-    for whole sequences and fewer heads (Ulysses)."""
+    """Heads of this rank and their widths. `inputs` are the bytes of the tensors that contain queries, keys and
+    values."""
 
     piece: Piece
     heads: int
@@ -276,98 +286,75 @@ class AttentionShape(NamedTuple):
     query: int
     value: int
     inputs: int
-    exchanged: int
 
     @property
     def is_exchanged(self) -> bool:
+        """Whether ranks have whole sequences of fewer heads (Ulysses)."""
         return self.piece.mesh.cp > 1 and self.piece.cp_method == "ulysses"
 
     @property
-    def saved_inputs(self) -> int:
-        return self.exchanged if self.is_exchanged else self.inputs
+    def exchanged(self) -> int:
+        """Elements of queries, keys and values that ranks exchange then: a key-value head for each."""
+        kv_heads = max(self.kv_heads, self.piece.mesh.cp)
+        return self.piece.tokens * (self.heads * self.query + kv_heads * (self.query + self.value))
+
+    @property
+    def keys_values(self) -> int:
+        """Elements of keys and values."""
+        return self.piece.tokens * self.kv_heads * (self.query + self.value)
 
     @property
     def output(self) -> int:
+        """Bytes of the heads' output."""
         return self.piece.tokens * self.heads * self.value * self.piece.itemsize
 
-    @property
-    def log_sum_exps(self) -> int:
-        return self.piece.tokens * self.heads * self.piece.wide
 
-    @property
-    def scores(self) -> int:
-        """Elements of all scores."""
-        return self.piece.tokens * self.heads * self.piece.length * self.piece.slices * self.piece.mesh.cp
-
-    @property
-    def transfers(self) -> int:
-        """Bytes of keys and values in flight between context ranks."""
-        cp, piece = self.piece.mesh.cp, self.piece
-        if cp == 1:
-            return 0
-        blocks = {"ring": 3, "all_gather": cp + 1, "ulysses": 4}[piece.cp_method]
-        return blocks * piece.tokens * self.kv_heads * (self.query + self.value) * piece.itemsize
+def attention_shape(model: ModelSpec, piece: Piece) -> AttentionShape:
+    heads, query, mla = model.heads // piece.mesh.tp, model.qk_head_dim, model.mla
+    if mla is None:
+        kv_heads, value = max(1, model.kv_heads // piece.mesh.tp), query
+        inputs = heads * query + kv_heads * 2 * query
+    else:  # keys are made of two parts
+        kv_heads, value = heads, mla.v_head_dim
+        inputs = heads * (2 * query + mla.qk_nope_head_dim + value)
+    return AttentionShape(piece, heads, kv_heads, query, value, piece.tokens * inputs * piece.itemsize)
 
 
-class AttentionCore(NamedTuple):
-    """What scaled dot-product attention saves besides its output, and its workspaces."""
-
-    saved: list[Allocation]
-    forward: int
-    backward: int
-
-
-def attention_core(shape: AttentionShape) -> AttentionCore:
-    """By the kernel that computes it (kernels/attention)."""
-    piece = shape.piece
+def attention_core(shape: AttentionShape) -> tuple[list[Allocation], int, int]:
+    """(what scaled dot-product attention saves, bytes of its workspaces in F and B), by the kernel that computes it
+    (kernels/attention)."""
+    piece, cp, is_exchanged = shape.piece, shape.piece.mesh.cp, shape.is_exchanged
+    is_split = cp > 1 and not is_exchanged
     is_flash = piece.device == "cuda" and piece.dtype == "bfloat16"
-    if is_flash or piece.document_mask or (piece.mesh.cp > 1 and not shape.is_exchanged):
-        return _partial_attention(shape, is_flash=is_flash)
-    if shape.query == shape.value and (piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)):
-        return _torch_attention(shape)
-    return _eager_attention(shape)
-
-
-def _partial_attention(shape: AttentionShape, *, is_flash: bool) -> AttentionCore:
-    """Blocks of a sequence, merged by their log-sum-exps: flash attention on a GPU, else products in float32."""
-    piece = shape.piece
-    saved = [
-        Allocation("queries, keys and values", "F-B", shape.saved_inputs),
-        Allocation("log-sum-exps", "F-B", shape.log_sum_exps),
-    ]
-    if shape.is_exchanged or not is_flash:
+    is_fused = piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)
+    inputs = shape.exchanged * piece.itemsize if is_exchanged else shape.inputs
+    log_sum_exps = other = Allocation("log-sum-exps", "F-B", piece.tokens * shape.heads * piece.wide)
+    scores = piece.tokens * shape.heads * piece.length * piece.slices * cp
+    score_workspace = 4 * scores * piece.wide
+    # keys and values in flight between cp ranks, in blocks
+    blocks = {"ring": 3, "all_gather": cp + 1, "ulysses": 4}[piece.cp_method] if cp > 1 else 0
+    forward = backward = blocks * shape.keys_values * piece.itemsize
+    if is_flash or piece.document_mask or is_split:
+        # blocks of a sequence, merged by their log-sum-exps: flash attention on a GPU, else products in float32
+        saves_output = not is_flash
+        backward *= {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.cp_method]  # gradients in flight are float32
+        forward += is_split * piece.tokens * shape.heads * shape.value * piece.wide
+        forward += _padded_values(shape) if is_flash else score_workspace
+        backward += _flash_backward(shape) if is_flash else score_workspace
+    elif is_fused and shape.query == shape.value:
+        # torch's own kernel, in an autograd graph
+        saves_output, other = False, log_sum_exps._replace(offload=False)
+    else:
+        # scores and probabilities in an autograd graph
+        is_view = is_exchanged and piece.itemsize == piece.wide  # values are in rows already
+        graph = piece.tokens * shape.heads * (2 * shape.query + (0 if is_view else shape.value)) + scores
+        what = "scaled queries and keys, values, probabilities"
+        saves_output, other = True, Allocation(what, "F-B", graph * piece.wide, offload=False)
+        forward, backward = forward + score_workspace, score_workspace
+    saved = [Allocation("queries, keys and values", "F-B", inputs), other]
+    if saves_output or is_exchanged:
         saved.append(Allocation("output", "F-B", shape.output))
-    is_split = piece.mesh.cp > 1 and not shape.is_exchanged
-    merged = is_split * piece.tokens * shape.heads * shape.value * piece.wide
-    gradient_blocks = {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.cp_method]  # gradients in flight are float32
-    forward = _padded_values(shape) if is_flash else 4 * shape.scores * piece.wide
-    backward = _flash_backward(shape) if is_flash else 4 * shape.scores * piece.wide
-    return AttentionCore(saved, forward + shape.transfers + merged, backward + gradient_blocks * shape.transfers)
-
-
-def _torch_attention(shape: AttentionShape) -> AttentionCore:
-    """torch's own fused kernel, in an autograd graph."""
-    saved = [
-        Allocation("queries, keys and values", "F-B", shape.saved_inputs),
-        Allocation("log-sum-exps", "F-B", shape.log_sum_exps, offload=False),
-    ]
-    if shape.is_exchanged:
-        saved.append(Allocation("output", "F-B", shape.output))
-    return AttentionCore(saved, shape.transfers, shape.transfers)
-
-
-def _eager_attention(shape: AttentionShape) -> AttentionCore:
-    """Scores and probabilities in an autograd graph."""
-    piece = shape.piece
-    is_view = shape.is_exchanged and piece.itemsize == piece.wide  # values are in rows already
-    graph = piece.tokens * shape.heads * (2 * shape.query + (0 if is_view else shape.value)) + shape.scores
-    saved = [
-        Allocation("queries, keys and values", "F-B", shape.saved_inputs),
-        Allocation("scaled queries and keys, values, probabilities", "F-B", graph * piece.wide, offload=False),
-        Allocation("output", "F-B", shape.output),
-    ]
-    workspace = 4 * shape.scores * piece.wide
-    return AttentionCore(saved, workspace + shape.transfers, workspace)
+    return saved, forward, backward
 
 
 def _padded_values(shape: AttentionShape) -> int:

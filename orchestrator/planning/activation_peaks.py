@@ -1,7 +1,7 @@
-"""Most bytes of activations that a rank holds at once, counted along its instruction stream.
+"""Peak bytes of activations on a rank, counted along its instruction stream.
 
-Operations are `Effect`s: what they add to the bytes held, and the most on the way. Effects of layers in sequence are
-that of a stage, effects of instructions in sequence that of a rank.
+Every operation has an `Effect` on the bytes held. The effects of layers in sequence make that of a stage, and those of
+instructions in sequence make that of a rank.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from pentad.orchestrator.planning import activation_memory as memory
-from pentad.orchestrator.planning.activation_memory import Piece, Totals, piece_of, total
+from pentad.orchestrator.planning.activation_memory import Piece, Totals, attention_shape, piece_of, total
 from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
 from pentad.schedules.spec.model import CustomModel, ModelSpec
 from pentad.schedules.spec.plan import Plan
@@ -21,13 +22,13 @@ OPS = (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD)
 
 
 class Effect(NamedTuple):
-    """Bytes more than before, at the end and at the most."""
+    """Change in the bytes held, at the end and at the peak."""
 
     held: int
     peak: int
 
     def without(self, allocated: int) -> Effect:
-        """With so many bytes allocated by somebody else, and freed by this."""
+        """With `allocated` bytes that are allocated elsewhere but freed here."""
         return Effect(self.held - allocated, self.peak - allocated)
 
 
@@ -62,13 +63,13 @@ class StageActivations:
     not_offloadable: int
     input: int
     deferred: int
-    incoming: int
-    kv_cache: int
-    kv_gradients: int
     forward: dict[str, Effect]  # by what is recomputed
     backward: Effect
     weight: Effect
     backward_and_weight: Effect
+    incoming: int = 0
+    kv_cache: int = 0
+    kv_gradients: int = 0
 
     def kept(self, mode: str) -> int:
         """Bytes from F on, with 'none', 'selective' or 'full' recomputation."""
@@ -82,54 +83,28 @@ class StageActivations:
 
 class LayerEffects(NamedTuple):
     totals: Totals
+    incoming: int  # bytes of the gradient that B receives, which W reads
     forward: Effect
     backward: Effect
 
 
 @lru_cache(maxsize=4096)
 def layer_effects(model: ModelSpec, has_experts: bool, piece: Piece) -> LayerEffects:
-    """Two sublayers, each behind a norm."""
-    hidden, stream = model.hidden, piece.stream(model.hidden)
-    mixer = memory.attention(model, piece) if model.mla is None else memory.latent_attention(model, model.mla, piece)
-    if has_experts and model.experts is not None:
-        network = memory.moe(hidden, model.experts, piece)
-    else:
-        network = memory.mlp(hidden, model.ffn, piece)
-    parts = [
-        total(memory.norm(hidden, piece, reused=model.mla is not None or not piece.is_gathered)),
-        total(mixer),
-        total(memory.norm(hidden, piece, reused=not piece.is_gathered)),
-        total(network),
-    ]
+    stream, sublayers = piece.stream(model.hidden), memory.sublayers(model, has_experts, piece)
+    totals, parts = total(chain(*sublayers)), [total(part) for part in sublayers]
+    received = sum(each.bytes for each in sublayers[-1] if each.what == memory.OUTPUT_GRADIENT)
     forward = sequence(
         allocate(2 * stream),  # the branch that came in, and what attention adds
         *(sequence(allocate(part.saved), workspace(part.forward)) for part in parts),
         allocate(-2 * stream),
     )
-    backward = [sequence(allocate(part.deferred - part.reused), workspace(part.backward)) for part in parts]
-    totals = _sum(parts)._replace(incoming=parts[3].incoming)
-    return LayerEffects(
-        totals,
-        forward,
-        sequence(
-            backward[3],
-            backward[2],
-            allocate(stream),  # the gradient behind the second norm
-            backward[1],
-            backward[0],
-            allocate(totals.reused - totals.saved - stream),
-        ),
+    norm, mixer, second_norm, network = (
+        sequence(allocate(part.deferred - part.reused), workspace(part.backward)) for part in parts
     )
-
-
-def _sum(parts: Sequence[Totals]) -> Totals:
-    """Of bytes that stay; workspaces follow each other."""
-    sums = Totals(*map(sum, zip(*parts, strict=True)))
-    return sums._replace(
-        forward=max(part.forward for part in parts),
-        backward=max(part.backward for part in parts),
-        weight=max(part.weight for part in parts),
-    )
+    gradient = allocate(stream)  # of the second norm's result
+    freed = allocate(totals.reused - totals.saved - stream)
+    backward = sequence(network, second_norm, gradient, mixer, norm, freed)
+    return LayerEffects(totals, 0 if piece.is_gathered else received, forward, backward)
 
 
 def stage_activations(
@@ -144,13 +119,15 @@ def stage_activations(
 def _stage(model: ModelSpec, span: tuple[int, int], first: bool, last: bool, piece: Piece) -> StageActivations:
     dense = 0 if model.experts is None else model.experts.first_k_dense
     layers = [layer_effects(model, model.experts is not None and number >= dense, piece) for number in range(*span)]
-    stream, end = piece.stream(model.hidden), _end(model, piece) if last else _sum([total(())])
+    stream = piece.stream(model.hidden)
+    end = total(memory.heads_and_mtp(model, piece) if last else ())
     embedding = total(memory.lookup(model, piece) if first else ())
-    sums = _sum([*(layer.totals for layer in layers), end, embedding])
+    parts = [*(layer.totals for layer in layers), end, embedding]
+    deferred = sum(part.deferred for part in parts)
     # W of the embedding fills a gradient of all its rows, and of the pieces' in its width
     rows = model.vocab // piece.mesh.tp + piece.tokens * (piece.wide > piece.itemsize)
     lookup = rows * model.hidden * piece.wide
-    kv = sum(memory.kv_elements(model, piece) for _ in layers) if piece.slices > 1 else 0
+    kv = len(layers) * attention_shape(model, piece).keys_values if piece.slices > 1 else 0
     end_backward = sequence(allocate(end.deferred - end.reused), allocate(end.reused - end.saved))
     forward = {
         "none": sequence(*(layer.forward for layer in layers), allocate(end.saved)),
@@ -166,51 +143,39 @@ def _stage(model: ModelSpec, span: tuple[int, int], first: bool, last: bool, pie
     }
     blocks = [(end_backward, end.deferred, lookup if model.mtp_layers and last else 0)]
     blocks += [(layer.backward, layer.totals.deferred, layer.totals.weight) for layer in reversed(layers)]
-    blocks += [(allocate(embedding.deferred), embedding.deferred, lookup)] if first else []
+    blocks.append((allocate(embedding.deferred), embedding.deferred, lookup if first else 0))
     return StageActivations(
-        saved=sums.saved,
+        saved=sum(part.saved for part in parts),
         recomputable=sum(layer.totals.recomputable for layer in layers),
-        not_offloadable=sums.not_offloadable,
+        not_offloadable=sum(part.not_offloadable for part in parts),
         input=stream,
-        deferred=sums.deferred,
-        incoming=0 if last else layers[-1].totals.incoming,
+        deferred=deferred,
+        incoming=0 if last else layers[-1].incoming,
         kv_cache=piece.slices * kv * piece.itemsize,
         kv_gradients=(piece.slices - 1) * kv * piece.wide,
         forward=forward,
         backward=sequence(*(backward for backward, _, _ in blocks)),
-        weight=Effect(-sums.deferred, max(needed for _, _, needed in blocks)),
-        backward_and_weight=_backward_and_weight(blocks, is_late=_runs_w_late(piece)),
+        weight=Effect(-deferred, max(needed for _, _, needed in blocks)),
+        backward_and_weight=_backward_and_weight(blocks, piece),
     )
 
 
-def _runs_w_late(piece: Piece) -> bool:
-    """Whether W of a layer runs in the layer before: B waits for other ranks only there, within attention."""
-    return piece.mesh.cp > 1 and piece.mesh.tp * piece.mesh.ep == 1
-
-
-def _backward_and_weight(blocks: Sequence[tuple[Effect, int, int]], *, is_late: bool) -> Effect:
-    """BW of layers (B, bytes deferred, workspace of W): W follows at once, or during the next one's B."""
+def _backward_and_weight(blocks: Sequence[tuple[Effect, int, int]], piece: Piece) -> Effect:
+    """BW of layers (B, bytes deferred, workspace of W): W runs at once, or during the next layer's B if that waits for
+    other ranks only within attention."""
     effects: list[Effect] = []
-    pending = 0
+    is_late, pending = piece.mesh.cp > 1 and piece.mesh.tp * piece.mesh.ep == 1, 0
     for backward, deferred, needed in blocks:
-        effects += [backward, allocate(-pending)]
+        effects += [backward, allocate(-pending), workspace(needed)]
         pending = deferred
-        effects.append(workspace(needed))
         if not is_late:
             effects.append(allocate(-pending))
             pending = 0
     return sequence(*effects, allocate(-pending))
 
 
-def _end(model: ModelSpec, piece: Piece) -> Totals:
-    """Head and loss, and the layers that predict further tokens, each with a head."""
-    head = total(memory.head(model, piece))
-    layer = layer_effects(model, model.experts is not None, piece).totals
-    return _sum([head, *model.mtp_layers * [total(memory.mtp_input(model, piece)), layer, head]])._replace(weight=0)
-
-
 def _custom_stage(model: ModelSpec, custom: CustomModel, span: tuple[int, int], piece: Piece) -> StageActivations:
-    """Of a custom model's layers: counted by running them on tensors without values."""
+    """Of a custom model's layers, which run on meta tensors to be counted."""
     import torch
 
     from pentad.workers.custom.inspect import activation_bytes
@@ -225,9 +190,6 @@ def _custom_stage(model: ModelSpec, custom: CustomModel, span: tuple[int, int], 
         not_offloadable=found.saved - found.offloadable,
         input=received,
         deferred=found.deferred,
-        incoming=0,
-        kv_cache=0,
-        kv_gradients=0,
         forward={"none": allocate(saved), "selective": allocate(saved), "full": Effect(received, found.layer)},
         backward=Effect(found.deferred - saved, most - saved),
         weight=Effect(-found.deferred, 0),
@@ -240,7 +202,7 @@ def activations_of(plan: Plan, stage: int) -> StageActivations:
 
 
 def activation_peaks(plan: Plan, rank: int) -> tuple[int, int]:
-    """Most bytes that a rank of the mesh holds at once on its device, and on the host."""
+    """Peak bytes of a rank of the mesh on its device, and on the host."""
     walk = _Walk(plan, plan.mesh.coordinates(rank).pp)
     for instruction in instructions_of(plan.program.streams[walk.rank]):
         if instruction.op in OPS:
@@ -249,8 +211,8 @@ def activation_peaks(plan: Plan, rank: int) -> tuple[int, int]:
 
 
 class _Walk:
-    """Applies the effects of a stream's instructions. A result stays until the next stage on the same rank reads it, or
-    for the moment until it is sent."""
+    """Applies the effects of a stream's instructions. A result stays until it is sent, or until the next stage reads it
+    if that is on the same rank."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank, self.slices = plan, rank, plan.program.slices

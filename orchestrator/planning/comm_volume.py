@@ -11,7 +11,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from pentad.orchestrator.planning.activation_memory import BYTES, INDEX, Piece, piece_of
+from pentad.orchestrator.planning.activation_memory import BYTES, INDEX, Piece, attention_shape, piece_of, wide_bytes
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
@@ -60,6 +60,11 @@ def param_shards_at(plan: Plan, rank: int, stage: int) -> list[ParamShard]:
     return [shard for shard in plan.param_shards_of(rank) if shard.stage == stage]
 
 
+def padded_elements(plan: Plan, shard: ParamShard) -> int:
+    """Of all parts that ZeRO cuts it into, which are equally long."""
+    return plan.num_zero_shards(shard) * plan.zero_shard_size(shard)
+
+
 def comm_volume(plan: Plan, rank: int) -> CommVolume:
     """All that a rank sends in a step, except sums of a few bytes at its end."""
     found, piece = CommVolume(), piece_of(plan)
@@ -91,14 +96,13 @@ def stage_volume(model: ModelSpec, span: tuple[int, int], piece: Piece, phase: P
     found.include(layer_volume(model, model.experts is not None, piece, phase), mtp_layers)
     if piece.mesh.tp > 1 and phase != "selective":
         stream = piece.full_stream(model.hidden)
-        for _ in range((span[0] == 0) + mtp_layers):  # embeddings
-            _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", 1, stream)
-        for _ in range((span[1] == model.layers) + mtp_layers):  # heads
-            _add_tp(found, piece, "all_gather", 1, stream)
-            if phase == "B":
-                _add_tp(found, piece, "reduce_scatter", num_tiles(piece.tokens), stream)
-            else:  # log-sum-exps and targets' logits
-                _add_tp(found, piece, "all_gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.wide)
+        embeddings, heads = (end + mtp_layers for end in (span[0] == 0, span[1] == model.layers))
+        _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", embeddings, embeddings * stream)
+        _add_tp(found, piece, "all_gather", heads, heads * stream)
+        if phase == "B":
+            _add_tp(found, piece, "reduce_scatter", heads * num_tiles(piece.tokens), heads * stream)
+        else:  # log-sum-exps and targets' logits
+            _add_tp(found, piece, "all_gather", heads, heads * piece.mesh.tp * 2 * piece.tokens * piece.wide)
     return found
 
 
@@ -126,13 +130,13 @@ def _is_collective(instruction: Instruction) -> bool:
 
 def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volume:
     """A gather is of all buckets, one operation each; a reduction is of one bucket."""
-    holders, full = len(plan.holders(shard)), plan.num_zero_shards(shard) * plan.zero_shard_size(shard)
+    holders, full = len(plan.holders(shard)), padded_elements(plan, shard)
     if instruction.op is Op.ALL_GATHER:
         return Volume(plan.buckets(shard), full * (holders - 1) // holders * BYTES[plan.dtype])
     bucket = aligned_part(full, plan.program.buckets[shard.stage])
     elements = max(0, min(bucket, full - max(0, instruction.microbatch) * bucket))
     rounds = 2 if instruction.op is Op.ALL_REDUCE else 1
-    return Volume(1, rounds * elements * (holders - 1) // holders * max(BYTES[plan.dtype], BYTES["float32"]))
+    return Volume(1, rounds * elements * (holders - 1) // holders * wide_bytes(plan.dtype))
 
 
 def _add_tp(found: CommVolume, piece: Piece, kind: str, operations: int, full: int) -> None:
@@ -163,20 +167,18 @@ def _add_latent_attention(found: CommVolume, piece: Piece, phase: Phase, hidden:
 
 
 def _add_context_parallel(found: CommVolume, model: ModelSpec, piece: Piece, phase: Phase) -> None:
-    cp, tokens, heads = piece.mesh.cp, piece.tokens, model.heads // piece.mesh.tp
-    kv_heads = heads if model.mla is not None else max(1, model.kv_heads // piece.mesh.tp)
-    query, value = model.qk_head_dim, model.qk_head_dim if model.mla is None else model.mla.v_head_dim
-    if piece.cp_method == "ulysses":
-        out, inputs = tokens * heads * value, tokens * (heads * query + max(kv_heads, cp) * (query + value))
-        found.add("cp", "all_to_all", 2, (out + inputs) * piece.itemsize * (cp - 1) // cp)
+    cp, shape, is_backward = piece.mesh.cp, attention_shape(model, piece), phase == "B"
+    if shape.is_exchanged:
+        moved = shape.output + shape.exchanged * piece.itemsize
+        found.add("cp", "all_to_all", 2, moved * (cp - 1) // cp)
         return
-    keys_values, is_backward = tokens * kv_heads * (query + value), phase == "B"
+    values, gradients = shape.keys_values * piece.itemsize, shape.keys_values * piece.wide
     if piece.cp_method == "ring":
-        found.add("cp", "ring", cp - 1, (cp - 1) * keys_values * piece.itemsize)
-        found.add("cp", "ring", cp * is_backward, cp * is_backward * keys_values * piece.wide)
+        found.add("cp", "ring", cp - 1, (cp - 1) * values)
+        found.add("cp", "ring", cp * is_backward, cp * is_backward * gradients)
         return
-    found.add("cp", "all_gather", 1, (cp - 1) * keys_values * piece.itemsize)
-    found.add("cp", "reduce_scatter", int(is_backward), (cp - 1) * keys_values * piece.wide)
+    found.add("cp", "all_gather", 1, (cp - 1) * values)
+    found.add("cp", "reduce_scatter", int(is_backward), (cp - 1) * gradients)
 
 
 def _add_expert_parallel(found: CommVolume, hidden: int, experts: Experts, piece: Piece, phase: Phase) -> None:

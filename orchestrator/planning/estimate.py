@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from statistics import median
 
-from pentad.orchestrator.planning.activation_memory import BYTES, INDEX
+from pentad.orchestrator.planning.activation_memory import BYTES, INDEX, piece_of, wide_bytes
 from pentad.orchestrator.planning.activation_peaks import activation_peaks, activations_of
-from pentad.orchestrator.planning.comm_volume import param_shards_at
+from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.hardware import DEVICES
 from pentad.schedules.ir.instruction import RECEIVES, REDUCTIONS, Op, instructions_of
@@ -24,9 +24,9 @@ CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
 
 def costs_of(plan: Plan) -> Costs:
-    """A plan's guessed costs."""
-    sizes = plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices
-    return guess_costs(*sizes, plan.recompute, plan.mesh, plan.cp_method, plan.zero)
+    """A plan's guessed costs, those that its program was compiled with."""
+    piece = piece_of(plan)._replace(document_mask=False, deterministic=True)
+    return guess_costs(plan.model, plan.layers, piece, plan.recompute, plan.zero)
 
 
 def step_seconds(timeline: Timeline) -> float:
@@ -37,8 +37,8 @@ def step_seconds(timeline: Timeline) -> float:
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:
     """Measured costs: medians over the spans of an op on a stage, or None if a stage has none.
 
-    BW counts half for each of B and W, and `parted` divides the time of overlapped pairs. Transfers and collectives
-    count their shortest span, since the others contain waiting.
+    BW counts half for each of B and W, and `attributed_seconds` divides the time of overlapped pairs. Transfers and
+    collectives count their shortest span, since the others contain waiting.
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     for span, took in attributed_seconds(timeline.spans):
@@ -53,10 +53,10 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
     def shortest(*ops: Op) -> float:
         return min((min(times) for (op, _), times in seconds.items() if op in ops), default=0.0)
 
-    forward, backward, weight = (tuple(of(op, s) for s in range(program.stages)) for op in (Op.F, Op.B, Op.W))
+    stages = range(program.stages)
+    forward, backward, weight = (tuple(of(op, s) for s in stages) for op in (Op.F, Op.B, Op.W))
     if not all((*forward, *backward, *weight)):
         return None
-    stages = range(program.stages)
     recompute, offload = (
         tuple(of(op, s) if (op, s) in seconds else 0.0 for s in stages) for op in (Op.RECOMPUTE, Op.OFFLOAD)
     )
@@ -102,18 +102,17 @@ def mfu(tokens_per_second: float, plan: Plan, device_name: str) -> float | None:
 
 
 def memory(plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes that a rank of the mesh needs at the most, by kind.
+    """Peak bytes of a rank of the mesh, by kind.
 
     'parameters' are in the dtype of compute; 'master' is 0 if those are the master weights themselves. With ZeRO,
     'parameters', 'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include
-    workspaces. 'tables' are tokens, rotary tables and cuBLAS's workspace. 'host' is offloaded, and no part of 'total'.
+    workspaces. 'tables' are tokens, rotary tables and cuBLAS's workspace. 'host' is offloaded, and not part of 'total'.
     """
     pp = plan.mesh.coordinates(rank).pp
     stream = plan.program.streams[pp]
-    compute = BYTES[plan.dtype]
-    wide = max(compute, BYTES["float32"])
+    compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
     shards = sum(map(plan.zero_shard_size, plan.param_shards_of(rank)))
-    weights = gradients = _padded_elements(plan, rank)
+    weights = gradients = sum(padded_elements(plan, shard) for shard in plan.param_shards_of(rank))
     if plan.zero == 3:
         weights = shards + _pool_elements(plan, rank, weight_slots(plan.program, pp))
     if plan.zero > 1:
@@ -141,7 +140,7 @@ def memories(plan: Plan) -> list[dict[str, int]]:
 def stage_memory(plan: Plan, rank: int) -> list[dict[str, int]]:
     """Bytes of each stage of a rank: its state, and what one piece saves from F to B ('saved') and from B to W
     ('deferred')."""
-    wide, found = max(BYTES[plan.dtype], BYTES["float32"]), []
+    wide, found = wide_bytes(plan.dtype), []
     for stage in plan.stages_of(rank):
         shards, activations = param_shards_at(plan, rank, stage), activations_of(plan, stage)
         full, own = sum(map(plan.size, shards)), sum(map(plan.zero_shard_size, shards))
@@ -157,13 +156,8 @@ def _tables(plan: Plan, rank: int) -> int:
     length = plan.batch.sequence_length // plan.mesh.cp
     tokens = (2 + model.mtp_layers) * plan.batch.micro_batch_size * length * plan.batch.microbatches * INDEX
     reads_tokens = {0, plan.program.stages - 1} & set(stages)
-    rotary = len(stages) * length * width * max(BYTES[plan.dtype], BYTES["float32"])
+    rotary = len(stages) * length * width * wide_bytes(plan.dtype)
     return rotary + (tokens if reads_tokens else 0) + (CUBLAS if plan.device == "cuda" else 0)
-
-
-def _padded_elements(plan: Plan, rank: int) -> int:
-    """Elements of all stages of a rank, padded to equal shards."""
-    return sum(plan.num_zero_shards(shard) * plan.zero_shard_size(shard) for shard in plan.param_shards_of(rank))
 
 
 def _pool_elements(plan: Plan, rank: int, slots: BufferSlots) -> int:
@@ -172,5 +166,5 @@ def _pool_elements(plan: Plan, rank: int, slots: BufferSlots) -> int:
     for (stage, _), slot in slots.items():
         for shard in param_shards_at(plan, rank, stage):
             at = slot, shard.experts
-            longest[at] = max(longest[at], plan.num_zero_shards(shard) * plan.zero_shard_size(shard))
+            longest[at] = max(longest[at], padded_elements(plan, shard))
     return longest.total()

@@ -1,17 +1,14 @@
-"""Whether the ranks of a plan have enough memory, found out before anything is started."""
+"""Whether the ranks of a plan have enough memory."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from operator import itemgetter
 
-from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import memories
-from pentad.orchestrator.planning.hardware import ASSUMED_DEVICE, DEVICES, NODE_GPUS
-from pentad.orchestrator.planning.planning import make_plan, require_shards
+from pentad.orchestrator.planning.hardware import DEVICES, gpu_name, known_gpu
 from pentad.orchestrator.planning.quantities import size
-from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
 RESERVED = 2 * 2**30  # bytes of a GPU for the CUDA context, communicators and fragmentation
@@ -44,11 +41,11 @@ class Fit:
         """'fits: rank 0 needs ...', or 'does not fit: ...' with the bytes by kind."""
         needs = "all ranks together need" if self.device.is_shared else f"rank {self.rank} needs"
         text = f"{needs} {size(self.needed)} {self.device.where}, which has {size(self.device.bytes)}"
-        return f"fits: {text}" if self.ok else f"does not fit: {text} (rank {self.rank}: {self._kinds()})"
-
-    def _kinds(self) -> str:
-        kinds = {name: part for name, part in self.by_kind.items() if part and name not in ("total", "host")}
-        return ", ".join(f"{name} {size(kinds[name])}" for name in sorted(kinds, key=kinds.__getitem__, reverse=True))
+        if self.ok:
+            return f"fits: {text}"
+        kinds = [(part, name) for name, part in self.by_kind.items() if part and name not in ("total", "host")]
+        shares = (f"{name} {size(part)}" for part, name in sorted(kinds, key=itemgetter(0), reverse=True))
+        return f"does not fit: {text} (rank {self.rank}: {', '.join(shares)})"
 
 
 def device_memory(device: str, gib: float | None = None) -> DeviceMemory:
@@ -65,50 +62,8 @@ def device_memory(device: str, gib: float | None = None) -> DeviceMemory:
 
 
 def fit_of(plan: Plan, device: DeviceMemory) -> Fit:
-    """Whether all ranks have room, by the planner's estimate."""
+    """Whether all ranks have enough memory, by the planner's estimate."""
     ranks = memories(plan)
     fullest = max(range(plan.mesh.size), key=lambda rank: ranks[rank]["total"])
     shared = sum(each["total"] + each["host"] for each in ranks)
     return Fit(device, shared if device.is_shared else ranks[fullest]["total"], fullest, ranks[fullest])
-
-
-def first_plan(config: RunConfig, device: str, fingerprint: str = "") -> Plan:
-    """The plan that a run begins with, made before anything is started or written.
-
-    On a local cluster, ranks must fit on the 'cpu' or 'cuda' devices of this machine, if those are known. Raises
-    PentadError.
-    """
-    if config.cluster.address != "local":
-        return assumed_plan(config, fingerprint)
-    plan = make_plan(config, device, fingerprint=fingerprint)
-    require_shards(config, plan)
-    found = fit_of(plan, device_memory(device))
-    if not found.ok and (device == "cpu" or gpu_name() in DEVICES):
-        raise PentadError(f"run {config.run.name} {found.sentence}")
-    return plan
-
-
-def assumed_plan(config: RunConfig, fingerprint: str = "") -> Plan:
-    """The plan for a cluster that nobody has joined yet: with GPUs unless the configuration says otherwise, and
-    NODE_GPUS a host. `plan_on` corrects it."""
-    device = "cpu" if config.cluster.device == "cpu" else "cuda"
-    spans_hosts = config.mesh.size > NODE_GPUS and config.cluster.transport != "peer"
-    plan = make_plan(config, device, hosts=1 + spans_hosts, fingerprint=fingerprint)
-    require_shards(config, plan)
-    return plan
-
-
-def gpu_name() -> str:
-    """The driver's name of this machine's first GPU, '' without one."""
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key == "Model":
-                return value.strip()
-    return ""
-
-
-def known_gpu() -> str:
-    """This machine's GPU if its figures are known, else the assumed one."""
-    name = gpu_name()
-    return name if name in DEVICES else ASSUMED_DEVICE

@@ -1,10 +1,14 @@
-"""What devices and links attain: makers' data sheets, and rates assumed until a run has measured its own."""
+"""What devices and links attain, by data sheets and by rates assumed until a run has measured its own; and the GPUs of
+this machine, found without torch, Ray or NVML."""
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+from pentad.orchestrator.config.sections import ClusterSection
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Axis, Mesh
 
@@ -94,3 +98,39 @@ def require_tp_on_node(mesh: Mesh, *, across: bool) -> None:
     if mesh.tp > NODE_GPUS and not across:
         expected = f"at most {NODE_GPUS}, the GPUs of a node, or mesh.tp_across_nodes = true"
         raise PentadError(f"mesh.tp is {mesh.tp}: expected {expected}")
+
+
+def local_gpus() -> int:
+    """Number of GPUs that CUDA_VISIBLE_DEVICES leaves a process on this machine."""
+    found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    return min(found, len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]))
+
+
+def local_device(section: ClusterSection, ranks: int) -> tuple[str, str]:
+    """The device of a local run's ranks, 'cpu' or 'cuda', and a note for the user. With fewer GPUs than ranks, 'auto'
+    is 'cpu', and the note says so."""
+    if section.device != "auto":
+        return section.device, ""
+    gpus = local_gpus()
+    if 0 < gpus < ranks:
+        return "cpu", f"{ranks} ranks need a GPU each, but this machine has {gpus}: training on CPUs"
+    return ("cuda" if gpus else "cpu"), ""
+
+
+def gpu_name() -> str:
+    """The driver's name of this machine's first GPU, '' without one."""
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key == "Model":
+                return value.strip()
+    return ""
+
+
+def known_gpu() -> str:
+    """This machine's GPU if its figures are known, else the assumed one."""
+    name = gpu_name()
+    return name if name in DEVICES else ASSUMED_DEVICE

@@ -1,4 +1,4 @@
-"""The meshes of a number of GPUs that a run fits on, the fastest first.
+"""The meshes of a number of GPUs that a run fits on, fastest first.
 
 All factorisations into five axes are tried, with microbatches of a few sizes, and as little recomputation and ZeRO as
 makes them fit. Time and memory are estimated from the first microbatches of a step; the best meshes are compiled and
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
@@ -28,7 +29,7 @@ from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.passes.zero import add_gradient_buffer_waits
 from pentad.schedules.search.auto import AUTO
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import unit_times
+from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import BatchSpec, Plan
@@ -39,6 +40,7 @@ ROWS = (1, 2, 4, 8)  # sequences of a microbatch
 MODES = ("none", "selective", "full")
 SAVING_ALL = ("gpipe", "looped-bfs")  # save the activations of every microbatch
 COMPILED = 10  # of the best estimates
+_order = lru_cache(maxsize=256)(generate)
 
 
 class MeshChoice(NamedTuple):
@@ -63,7 +65,7 @@ class MeshSearch(NamedTuple):
 
 
 def search_meshes(config: RunConfig, gpus: int, device: DeviceMemory) -> MeshSearch:
-    """Of the legal meshes of `gpus` ranks with so much memory."""
+    """Tries all meshes of `gpus` ranks with this much memory each."""
     estimates: list[MeshChoice] = []
     reasons: dict[str, tuple[str, int]] = {}
     with gc_paused():
@@ -82,11 +84,11 @@ def search_meshes(config: RunConfig, gpus: int, device: DeviceMemory) -> MeshSea
 
 def all_meshes(ranks: int) -> Iterator[Mesh]:
     """Every factorisation of a number of ranks."""
-    for pp in _divisors(ranks):
-        for tp in _divisors(ranks // pp):
-            for cp in _divisors(ranks // pp // tp):
-                for ep in _divisors(ranks // pp // tp // cp):
-                    yield Mesh(ranks // pp // tp // cp // ep, pp, cp, tp, ep)
+    divisors = [each for each in range(1, ranks + 1) if ranks % each == 0]
+    for pp, tp, cp, ep in product(divisors, repeat=4):
+        dp, rest = divmod(ranks, pp * tp * cp * ep)
+        if not rest:
+            yield Mesh(dp, pp, cp, tp, ep)
 
 
 def overrides_of(plan: Plan) -> dict[str, str | int]:
@@ -130,11 +132,11 @@ def _fastest(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> MeshChoice:
 def _require_state_fits(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> None:
     """Raises PentadError if the average rank has no room for weights and gradients (6 bytes a parameter) and for shards
     of master weights and moments (12 bytes)."""
-    model = config.shape("bfloat16")
+    model = config.model_spec("bfloat16")
     if model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
         raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
     check_divisibility(model, mesh, config.batch.sequence_length, mesh.tp, cp_method=config.mesh.cp_method)
-    parameters = local_parameters(model, 0, model.layers, mesh) / mesh.pp
+    parameters = sum(local_parameters(model, 0, model.layers, mesh)) / mesh.pp
     least = parameters * (6 + 12 / (mesh.size / mesh.tp / mesh.pp))
     if least > device.bytes and not config.zero.max_gathered:
         raise _does_not_fit(mesh, device, least)
@@ -147,7 +149,7 @@ def _does_not_fit(mesh: Mesh, device: DeviceMemory, needed: float) -> PentadErro
 
 def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
     """Plans with less and less memory and a program of the first microbatches. Raises PentadError if none is legal."""
-    model, length = config.shape("bfloat16"), config.batch.sequence_length
+    model, length = config.model_spec("bfloat16"), config.batch.sequence_length
     name = "zb-1p" if config.schedule.name == AUTO else config.schedule.name
     first = microbatches if name in SAVING_ALL else min(microbatches, 2 * mesh.pp + 2)
     order = _order(name, mesh.pp, first, config.options)
@@ -160,15 +162,16 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
     batch = BatchSpec(config.batch.global_batch_size, length, microbatches, replicas)
     for mode in MODES if model.custom is None else ("none", "full"):
         for zero in _zero_stages(mesh, order):
-            recompute = frozenset(range(order.stages)) if mode != "none" else frozenset()
-            memory_options = MemoryOptions(
-                zero=zero if zero > 1 else 0,  # stage 1 changes no buffer of the program
-                max_gathered=config.zero.max_gathered if zero == 3 else None,
-                recompute=recompute,
-            )
+            modes = (mode,) * order.stages if mode != "none" else ()
+            # stage 1 changes no buffer of the program
+            memory_options = _memory_options(config, zero if zero > 1 else 0, modes)
             program = _program(name, mesh.pp, first, config.options, memory_options)
-            modes = (mode,) * order.stages if recompute else ()
             yield replace(plan, mesh=mesh, batch=batch, program=program, zero=zero, recompute=modes)
+
+
+def _memory_options(config: RunConfig, zero: int, modes: Sequence[str]) -> MemoryOptions:
+    recompute = frozenset(stage for stage, mode in enumerate(modes) if mode != "none")
+    return MemoryOptions(zero=zero, max_gathered=config.zero.max_gathered if zero == 3 else None, recompute=recompute)
 
 
 def _zero_stages(mesh: Mesh, order: Program) -> Sequence[int]:
@@ -180,7 +183,7 @@ def _zero_stages(mesh: Mesh, order: Program) -> Sequence[int]:
 
 
 def _peak_bytes(plan: Plan) -> int:
-    """Bytes of the fullest of a few ranks: both ends of the pipeline, their neighbours and the middle."""
+    """Of the fullest of a few ranks: both ends of the pipeline, their neighbours and the middle."""
     last = plan.mesh.pp - 1
     some = {pp for pp in (0, 1, last // 2, last - 1, last) if 0 <= pp <= last}
     return max(memory(plan, plan.mesh.move(0, pp=pp))["total"] for pp in some)
@@ -188,23 +191,16 @@ def _peak_bytes(plan: Plan) -> int:
 
 def _seconds(plan: Plan, microbatches: int) -> float:
     """Of a step: the time of the first microbatches, and that of each further one on the busiest rank."""
-    order = plan.program.compute()
-    costs = _with_recompute(costs_of(plan))
-    starts, ends = unit_times(order, costs)
+    order, costs = plan.program.compute(), costs_of(plan)
+    if costs.recompute:  # a compute order has no RECOMPUTE: its seconds are in those of B
+        costs = replace(costs, backward=tuple(map(sum, zip(costs.backward, costs.recompute, strict=True))))
+    starts, ends = action_times(order, costs)
     stages = [costs.forward[s] + costs.backward[s] + costs.weight[s] + 3 * costs.launch for s in range(order.stages)]
     busiest = max(sum(stages[stage] for stage in held) for held in order.placement) * order.slices
     holders = max(len(order.holders(stage)) for stage in range(order.stages))
     further = (microbatches - order.microbatches) * busiest / holders
     reduction = costs.reduce * order.chunks if plan.batch.replicas * plan.mesh.cp > 1 else 0.0
     return float(ends.max() - starts.min()) + further + reduction + costs.norm + costs.step
-
-
-def _with_recompute(costs: Costs) -> Costs:
-    """With the seconds of RECOMPUTE in those of B, for a compute order."""
-    if not costs.recompute:
-        return costs
-    backward = tuple(map(sum, zip(costs.backward, costs.recompute, strict=True)))
-    return replace(costs, backward=backward)
 
 
 def _compiled(config: RunConfig, estimate: MeshChoice) -> MeshChoice:
@@ -218,32 +214,20 @@ def _compiled(config: RunConfig, estimate: MeshChoice) -> MeshChoice:
         gated=plan.transport == "nccl",
         replicas=plan.batch.replicas * plan.mesh.cp,
         options=config.options,
-        memory_options=MemoryOptions(
-            zero=plan.zero,
-            max_gathered=config.zero.max_gathered if plan.zero == 3 else None,
-            recompute=frozenset(stage for stage, mode in enumerate(plan.recompute) if mode != "none"),
-            buckets=buckets_of(config, plan.model, plan.layers, plan.mesh, plan.dtype),
+        memory_options=_memory_options(config, plan.zero, plan.recompute)._replace(
+            buckets=buckets_of(config, plan.model, plan.layers, plan.mesh, plan.dtype)
         ),
     )
     plan = replace(plan, program=program)
     return MeshChoice(plan, step_seconds(simulate(program, costs)), _peak_bytes(plan))
 
 
-@lru_cache(maxsize=256)
-def _order(name: str, ranks: int, microbatches: int, options: ScheduleOptions) -> Program:
-    return generate(name, ranks, microbatches, options)
-
-
 @lru_cache(maxsize=512)
 def _program(
     name: str, ranks: int, microbatches: int, options: ScheduleOptions, memory_options: MemoryOptions
 ) -> Program:
-    """With everything that takes memory, but not proven, since nobody runs it."""
+    """With all that takes memory, but not checked, since it never runs."""
     order = _order(name, ranks, microbatches, options)
     spared = add_memory_passes(add_transfers(order, Costs.uniform(order.stages), gated=False), memory_options)
     reduced = add_reduce(spared, replicas=1 + (memory_options.zero > 0), scatter=memory_options.zero > 0)
     return add_gradient_buffer_waits(reduced) if memory_options.zero > 1 else reduced
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

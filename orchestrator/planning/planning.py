@@ -11,8 +11,10 @@ from itertools import product
 from pydantic import ValidationError
 
 from pentad.orchestrator.config.config import Layout, RunConfig
-from pentad.orchestrator.planning.activation_memory import BYTES
+from pentad.orchestrator.planning.activation_memory import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
+from pentad.orchestrator.planning.fit import device_memory, fit_of
+from pentad.orchestrator.planning.hardware import DEVICES, NODE_GPUS, gpu_name, local_device
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
@@ -30,64 +32,75 @@ from pentad.schedules.spec.tensors import head_in_layers
 Placement = Sequence[Sequence[int]]
 
 
-def make_plan(
-    config: RunConfig, device: str, *, hosts: int = 1, fingerprint: str = "", model: ModelSpec | None = None
-) -> Plan:
+def make_plan(config: RunConfig, device: str, *, hosts: int = 1, model: ModelSpec | None = None) -> Plan:
     """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts.
 
-    `fingerprint` is the corpus's. `model` is that of the run's first plan: a custom model's file may have changed
-    since. Raises PentadError for a schedule, model or transport that the configuration's own checks could not refuse.
+    `model` is that of the run's first plan: a custom model's file may have changed since. Raises PentadError for a
+    schedule, model or transport that the configuration's own checks could not refuse.
     """
     assert device in ("cpu", "cuda"), device
     transport, dtype = transport_of(config, device, hosts), _dtype(config, device)
-    model = config.shape(dtype) if model is None else model
-    batch = _batch(config)
-    order = _order(config, model, batch, device, dtype)
+    model = config.model_spec(dtype) if model is None else model
+    order = _order(config, model, device)
     layout = config.layout() if order is None else Layout.of(order)
     assert layout is not None
     config.check_layout(layout, model)
-    layers = split(model, layout.placement, batch.sequence_length)
+    layers = split(model, layout.placement, config.batch.sequence_length)
     recompute = config.memory.modes(layout.stages)
     options = _memory_options(config, layout, model, layers, dtype)
-    costs = guess_costs(
-        model,
-        layers,
-        batch,
-        device,
-        dtype,
-        layout.slices,
-        recompute,
-        config.mesh.mesh,
-        config.mesh.cp_method,
-        options.zero,
-    )
+    costs = guess_costs(model, layers, _piece(config, device, layout.slices), recompute, options.zero)
     program = compile_program(
         config.schedule.name if order is None else order.name,
         config.mesh.pp,
-        batch.microbatches,
+        config.schedule.microbatches,
         costs=costs,
         gated=transport == "nccl",
         replicas=config.mesh.replicas,
         post_validation=config.schedule.post_validation,
         options=config.options,
         memory_options=options,
-        order=None if order is None or _is_function(order.name) else order,
+        # a user's function may plan with costs, and so is called again now that they are known
+        order=None if order is None or ":" in order.name else order,
     )
-    return draft(
-        config, model, device, program, layers, transport=transport, zero=options.zero, fingerprint=fingerprint
-    )
+    return draft(config, model, device, program, layers, transport=transport, zero=options.zero)
 
 
-def plan_on(config: RunConfig, device: str, *, hosts: int, fingerprint: str = "", expected: Plan | None = None) -> Plan:
+def first_plan(config: RunConfig) -> Plan:
+    """The plan that a run begins with, made before anything is started or written.
+
+    On a local cluster, ranks must fit on the devices of this machine, if those are known. Raises PentadError.
+    """
+    if config.cluster.address != "local":
+        return assumed_plan(config)
+    device, _ = local_device(config.cluster, config.mesh.size)
+    plan = make_plan(config, device)
+    require_shards(config, plan)
+    found = fit_of(plan, device_memory(device))
+    if not found.ok and (device == "cpu" or gpu_name() in DEVICES):
+        raise PentadError(f"run {config.run.name} {found.sentence}")
+    return plan
+
+
+def assumed_plan(config: RunConfig) -> Plan:
+    """The plan for a cluster that nobody has joined yet: with GPUs unless the configuration says otherwise, and
+    NODE_GPUS a host. `plan_on` corrects it."""
+    device = "cpu" if config.cluster.device == "cpu" else "cuda"
+    spans_hosts = config.mesh.size > NODE_GPUS and config.cluster.transport != "peer"
+    plan = make_plan(config, device, hosts=1 + spans_hosts)
+    require_shards(config, plan)
+    return plan
+
+
+def plan_on(config: RunConfig, device: str, *, hosts: int, expected: Plan) -> Plan:
     """The plan of ranks that have been placed: the `expected` one, if they are as it was made for."""
-    if expected is not None and expected.device == device and expected.transport == transport_of(config, device, hosts):
-        return replace(expected, fingerprint=fingerprint)
-    return make_plan(config, device, hosts=hosts, fingerprint=fingerprint)
+    if expected.device == device and expected.transport == transport_of(config, device, hosts):
+        return expected
+    return replace(make_plan(config, device, hosts=hosts), fingerprint=expected.fingerprint)
 
 
 def plan_with(config: RunConfig, device: str, program: Program) -> Plan:
     """The plan of a run whose program exists already; compiles nothing."""
-    model = config.shape(_dtype(config, device))
+    model = config.model_spec(_dtype(config, device))
     layers = split(model, program.placement, config.batch.sequence_length)
     return draft(config, model, device, program, layers, transport=transport_of(config, device, hosts=1))
 
@@ -101,7 +114,6 @@ def draft(
     *,
     transport: str,
     zero: int = 0,
-    fingerprint: str = "",
 ) -> Plan:
     """A plan with a given program."""
     return Plan(
@@ -119,7 +131,6 @@ def draft(
         device=device,
         transport=transport,
         deterministic=config.precision.deterministic,
-        fingerprint=fingerprint,
         zero=zero,
         cp_method=config.mesh.cp_method,
         document_mask=config.data.document_mask,
@@ -154,35 +165,30 @@ def buckets_of(
     config: RunConfig, model: ModelSpec, layers: Sequence[tuple[int, int]], mesh: Mesh, dtype: str
 ) -> tuple[int, ...]:
     """The number of buckets in which each stage's gradients are reduced (see `MemoryOptions`)."""
-    size = max(BYTES[dtype], BYTES["float32"])
-    return config.zero.buckets([size * local_parameters(model, first, end, mesh) for first, end in layers])
+    size = wide_bytes(dtype)
+    return config.zero.buckets([size * sum(local_parameters(model, first, end, mesh)) for first, end in layers])
 
 
-def _order(config: RunConfig, model: ModelSpec, batch: BatchSpec, device: str, dtype: str) -> Program | None:
-    """The compute order of a schedule whose layout only its program tells: one from a file, or what 'auto' finds.
+def _order(config: RunConfig, model: ModelSpec, device: str) -> Program | None:
+    """The compute order of a schedule from a file or of 'auto', whose layout only its program tells.
 
     'auto' takes the order with the least makespan at guessed costs, or the one whose busiest rank ends first if there
     is no barrier at the end of a step. None for a schedule of the catalogue.
     """
-    section = config.schedule
+    section, ranks = config.schedule, config.mesh.pp
     if section.name in CATALOGUE:
         return None
     if section.name != AUTO:
-        return generate(section.name, config.mesh.pp, batch.microbatches, config.options)
+        return generate(section.name, ranks, section.microbatches, config.options)
 
     def costs_of(placed: Program) -> Costs | None:
         if model.layers < placed.stages:
             return None
-        layers = split(model, placed.placement, batch.sequence_length)
-        return guess_costs(model, layers, batch, device, dtype, placed.slices, mesh=config.mesh.mesh)
+        layers = split(model, placed.placement, config.batch.sequence_length)
+        return guess_costs(model, layers, _piece(config, device, placed.slices)._replace(cp_method="ring"))
 
     objective: Objective = "longest" if section.post_validation else "makespan"
-    return choose(config.mesh.pp, batch.microbatches, costs_of, section.options, objective).best.program
-
-
-def _is_function(name: str) -> bool:
-    """Whether a schedule is a user's function, which may plan with costs and so is called again when they are known."""
-    return ":" in name
+    return choose(ranks, section.microbatches, costs_of, section.options, objective).best.program
 
 
 def split(model: ModelSpec, placement: Placement, length: int) -> tuple[tuple[int, int], ...]:
@@ -195,6 +201,13 @@ def split(model: ModelSpec, placement: Placement, length: int) -> tuple[tuple[in
 def _batch(config: RunConfig) -> BatchSpec:
     section, replicas = config.batch, config.mesh.dp * config.mesh.ep
     return BatchSpec(section.global_batch_size, section.sequence_length, config.schedule.microbatches, replicas)
+
+
+def _piece(config: RunConfig, device: str, slices: int) -> Piece:
+    batch, mesh = _batch(config), config.mesh.mesh
+    length = batch.sequence_length // slices // mesh.cp
+    sizes = batch.micro_batch_size, length, _dtype(config, device), device, slices
+    return Piece(*sizes, mesh, config.mesh.cp_method)
 
 
 def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
@@ -220,7 +233,8 @@ def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
         hosts = 1 if full.transport == "peer" else 2
         with suppress(ValidationError, PentadError):  # too few layers or microbatches, or an odd pipeline
             smaller = RunConfig.model_validate(changed)
-            return make_plan(smaller, full.device, hosts=hosts, fingerprint=full.fingerprint, model=full.model)
+            plan = make_plan(smaller, full.device, hosts=hosts, model=full.model)
+            return replace(plan, fingerprint=full.fingerprint)
     return None
 
 

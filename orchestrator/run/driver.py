@@ -1,96 +1,161 @@
-"""The driver of a run: plans and checks it, starts or joins a Ray cluster, trains, and sums up.
-
-Imports neither Ray nor torch: Ray's processes start while the driver still imports.
-"""
+"""The driver's loop: places the ranks on a cluster and has them run steps, one generation after another, until all
+steps are done."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from pentad.orchestrator.cluster.devices import local_device
-from pentad.orchestrator.cluster.local_head import launch
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.cluster.cluster import Cluster
+from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.cluster.local_head import LocalHead
+from pentad.orchestrator.cluster.placement import hosts, release, reserve
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.runfolder import METRICS, path_of, read_lines
-from pentad.orchestrator.planning.fit import first_plan
-from pentad.orchestrator.run import preflight
+from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.orchestrator.monitoring.headwatch import watched_head
+from pentad.orchestrator.monitoring.plan_view import print_plan
+from pentad.orchestrator.monitoring.run_state import ControlRequests
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_lines
+from pentad.orchestrator.planning.planning import plan_on
 from pentad.orchestrator.run.interrupts import Interrupts
-from pentad.orchestrator.run.measure import typical_pace
-from pentad.orchestrator.run.startup import Startup
+from pentad.orchestrator.run.recovery import Recovery
+from pentad.orchestrator.run.step_loop import StepLoop
+from pentad.orchestrator.run.watchers import watched
 from pentad.schedules.spec.plan import Plan
 
-RUNNER = "pentad.workers.runtime.runner:Runner"
-FILES = {
-    "config": runfolder.CONFIG,
-    "program": runfolder.PROGRAM,
-    "metrics": runfolder.METRICS,
-    "journal": runfolder.JOURNAL,
-    "timeline": runfolder.TIMELINE,
-    "trace": runfolder.TRACE,
-    "page": runfolder.PAGE,
-}
+FAILURE = "failure.txt"
 
 
-def train(
+def drive(
     config: RunConfig,
-    *,
-    console: Console,
-    as_json: bool = False,
-    fingerprint: str = "",
-    runner: str = RUNNER,
-    plan: Plan | None = None,
-    began: float | None = None,
-) -> dict[str, Any]:
-    """Runs the steps that the run still lacks, and returns its summary.
-
-    The first Ctrl-C or SIGTERM ends the run after the steps in flight, with a checkpoint, as 'stopped'; the second
-    raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError when a rank fails. However it
-    ends, all files are complete and no process is left. `as_json` prints nothing to the console; `fingerprint` is the
-    corpus's; `plan` is that of `first_plan` (None: made here); `began` is the monotonic second of the command.
-    """
-    quiet = Console(quiet=True) if as_json else console
+    plan: Plan,
+    head: LocalHead | None,
+    runner: str,
+    display: Display,
+    interrupts: Interrupts,
+) -> int:
+    """Trains on the cluster of `head`, None: the existing one, and returns the number of steps done."""
+    timeout = config.cluster.start_timeout_seconds
     with ExitStack() as stack:
-        display = stack.enter_context(Display(quiet, config.run.name, config.run.steps))
-        if preflight.check(config, fingerprint):
-            display.note(f"the run has all of its run.steps = {config.run.steps} already")
-            return summary(config, config.run.steps, "finished")
-        startup = stack.enter_context(Startup(quiet, began))
-        interrupts = stack.enter_context(Interrupts())
-        device = local_device(config.cluster, config.mesh.size)[0]
-        plan = first_plan(config, device) if plan is None else plan
-        startup.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")
-        head = stack.enter_context(launch(config.cluster, config.mesh.size))
-        from pentad.orchestrator.run.training import train_on_cluster  # imports ray
+        cluster = stack.enter_context(clusters.join(config.cluster, config.mesh.size, head))
+        display.phase(f"placing {config.mesh.size} ranks")
+        placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
+        stack.callback(release, placement)
+        num_hosts = hosts(placement)
+        plan = plan_on(config, cluster.device, hosts=num_hosts, expected=plan)
+        folder = stack.enter_context(RunFolder(config, plan))
+        _show_cluster(display, cluster)
+        first, checkpoint, generation = _resume(folder, display)
+        bus, requests = EventBus(config, folder, display, first, cluster.dashboard), ControlRequests()
+        with watched_head(cluster, bus), watched(config, bus, requests), _failures_recorded(bus):
+            folder.begin(config)
+            bus.record("start", generation=generation, step=first, program=plan.program.hash)
+            group = stack.enter_context(
+                WorkerGroup.start(
+                    plan, placement, timeout, generation=generation, runner=runner, progress=display.phase
+                )
+            )
+            bus.on_first_step = cluster.start_dashboard  # later, because ranks need the CPU while they start
+            bus.record("place", generation=generation, ranks=_ranks(group))
+            group.check_folder(folder.path.resolve())
+            group.restore(checkpoint, first)
+            interrupts.stop = requests.stop
+            done = _run_generations(config, group, bus, requests, first)
+            state = "finished" if done == config.run.steps else "stopped"
+            bus.record("end" if state == "finished" else "stop", generation=group.generation, step=done)
+            bus.set_state(state)
+    return done
 
-        plan = replace(plan, fingerprint=fingerprint)
-        steps = train_on_cluster(config, plan, head, runner, display, startup, interrupts)
-        state = "finished" if steps == config.run.steps else "stopped"
-        if state == "stopped":
-            display.note(f"stopped after step {steps}")
-        return summary(config, steps, state)
+
+def _run_generations(
+    config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests, first: int
+) -> int:
+    """Runs steps from `first` on, one generation after another, until all are done or the run is stopped; returns how
+    many are done."""
+    recovery, saved, shown = Recovery(config, group, bus, requests), first, None
+    while True:
+        steps = StepLoop(config, group, bus, requests, first, saved, recovery.should_regroup)
+        bus.ranks_placed(group)
+        if group.plan is not shown:
+            shown = group.plan
+            print_plan(bus.display.console, shown, steps.history.costs, bus.view.ranks)
+            bus.display.phase("first step")
+        fault: WorkerError | None = None
+        try:
+            bus.set_state("running")
+            steps.run()
+        except WorkerError as error:
+            fault = error
+        finally:
+            bus.folder.timelines(steps.history.timeline, steps.history.costs)  # of this plan: the next may be another
+        if fault is not None:
+            state = recovery.recover(fault, steps.done)
+        elif not steps.regrouping or requests.stopping or requests.aborted or steps.done == config.run.steps:
+            return steps.done
+        else:
+            state = recovery.regroup(steps.done)
+        replayed = sorted(step for step in state.results if steps.done <= step < state.version)
+        steps.add([list(state.results[step].values()) for step in replayed])
+        if state.version < steps.done:
+            bus.folder.rewind(state.version)
+        first, saved = state.version, max(steps.durable, *(s for s in bus.folder.saved() if s <= state.version), 0)
 
 
-def summary(config: RunConfig, steps: int, state: str) -> dict[str, Any]:
-    """The result of a run over all its generations; tokens per second are those of the last generation."""
-    folder = path_of(config)
-    rows = read_lines(folder / METRICS)
-    last = rows[-1] if rows else {}
-    return {
-        "run": config.run.name,
-        "folder": str(folder),
-        "steps": steps,
-        "loss": last.get("loss"),
-        "first_loss": rows[0]["loss"] if rows else None,
-        "tokens_per_second": typical_pace([row for row in rows if row["generation"] == last["generation"]])
-        if rows
-        else None,
-        "bubble_planned": last.get("bubble_planned"),
-        "bubble_measured": last.get("bubble_measured"),
-        "state": state,
-        "files": {name: str(folder / file) for name, file in FILES.items() if (folder / file).exists()},
-    }
+def _show_cluster(display: Display, cluster: Cluster) -> None:
+    if cluster.note:
+        display.note(cluster.note)
+    if cluster.dashboard:
+        token = f" (token in {cluster.token_file})" if cluster.token_file else ""
+        when = " (starts after the first step)" if cluster.local else ""
+        display.note(f"Ray dashboard{when}: {cluster.dashboard}{token}")
+
+
+def _resume(folder: RunFolder, display: Display) -> tuple[int, Path | None, int]:
+    """The first step to run, the checkpoint to restore, and the number of this generation.
+
+    Newer checkpoints that are damaged are renamed, and their steps run again.
+    """
+    generation = 1 + max((row.get("generation", 0) for row in read_lines(folder.path / JOURNAL, ["event"])), default=0)
+    if not any(folder.checkpoints.iterdir()):
+        folder.rewind(0)
+        return 0, None, generation
+    from pentad.workers.checkpoint.checkpoint import newest  # imports torch, which a new run's driver does not need
+
+    found = newest(folder.checkpoints)
+    for path, reason in found.refused:
+        aside = path.rename(path.with_name(f"{path.name}.refused-{generation}"))
+        display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
+    first = found.checkpoint.step if found.checkpoint else 0
+    display.note(f"resuming from step {first}" if found.checkpoint else "no intact checkpoint: starting from step 0")
+    folder.rewind(first)
+    return first, found.checkpoint.folder if found.checkpoint else None, generation
+
+
+@contextmanager
+def _failures_recorded(bus: EventBus) -> Iterator[None]:
+    """Writes a failure to the journal, and the details of a rank's failure to a file that the error names."""
+    try:
+        yield
+    except WorkerError as error:
+        bus.record("failure", rank=error.rank, error=str(error))
+        bus.set_state("failed")
+        path = bus.folder.path / FAILURE
+        path.write_text(f"{error}\n\n{error.detail}\n", encoding="utf-8")
+        raise WorkerError(f"{error} (more in {path})", error.rank, error.detail) from None
+    except BaseException as error:
+        bus.record("failure", error=str(error) or type(error).__name__)
+        bus.set_state("failed")
+        raise
+
+
+def _ranks(group: WorkerGroup) -> list[dict[str, Any]]:
+    mesh = group.plan.mesh
+    return [
+        {"rank": rank, "coordinates": mesh.coordinates(rank)._asdict(), "node": at.ip, "gpu": at.gpu, "pid": at.pid}
+        for rank, at in enumerate(group.places)
+    ]

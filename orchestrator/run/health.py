@@ -1,4 +1,4 @@
-"""Whether the ranks make progress, and if not, which rank holds them up."""
+"""How hangs are detected: whether the ranks make progress, and if not, which rank holds them up."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 from typing import NamedTuple
 
 from pentad.orchestrator.cluster.faults import WorkerError
-from pentad.orchestrator.cluster.group import STATUS_SECONDS, WorkerGroup
+from pentad.orchestrator.cluster.group import STATUS_SECONDS, Tick, WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.verify.hang_diagnosis import Diagnosis, Position, find_cause
 
 SILENT_SECONDS = 2.0  # a healthy rank answers within milliseconds
-REPORT_SECONDS = 2.0  # without progress, before the user is told which rank the run waits for
+REPORT_SECONDS = 2.0  # without progress, until the user sees which rank the run waits for
 LONGEST_FACTOR = 10  # the deadline allows this many times the longest instruction measured
 
 
@@ -75,6 +75,22 @@ class Health:
         unknown = Status(self.group.generation, -1, "", 0.0)
         found = [self.group.peek(rank) or statuses.get(rank, unknown) for rank in range(plan.mesh.size)]
         return find_cause(plan.program, plan.mesh, [Position(s.step, s.counter, s.age) for s in found])
+
+
+def check_answers(group: WorkerGroup, seconds: float) -> Tick:
+    """A tick that raises WorkerError for ranks that have not answered for `seconds`: while state is transferred,
+    nothing else detects a hang."""
+    began = time.monotonic()
+
+    def check(statuses: dict[int, Status]) -> None:
+        limit = time.monotonic() - seconds
+        heard = {rank: max(began, group.last_heard.get(rank, began)) for rank in range(len(group.actors))}
+        silent = tuple(rank for rank, last in heard.items() if last < limit)
+        if silent:
+            text = f"{', '.join(map(group.label, silent))} stopped answering during a recovery"
+            raise WorkerError(text, silent[0], text, silent, "hang", "heartbeat")
+
+    return check
 
 
 def _causes(verdict: Diagnosis, silent: set[int], ranks: int) -> tuple[int, ...]:

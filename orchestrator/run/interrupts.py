@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -11,14 +12,15 @@ from typing import Any
 class Interrupts:
     """Handles both signals while used in a `with`; off the main thread it handles none.
 
-    `requested` says that the run should stop soon. Until `graceful` is set, and at the second signal, KeyboardInterrupt
-    is raised in the main thread, and further signals are ignored during the clean-up.
+    The first calls `stop`. Until that is set, and at the second signal, KeyboardInterrupt is raised in the main thread,
+    and further signals are ignored during the clean-up.
     """
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.graceful = self.requested = False
+        self.stop: Callable[[], None] | None = None
+        self.requested = False
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -31,8 +33,9 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.graceful and not self.requested:
+        if self.stop is not None and not self.requested:
             self.requested = True
+            self.stop()
             return
         for each in self.NUMBERS:
             signal.signal(each, signal.SIG_IGN)

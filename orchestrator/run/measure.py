@@ -38,12 +38,7 @@ class History:
     @property
     def timeline(self) -> Timeline:
         """The last `keep` steps, measured."""
-        steps = list(self.recent)[max(0, len(self.recent) - self.keep) :]
-        return Timeline("measured", tuple(span for spans in steps for span in spans))
-
-    def simulated(self) -> Timeline:
-        """A step on the pipeline ranks, simulated with `costs`."""
-        return simulate(self.plan.program, self.costs)
+        return self._last(self.keep)
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
         """Adds the results of a call, [rank][step]; returns a row of metrics.jsonl for each step.
@@ -53,15 +48,18 @@ class History:
         steps = list(zip(*results, strict=True))
         spans = [self._spans(step) for step in steps]
         self.recent.extend(spans)
-        measured = Timeline("measured", tuple(span for step in list(self.recent)[-COST_STEPS:] for span in step))
-        self.measured = read_costs(self.plan.program, measured) or self.measured
+        self.measured = read_costs(self.plan.program, self._last(COST_STEPS)) or self.measured
         self.costs = self.measured or self.costs
-        planned = self.simulated().bubble().makespan
+        planned = simulate(self.plan.program, self.costs).bubble().makespan
         return [self._row(step, its, planned) for step, its in zip(steps, spans, strict=True)]
 
     def pause(self) -> None:
         """The next step does not directly follow the last, so the time between them is not part of it."""
         self.end = None
+
+    def _last(self, count: int) -> Timeline:
+        steps = list(self.recent)[max(0, len(self.recent) - count) :]
+        return Timeline("measured", tuple(span for spans in steps for span in spans))
 
     def _spans(self, step: Sequence[StepResult]) -> tuple[Span, ...]:
         return tuple(

@@ -1,162 +1,156 @@
-"""The steps of a recovery: fences the living ranks, collects what they hold, and replaces the ranks that are lost.
-
-A lost rank takes its part of the steps in flight with it, and nothing else, as long as another rank holds the same
-stages; a ZeRO shard of them (zero.stage) is otherwise only in the newest checkpoint. Every attempt increments the
-generation, and workers refuse calls of earlier ones.
-"""
+"""Puts the ranks together again after a fence: lost ones are replaced, or the mesh shrinks, and later grows back."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import ray
 
 from pentad.orchestrator.cluster.faults import WorkerError
-from pentad.orchestrator.cluster.group import WorkerGroup
-from pentad.orchestrator.cluster.placement import living_bundles
-from pentad.orchestrator.cluster.worker import WorkerPlace
-from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.runtime.results import RankSnapshot, StepResult
+from pentad.orchestrator.cluster.group import Member, WorkerGroup
+from pentad.orchestrator.cluster.placement import Place, living_bundles, order_places
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.orchestrator.monitoring.run_state import ControlRequests
+from pentad.orchestrator.planning.planning import shrunk_plan
+from pentad.orchestrator.run.fence import RecoveryState, is_complete, kill, sources
+from pentad.orchestrator.run.health import check_answers
+from pentad.schedules.spec.plan import Plan
 
-FENCE_SECONDS, SNAPSHOT_SECONDS, CREATE_SECONDS = 5.0, 10.0, 30.0
+CREATE_SECONDS = 30.0
 RETRY_SECONDS = 0.2
-Record = Callable[..., None]  # (event, **facts): writes a line of the journal
 
 
-@dataclass
-class RecoveryState:
-    """What survives of a generation: `version` steps are in the newest weights, which the ranks `current` hold.
-
-    `results[step][rank]` are results of completed steps. `seconds` is the duration of each phase of the recovery.
-    """
-
-    version: int = 0
-    current: tuple[int, ...] = ()
-    results: dict[int, dict[int, StepResult]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def add_seconds(self, phase: str, began: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
+class CannotRecover(WorkerError):
+    """No recovery is possible."""
 
 
-def fence(group: WorkerGroup, lost: dict[int, str], state: RecoveryState, record: Record) -> None:
-    """Ends the generation on every living rank and fills `state`; ranks that do not follow are added to `lost`, with
-    the cause.
+class Regroup:
+    """Of the ranks of one run. `group` changes only once all ranks that it will have are there."""
 
-    Raises PentadError when no rank is left.
-    """
-    began = time.monotonic()
-    group.generation += 1
-    _call_living(group, lost, "fence", FENCE_SECONDS, record)
-    if group.plan.device == "cuda":
-        _call_living(group, lost, "abort", FENCE_SECONDS, record)
-    kill(group, lost)
-    snapshots: dict[int, RankSnapshot] = _call_living(group, lost, "leave", SNAPSHOT_SECONDS, record)
-    kill(group, lost)
-    if not snapshots:
-        raise PentadError("no rank is left of the run; the same command resumes from the newest checkpoint")
-    state.version = max(snapshot.version for snapshot in snapshots.values())
-    # A rank that lacks only the last step's global norm gets it from one that has taken the step.
-    late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]
-    norm = next(s.norm for s in snapshots.values() if s.version == state.version)
-    answers, _ = group.gather({rank: _call_runner(group, rank, "advance", norm) for rank in late}, SNAPSHOT_SECONDS)
-    newest = [rank for rank, s in snapshots.items() if s.version == state.version >= 0]  # -1: no state yet
-    state.current = tuple(sorted(newest + list(answers)))
-    for rank, snapshot in snapshots.items():
-        for result in snapshot.results:
-            state.results.setdefault(result.step, {})[rank] = result
-    state.add_seconds("fence", began)
-    record("fence", generation=group.generation, step=state.version, seconds=round(time.monotonic() - began, 3))
+    def __init__(self, config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests) -> None:
+        self.config, self.group, self.bus, self.requests = config, group, bus, requests
+        self.full = group.plan
 
+    def can_grow(self) -> bool:
+        """Whether the mesh has shrunk and there is room for the full one again."""
+        full = self.full.mesh.size
+        return self.group.plan.mesh.size < full and len(living_bundles(self.group.placement)) >= full
 
-def is_complete(plan: Plan, state: RecoveryState) -> bool:
-    """Whether the current ranks hold the newest state of every parameter shard: one holder suffices where holders are
-    replicas, all are needed where each holds a ZeRO shard."""
-    if state.version < 0:  # an earlier recovery was interrupted before any rank had a state
-        return False
-    current = set(state.current)
-    return all(
-        len(current.intersection(plan.holders(shard))) >= plan.num_zero_shards(shard) for shard in plan.param_shards
-    )
+    def repair(self, state: RecoveryState, wait_seconds: float) -> str:
+        """Replaces the lost ranks, or shrinks the mesh if there is no room for them within `wait_seconds`; returns
+        which, as the journal has it."""
+        group, complete = self.group, is_complete(self.group.plan, state)
+        with state.timed("place"):
+            members = self._members(group.plan, group.bundles, state, wait_seconds)
+        if members is None:
+            return self._shrink(state, complete)
+        self._start(group.plan, group.bundles, members, state, keep=complete)
+        return "repair" if complete else "checkpoint"
 
+    def grow(self, state: RecoveryState) -> str:
+        """Back to the full mesh, from the checkpoint of this step boundary; on the present one if a node has left
+        again."""
+        group, plan, members = self.group, self.full, None
+        nodes = living_bundles(group.placement)
+        if len(nodes) >= plan.mesh.size:
+            gpus = {bundle: place.gpu for bundle, place in zip(group.bundles, group.places, strict=True)}
+            places = [Place(bundle, node, gpus.get(bundle, -1)) for bundle, node in sorted(nodes.items())]
+            bundles = order_places(places, plan.mesh, tensor_across_nodes=plan.tp_across_nodes)
+            members = self._members(plan, bundles, state, self.config.elastic.wait_seconds)
+        if members is None:
+            return self.repair(state, 0.0)
+        self._start(plan, bundles, members, state, keep=False)
+        return "grow"
 
-def sources(plan: Plan, current: Iterable[int]) -> dict[ParamShard, int]:
-    """For each parameter shard that a rank outside `current` holds: the current rank that sends its state."""
-    newest = set(current)
-    stale = {shard for rank in range(plan.mesh.size) if rank not in newest for shard in plan.param_shards_of(rank)}
-    return {shard: min(newest.intersection(plan.holders(shard))) for shard in sorted(stale)}
+    def _shrink(self, state: RecoveryState, complete: bool) -> str:
+        """Lays a smaller mesh on the living ranks, from a checkpoint of the newest state if they hold all of it."""
+        group, lost = self.group, state.lost
+        living = [rank for rank in range(len(group.actors)) if rank not in lost]
+        plan = shrunk_plan(self.config, self.full, len(living))
+        if plan is None:
+            least = self.config.elastic.min_ranks or self.full.mesh.size
+            raise CannotRecover(
+                f"{next(iter(lost.values()))}; no node with room for it joined within elastic.wait_seconds = "
+                f"{self.config.elastic.wait_seconds:g}, and {len(living)} ranks make no mesh of elastic.min_ranks = "
+                f"{least} or more",
+                min(lost),
+                "",
+            )
+        with state.timed("state"):
+            if complete:
+                self._save(state)
+            kill(group, living[plan.mesh.size :])
+        ranks = living[: plan.mesh.size]
+        members = [(group.actors[rank], group.places[rank]) for rank in ranks]
+        self._start(plan, [group.bundles[rank] for rank in ranks], members, state, keep=False)
+        return "shrink"
 
+    def _members(self, plan: Plan, bundles: Sequence[int], state: RecoveryState, seconds: float) -> list[Member] | None:
+        """The ranks of `plan`: in each bundle the living rank, else a new one on the node where the bundle is or to
+        which Ray moves it. None when not all bundles are on living nodes within `seconds`."""
+        group, deadline = self.group, time.monotonic() + seconds
+        ranks = enumerate(zip(group.bundles, group.actors, group.places, strict=True))
+        found = {bundle: (actor, place) for rank, (bundle, actor, place) in ranks if rank not in state.lost}
+        missing = {rank: bundle for rank, bundle in enumerate(bundles) if bundle not in found}
+        while missing:
+            if set(missing.values()) <= living_bundles(group.placement).keys():
+                actors = {rank: group.create_actor(plan, rank, bundle) for rank, bundle in missing.items()}
+                places, failed = group.gather({r: actor.place.remote() for r, actor in actors.items()}, CREATE_SECONDS)
+                if not failed:
+                    found |= {missing[rank]: (actor, places[rank]) for rank, actor in actors.items()}
+                    break
+                for actor in actors.values():
+                    ray.kill(actor)
+            if time.monotonic() >= deadline:
+                return None
+            self._wait_for_node()
+        return [found[bundle] for bundle in bundles]
 
-def create_actors(
-    group: WorkerGroup, plan: Plan, bundles: dict[int, int], seconds: float, sleep: Callable[[float], None]
-) -> dict[int, tuple[Any, WorkerPlace]] | None:
-    """New actors for ranks of `plan`, each in its bundle, on the node where that is or to which Ray moves it; None when
-    not all bundles are on living nodes within `seconds`. `sleep` waits between attempts."""
-    deadline = time.monotonic() + seconds
-    while True:
-        if set(bundles.values()) <= living_bundles(group.placement).keys():
-            actors = {rank: group.create_actor(plan, rank, bundle) for rank, bundle in bundles.items()}
-            places, failed = group.gather({r: actor.place.remote() for r, actor in actors.items()}, CREATE_SECONDS)
-            if not failed:
-                return {rank: (actor, places[rank]) for rank, actor in actors.items()}
-            for actor in actors.values():
-                ray.kill(actor)
-        if time.monotonic() >= deadline:
-            return None
-        sleep(RETRY_SECONDS)
+    def _wait_for_node(self) -> None:
+        if self.requests.stopping or self.requests.aborted:
+            raise CannotRecover("the run was asked to stop while it waited for a node to join", 0, "")
+        time.sleep(RETRY_SECONDS)
 
+    def _start(
+        self, plan: Plan, bundles: Sequence[int], members: Iterable[Member], state: RecoveryState, *, keep: bool
+    ) -> None:
+        """Starts a generation of these ranks. With `keep` those that are current send the others their state; else all
+        restore the newest checkpoint."""
+        group = self.group
+        if plan is not group.plan:
+            self.bus.folder.replan(plan)
+        group.adopt(plan, bundles, members)
+        state.lost.clear()
+        with state.timed("connect"):
+            group.start_generation(time.monotonic() + self.config.cluster.start_timeout_seconds, keep=keep)
+        with state.timed("state"):
+            if keep:
+                missing = sources(plan, state.current)
+                group.receive(missing, state.version, tick=check_answers(group, self.config.elastic.hang_seconds))
+            else:
+                self._restore(state)
 
-def kill(group: WorkerGroup, ranks: Iterable[int]) -> None:
-    """Kills the processes of lost ranks: one that hangs might wake up and write to a checkpoint."""
-    this_node = ray.get_runtime_context().get_node_id()
-    lost = set(ranks)
-    for rank in lost:
-        place = group.places[rank]
-        with suppress(Exception):
-            ray.kill(group.actors[rank])
-        if place.node == this_node:
-            with suppress(ProcessLookupError):
-                os.kill(place.pid, signal.SIGKILL)
-            Path(place.progress_file).unlink(missing_ok=True)
-            continue
-        neighbours = (r for r, other in enumerate(group.places) if other.node == place.node and r not in lost)
-        if (neighbour := next(neighbours, None)) is not None:
-            group.actors[neighbour].kill.remote(place.pid)
+    def _restore(self, state: RecoveryState) -> None:
+        from pentad.workers.checkpoint.checkpoint import newest  # imports torch, which a sound run does not need
 
+        found = newest(self.bus.folder.checkpoints).checkpoint
+        state.version = found.step if found else 0
+        tick = check_answers(self.group, self.config.elastic.hang_seconds)
+        self.group.restore(found.folder if found else None, state.version, tick=tick)
 
-def as_worker_error(group: WorkerGroup, error: PentadError) -> WorkerError:
-    """The error of a recovery that failed, with the ranks that do not answer as lost. Raises it when all answer."""
-    if isinstance(error, WorkerError):
-        return error
-    silent = group.unresponsive()
-    if not silent:
-        raise error
-    return WorkerError(str(error), silent[0], str(error), silent, "node", "heartbeat")
-
-
-def _call_runner(group: WorkerGroup, rank: int, method: str, *arguments: Any) -> Any:
-    return group.actors[rank].call.remote(group.generation, method, *arguments)
-
-
-def _call_living(
-    group: WorkerGroup, lost: dict[int, str], method: str, seconds: float, record: Record
-) -> dict[int, Any]:
-    """Answers of the ranks that are not lost; those that do not answer are added to `lost`."""
-    living = [rank for rank in range(len(group.actors)) if rank not in lost]
-    if method == "leave":
-        refs = {rank: _call_runner(group, rank, method) for rank in living}
-    else:
-        refs = {rank: getattr(group.actors[rank], method).remote(group.generation) for rank in living}
-    answers, missing = group.gather(refs, seconds)
-    for rank, cause in missing.items():
-        lost[rank] = cause
-        record("lost", generation=group.generation, rank=rank, fault="killed", detector="heartbeat", cause=cause)
-    return answers
+    def _save(self, state: RecoveryState) -> None:
+        """Writes a checkpoint of the newest state, each parameter shard by one of its current holders."""
+        began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
+        if max(self.bus.folder.saved(), default=0) == state.version:
+            return
+        plan, current = group.plan, set(state.current)
+        owners = {shard: min(current.intersection(plan.holders(shard))) for shard in plan.param_shards}
+        owned = {
+            rank: tuple(shard for shard, owner in owners.items() if owner == rank) for rank in set(owners.values())
+        }
+        shards = [shard for its in group.collect(group.submit_save(path, state.version, owned)) for shard in its]
+        group.collect(group.submit_commit(path, state.version, shards, self.config.checkpoint.keep, min(owned)))
+        seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
+        self.bus.record("checkpoint", generation=group.generation, step=state.version, seconds=seconds, bytes=size)

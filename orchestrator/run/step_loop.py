@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.cluster.faults import WorkerError
@@ -15,7 +15,6 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.run.health import Health
-from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import History
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.runtime.results import StepResult
@@ -27,12 +26,13 @@ PAUSE_SECONDS = 0.5
 
 class Call(NamedTuple):
     """A call in flight on all ranks: steps, which returns the results of those that are complete, or, with `saves`, the
-    checkpoint after `step` steps. `step` is the number of steps submitted up to and including this call."""
+    checkpoint of `bytes` after `step` steps. `step` is the number of steps submitted up to and including this call."""
 
     refs: Refs
     step: int
     saves: bool = False
     began: float = 0.0
+    bytes: int = 0
 
 
 class StepLoop:
@@ -45,15 +45,15 @@ class StepLoop:
         config: RunConfig,
         group: WorkerGroup,
         bus: EventBus,
-        history: History,
-        interrupts: Interrupts,
         requests: ControlRequests,
         first: int,
         saved: int,
         should_regroup: Callable[[], bool],
     ) -> None:
-        self.config, self.group, self.bus, self.history = config, group, bus, history
-        self.interrupts, self.requests, self.should_regroup = interrupts, requests, should_regroup
+        self.config, self.group, self.bus, self.requests = config, group, bus, requests
+        self.should_regroup = should_regroup
+        keep, clocks = config.metrics.timeline_steps, group.offsets
+        self.history = History(group.plan, group.generation, keep=keep, offsets=clocks, device_name=group.device_name)
         self.first = self.done = self.submitted = first
         self.saved = self.durable = saved  # steps in the newest checkpoint submitted, and committed
         self.steps_per_call = 1
@@ -82,8 +82,7 @@ class StepLoop:
 
     @property
     def ending(self) -> bool:
-        stopping = self.interrupts.requested or self.requests.stopping or self.regrouping
-        return stopping or self.submitted == self.config.run.steps
+        return self.requests.stopping or self.regrouping or self.submitted == self.config.run.steps
 
     def add(self, steps: list[list[StepResult]]) -> None:
         """Records completed steps, [step][result], from whichever ranks have results of them."""
@@ -100,7 +99,8 @@ class StepLoop:
             return Call(self.group.submit_run(step, 0), step)
         if due:
             self.saved = step
-            return Call(self.group.submit_save(self._checkpoint(step), step), step, True, time.monotonic())
+            refs = self.group.submit_save(self.bus.folder.checkpoint(step), step)
+            return Call(refs, step, saves=True, began=time.monotonic())
         if requested and step == self.saved and self.committing is None and not self.in_flight:
             self.requests.checkpoint_saved(step)
         if ending or paused:
@@ -114,7 +114,7 @@ class StepLoop:
 
     def _collect(self, call: Call) -> None:
         """Waits for steps, records them, and adapts the length of a call."""
-        results = self.group.collect(call.refs, tick=self._tick_stepping)
+        results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))
         self._finish_commit(wait=False)
         if results[0]:
             rows = self.history.add(results)
@@ -127,20 +127,15 @@ class StepLoop:
         self.bus.steps_done(rows, list(self.history.recent)[-len(rows) :])
 
     def _commit(self, call: Call) -> None:
-        """Waits for the shards and submits the commit, which runs beside training. A full disk is fatal only for the
-        last checkpoint of a run."""
+        """Waits for the shards and submits the commit, which runs beside training."""
         self.history.pause()
         self._finish_commit(wait=True)
-        try:
-            shards = [shard for its in self.group.collect(call.refs, tick=self._tick) for shard in its]
-        except WorkerError:
-            raise
-        except PentadError as error:
-            self._not_written(call.step, error)
-            return
-        keep, path = self.config.checkpoint.keep, self._checkpoint(call.step)
-        self.committing = call._replace(refs=self.group.submit_commit(path, call.step, shards, keep))
-        self.bytes = sum(shard["bytes"] for shard in shards)
+        answers = self._collect_checkpoint(call)
+        if answers is not None:
+            shards = [shard for its in answers for shard in its]
+            path, keep = self.bus.folder.checkpoint(call.step), self.config.checkpoint.keep
+            refs = self.group.submit_commit(path, call.step, shards, keep)
+            self.committing = call._replace(refs=refs, bytes=sum(shard["bytes"] for shard in shards))
 
     def _finish_commit(self, *, wait: bool) -> None:
         """Records a commit that has completed; with `wait` waits until it has."""
@@ -148,28 +143,26 @@ class StepLoop:
         if call is None or not (wait or self.group.is_ready(call.refs)):
             return
         self.committing = None
-        try:
-            self.group.collect(call.refs, tick=self._tick)
-        except WorkerError:
-            raise
-        except PentadError as error:
-            self._not_written(call.step, error)
+        if self._collect_checkpoint(call) is None:
             return
-        seconds = round(time.monotonic() - call.began, 3)
-        self.bus.record(
-            "checkpoint", generation=self.group.generation, step=call.step, seconds=seconds, bytes=self.bytes
-        )
+        seconds, generation = round(time.monotonic() - call.began, 3), self.group.generation
+        self.bus.record("checkpoint", generation=generation, step=call.step, seconds=seconds, bytes=call.bytes)
         self.durable = call.step
         self.requests.checkpoint_saved(call.step)
 
-    def _not_written(self, step: int, error: PentadError) -> None:
-        if self.ending and step == self.submitted:
-            raise error
-        self.bus.record("checkpoint failed", generation=self.group.generation, step=step, error=str(error))
-        self.bus.display.note(f"no checkpoint of step {step}, training continues: {error}")
-
-    def _checkpoint(self, step: int) -> Path:
-        return self.bus.folder.checkpoint(step)
+    def _collect_checkpoint(self, call: Call) -> list[Any] | None:
+        """The answers to a save or a commit; None when the disk is full, which is fatal only for a run's last
+        checkpoint."""
+        try:
+            return self.group.collect(call.refs, tick=self._tick)
+        except WorkerError:
+            raise
+        except PentadError as error:
+            if self.ending and call.step == self.submitted:
+                raise
+            self.bus.record("checkpoint failed", generation=self.group.generation, step=call.step, error=str(error))
+            self.bus.display.note(f"no checkpoint of step {call.step}, training continues: {error}")
+            return None
 
     def _pause(self) -> None:
         """The ranks wait between two steps; called again and again until a resume is requested."""
@@ -186,14 +179,11 @@ class StepLoop:
             self.bus.display.note("resumed")
             self.bus.set_state("running")
 
-    def _tick_stepping(self, statuses: dict[int, Status]) -> None:
-        self._tick(statuses, stepping=True)
-
     def _tick(self, statuses: dict[int, Status], *, stepping: bool = False) -> None:
         """Shows what the ranks do during a call, and raises WorkerError when they hang."""
         if self.requests.aborted:
             raise PentadError("the run was aborted through its control service, without a checkpoint")
-        if (self.interrupts.requested or self.requests.stopping) and not self.stop_announced:
+        if self.requests.stopping and not self.stop_announced:
             self.stop_announced = True
             self.bus.display.note("stopping after the steps in flight; once more stops at once, without a checkpoint")
             self.bus.set_state("stopping")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.control.server import ControlServer
@@ -20,15 +20,12 @@ def watched(config: RunConfig, bus: EventBus, requests: ControlRequests) -> Iter
     """Runs the watchers for the length of the block. Raises PentadError when a port is taken."""
     section = config.metrics
     with ExitStack() as stack:
-        exporter = Exporter(config.run.name, section.host, section.port)
-        stack.callback(exporter.close)
+        exporter = stack.enter_context(closing(Exporter(config.run.name, section.host, section.port)))
         control = ControlServer(bus.folder.path, section.host, section.control_port, requests)
-        stack.callback(control.close)
-        metrics, timeline = RayMetrics(config.run.name), RayTimeline(section.timeline_steps, bus.display.note)
-        stack.callback(metrics.close)
-        stack.callback(timeline.close)
+        stack.enter_context(closing(control))
+        metrics = stack.enter_context(closing(RayMetrics(config.run.name)))
+        timeline = stack.enter_context(closing(RayTimeline(section.timeline_steps, bus.display.note)))
         bus.watchers += [control, exporter, metrics, timeline]
-        bus.on_gpu_states = exporter.set_gpu_states
         endpoints = {"control": control.address, "metrics": exporter.address}
         bus.update(endpoints=bus.view.endpoints | endpoints)
         announce(bus.view.endpoints)

@@ -10,16 +10,17 @@ import html
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pentad.schedules.draw.palette import (
     BACKGROUNDS,
-    LOOKS,
-    look,
+    OP_STYLES,
+    grouped,
     nanoseconds,
+    op_style,
     row_of,
     row_order,
     shades,
@@ -37,20 +38,9 @@ from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline
 
 STYLES = ("page.css", "panels.css")
 SCRIPTS = (
-    "data.js",
-    "labels.js",
-    "layout.js",
-    "paint.js",
-    "dependencies.js",
-    "arrows.js",
-    "selection.js",
-    "search.js",
-    "activations.js",
-    "tooltip.js",
-    "navigation.js",
-    "main.js",
+    *("data.js", "labels.js", "layout.js", "canvas.js", "paint.js", "dependencies.js", "arrows.js"),
+    *("selection.js", "search.js", "activations.js", "tooltip.js", "navigation.js", "main.js"),
 )
-_Key = TypeVar("_Key", bound=Hashable)
 _Kind = tuple[str, str, str, int, int, int]  # name, op, lane, stage, microbatch, peer
 _Placement = tuple[tuple[int, ...], ...]  # stages of each rank
 _Row = tuple[str, list[Span]]
@@ -123,7 +113,7 @@ def _timelines(timelines: list[Timeline], placements: list[_Placement | None]) -
     kinds: dict[_Kind, int] = {}
     panels = [_panel(timeline, placement, kinds) for timeline, placement in zip(timelines, placements, strict=True)]
     ops_used = {kind[1] for kind in kinds}
-    ops = [op for op in LOOKS if op in ops_used] + sorted(ops_used - LOOKS.keys())
+    ops = [op for op in OP_STYLES if op in ops_used] + sorted(ops_used - OP_STYLES.keys())
     chunks = max(1, *(len(rank["stages"]) for panel in panels for step in panel["steps"] for rank in step["ranks"]))
     return {
         "kinds": _table(list(kinds)),
@@ -152,13 +142,13 @@ def _number(value: int) -> str:
 
 
 def _look(op: str, chunks: int) -> dict[str, Any]:
-    light, dark = (shades(fill, on, chunks) for fill, on in zip(look(op)[1:3], BACKGROUNDS, strict=True))
-    text = {"lightText": list(map(text_colour, light)), "darkText": list(map(text_colour, dark))}
-    return {"label": look(op).label, "light": light, "dark": dark, **text}
+    fills: dict[str, list[str]] = {theme: shades(op, theme, chunks) for theme in BACKGROUNDS}
+    text = {f"{theme}Text": list(map(text_colour, fills[theme])) for theme in fills}
+    return {"label": op_style(op).label, **fills, **text}
 
 
 def _panel(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, int]) -> dict[str, Any]:
-    by_step = _grouped(timeline.spans, lambda span: span.step)
+    by_step = grouped(timeline.spans, lambda span: span.step)
     steps = [_step(Timeline(timeline.source, tuple(by_step[step])), placement, kinds) for step in sorted(by_step)]
     return {"source": timeline.source, "steps": steps}
 
@@ -166,6 +156,8 @@ def _panel(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, 
 def _step(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, int]) -> dict[str, Any]:
     """One step. Its figures are null without compute, for then there is no bubble."""
     busy, zero = timeline.busy_by_rank(), zero_of(timeline)
+    computed = grouped((span for span in timeline.compute if span.stage >= 0), lambda span: span.rank)
+    stages = {rank: sorted({span.stage for span in spans}) for rank, spans in computed.items()}
     has_compute = bool(busy) and timeline.longest > 0
     bubble = timeline.bubble() if has_compute else None
     makespan = timeline.makespan if has_compute else None
@@ -173,7 +165,7 @@ def _step(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, i
         {
             "rank": rank,
             "busy": busy[rank][2] / makespan if makespan and rank in busy else None,
-            "stages": placement[rank] if placement else _stages(rows),
+            "stages": placement[rank] if placement else stages.get(rank, []),
             "tracks": [{"row": row, **_columns(spans, zero, kinds)} for row, spans in rows],
         }
         for rank, rows in _rows(timeline)
@@ -191,24 +183,13 @@ def _step(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, i
 def _rows(timeline: Timeline) -> list[tuple[int, list[_Row]]]:
     """The spans of one step in the order of the page. Spans of one lane keep their order."""
     zero = zero_of(timeline)
-    by_rank = _grouped(timeline.spans, lambda span: span.rank)
+    by_rank = grouped(timeline.spans, lambda span: span.rank)
     found = []
     for rank in sorted(by_rank):
-        by_row = _grouped(by_rank[rank], lambda span: row_of(span.lane))
+        by_row = grouped(by_rank[rank], lambda span: row_of(span.lane))
         rows = [(row, sorted(by_row[row], key=lambda s: nanoseconds(s, zero))) for row in row_order(by_row)]
         found.append((rank, rows))
     return found
-
-
-def _grouped(spans: Iterable[Span], key: Callable[[Span], _Key]) -> dict[_Key, list[Span]]:
-    found: dict[_Key, list[Span]] = {}
-    for span in spans:
-        found.setdefault(key(span), []).append(span)
-    return found
-
-
-def _stages(rows: list[_Row]) -> list[int]:
-    return sorted({span.stage for _, spans in rows for span in spans if span.op in COMPUTE and span.stage >= 0})
 
 
 def _columns(spans: list[Span], zero: float, kinds: dict[_Kind, int]) -> dict[str, list[int]]:
@@ -242,14 +223,14 @@ def _program(schedule: SimulatedProgram, limit: float | None) -> dict[str, Any]:
     slots, overlapped = [-1] * len(number), []
     channels: dict[tuple, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, stream in enumerate(program.streams):
-        for unit in stream:
-            if isinstance(unit, Overlap):
-                overlapped.append(number[rank, str(unit.key)])
-            elif channel := _channel(rank, unit):
-                channels[channel][rank].append(number[rank, str(unit.key)])
-            for part in unit.parts:
+        for action in stream:
+            if isinstance(action, Overlap):
+                overlapped.append(number[rank, str(action.key)])
+            elif channel := _channel(rank, action):
+                channels[channel][rank].append(number[rank, str(action.key)])
+            for part in action.parts:
                 # The first half of a pair waits for what either half needs.
-                waits = unit.waits if part is unit.parts[0] else part.waits
+                waits = action.waits if part is action.parts[0] else part.waits
                 i = number[rank, str(part.key)]
                 dependencies[i] = [number[rank, str(key)] for key in dict.fromkeys(waits)]
                 slots[i] = part.slot

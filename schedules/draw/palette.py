@@ -1,14 +1,14 @@
-"""What all drawings share: colours of ops and chunks, the order of rows under a rank, times in nanoseconds."""
+"""What all drawings share: colours of ops and chunks, rows and their order, times in nanoseconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline
 
 
-class Look(NamedTuple):
+class OpStyle(NamedTuple):
     """How an op is drawn: legend text, fills on a light and a dark background, nearest colour name of trace viewers."""
 
     label: str
@@ -17,40 +17,43 @@ class Look(NamedTuple):
     cname: str
 
 
-BACKGROUNDS = ("#ffffff", "#1a1e25")  # light and dark
+Theme = Literal["light", "dark"]
+BACKGROUNDS: dict[Theme, str] = {"light": "#ffffff", "dark": "#1a1e25"}
 FAINTEST = 0.52  # share of the background in the colour of a rank's last chunk
 # F, B, W and BW differ in lightness as well as in hue, in every shade, for readers who are colour-blind.
-LOOKS = {
-    "F": Look("forward", "#1f3fa8", "#7f9bf5", "rail_response"),
-    "B": Look("backward, input", "#d9a02b", "#f7cf7c", "rail_idle"),
-    "W": Look("backward, weights", "#3fa873", "#6fdcc4", "rail_load"),
-    "BW": Look("backward, both", "#7a2433", "#dd3b2a", "rail_animation"),
-    "RECOMPUTE": Look("recompute", "#a9c6ee", "#3d628f", "generic_work"),
-    "SEND_F": Look("activations", "#8ba6cc", "#6f8bb3", "generic_work"),
-    "RECV_F": Look("activations", "#bccbe2", "#4a5d7b", "generic_work"),
-    "SEND_B": Look("gradients", "#cfae7d", "#a98d63", "generic_work"),
-    "RECV_B": Look("gradients", "#e4d3b6", "#6f604a", "generic_work"),
-    "ALL_GATHER": Look("gather", "#a79ac6", "#8a7db0", "generic_work"),
-    "FREE": Look("gather", "#d3cde2", "#575070", "generic_work"),
-    "REDUCE_SCATTER": Look("reduce", "#bb8fa9", "#a0738f", "generic_work"),
-    "ALL_REDUCE": Look("reduce", "#bb8fa9", "#a0738f", "generic_work"),
-    "NORM": Look("norm, step", "#9aa2ae", "#7c8593", "grey"),
-    "STEP": Look("norm, step", "#6c7583", "#a3acb9", "grey"),
-    "VALIDATE": Look("validation", "#b3b9a6", "#7f8671", "grey"),
-    "ROLLBACK": Look("validation", "#8f977d", "#a0a78f", "grey"),
-    "OFFLOAD": Look("copy", "#a8b5b0", "#6d7d77", "grey"),
-    "RELOAD": Look("copy", "#cfd8d4", "#4c5a55", "grey"),
+OP_STYLES = {
+    "F": OpStyle("forward", "#1f3fa8", "#7f9bf5", "rail_response"),
+    "B": OpStyle("backward, input", "#d9a02b", "#f7cf7c", "rail_idle"),
+    "W": OpStyle("backward, weights", "#3fa873", "#6fdcc4", "rail_load"),
+    "BW": OpStyle("backward, both", "#7a2433", "#dd3b2a", "rail_animation"),
+    "RECOMPUTE": OpStyle("recompute", "#a9c6ee", "#3d628f", "generic_work"),
+    "SEND_F": OpStyle("activations", "#8ba6cc", "#6f8bb3", "generic_work"),
+    "RECV_F": OpStyle("activations", "#bccbe2", "#4a5d7b", "generic_work"),
+    "SEND_B": OpStyle("gradients", "#cfae7d", "#a98d63", "generic_work"),
+    "RECV_B": OpStyle("gradients", "#e4d3b6", "#6f604a", "generic_work"),
+    "ALL_GATHER": OpStyle("gather", "#a79ac6", "#8a7db0", "generic_work"),
+    "FREE": OpStyle("gather", "#d3cde2", "#575070", "generic_work"),
+    "REDUCE_SCATTER": OpStyle("reduce", "#bb8fa9", "#a0738f", "generic_work"),
+    "ALL_REDUCE": OpStyle("reduce", "#bb8fa9", "#a0738f", "generic_work"),
+    "NORM": OpStyle("norm, step", "#9aa2ae", "#7c8593", "grey"),
+    "STEP": OpStyle("norm, step", "#6c7583", "#a3acb9", "grey"),
+    "VALIDATE": OpStyle("validation", "#b3b9a6", "#7f8671", "grey"),
+    "ROLLBACK": OpStyle("validation", "#8f977d", "#a0a78f", "grey"),
+    "OFFLOAD": OpStyle("copy", "#a8b5b0", "#6d7d77", "grey"),
+    "RELOAD": OpStyle("copy", "#cfd8d4", "#4c5a55", "grey"),
 }
-OTHER = Look("other", "#b6bcc6", "#6b7380", "generic_work")
+OTHER = OpStyle("other", "#b6bcc6", "#6b7380", "generic_work")
 ROWS = ("compute", "receive", "send", "p2p", "gather", "reduce", "copy")
+_Key = TypeVar("_Key", bound=Hashable)
 
 
-def look(op: str) -> Look:
-    return LOOKS.get(op, OTHER)
+def op_style(op: str) -> OpStyle:
+    return OP_STYLES.get(op, OTHER)
 
 
-def shades(fill: str, background: str, count: int) -> list[str]:
-    """A fill (#rrggbb) for each of a rank's `count` chunks: `fill` itself, then even steps towards the background."""
+def shades(op: str, theme: Theme, count: int) -> list[str]:
+    """A fill (#rrggbb) for each of a rank's `count` chunks: the op's, then even steps towards the background."""
+    fill, background = getattr(op_style(op), theme), BACKGROUNDS[theme]
     return [_mixed(fill, background, FAINTEST * chunk / max(count - 1, 1)) for chunk in range(count)]
 
 
@@ -78,6 +81,14 @@ def row_of(lane: str) -> str:
 def row_order(rows: Iterable[str]) -> list[str]:
     """Distinct rows in drawing order: compute, transfers, collectives, copies, then any others by name."""
     return sorted(set(rows), key=lambda row: (ROWS.index(row) if row in ROWS else len(ROWS), row))
+
+
+def grouped(spans: Iterable[Span], key: Callable[[Span], _Key]) -> dict[_Key, list[Span]]:
+    """The spans of each key, in their order."""
+    found: dict[_Key, list[Span]] = {}
+    for span in spans:
+        found.setdefault(key(span), []).append(span)
+    return found
 
 
 def zero_of(timeline: Timeline) -> float:

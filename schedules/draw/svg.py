@@ -10,9 +10,10 @@ from html import escape
 
 from pentad.schedules.draw.palette import (
     BACKGROUNDS,
-    LOOKS,
-    look,
+    OP_STYLES,
+    grouped,
     nanoseconds,
+    op_style,
     shades,
     stack_overlaps,
     text_colour,
@@ -45,7 +46,6 @@ class _Scale:
     pixels: float
     last: int
     pitch: int
-    chunks: int
     units: Units
 
     def duration(self, seconds: float) -> str:
@@ -85,19 +85,22 @@ def _checked(function: str, timeline: Timeline) -> int:
         steps = len(timeline.steps)
         raise PentadError(f"{function} got a timeline of {steps} steps: expected one step with compute spans")
     zero = zero_of(timeline)
-    return max(nanoseconds(span, zero)[1] for span in _drawn(timeline))
+    return max(nanoseconds(span, zero)[1] for spans in _rows(timeline).values() for span in spans)
 
 
-def _drawn(timeline: Timeline) -> list[Span]:
-    return [span for span in timeline.spans if span.lane == "compute" or span.op in COMPUTE]
+def _rows(timeline: Timeline) -> dict[int, list[Span]]:
+    """The spans that are drawn, by rank."""
+    drawn = (span for span in timeline.spans if span.lane == "compute" or span.op in COMPUTE)
+    return grouped(drawn, lambda span: span.rank)
 
 
 def _figure(panels: dict[str, Timeline], title: str, pixels: float, last: int, units: Units) -> str:
-    drawn = [span for timeline in panels.values() for span in _drawn(timeline)]
+    rows = [spans for timeline in panels.values() for spans in _rows(timeline).values()]
+    ops = {span.op for spans in rows for span in spans}
     ranks = max(len(timeline.ranks) for timeline in panels.values())
     pitch = max(min(PITCH, ROWS_HEIGHT // ranks), SMALLEST_PITCH)
-    chunks = max(len({span.stage for span in drawn if span.rank == rank} - {-1}) for rank in {s.rank for s in drawn})
-    scale = _Scale(pixels, last, pitch, chunks, units)
+    chunks = max(len({span.stage for span in spans} - {-1}) for spans in rows)
+    scale = _Scale(pixels, last, pitch, units)
     width, bottom = LEFT + last * pixels + MARGIN, HEADER
     body: list[str] = []
     for heading, timeline in panels.items():
@@ -106,10 +109,10 @@ def _figure(panels: dict[str, Timeline], title: str, pixels: float, last: int, u
     size = f"{width:.0f}", f"{bottom + AXIS:.0f}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" viewBox="0 0 {" ".join(size)}">',
-        f"<title>{_text(title)}</title><style>{STYLE}{_colours(drawn, chunks)}</style>",
+        f"<title>{_text(title)}</title><style>{STYLE}{_colours(ops, chunks)}</style>",
         '<rect class="page" width="100%" height="100%" rx="8"/>',
         f'<text class="title" x="{MARGIN}" y="28">{_text(title)}</text>',
-        *_legend([op for op in LOOKS if any(span.op == op for span in drawn)]),
+        *_legend([op for op in OP_STYLES if op in ops]),
         *_axis(HEADER + HEADING - 4, bottom, scale),
         *body,
         "</svg>",
@@ -123,16 +126,16 @@ def _text(value: str) -> str:
 
 
 def _class(op: str) -> str:
-    return op if op in LOOKS else "other"
+    return op if op in OP_STYLES else "other"
 
 
-def _colours(drawn: list[Span], chunks: int) -> str:
+def _colours(ops: set[str], chunks: int) -> str:
     """CSS of the bars and the numbers on them, .F for a rank's first chunk and .F.c1 for its second, in both themes."""
     themes = []
-    for background, theme, fill_of in zip(BACKGROUNDS, THEMES, ("light", "dark"), strict=True):
-        rules = [theme]
-        for name in sorted({_class(span.op) for span in drawn}):
-            for chunk, fill in enumerate(shades(getattr(look(name), fill_of), background, chunks)):
+    for theme, style in zip(BACKGROUNDS, THEMES, strict=True):
+        rules = [style]
+        for name in sorted(set(map(_class, ops))):
+            for chunk, fill in enumerate(shades(name, theme, chunks)):
                 selector = f".{name}" + f".c{chunk}" * (chunk > 0)
                 rules.append(f"{selector}{{fill:{fill}}}.n {selector}{{fill:{text_colour(fill)}}}")
         themes.append("".join(rules))
@@ -141,8 +144,8 @@ def _colours(drawn: list[Span], chunks: int) -> str:
 
 def _legend(ops: list[str]) -> Iterator[str]:
     x = float(MARGIN)
-    for label in dict.fromkeys(look(op).label for op in ops):
-        names = [op for op in ops if look(op).label == label]
+    for label in dict.fromkeys(op_style(op).label for op in ops):
+        names = [op for op in ops if op_style(op).label == label]
         for name in names:
             yield f'<rect class="{name}" x="{x:g}" y="41" width="12" height="12" rx="2.5"/>'
             x += 14
@@ -175,12 +178,12 @@ def _panel(heading: str, timeline: Timeline, top: int, scale: _Scale) -> Iterato
     figures = ", ".join(f"{name} {scale.duration(seconds)} (bubble {share:.1%})" for name, seconds, share in pairs)
     start = f'<tspan class="bold">{heading}</tspan>' + '<tspan dx="14"' if heading else "<tspan"
     yield f'<text x="{MARGIN}" y="{top + HEADING - 12}">{start} class="soft">{figures}</tspan></text>'
-    zero, drawn = zero_of(timeline), _drawn(timeline)
+    zero, rows = zero_of(timeline), _rows(timeline)
     for index, rank in enumerate(timeline.ranks):
         y = top + HEADING + index * scale.pitch
         yield f'<text class="end" x="{LEFT - 10}" y="{y + scale.pitch / 2 + 2:g}">rank {rank}</text>'
         yield f'<g transform="translate({LEFT} {y})">'
-        yield from _row([span for span in drawn if span.rank == rank], zero, scale)
+        yield from _row(rows.get(rank, []), zero, scale)
         yield "</g>"
 
 

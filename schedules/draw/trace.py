@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pentad.schedules.draw.palette import look, nanoseconds, row_of, row_order, stack_overlaps
+from pentad.schedules.draw.palette import grouped, nanoseconds, op_style, row_of, row_order, stack_overlaps
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 Event = dict[str, Any]
@@ -54,10 +54,7 @@ def _events(timeline: Timeline, first_pid: int, names: dict[int, str], several: 
         names = {}
     slices: list[_Slice] = []
     zero = min((span.start for span in timeline.spans), default=0.0)
-    by_rank: dict[int, list[Span]] = {rank: [] for rank in timeline.ranks}
-    for span in timeline.spans:
-        by_rank[span.rank].append(span)
-    for rank, spans in by_rank.items():
+    for rank, spans in sorted(grouped(timeline.spans, lambda span: span.rank).items()):
         pid = first_pid + rank
         name = names.get(rank, f"rank {rank}")
         yield _metadata("process_name", pid, pid, name=f"{timeline.source} {name}" if several else name)
@@ -76,13 +73,11 @@ def _metadata(name: str, pid: int, tid: int, /, **args: Any) -> Event:
 def _threads(spans: list[Span], zero: float, pid: int) -> Iterator[tuple[int, str, list[_Slice]]]:
     """(number, name, slices) of a rank's threads. Overlapping spans of a lane go to more threads of that lane, because
     the slices of a thread must nest. Numbers are unique in the file, because viewers ignore a thread's process."""
-    lanes: dict[str, list[tuple[int, int, Span]]] = {}
-    for span in spans:
-        lanes.setdefault(span.lane, []).append((*nanoseconds(span, zero), span))
+    lanes = grouped(spans, lambda span: span.lane)
     rows = row_order(row_of(lane) for lane in lanes)
     tid = 1000 * pid
     for lane in sorted(lanes, key=lambda lane: (rows.index(row_of(lane)), lane)):
-        timed = sorted(lanes[lane], key=lambda item: item[:2])
+        timed = sorted(((*nanoseconds(span, zero), span) for span in lanes[lane]), key=lambda item: item[:2])
         levels = [level for level, _ in stack_overlaps([item[:2] for item in timed])]
         for level in range(max(levels) + 1):
             name = lane if level == 0 else f"{lane} ({level + 1})"
@@ -99,10 +94,12 @@ def _ordered(slices: list[_Slice], first_id: int) -> Iterator[Event]:
     for arrow, (send, receive) in enumerate(_transfers(slices)):
         found.append((slices[send].start, 1, send, arrow))
         found.append((max(slices[receive].start, slices[receive].end - 1), 3, receive, arrow))
-    makers = {0: _slice_event, 1: _arrow_start, 2: _slice_event, 3: _arrow_end}
     for time, order, index, arrow in sorted(found):
-        # The process number distinguishes the arrows of two timelines.
-        yield makers[order](slices[index], time, (first_id << 32) + arrow)
+        if arrow < 0:
+            yield _slice_event(slices[index])
+        else:
+            # The process number distinguishes the arrows of two timelines.
+            yield _arrow_event(slices[index], time, (first_id << 32) + arrow, starts=order == 1)
 
 
 def _transfers(slices: list[_Slice]) -> Iterator[tuple[int, int]]:
@@ -127,35 +124,19 @@ def _microseconds(time: int) -> float:
     return value if value * 1000 >= time else math.nextafter(value, math.inf)
 
 
-def _slice_event(item: _Slice, time: int, _: int) -> Event:
+def _slice_event(item: _Slice) -> Event:
     span = item.span
+    what = {"ph": "X", "name": span.name, "cat": span.op, "cname": op_style(span.op).cname}
     args = {"stage": span.stage, "microbatch": span.microbatch, "step": span.step}
     if span.peer >= 0:
         args["peer"] = span.peer
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.op,
-        "cname": look(span.op).cname,
-        "pid": item.pid,
-        "tid": item.tid,
-        "ts": _microseconds(time),
-        "dur": _microseconds(item.end - item.start),
-        "args": args,
-    }
+    return {**what, **_place(item, item.start), "dur": _microseconds(item.end - item.start), "args": args}
 
 
-def _arrow_start(item: _Slice, time: int, arrow: int) -> Event:
-    return {
-        "ph": "s",
-        "name": "transfer",
-        "cat": "transfer",
-        "id": arrow,
-        "pid": item.pid,
-        "tid": item.tid,
-        "ts": _microseconds(time),
-    }
+def _arrow_event(item: _Slice, time: int, arrow: int, *, starts: bool) -> Event:
+    what = {"ph": "s" if starts else "f", "name": "transfer", "cat": "transfer", "id": arrow}
+    return {**what, **_place(item, time), **({} if starts else {"bp": "e"})}
 
 
-def _arrow_end(item: _Slice, time: int, arrow: int) -> Event:
-    return {**_arrow_start(item, time, arrow), "ph": "f", "bp": "e"}
+def _place(item: _Slice, time: int) -> Event:
+    return {"pid": item.pid, "tid": item.tid, "ts": _microseconds(time)}

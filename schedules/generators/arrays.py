@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from pentad.schedules.ir.columns import Array, key_columns
-from pentad.schedules.ir.program import Streams
+from pentad.schedules.ir.columns import Array, Columns, key_columns
 
 
-def streams_from_arrays(op: Array, stage: Array, microbatch: Array) -> Streams:
+def streams_from_arrays(op: Array, stage: Array, microbatch: Array) -> Columns:
     """All three are [ranks, instructions per rank]; ops are op codes."""
     ranks, length = op.shape
-    fields = op.astype(np.int8), stage.astype(np.int32), microbatch.astype(np.int32)
-    return Streams(key_columns(np.arange(ranks + 1) * length, *(field.ravel() for field in fields)))
+    return key_columns(np.arange(ranks + 1) * length, op.ravel(), stage.ravel(), microbatch.ravel())
 
 
 def occurrence_index(kinds: Array, each: int) -> Array:

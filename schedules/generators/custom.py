@@ -11,41 +11,28 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 from pentad.schedules.generators.user_file import SCHEDULE, describe_error, load_function, user_error
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import COMPUTE, Instruction, Op, Overlap, Unit, instructions_of, parse
+from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Op, Overlap, instructions_of, parse
 from pentad.schedules.ir.program import Program, Stream
 
 MAX_STAGES = 256  # per rank: no model has as many layers
 EXPECTED = "F(stage, microbatch), B, W or BW, or text such as '2F0'"
 
 
-def F(stage: int, microbatch: int) -> Instruction:
-    """Forward."""
-    return Instruction(Op.F, stage, microbatch)
-
-
-def B(stage: int, microbatch: int) -> Instruction:
-    """Backward for the input."""
-    return Instruction(Op.B, stage, microbatch)
-
-
-def W(stage: int, microbatch: int) -> Instruction:
-    """Backward for the weights."""
-    return Instruction(Op.W, stage, microbatch)
-
-
-def BW(stage: int, microbatch: int) -> Instruction:
-    """Backward for the input and the weights in one."""
-    return Instruction(Op.BW, stage, microbatch)
+F = partial(Instruction, Op.F)  # forward: F(stage, microbatch)
+B = partial(Instruction, Op.B)  # backward for the input
+W = partial(Instruction, Op.W)  # backward for the weights
+BW = partial(Instruction, Op.BW)  # both in one
 
 
 def program(text: str, ranks: int, microbatches: int, chunks: int | None = None) -> Program:
     """The compute order of the function that `text` names.
 
-    The function takes (rank, ranks, microbatches) and, if it likes, `chunks`; it yields the compute instructions of one
+    The function takes (rank, ranks, microbatches) and optionally `chunks`; it yields the compute instructions of one
     rank. Without `chunks` its own default is used, or 1. A rank holds the stages that it runs, in order of appearance.
     Raises PentadError when there is no such function, when it fails, does not end or yields anything else, and when its
     stages do not make the given `chunks` per rank (1 if two ranks hold a stage).
@@ -72,7 +59,7 @@ def with_inferred_placement(
     if stages != set(range(len(stages))):
         last, missing = max(stages), min(set(range(len(stages))) - stages)
         rank = next(rank for rank, own in enumerate(placement) if last in own)
-        index = next(at for at, unit in enumerate(streams[rank]) if last in [part.stage for part in unit.parts])
+        index = next(at for at, action in enumerate(streams[rank]) if last in [part.stage for part in action.parts])
         found = f"{describe(rank, index)} runs stage {last}, but nothing runs stage {missing}"
         raise user_error(name, f"{found}: expected every stage from 0 to the last one")
     chunks = max(len(stages) // len(streams), 1) if len(held) == len(stages) else 1
@@ -94,7 +81,7 @@ def _bind(text: str, function: Callable[..., Any], options: dict[str, int]) -> C
         signature.bind(rank=0, ranks=1, microbatches=1, **options)
     except TypeError:
         found = f"its parameters are ({', '.join(signature.parameters)})"
-        raise user_error(text, f"{found}: expected {SCHEDULE.parameters} and, if it likes, chunks") from None
+        raise user_error(text, f"{found}: expected {SCHEDULE.parameters} and optionally chunks") from None
 
     def generate(rank: int, ranks: int, microbatches: int) -> Iterator[Any]:
         count = 0
@@ -114,36 +101,36 @@ def _bind(text: str, function: Callable[..., Any], options: dict[str, int]) -> C
 
 
 def _stream(text: str, rank: int, microbatches: int, values: Iterator[Any]) -> Stream:
-    units: list[Unit] = []
+    actions: list[Action] = []
     stages: set[int] = set()
     for value in values:
         try:
-            units.append(_unit(value))
+            actions.append(_action(value))
         except ValueError as error:
-            found = f"rank {rank} at position {len(units)} yields {_shown(value)}"
+            found = f"rank {rank} at position {len(actions)} yields {_shown(value)}"
             raise user_error(text, f"{found}: expected {error}") from None
-        stages.update(part.stage for part in units[-1].parts)
+        stages.update(part.stage for part in actions[-1].parts)
         most = 8 * microbatches * (len(stages) + 1) + 64
-        if len(units) > most:
+        if len(actions) > most:
             sizes = f"{microbatches} microbatches of {len(stages)} stage{'s' * (len(stages) > 1)}"
             raise user_error(text, f"rank {rank} yields more than {most} instructions for {sizes}: expected an end")
         if len(stages) > MAX_STAGES:
             raise user_error(text, f"rank {rank} yields more than {MAX_STAGES} stages: expected an end")
-    if not units:
+    if not actions:
         raise user_error(text, f"rank {rank} yields nothing: expected the instructions of at least one stage")
-    return tuple(units)
+    return tuple(actions)
 
 
-def _unit(value: Any) -> Unit:
+def _action(value: Any) -> Action:
     """Raises ValueError with what is expected."""
     try:
-        unit = parse(value) if isinstance(value, str) else value
+        action = parse(value) if isinstance(value, str) else value
     except PentadError:
         raise ValueError(EXPECTED) from None
-    if isinstance(unit, Instruction):
-        return _compute(unit)
-    if isinstance(unit, Overlap) and all(isinstance(part, Instruction) for part in unit):
-        return Overlap(_compute(unit.forward), _compute(unit.backward))
+    if isinstance(action, Instruction):
+        return _compute(action)
+    if isinstance(action, Overlap) and all(isinstance(part, Instruction) for part in action):
+        return Overlap(_compute(action.forward), _compute(action.backward))
     raise ValueError(EXPECTED)
 
 

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import count
 
-from pentad.schedules.ir.instruction import Instruction, Op, Overlap, Unit
+from pentad.schedules.ir.instruction import Action, Instruction, Op, Overlap
 
 
 class _Direction:
     """Issues the instructions of one direction; forwards and backwards count up their microbatches from `first`."""
 
     def __init__(self, stage: int, first: int) -> None:
-        self.stage, self.next_forward, self.next_backward = stage, first, first
+        self.stage, self.forwards, self.backwards = stage, count(first), count(first)
 
     def forward(self) -> Instruction:
-        self.next_forward += 1
-        return Instruction(Op.F, self.stage, self.next_forward - 1)
+        return Instruction(Op.F, self.stage, next(self.forwards))
 
     def backward(self, op: Op) -> Instruction:
-        self.next_backward += 1
-        return Instruction(op, self.stage, self.next_backward - 1)
+        return Instruction(op, self.stage, next(self.backwards))
 
 
-def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
+def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """DualPipe (arXiv 2412.19437, section 3.2.1): microbatches below `microbatches / 2` enter at rank 0, the others at
     the last rank."""
     down, up = _Direction(rank, 0), _Direction(ranks - 1 - rank, microbatches // 2)
@@ -35,12 +34,12 @@ def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
     yield from _eight_steps(half, distance, microbatches // 2, *directions)
 
 
-def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Unit]:
+def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """DualPipe cut in half: two chunks per rank, placed as a V, and all microbatches enter at rank 0."""
     yield from _eight_steps(ranks, rank, microbatches, _Direction(rank, 0), _Direction(2 * ranks - 1 - rank, 0))
 
 
-def _eight_steps(half: int, distance: int, microbatches: int, zero: _Direction, one: _Direction) -> Iterator[Unit]:
+def _eight_steps(half: int, distance: int, microbatches: int, zero: _Direction, one: _Direction) -> Iterator[Action]:
     """The order of a rank at `distance` (below `half`) from the nearer end of the pipeline.
 
     In the names of the steps, 0 is the direction that enters at that end (in a V: that goes down) and 1 the other one;

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pentad.schedules.generators.custom import with_inferred_placement
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Instruction, Op, Overlap, Unit, instructions_of
+from pentad.schedules.ir.instruction import Action, Instruction, Op, Overlap, instructions_of
 from pentad.schedules.ir.program import Program
 
 _LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
@@ -35,22 +35,22 @@ def read(path: Path) -> Program:
 
     A rank holds the stages that its row runs. Raises PentadError for any other file.
     """
-    rows = [_units(path, number, row) for number, row in _rows(path)]
+    rows = [_actions(path, number, row) for number, row in _rows(path)]
     if not rows:
         raise PentadError(f"{path} is empty: expected a row per rank, with cells such as 2F0")
 
     def describe(rank: int, at: int) -> str:
         return f"row {rank + 1}, column {rows[rank][at][0]}"
 
-    streams = tuple(tuple(unit for _, unit in row) for row in rows)
+    streams = tuple(tuple(action for _, action in row) for row in rows)
     microbatches = {part.microbatch for stream in streams for part in instructions_of(stream)}
     return with_inferred_placement(str(path), streams, len(microbatches), describe)
 
 
-def _cell(unit: Unit) -> str:
-    if isinstance(unit, Instruction):
-        return f"{unit.stage}{_LETTERS[unit.op]}{unit.microbatch}"
-    return f"({_cell(unit.forward)};{_cell(unit.backward)})OVERLAP_F_B"
+def _cell(action: Action) -> str:
+    if isinstance(action, Instruction):
+        return f"{action.stage}{_LETTERS[action.op]}{action.microbatch}"
+    return f"({_cell(action.forward)};{_cell(action.backward)})OVERLAP_F_B"
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -68,13 +68,13 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise PentadError(f"{path}, line {rows.line_num} is not CSV ({error}): expected cells such as 2F0") from None
 
 
-def _units(path: Path, number: int, row: list[str]) -> list[tuple[int, Unit]]:
-    """Columns, from 1, and units."""
+def _actions(path: Path, number: int, row: list[str]) -> list[tuple[int, Action]]:
+    """Columns, from 1, and actions."""
     found = []
     for column, cell in enumerate(map(str.strip, row), start=1):
-        unit = _unit(cell)
-        if unit:
-            found.append((column, unit))
+        action = _action(cell)
+        if action:
+            found.append((column, action))
         elif cell and not _LOWERED.fullmatch(cell):
             shown = cell if len(cell) <= 40 else cell[:37] + "..."
             raise PentadError(f"{path}, row {number}, column {column} holds {shown!r}: expected {_EXPECTED}")
@@ -83,7 +83,7 @@ def _units(path: Path, number: int, row: list[str]) -> list[tuple[int, Unit]]:
     return found
 
 
-def _unit(cell: str) -> Unit | None:
+def _action(cell: str) -> Action | None:
     if pair := _PAIR.fullmatch(cell):
         return Overlap(_instruction(pair[1]), _instruction(pair[2]))
     return _instruction(cell) if _COMPUTE.fullmatch(cell) else None

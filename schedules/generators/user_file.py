@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from importlib.abc import ExecutionLoader
+from importlib.abc import SourceLoader
 from importlib.machinery import ModuleSpec
 from importlib.util import decode_source, module_from_spec
 from pathlib import Path
@@ -82,7 +82,7 @@ def user_error(text: str, message: str, kind: FunctionKind = SCHEDULE) -> Pentad
     return PentadError(f"{kind.word} {text}: {message}")
 
 
-class _SourceLoader(ExecutionLoader):
+class _SourceLoader(SourceLoader):
     """Loads a module from source text, so that edits always count and no cache file is left next to it."""
 
     def __init__(self, path: Path, source: str) -> None:
@@ -91,11 +91,8 @@ class _SourceLoader(ExecutionLoader):
     def get_filename(self, fullname: str) -> str:
         return str(self.path)
 
-    def get_source(self, fullname: str) -> str:
-        return self.source
-
-    def is_package(self, fullname: str) -> bool:
-        return False
+    def get_data(self, path: str) -> bytes:
+        return self.source.encode()
 
 
 def _execute(text: str, path: Path, source: str, kind: FunctionKind) -> ModuleType:

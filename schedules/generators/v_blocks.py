@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
-from pentad.schedules.ir.columns import CODE
+from pentad.schedules.ir.columns import CODE, Columns
 from pentad.schedules.ir.instruction import Instruction, Op
-from pentad.schedules.ir.program import Streams
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
@@ -64,14 +63,14 @@ IN_PLACE = Policy(False, inf)  # no gap is filled, W runs where the block has it
 FILLING = (Policy(False, 0.5), Policy(True, 0.0), Policy(True, 0.5), Policy(True, 1.0))
 
 
-def v_half(spec: ScheduleSpec) -> Streams:
+def v_half(spec: ScheduleSpec) -> Columns:
     """Saves at most `(ranks + 2) // 2` microbatches per rank, each until its W. At equal costs and from 3 ranks on, the
     busiest rank idles for (3 ranks - 7) / 2 times its F, 1.5 more for odd ranks; 1F1B's for 3 ranks - 3."""
     is_even = spec.ranks % 2 == 0
     return _shortest(spec, [Block(2, 1, (0, 3 if is_even else 0, 1))], (spec.ranks + 2) // 2)
 
 
-def v_min(spec: ScheduleSpec) -> Streams:
+def v_min(spec: ScheduleSpec) -> Columns:
     """Saves at most `(ranks + 4) // 3` microbatches per rank, each until its W. At equal costs and from 2 ranks on, the
     busiest rank idles for at most (4 ranks - 5) / 2 times its F."""
     # The first two are the paper's (the second for multiples of 3 ranks); the third has slack at every turn, for where
@@ -80,7 +79,7 @@ def v_min(spec: ScheduleSpec) -> Streams:
     return _shortest(spec, blocks, (spec.ranks + 4) // 3)
 
 
-def _shortest(spec: ScheduleSpec, blocks: list[Block], max_saved: int) -> Streams:
+def _shortest(spec: ScheduleSpec, blocks: list[Block], max_saved: int) -> Columns:
     """The shortest step, by its busiest rank and then by its makespan, that saves at most `max_saved` microbatches."""
     costs = spec.costs or Costs.uniform(2 * spec.ranks, chunks=2)
     tried = (
@@ -242,7 +241,7 @@ def _next_leg(rank: int, leg: Leg, ranks: int, costs: Costs) -> tuple[int, Leg, 
     return rank, PATH[(leg + 1) % len(PATH)], 0.0
 
 
-def _streams(ranks: list[_Rank], microbatches: int) -> Streams:
+def _streams(ranks: list[_Rank], microbatches: int) -> Columns:
     """What the ranks have run: the microbatches of each leg in ascending order, W in the order of B."""
     legs = np.array([rank.done for rank in ranks])
     mb = occurrence_index(legs, microbatches)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import accumulate, product
 from math import inf
@@ -10,36 +11,31 @@ from math import inf
 import numpy as np
 
 from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
+from pentad.schedules.generators.one_f_one_b import zb_h1, zb_h2
 from pentad.schedules.generators.zb_greedy import NEVER, GreedyOptions, Pipeline, run_greedy, tick_costs
-from pentad.schedules.generators.zero_bubble import zb_h1, zb_h2
-from pentad.schedules.ir.columns import CODE
-from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Op
-from pentad.schedules.ir.program import Streams
+from pentad.schedules.ir.columns import CODE, Columns
+from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 
-def zb_1p(spec: ScheduleSpec) -> Streams:
-    """With the memory of 1F1B, unless `spec.memory_limit` is set. Raises PentadError if that is less than 1."""
-    return zb_auto(spec, "zb-1p", spec.ranks)
+def zb_1p(spec: ScheduleSpec) -> Columns:
+    """With the memory of 1F1B, unless `spec.memory_limit` is set."""
+    return zb_auto(spec, spec.ranks)
 
 
-def zb_2p(spec: ScheduleSpec) -> Streams:
-    """With twice the memory of 1F1B, unless `spec.memory_limit` is set. Raises PentadError if that is less than 1."""
-    return zb_auto(spec, "zb-2p", 2 * spec.ranks)
+def zb_2p(spec: ScheduleSpec) -> Columns:
+    """With twice the memory of 1F1B, unless `spec.memory_limit` is set."""
+    return zb_auto(spec, 2 * spec.ranks)
 
 
-def zb_auto(spec: ScheduleSpec, name: str = "zb-auto", default_limit: float = inf) -> Streams:
+def zb_auto(spec: ScheduleSpec, default_limit: float = inf) -> Columns:
     """Of all orders tried, with one stage per rank, the one with the least longest, then makespan, then memory.
 
-    No rank saves more than `spec.memory_limit` microbatches of activations (None: `default_limit`). Never slower than
-    ZB-H1 or ZB-H2 if they keep to the limit too. Without `spec.costs`, F, B and W cost the same. Raises PentadError if
-    the limit is less than 1.
+    No rank saves more than `spec.memory_limit` microbatches of activations, at least 1 (None: `default_limit`). Never
+    slower than ZB-H1 or ZB-H2 if they keep to the limit too. Without `spec.costs`, F, B and W cost the same.
     """
     limit = default_limit if spec.memory_limit is None else spec.memory_limit
-    if not limit >= 1:
-        raise PentadError(f"memory_limit is {limit:g}: expected at least 1 microbatch for schedule {name}")
     costs = spec.costs or Costs.uniform(spec.ranks)
     tried = _candidates(costs, spec.ranks, spec.microbatches, min(limit, spec.microbatches))
     best = min(tried, key=lambda pipeline: (*pipeline.durations(), pipeline.peak))
@@ -55,7 +51,7 @@ def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> It
     for backward_first, eager_weight in product((False, True), repeat=2):
         yield _list_schedule(Pipeline(ticks, microbatches, limit), backward_first, eager_weight)
     for known in (zb_h1, zb_h2):
-        streams = [[unit.parts[0].op for unit in known(rank, ranks, microbatches)] for rank in range(ranks)]
+        streams = [deque(part.op for part in instructions_of(s)) for s in known(ScheduleSpec(ranks, microbatches))]
         if max(map(_peak, streams)) <= limit:
             yield _replay(Pipeline(ticks, microbatches, limit), streams)
 
@@ -95,23 +91,16 @@ def _choose(pipeline: Pipeline, rank: int, now: int, backward_first: bool, eager
     return None, min(forward, backward)
 
 
-def _replay(pipeline: Pipeline, streams: list[list[Op]]) -> Pipeline:
+def _replay(pipeline: Pipeline, streams: list[deque[Op]]) -> Pipeline:
     """Runs given streams: each rank in turn as far as its inputs have been produced."""
-    done = [0] * pipeline.ranks
-    while sum(done) < sum(map(len, streams)):
+    arrival = {Op.F: pipeline.next_activation, Op.B: pipeline.next_gradient, Op.W: lambda rank: 0}
+    while any(streams):
         for rank, ops in enumerate(streams):
-            while done[rank] < len(ops) and _can_run(pipeline, rank, ops[done[rank]]):
-                pipeline.run(rank, ops[done[rank]])
-                done[rank] += 1
+            while ops and arrival[ops[0]](rank) < NEVER:
+                pipeline.run(rank, ops.popleft())
     return pipeline
 
 
-def _can_run(pipeline: Pipeline, rank: int, op: Op) -> bool:
-    if op is Op.W:
-        return True
-    return (pipeline.next_activation(rank) if op is Op.F else pipeline.next_gradient(rank)) < NEVER
-
-
-def _peak(ops: list[Op]) -> float:
+def _peak(ops: Iterable[Op]) -> float:
     """Most microbatches of activations saved at once."""
     return max(accumulate(1.0 if op is Op.F else -0.5 for op in ops))

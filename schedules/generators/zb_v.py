@@ -8,16 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
-from pentad.schedules.ir.columns import CODE
+from pentad.schedules.ir.columns import CODE, Columns
 from pentad.schedules.ir.instruction import Op
-from pentad.schedules.ir.program import Streams
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 F0, F1, B0, B1, W0, W1 = range(6)  # op and chunk
 _OPS = np.array([CODE[op] for op in (Op.F, Op.B, Op.W)])
 
 
-def zb_v(spec: ScheduleSpec) -> Streams:
+def zb_v(spec: ScheduleSpec) -> Columns:
     """No bubble without a barrier at equal costs of F, B and W, from `2 * ranks - 1` microbatches on, with the
     activations of 1F1B on every rank. Chunk 0 of a rank is stage `rank`, chunk 1 is stage `2 * ranks - 1 - rank`."""
     ranks, enough = spec.ranks, max(2 * spec.ranks - 1, spec.microbatches)

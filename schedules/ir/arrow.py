@@ -38,7 +38,7 @@ def to_table(columns: Columns) -> pa.Table:
     waits = pa.array([str(Key(OPS[op], stage, mb)) for op, stage, mb in keys], pa.string())
     arrays = [
         columns.rank,
-        columns.unit - columns.unit_offsets[columns.rank] if columns.rows else columns.rank,
+        columns.action - columns.action_offsets[columns.rank] if columns.rows else columns.rank,
         [OPS[op].value for op in ops],
         columns.stage,
         columns.microbatch,

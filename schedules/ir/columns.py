@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Instruction, Key, Op, Overlap, Unit
+from pentad.schedules.ir.instruction import Action, Instruction, Key, Op, Overlap
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Stream = tuple[Unit, ...]
+Stream = tuple[Action, ...]
 OPS = tuple(Op)
 CODE = {op: code for code, op in enumerate(OPS)}
 
@@ -25,16 +25,19 @@ def op_mask(ops: Iterable[Op]) -> Array:
     return np.array([op in members for op in OPS])
 
 
-@dataclass(frozen=True, eq=False)
-class Columns:
-    """The instructions of all ranks: rows rank_offsets[r]:rank_offsets[r + 1] are the stream of rank r, and row i waits
-    for entries wait_offsets[i]:wait_offsets[i + 1] of the wait columns.
+@dataclass(frozen=True, eq=False, repr=False)
+class Columns(Sequence[Stream]):
+    """The streams of all ranks as arrays; a stream is decoded into instructions on first access.
 
-    `op` and `wait_op` index `OPS`, `group` indexes `groups` (sorted), and `is_second` marks the backward of an
-    overlapped pair. Every tuple of instructions can be expressed, whether it is a valid program or not.
+    Rows rank_offsets[r]:rank_offsets[r + 1] are the stream of rank r, and row i waits for entries
+    wait_offsets[i]:wait_offsets[i + 1] of the wait columns. `op` and `wait_op` index `OPS`, `group` indexes `groups`
+    (sorted), and `is_second` marks the backward of an overlapped pair. Every tuple of instructions can be expressed,
+    whether it is a valid program or not.
     """
 
+    groups: tuple[str, ...]
     rank_offsets: Array
+    wait_offsets: Array
     op: Array
     stage: Array
     microbatch: Array
@@ -42,11 +45,9 @@ class Columns:
     group: Array
     slot: Array
     is_second: Array
-    wait_offsets: Array
     wait_op: Array
     wait_stage: Array
     wait_microbatch: Array
-    groups: tuple[str, ...]
 
     @property
     def row_columns(self) -> tuple[Array, ...]:
@@ -72,19 +73,19 @@ class Columns:
         return np.repeat(np.arange(self.ranks), np.diff(self.rank_offsets))
 
     @cached_property
-    def unit(self) -> Array:
-        """Unit of every row, numbered through all ranks; the two rows of an overlapped pair are one unit."""
+    def action(self) -> Array:
+        """Action of every row, numbered through all ranks; the two rows of an overlapped pair are one action."""
         return np.cumsum(~self.is_second) - 1
 
     @cached_property
-    def unit_row(self) -> Array:
-        """First row of every unit."""
+    def action_row(self) -> Array:
+        """First row of every action."""
         return np.flatnonzero(~self.is_second)
 
     @cached_property
-    def unit_offsets(self) -> Array:
-        """Units unit_offsets[r]:unit_offsets[r + 1] are those of rank r."""
-        return np.searchsorted(self.unit_row, self.rank_offsets)
+    def action_offsets(self) -> Array:
+        """Actions action_offsets[r]:action_offsets[r + 1] are those of rank r."""
+        return np.searchsorted(self.action_row, self.rank_offsets)
 
     @cached_property
     def wait_row(self) -> Array:
@@ -96,13 +97,13 @@ class Columns:
         return np.flatnonzero(mask.take(self.op))
 
     def position(self, row: int) -> tuple[int, int]:
-        """Rank of a row, and the index of its unit in that rank's stream."""
+        """Rank of a row, and the index of its action in that rank's stream."""
         rank = int(self.rank[row])
-        return rank, int(self.unit[row] - self.unit_offsets[rank])
+        return rank, int(self.action[row] - self.action_offsets[rank])
 
-    def row_before(self, unit: Array) -> Array:
-        """First row of each unit; for the number of units, the number of rows."""
-        return np.append(self.unit_row, self.rows)[unit]
+    def row_before(self, action: Array) -> Array:
+        """First row of each action; for the number of actions, the number of rows."""
+        return np.append(self.action_row, self.rows)[action]
 
     def keys(self, rows: Array) -> tuple[Array, Array, Array]:
         """Op, stage and microbatch of these rows."""
@@ -118,17 +119,26 @@ class Columns:
         """What the instruction of a row waits for."""
         return tuple(map(self.wait_key, range(self.wait_offsets[row], self.wait_offsets[row + 1])))
 
-    def decode(self, rank: int) -> Stream:
-        """The stream of a rank."""
+    @cached_property
+    def _decoded(self) -> dict[int, Stream]:
+        return {}
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __getitem__(self, rank: int) -> Stream:  # type: ignore[override]  # no slices
+        rank = range(self.ranks)[rank]
+        if rank not in self._decoded:
+            self._decoded[rank] = self._decode(rank)
+        return self._decoded[rank]
+
+    def _decode(self, rank: int) -> Stream:
         start, end = int(self.rank_offsets[rank]), int(self.rank_offsets[rank + 1])
         rows = list(self._instructions(start, end))
-        seconds = np.flatnonzero(self.is_second[start:end]).tolist()
-        if not seconds:
-            return tuple(rows)
-        units: list[Unit | None] = list(rows)
-        for at in seconds:
-            units[at - 1 : at + 1] = Overlap(rows[at - 1], rows[at]), None
-        return tuple(unit for unit in units if unit is not None)
+        actions: list[Action] = [*rows]
+        for at in reversed(np.flatnonzero(self.is_second[start:end]).tolist()):  # last first: earlier indices hold
+            actions[at - 1 : at + 1] = [Overlap(rows[at - 1], rows[at])]
+        return tuple(actions)
 
     def _instructions(self, start: int, end: int) -> Iterator[Instruction]:
         first, last = int(self.wait_offsets[start]), int(self.wait_offsets[end])
@@ -146,11 +156,7 @@ class Columns:
         offsets = _offsets(counts)
         at = np.arange(offsets[-1]) + np.repeat(self.wait_offsets[rows] - offsets[:-1], counts)
         waits = [column[at] for column in self.wait_columns]
-        return _columns(rank_offsets, [column[rows] for column in self.row_columns], offsets, waits, self.groups)
-
-    def keys_only(self, rank_offsets: Array, rows: Array) -> Columns:
-        """Like `take`, with only the op, stage and microbatch of each row."""
-        return replace(key_columns(rank_offsets, *self.keys(rows)), is_second=self.is_second[rows])
+        return Columns(self.groups, rank_offsets, offsets, *(column[rows] for column in self.row_columns), *waits)
 
     def with_waits(self, rows: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
         """A copy in which rows[k] also waits for the key (op[k], stage[k], microbatch[k]), after its other waits."""
@@ -159,7 +165,7 @@ class Columns:
         both = zip(self.wait_columns, (op, stage, microbatch), strict=True)
         waits = [np.concatenate((old, new.astype(old.dtype)))[order] for old, new in both]
         offsets = _offsets(np.bincount(row, minlength=self.rows))
-        return _columns(self.rank_offsets, self.row_columns, offsets, waits, self.groups)
+        return Columns(self.groups, self.rank_offsets, offsets, *self.row_columns, *waits)
 
     def __add__(self, other: Columns) -> Columns:
         """The rows of both, as if all were of one rank."""
@@ -168,12 +174,10 @@ class Columns:
         rows = list(map(np.concatenate, zip(*both, strict=True)))
         waits = list(map(np.concatenate, zip(self.wait_columns, other.wait_columns, strict=True)))
         offsets = np.concatenate((self.wait_offsets, self.wait_offsets[-1] + other.wait_offsets[1:]))
-        return _columns(np.array([0, len(rows[0])]), rows, offsets, waits, groups)
+        return Columns(groups, np.array([0, len(rows[0])]), offsets, *rows, *waits)
 
     def _with_groups(self, groups: tuple[str, ...]) -> Columns:
         """The same instructions with `group` indexing a superset of `groups`."""
-        if groups == self.groups:
-            return self
         codes = np.array([groups.index(name) for name in self.groups], np.int32)
         return replace(self, group=codes[self.group], groups=groups)
 
@@ -184,18 +188,14 @@ class Columns:
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Columns):
-            return NotImplemented
+            return isinstance(other, tuple) and tuple(self) == other
         return self.groups == other.groups and all(map(np.array_equal, self.arrays(), other.arrays()))
 
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
-def _columns(
-    rank_offsets: Array, rows: Sequence[Array], wait_offsets: Array, waits: Sequence[Array], groups: tuple[str, ...]
-) -> Columns:
-    """From `row_columns` and `wait_columns`."""
-    op, stage, microbatch, peer, group, slot, is_second = rows
-    wait_op, wait_stage, wait_microbatch = waits
-    numbers = op, stage, microbatch, peer, group, slot, is_second
-    return Columns(rank_offsets, *numbers, wait_offsets, wait_op, wait_stage, wait_microbatch, groups)
+    def __repr__(self) -> str:
+        return f"<Columns: {self.ranks} ranks, {self.rows} instructions>"
 
 
 def _offsets(counts: Array) -> Array:
@@ -204,10 +204,10 @@ def _offsets(counts: Array) -> Array:
 
 def key_columns(rank_offsets: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
     """Instructions with an op code, a stage and a microbatch each, and nothing else."""
-    none, no_waits = np.full(len(op), -1, np.int32), np.zeros(0, np.int32)
-    rows = (op, stage, microbatch, none, none + 1, none, np.zeros(len(op), bool))
-    waits = (op[:0], no_waits, no_waits)
-    return _columns(rank_offsets, rows, np.zeros(len(op) + 1, int), waits, ("",) if len(op) else ())
+    op, stage, microbatch = op.astype(np.int8), stage.astype(np.int32), microbatch.astype(np.int32)
+    none, is_second = np.full(len(op), -1, np.int32), np.zeros(len(op), bool)
+    rows, no_waits = (op, stage, microbatch, none, none + 1, none, is_second), (op[:0], none[:0], none[:0])
+    return Columns(("",) if len(op) else (), rank_offsets, np.zeros(len(op) + 1, int), *rows, *no_waits)
 
 
 def pack(streams: Sequence[Stream]) -> Columns:
@@ -219,9 +219,9 @@ def pack(streams: Sequence[Stream]) -> Columns:
         if set(map(len, stream)) <= {len(Instruction._fields)}:
             rows += stream  # type: ignore[arg-type]  # no overlapped pairs
         else:
-            for unit in stream:
-                rows += unit.parts
-                seconds += [len(rows) - 1] if len(unit.parts) == 2 else []
+            for action in stream:
+                rows += action.parts
+                seconds += [len(rows) - 1] if len(action.parts) == 2 else []
         rank_offsets.append(len(rows))
     return from_rows(rank_offsets, rows, seconds)
 
@@ -231,13 +231,14 @@ def from_rows(rank_offsets: Sequence[int], rows: Sequence[Instruction], seconds:
     op, stage, mb, peer, group, slot, waits = _transposed(rows, len(Instruction._fields))
     wait_op, wait_stage, wait_mb = _transposed(list(chain.from_iterable(waits)), len(Key._fields))
     groups = sorted(set(group))
-    codes = [groups.index(name) for name in group] if len(groups) > 1 else [0] * len(rows)
+    code = {name: number for number, name in enumerate(groups)}
     is_second = np.zeros(len(rows), bool)
     is_second[np.asarray(seconds, int)] = True
-    numbers = [*map(_int32, (stage, mb, peer)), np.array(codes, np.int32), _int32(slot)]
+    numbers = stage, mb, peer, list(map(code.__getitem__, group)), slot
+    row_columns = [_op_codes(op), *map(_int32, numbers), is_second]
+    wait_columns = [_op_codes(wait_op), *map(_int32, (wait_stage, wait_mb))]
     offsets = _offsets(np.fromiter(map(len, waits), int, len(rows)))
-    wait_columns = _op_codes(wait_op), _int32(wait_stage), _int32(wait_mb)
-    return _columns(np.array(rank_offsets), [_op_codes(op), *numbers, is_second], offsets, wait_columns, tuple(groups))
+    return Columns(tuple(groups), np.array(rank_offsets), offsets, *row_columns, *wait_columns)
 
 
 def _transposed(rows: Sequence[tuple[Any, ...]], width: int) -> list[list[Any]]:

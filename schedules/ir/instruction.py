@@ -104,7 +104,7 @@ class Instruction(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The forward of one microbatch and the backward of another, interleaved into one unit (DualPipe)."""
+    """The forward of one microbatch and the backward of another, interleaved into one action (DualPipe)."""
 
     forward: Instruction
     backward: Instruction
@@ -129,14 +129,14 @@ class Overlap(NamedTuple):
         return f"({self.forward}+{self.backward})"
 
 
-Unit = Instruction | Overlap
+Action = Instruction | Overlap
 
 _KEY = r"(\d{0,9})(" + "|".join(sorted((op.value for op in Op), key=len, reverse=True)) + r")(\d{0,9})"
 _INSTRUCTION = re.compile(_KEY + r"(?:[<>](\d{1,9}))?(?:#(\w+))?(?:@(\d{1,9}))?(?: after (\S+))?", re.ASCII)
 _KEY_ONLY = re.compile(_KEY, re.ASCII)
 
 
-def parse(text: str) -> Unit:
+def parse(text: str) -> Action:
     """The inverse of `str`. Raises PentadError on any other text."""
     if text.startswith("(") and text.endswith(")"):
         forward, _, backward = text[1:-1].partition("+")
@@ -153,10 +153,10 @@ def parse_key(text: str) -> Key:
     return key
 
 
-def instructions_of(stream: tuple[Unit, ...]) -> Iterator[Instruction]:
+def instructions_of(stream: tuple[Action, ...]) -> Iterator[Instruction]:
     """The instructions of a stream in order; an overlapped pair gives two."""
-    for unit in stream:
-        yield from unit.parts
+    for action in stream:
+        yield from action.parts
 
 
 def _parse_one(text: str) -> Instruction:

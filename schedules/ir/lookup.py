@@ -38,10 +38,10 @@ class Lookup:
 
     def holding(self, rank: Array, stage: Array) -> Array:
         """Index of the holding of each (rank, stage); -1 where the rank does not hold the stage."""
-        wanted = rank * (self.stages + 1) + stage + 1
-        index = np.searchsorted(self._holdings, wanted)
+        code = rank * (self.stages + 1) + stage + 1
+        index = np.searchsorted(self._holdings, code)
         index[index == len(self._holdings)] = 0
-        known = (self._holdings[index] == wanted) & (stage >= -1) & (stage < self.stages)
+        known = (self._holdings[index] == code) & (stage >= -1) & (stage < self.stages)
         return np.where(known, index, -1)
 
     @cached_property

@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import cast, overload
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
 
 from pentad.schedules.ir import arrow
 from pentad.schedules.ir.arrow import SCHEMA, VERSION
-from pentad.schedules.ir.columns import CODE, Columns, Stream, pack
+from pentad.schedules.ir.columns import Columns, Stream, key_columns, pack
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Key, Op
-from pentad.schedules.ir.lookup import IS_COMPUTE, IS_REDUCTION, Lookup
+from pentad.schedules.ir.instruction import Key
+from pentad.schedules.ir.lookup import IS_COMPUTE, IS_FORWARD, IS_REDUCTION, Lookup
 
-__all__ = ["SCHEMA", "VERSION", "Program", "Stream", "Streams", "index_of"]
-
-
-class Streams(Sequence[Stream]):
-    """The streams of all ranks, stored as columns; a stream is decoded into instructions on first access."""
-
-    def __init__(self, columns: Columns) -> None:
-        self.columns = columns
-        self._decoded: list[Stream | None] = [None] * columns.ranks
-
-    def __len__(self) -> int:
-        return self.columns.ranks
-
-    @overload
-    def __getitem__(self, rank: int) -> Stream: ...
-    @overload
-    def __getitem__(self, rank: slice) -> tuple[Stream, ...]: ...
-    def __getitem__(self, rank: int | slice) -> Stream | tuple[Stream, ...]:
-        if isinstance(rank, slice):
-            return tuple(self[one] for one in range(*rank.indices(len(self))))
-        stream = self._decoded[rank]
-        if stream is None:
-            stream = self._decoded[rank] = self.columns.decode(rank % len(self))
-        return stream
-
-    def __iter__(self) -> Iterator[Stream]:
-        return (self[rank] for rank in range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Streams):
-            return self.columns == other.columns
-        return isinstance(other, tuple) and tuple(self) == other
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return f"<Streams: {self.columns.ranks} ranks, {self.columns.rows} instructions>"
+__all__ = ["SCHEMA", "VERSION", "Program", "Stream", "index_of"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,8 +42,8 @@ class Program:
     slices: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.streams, Streams):
-            object.__setattr__(self, "streams", Streams(pack(self.streams)))
+        if not isinstance(self.streams, Columns):
+            object.__setattr__(self, "streams", pack(self.streams))
 
     def __repr__(self) -> str:
         sizes = f"{self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"
@@ -89,7 +52,7 @@ class Program:
     @property
     def columns(self) -> Columns:
         """The streams as arrays."""
-        return cast(Streams, self.streams).columns
+        return cast(Columns, self.streams)
 
     @property
     def ranks(self) -> int:
@@ -133,13 +96,13 @@ class Program:
     def compute_rank(self) -> dict[tuple[int, int], int]:
         """(stage, microbatch) -> the rank that computes it."""
         columns = self.columns
-        rows = np.flatnonzero(columns.op == CODE[Op.F])
+        rows = columns.rows_of(IS_FORWARD)
         stage, mb, rank = (column[rows].tolist() for column in (columns.stage, columns.microbatch, columns.rank))
         return dict(zip(zip(stage, mb, strict=True), rank, strict=True))
 
     @cached_property
     def positions(self) -> tuple[dict[Key, int], ...]:
-        """By rank: key -> index of its unit in the stream; the first one where a key appears twice."""
+        """By rank: key -> index of its action in the stream; the first one where a key appears twice."""
         return tuple(map(index_of, self.streams))
 
     @cached_property
@@ -155,13 +118,11 @@ class Program:
         """The compute order: only compute instructions, without peers, slots and waits."""
         columns = self.columns
         rows = columns.rows_of(IS_COMPUTE)
-        return self.with_columns(columns.keys_only(np.searchsorted(rows, columns.rank_offsets), rows))
+        order = key_columns(np.searchsorted(rows, columns.rank_offsets), *columns.keys(rows))
+        return self.with_streams(replace(order, is_second=columns.is_second[rows]))
 
     def with_streams(self, streams: Sequence[Stream]) -> Program:
         return replace(self, streams=streams)
-
-    def with_columns(self, columns: Columns) -> Program:
-        return replace(self, streams=Streams(columns))
 
     def to_arrow(self) -> pa.Table:
         placement = ";".join(",".join(map(str, stages)) for stages in self.placement)
@@ -223,15 +184,15 @@ class Program:
 def _from_table(table: pa.Table) -> Program:
     meta = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     placement = tuple(tuple(map(int, stages.split(","))) for stages in meta["placement"].split(";"))
-    streams = Streams(arrow.from_table(table, len(placement)))
+    streams = arrow.from_table(table, len(placement))
     sizes = int(meta["microbatches"]), int(meta["chunks"]), int(meta.get("slices", "1"))
     return Program(meta["name"], streams, placement, *sizes)
 
 
 def index_of(stream: Stream) -> dict[Key, int]:
-    """Key -> index of its unit in the stream; the first one where a key appears twice."""
+    """Key -> index of its action in the stream; the first one where a key appears twice."""
     indices: dict[Key, int] = {}
-    for index, unit in enumerate(stream):
-        for part in unit.parts:
+    for index, action in enumerate(stream):
+        for part in action.parts:
             indices.setdefault(part.key, index)
     return indices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,23 +11,21 @@ from pentad.schedules.ir.instruction import Instruction, Key
 from pentad.schedules.ir.program import Program
 
 Addition = tuple[int, int, Instruction]  # rank, the position in its stream to insert before, the instruction
+Wait = tuple[int, Key, Key]  # rank, an instruction of its stream, what that waits for
 
 
-def insert(
-    program: Program, additions: Sequence[Addition], waits: Mapping[tuple[int, Key], Iterable[Key]] | None = None
-) -> Program:
-    """A program with more instructions, and with more waits of existing instructions, named by (rank, key).
+def insert(program: Program, additions: Sequence[Addition], waits: Sequence[Wait] = ()) -> Program:
+    """A program with more instructions, and with more waits of those that it has.
 
-    Positions count the units of the original streams; the length of a stream is its end. Additions at one position
+    Positions count the actions of the original streams; the length of a stream is its end. Additions at one position
     keep their order. Raises KeyError for a wait of an instruction that does not exist.
     """
-    columns = _with_more_waits(program, waits or {})
+    columns = _with_waits(program, waits) if waits else program.columns
     if not additions:
-        return program.with_columns(columns)
-    ranks = np.array([rank for rank, _, _ in additions], int)
-    units = columns.unit_offsets[ranks] + np.array([position for _, position, _ in additions], int)
-    added = pack([tuple(instruction for _, _, instruction in additions)])
-    return program.with_columns(insert_rows(columns, added, ranks, columns.row_before(units)))
+        return program.with_streams(columns)
+    ranks, positions, instructions = zip(*additions, strict=True)
+    before = columns.row_before(columns.action_offsets[list(ranks)] + positions)
+    return program.with_streams(insert_rows(columns, pack([instructions]), np.array(ranks), before))
 
 
 def insert_rows(columns: Columns, added: Columns, ranks: Array, before: Array) -> Columns:
@@ -45,11 +43,8 @@ def insert_rows(columns: Columns, added: Columns, ranks: Array, before: Array) -
     return joined.take(columns.rank_offsets + shift, rows)
 
 
-def _with_more_waits(program: Program, waits: Mapping[tuple[int, Key], Iterable[Key]]) -> Columns:
-    pairs = [(rank, key, more) for (rank, key), keys in waits.items() for more in keys]
-    if not pairs:
-        return program.columns
-    ranks, keys, more = zip(*pairs, strict=True)
+def _with_waits(program: Program, waits: Sequence[Wait]) -> Columns:
+    ranks, keys, more = zip(*waits, strict=True)
     rows = program.lookup.rows(np.array(ranks), *_arrays(keys))
     if (rows < 0).any():
         missing = int(np.argmin(rows))

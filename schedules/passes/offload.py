@@ -1,7 +1,7 @@
 """Pass: activations whose backward is far away are offloaded to host memory and reloaded in time (OFFLOAD, RELOAD).
 
 When a rank would save more than it may, it offloads the activation whose backward comes last (Belady 1966). A reload
-goes some compute units before that backward, if there is room by then.
+goes some compute actions before that backward, if there is room by then.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program, Stream
-from pentad.schedules.ir.rewrite import Addition, insert
+from pentad.schedules.ir.rewrite import Addition, Wait, insert
 from pentad.schedules.simulate.memory import SAVED_CHANGE
 
 _Cell = tuple[int, int]  # stage, microbatch
 
 
 class _RoundTrip(NamedTuple):
-    """An activation on the host: indices of the units before which it is offloaded and reloaded."""
+    """An activation on the host: indices of the actions before which it is offloaded and reloaded."""
 
     cell: _Cell
     offload: int
@@ -30,25 +30,25 @@ def add_offload(program: Program, max_resident: float, prefetch: int = 2) -> Pro
     """OFFLOAD and RELOAD so that no rank has more than `max_resident` activations, in microbatches of a whole rank, on
     its device at once.
 
-    RELOAD goes `prefetch` compute units before the backward, or later if there is no room. Activations that are
+    RELOAD goes `prefetch` compute actions before the backward, or later if there is no room. Activations that are
     recomputed are not offloaded. Raises PentadError when a rank needs more at one moment.
     """
-    additions: list[Addition] = []
-    waits: dict[tuple[int, Key], list[Key]] = {}
+    offloads: list[Addition] = []
+    reloads: list[Addition] = []
+    waits: list[Wait] = []
     chunks = program.chunks * program.slices  # activations in one microbatch of a whole rank
     for rank, stream in enumerate(program.streams):
         backward = {(p.stage, p.microbatch): p.key for p in instructions_of(stream) if p.op in (Op.B, Op.BW)}
         residency = _Residency(stream, max_resident * chunks, prefetch)
         for cell, offload, reload in residency.round_trips():
             offload_key, reload_key = Key(Op.OFFLOAD, *cell), Key(Op.RELOAD, *cell)
-            additions.append((rank, offload, Instruction(*offload_key, waits=(Key(Op.F, *cell),))))
-            additions.append((rank, reload, Instruction(*reload_key, waits=(offload_key,))))
-            waits[rank, backward[cell]] = [reload_key]
+            offloads.append((rank, offload, Instruction(*offload_key, waits=(Key(Op.F, *cell),))))
+            reloads.append((rank, reload, Instruction(*reload_key, waits=(offload_key,))))
+            waits.append((rank, backward[cell], reload_key))
         if residency.shortage:
             expected = f"at least {residency.shortage / chunks:g}, which rank {rank} saves at once"
             raise PentadError(f"memory.max_resident_microbatches is {max_resident:g}: expected {expected}")
-    # At one position, offloads come before reloads.
-    return insert(program, sorted(additions, key=lambda each: (each[1], each[2].op is Op.RELOAD)), waits)
+    return insert(program, offloads + reloads, waits)  # at one position in this order
 
 
 class _Residency:
@@ -57,14 +57,14 @@ class _Residency:
 
     def __init__(self, stream: Stream, limit: float, prefetch: int) -> None:
         self.stream, self.limit = stream, limit
-        parts = [(index, part) for index, unit in enumerate(stream) for part in unit.parts]
+        parts = [(index, part) for index, action in enumerate(stream) for part in action.parts]
         self.recompute = {(p.stage, p.microbatch): index for index, p in parts if p.op is Op.RECOMPUTE}
         self.recomputed_stages = {stage for stage, _ in self.recompute}
         self.backward = {(p.stage, p.microbatch): index for index, p in parts if p.op in (Op.B, Op.BW)}
-        self.compute = [index for index, unit in enumerate(stream) if unit.parts[0].op in COMPUTE]
+        self.compute = [index for index, action in enumerate(stream) if action.parts[0].op in COMPUTE]
         self.reload_from = {index: self.compute[max(0, at - prefetch)] for at, index in enumerate(self.compute)}
         self.offloadable: set[_Cell] = set()  # on the device since their F
-        self.on_host: dict[_Cell, int] = {}  # with the index of the unit before which they were offloaded
+        self.on_host: dict[_Cell, int] = {}  # with the index of the action before which they were offloaded
         self.resident = self.shortage = 0.0
 
     def round_trips(self) -> Iterator[_RoundTrip]:
@@ -95,8 +95,8 @@ class _Residency:
             self.resident += SAVED_CHANGE[part.op]
 
     def _make_room(self, index: int, before: int | None = None) -> None:
-        """Offloads until one more activation fits for unit `index`, before that unit or an earlier one (`before`), but
-        nothing that the unit itself uses."""
+        """Offloads until one more activation fits for action `index`, before that action or an earlier one (`before`),
+        but nothing that the action itself uses."""
         used = {(part.stage, part.microbatch) for part in self.stream[index].parts}
         while self.resident + 1 > self.limit + 1e-9:
             if not self.offloadable - used:

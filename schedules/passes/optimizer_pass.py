@@ -43,7 +43,7 @@ def bucket_numbers(buckets: tuple[int, ...], stage: int) -> range:
 
 
 def _after_sends(program: Program, rank: int, row: int) -> int:
-    """The position after a unit and its sends, which another rank waits for."""
+    """The position after an action and its sends, which another rank waits for."""
     columns, end = program.columns, program.columns.rank_offsets[rank + 1]
     while row + 1 < end and IS_SEND[columns.op[row + 1]]:
         row += 1
@@ -52,22 +52,22 @@ def _after_sends(program: Program, rank: int, row: int) -> int:
 
 def add_step(program: Program) -> Program:
     """NORM and STEP at the end of every stream, where STEP waits for the global norm (a barrier)."""
-    ends = np.diff(program.columns.unit_offsets).tolist()
     additions: list[Addition] = []
-    for rank, (last, reductions) in enumerate(complete_gradients(program)):
+    for rank, (end, last, reductions) in enumerate(complete_gradients(program)):
         norm = Instruction(Op.NORM, group="pp", waits=(last, *reductions))
-        step = Instruction(Op.STEP, waits=(Key(Op.NORM, -1, -1),))
-        additions += [(rank, ends[rank], norm), (rank, ends[rank], step)]
+        additions += [(rank, end, norm), (rank, end, Instruction(Op.STEP, waits=(norm.key,)))]
     return insert(program, additions)
 
 
-def complete_gradients(program: Program) -> list[tuple[Key, tuple[Key, ...]]]:
-    """By rank: what its gradients are complete after, the last compute instruction and the reductions."""
+def complete_gradients(program: Program) -> list[tuple[int, Key, tuple[Key, ...]]]:
+    """By rank: the end of its stream, and what its gradients are complete after, the last compute instruction and the
+    reductions."""
     columns = program.columns
     compute, reductions = columns.rows_of(IS_COMPUTE), columns.rows_of(IS_REDUCTION)
     last = compute[np.searchsorted(compute, columns.rank_offsets[1:]) - 1]
     by_rank = np.split(reductions, np.searchsorted(reductions, columns.rank_offsets[1:-1]))
-    return [(columns.key(row), tuple(map(columns.key, rows))) for row, rows in zip(last, by_rank, strict=True)]
+    found = zip(np.diff(columns.action_offsets).tolist(), last, by_rank, strict=True)
+    return [(end, columns.key(row), tuple(map(columns.key, rows))) for end, row, rows in found]
 
 
 def last_weight_grads(program: Program) -> dict[tuple[int, int], int]:

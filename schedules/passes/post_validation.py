@@ -36,16 +36,15 @@ def add_post_validation(program: Program) -> Program:
     columns = program.columns
     rows = np.flatnonzero(columns.op == CODE[Op.ALL_GATHER]).tolist()
     gathers = [(columns.key(row), *columns.position(row)) for row in rows]
-    ends = np.diff(columns.unit_offsets).tolist()
-    for rank, (position, (last, reductions)) in enumerate(
-        zip(_first_unrepeatable(program), complete_gradients(program), strict=True)
-    ):
+    positions = _first_unrepeatable(program)
+    for rank, (end, last, reductions) in enumerate(complete_gradients(program)):
+        position = positions[rank]
         # VALIDATE and ROLLBACK change the weights that earlier gathers still send.
         waits = tuple(key for key, where, at in gathers if where == rank and at < position)
         additions.append((rank, position, Instruction(Op.VALIDATE, peer=program.ranks - 1, waits=waits)))
         additions.append((rank, position, Instruction(Op.ROLLBACK, waits=(VALIDATE,))))
-        additions.append((rank, ends[rank], Instruction(Op.NORM, peer=rank - 1, waits=(last, *reductions))))
-        additions.append((rank, ends[rank], Instruction(Op.STEP, waits=reductions)))
+        additions.append((rank, end, Instruction(Op.NORM, peer=rank - 1, waits=(last, *reductions))))
+        additions.append((rank, end, Instruction(Op.STEP, waits=reductions)))
     return insert(program, additions)
 
 
@@ -57,7 +56,7 @@ def _first_unrepeatable(program: Program) -> list[int]:
     repeatable = REPEATABLE[columns.op]
     repeatable[receives[sends < backward[columns.rank[sends]]]] = True  # the sender sends again too
     first = _first_rows(program, np.flatnonzero(~repeatable))
-    return (columns.unit[first] - columns.unit_offsets[:-1]).tolist()
+    return (columns.action[first] - columns.action_offsets[:-1]).tolist()
 
 
 def _first_rows(program: Program, rows: Array) -> Array:

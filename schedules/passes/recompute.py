@@ -22,8 +22,8 @@ def add_recompute(program: Program, stages: Collection[int]) -> Program:
         raise PentadError(f"{found}: expected stages from 0 to {program.stages - 1}")
     additions: list[Addition] = []
     for rank, stream in enumerate(program.streams):
-        for position, unit in enumerate(stream):
-            for part in unit.parts:
+        for position, action in enumerate(stream):
+            for part in action.parts:
                 if part.op in (Op.B, Op.BW) and part.stage in stages:
                     additions.append((rank, position, Instruction(Op.RECOMPUTE, part.stage, part.microbatch)))
     return insert(program, additions)

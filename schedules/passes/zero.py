@@ -17,17 +17,17 @@ from collections import Counter
 from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, Unit, instructions_of
+from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program, Stream
-from pentad.schedules.ir.rewrite import Addition, insert
+from pentad.schedules.ir.rewrite import Addition, Wait, insert
 
 READERS = frozenset({Op.F, Op.B, Op.BW, Op.RECOMPUTE})  # of parameters; W needs only what B saved
 BufferSlots = dict[tuple[int, int], int]  # (stage, number of the gather) -> buffer
 
 
 class Gather(NamedTuple):
-    """The `number`-th time that a rank gathers a stage, read by units `first` to `last` of its stream. `evicted` is the
-    last reader of the stage that it replaces, -1 if it replaces none."""
+    """The `number`-th time that a rank gathers a stage, read by actions `first` to `last` of its stream. `evicted` is
+    the last reader of the stage that it replaces, -1 if it replaces none."""
 
     stage: int
     number: int
@@ -41,11 +41,12 @@ def add_gathers(program: Program, *, zero: int, prefetch: int = 1, max_gathered:
     of both numbers the gathers of a stage.
 
     A rank holds at most `max_gathered` stages at once, including those being gathered (None: all its stages). A gather
-    goes `prefetch` compute units before its reader, or later if there is no room. Raises PentadError when that is too
-    few stages for a unit of the program, or for DualPipe mirrors, which must gather together.
+    goes `prefetch` compute actions before its reader, or later if there is no room. Raises PentadError when that is too
+    few stages for an action of the program, or for DualPipe mirrors, which must gather together.
     """
-    additions: list[Addition] = []
-    waits: dict[tuple[int, Key], list[Key]] = {}
+    frees: list[Addition] = []
+    added: list[Addition] = []
+    waits: list[Wait] = []
     if zero < 3:
         max_gathered = None
     if max_gathered is not None:
@@ -53,31 +54,30 @@ def add_gathers(program: Program, *, zero: int, prefetch: int = 1, max_gathered:
     for rank, stream in enumerate(program.streams):
         room = len(program.placement[rank]) if max_gathered is None else max_gathered
         gathers = sorted(_gathers(stream, room), key=lambda gather: gather.stage)
-        frees = sorted((gather.last + 1, Key(Op.FREE, gather.stage, gather.number)) for gather in gathers)
+        ends = sorted((gather.last + 1, Key(Op.FREE, gather.stage, gather.number)) for gather in gathers)
         for gather in gathers:
             key = Key(Op.ALL_GATHER, gather.stage, gather.number)
             position = _position(stream, gather, prefetch)
-            freed = bisect.bisect_right(frees, position, key=lambda free: free[0])
-            after = (frees[freed - 1][1],) if gather.evicted >= 0 else ()
-            additions.append((rank, position, Instruction(*key, group=f"stage{gather.stage}", waits=after)))
+            ended = bisect.bisect_right(ends, position, key=lambda end: end[0])
+            after = (ends[ended - 1][1],) if gather.evicted >= 0 else ()
+            added.append((rank, position, Instruction(*key, group=f"stage{gather.stage}", waits=after)))
             reader = next(part.key for part in stream[gather.first].parts if part.stage == gather.stage)
-            waits.setdefault((rank, reader), []).append(key)
-            if zero == 3:
-                additions.append((rank, gather.last + 1, Instruction(Op.FREE, gather.stage, gather.number)))
+            waits.append((rank, reader, key))
+        frees += [(rank, position, Instruction(*key)) for position, key in ends]
     # At one position, frees come before gathers.
-    return insert(program, sorted(additions, key=lambda each: (each[1], each[2].op is not Op.FREE)), waits)
+    return insert(program, frees + added if zero == 3 else added, waits)
 
 
 def _gathers(stream: Stream, room: int) -> list[Gather]:
     uses: dict[int, list[int]] = {}
-    for index, unit in enumerate(stream):
-        for stage in _stages_read(unit):
+    for index, action in enumerate(stream):
+        for stage in _stages_read(action):
             uses.setdefault(stage, []).append(index)
     held: dict[int, Gather] = {}
     counts: Counter[int] = Counter()
     gathers = []
-    for index, unit in enumerate(stream):
-        needed = _stages_read(unit)
+    for index, action in enumerate(stream):
+        needed = _stages_read(action)
         for stage in sorted(needed - held.keys()):
             evicted = -1
             if len(held) == room:
@@ -101,16 +101,16 @@ def _position(stream: Stream, gather: Gather, prefetch: int) -> int:
     """Where a gather goes: at the start of the stream unless it has to wait for room."""
     if gather.evicted < 0:
         return 0
-    earliest, compute_units = gather.evicted + 1, 0
+    earliest, compute_actions = gather.evicted + 1, 0
     for index in range(gather.first - 1, earliest - 1, -1):
-        compute_units += stream[index].parts[0].op in COMPUTE
-        if compute_units == prefetch:
+        compute_actions += stream[index].parts[0].op in COMPUTE
+        if compute_actions == prefetch:
             return index
     return earliest if prefetch else gather.first
 
 
-def _stages_read(unit: Unit) -> set[int]:
-    return {part.stage for part in unit.parts if part.op in READERS}
+def _stages_read(action: Action) -> set[int]:
+    return {part.stage for part in action.parts if part.op in READERS}
 
 
 def _check_room(program: Program, max_gathered: int) -> None:
@@ -119,8 +119,8 @@ def _check_room(program: Program, max_gathered: int) -> None:
         if any(len(program.holders(stage)) > 1 for stage in held):
             least, why = len(held), f"{where} gathers that many stages together with their mirrors"
         else:
-            least = max(len(_stages_read(unit)) for unit in program.streams[rank])
-            why = f"one unit on {where} reads that many stages"
+            least = max(len(_stages_read(action)) for action in program.streams[rank])
+            why = f"one action on {where} reads that many stages"
         if max_gathered < least:
             raise PentadError(f"zero.max_gathered is {max_gathered}: expected at least {least}, because {why}")
 
@@ -166,9 +166,5 @@ def sharded_stages(program: Program, rank: int) -> set[int]:
 
 def add_gradient_buffer_waits(program: Program) -> Program:
     """The waits of `gradient_slots`."""
-    waits = {
-        (rank, key): (emptied,)
-        for rank in range(program.ranks)
-        for key, emptied in gradient_slots(program, rank)[1].items()
-    }
-    return insert(program, (), waits)
+    ranks = range(program.ranks)
+    return insert(program, (), [(rank, *wait) for rank in ranks for wait in gradient_slots(program, rank)[1].items()])

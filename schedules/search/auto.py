@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pentad.schedules.catalogue import CATALOGUE, NO_OPTIONS, generate, mirrored, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.bounds import Bound, lower_bound
-from pentad.schedules.search.problem import Objective, Problem, capacity_of
+from pentad.schedules.search.problem import Objective, Problem, capacity_of, orders_of
 from pentad.schedules.search.search import Search, candidate_streams
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times
@@ -21,11 +21,8 @@ AUTO = "auto"
 MOST_CHUNKS = 4
 EFFORT = 1_500_000  # operations placed by list schedules or timed by tabu search: some seconds
 Placement = tuple[tuple[int, ...], ...]
-
-
-class CostsOf(Protocol):
-    def __call__(self, order: Program, /) -> Costs | None:
-        """The costs of an order's stages; None if its placement is impossible, such as more stages than layers."""
+# The costs of an order's stages; None if its placement is impossible, such as more stages than layers.
+CostsOf = Callable[[Program], Costs | None]
 
 
 class Candidate(NamedTuple):
@@ -153,30 +150,29 @@ def _searched(
     """List schedules for every placement whose bound leaves room for improvement, then tabu search on the best."""
     best = min((getattr(each, objective) for each in candidates), default=float("inf"))
     hopeful = {key: place for key, place in placed.items() if _rounded(place.bound.time) < _rounded(best)}
-    searches: dict[Placement, Search] = {}
+    searches: list[Search] = []
     for key, place in sorted(hopeful.items(), key=lambda pair: pair[1].bound.time):
         if len({stage for held in key for stage in held}) < sum(map(len, key)):
             continue  # a stage on two ranks, as in dualpipe
         chunks, microbatches = place.program.chunks, place.program.microbatches
-        capacity = capacity_of(options.memory_limit, chunks, place.program.ranks, microbatches)
-        if min(capacity) < 2 * chunks:
+        capacity = capacity_of(options.memory_limit, chunks, microbatches)
+        if capacity < 2 * chunks:
             continue
         problem = Problem(key, microbatches, chunks, place.costs, capacity, objective)
         search = Search(problem, problem.to_ticks(place.bound.time), [])
         for each in candidates:
             if each.program.placement == key:
-                search.start(each.name, each.program.streams)
+                search.add(each.name, orders_of(problem, each.program.streams))
         search.list_schedules(effort // 2 // len(hopeful))
-        searches[key] = search
-    ranked = sorted((each for each in searches.values() if each.best), key=lambda each: each.cost)
+        searches.append(search)
+    ranked = sorted((each for each in searches if each.best), key=lambda each: each.cost)
     for number, search in enumerate(ranked[:3]):
         search.tabu_search(effort // 2 // 2 ** (number + 1))
     for search in ranked:
-        problem, place = search.problem, placed[search.problem.placement]
-        sizes = problem.placement, problem.microbatches, problem.chunks
+        problem = search.problem
         for origin, streams in candidate_streams(search):
-            program = Program(AUTO, streams, *sizes)
-            yield _candidate(AUTO, options, program, place.costs, origin)
+            program = Program(AUTO, streams, problem.placement, problem.microbatches, problem.chunks)
+            yield _candidate(AUTO, options, program, problem.costs, origin)
 
 
 def _candidate(name: str, options: ScheduleOptions, order: Program, costs: Costs, origin: str = "") -> Candidate:

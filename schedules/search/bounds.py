@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import floor, inf
 from typing import NamedTuple
 
@@ -33,11 +32,10 @@ def lower_bound(program: Program, costs: Costs, limit: float | None = None, obje
         runs[rank][stage] += 1
     capacity = inf if limit is None else floor(2 * program.chunks * limit + 1e-6) / 2
     path = _Path(program.placement, costs)
-    bounds = [
-        bound
-        for rank, runs_of_rank in enumerate(runs)
-        for bound in _of_rank(_Rank(rank, runs_of_rank, program.microbatches, capacity, costs, path), objective)
-    ]
+    bounds: list[Bound] = []
+    for rank, runs_of_rank in enumerate(runs):
+        if runs_of_rank:
+            bounds += _of_rank(_Rank(rank, runs_of_rank, program.microbatches, capacity, costs), path, objective)
     if objective == "makespan":
         bounds.append(Bound(path.forward[-1] + path.backward[0] + path.last, "the path of one microbatch"))
     return max(bounds, key=lambda bound: bound.time)
@@ -76,29 +74,21 @@ class _Path:
         self.last = min(min(w, bw - b) for b, w, bw in first)
 
 
-@dataclass(frozen=True)
 class _Rank:
-    """A rank that runs `runs[stage]` microbatches of a stage and saves at most `capacity` activations of a chunk."""
+    """A rank that runs `runs[stage]` microbatches of a stage and saves at most `capacity` activations of a chunk. `f`,
+    `b` and `w` are the costs of its instructions by stage, `work` that of all, each backward in the cheaper form."""
 
-    rank: int
-    runs: Counter[int]
-    microbatches: int
-    capacity: float
-    costs: Costs
-    path: _Path
+    def __init__(self, rank: int, runs: Counter[int], microbatches: int, capacity: float, costs: Costs) -> None:
+        self.rank, self.runs, self.microbatches, self.capacity, self.costs = rank, runs, microbatches, capacity, costs
+        self.f, self.b, self.w, bw = (
+            {stage: costs.seconds_on(rank, Instruction(op, stage)) for stage in runs}
+            for op in (Op.F, Op.B, Op.W, Op.BW)
+        )
+        self.work = sum(many * (self.f[s] + min(self.b[s] + self.w[s], bw[s])) for s, many in runs.items())
 
-    def seconds(self, op: Op, stage: int) -> float:
-        return self.costs.seconds_on(self.rank, Instruction(op, stage))
-
-    def work(self) -> float:
-        """All compute, each backward in the cheaper form."""
-        f, b, w, bw = ({s: self.seconds(op, s) for s in self.runs} for op in (Op.F, Op.B, Op.W, Op.BW))
-        return sum(many * (f[s] + min(b[s] + w[s], bw[s])) for s, many in self.runs.items())
-
-    def most_work(self, op: Op, count: float) -> float:
+    def most_work(self, seconds: dict[int, float], count: float) -> float:
         """The most work of `count` instructions of an op, at most one per stage and microbatch."""
         total = 0.0
-        seconds = {s: self.seconds(op, s) for s in self.runs}
         for stage in sorted(seconds, key=lambda s: -seconds[s]):
             taken = min(count, self.runs[stage])
             total, count = total + taken * seconds[stage], count - taken
@@ -106,51 +96,41 @@ class _Rank:
 
     def before_first_b(self) -> float:
         """The most work that can run before the first B."""
-        return self.most_work(Op.F, floor(self.capacity) if self.capacity < inf else inf)
+        return self.most_work(self.f, floor(self.capacity) if self.capacity < inf else inf)
 
     def after_last_b(self) -> float:
         """The most work that can run after the last B: each W has held half an activation until then."""
-        return self.most_work(Op.W, 2 * self.capacity)
+        return self.most_work(self.w, 2 * self.capacity)
 
     def after_last_f(self) -> float:
         """The most work that can run after the last F: B and W of an activation, or a W of half of one."""
-        f, b, w = ({s: self.seconds(op, s) for s in self.runs} for op in (Op.F, Op.B, Op.W))
+        b, w = self.b, self.w
         total = sum(many * (b[s] + w[s]) for s, many in self.runs.items())
-        return min(total, self.capacity * max(max(b[s] + w[s], 2 * w[s]) for s in f))
+        return min(total, self.capacity * max(max(b[s] + w[s], 2 * w[s]) for s in b))
 
 
-def _of_rank(rank: _Rank, objective: str) -> Iterator[Bound]:
+def _of_rank(rank: _Rank, path: _Path, objective: str) -> Iterator[Bound]:
     """Bounds for a rank that is idle only where it must be: every start phase with every end phase."""
-    if not rank.runs:
-        return
-    path, work, makespan = rank.path, rank.work(), objective == "makespan"
-    name = f"rank {rank.rank} has {work:.6g} of work"
-    head = min(path.arrival[s] for s in rank.runs) if makespan else 0.0
-    low = min(rank.runs)
+    runs, makespan = rank.runs, objective == "makespan"
+    name = f"rank {rank.rank} has {rank.work:.6g} of work"
+    head = min(path.arrival[s] for s in runs) if makespan else 0.0
+    low = min(runs)
     # Whether all microbatches enter the rank through its lowest stage.
-    through_low = len(set(rank.runs.values())) == 1 and rank.runs[low] == rank.microbatches
+    through_low = len(set(runs.values())) == 1 and runs[low] == rank.microbatches
     first_gradient = min(
         path.forward[s] + path.turnaround[s] - (0.0 if makespan else path.arrival[low if through_low else s])
-        for s in rank.runs
+        for s in runs
     )
     before_first_b = rank.before_first_b()
+    rear = min(path.turnaround[s] + (path.backward[s] + path.last if makespan else rank.b[s]) for s in runs)
+    left = min(path.backward[s] - rank.b[s] + (path.last if s else 0.0) for s in runs) if makespan else 0.0
     # If all F fit before the first B, work between the two phases would be counted twice.
-    separate = not rank.capacity >= sum(rank.runs.values())
-    rear = min(
-        path.turnaround[s] + (path.backward[s] + path.last if makespan else rank.seconds(Op.B, s)) for s in rank.runs
-    )
-    left = 0.0
-    if makespan:
-        left = min(path.backward[s] - rank.seconds(Op.B, s) + (path.last if s else 0.0) for s in rank.runs)
+    separate = not rank.capacity >= sum(runs.values())
+    begins = f"its first gradient comes at {first_gradient:.6g} after {before_first_b:.6g} of F at most"
     # (time of the phase, most work in it, why, whether it can be combined with any phase of the other end)
     starts = [
         (head, 0.0, f"its first input comes at {head:.6g}", False),
-        (
-            first_gradient,
-            before_first_b,
-            f"its first gradient comes at {first_gradient:.6g} after {before_first_b:.6g} of F at most",
-            separate,
-        ),
+        (first_gradient, before_first_b, begins, separate),
     ]
     ends = [
         (0.0, 0.0, "", True),
@@ -159,20 +139,19 @@ def _of_rank(rank: _Rank, objective: str) -> Iterator[Bound]:
     ]
     for start, before, begins, start_combines in starts:
         for end, after, finishes, end_combines in ends:
-            if before and after and not (start_combines and end_combines):
-                continue
-            yield Bound(start + max(work - before - after, 0.0) + max(end, after), f"{name}, {begins}{finishes}")
+            if not (before and after) or (start_combines and end_combines):
+                time = start + max(rank.work - before - after, 0.0) + max(end, after)
+                yield Bound(time, f"{name}, {begins}{finishes}")
     if rank.capacity < inf:
-        yield _of_memory(rank, head)
+        yield _of_memory(rank, path, head)
 
 
-def _of_memory(rank: _Rank, head: float) -> Bound:
+def _of_memory(rank: _Rank, path: _Path, head: float) -> Bound:
     """A microbatch is saved from its F to its B, half of it until its W, and only so many fit at once. A BW, which
     differs from B and W if launches cost, does not save that half."""
-    f, b = ({s: rank.seconds(op, s) for s in rank.runs} for op in (Op.F, Op.B))
     half = 0.0 if rank.costs.launch else 0.5
-    saved = sum(many * (f[s] + rank.path.turnaround[s] + half * b[s]) for s, many in rank.runs.items())
-    last = min(rank.seconds(Op.W, s) for s in rank.runs)
+    saved = sum(many * (rank.f[s] + path.turnaround[s] + half * rank.b[s]) for s, many in rank.runs.items())
+    last = min(rank.w.values())
     return Bound(
         head + saved / rank.capacity + last,
         f"rank {rank.rank} has room for {rank.capacity:g} activations of a chunk, each saved until its backward",

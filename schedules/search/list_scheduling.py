@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pentad.schedules.search.problem import Orders, Problem
 
 F, B, W = range(3)
-Priority = Sequence[float]  # by operation: the lowest runs first
+Priority = Sequence[float]  # by F and B: the lowest runs first
 
 
 class Rule(NamedTuple):
@@ -26,35 +26,33 @@ class Rule(NamedTuple):
 
     patience: float
     fill: float
-    capacity: tuple[int, ...]
+    capacity: int
     in_flight: tuple[float, ...]
 
 
-def in_flight_limits(problem: Problem, capacity: tuple[int, ...], extra: float) -> tuple[float, ...]:
-    """By stage, its share of its rank's capacity, by how long a microbatch is saved there, plus `extra`."""
+def in_flight_limits(problem: Problem, capacity: int, extra: float) -> tuple[float, ...]:
+    """By stage, its share of its rank's capacity, by how long a microbatch is saved there, plus `extra`; infinite
+    `extra`: no limit."""
+    if extra == inf:
+        return (inf,) * problem.stages
     forward, backward, _ = problem.durations
     below, saved = 0.0, [0.0] * problem.stages
     for stage in reversed(range(problem.stages)):
         saved[stage] = below + forward[stage] + backward[stage] / 2
         below += forward[stage] + backward[stage]
-    limits = [0.0] * problem.stages
-    for rank, held in enumerate(problem.placement):
-        share = capacity[rank] / 2 / sum(saved[stage] for stage in held)
-        for stage in held:
-            limits[stage] = max(1.0, floor(saved[stage] * share + extra)) if extra < inf else inf
-    return tuple(limits)
+    shares = [capacity / 2 / sum(saved[stage] for stage in held) for held in problem.placement]
+    by_rank = zip(saved, problem.rank_of, strict=True)
+    return tuple(max(1.0, floor(each * shares[rank] + extra)) for each, rank in by_rank)
 
 
-def age_priority(problem: Problem, stretch: float, lag: float) -> Priority:
+def age_priority(problem: Problem, stretch: float) -> Priority:
     """Microbatches by age. With `stretch` 0 the oldest goes first, with 1 the one that would arrive first if
-    microbatches began one period of the bottleneck rank apart. W is `lag` periods less urgent than its B (infinite:
-    only in gaps)."""
+    microbatches began one period of the bottleneck rank apart."""
     forward, backward, _ = problem.durations
     period = max(sum(problem.durations[kind][s] for kind in range(3) for s in held) for held in problem.placement)
     down = list(accumulate(forward, initial=0))
     up = list(accumulate(reversed(backward), initial=down[-1]))
     offsets = [stretch * each for each in (*down[:-1], *reversed(up[:-1]))]
-    offsets += [each + lag * period for each in offsets[problem.stages :]]
     return [offset + mb * period for offset in offsets for mb in range(problem.microbatches)]
 
 
@@ -71,16 +69,15 @@ def list_schedule(problem: Problem, priority: Priority, rule: Rule) -> Orders:
             continue  # nothing to run: an arrival brings a wakeup
         end = scheduler.run(rank, each, now)
         heappush(wakeups, (end, rank))
-        target, arrival = scheduler.receiver(each, end)
-        if target not in (-1, rank):
-            heappush(wakeups, (arrival, target))
+        reader = problem.readers[each]
+        if reader >= 0 and (target := problem.rank_running(reader)) != rank:
+            heappush(wakeups, (end + problem.delays[reader], target))
     return scheduler.orders
 
 
 class _Scheduler:
     def __init__(self, problem: Problem, priority: Priority, rule: Rule) -> None:
         self.problem, self.priority, self.rule = problem, priority, rule
-        self.size = problem.stages * problem.microbatches
         self.orders: Orders = [[] for _ in problem.placement]
         self.clock = [0] * problem.ranks
         self.ends = [-1] * problem.operations
@@ -90,7 +87,7 @@ class _Scheduler:
 
     def choose(self, rank: int, now: int) -> int:
         """The operation to run; -1 to wait."""
-        priority, ends, many, size = self.priority, self.ends, self.problem.microbatches, self.size
+        priority, ends, many, size = self.priority, self.ends, self.problem.microbatches, self.problem.size
         inputs, delays = self.problem.inputs, self.problem.delays
         forwards, backwards, weights = self.done
         best = weight = -1
@@ -110,27 +107,25 @@ class _Scheduler:
                     coming.append((arrival, priority[each]))
                 elif best < 0 or priority[each] < priority[best]:
                     best = each
-            if weights[stage] < backwards[stage]:
-                each = 2 * size + stage * many + weights[stage]
-                if weight < 0 or priority[each] < priority[weight]:
-                    weight = each
+            if weight < 0 and weights[stage] < backwards[stage]:
+                weight = 2 * size + stage * many + weights[stage]
         return self._decide(rank, now, best, weight, coming)
 
     def _decide(self, rank: int, now: int, best: int, weight: int, coming: list[tuple[int, float]]) -> int:
-        """Between the most urgent operation whose input is there, the most urgent W, and waiting for what is coming."""
+        """Between the most urgent F or B whose input has arrived, a W, and waiting for what is coming."""
         ticks, rule = self.problem.ticks, self.rule
         if best >= 0:
             until = now + rule.patience * ticks[best]
             if not any(arrival < until and urgency < self.priority[best] for arrival, urgency in coming):
-                full = best < self.size and self.saved[rank] + self.due[rank] + 2 > rule.capacity[rank]
-                return weight if weight >= 0 and (full or self.priority[weight] < self.priority[best]) else best
+                full = best < self.problem.size and self.saved[rank] + self.due[rank] + 2 > rule.capacity
+                return weight if weight >= 0 and full else best
         gap_ends = min((arrival for arrival, _ in coming), default=inf)
         return weight if weight >= 0 and now + rule.fill * ticks[weight] <= gap_ends else -1
 
     def run(self, rank: int, each: int, now: int) -> int:
         """Appends an operation to a rank's order and returns its end."""
         end = now + self.problem.ticks[each]
-        kind, place = divmod(each, self.size)
+        kind, place = divmod(each, self.problem.size)
         self.done[kind][place // self.problem.microbatches] += 1
         self.saved[rank] += (2, -2, 0)[kind]
         self.due[rank] += (0, 1, -1)[kind]
@@ -138,22 +133,12 @@ class _Scheduler:
         self.orders[rank].append(each)
         return end
 
-    def receiver(self, each: int, end: int) -> tuple[int, int]:
-        """The rank that reads an operation's result, -1 for none, and when it arrives there."""
-        kind, place = divmod(each, self.size)
-        many = self.problem.microbatches
-        stage = place // many + (1 if kind == F else -1)
-        if kind == W or not 0 <= stage < self.problem.stages:
-            return -1, 0
-        reader = each + (many if kind == F else -many)
-        return self.problem.rank_of[stage], end + self.problem.delays[reader]
-
     def _fits(self, rank: int, stage: int) -> bool:
         """Whether all microbatches in progress can still be finished after one more forward, the oldest first."""
         held = self.problem.placement[rank]
         if self.done[F][stage] - self.done[B][stage] >= self.rule.in_flight[stage]:
             return False
-        free = self.rule.capacity[rank] - self.saved[rank] - 2
+        free = self.rule.capacity - self.saved[rank] - 2
         if free >= 2 * (len(held) - 1):
             return True
         if free < 0:

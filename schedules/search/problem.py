@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import floor, inf, log10
 from typing import Literal, NamedTuple
 
-from pentad.schedules.ir.instruction import Instruction, Op, Unit
+from pentad.schedules.ir.instruction import Action, Instruction, Op
 from pentad.schedules.simulate.costs import Costs
 
 Objective = Literal["makespan", "longest"]
@@ -33,14 +33,14 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """`placement[rank]` lists its stages, each on one rank only; `capacity[rank]` is the most half activations of a
-    chunk that it may save. Times are whole ticks, so that equal sums compare equal."""
+    """`placement[rank]` lists its stages, each on one rank only; `capacity` is the most half activations of a chunk
+    that a rank may save. Times are integers (ticks), so that equal sums compare equal."""
 
     placement: tuple[tuple[int, ...], ...]
     microbatches: int
     chunks: int
     costs: Costs
-    capacity: tuple[int, ...]
+    capacity: int
     objective: Objective = "makespan"
 
     @property
@@ -52,13 +52,21 @@ class Problem:
         return sum(map(len, self.placement))
 
     @cached_property
+    def size(self) -> int:
+        """Operations of a kind."""
+        return self.stages * self.microbatches
+
+    @property
     def operations(self) -> int:
-        return 3 * self.stages * self.microbatches
+        return len(KINDS) * self.size
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """Rank by stage."""
         return tuple(rank for _, rank in sorted((s, r) for r, stages in enumerate(self.placement) for s in stages))
+
+    def rank_running(self, operation: int) -> int:
+        return self.rank_of[operation // self.microbatches % self.stages]
 
     @cached_property
     def tick(self) -> float:
@@ -85,17 +93,26 @@ class Problem:
     def inputs(self) -> list[int]:
         """By operation, the one whose result it reads: F of the stage before, B of the stage after, for the last stage
         its own F; -1 for none. A W has none: the order of its rank puts it after its B."""
-        size, last = self.stages * self.microbatches, (self.stages - 1) * self.microbatches
-        forward = [-1] * self.microbatches + list(range(last))
-        backward = [*range(size + self.microbatches, 2 * size), *range(last, size)]
+        size, many = self.size, self.microbatches
+        forward = [-1] * many + list(range(size - many))
+        backward = [*range(size + many, 2 * size), *range(size - many, size)]
         return forward + backward + [-1] * size
+
+    @cached_property
+    def readers(self) -> list[int]:
+        """By operation, the one of another stage that reads its result; -1 for none."""
+        size, many = self.size, self.microbatches
+        return [*range(many, size), *[-1] * 2 * many, *range(size, 2 * size - many), *[-1] * size]
 
     @cached_property
     def delays(self) -> list[int]:
         """By operation, ticks that its input takes from rank to rank."""
-        rank_of = self.rank_of
-        down = [0, *(self._hop(rank_of[s - 1], rank_of[s]) for s in range(1, self.stages))]
-        up = [*(self._hop(rank_of[s + 1], rank_of[s]) for s in range(self.stages - 1)), 0]
+
+        def hop(source: int, target: int) -> int:
+            return round(self.costs.hop(self.rank_of[source], self.rank_of[target]) / self.tick)
+
+        down = [0, *(hop(stage - 1, stage) for stage in range(1, self.stages))]
+        up = [*(hop(stage + 1, stage) for stage in range(self.stages - 1)), 0]
         return [hop for hops in (down, up, [0] * self.stages) for hop in hops for _ in range(self.microbatches)]
 
     @cached_property
@@ -121,14 +138,10 @@ class Problem:
         """The inverse of `to_cost`."""
         return round(cost * (1 + 1e-12) / self.tick) + max(self.first_starts) * (self.objective == "longest")
 
-    def _hop(self, source: int, target: int) -> int:
-        return round(self.costs.hop(source, target) / self.tick)
 
-
-def capacity_of(limit: float | None, chunks: int, ranks: int, microbatches: int) -> tuple[int, ...]:
+def capacity_of(limit: float | None, chunks: int, microbatches: int) -> int:
     """`Problem.capacity` for a limit in microbatches of all layers of a rank; None: no limit."""
-    most = inf if limit is None else limit
-    return (floor(2 * chunks * min(most, microbatches) + 1e-6),) * ranks
+    return floor(2 * chunks * min(inf if limit is None else limit, microbatches) + 1e-6)
 
 
 def times_of(problem: Problem, orders: Orders) -> Timing | None:
@@ -190,15 +203,10 @@ def step_ticks(problem: Problem, orders: Orders, ends: Sequence[int]) -> int:
 
 def peak_memory(problem: Problem, order: list[int]) -> int:
     """Most half activations of a chunk that a rank saves at once."""
-    saved = most = 0
-    size = problem.stages * problem.microbatches
-    for each in order:
-        saved += MEMORY[each // size]
-        most = max(most, saved)
-    return most
+    return max(accumulate(MEMORY[each // problem.size] for each in order))
 
 
-def streams_of(problem: Problem, orders: Orders) -> tuple[tuple[Unit, ...], ...]:
+def streams_of(problem: Problem, orders: Orders) -> tuple[tuple[Action, ...], ...]:
     def instruction(each: int) -> Instruction:
         code, microbatch = divmod(each, problem.microbatches)
         kind, stage = divmod(code, problem.stages)
@@ -207,14 +215,14 @@ def streams_of(problem: Problem, orders: Orders) -> tuple[tuple[Unit, ...], ...]
     return tuple(tuple(map(instruction, order)) for order in orders)
 
 
-def orders_of(problem: Problem, streams: Sequence[Sequence[Unit]]) -> Orders:
+def orders_of(problem: Problem, streams: Sequence[Sequence[Action]]) -> Orders:
     """The operations of a program, a BW as B and W, an overlapped pair as its halves."""
     code = {op: kind * problem.stages for kind, op in enumerate(KINDS)} | {Op.BW: problem.stages}
     orders: Orders = []
     for stream in streams:
         order: list[int] = []
-        for part in (part for unit in stream for part in unit.parts):
+        for part in (part for action in stream for part in action.parts):
             each = (code[part.op] + part.stage) * problem.microbatches + part.microbatch
-            order += (each, each + problem.stages * problem.microbatches) if part.op is Op.BW else (each,)
+            order += (each, each + problem.size) if part.op is Op.BW else (each,)
         orders.append(order)
     return orders

@@ -12,12 +12,11 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from pentad.schedules.ir.instruction import Instruction, Op, Unit
+from pentad.schedules.ir.instruction import Action, Instruction, Op
 from pentad.schedules.search.list_scheduling import Rule, age_priority, in_flight_limits, list_schedule
 from pentad.schedules.search.problem import (
     Orders,
     Problem,
-    orders_of,
     peak_memory,
     step_ticks,
     streams_of,
@@ -64,15 +63,11 @@ class Search:
         """Keeps orders that are valid, within the capacity and among the best."""
         timing = times_of(self.problem, orders)
         peaks = [peak_memory(self.problem, order) for order in orders]
-        if timing is None or any(peak > most for peak, most in zip(peaks, self.problem.capacity, strict=True)):
+        if timing is None or max(peaks) > self.problem.capacity:
             return
         found = Found(step_ticks(self.problem, orders, timing.ends), max(peaks), origin, orders)
         if all(found[:2] != other[:2] for other in self.best):  # equally good orders are usually much alike
             self.best = sorted([*self.best, found], key=lambda other: other[:2])[:MOST_ORDERS]
-
-    def start(self, name: str, streams: Sequence[Sequence[Unit]]) -> None:
-        """Adds a schedule of the catalogue."""
-        self.add(name, orders_of(self.problem, streams))
 
     def list_schedules(self, operations: int) -> None:
         """As many list schedules as place so many operations, at least one, until one meets the bound."""
@@ -80,7 +75,7 @@ class Search:
         for stretch, rule in rules[: 1 + operations // self.problem.operations]:
             if self.is_optimal:
                 return
-            priority = age_priority(self.problem, stretch, inf)
+            priority = age_priority(self.problem, stretch)
             self.add("rules", list_schedule(self.problem, priority, rule))
 
     def tabu_search(self, operations: int) -> None:
@@ -99,10 +94,10 @@ class Search:
 def _rules(problem: Problem) -> list[tuple[float, Rule]]:
     """Every combination of a stretch and a rule, shuffled so that the first few differ in everything."""
     of_1f1b = 2 * problem.chunks * problem.ranks
-    usual = [tuple(min(most, int(of_1f1b * factor)) for most in problem.capacity) for factor in CAPACITIES]
-    if max(problem.capacity) > max(usual[-1]):
+    usual = [min(problem.capacity, int(of_1f1b * factor)) for factor in CAPACITIES]
+    if problem.capacity > usual[-1]:
         capacities = usual  # more memory is no faster
-    elif max(usual[0]) >= 2 * problem.chunks:
+    elif usual[0] >= 2 * problem.chunks:
         capacities = list(dict.fromkeys([problem.capacity, *usual]))
     else:
         capacities = [problem.capacity]
@@ -116,29 +111,22 @@ def _rules(problem: Problem) -> list[tuple[float, Rule]]:
     return rules
 
 
-def fuse(streams: Sequence[tuple[Unit, ...]], stages: range) -> tuple[tuple[Unit, ...], ...]:
+def fuse(streams: Sequence[tuple[Action, ...]], stages: range) -> tuple[tuple[Action, ...], ...]:
     """Makes each B of these stages and its W one BW where W follows at once."""
-    return tuple(tuple(_fused(stream, stages)) for stream in streams)
+    fused = []
+    for stream in streams:
+        actions: list[Action] = []
+        for action in stream:
+            op, stage, mb = action.key
+            if op is Op.W and stage in stages and actions and actions[-1].key == (Op.B, stage, mb):
+                actions[-1] = Instruction(Op.BW, stage, mb)
+            else:
+                actions.append(action)
+        fused.append(tuple(actions))
+    return tuple(fused)
 
 
-def _fused(stream: tuple[Unit, ...], stages: range) -> Iterator[Unit]:
-    b: Instruction | None = None  # a B whose W may follow
-    for unit in stream:
-        assert isinstance(unit, Instruction)
-        if b and unit == Instruction(Op.W, b.stage, b.microbatch):
-            yield Instruction(Op.BW, b.stage, b.microbatch)
-            b = None
-            continue
-        if b:
-            yield b
-        b = unit if unit.op is Op.B and unit.stage in stages else None
-        if not b:
-            yield unit
-    if b:
-        yield b
-
-
-def candidate_streams(search: Search) -> Iterator[tuple[str, tuple[tuple[Unit, ...], ...]]]:
+def candidate_streams(search: Search) -> Iterator[tuple[str, tuple[tuple[Action, ...], ...]]]:
     """(origin, streams) of the best orders, twice each: with BW on stage 0 only, where no other rank waits for B, and
     with BW on all stages."""
     for found in search.best:

@@ -22,14 +22,6 @@ KICKS = 6  # random exchanges at a restart
 Undo = tuple[int, int, bool]  # code, operation passed, to the right
 
 
-class Improved(NamedTuple):
-    """The best orders, their `step_ticks`, and how many orders were timed."""
-
-    orders: Orders
-    ticks: int
-    timings: int
-
-
 class Move(NamedTuple):
     """`segment` replaces the operations of `rank` from `low` on; one of `code` passes `passed` to the `right` or
     left."""
@@ -42,21 +34,21 @@ class Move(NamedTuple):
     right: bool
 
 
-def improve(problem: Problem, orders: Orders, budget: int, bound: int = 0) -> Improved:
+def improve(problem: Problem, orders: Orders, budget: int, bound: int = 0) -> State:
     """The best orders found within `budget` timings, from valid ones; stops at `bound` ticks, which none can beat.
 
     If no move is left, or none has helped for long, it restarts from the best orders after random exchanges.
     """
     rng = random.Random(budget)
-    state = _State(problem, orders)
-    best, timings, improved_at = Improved(orders, state.ticks, 1), 1, 1
+    best = state = State(problem, orders)
+    timings = improved_at = 1
     forbidden: dict[Undo, int] = {}
     while timings < budget and best.ticks > bound:
         moves = [] if timings - improved_at > STALE else _candidates(state, rng, best.ticks, forbidden, timings)
         made, tried = _first_valid(state, moves)
         timings += tried
         if made is None:
-            state, improved_at = _kicked(problem, best.orders, rng), timings
+            state, improved_at = _kicked(best, rng), timings
             forbidden.clear()
             continue
         state, move = made
@@ -64,11 +56,11 @@ def improve(problem: Problem, orders: Orders, budget: int, bound: int = 0) -> Im
         for undo in _undos(problem, move):
             forbidden[undo] = until
         if state.ticks < best.ticks:
-            best, improved_at = Improved(state.orders, state.ticks, timings), timings
-    return best._replace(timings=timings)
+            best, improved_at = state, timings
+    return best
 
 
-def _candidates(state: _State, rng: random.Random, best: int, forbidden: dict[Undo, int], timings: int) -> list[Move]:
+def _candidates(state: State, rng: random.Random, best: int, forbidden: dict[Undo, int], timings: int) -> list[Move]:
     """The three most promising moves, of those that are not forbidden or promise a new best."""
     rated = [(state.estimate(move), rng.random(), move) for move in state.moves(rng)]
     allowed = [
@@ -79,7 +71,7 @@ def _candidates(state: _State, rng: random.Random, best: int, forbidden: dict[Un
     return [move for _, _, move in sorted(allowed or rated)[:3]]
 
 
-def _first_valid(state: _State, moves: list[Move]) -> tuple[tuple[_State, Move] | None, int]:
+def _first_valid(state: State, moves: list[Move]) -> tuple[tuple[State, Move] | None, int]:
     """The first move after which ranks do not wait for one another forever, and how many were timed."""
     for tried, move in enumerate(moves, 1):
         after = state.after(move)
@@ -88,13 +80,12 @@ def _first_valid(state: _State, moves: list[Move]) -> tuple[tuple[_State, Move] 
     return None, len(moves) + KICKS
 
 
-def _kicked(problem: Problem, orders: Orders, rng: random.Random) -> _State:
+def _kicked(state: State, rng: random.Random) -> State:
     """Exchanges a few random neighbours, where that is legal."""
-    state = _State(problem, orders)
     for _ in range(KICKS):
-        rank = rng.randrange(problem.ranks)
+        rank = rng.randrange(len(state.orders))
         index = rng.randrange(len(state.orders[rank]) - 1)
-        for move in state.exchange(rank, index):
+        for move in state.legal(rank, index, index + 1, right=True):
             after = state.after(move)
             state = after if after.valid else state
     return state
@@ -106,12 +97,11 @@ def _undos(problem: Problem, move: Move) -> tuple[Undo, Undo]:
     return (move.code, move.passed, not move.right), (move.passed // problem.microbatches, moved, move.right)
 
 
-class _State:
+class State:
     """Orders with their times and critical blocks."""
 
     def __init__(self, problem: Problem, orders: Orders) -> None:
         self.problem, self.orders = problem, orders
-        self.size = problem.stages * problem.microbatches
         self._memory: dict[int, list[int]] = {}
         timing = times_of(problem, orders)
         self.valid = timing is not None
@@ -123,17 +113,11 @@ class _State:
     def tails(self) -> list[int]:
         return tails(self.problem, self.orders, self.sequence)
 
-    def after(self, move: Move) -> _State:
+    def after(self, move: Move) -> State:
         order, end = self.orders[move.rank], move.low + len(move.segment)
         changed = [*self.orders]
         changed[move.rank] = [*order[: move.low], *move.segment, *order[end:]]
-        return _State(self.problem, changed)
-
-    def exchange(self, rank: int, index: int) -> Iterator[Move]:
-        """The exchange of two neighbours, if it is legal."""
-        first, then = (each // self.problem.microbatches for each in self.orders[rank][index : index + 2])
-        if first != then:
-            yield from self._legal(rank, index, index + 1, first, right=True)
+        return State(self.problem, changed)
 
     def moves(self, rng: random.Random) -> Iterator[Move]:
         """Into and out of both ends of each critical block, except the start of the first and the end of the last."""
@@ -143,12 +127,12 @@ class _State:
                 nearest = {code: index for index, code in enumerate(codes[:-1])}
                 for code, index in nearest.items():
                     if code != codes[-1]:
-                        yield from self._legal(rank, low + index, high, code, right=True)
+                        yield from self.legal(rank, low + index, high, right=True)
             if not first:
                 nearest = {code: index for index, code in reversed([*enumerate(codes)][1:])}
                 for code, index in nearest.items():
                     if code != codes[0]:
-                        yield from self._legal(rank, low, low + index, code, right=False)
+                        yield from self.legal(rank, low, low + index, right=False)
 
     def estimate(self, move: Move) -> int:
         """The longest path through the moved operations, if nothing else changed."""
@@ -169,20 +153,12 @@ class _State:
         tail = after[order[high]] + ticks[order[high]] if high < len(order) else problem.handicaps[move.rank]
         longest = 0
         for each, start in zip(reversed(move.segment), reversed(starts), strict=True):
-            reader = self._reader(each)
+            reader = problem.readers[each]
             if reader >= 0:
                 tail = max(tail, after[reader] + ticks[reader] + delays[reader])
             tail += ticks[each]
             longest = max(longest, start + tail)
         return longest
-
-    def _reader(self, each: int) -> int:
-        """The operation of another stage that reads a result, or -1."""
-        kind, rest = divmod(each, self.size)
-        many = self.problem.microbatches
-        if kind == 0:
-            return each + many if rest < self.size - many else -1
-        return each - many if kind == 1 and rest >= many else -1
 
     def _critical_blocks(self, rng: random.Random) -> Iterator[tuple[int, int, int, bool, bool]]:
         """(rank, first index, last index, starts the path, ends the path) along a critical path, from its end."""
@@ -200,7 +176,7 @@ class _State:
             start, needed = starts[each], problem.inputs[each]
             after_previous = index > 0 and ends[order[index - 1]] == start
             after_input = needed >= 0 and ends[needed] + problem.delays[each] == start
-            source = problem.rank_of[needed // problem.microbatches % problem.stages] if after_input else rank
+            source = problem.rank_running(needed) if after_input else rank
             if after_previous and (not after_input or source == rank or rng.random() < 0.5):
                 index -= 1
                 continue
@@ -211,31 +187,28 @@ class _State:
             rank, high, last = source, self.orders[source].index(needed), False
             index = high
 
-    def _legal(self, rank: int, low: int, high: int, code: int, *, right: bool) -> Iterator[Move]:
-        """The move, unless a B or W would precede what it needs on its rank, or the capacity is exceeded."""
-        size, old = self.size, self.orders[rank][low : high + 1]
-        segment = self._rotated(old, code, right=right)
+    def legal(self, rank: int, low: int, high: int, *, right: bool) -> Iterator[Move]:
+        """The move of the operation at `low` to `high`, or else the other way, unless a B or W would precede what it
+        needs on its rank, or the capacity is exceeded."""
+        size, old = self.problem.size, self.orders[rank][low : high + 1]
+        many = self.problem.microbatches
+        code = old[0 if right else -1] // many
+        moved = [*old[1:], old[0]] if right else [old[-1], *old[:-1]]
+        numbers = (each for each in old if each // many == code)
+        segment = [next(numbers) if each // many == code else each for each in moved]
         saved = self._saved(rank)[low - 1] if low else 0
         seen: set[int] = set()
         inside = set(segment)
         for each in segment:
             kind = each // size
             saved += MEMORY[kind]
-            if saved > self.problem.capacity[rank] or (kind and each - size in inside and each - size not in seen):
+            if saved > self.problem.capacity or (kind and each - size in inside and each - size not in seen):
                 return
             seen.add(each)
         yield Move(rank, low, segment, code, old[-1] if right else old[0], right)
 
-    def _rotated(self, old: list[int], code: int, *, right: bool) -> list[int]:
-        """The first operation, which is of `code`, moved to the end, or the last one to the start."""
-        many = self.problem.microbatches
-        body = old[1:] if right else old[:-1]
-        marks = [each if each // many != code else -1 for each in body]
-        numbers = (each for each in old if each // many == code)
-        return [each if each >= 0 else next(numbers) for each in ([*marks, -1] if right else [-1, *marks])]
-
     def _saved(self, rank: int) -> list[int]:
         """Half activations saved after each operation of a rank."""
         if rank not in self._memory:
-            self._memory[rank] = list(accumulate(MEMORY[each // self.size] for each in self.orders[rank]))
+            self._memory[rank] = list(accumulate(MEMORY[each // self.problem.size] for each in self.orders[rank]))
         return self._memory[rank]

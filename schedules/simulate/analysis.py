@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Unit
+from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Action
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.events import Events, acyclic_events
-from pentad.schedules.simulate.simulate import EventTimes, event_times, step_time
+from pentad.schedules.simulate.simulate import EventTimes, event_times, simulate_step_time
+from pentad.schedules.simulate.toposort import grouped
 
 COMMUNICATION = COLLECTIVES | SENDS.keys() | RECEIVES.keys()
 SLOWER = 1.2
@@ -61,16 +62,15 @@ def critical_path(program: Program, costs: Costs) -> tuple[Segment, ...]:
     A transfer appears as the end that arrived last, as its send if both arrived together. Of several critical paths
     it is one.
     """
-    events = acyclic_events(program)
+    events, columns = acyclic_events(program), program.columns
     times = event_times(program, events, costs)
-    by_event = np.argsort(events.event, kind="stable")
-    edges = np.concatenate(([0], np.bincount(events.event).cumsum()))
+    by_event, edges = grouped(events.event, events.graph.events)
     path: list[Segment] = []
     event: int | None = int(events.order[np.argmax(times.ends[events.order])])
     while event is not None:
-        first = _place(events, int(events.unit[event]))
-        members = [_place(events, unit) for unit in by_event[edges[event] : edges[event + 1]].tolist()]
-        places = [first, *(place for place in members if place != first)]
+        first, members = events.action[event], by_event[edges[event] : edges[event + 1]]
+        actions = [first, *members[members != first]]
+        places = [columns.position(columns.action_row[action]) for action in actions]
         (rank, index), why, earlier = _predecessor(program, events, times, places)
         path += reversed(_segments(rank, program.streams[rank][index], times, event, why))
         event = earlier
@@ -92,49 +92,44 @@ def what_if(program: Program, costs: Costs) -> list[Scenario]:
     events = acyclic_events(program)
     found: list[Scenario] = []
     for name, changed in [("as it is", costs), *_scenarios(program.ranks, costs)]:
-        makespan, longest, _ = step_time(program, events, changed)
+        makespan, longest, _ = simulate_step_time(program, changed, events)
         found.append(Scenario(name, makespan, longest, 100 * (makespan / found[0].makespan - 1) if found else 0.0))
     return found
-
-
-def _place(events: Events, unit: int) -> Place:
-    rank = int(np.searchsorted(events.first, unit, side="right")) - 1
-    return rank, unit - int(events.first[rank])
 
 
 def _predecessor(
     program: Program, events: Events, times: EventTimes, places: list[Place]
 ) -> tuple[Place, str, int | None]:
-    """Which unit of an event was held up until it started, why, and by which event."""
+    """Which action of an event was held up until it started, why, and by which event."""
     for rank, index in places:
-        stream, first = program.streams[rank], int(events.first[rank])
-        unit = stream[index]
+        stream, first = program.streams[rank], int(program.columns.action_offsets[rank])
+        action = stream[index]
         start = times.starts[events.event[first + index]]
-        lane, waits = unit.lane, set(unit.waits)
+        lane, waits = action.lane, set(action.waits)
         for at in range(index - 1, -1, -1):
             if not waits and not lane:
                 break
             other, event = stream[at], int(events.event[first + at])
             needed = waits.intersection(part.key for part in other.parts)
             if (needed or other.lane == lane) and times.ends[event] == start:
-                return (rank, index), _why(unit, other) if needed else "order", event
+                return (rank, index), _why(action, other) if needed else "order", event
             waits -= needed
             lane = "" if other.lane == lane else lane
     return places[0], "start", None
 
 
-def _why(unit: Unit, needed: Unit) -> str:
+def _why(action: Action, needed: Action) -> str:
     if needed.parts[0].op in COMMUNICATION:
         return "transfer"
-    return "order" if unit.parts[0].op in RECEIVES else "data"
+    return "order" if action.parts[0].op in RECEIVES else "data"
 
 
-def _segments(rank: int, unit: Unit, times: EventTimes, event: int, why: str) -> list[Segment]:
-    middle = [times.middles] * (len(unit.parts) == 2)
+def _segments(rank: int, action: Action, times: EventTimes, event: int, why: str) -> list[Segment]:
+    middle = [times.middles] * (len(action.parts) == 2)
     moments = [float(column[event]) for column in (times.starts, *middle, times.ends)]
     return [
-        Segment(rank, str(part.key), part.op.value, start, end, why if part is unit.parts[0] else "order")
-        for part, (start, end) in zip(unit.parts, pairwise(moments), strict=True)
+        Segment(rank, str(part.key), part.op.value, start, end, why if part is action.parts[0] else "order")
+        for part, (start, end) in zip(action.parts, pairwise(moments), strict=True)
     ]
 
 

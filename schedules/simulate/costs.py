@@ -56,8 +56,8 @@ class Costs:
         slices: int = 1,
         transfer: float = 0.0,
     ) -> Costs:
-        """The same for every stage. `forward`, `backward` and `weight` are for all layers of a rank and a whole
-        microbatch, `transfer` is for a whole microbatch: a chunk takes 1/chunks of it, a slice 1/slices.
+        """The same for every stage. `forward`, `backward` and `weight` are for one microbatch and all layers of a rank,
+        `transfer` is for one microbatch: a chunk takes 1/chunks of the former, a slice 1/slices of both.
 
         Raises PentadError on costs that are not finite and positive, or too far apart to be summed.
         """
@@ -123,18 +123,16 @@ class Costs:
             raise PentadError(
                 f"costs.slowdown has {len(self.slowdown)} factors: expected one for each of {ranks} ranks"
             )
-        for rank, factor in enumerate(self.slowdown):
-            if not 0 < factor < inf:
-                text = f"costs.slowdown[{rank}] is {factor}"
-                raise PentadError(f"{text}: expected a finite number greater than 0")
         if len(self.links) not in (0, ranks) or any(len(row) != ranks for row in self.links):
             rows = [len(row) for row in self.links]
             raise PentadError(f"costs.links has rows of {rows} entries: expected {ranks} rows of {ranks}")
-        for source, row in enumerate(self.links):
-            for target, seconds in enumerate(row):
-                if not 0 <= seconds < inf:
-                    text = f"costs.links[{source}][{target}] is {seconds}"
-                    raise PentadError(f"{text}: expected a finite number of at least 0")
+        for rank, factor in enumerate(self.slowdown):
+            if not 0 < factor < inf:
+                raise PentadError(f"costs.slowdown[{rank}] is {factor}: expected a finite number greater than 0")
+        for (source, target), seconds in np.ndenumerate(self.links):
+            if not 0 <= seconds < inf:
+                key = f"costs.links[{source}][{target}]"
+                raise PentadError(f"{key} is {seconds}: expected a finite number of at least 0")
 
 
 def instruction_seconds(program: Program, costs: Costs) -> Array:

@@ -1,6 +1,6 @@
 """A program as a graph of events, over all ranks, lanes and communicators.
 
-An event is a unit of one rank, or a SEND with its RECV, or all members of a collective: these meet (rendezvous, no
+An event is an action of one rank, or a SEND with its RECV, or all members of a collective: these meet (rendezvous, no
 buffering), so they start together, when the last of them is reached.
 """
 
@@ -21,21 +21,17 @@ from pentad.schedules.simulate.toposort import Graph, Levels, topological_levels
 COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
 IS_COLLECTIVE = op_mask(COLLECTIVES)
 ON_COMPUTE_LANE = ~(IS_SEND | IS_RECEIVE | IS_COLLECTIVE | op_mask(COPIES))
-_LANE = op_mask(COLLECTIVES) * 1 + op_mask({Op.ALL_GATHER}) + op_mask(COPIES) * 3  # lane by op, transfers aside
+_LANE = op_mask(COLLECTIVES) * 1 + op_mask({Op.ALL_GATHER}) + op_mask(COPIES) * 3  # lane by op, except transfers
 Collectives = dict[tuple[str, tuple[int, ...]], dict[int, list[int]]]
 
 
 @dataclass(frozen=True)
 class Events:
-    """Units are numbered through all ranks: those of rank r begin at `first[r]`.
+    """`event[action]` is the event of an action (numbered through all ranks), and `action[event]` one of its actions:
+    the send of a transfer, the lowest rank's of a collective. `order` lists every event after those it waits for."""
 
-    `event[unit]` is the event of a unit, and `unit[event]` one of its units: the send of a transfer, the lowest rank's
-    of a collective. `order` lists every event after those it waits for.
-    """
-
-    first: Array
     event: Array
-    unit: Array
+    action: Array
     graph: Graph
     levels: Levels
 
@@ -47,25 +43,25 @@ class Events:
 def events_of(program: Program, *, blocking_host: bool = False) -> Events:
     """The events of a program whose transfers and collectives match (see `check`).
 
-    With `blocking_host` the host waits for every compute unit, as on CPUs: nothing later in the stream starts
+    With `blocking_host` the host waits for every compute action, as on CPUs: nothing later in the stream starts
     before it has ended. Otherwise only lanes and waits order events.
     """
     columns = program.columns
-    together = np.arange(len(columns.unit_row))
+    together = np.arange(len(columns.action_row))
     sends, receives = program.lookup.transfers
-    together[columns.unit[receives]] = columns.unit[sends]
+    together[columns.action[receives]] = columns.action[sends]
     for rows_of_rank in collectives(program).values():
         first, *others = rows_of_rank.values()
         for rows in others:
-            together[columns.unit[rows]] = columns.unit[first]
+            together[columns.action[rows]] = columns.action[first]
     leads = together == np.arange(len(together))
-    unit, event = np.flatnonzero(leads), (np.cumsum(leads) - 1)[together]
+    action, event = np.flatnonzero(leads), (np.cumsum(leads) - 1)[together]
     edges = [_lanes(columns), _channels(program), _waits(program, blocking_host=blocking_host), _norm_chain(program)]
     if blocking_host:
         edges.append(_host_order(columns))
     source, target = (event[np.concatenate(ends)] for ends in zip(*edges, strict=True))
-    graph = Graph(len(unit), source, target, program.ranks)
-    return Events(columns.unit_offsets, event, unit, graph, topological_levels(graph))
+    graph = Graph(len(action), source, target, program.ranks)
+    return Events(event, action, graph, topological_levels(graph))
 
 
 def acyclic_events(program: Program) -> Events:
@@ -96,17 +92,17 @@ def consecutive(items: Array, group: Array) -> tuple[Array, Array]:
 
 
 def _lanes(columns: Columns) -> tuple[Array, Array]:
-    """Consecutive units of each lane, those of transfers aside."""
-    op = columns.op[columns.unit_row]
-    units = np.flatnonzero(~(IS_SEND | IS_RECEIVE)[op])
-    lane = columns.rank[columns.unit_row[units]] * 4 + _LANE[op[units]]
-    return consecutive(units, lane)
+    """Consecutive actions of each lane that has no transfers."""
+    op = columns.op[columns.action_row]
+    actions = np.flatnonzero(~(IS_SEND | IS_RECEIVE)[op])
+    lane = columns.rank[columns.action_row[actions]] * 4 + _LANE[op[actions]]
+    return consecutive(actions, lane)
 
 
 def _channels(program: Program) -> tuple[Array, Array]:
     """Consecutive sends of each channel; their receives are the same events."""
     sends, _ = program.lookup.transfers
-    return consecutive(program.columns.unit[sends], program.lookup.channels[0])
+    return consecutive(program.columns.action[sends], program.lookup.channels[0])
 
 
 def _norm_chain(program: Program) -> tuple[Array, Array]:
@@ -114,21 +110,21 @@ def _norm_chain(program: Program) -> tuple[Array, Array]:
     columns = program.columns
     rows = np.flatnonzero((columns.op == CODE[Op.NORM]) & (columns.peer >= 0))
     before = program.lookup.rows(columns.peer[rows], CODE[Op.NORM], -1, np.full(len(rows), -1))
-    return columns.unit[before], columns.unit[rows]
+    return columns.action[before], columns.action[rows]
 
 
 def _waits(program: Program, *, blocking_host: bool) -> tuple[Array, Array]:
     columns, waited = program.columns, program.lookup.wait_targets
     if blocking_host:  # the host order has the other waits
         rest = ~ON_COMPUTE_LANE.take(columns.op[waited])
-        return columns.unit[waited[rest]], columns.unit[columns.wait_row[rest]]
-    return columns.unit[waited], columns.unit[columns.wait_row]
+        return columns.action[waited[rest]], columns.action[columns.wait_row[rest]]
+    return columns.action[waited], columns.action[columns.wait_row]
 
 
 def _host_order(columns: Columns) -> tuple[Array, Array]:
-    """The last compute unit before each unit of another lane, and that unit."""
-    on_compute = ON_COMPUTE_LANE.take(columns.op[columns.unit_row])
-    units = np.arange(len(on_compute))
-    last = np.maximum.accumulate(np.where(on_compute, units, -1))
-    aside = units[~on_compute & (last >= columns.unit_offsets[columns.rank[columns.unit_row]])]
-    return last[aside], aside
+    """The last compute action before each action of another lane, and that action."""
+    on_compute = ON_COMPUTE_LANE.take(columns.op[columns.action_row])
+    actions = np.arange(len(on_compute))
+    last = np.maximum.accumulate(np.where(on_compute, actions, -1))
+    others = actions[~on_compute & (last >= columns.action_offsets[columns.rank[columns.action_row]])]
+    return last[others], others

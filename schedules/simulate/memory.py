@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -57,14 +57,7 @@ def activations_over_time(program: Program, timeline: Timeline) -> list[list[tup
                     text = f"the timeline has no {part.key} of rank {rank}"
                     raise PentadError(f"{text}: expected every instruction of program {program.name}")
                 changes.append((span.start if change > 0 else span.end, change))
-        found.append(_accumulated(changes))
-    return found
-
-
-def _accumulated(changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Sums up to each change; changes at the same time stay in stream order."""
-    saved, found = 0.0, []
-    for time, change in sorted(changes, key=itemgetter(0)):
-        saved += change
-        found.append((time, saved))
+        changes.sort(key=itemgetter(0))  # those at the same time stay in stream order
+        times, amounts = [time for time, _ in changes], (change for _, change in changes)
+        found.append(list(zip(times, accumulate(amounts), strict=True)))
     return found

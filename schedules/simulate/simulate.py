@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,13 +47,10 @@ def simulate(program: Program, costs: Costs, *, step: int = 0) -> Timeline:
         return Timeline("simulated", tuple(map(partial(tuple.__new__, Span), rows)))
 
 
-def simulate_step_time(program: Program, costs: Costs) -> StepTime:
-    """The figures of `simulate` without its spans, which take most of the time for a large program."""
-    return step_time(program, acyclic_events(program), costs)
-
-
-def step_time(program: Program, events: Events, costs: Costs) -> StepTime:
-    """`simulate_step_time` for events that are known."""
+def simulate_step_time(program: Program, costs: Costs, events: Events | None = None) -> StepTime:
+    """The figures of `simulate` without its spans, which take most of the time for a large program. `events` are those
+    of the program, if they are known already."""
+    events = events or acyclic_events(program)
     starts, ends = _row_times(program, events, event_times(program, events, costs))
     rows = program.columns.rows_of(op_mask(RUNS_KERNELS))
     starts, ends, first = starts[rows], ends[rows], np.searchsorted(rows, program.columns.rank_offsets)
@@ -72,9 +69,9 @@ def event_times(program: Program, events: Events, costs: Costs) -> EventTimes:
     columns = program.columns
     seconds = instruction_seconds(program, costs)
     pairs = np.flatnonzero(columns.is_second)
-    second = np.zeros(len(columns.unit_row))
-    second[columns.unit[pairs]] = seconds[pairs]
-    first, second = seconds[columns.unit_row][events.unit], second[events.unit]
+    second = np.zeros(len(columns.action_row))
+    second[columns.action[pairs]] = seconds[pairs]
+    first, second = seconds[columns.action_row][events.action], second[events.action]
     starts, ends = earliest_times(events.graph, events.levels, first, second)
     return EventTimes(starts, ends, starts + first)
 
@@ -82,7 +79,7 @@ def event_times(program: Program, events: Events, costs: Costs) -> EventTimes:
 def _row_times(program: Program, events: Events, times: EventTimes) -> tuple[Array, Array]:
     """Start and end of every row."""
     columns = program.columns
-    event, pairs = events.event[columns.unit], np.flatnonzero(columns.is_second)
+    event, pairs = events.event[columns.action], np.flatnonzero(columns.is_second)
     starts, ends = times.starts[event], times.ends[event]
     starts[pairs] = ends[pairs - 1] = times.middles[event[pairs]]
     return starts, ends
@@ -92,23 +89,18 @@ def _span_fields(program: Program, step: int, events: Events, times: EventTimes)
     """The fields of a span for every row."""
     columns = program.columns
     starts, ends = _row_times(program, events, times)
-    labels = _Labels()
-    kinds = zip(columns.op.tolist(), columns.stage.tolist(), columns.peer.tolist(), strict=True)
-    lanes, names, ops = zip(*[labels[kind] for kind in kinds], strict=True)
+    stage, mb, peer = columns.stage.tolist(), columns.microbatch.tolist(), columns.peer.tolist()
+    lanes, names, ops = zip(*map(_labels, columns.op.tolist(), stage, peer), strict=True)
     digits = [*map(str, range(program.lookup.numbers)), ""]  # by microbatch; the last is for -1
-    mb = columns.microbatch.tolist()
     return zip(
         [step] * columns.rows, columns.rank.tolist(), lanes,
         [name + digits[number] for name, number in zip(names, mb, strict=True)], ops,
-        columns.stage.tolist(), mb, columns.peer.tolist(), starts.tolist(), ends.tolist(), strict=True,
+        stage, mb, peer, starts.tolist(), ends.tolist(), strict=True,
     )  # fmt: skip
 
 
-class _Labels(dict[tuple[int, int, int], tuple[str, str, str]]):
-    """(op code, stage, peer) -> lane, name without the microbatch, op."""
-
-    def __missing__(self, kind: tuple[int, int, int]) -> tuple[str, str, str]:
-        op, stage, peer = kind
-        part = Instruction(OPS[op], stage, peer=peer)
-        self[kind] = labels = part.lane, str(part.key), part.op.value
-        return labels
+@cache
+def _labels(op: int, stage: int, peer: int) -> tuple[str, str, str]:
+    """Lane, name without the microbatch, and op of instructions with this op code."""
+    part = Instruction(OPS[op], stage, peer=peer)
+    return part.lane, str(part.key), part.op.value

@@ -12,20 +12,6 @@ import pyarrow as pa
 from pentad.schedules.ir.errors import PentadError
 
 COMPUTE = frozenset({"F", "B", "W", "BW", "RECOMPUTE"})
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("rank", pa.int32()),
-        ("lane", pa.string()),
-        ("name", pa.string()),
-        ("op", pa.string()),
-        ("stage", pa.int32()),
-        ("microbatch", pa.int32()),
-        ("peer", pa.int32()),
-        ("start", pa.float64()),
-        ("end", pa.float64()),
-    ]
-)
 
 
 class Span(NamedTuple):
@@ -45,6 +31,10 @@ class Span(NamedTuple):
     peer: int
     start: float
     end: float
+
+
+_TYPES = [pa.int64(), pa.int32(), *[pa.string()] * 3, *[pa.int32()] * 3, *[pa.float64()] * 2]
+SCHEMA = pa.schema(list(zip(Span._fields, _TYPES, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,16 @@ class Levels(NamedTuple):
     bounds: list[int]
 
 
+def grouped(group: Array, groups: int) -> tuple[Array, Array]:
+    """Indices of `group` sorted by their value, equal ones in order, and `bounds`: those of value v are at bounds[v] to
+    bounds[v + 1]."""
+    bounds = np.concatenate(([0], np.bincount(group, minlength=groups).cumsum()))
+    return np.argsort(group, kind="stable"), bounds
+
+
 def topological_levels(graph: Graph) -> Levels:
-    by_source = np.argsort(graph.source, kind="stable")
+    by_source, first = grouped(graph.source, graph.events)
     successors = graph.target[by_source]
-    first = np.concatenate(([0], np.bincount(graph.source, minlength=graph.events).cumsum()))
     missing = np.bincount(graph.target, minlength=graph.events)  # predecessors that are not in the order yet
     if graph.width < WIDE:
         return Levels(_one_by_one(first.tolist(), successors.tolist(), missing.tolist()), [])
@@ -76,10 +82,9 @@ def _one_by_one(first: list[int], successors: list[int], missing: list[int]) -> 
 
 def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) -> tuple[Array, Array]:
     """Start and end of every event; event k lasts `first[k]` and then `second[k]` seconds."""
-    by_target = np.argsort(graph.target, kind="stable")
-    edges = np.concatenate(([0], np.bincount(graph.target, minlength=graph.events).cumsum()))
+    by_target, edges = grouped(graph.target, graph.events)
     if not levels.bounds:
-        return _times_one_by_one(graph, levels, edges, by_target, (first, second))
+        return _times_one_by_one(graph, levels.order, first, second)
     # Renumber events by their order: then a level is a slice, and so are its edges.
     order, count = levels.order, len(levels.order)
     number = np.full(graph.events, count)
@@ -103,16 +108,15 @@ def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) ->
     return found
 
 
-def _times_one_by_one(
-    graph: Graph, levels: Levels, edges: Array, by_target: Array, seconds: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    first, source = edges.tolist(), graph.source[by_target].tolist()
+def _times_one_by_one(graph: Graph, order: Array, first: Array, second: Array) -> tuple[Array, Array]:
+    by_target, bounds = grouped(graph.target, graph.events)
+    source, edges = graph.source[by_target].tolist(), bounds.tolist()
     delay = graph.delay[by_target].tolist() if graph.delay is not None else [0.0] * len(source)
-    one, two = (part.tolist() for part in seconds)
+    one, two = first.tolist(), second.tolist()
     starts, ends = [0.0] * graph.events, [0.0] * graph.events
-    for event in levels.order.tolist():
+    for event in order.tolist():
         start = 0.0
-        for k in range(first[event], first[event + 1]):
+        for k in range(edges[event], edges[event + 1]):
             ready = ends[source[k]] + delay[k]
             if ready > start:
                 start = ready

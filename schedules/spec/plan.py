@@ -159,8 +159,8 @@ class Plan:
         return tuple(sorted(self.mesh.rank(Coordinates(*at)) for at in held))
 
     def owner(self, shard: ParamShard) -> int:
-        """The rank that saves a shard to checkpoints: its first holder in the first replica."""
-        return self.mesh.rank(Coordinates(0, self.program.holders(shard.stage)[0], 0, shard.tp, shard.ep))
+        """The rank that saves a shard to checkpoints: its first holder."""
+        return self.holders(shard)[0]
 
     def size(self, shard: ParamShard) -> int:
         """Elements of a shard."""

@@ -21,7 +21,7 @@ class MemoryOptions(NamedTuple):
     """How a program trades time for memory.
 
     `zero` is the ZeRO stage, 0 to 3. With 3, a rank holds the gathered parameters of at most `max_gathered` stages at
-    once (None: all its stages), and a gather starts `prefetch` compute units before its reader. The stages in
+    once (None: all its stages), and a gather starts `prefetch` compute actions before its reader. The stages in
     `recompute` save only their input and recompute the rest. `max_resident` is the largest number of activations that
     stay on the device, in microbatches of a whole rank (None: all). `buckets[stage]` is the number of parts in which a
     stage's gradients are reduced (empty: one).

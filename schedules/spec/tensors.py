@@ -110,18 +110,14 @@ def local_size(model: ModelSpec, first: int, end: int, mesh: Mesh, *, experts: b
 
 
 def _decoder(model: ModelSpec, first: int, end: int) -> Iterator[Tensor]:
-    h, std = model.hidden, 0.02
-    by_vocab = (_split_rows(model.vocab, model.vocab),)
     if first == 0:
-        yield Tensor("embedding", (model.vocab, h), std, by_vocab)
+        yield _embedding(model, "embedding")
     for layer in range(first, end):
         yield from _layer(model, layer)
     if end == model.layers:
         if not model.tie_word_embeddings or first > 0:
-            yield Tensor(
-                "head", (model.vocab, h), std, by_vocab, tied_to="embedding" if model.tie_word_embeddings else ""
-            )
-        yield Tensor("norm", (h,), 0.0)
+            yield _embedding(model, "head", tied_to="embedding" if model.tie_word_embeddings else "")
+        yield Tensor("norm", (model.hidden,), 0.0)
         yield from _mtp(model, has_embedding=first == 0 or model.tie_word_embeddings)
 
 
@@ -135,8 +131,13 @@ def _mtp(model: ModelSpec, *, has_embedding: bool) -> Iterator[Tensor]:
             yield Tensor(f"{at}.{name}", (h,), 0.0)
         yield from _layer(model, model.layers + number)
     if model.mtp_layers and not has_embedding:
-        by_vocab = (_split_rows(model.vocab, model.vocab),)
-        yield Tensor("predicted.embedding", (model.vocab, h), 0.02, by_vocab, tied_to="embedding")
+        yield _embedding(model, "predicted.embedding", tied_to="embedding")
+
+
+def _embedding(model: ModelSpec, name: str, tied_to: str = "") -> Tensor:
+    """One row per token of the vocabulary."""
+    splits = (_split_rows(model.vocab, model.vocab),)
+    return Tensor(name, (model.vocab, model.hidden), 0.02, splits, tied_to=tied_to)
 
 
 def _custom(custom: CustomModel, first: int, end: int) -> Iterator[Tensor]:

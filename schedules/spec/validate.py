@@ -16,12 +16,9 @@ def check_divisibility(
     A microbatch has `rows` sequences of `length` tokens, each cut into `slices`.
     """
     _check_tensor_parallel(model, mesh)
-    if mesh.cp > 1:
-        if slices > 1:
-            raise PentadError(
-                f"mesh.cp is {mesh.cp}: expected 1 for a schedule that cuts sequences into {slices} slices"
-            )
-        check_context_parallel(length, model.heads, model.kv_heads, mesh.cp, cp_method, mesh.tp)
+    if mesh.cp > 1 and slices > 1:
+        raise PentadError(f"mesh.cp is {mesh.cp}: expected 1 for a schedule that cuts sequences into {slices} slices")
+    check_context_parallel(length, model.heads, model.kv_heads, mesh.cp, cp_method, mesh.tp)
     _check_expert_parallel(model, mesh)
     tokens = rows * length // slices // mesh.cp
     if tokens % mesh.tp:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pentad.schedules.ir.columns import CODE, Array
-from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.lookup import IS_BACKWARD, IS_RECEIVE
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.events import consecutive
+from pentad.schedules.verify.check_order import refuse
 
 KINDS = ("saved", "deferred", "result", "slot")
 
@@ -65,15 +65,14 @@ def prove_buffers(program: Program) -> None:
     rank = columns.rank[filled]
     end = np.where(freed < 0, columns.rank_offsets[rank + 1] - 1, freed)
     other_rank = (rank != columns.rank[last_read]) | (rank != columns.rank[end])
-    early, late = columns.unit[last_read] <= columns.unit[filled], columns.unit[end] < columns.unit[last_read]
-    wrong = np.flatnonzero((last_read < 0) | other_rank | early | late)
-    if len(wrong):
-        k = wrong[np.argmin(filled[wrong])]
-        at, index = columns.position(filled[k])
+    early, late = columns.action[last_read] <= columns.action[filled], columns.action[end] < columns.action[last_read]
+
+    def text(k: int) -> str:
         read = f"last read by {columns.key(last_read[k])}" if last_read[k] >= 0 else "never read"
         free = "at the end of the step" if freed[k] < 0 else f"after {columns.key(freed[k])}"
-        text = f"the {KINDS[kind[k]]} buffer of {columns.key(filled[k])} is {read} and freed {free}"
-        raise ScheduleError(f"rank {at}: {text}", at, index)
+        return f"the {KINDS[kind[k]]} buffer of {columns.key(filled[k])} is {read} and freed {free}"
+
+    refuse(program, filled, (last_read < 0) | other_rank | early | late, text)
 
 
 def _saved(program: Program) -> tuple[Array, Array]:

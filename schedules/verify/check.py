@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import numpy as np
 
@@ -39,7 +40,7 @@ def check(program: Program, *, replicas: int = 1, buckets: tuple[int, ...] = ())
 
     Communication: the k-th send of a communicator meets the k-th receive, of the same tensor; members of a group meet
     in the same order for all collectives; there is no cycle through lanes, waits, rendezvous and a host that waits for
-    every compute unit.
+    every compute action.
 
     Buffers: each is filled, read and freed once, in this order.
     """
@@ -145,10 +146,9 @@ def _prove_transfers(program: Program) -> None:
     sends, receives = program.lookup.transfers
     sent, received = program.lookup.channels
     shift = np.where(columns.op[sends] == CODE[Op.SEND_F], 1, -1)
-    if len(sends) == len(receives) and np.array_equal(sent, received):
-        same = columns.stage[sends] + shift == columns.stage[receives]
-        if (same & (columns.microbatch[sends] == columns.microbatch[receives])).all():
-            return
+    expected = sent, columns.stage[sends] + shift, columns.microbatch[sends]
+    if np.array_equal(expected, (received, columns.stage[receives], columns.microbatch[receives])):
+        return
     for channel in dict.fromkeys(program.lookup.channel(np.sort(np.concatenate((sends, receives)))).tolist()):
         _prove_channel(program, channel, sends[sent == channel], receives[received == channel])
 
@@ -157,29 +157,23 @@ def _prove_channel(program: Program, channel: int, sends: Array, receives: Array
     columns, ranks = program.columns, program.ranks
     forward, source, target = channel // ranks**2, channel // ranks % ranks, channel % ranks
     kind, shift = (Op.SEND_F, 1) if forward else (Op.SEND_B, -1)
-    sent, received = list(map(columns.key, sends)), list(map(columns.key, receives))
-    for k in range(max(len(sent), len(received))):
-        expected = Key(SENDS[kind], sent[k].stage + shift, sent[k].microbatch) if k < len(sent) else None
-        if k < len(received) and received[k] == expected:
-            continue
-        row = receives[k] if k < len(receives) else sends[k]
-        text = f"sends {_named(sent, k)} and receives {_named(received, k)}"
-        where = f"transfer {k} ({kind} from rank {source} to rank {target})"
-        raise ScheduleError(f"{where} {text}", *columns.position(row))
+    for k, (send, receive) in enumerate(zip_longest(sends, receives)):
+        expected = None if send is None else Key(SENDS[kind], columns.stage[send] + shift, columns.microbatch[send])
+        if receive is None or columns.key(receive) != expected:
+            text = f"sends {_named(program, send)} and receives {_named(program, receive)}"
+            where = f"transfer {k} ({kind} from rank {source} to rank {target})"
+            raise ScheduleError(f"{where} {text}", *columns.position(send if receive is None else receive))
 
 
 def _prove_collectives(program: Program) -> None:
     columns = program.columns
     for (_, ranks), rows in collectives(program).items():
-        first, *others = ([columns.key(row) for row in rows.get(rank, [])] for rank in ranks)
-        for rank, keys in zip(ranks[1:], others, strict=True):
-            if keys != first:
-                differ = (k for k, (one, other) in enumerate(zip(first, keys, strict=False)) if one != other)
-                k = next(differ, min(len(keys), len(first)))
-                text = f"{_named(first, k)} on rank {ranks[0]} and {_named(keys, k)} on rank {rank}"
-                end = (rank, len(program.streams[rank]) - 1)
-                place = columns.position(rows[rank][k]) if k < len(keys) else end
-                raise ScheduleError(f"collective {k} of ranks {ranks} is {text}", *place)
+        for rank in ranks[1:]:
+            for k, (first, row) in enumerate(zip_longest(rows.get(ranks[0], []), rows.get(rank, []))):
+                if first is None or row is None or columns.key(first) != columns.key(row):
+                    text = f"{_named(program, first)} on rank {ranks[0]} and {_named(program, row)} on rank {rank}"
+                    place = (rank, len(program.streams[rank]) - 1) if row is None else columns.position(row)
+                    raise ScheduleError(f"collective {k} of ranks {ranks} is {text}", *place)
 
 
 def _prove_no_cycle(program: Program) -> None:
@@ -196,11 +190,11 @@ def _prove_no_cycle(program: Program) -> None:
     while waits_for[path[-1]] not in path:
         path.append(int(waits_for[path[-1]]))
     cycle = path[path.index(waits_for[path[-1]]) :]
-    units = [np.flatnonzero(events.event == event)[:2] for event in cycle]  # two members identify a collective
-    rows = [columns.unit_row[members].tolist() for members in units]
+    actions = [np.flatnonzero(events.event == event)[:2] for event in cycle]  # two members identify a collective
+    rows = [columns.action_row[members].tolist() for members in actions]
     names = [" with ".join(f"{columns.key(row)} (rank {columns.rank[row]})" for row in members) for members in rows]
     raise ScheduleError("deadlock: " + " waits for ".join([*names, names[0]]), *columns.position(rows[0][0]))
 
 
-def _named(keys: list[Key], k: int) -> str:
-    return str(keys[k]) if k < len(keys) else "nothing"
+def _named(program: Program, row: int | None) -> str:
+    return "nothing" if row is None else str(program.columns.key(row))

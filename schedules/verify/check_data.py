@@ -9,11 +9,12 @@ import numpy as np
 from pentad.schedules.ir.columns import CODE, Array
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import Op
-from pentad.schedules.ir.lookup import IS_BACKWARD, IS_COMPUTE, IS_RECEIVE, IS_SEND
+from pentad.schedules.ir.lookup import IS_COMPUTE, IS_RECEIVE, IS_SEND
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.dependencies import data_dependencies
+from pentad.schedules.simulate.events import consecutive
 from pentad.schedules.verify.buffers import slot_numbers
-from pentad.schedules.verify.check_order import error_at
+from pentad.schedules.verify.check_order import error_at, refuse
 
 _F = CODE[Op.F]
 
@@ -21,45 +22,40 @@ _F = CODE[Op.F]
 def prove_waits(program: Program) -> None:
     """Every wait names an earlier instruction of the same stream."""
     columns, targets = program.columns, program.lookup.wait_targets
-    wrong = np.flatnonzero((targets < 0) | (columns.unit[targets] >= columns.unit[columns.wait_row]))
-    if len(wrong):
-        row = columns.wait_row[wrong[0]]
-        rank, index = columns.position(row)
-        how = "is not in its stream" if targets[wrong[0]] < 0 else "comes after it"
-        text = f"{program.streams[rank][index].key} waits for {columns.wait_key(wrong[0])}, which {how}"
-        raise error_at(program, row, text)
+
+    def text(wait: int) -> str:
+        action = columns.action[columns.wait_row[wait]]
+        how = "is not in its stream" if targets[wait] < 0 else "comes after it"
+        return f"{columns.key(columns.action_row[action])} waits for {columns.wait_key(wait)}, which {how}"
+
+    late = (targets < 0) | (columns.action[targets] >= columns.action[columns.wait_row])
+    refuse(program, columns.wait_row, late, text)
 
 
 def prove_data(program: Program) -> None:
     """Whatever an instruction reads was computed earlier on its rank, or is received and waited for; nothing else is
     received, and every send waits for the result that it sends."""
     _prove_sends(program)
-    columns = program.columns
+    columns, key = program.columns, program.columns.key
     reader, producer = data_dependencies(program)
     same_rank = columns.rank[reader] == columns.rank[producer]
-    early = np.flatnonzero(same_rank & (columns.unit[producer] >= columns.unit[reader]))
-    if len(early):
-        k = early[np.argmin(reader[early])]
-        text = f"{columns.key(reader[k])} reads {columns.key(producer[k])}, which does not come before it"
-        raise error_at(program, reader[k], text)
+    late = same_rank & (columns.action[producer] >= columns.action[reader])
+    refuse(program, reader, late, lambda k: f"{key(reader[k])} reads {key(producer[k])}, which does not come before it")
     _prove_receives(program, reader[~same_rank], producer[~same_rank])
 
 
 def _prove_sends(program: Program) -> None:
     """The first wait of a send is for the result that it sends."""
-    columns = program.columns
+    columns, lookup = program.columns, program.lookup
     rows = columns.rows_of(IS_SEND)
-    first = columns.wait_offsets[rows]
-    right = first < columns.wait_offsets[rows + 1]  # it waits at all
-    first = np.where(right, first, 0)
-    if right.any():
-        op = columns.wait_op[first]
-        right &= np.where(columns.op[rows] == CODE[Op.SEND_F], op == _F, IS_BACKWARD[op])
-        right &= columns.wait_stage[first] == columns.stage[rows]
-        right &= columns.wait_microbatch[first] == columns.microbatch[rows]
-    if not right.all():
-        row = rows[np.argmin(right)]
-        raise error_at(program, row, f"{columns.key(row)} does not wait first for the result it sends")
+    cell = lookup.cell(rows)
+    result = np.where(columns.op[rows] == CODE[Op.SEND_F], lookup.forward[cell], lookup.backward[cell])
+
+    def is_first_for_result(waits: Array, k: Array) -> Array:
+        return (waits == columns.wait_offsets[rows[k]]) & (lookup.wait_targets[waits] == result[k])
+
+    right = _waits_such_that(program, rows, is_first_for_result)
+    refuse(program, rows, ~right, lambda k: f"{columns.key(rows[k])} does not wait first for the result it sends")
 
 
 def _prove_receives(program: Program, reader: Array, producer: Array) -> None:
@@ -74,11 +70,9 @@ def _prove_receives(program: Program, reader: Array, producer: Array) -> None:
     if len(wrong):
         k = wrong[np.argmin(reader[wrong])]
         raise _not_received(program, reader[k], producer[k], receive[k] if waited[k] else -1)
-    unread = IS_RECEIVE[columns.op]
+    rows, unread = np.arange(columns.rows), IS_RECEIVE[columns.op]
     unread[receive] = False
-    if unread.any():
-        row = int(np.argmax(unread))
-        raise error_at(program, row, f"nothing reads what {columns.key(row)} receives")
+    refuse(program, rows, unread, lambda row: f"nothing reads what {columns.key(row)} receives")
 
 
 def _not_received(program: Program, reader: int, producer: int, receive: int) -> ScheduleError:
@@ -99,33 +93,29 @@ def prove_slots(program: Program) -> None:
     """A slot is received into again only after its last reader: B for an activation, W for a gradient."""
     columns, lookup = program.columns, program.lookup
     receives = columns.rows_of(IS_RECEIVE)
-    if (columns.slot[receives] < 0).any():
-        row = receives[np.argmax(columns.slot[receives] < 0)]
-        raise error_at(program, row, f"{columns.key(row)} has no slot")
-    slot = slot_numbers(program, receives)
-    by_slot = np.argsort(slot, kind="stable")
-    reused = np.flatnonzero(np.diff(slot[by_slot]) == 0)
-    before, row = receives[by_slot[reused]], receives[by_slot[reused + 1]]
+    refuse(program, receives, columns.slot[receives] < 0, lambda k: f"{columns.key(receives[k])} has no slot")
+    before, row = consecutive(receives, slot_numbers(program, receives))
     forward, cell = columns.op[before] == CODE[Op.RECV_F], lookup.cell(before)
     reader = np.where(forward, lookup.backward[cell], lookup.weight[cell])
-    wrong = np.flatnonzero(~waits_for_compute(program, row, reader))
-    if len(wrong):
-        k = wrong[np.argmin(row[wrong])]
-        text = f"{columns.key(row[k])} refills slot {columns.slot[row[k]]}, which {columns.key(reader[k])} still reads"
-        raise error_at(program, row[k], text)
+
+    def text(k: int) -> str:
+        slot = columns.slot[row[k]]
+        return f"{columns.key(row[k])} refills slot {slot}, which {columns.key(reader[k])} still reads"
+
+    refuse(program, row, ~waits_for_compute(program, row, reader), text)
 
 
 def waits_for_compute(program: Program, rows: Array, compute: Array) -> Array:
-    """Whether each row waits for its entry of `compute` or for a later compute unit.
+    """Whether each row waits for its entry of `compute` or for a later compute action.
 
-    A later unit is needed if `compute[k]` is the second half of an overlapped pair and the wait names the first, which
-    may end earlier.
+    A later action is needed if `compute[k]` is the second half of an overlapped pair and the wait names the first,
+    which may end earlier.
     """
     columns, targets = program.columns, program.lookup.wait_targets
 
     def has_ended(waits: Array, k: Array) -> Array:
         target = targets[waits]
-        later = IS_COMPUTE[columns.op[target]] & (columns.unit[target] > columns.unit[compute[k]])
+        later = IS_COMPUTE[columns.op[target]] & (columns.action[target] > columns.action[compute[k]])
         return (target == compute[k]) | later
 
     return _waits_such_that(program, rows, has_ended)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from pentad.schedules.ir.columns import CODE, OPS
+from pentad.schedules.ir.columns import CODE, OPS, Array
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, REDUCTIONS, SENDS, Instruction, Key, Op
 from pentad.schedules.ir.lookup import IS_COMPUTE, IS_WEIGHT
 from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.events import consecutive
 
 RANK_OPS = frozenset({Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})  # once per rank, without a stage
 _BIT = np.array([{Op.F: 1, Op.B: 2, Op.W: 4, Op.BW: 8}.get(op, 0) for op in Op])
@@ -19,6 +22,15 @@ def error_at(program: Program, row: int, text: str) -> ScheduleError:
     """A ScheduleError whose culprit is a row of the program."""
     rank, index = program.columns.position(row)
     return ScheduleError(f"rank {rank}: {text}", rank, index)
+
+
+def refuse(program: Program, rows: Array, wrong: Array, text: Callable[[int], str]) -> None:
+    """Raises ScheduleError if any of these rows is wrong. The culprit is the first such row of the program, `rows[k]`,
+    and `text(k)` says why."""
+    found = np.flatnonzero(wrong)
+    if len(found):
+        k = found[np.argmin(rows[found])]
+        raise error_at(program, rows[k], text(k))
 
 
 def prove_order(program: Program) -> None:
@@ -43,20 +55,21 @@ def _prove_placement(program: Program) -> None:
 
 def _prove_unique(program: Program) -> None:
     columns, lookup = program.columns, program.lookup
-    first = lookup.table[lookup.ids]
-    again = np.flatnonzero((first >= 0) & (first != np.arange(columns.rows)))
-    if len(again):
-        raise error_at(program, again[0], f"{columns.key(again[0])} runs twice")
+    first, rows = lookup.table[lookup.ids], np.arange(columns.rows)
+    refuse(program, rows, (first >= 0) & (first != rows), lambda row: f"{columns.key(row)} runs twice")
 
 
 def _prove_fields(program: Program) -> None:
     """Checks one row for all rows of a rank that differ in nothing but their microbatch."""
     columns, ids = program.columns, program.lookup.ids
     second = np.flatnonzero(columns.is_second)
-    wrong = second[(columns.op[second - 1] != CODE[Op.F]) | ~_SECOND_HALF[columns.op[second]]]
-    if len(wrong):
-        rank, at = columns.position(wrong[0])
-        raise error_at(program, wrong[0], f"{program.streams[rank][at]} is no pair of a forward and a backward")
+    unpaired = (columns.op[second - 1] != CODE[Op.F]) | ~_SECOND_HALF[columns.op[second]]
+
+    def text(k: int) -> str:
+        rank, at = columns.position(second[k])
+        return f"{program.streams[rank][at]} is no pair of a forward and a backward"
+
+    refuse(program, second, unpaired, text)
     numbers = program.lookup.numbers + 1
     kind = ids // numbers * 2 + (columns.microbatch == -1)
     unknown = program.lookup.table.size - 1
@@ -105,10 +118,8 @@ def _prove_computed_once(program: Program) -> None:
     name = _BIT[columns.op[compute]] * cells + program.lookup.cell(compute)
     first = np.empty(9 * cells, int)
     first[name[::-1]] = compute[::-1]
-    again = np.flatnonzero(first[name] != compute)
-    if len(again):
-        row, other = compute[again[0]], first[name][again[0]]
-        raise error_at(program, row, f"{columns.key(row)} runs on rank {columns.rank[other]} too")
+    key, other = columns.key, first[name]
+    refuse(program, compute, other != compute, lambda k: f"{key(compute[k])} runs on rank {columns.rank[other[k]]} too")
 
 
 def _prove_accumulation(program: Program) -> None:
@@ -116,17 +127,15 @@ def _prove_accumulation(program: Program) -> None:
     first."""
     columns, slices = program.columns, program.slices
     rows = columns.rows_of(IS_WEIGHT)
-    holding = columns.rank[rows] * program.stages + columns.stage[rows]
-    by_holding = np.argsort(holding, kind="stable")
-    rows, holding = rows[by_holding], holding[by_holding]
-    mb = columns.microbatch[rows]
+    before, after = consecutive(rows, columns.rank[rows] * program.stages + columns.stage[rows])
+    mb = columns.microbatch
     place = mb + slices - 1 - 2 * (mb % slices)
-    late = np.flatnonzero((np.diff(holding) == 0) & (np.diff(place) < 0))
-    if len(late):
-        before, row = min(zip(rows[late].tolist(), rows[late + 1].tolist(), strict=True), key=lambda pair: pair[1])
-        order = "microbatch order" + ", the slices of one from the last to the first" * (slices > 1)
-        text = f"{columns.key(row)} comes after {columns.key(before)}, but gradients accumulate in {order}"
-        raise error_at(program, row, text)
+    order = "microbatch order" + ", the slices of one from the last to the first" * (slices > 1)
+
+    def text(k: int) -> str:
+        return f"{columns.key(after[k])} comes after {columns.key(before[k])}, but gradients accumulate in {order}"
+
+    refuse(program, after, place[after] < place[before], text)
 
 
 def _prove_complete(program: Program) -> None:

@@ -8,59 +8,57 @@ import numpy as np
 
 from pentad.schedules.ir.columns import CODE, op_mask
 from pentad.schedules.ir.errors import ScheduleError
-from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, Unit
+from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
 from pentad.schedules.passes.zero import READERS
-from pentad.schedules.verify.check_order import error_at
+from pentad.schedules.verify.check_order import error_at, refuse
 
 SAVED_ACTIVATION_OPS = (Op.OFFLOAD, Op.RELOAD, Op.RECOMPUTE)
 COMPUTE_LANE = COMPUTE | {Op.FREE, Op.RECOMPUTE}
+Fault = tuple[int, str]  # index in a rank's stream, and what is wrong there
 _ON_ACTIVATIONS, _ON_PARAMETERS = op_mask(SAVED_ACTIVATION_OPS), op_mask({Op.ALL_GATHER, Op.FREE})
 
 
 def prove_memory_passes(program: Program) -> None:
     """Proves gathers, recomputation and offloading.
 
-    If a rank gathers parameters, each unit waits for those of every stage that it reads. A gather waits for the FREE
+    If a rank gathers parameters, each action waits for those of every stage that it reads. A gather waits for the FREE
     before it, only gathered parameters are freed, and if any are, all are. An activation is offloaded after its forward
     and reloaded before its backward or recomputation, which waits for it. What is recomputed is so between its forward
     and its backward. Raises ScheduleError.
     """
-    op = program.columns.op
-    if _ON_PARAMETERS[op].any():
-        for rank, stream in enumerate(program.streams):
-            _prove_gathers(rank, stream, program.positions[rank])
-    if _ON_ACTIVATIONS[op].any():
-        for rank, stream in enumerate(program.streams):
-            _prove_activations(rank, stream, program.positions[rank])
+    for faults, ops in ((_gather_faults, _ON_PARAMETERS), (_activation_faults, _ON_ACTIVATIONS)):
+        if ops[program.columns.op].any():
+            for rank, stream in enumerate(program.streams):
+                for index, fault in faults(stream, program.positions[rank]):
+                    raise ScheduleError(f"rank {rank}: {fault}", rank, index)
 
 
-def _prove_gathers(rank: int, stream: Stream, position: dict[Key, int]) -> None:
+def _gather_faults(stream: Stream, position: dict[Key, int]) -> Iterator[Fault]:
     gathered: dict[int, Key] = {}  # stage -> its gather, until it is freed
-    unread: set[int] = set()  # stages gathered that no unit has waited for yet
+    unread: set[int] = set()  # stages gathered that no action has waited for yet
     freed: Key | None = None
-    for index, unit, part in _parts(stream):
+    for index, action, part in _parts(stream):
         if part.op is Op.ALL_GATHER:
             if part.stage in gathered:
-                text = f"rank {rank}: {part.key} gathers what {gathered[part.stage]} has gathered"
-                raise ScheduleError(text, rank, index)
+                yield index, f"{part.key} gathers what {gathered[part.stage]} has gathered"
             if freed and not _waits_up_to(part.waits, freed, position):
-                raise ScheduleError(f"rank {rank}: {part.key} does not wait for {freed}", rank, index)
+                yield index, f"{part.key} does not wait for {freed}"
             gathered[part.stage] = part.key
             unread.add(part.stage)
         elif part.op is Op.FREE:
             if gathered.pop(part.stage, Key(part.op, -1, -1))[1:] != part.key[1:]:
-                raise ScheduleError(f"rank {rank}: {part.key} frees what is not gathered", rank, index)
+                yield index, f"{part.key} frees what is not gathered"
             freed = part.key
         elif part.op in READERS:
             if part.stage not in gathered:
-                raise ScheduleError(f"rank {rank}: {part.key} reads stage {part.stage}, not gathered", rank, index)
-            if part.stage in unread and gathered[part.stage] not in unit.waits:
-                raise ScheduleError(f"rank {rank}: {part.key} does not wait for {gathered[part.stage]}", rank, index)
+                yield index, f"{part.key} reads stage {part.stage}, not gathered"
+            if part.stage in unread and gathered[part.stage] not in action.waits:
+                yield index, f"{part.key} does not wait for {gathered[part.stage]}"
             unread.discard(part.stage)
     if freed and gathered:
-        raise ScheduleError(f"rank {rank} never frees {next(iter(gathered.values()))}", rank, len(stream) - 1)
+        yield len(stream) - 1, f"{next(iter(gathered.values()))} is never freed"
 
 
 def _waits_up_to(waits: tuple[Key, ...], last: Key, position: dict[Key, int]) -> bool:
@@ -68,28 +66,27 @@ def _waits_up_to(waits: tuple[Key, ...], last: Key, position: dict[Key, int]) ->
     return any(key.op in COMPUTE_LANE and position[key] >= position[last] for key in waits)
 
 
-def _prove_activations(rank: int, stream: Stream, position: dict[Key, int]) -> None:
-    for index, unit, part in _parts(stream):
+def _activation_faults(stream: Stream, position: dict[Key, int]) -> Iterator[Fault]:
+    for index, action, part in _parts(stream):
         if part.op not in SAVED_ACTIVATION_OPS:
             continue
-        forward = Key(Op.F, part.stage, part.microbatch)
-        backward = next(k for op in (Op.B, Op.BW) if (k := Key(op, part.stage, part.microbatch)) in position)
-        if not position[forward] < index < position[backward]:
-            raise ScheduleError(f"rank {rank}: {part.key} is not between {forward} and {backward}", rank, index)
-        offload, reload, recompute = (Key(op, part.stage, part.microbatch) for op in SAVED_ACTIVATION_OPS)
-        if part.op is Op.OFFLOAD and (forward not in unit.waits or reload not in position):
-            text = f"{offload} does not wait for {forward}, or {reload} is missing"
-            raise ScheduleError(f"rank {rank}: {text}", rank, index)
+        ops = (Op.F, Op.B, Op.BW, *SAVED_ACTIVATION_OPS)
+        forward, b, bw, offload, reload, recompute = (Key(op, part.stage, part.microbatch) for op in ops)
+        backward = b if b in position else bw
+        if not position.get(forward, index) < index < position.get(backward, index):
+            yield index, f"{part.key} is not between {forward} and {backward}"
+        if part.op is Op.OFFLOAD and (forward not in action.waits or reload not in position):
+            yield index, f"{offload} does not wait for {forward}, or {reload} is missing"
         if part.op is Op.RELOAD:
             reader = recompute if recompute in position else backward
             if position.get(offload, index) >= index:
-                raise ScheduleError(f"rank {rank}: {reload} comes without {offload} before it", rank, index)
+                yield index, f"{reload} comes without {offload} before it"
             if reload not in stream[position[reader]].waits:
-                raise ScheduleError(f"rank {rank}: {reader} does not wait for {reload}", rank, position[reader])
+                yield position[reader], f"{reader} does not wait for {reload}"
 
 
-def _parts(stream: Stream) -> Iterator[tuple[int, Unit, Instruction]]:
-    return ((index, unit, part) for index, unit in enumerate(stream) for part in unit.parts)
+def _parts(stream: Stream) -> Iterator[tuple[int, Action, Instruction]]:
+    return ((index, action, part) for index, action in enumerate(stream) for part in action.parts)
 
 
 def prove_post_validation(program: Program) -> None:
@@ -109,9 +106,8 @@ def prove_post_validation(program: Program) -> None:
         if rollback[rank] != validate[rank] + 1 or VALIDATE not in columns.waits(rollback[rank]):
             raise error_at(program, rollback[rank], "ROLLBACK does not follow VALIDATE and wait for it")
     before = np.arange(columns.rows) < validate[columns.rank]
-    wrong = np.flatnonzero(before & ~(REPEATABLE[columns.op] | (columns.op == CODE[Op.RECV_F])))
-    if len(wrong):
-        raise error_at(program, wrong[0], f"{columns.key(wrong[0])} comes before VALIDATE")
+    wrong = before & ~(REPEATABLE[columns.op] | (columns.op == CODE[Op.RECV_F]))
+    refuse(program, np.arange(columns.rows), wrong, lambda row: f"{columns.key(row)} comes before VALIDATE")
     sends, receives = program.lookup.transfers
     split = np.flatnonzero(before[sends] != before[receives])
     if len(split):

@@ -1,12 +1,12 @@
 """Diagnoses a run that hangs: which ranks wait for which, and which rank is the cause, from every rank's position.
 
-Each rank reports the unit that it is at. SEND, RECV and ALL_REDUCE are only launched: a unit that waits for one blocks
-until the other ranks have launched it too. NORM blocks until every rank of the mesh has reached it; with
+Each rank reports the action that it is at. SEND, RECV and ALL_REDUCE are only launched: an action that waits for one
+blocks until the other ranks have launched it too. NORM blocks until every rank of the mesh has reached it; with
 post-validation VALIDATE blocks instead, until every rank has reached the NORM of the step before. Ranks that share
-layers (tp, cp, ep) block each other inside compute units.
+layers (tp, cp, ep) block each other inside compute actions.
 
-So a rank is blocked if another rank has yet to launch something, and a rank that stays at a unit without being blocked
-is a cause.
+So a rank is blocked if another rank has yet to launch something, and a rank that stays at an action without being
+blocked is a cause.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from typing import NamedTuple
 
-from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, Key, Op, Unit
+from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, Action, Key, Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import NORM, VALIDATE, has_post_validation
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 
 
 class Position(NamedTuple):
-    """A rank is at unit `counter` of `step`, or has completed `step` if `counter` is -1 (step -1: none yet).
+    """A rank is at action `counter` of `step`, or has completed `step` if `counter` is -1 (step -1: none yet).
 
     `since` is how many seconds it has been there.
     """
@@ -36,20 +36,20 @@ class Position(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A blocked rank: its unit waits for the receive or collective `missing`, which `peers` have not sent or joined.
+    """A blocked rank: its action waits for the receive or collective `missing`, which `peers` have not sent or joined.
 
-    Of several it is the first that the unit waits for.
+    Of several it is the first that the action waits for.
     """
 
     rank: int
-    unit: str
+    action: str
     missing: Key
     peers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`causes` are ranks, the longest at its place first; `waits` are the blocked ranks; `sentence` tells a person.
+    """`causes` are ranks, the longest at its place first; `waits` are the blocked ranks; `sentence` is for people.
 
     A cause is a rank inside a step that is not blocked, or one between steps for which another waits. If all ranks have
     reached a NORM that does not end, any may be the cause, and all are listed. `cycle` are ranks that each wait for the
@@ -66,7 +66,7 @@ def find_cause(program: Program, mesh: Mesh, positions: Sequence[Position]) -> D
     """`positions` has one entry per rank of the mesh, all of the same moment or of ranks that no longer move."""
     run = _Run(program, mesh, positions)
     blocked = _blocked(run)
-    waits = tuple(Wait(rank, run.name_of_unit(rank), *blocked[rank]) for rank in sorted(blocked))
+    waits = tuple(Wait(rank, run.name_of_action(rank), *blocked[rank]) for rank in sorted(blocked))
     awaited = {peer for _, peers in blocked.values() for peer in peers}
     causes = {rank for rank, at in enumerate(positions) if rank not in blocked and (at.counter >= 0 or rank in awaited)}
     longest_first = tuple(sorted(causes, key=lambda rank: (-positions[rank].since, rank)))
@@ -83,14 +83,14 @@ class _Run:
         self.rank_of = {at: rank for rank, at in enumerate(self.coordinates)}
         self._not_joined: dict[tuple[Coordinates, Key, int], tuple[int, ...]] = {}
 
-    def unit(self, rank: int) -> Unit | None:
-        """The unit that a rank is at; None between steps."""
+    def action(self, rank: int) -> Action | None:
+        """The action that a rank is at; None between steps."""
         counter = self.positions[rank].counter
         return self.program.streams[self.coordinates[rank].pp][counter] if counter >= 0 else None
 
-    def name_of_unit(self, rank: int) -> str:
-        unit = self.unit(rank)
-        return "" if unit is None else "+".join(str(part.key) for part in unit.parts)
+    def name_of_action(self, rank: int) -> str:
+        action = self.action(rank)
+        return "" if action is None else "+".join(str(part.key) for part in action.parts)
 
     def has_yet_to_end(self, rank: int, key: Key, step: int) -> bool:
         """Whether a rank is at a transfer or collective of a step, or before it."""
@@ -104,11 +104,13 @@ class _Run:
         step = self.positions[rank].step - steps_ago
         if key.op in RECEIVES:
             shift = -1 if key.op is Op.RECV_F else 1
-            source = self.rank_of[self.coordinates[rank]._replace(pp=self._source(rank, key))]
+            at = self.coordinates[rank]
+            receive = self.program.streams[at.pp][self.program.positions[at.pp][key]].parts[0]
+            source = self.rank_of[at._replace(pp=receive.peer)]
             sent = Key(RECEIVES[key.op], key.stage + shift, key.microbatch)
             return (source,) if self.has_yet_to_end(source, sent, step) else ()
         if key.op not in COLLECTIVES:
-            return ()  # an earlier unit of its own stream, which has ended
+            return ()  # an earlier action of its own stream, which has ended
         group = self.coordinates[rank]._replace(dp=0, pp=0, cp=0, ep=0)
         if (group, key, step) not in self._not_joined:
             members = (self.rank_of[at] for at in self._members(group, key))
@@ -128,14 +130,9 @@ class _Run:
         return self.mesh.group(("tp", "cp", "ep"), rank)
 
     def inner_stragglers(self, rank: int) -> tuple[int, ...]:
-        """Those of the inner group that have not reached the rank's unit."""
+        """Those of the inner group that have not reached the rank's action."""
         progress = _progress(self.positions[rank])
         return tuple(other for other in self.inner_group(rank) if _progress(self.positions[other]) < progress)
-
-    def _source(self, rank: int, receive: Key) -> int:
-        """Pipeline rank that a receive, an earlier unit of the rank's stream, gets its data from."""
-        pp = self.coordinates[rank].pp
-        return self.program.streams[pp][self.program.positions[pp][receive]].parts[0].peer
 
 
 def _progress(at: Position) -> tuple[int, float]:
@@ -147,20 +144,18 @@ def _blocked(run: _Run) -> dict[int, tuple[Key, tuple[int, ...]]]:
     found: dict[int, tuple[Key, tuple[int, ...]]] = {}
     at_norm = []
     for rank in range(run.mesh.size):
-        unit = run.unit(rank)
-        if unit is None:
+        action = run.action(rank)
+        if action is None:
             continue
-        keys = (key for key in unit.waits if key != NORM)  # NORM blocks at NORM: a later unit has it
-        missing = ((key, peers) for key in keys if (peers := run.missing_peers(rank, key)))
-        first = next(missing, None)
-        if first:
+        keys = (key for key in action.waits if key != NORM)  # NORM blocks at NORM: a later action has it
+        if first := next(((key, peers) for key in keys if (peers := run.missing_peers(rank, key))), None):
             found[rank] = first
-        elif unit.key == VALIDATE and (late := run.missing_peers(rank, NORM, steps_ago=1)):
+        elif action.key == VALIDATE and (late := run.missing_peers(rank, NORM, steps_ago=1)):
             found[rank] = (NORM, late)
-        elif unit.key == NORM and not has_post_validation(run.program):
+        elif action.key == NORM and not has_post_validation(run.program):
             at_norm.append(rank)
-        elif (unit.parts[0].op in COMPUTE or unit.key.op is Op.RECOMPUTE) and (late := run.inner_stragglers(rank)):
-            found[rank] = (unit.key, late)
+        elif (action.parts[0].op in COMPUTE or action.key.op is Op.RECOMPUTE) and (late := run.inner_stragglers(rank)):
+            found[rank] = (action.key, late)
     joined = set(at_norm)  # without ranks that are at NORM but wait for gradients
     for rank in at_norm:
         absent = tuple(peer for peer in run.missing_peers(rank, NORM) if peer not in joined)
@@ -183,11 +178,11 @@ def _sentence(run: _Run, causes: Sequence[int], waits: Sequence[Wait], cycle: Se
     if direct:
         parts.append(_describe_wait(run, max(direct, key=lambda wait: run.positions[wait.rank].since)))
     if causes:
-        places = _listed([f"{_name(run, rank)} has been {_place(run, rank)}" for rank in causes], "")
+        places = _listed([f"{_name(run, rank)} has been {_place(run, rank)}" for rank in causes])
         parts += [f"{places}: {_blame(run, causes)}", _count_waiting(causes, waits)]
     if cycle:
         ring = [_describe_wait(run, wait) for rank in cycle for wait in waits if wait.rank == rank]
-        parts.append(f"{_ranks(cycle)} wait for one another in a circle: {_listed(ring, '')}")
+        parts.append(f"{_ranks(cycle)} wait for one another in a circle: {_listed(ring)}")
     return "; ".join(parts) or "no rank is inside a step"
 
 
@@ -195,23 +190,17 @@ def _blame(run: _Run, causes: Sequence[int]) -> str:
     if len(causes) == 1:
         return f"{_ranks(causes)} is the cause"
     one_group = all(set(causes) <= set(run.inner_group(rank)) for rank in causes)  # any may wait for the others
-    undecided = one_group or any(run.name_of_unit(rank) == str(NORM) for rank in causes)
+    undecided = one_group or any(run.name_of_action(rank) == str(NORM) for rank in causes)
     return f"the cause is among {_ranks(causes)}" if undecided else f"{_ranks(causes)} are the causes"
 
 
 def _count_waiting(causes: Sequence[int], waits: Sequence[Wait]) -> str:
     """How many ranks wait for a cause, directly or through others."""
-    waiting_for: dict[int, list[int]] = {}
-    for wait in waits:
-        for peer in wait.peers:
-            waiting_for.setdefault(peer, []).append(wait.rank)
-    found: set[int] = set()
-    left = list(causes)
-    while left:
-        new = set(waiting_for.get(left.pop(), ())) - found
-        found |= new
-        left += new
-    number = f"{len(found)} ranks wait" if len(found) > 1 else f"{len(found) or 'no'} rank waits"
+    reached = set(causes)
+    while new := {wait.rank for wait in waits if not reached.isdisjoint(wait.peers)} - reached:
+        reached |= new
+    count = len(reached) - len(causes)
+    number = f"{count} ranks wait" if count > 1 else f"{count or 'no'} rank waits"
     return f"{number} for {'them' if len(causes) > 1 else 'it'}"
 
 
@@ -224,10 +213,10 @@ def _describe_wait(run: _Run, wait: Wait) -> str:
 
 def _place(run: _Run, rank: int) -> str:
     at = run.positions[rank]
-    unit = run.name_of_unit(rank)
-    if unit:
+    action = run.name_of_action(rank)
+    if action:
         newest = max(position.step for position in run.positions)
-        where = f"in {unit}" if at.step == newest else f"in {unit} of step {at.step}"
+        where = f"in {action}" if at.step == newest else f"in {action} of step {at.step}"
     else:
         where = f"at the end of step {at.step}" if at.step >= 0 else "before its first step"
     return f"{where} for {at.since:.0f} s" if at.since >= 10 else f"{where} for {at.since:.1f} s"
@@ -238,10 +227,10 @@ def _name(run: _Run, rank: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return _listed(list(map(str, ranks)), "ranks " if len(ranks) > 1 else "rank ")
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {_listed(list(map(str, ranks)))}"
 
 
-def _listed(items: list[str], before: str, most: int = 4) -> str:
+def _listed(items: list[str], most: int = 4) -> str:
     """'a, b and c'; a longer list is cut to its first items and the number of the others."""
     shown = items if len(items) <= most else [*items[: most - 1], f"{len(items) - most + 1} more"]
-    return before + " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))

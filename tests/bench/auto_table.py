@@ -19,6 +19,7 @@ from typing import Any
 
 from record import stamp, write
 
+from pentad.orchestrator.planning.activation_memory import Piece
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -26,7 +27,7 @@ from pentad.schedules.search.auto import EFFORT, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import BatchSpec, split_layers
+from pentad.schedules.spec.plan import split_layers
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 from pentad.schedules.spec.tensors import head_in_layers
 
@@ -82,12 +83,11 @@ class Case:
     def costs(self, order: Program) -> Costs | None:
         """Milliseconds; None if the model has too few layers for the program's stages."""
         model, spec = MODELS[self.model], MODELS[self.model].spec
-        batch = BatchSpec(self.microbatches, self.length, self.microbatches, 1)
         try:
             layers = split_layers(spec.layers, order.placement, head_in_layers(spec, self.length))
         except PentadError:
             return None
-        costs = guess_costs(spec, layers, batch, "cuda", "bfloat16")
+        costs = guess_costs(spec, layers, Piece(1, self.length, "bfloat16", "cuda"))
         activation_bytes = 2 * self.length * spec.hidden
         moe_layers = [max(end - max(first, model.first_k_dense), 0) if model.top_k else 0 for first, end in layers]
         all_to_all = [1e3 * count * 2 * model.top_k * activation_bytes / ALL_TO_ALL_BANDWIDTH for count in moe_layers]

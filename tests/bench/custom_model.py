@@ -27,8 +27,8 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.loader import build_layers
 from pentad.workers.custom.stage import CustomStage
+from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
-from pentad.workers.model.stage_protocol import StageProtocol
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import create_parameters
@@ -122,7 +122,7 @@ def stage_run(plan: Plan) -> Callable[[Times], None]:
     """Runs F, B and W of the plan's only stage."""
     parameters = create_parameters(plan, ParamShard(0), torch.device("cpu"))
     buffers = make_param_buffers(plan, 0, 0, {ParamShard(0): parameters})
-    stage: StageProtocol = Stage(plan, 0, buffers) if plan.model.custom is None else CustomStage(plan, 0, buffers)
+    stage: BaseStage = Stage(plan, 0, buffers) if plan.model.custom is None else CustomStage(plan, 0, buffers)
     tokens = torch.randint(plan.model.vocab, (plan.slice_tokens,))
 
     def run(seconds: Times) -> None:

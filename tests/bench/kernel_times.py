@@ -91,7 +91,7 @@ def norm_forward(rows: int, width: int, fused: bool) -> Case:
 
     def check() -> float:
         x, w, *residual = float64(data[0][0], weight, *data[0][1:])
-        return error(ours(*data[0]), rms_norm.rms_norm_reference(x, w, EPS, residual[0] if fused else None))
+        return error(ours(*data[0]), rms_norm.rms_norm(x, w, EPS, residual[0] if fused else None))
 
     return Case((4 if fused else 2) * rows * width * 2, each(ours, data), each(by_torch, data), liger, check)
 
@@ -121,8 +121,8 @@ def norm_backward(rows: int, width: int) -> Case:
 
     def check() -> float:
         dy, summed, dresidual, weight64 = float64(*data[0][:3], weight)
-        rstd = rms_norm.rms_norm_reference(summed, weight64, EPS, None)[2]
-        return error(ours(*data[0]), rms_norm.rms_norm_backward_reference(dy, summed, weight64, rstd, dresidual))
+        rstd = rms_norm.rms_norm(summed, weight64, EPS, None)[2]
+        return error(ours(*data[0]), rms_norm.rms_norm_backward(dy, summed, weight64, rstd, dresidual))
 
     return Case(4 * rows * width * 2, each(ours, data), each(by_torch, graphs), liger, check)
 
@@ -145,7 +145,7 @@ def rope_case(tokens: int, heads: int, groups: int, width: int) -> Case:
     def check() -> float:
         found, expected = data[0][0].clone(), data[0][0].double()
         rope.rope_(found, cos, sin)
-        rope.rope_reference_(expected, cos.double(), sin.double())
+        rope.rope_(expected, cos.double(), sin.double())
         return error([found], [expected])
 
     ours = each(lambda x: rope.rope_(x, cos, sin), data)
@@ -180,7 +180,7 @@ def swiglu_backward(tokens: int, width: int) -> Case:
 
     return Case(
         6 * tokens * width * 2, each(swiglu.swiglu_backward, data), each(by_torch, graphs), liger,
-        lambda: error(swiglu.swiglu_backward(*data[0]), swiglu.swiglu_backward_reference(*float64(*data[0]))),
+        lambda: error(swiglu.swiglu_backward(*data[0]), swiglu.swiglu_backward(*float64(*data[0]))),
     )  # fmt: skip
 
 
@@ -207,8 +207,8 @@ def loss(tokens: int, vocabulary: int, backward: bool) -> Case:
     def check() -> float:
         logits, targets = random(512, vocabulary), data[0][1][:512]
         expected = logits.double()
-        expected_loss, expected_lse = cross_entropy.cross_entropy_reference(expected, targets)
-        cross_entropy.cross_entropy_backward_reference_(expected, targets, expected_lse, 1 / tokens)
+        expected_loss, expected_lse = cross_entropy.cross_entropy(expected, targets)
+        cross_entropy.cross_entropy_backward_(expected, targets, expected_lse, 1 / tokens)
         results = (expected_loss, expected_lse, expected) if backward else (expected_loss, expected_lse)
         return error(ours(logits, targets), results)
 
@@ -231,7 +231,7 @@ def adamw_case(n: int) -> Case:
 
     def check() -> float:
         p, m64, v64, g = (torch.cat((t[:1000000], t[-1000000:])).double() for t in (master, m, v, grad))
-        adamw.adamw_reference_(p, m64, v64, g, None, scale.double(), adamw.coefficients(step=10, **settings))
+        adamw.adamw_(p, m64, v64, g, None, scale.double(), adamw.coefficients(step=10, **settings))
         ours()
         assert torch.equal(out, master.bfloat16())
         return error((torch.cat((t[:1000000], t[-1000000:])) for t in (master, m, v)), (p, m64, v64))

@@ -27,14 +27,13 @@ from typing import Any
 import psutil
 import torch
 from record import record
-from rich.console import Console
 
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.event_bus import EventBus
-from pentad.orchestrator.run import driver
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.step_loop import StepLoop
+from pentad.orchestrator.run.train import train
 from pentad.schedules.compiler import compile_program
 from pentad.workers.runtime.progress_file import ProgressFile
 from pentad.workers.runtime.streams import HostStreams
@@ -206,10 +205,10 @@ def measure(seconds: float, period: float, path: Path | None, overrides: list[st
         settings = [f"run.folder={folder}", "run.steps=1000000", "cluster.dashboard=false", "checkpoint.every=0"]
         settings += [] if path else ["cluster.device=cpu"]
         config = load(path, [*settings, *overrides])
-        driver.train(config, console=Console(quiet=True))
+        train(config)
     ranks, microbatches, replicas = config.mesh.pp, config.schedule.microbatches, config.mesh.dp
     program = compile_program(config.schedule.name, ranks, microbatches, replicas=replicas)
-    instructions = replicas * sum(len(unit.parts) for stream in program.streams for unit in stream)
+    instructions = replicas * sum(len(action.parts) for stream in program.streams for action in stream)
     return report(switch, instructions, replicas * ranks, gpu=path is not None)
 
 

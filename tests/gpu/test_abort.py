@@ -9,7 +9,7 @@ import pytest
 from gpus import RANKS_A_GPU, num_places, on_gpu
 from plans import plan_of
 from small_models import WIDE, WIDE_MOE
-from worker_processes import WorkerProcess, check_recovery
+from worker_processes import check_recovery
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,14 +26,6 @@ SHARED_LAYERS: list[Case] = [
     ("dualpipe", {"pp": 2, "ep": 2, "model": WIDE_MOE}),
     ("1f1b", {"cp": 4, "model": WIDE}),
 ]
-
-
-@pytest.fixture(scope="module")
-def workers():
-    made = [WorkerProcess() for _ in range(4)]
-    yield made
-    for worker in made:
-        worker.stop()
 
 
 @pytest.mark.parametrize(

@@ -104,12 +104,12 @@ def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference)
     run = start(*words)
     run.wait_for_step(4)
     with connect(run.folder) as client:  # notices are asked for every two seconds: the run must not be over by then
-        client.pause()
+        client.request("pause")
         going = nodes.node_of(run.pids()[0])
         nodes.drain(going, 10)
         run.wait_for(lambda: run.events("lost"))
         kill(going)
-        client.resume()
+        client.request("resume")
     assert_recovered(run, "repair")
     assert {(row["fault"], row["detector"]) for row in run.events("lost")} == {("drain", "notice")}
     assert run.events("recovered")[0]["steps_replayed"] == 0
@@ -125,10 +125,10 @@ def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference
     kill(nodes.node_of(run.pids()[3]))
     run.wait_for(lambda: run.events("recovered"))
     with connect(run.folder) as client:
-        client.pause()
+        client.request("pause")
         nodes.resize(2, 2)
         run.wait_for(lambda: len(run.events("recovered")) == 2)
-        client.resume()
+        client.request("resume")
     assert_recovered(run, "shrink", "grow")
     assert [row["mesh"] for row in run.events("recovered")] == ["pp2", "dp2 x pp2"]
     got, _ = outcome(run, STEPS)

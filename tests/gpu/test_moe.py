@@ -9,25 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import relative_error
-from expert_ranks import NO_SEQUENCE, Ranks, State, bind, case_of, check, layer_context, named
+from expert_ranks import NO_SEQUENCE, Ranks, State, bind, case_of, check, gradients_of, layer_context
 
 from pentad.kernels.moe.grouped_gemm import (
     accumulate_grouped_gradient_,
-    accumulate_grouped_gradient_reference_,
     grouped_gemm,
-    grouped_gemm_reference,
 )
 from pentad.kernels.moe.moe_permute import (
     gather_rows,
     sort_by_expert,
     sum_rows,
-    sum_rows_reference,
     weighted_swiglu,
     weighted_swiglu_backward,
-    weighted_swiglu_backward_reference,
 )
 from pentad.schedules.spec.model import Experts
-from pentad.workers.model import moe
 from pentad.workers.model.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
@@ -60,7 +55,7 @@ def test_grouped_gemm(dtype: torch.dtype, close: float, counts: tuple[int, ...],
     offsets = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
     weights = torch.randn(len(counts), n, k, device="cuda", dtype=dtype)
     for rows, matrices in ((x, weights), (dy, weights.transpose(1, 2))):
-        expected = grouped_gemm_reference(rows.double(), matrices.double(), offsets)[:total]
+        expected = grouped_gemm(rows.double(), matrices.double(), offsets)[:total]
         assert relative_error(grouped_gemm(rows, matrices, offsets)[:total], expected) < close
 
 
@@ -74,7 +69,7 @@ def test_grouped_weight_gradients(dtype: torch.dtype, close: float, counts: tupl
     offsets = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
     main = torch.randn(len(counts), n, k, device="cuda", dtype=torch.float64 if close < 1e-9 else torch.float32)
     expected, again = main.to(torch.float64, copy=True), main.clone()
-    accumulate_grouped_gradient_reference_(expected, dy.double(), x.double(), offsets)
+    accumulate_grouped_gradient_(expected, dy.double(), x.double(), offsets)
     accumulate_grouped_gradient_(main, dy, x, offsets)
     accumulate_grouped_gradient_(again, dy, x, offsets)
     assert relative_error(main, expected) < 1e-5 and torch.equal(main, again)
@@ -92,12 +87,14 @@ def test_rows(dtype: torch.dtype, close: float, width: int) -> None:
     y = gather_rows(x, rows.tokens, rows.offsets)
     assert torch.equal(y[:total], x[rows.tokens[:total]])
     y[total:] = torch.nan
-    assert relative_error(sum_rows(y, rows.positions), sum_rows_reference(y.double(), rows.positions)) < close
+    assert relative_error(sum_rows(y, rows.positions), sum_rows(y.double(), rows.positions)) < close
     gate_up = torch.randn(len(rows.tokens), 2 * width, device="cuda", dtype=dtype)
     dy = torch.randn(len(rows.tokens), width, device="cuda", dtype=dtype)
-    found = weighted_swiglu_backward(dy, gate_up, rows)
-    expected = weighted_swiglu_backward_reference(dy.double(), gate_up.double(), rows.weights.double())
-    for mine, exact in zip((*found, weighted_swiglu(gate_up, rows)), (*expected, expected[1]), strict=True):
+    found = weighted_swiglu_backward(dy, gate_up, rows.weights, rows.offsets)
+    expected = weighted_swiglu_backward(dy.double(), gate_up.double(), rows.weights.double(), rows.offsets)
+    for mine, exact in zip(
+        (*found, weighted_swiglu(gate_up, rows.weights, rows.offsets)), (*expected, expected[1]), strict=True
+    ):
         assert relative_error(mine[:total], exact[:total]) < close
 
 
@@ -106,12 +103,12 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """F, RECOMPUTE, B and W of a rank that has all experts, and the bias of the next step."""
     context = layer_context(shape, 1 / len(x), ep)
-    w, g = bind(state)
-    y, saved, _ = run_to_completion(moe.forward(w, context, NO_SEQUENCE, x))
-    recomputable = moe.recompute(w, context, x, saved)
-    dx, work = run_to_completion(moe.backward(w, g, context, NO_SEQUENCE, x, saved, recomputable, dy))
+    moe = bind(state)
+    y, saved, _ = run_to_completion(moe.forward(context, NO_SEQUENCE, x))
+    recomputable = moe.recompute(context, x, saved)
+    dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, saved, recomputable, dy))
     accumulate_wgrads(work)
-    return {"y": y, "dx": dx, "bias": updated_bias(state["bias"], saved.routing.load, 1e-3)} | named(g)
+    return {"y": y, "dx": dx, "bias": updated_bias(state["bias"], saved.routing.load, 1e-3)} | gradients_of(moe)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

@@ -7,7 +7,7 @@ import torch
 from closeness import relative_error
 from torch import Tensor
 
-from pentad.kernels.adamw import adamw_, adamw_optimistic_, adamw_reference_, coefficients
+from pentad.kernels.adamw import adamw_, adamw_optimistic_, coefficients
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -59,7 +59,7 @@ def test_triton_agrees_with_the_reference(n: int, step: int, cast: bool) -> None
     scale = torch.tensor([0.37], device="cuda")
     expected = p64, m64, v64 = master.double(), m.double(), v.double()
     c = coefficients(step=step, **SETTINGS)
-    adamw_reference_(p64, m64, v64, grad.double(), None, scale.double(), c)
+    adamw_(p64, m64, v64, grad.double(), None, scale.double(), c)
     again = p2, m2, v2 = master.clone(), m.clone(), v.clone()
     before = master.double()
     adamw_(master, m, v, grad, out if cast else None, scale, c)

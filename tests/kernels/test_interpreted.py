@@ -3,6 +3,11 @@
 tests/conftest.py selects the interpreter before Triton is first imported. With a GPU this file is skipped.
 """
 
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from closeness import relative_error
@@ -12,17 +17,35 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from pentad.kernels import adamw_triton, cross_entropy_triton, rms_norm_triton, swiglu_triton
-from pentad.kernels.adamw import adamw_reference_, coefficients
+from pentad.kernels.adamw import adamw_, adamw_optimistic_, coefficients
 from pentad.kernels.attention import rope_triton
-from pentad.kernels.attention.rope import rope_reference_
+from pentad.kernels.attention.attention_merge import merge_partials_
+from pentad.kernels.attention.rope import rope_
 from pentad.kernels.attention.rope_tables import rope_tables
 from pentad.kernels.backend import IGNORE_INDEX
-from pentad.kernels.cross_entropy import cross_entropy_backward_reference_, cross_entropy_reference
-from pentad.kernels.rms_norm import rms_norm_backward_reference, rms_norm_reference
-from pentad.kernels.swiglu import swiglu_backward_reference
+from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
+from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
+from pentad.kernels.moe.moe_permute import gather_rows, sum_rows, weighted_swiglu, weighted_swiglu_backward
+from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
+from pentad.kernels.swiglu import swiglu, swiglu_backward
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        *(adamw_, adamw_optimistic_, cross_entropy, cross_entropy_backward_, rms_norm, rms_norm_backward, rope_),
+        *(swiglu, swiglu_backward, merge_partials_, grouped_gemm, accumulate_grouped_gradient_),
+        *(gather_rows, sum_rows, weighted_swiglu, weighted_swiglu_backward),
+    ],
+    ids=lambda operation: operation.__name__,
+)
+def test_a_twin_takes_the_arguments_of_its_operation(operation: Callable[..., Any]) -> None:
+    twin = getattr(importlib.import_module(f"{operation.__module__}_triton"), operation.__name__)
+    found, expected = (inspect.signature(each).parameters.values() for each in (twin, operation))
+    assert [(each.name, each.default) for each in found] == [(each.name, each.default) for each in expected]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
@@ -33,11 +56,9 @@ def test_rms_norm(rows: int, width: int, fused: bool, dtype: torch.dtype, bound:
     weight = torch.randn(width, dtype=dtype)
     r, d = (residual, dsummed) if fused else (None, None)
     y, summed, rstd = rms_norm_triton.rms_norm(x, weight, 1e-5, r)
-    y64, summed64, rstd64 = rms_norm_reference(x.double(), weight.double(), 1e-5, None if r is None else r.double())
+    y64, summed64, rstd64 = rms_norm(x.double(), weight.double(), 1e-5, None if r is None else r.double())
     found = rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, d)
-    expected = rms_norm_backward_reference(
-        dy.double(), summed64, weight.double(), rstd64, None if d is None else d.double()
-    )
+    expected = rms_norm_backward(dy.double(), summed64, weight.double(), rstd64, None if d is None else d.double())
     for a, b in zip((y, summed, rstd, *found), (y64, summed64, rstd64, *expected), strict=True):
         assert relative_error(a, b) < bound
 
@@ -48,7 +69,7 @@ def test_rms_norm_with_several_rows_a_program(monkeypatch: pytest.MonkeyPatch) -
     summed, dy = torch.randn(2, 19, 64)
     weight, rstd = torch.randn(64), torch.rand(19)
     found = rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, None)
-    expected = rms_norm_backward_reference(dy.double(), summed.double(), weight.double(), rstd.double(), None)
+    expected = rms_norm_backward(dy.double(), summed.double(), weight.double(), rstd.double(), None)
     for a, b in zip(found, expected, strict=True):
         assert relative_error(a, b) < 1e-5
 
@@ -59,7 +80,7 @@ def test_rms_norm_with_several_rows_a_program(monkeypatch: pytest.MonkeyPatch) -
 def test_rope(tokens: int, length: int, head_dim: int, inverse: bool, dtype: torch.dtype, bound: float) -> None:
     packed = torch.randn(tokens, 5, head_dim, dtype=dtype)
     expected = packed.double()
-    rope_reference_(expected[:, :3], *rope_tables(length, head_dim, 1e4, "cpu", torch.float64), inverse)
+    rope_(expected[:, :3], *rope_tables(length, head_dim, 1e4, "cpu", torch.float64), inverse)
     rope_triton.rope_(packed[:, :3], *rope_tables(length, head_dim, 1e4, "cpu"), inverse)
     assert relative_error(packed, expected) < bound
     assert torch.equal(packed[:, 3:].double(), expected[:, 3:])
@@ -70,7 +91,7 @@ def test_rope(tokens: int, length: int, head_dim: int, inverse: bool, dtype: tor
 def test_swiglu(rows: int, width: int, dtype: torch.dtype, bound: float) -> None:
     gate_up, dy = torch.randn(rows, 2 * width, dtype=dtype), torch.randn(rows, width, dtype=dtype)
     dgate_up, recomputed = swiglu_triton.swiglu_backward(dy, gate_up)
-    expected_dgate_up, expected_y = swiglu_backward_reference(dy.double(), gate_up.double())
+    expected_dgate_up, expected_y = swiglu_backward(dy.double(), gate_up.double())
     assert relative_error(swiglu_triton.swiglu(gate_up), expected_y) < bound
     assert relative_error(recomputed, expected_y) < bound
     assert relative_error(dgate_up, expected_dgate_up) < bound
@@ -81,9 +102,9 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype, bound: float) -> None
 def test_cross_entropy(vocabulary: int, dtype: torch.dtype, bound: float) -> None:
     logits = 4 * torch.randn(4, vocabulary, dtype=dtype)
     targets = torch.tensor([0, IGNORE_INDEX, vocabulary - 1, -1])
-    expected_loss, expected_lse = cross_entropy_reference(logits.double(), targets)
+    expected_loss, expected_lse = cross_entropy(logits.double(), targets)
     expected = logits.double()
-    cross_entropy_backward_reference_(expected, targets, expected_lse, 0.5)
+    cross_entropy_backward_(expected, targets, expected_lse, 0.5)
     loss, lse = cross_entropy_triton.cross_entropy(logits, targets)
     assert torch.allclose(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
     assert torch.allclose(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
@@ -100,7 +121,7 @@ def test_adamw(n: int, cast: bool, bad: float | None) -> None:
     v, out = torch.rand(n), torch.zeros(n, dtype=torch.bfloat16)
     scale = torch.tensor([0.5 if bad is None else bad])
     expected = p64, m64, v64 = master.double(), m.double(), v.double()
-    adamw_reference_(p64, m64, v64, grad.double(), None, scale.double(), c)
+    adamw_(p64, m64, v64, grad.double(), None, scale.double(), c)
     adamw_triton.adamw_(master, m, v, grad, out if cast else None, scale, c)
     for found, exact in zip((master, m, v), expected, strict=True):
         assert relative_error(found, exact) < 1e-6

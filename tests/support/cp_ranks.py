@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from dense_attention import dense_attention
 from gpus import gpu_of
-from pool import Pool
+from pool import Pool, answer_orders
 from torch import Tensor
 
 from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, positions
@@ -156,19 +155,16 @@ def num_elements(saved: object) -> int:
     return sum(map(num_elements, saved)) if isinstance(saved, tuple) else 0
 
 
-class Ranks:
+class Ranks(Pool):
     """`size` processes, each with a GPU, or on CPU with gloo."""
 
     def __init__(self, size: int, device: str = "cpu") -> None:
-        self.pool = Pool(size, _serve, device)
+        super().__init__(size, _serve, device)
 
     def run(self, case: Case) -> list[Answer]:
         """The answers of all ranks of a case; fails with the traceback of the first rank that does."""
-        self.pool.send([case] * case.cp)
-        return self.pool.answers(case.cp, Answer)
-
-    def stop(self) -> None:
-        self.pool.stop()
+        self.send([case] * case.cp)
+        return self.answers(case.cp, Answer)
 
 
 def _serve(end: Connection, rank: int, size: int, kind: str, folder: str) -> None:
@@ -181,12 +177,4 @@ def _serve(end: Connection, rank: int, size: int, kind: str, folder: str) -> Non
         "nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=80)
     )
     groups = {cp: dist.new_group(list(range(cp))) for cp in range(2, size + 1, 2)}
-    while True:
-        try:
-            case = end.recv()
-        except EOFError:
-            return
-        try:
-            end.send(run_rank(case, rank, groups[case.cp], device))
-        except BaseException:
-            end.send(traceback.format_exc())
+    answer_orders(end, lambda case: run_rank(case, rank, groups[case.cp], device))

@@ -13,9 +13,10 @@ from torch import Tensor
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.custom.inspect import inspect_model
-from pentad.workers.custom.loader import build_layers, derive_seed
+from pentad.workers.custom.loader import build_layers
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.samples import microbatch
+from pentad.workers.params.param_init import derive_seed
 
 GPT = '''
 import torch

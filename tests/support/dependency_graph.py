@@ -10,13 +10,13 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Unit
+from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Action
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import NORM, has_post_validation
 
 
 class Node(NamedTuple):
-    """A unit: the `at`-th of its rank's stream."""
+    """An action: the `at`-th of its rank's stream."""
 
     rank: int
     at: int
@@ -39,28 +39,28 @@ def meetings(program: Program) -> dict[tuple, dict[int, list[Node]]]:
     """
     found: dict[tuple, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
     for rank, stream in enumerate(program.streams):
-        for index, unit in enumerate(stream):
-            op, node = unit.parts[0].op, Node(rank, index)
+        for index, action in enumerate(stream):
+            op, node = action.parts[0].op, Node(rank, index)
             if op in SENDS:
-                found[op, rank, unit.parts[0].peer][rank].append(node)
+                found[op, rank, action.parts[0].peer][rank].append(node)
             elif op in RECEIVES:
-                found[RECEIVES[op], unit.parts[0].peer, rank][rank].append(node)
-            elif op in COLLECTIVES and unit.parts[0].group:
-                found[unit.lane, ranks_of(program, unit)][rank].append(node)
+                found[RECEIVES[op], action.parts[0].peer, rank][rank].append(node)
+            elif op in COLLECTIVES and action.parts[0].group:
+                found[action.lane, ranks_of(program, action)][rank].append(node)
     return found
 
 
-def ranks_of(program: Program, unit: Unit) -> tuple[int, ...]:
+def ranks_of(program: Program, action: Action) -> tuple[int, ...]:
     """Pipeline ranks that participate in a collective."""
-    part = unit.parts[0]
+    part = action.parts[0]
     return tuple(range(program.ranks)) if part.group == "pp" else program.holders(part.stage)
 
 
 def build(program: Program, *, issued: bool = False) -> Graph:
     """The graph of a program whose transfers and collectives match (see `check`).
 
-    With `issued`, the host blocks at every compute unit, as on CPUs, so later units of the stream start after it has
-    ended; otherwise only lanes and waits impose an order.
+    With `issued`, the host blocks at every compute action, as on CPUs, so later actions of the stream start after it
+    has ended; otherwise only lanes and waits impose an order.
     """
     nodes = tuple(Node(r, i) for r, stream in enumerate(program.streams) for i in range(len(stream)))
     together = [nodes for sides in meetings(program).values() for nodes in zip(*sides.values(), strict=True)]
@@ -74,14 +74,14 @@ def build(program: Program, *, issued: bool = False) -> Graph:
     for rank, stream in enumerate(program.streams):
         position = program.positions[rank]
         last: dict[str, int] = {}
-        for index, unit in enumerate(stream):
+        for index, action in enumerate(stream):
             here = before[event[Node(rank, index)]]
-            here.update(event[Node(rank, position[key])] for key in unit.waits)
-            if unit.lane in last:
-                here.add(event[Node(rank, last[unit.lane])])
+            here.update(event[Node(rank, position[key])] for key in action.waits)
+            if action.lane in last:
+                here.add(event[Node(rank, last[action.lane])])
             if issued and "compute" in last:
                 here.add(event[Node(rank, last["compute"])])
-            last[unit.lane] = index
+            last[action.lane] = index
     for rank, position in enumerate(program.positions):
         if rank and has_post_validation(program):
             before[event[Node(rank, position[NORM])]].add(event[Node(rank - 1, program.positions[rank - 1][NORM])])

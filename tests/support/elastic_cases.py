@@ -19,10 +19,11 @@ FAKED = """
 import sys
 from rich.console import Console
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.run.driver import train
+from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.run.train import train
 from pentad.schedules.ir.errors import PentadError
 try:
-    train(load(None, sys.argv[1:]), console=Console(), runner="fake_runner:FakeRunner")
+    train(load(None, sys.argv[1:]), display=Display(Console(), "trial", 0), runner="fake_runner:FakeRunner")
 except PentadError as error:
     sys.exit(f"pentad: {error}")
 """

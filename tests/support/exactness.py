@@ -33,9 +33,7 @@ def assert_equals_one_process(fleet: Fleet, plan: Plan, *, check_bytes: bool = F
         assert found.keys() == {name for name in weights if not name.endswith(".bias")}
         for name, gradient in found.items():
             assert is_close(gradient, gradients[step][name]), f"step {step}: gradient of {name}"
-    kinds = ("model", "optimizer.m", "optimizer.v")
-    like = {f"{kind}.{name}": weight for kind in kinds for name, weight in with_tied_copies(weights).items()}
-    state = assemble([outcome.state for outcome in outcomes], like)
+    state = assemble([outcome.state for outcome in outcomes], state_like(weights))
     found = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
     for copy in found.keys() & TIED_COPIES - weights.keys():
         assert torch.equal(found.pop(copy), found["embedding"])
@@ -49,3 +47,9 @@ def with_tied_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     (embedding,) = (name for name in tensors if name.endswith("embedding"))
     copies = (embedding.replace("embedding", name) for name in TIED_COPIES)
     return dict.fromkeys(copies, tensors[embedding]) | tensors
+
+
+def state_like(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by name with the shapes of weights and optimizer state."""
+    kinds = ("model", "optimizer.m", "optimizer.v")
+    return {f"{kind}.{name}": weight for kind in kinds for name, weight in with_tied_copies(weights).items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import traceback
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,12 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from closeness import relative_error
 from plans import MODEL
-from pool import Pool
+from pool import Pool, answer_orders
 
 from pentad.schedules.spec.model import Experts
-from pentad.workers.model import moe
 from pentad.workers.model.layer_context import LayerContext
-from pentad.workers.model.weight_grad import accumulate_wgrads
+from pentad.workers.model.mlp import MLP
+from pentad.workers.model.moe import MoE
+from pentad.workers.model.weight_grad import Param, accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.expert_parallel import DispatchMode, ExpertParallelGroup
 
@@ -29,7 +29,7 @@ NO_SEQUENCE: Any = None  # an MoE sublayer does not read positions
 
 
 class Case(NamedTuple):
-    """Full weights by field of MoEWeights, and the tokens [ranks, T, H] and output gradients of every rank."""
+    """Full weights by name, and the tokens [ranks, T, H] and output gradients of every rank."""
 
     shape: Experts
     state: State
@@ -79,32 +79,33 @@ def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None)
     x, local = case.tokens[rank].clone(), case.shape.num_experts // ranks
     context = layer_context(case.shape, case.scale, ExpertParallelGroup(group, rank, case.mode))
     mine = slice(rank * local, (rank + 1) * local)
-    w, g = bind({k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()})
-    y, saved, recomputable = run_to_completion(moe.forward(w, context, NO_SEQUENCE, x))
+    moe = bind({k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()})
+    y, saved, recomputable = run_to_completion(moe.forward(context, NO_SEQUENCE, x))
     if case.recompute:
-        recomputable = moe.recompute(w, context, x, saved)
-    dy = case.gradients[rank]
-    dx, work = run_to_completion(moe.backward(w, g, context, NO_SEQUENCE, x, saved, recomputable, dy))
+        recomputable = moe.recompute(context, x, saved)
+    dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, saved, recomputable, case.gradients[rank]))
     accumulate_wgrads(work)
     received = len(x if saved.received is None else saved.received)
-    return Answer(y, dx, named(g), saved.routing.load, received)
+    return Answer(y, dx, gradients_of(moe), saved.routing.load, received)
 
 
-def bind(state: State) -> tuple[moe.MoEWeights, moe.MoEWeights]:
-    """(weights, zeroed main gradients)."""
+def bind(state: State) -> MoE:
+    """The sublayer with these weights and zeroed main gradients."""
     wide = torch.float64 if state["router"].dtype == torch.float64 else torch.float32
-    weights: dict[str, Any] = {"shared_gate_up": None, "shared_down": None}
-    weights |= {name: each.detach() for name, each in state.items()}
-    gradients: dict[str, Any] = {
-        name: None if each is None else torch.zeros_like(each, dtype=wide)
-        for name, each in weights.items()
-        if name != "bias"
+    params = {
+        name: Param(each.detach(), torch.zeros_like(each, dtype=torch.int64 if name == "bias" else wide))
+        for name, each in state.items()
     }
-    return moe.MoEWeights(**weights), moe.MoEWeights(**gradients)
+    shared = MLP(params["shared_gate_up"], params["shared_down"]) if "shared_down" in params else None
+    return MoE(params["router"], params["gate_up"], params["down"], shared, params.get("bias"))
 
 
-def named(gradients: moe.MoEWeights) -> State:
-    return {name: each for name, each in gradients._asdict().items() if each is not None}
+def gradients_of(sublayer: MoE) -> State:
+    """Main gradients by name."""
+    params = {"router": sublayer.router, "gate_up": sublayer.gate_up, "down": sublayer.down}
+    if sublayer.shared is not None:
+        params |= {"shared_gate_up": sublayer.shared.gate_up, "shared_down": sublayer.shared.down}
+    return {name: param.gradient for name, param in params.items()}
 
 
 def reference(case: Case) -> list[Answer]:
@@ -160,20 +161,17 @@ def check(case: Case, answers: list[Answer]) -> None:
         assert relative_error(full, gradient) < 1e-10, name
 
 
-class Ranks:
+class Ranks(Pool):
     """A pool of processes, of which a case uses the first ones it needs; with `device` cuda, each has a GPU."""
 
     def __init__(self, size: int, device: str = "cpu") -> None:
-        self.pool = Pool(size, _serve, device)
+        super().__init__(size, _serve, device)
 
     def run(self, case: Case) -> list[Answer]:
         """One answer per rank; raises with the traceback of a failing rank."""
         ranks = len(case.tokens)
-        self.pool.send([case] * ranks)
-        return self.pool.answers(ranks, Answer)
-
-    def stop(self) -> None:
-        self.pool.stop()
+        self.send([case] * ranks)
+        return self.answers(ranks, Answer)
 
 
 def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> None:
@@ -188,17 +186,13 @@ def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> N
     store, timeout = f"file://{Path(folder, 'store')}", timedelta(seconds=80)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timeout)
     groups = {1: None} | {n: dist.new_group(list(range(n)), timeout=timeout) for n in (2, 4) if n <= size}
-    while True:
-        try:
-            case = end.recv()
-        except EOFError:
-            dist.destroy_process_group()
-            return
-        try:
-            ranks = len(case.tokens)
-            end.send(_to_device(run_rank(_to_device(case, device), rank, ranks, groups[ranks]), "cpu"))
-        except BaseException:
-            end.send(traceback.format_exc())
+
+    def run(case: Case) -> Answer:
+        ranks = len(case.tokens)
+        return _to_device(run_rank(_to_device(case, device), rank, ranks, groups[ranks]), "cpu")
+
+    answer_orders(end, run)
+    dist.destroy_process_group()
 
 
 def _to_device(value: Any, device: str) -> Any:

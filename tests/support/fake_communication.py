@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel import cp_all_gather, expert_parallel, tensor_parallel
+from pentad.workers.parallel import async_ops, tensor_parallel
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.expert_parallel import DispatchMode, ExpertParallelGroup
@@ -99,15 +99,11 @@ def fake_communication(log: Log) -> Iterator[None]:
         return log.start(values[:0], lambda: values.mul_(2))
 
     with (
-        patch.object(dist, "get_world_size", lambda group: 2),
         patch.object(dist, "all_to_all_single", all_to_all),
         patch.object(dist, "all_reduce", all_reduce),
-        patch.object(expert_parallel, "all_gather", all_gather),
-        patch.object(expert_parallel, "reduce_scatter", reduce_scatter),
-        patch.object(tensor_parallel, "all_gather", all_gather),
+        patch.object(async_ops, "all_gather", all_gather),
+        patch.object(async_ops, "reduce_scatter", reduce_scatter),
         patch.object(tensor_parallel, "reduce_scatter", reduce_scatter),
-        patch.object(cp_all_gather, "all_gather", all_gather),
-        patch.object(cp_all_gather, "reduce_scatter", reduce_scatter),
         log,
     ):
         yield
@@ -117,7 +113,7 @@ def stage_of(plan: Plan, mode: DispatchMode) -> Stage:
     """The middle of three stages, on the first rank of the mesh that holds it."""
     cpu, mesh, group = torch.device("cpu"), plan.mesh, FakeGroup()
     rank = mesh.move(0, pp=1)
-    parameters = {share: create_parameters(plan, share, cpu) for share in plan.param_shards_of(rank)}
+    parameters = {shard: create_parameters(plan, shard, cpu) for shard in plan.param_shards_of(rank)}
     stage = Stage(plan, 1, make_param_buffers(plan, rank, 1, parameters), rank)
 
     def of(size: int) -> Any:

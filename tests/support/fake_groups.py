@@ -14,7 +14,7 @@ from pentad.schedules.spec.model import MLA, Experts
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model import moe
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel import cp_all_gather, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
+from pentad.workers.parallel import async_ops, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
 from pentad.workers.parallel.async_ops import AsyncResult, Task, ready
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.cp_blocks import Block
@@ -52,6 +52,7 @@ class FakeGroup(NamedTuple):
     """Stands for a process group; this is rank 1."""
 
     ranks: int
+    axis: str
 
     def size(self) -> int:
         return self.ranks
@@ -81,18 +82,22 @@ def make_dispatcher(experts: torch.Tensor, local: int, group: Any, mode: str) ->
     yield from ()
     if group is None:
         return expert_parallel.LocalDispatcher()
-    return expert_parallel.AllGatherDispatcher(group, group.size())
+    return expert_parallel.AllGatherDispatcher(group)
 
 
 def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers communicate without other ranks."""
     monkeypatch.setattr(cp_ring, "pass_on", pass_on)
-    for module in (cp_all_gather, expert_parallel, tensor_parallel):
-        monkeypatch.setattr(module, "all_gather", all_gather)
-        monkeypatch.setattr(module, "reduce_scatter", reduce_scatter)
+    replace_collectives(monkeypatch, all_gather, reduce_scatter)
     monkeypatch.setattr(cp_ulysses, "_exchange", exchange)
     monkeypatch.setattr(moe, "make_dispatcher", make_dispatcher)
     monkeypatch.setattr(moe.dist, "all_reduce", lambda load, group, async_op=False: None)
+
+
+def replace_collectives(monkeypatch: pytest.MonkeyPatch, all_gather: Any, reduce_scatter: Any) -> None:
+    monkeypatch.setattr(async_ops, "all_gather", all_gather)
+    monkeypatch.setattr(async_ops, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(tensor_parallel, "reduce_scatter", reduce_scatter)
 
 
 def make_stage(plan: Plan, index: int) -> Stage:
@@ -102,7 +107,8 @@ def make_stage(plan: Plan, index: int) -> Stage:
     shards = [shard for shard in plan.param_shards_of(rank) if shard.stage == index]
     parameters = {shard: create_parameters(plan, shard, device, rank=rank) for shard in shards}
     stage = Stage(plan, index, make_param_buffers(plan, rank, index, parameters), rank)
-    tp, cp, ep = (FakeGroup(size) if size > 1 else None for size in (mesh.tp, mesh.cp, mesh.ep))
+    sizes = {"tp": mesh.tp, "cp": mesh.cp, "ep": mesh.ep}
+    tp, cp, ep = (FakeGroup(size, axis) if size > 1 else None for axis, size in sizes.items())
     groups: Any = (
         TensorParallelGroup(tp, mesh.tp),  # type: ignore[arg-type]
         ContextParallelGroup(cp, mesh.cp, 1 if mesh.cp > 1 else 0, plan.cp_method),  # type: ignore[arg-type]

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import open_checkpoint, read
+from pentad.workers.hf.exporter import Exported, Request, export_checkpoint
 from pentad.workers.hf.importer import Imported, import_folder
 from pentad.workers.model.stage import Stage
 from pentad.workers.params.param_buffers import make_param_buffers
@@ -24,6 +26,19 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def take(source: Path, out: Path, **how: Any) -> Imported:
     return import_folder(source, out, render=json.dumps, progress=lambda done, total: None, **how)
+
+
+def give(checkpoint: Path, out: Path, family: str, model: ModelSpec, **how: Any) -> Exported:
+    request = Request(family, model, positions=64, special_tokens={}, **how)
+    return export_checkpoint(open_checkpoint(checkpoint), out, request, lambda done, total: None)
+
+
+def with_tensors(files: Path, tensors: dict[str, torch.Tensor], out: Path) -> Path:
+    """A folder with the config.json of `files` and other tensors."""
+    out.mkdir()
+    save_file(tensors, out / SINGLE)
+    (out / "config.json").write_bytes((files / "config.json").read_bytes())
+    return out
 
 
 def tensors_of(done: Imported) -> dict[str, torch.Tensor]:

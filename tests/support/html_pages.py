@@ -6,12 +6,16 @@ import json
 import re
 from html.parser import HTMLParser
 
+import pytest
+
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.draw.html import SimulatedProgram
+from pentad.schedules.draw.html import SimulatedProgram, schedule_page
 from pentad.schedules.draw.palette import row_of
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.simulate.timeline import Span, Timeline
+
+NAMES = ["1f1b", "zb-h2", "zb-v", "interleaved-zb", "dualpipe", "seq-1f1b", "zb-h2 post-validation"]
 
 
 class Page(HTMLParser):
@@ -66,11 +70,23 @@ def spans_of(data: dict, panel: dict) -> list[Span]:
     return sorted(found)
 
 
+def assert_holds(data: dict, panel: dict, timeline: Timeline) -> None:
+    """The panel has every span of the timeline, to a nanosecond."""
+    found, expected = spans_of(data, panel), sorted(timeline.spans)
+    assert [span[:8] for span in found] == [span[:8] for span in expected]
+    assert [span[8] for span in found] == pytest.approx([span.start for span in expected], abs=1.1e-9, rel=0)
+    assert [span[9] for span in found] == pytest.approx([span.end for span in expected], abs=1.1e-9, rel=0)
+
+
 def keys_of(data: dict, panel: dict) -> list[tuple[int, str]]:
     """Rank and name of the spans of a panel, by their numbers."""
     names = spelled_out(data["kinds"])["name"]
     ranks = panel["steps"][0]["ranks"]
     return [(rank["rank"], names[kind]) for rank in ranks for track in rank["tracks"] for kind in track["kind"]]
+
+
+def page_of(*schedules: SimulatedProgram, limit: float | None = None) -> str:
+    return schedule_page(schedules, title="t", facts={}, limit=limit)
 
 
 def simulated_program(name: str, ranks: int = 4, microbatches: int = 8) -> SimulatedProgram:

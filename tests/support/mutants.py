@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from dependency_graph import ranks_of
 from reachability_proof import Place, partner
 
-from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Overlap, Unit
+from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Instruction, Overlap
 from pentad.schedules.ir.program import Program, Stream
-from pentad.schedules.simulate.dependencies import backward_ops, inputs_of
+from pentad.schedules.simulate.dependencies import data_dependencies
 
 
 class Mutant(NamedTuple):
@@ -25,39 +25,45 @@ class Mutant(NamedTuple):
     fatal: bool
 
 
-Edit = tuple[str, tuple[Unit, ...], Stream, bool]  # kind, units touched, damaged stream, fatal
+Edit = tuple[str, tuple[Action, ...], Stream, bool]  # kind, actions touched, damaged stream, fatal
 
 
 def dependents(program: Program) -> dict[Place, set[Place]]:
     """Instruction -> itself and those that depend on it directly."""
     found: dict[Place, set[Place]] = defaultdict(set)
-    backward = backward_ops(program)
-    everywhere = [(rank, unit, part) for rank, s in enumerate(program.streams) for unit in s for part in unit.parts]
-    home = {part.key: rank for rank, _, part in everywhere if part.op in COMPUTE}
-    last: dict[tuple[int, str], Unit] = {}
-    for rank, unit, part in everywhere:
+    everywhere = [
+        (rank, action, part) for rank, s in enumerate(program.streams) for action in s for part in action.parts
+    ]
+    for reader, producer in zip(*data_dependencies(program), strict=True):
+        found[_place(program, producer)].add(_place(program, reader))
+    last: dict[tuple[int, str], Action] = {}
+    for rank, action, part in everywhere:
         me = (rank, part.key)
         found[me].add(me)
-        for place in [(rank, key) for key in unit.waits] + [(home[k], k) for k in inputs_of(part, program, backward)]:
+        for place in ((rank, key) for key in action.waits):
             found[place].add(me)
         if part.op in SENDS:
             found[me].add(partner(me, part))
             found[partner(me, part)].add(me)
         if part.op in COLLECTIVES:
             found[me] |= {(r, p.key) for r, _, p in everywhere if p.key == part.key}
-        for before in last[rank, unit.lane].parts if (rank, unit.lane) in last else ():
+        for before in last[rank, action.lane].parts if (rank, action.lane) in last else ():
             found[rank, before.key].add(me)
-        if part is unit.parts[-1]:
-            last[rank, unit.lane] = unit
+        if part is action.parts[-1]:
+            last[rank, action.lane] = action
     return found
+
+
+def _place(program: Program, row: int) -> Place:
+    return program.columns.position(row)[0], program.columns.key(row)
 
 
 def mutants(program: Program, *, gated: bool) -> Iterator[Mutant]:
     depends = dependents(program)
     for rank, stream in enumerate(program.streams):
-        for index, unit in enumerate(stream):
+        for index, action in enumerate(stream):
             edits = [*_moves(stream, index), *_swaps(program, index, rank, depends)]
-            for half, part in enumerate(unit.parts):
+            for half, part in enumerate(action.parts):
                 edits += _changes(stream, index, half, _fields(part, program, rank, gated=gated))
             for kind, touched, damaged, fatal in edits:
                 keys = {(rank, part.key) for one in touched for part in one.parts}
@@ -67,39 +73,44 @@ def mutants(program: Program, *, gated: bool) -> Iterator[Mutant]:
 
 
 def with_stream(program: Program, rank: int, stream: Stream) -> Program:
-    return program.with_streams((*program.streams[:rank], stream, *program.streams[rank + 1 :]))
+    streams = list(program.streams)
+    streams[rank] = stream
+    return program.with_streams(streams)
 
 
 def _moves(stream: Stream, index: int) -> Iterator[Edit]:
-    unit = stream[index]
-    yield "dropped", (unit,), stream[:index] + stream[index + 1 :], True
-    yield "doubled", (unit,), (*stream[: index + 1], unit, *stream[index + 1 :]), True
-    yield "doubled at the end", (unit,), (*stream, unit), True
+    action = stream[index]
+    yield "dropped", (action,), stream[:index] + stream[index + 1 :], True
+    yield "doubled", (action,), (*stream[: index + 1], action, *stream[index + 1 :]), True
+    yield "doubled at the end", (action,), (*stream, action), True
 
 
 def _swaps(program: Program, index: int, rank: int, depends: dict[Place, set[Place]]) -> Iterator[Edit]:
-    """With the next unit, if that depends on it; with the next one of its lane, if the order of a communicator matters.
+    """With the next action, if that depends on it; with the next one of its lane, if the order of a communicator
+    matters.
 
     Collectives of one pipeline rank meet only its replicas, which run the same stream: their order is free.
     """
     stream = program.streams[rank]
-    unit = stream[index]
-    mine = set().union(*(depends[rank, part.key] for part in unit.parts))
-    ordered = unit.parts[0].op not in COMPUTE and unit.lane != "compute"
-    on_lane = next((k for k in range(index + 1, len(stream)) if stream[k].lane == unit.lane), -1) if ordered else -1
+    action = stream[index]
+    mine = set().union(*(depends[rank, part.key] for part in action.parts))
+    ordered = action.parts[0].op not in COMPUTE and action.lane != "compute"
+    on_lane = next((k for k in range(index + 1, len(stream)) if stream[k].lane == action.lane), -1) if ordered else -1
     for other in sorted({index + 1, on_lane} - {-1, len(stream)}):
-        reads = any((rank, part.key) in mine for part in stream[other].parts) and _reads(unit, stream[other])
-        alone = {ranks_of(program, one) for one in (unit, stream[other]) if one.parts[0].op in COLLECTIVES} == {(rank,)}
+        reads = any((rank, part.key) in mine for part in stream[other].parts) and _reads(action, stream[other])
+        alone = {ranks_of(program, one) for one in (action, stream[other]) if one.parts[0].op in COLLECTIVES} == {
+            (rank,)
+        }
         if reads or (other == on_lane and not alone):
-            middle = (stream[other], *stream[index + 1 : other], unit)
-            yield "swapped", (unit, stream[other]), stream[:index] + middle + stream[other + 1 :], True
+            middle = (stream[other], *stream[index + 1 : other], action)
+            yield "swapped", (action, stream[other]), stream[:index] + middle + stream[other + 1 :], True
 
 
-def _reads(unit: Unit, later: Unit) -> bool:
-    """Whether `later` needs `unit`, rather than just following it on the compute lane."""
-    keys = {part.key for part in unit.parts}
-    same = {part.key[1:] for part in unit.parts} & {part.key[1:] for part in later.parts}
-    return bool(keys & set(later.waits)) or (unit.lane == later.lane == "compute" and bool(same))
+def _reads(action: Action, later: Action) -> bool:
+    """Whether `later` needs `action`, rather than just following it on the compute lane."""
+    keys = {part.key for part in action.parts}
+    same = {part.key[1:] for part in action.parts} & {part.key[1:] for part in later.parts}
+    return bool(keys & set(later.waits)) or (action.lane == later.lane == "compute" and bool(same))
 
 
 def _fields(
@@ -129,12 +140,12 @@ def _fields(
 def _changes(
     stream: Stream, index: int, half: int, fields: Iterator[tuple[str, dict[str, Any], bool]]
 ) -> Iterator[Edit]:
-    unit = stream[index]
+    action = stream[index]
     for kind, values, fatal in fields:
-        parts = [part._replace(**values) if k == half else part for k, part in enumerate(unit.parts)]
-        changed: Unit = Overlap(*parts) if len(parts) == 2 else parts[0]
-        touched = [unit, changed]
+        parts = [part._replace(**values) if k == half else part for k, part in enumerate(action.parts)]
+        changed: Action = Overlap(*parts) if len(parts) == 2 else parts[0]
+        touched = [action, changed]
         if kind == "other slot":  # the next receive into that slot is equally wrong
-            slot = unit.parts[0].op, values["slot"]
+            slot = action.parts[0].op, values["slot"]
             touched += [u for u in stream[index + 1 :] if (u.parts[0].op, u.parts[0].slot) == slot][:1]
         yield kind, tuple(touched), (*stream[:index], changed, *stream[index + 1 :]), fatal

@@ -125,5 +125,5 @@ def is_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-
 def without_overlap(plan: Plan) -> Plan:
     """The same instructions without overlapped pairs."""
     streams = tuple(tuple(instructions_of(stream)) for stream in plan.program.streams)
-    assert any(isinstance(unit, Overlap) for stream in plan.program.streams for unit in stream)
+    assert any(isinstance(action, Overlap) for stream in plan.program.streams for action in stream)
     return replace(plan, program=replace(plan.program, streams=streams))

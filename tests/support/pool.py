@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,6 +23,19 @@ def process_context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "pentad.workers.runtime.runner"])
     return context
+
+
+def answer_orders(end: Connection, run: Callable[[Any], object]) -> None:
+    """Sends the result of each order, or its traceback, until the other end is closed."""
+    while True:
+        try:
+            order = end.recv()
+        except EOFError:
+            return
+        try:
+            end.send(run(order))
+        except BaseException:
+            end.send(traceback.format_exc())
 
 
 class Pool:

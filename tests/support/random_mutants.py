@@ -8,7 +8,7 @@ from typing import Any
 
 from mutants import with_stream
 
-from pentad.schedules.ir.instruction import RECEIVES, SENDS, Key, Overlap, Unit
+from pentad.schedules.ir.instruction import RECEIVES, SENDS, Action, Key, Overlap
 from pentad.schedules.ir.program import Program, Stream
 
 Damage = Callable[[Random, Program, Stream, int], Stream | None]
@@ -62,7 +62,7 @@ def wait_changed(random: Random, program: Program, stream: Stream, at: int) -> S
 
 
 def other_lane(random: Random, program: Program, stream: Stream, at: int) -> Stream | None:
-    """Swaps a unit with the next one of its lane."""
+    """Swaps an action with the next one of its lane."""
     lane = stream[at].lane
     to = next((k for k in range(at + 1, len(stream)) if stream[k].lane == lane), None)
     if to is None or lane == "compute":
@@ -99,5 +99,5 @@ def random_mutants(program: Program, seed: str, count: int) -> Iterator[tuple[st
 def _with(stream: Stream, at: int, half: int, **values: Any) -> Stream:
     parts = list(stream[at].parts)
     parts[half] = parts[half]._replace(**values)
-    changed: Unit = Overlap(*parts) if len(parts) == 2 else parts[0]
+    changed: Action = Overlap(*parts) if len(parts) == 2 else parts[0]
     return (*stream[:at], changed, *stream[at + 1 :])

@@ -35,7 +35,9 @@ class Facts(NamedTuple):
 
 def prove(program: Program, replicas: int, buckets: tuple[int, ...] = ()) -> None:
     """Asserts that a program computes a correct training step."""
-    pairs = [((rank, part.key), part) for rank, s in enumerate(program.streams) for unit in s for part in unit.parts]
+    pairs = [
+        ((rank, part.key), part) for rank, s in enumerate(program.streams) for action in s for part in action.parts
+    ]
     parts = dict(pairs)
     assert len(parts) == len(pairs)
     home = {key: rank for rank, key in parts if key.op in COMPUTE}
@@ -65,8 +67,8 @@ def _direct(program: Program, parts: dict[Place, Instruction]) -> dict[Place, se
     direct: dict[Place, set[Place]] = {place: set() for place in parts}
     for rank, stream in enumerate(program.streams):
         last: dict[str, set[Place]] = {}
-        for unit in stream:
-            for part in unit.parts:  # of an overlapped pair, the forward may end before the backward
+        for action in stream:
+            for part in action.parts:  # of an overlapped pair, the forward may end before the backward
                 before = {(rank, key) for key in part.waits} | last.get(part.lane, set())
                 last[part.lane] = {(rank, part.key)}
                 for place in ((rank, part.key), *together[rank, part.key]):
@@ -171,21 +173,22 @@ def _prove_slots(facts: Facts, rank: int) -> None:
 
 
 def stuck(program: Program, *, buffered: bool = False) -> set[tuple[int, int]]:
-    """(rank, index) of units that never end if lanes run in order and the host launches nothing after a compute unit
-    until it has ended. A transfer ends when both of its ends are reached; with `buffered` a send ends at once."""
+    """(rank, index) of actions that never end if lanes run in order and the host launches nothing after a compute
+    action until it has ended. A transfer ends when both of its ends are reached; with `buffered` a send ends at
+    once."""
     where = {(rank, u.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s)}
     where |= {
         (rank, p.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s) for p in u.parts
     }
-    needs: dict[tuple[int, int], set[tuple[int, int]]] = {}  # what must end before a unit is reached
-    meets: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)  # what must be reached before a unit ends
+    needs: dict[tuple[int, int], set[tuple[int, int]]] = {}  # what must end before an action is reached
+    meets: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)  # what must be reached before an action ends
     for rank, stream in enumerate(program.streams):
         last: dict[str, int] = {}
-        for index, unit in enumerate(stream):
-            needs[rank, index] = {where[rank, key] for key in unit.waits}
-            needs[rank, index] |= {(rank, last[lane]) for lane in (unit.lane, "compute") if lane in last}
-            last[unit.lane] = index
-            part = unit.parts[0]
+        for index, action in enumerate(stream):
+            needs[rank, index] = {where[rank, key] for key in action.waits}
+            needs[rank, index] |= {(rank, last[lane]) for lane in (action.lane, "compute") if lane in last}
+            last[action.lane] = index
+            part = action.parts[0]
             if part.op in SENDS:
                 other = where[partner((rank, part.key), part)]
                 meets[other].add((rank, index))

@@ -103,6 +103,20 @@ def start_generation(workers: list[WorkerProcess], plan: Plan, generation: int) 
     call_all(workers, "connect", address, 30.0)
 
 
+def start_run(workers: list[WorkerProcess], plan: Plan) -> None:
+    """Starts generation 1 from the initial values."""
+    start_generation(workers, plan, 1)
+    call_all(workers, "restore", None, 0)
+
+
+def uninterrupted(workers: list[WorkerProcess], plan: Plan, steps: int) -> tuple[dict, dict]:
+    """Losses and state of a run without a fault, see `losses_and_state`."""
+    start_run(workers, plan)
+    found = losses_and_state(workers, call_all(workers, "run", 0, steps), 0)
+    call_all(workers, "close")
+    return found
+
+
 def losses_and_state(workers: list[WorkerProcess], results: list, first: int) -> tuple[dict, dict]:
     """Losses by step and microbatch, from step `first` on, and the state by name; ranks must agree on both."""
     losses: dict[int, dict] = {}
@@ -165,13 +179,8 @@ def check_recovery(workers: list[WorkerProcess], plan: Plan, steps: int, fault: 
 
 
 def _check_recovery(workers: list[WorkerProcess], plan: Plan, steps: int, fault: int | None) -> None:
-    start_generation(workers, plan, 1)
-    call_all(workers, "restore", None, 0)
-    expected = losses_and_state(workers, call_all(workers, "run", 0, steps), 0)
-    call_all(workers, "close")
-
-    start_generation(workers, plan, 1)
-    call_all(workers, "restore", None, 0)
+    expected = uninterrupted(workers, plan, steps)
+    start_run(workers, plan)
     part = steps // NUM_CALLS
     if fault is None:
         workers[1].answer(workers[1].call("fail_at", min(4, part - 1)))

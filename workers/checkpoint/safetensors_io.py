@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,25 +23,13 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 _SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 def num_bytes(specs: Iterable[Spec]) -> int:
     """Bytes of these tensors."""
     return sum(_SIZES[spec["dtype"]] * math.prod(spec["shape"]) for spec in specs)
-
-
-def split_by_size(specs: Iterable[tuple[str, Spec]], limit: int) -> list[dict[str, Spec]]:
-    """Distributes named tensors, in order, over files of at most `limit` bytes; a larger tensor gets its own file."""
-    files: list[dict[str, Spec]] = []
-    room = 0
-    for name, spec in specs:
-        if not files or num_bytes([spec]) > room:
-            files.append({})
-            room = limit
-        files[-1][name] = spec
-        room -= num_bytes([spec])
-    return files
 
 
 def header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -67,6 +55,44 @@ def write_tensors(
     """
     size, sha256 = write_file(path, _buffers(specs, parts, metadata))
     return Shard(path.name, size, sha256, specs)
+
+
+def write_files(
+    folder: Path,
+    specs: Mapping[str, Spec],
+    limit: int,
+    name_of: Callable[[int, int], str],
+    read: Callable[[str], Iterable[torch.Tensor]],
+    progress: Progress,
+    metadata: Mapping[str, str] | None = None,
+) -> list[Shard]:
+    """Writes tensors, in order, to files of at most `limit` bytes; a larger tensor gets its own file.
+
+    `name_of` takes a file's number, from 0, and the number of files. `read` gives the parts of a tensor, see
+    `write_tensors`.
+    """
+    plan: list[dict[str, Spec]] = []
+    room, total, done = 0, num_bytes(specs.values()), 0
+    for name, spec in specs.items():
+        if not plan or num_bytes([spec]) > room:
+            plan.append({})
+            room = limit
+        plan[-1][name] = spec
+        room -= num_bytes([spec])
+
+    def parts(names: Iterable[str]) -> Iterator[torch.Tensor]:
+        nonlocal done
+        for name in names:
+            for part in read(name):
+                done += part.nbytes
+                yield part
+                del part
+                progress(done, total)
+
+    return [
+        write_tensors(folder / name_of(number, len(plan)), held, parts(held), metadata)
+        for number, held in enumerate(plan)
+    ]
 
 
 def _buffers(

@@ -18,15 +18,14 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from pentad.workers.model.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad, Wgrad
+from pentad.workers.model.base_stage import storage_id
+from pentad.workers.model.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad, Params, Wgrad
 
 
 class BoundParameters(NamedTuple):
-    """Weights, main gradients and autograd's leaves by name; the weights are in one storage, from element `offset`
-    on."""
+    """Parameters and autograd's leaves by name; the weights are in one storage, from element `offset` on."""
 
-    weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]
+    params: Params
     leaves: dict[str, Tensor]
     storage: int
     offset: int
@@ -55,7 +54,6 @@ class Tape:
 
     def __init__(self, owner: ParameterOwner) -> None:
         self.owner, self.leaves = owner, owner.bound.leaves
-        self.anchor = torch.zeros((), requires_grad=True)  # an input of every deferred product, so that B reaches it
         self.saved: list[Tensor] = []
         self.work: list[Wgrad] = []
 
@@ -74,11 +72,11 @@ class Tape:
         self.saved.clear()
         if output.edge is None:
             return None if x is None else torch.zeros_like(x)
-        inputs = [self.anchor, *self.leaves.values(), *([] if x is None else [x])]
+        inputs = [*self.leaves.values(), *([] if x is None else [x])]
         grads = torch.autograd.grad([output.edge], inputs, [dy.view(output.shape)], allow_unused=True)
-        for name, gradient in zip(self.leaves, grads[1:], strict=False):
+        for name, gradient in zip(self.leaves, grads, strict=False):
             if gradient is not None:
-                self.work.append(AddWgrad(self.owner.bound.gradients[name], gradient))
+                self.work.append(AddWgrad(self.owner.bound.params[name].gradient, gradient))
         if x is None:
             return None
         return torch.zeros_like(x) if grads[-1] is None else grads[-1]
@@ -98,7 +96,7 @@ class Tape:
             return tensor
         offset, size, stride = packed
         bound = self.owner.bound
-        return next(iter(bound.weights.values())).as_strided(size, stride, bound.offset + offset)
+        return next(iter(bound.params.values())).weight.as_strided(size, stride, bound.offset + offset)
 
 
 class DeferringWeight(Tensor):
@@ -128,39 +126,27 @@ def graph_output(result: Tensor) -> GraphOutput:
     return GraphOutput(get_gradient_edge(result) if result.requires_grad else None, result.shape, result.dtype)
 
 
-def bind_parameters(
-    weights: dict[str, Tensor],
-    gradients: dict[str, Tensor],
-    owner: ParameterOwner,
-    kind: type[Tensor] = DeferringWeight,
-) -> BoundParameters:
-    """`weights` share one storage; leaves are of this kind, plain tensors under `DeferringMode`."""
-    leaves = {name: _leaf(value, name, owner, kind) for name, value in weights.items()}
-    first = min(weights.values(), key=Tensor.storage_offset, default=torch.empty(0))
-    storage = storage_id(first) if weights else 0
-    return BoundParameters(weights, gradients, leaves, storage, int(first.storage_offset()))
+def bind_parameters(params: Params, owner: ParameterOwner, *, fake: bool = False) -> BoundParameters:
+    """Weights share one storage; leaves are plain tensors if they are fake."""
+    leaves: dict[str, Any] = {}
+    for name, (weight, _) in params.items():
+        leaf: Any = weight.detach() if fake else weight.detach().as_subclass(DeferringWeight)
+        leaf.param_name, leaf.owner = name, owner
+        leaves[name] = leaf.requires_grad_()
+    if not params:
+        return BoundParameters({}, {}, 0, 0)
+    first = min((weight for weight, _ in params.values()), key=Tensor.storage_offset)
+    return BoundParameters(params, leaves, storage_id(first), int(first.storage_offset()))
 
 
-def _leaf(value: Tensor, name: str, owner: ParameterOwner, kind: type[Tensor]) -> Any:
-    leaf: Any = value.detach() if kind is Tensor else value.detach().as_subclass(kind)
-    leaf.param_name, leaf.owner = name, owner
-    return leaf.requires_grad_()
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Identifies a storage, also of fake tensors."""
-    return tensor.untyped_storage()._cdata
+def operands(item: Wgrad) -> dict[str, Tensor]:
+    """What W reads besides the gradient, by field."""
+    return {name: x for name, x in item._asdict().items() if name != "gradient" and isinstance(x, Tensor)}
 
 
 def copy_from(storages: set[int], item: Wgrad) -> Wgrad:
     """The same work for W with copies of what it reads in these storages, which transfers reuse after B."""
-    return item._replace(
-        **{
-            name: value.clone()
-            for name, value in item._asdict().items()
-            if name != "gradient" and isinstance(value, Tensor) and storage_id(value) in storages
-        }
-    )
+    return item._replace(**{name: x.clone() for name, x in operands(item).items() if storage_id(x) in storages})
 
 
 def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -172,38 +158,40 @@ def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 class _Linear(Function):
+    """The weight and bias are inputs only so that B reaches this: their gradients are None."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, tape: Tape, name: str, bias: str | None) -> Tensor:
-        weights = tape.owner.bound.weights
-        ctx.tape, ctx.name, ctx.bias = tape, name, bias
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
+        params = weight.owner.bound.params
+        ctx.tape, ctx.weight, ctx.bias = weight.owner.tape, weight.param_name, None if bias is None else bias.param_name
         ctx.save_for_backward(x)
-        return F.linear(x, weights[name], None if bias is None else weights[bias])
+        return F.linear(x, params[ctx.weight].weight, None if bias is None else params[ctx.bias].weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (x,), tape, bound = ctx.saved_tensors, ctx.tape, ctx.tape.owner.bound
+        (x,), tape, params = ctx.saved_tensors, ctx.tape, ctx.tape.owner.bound.params
+        weight, gradient = params[ctx.weight]
         flat_dy = dy.reshape(-1, dy.shape[-1]).contiguous()
         flat_x = x.detach().reshape(-1, x.shape[-1]).contiguous()
-        tape.work.append(LinearWgrad(bound.gradients[ctx.name], flat_dy, flat_x))
+        tape.work.append(LinearWgrad(gradient, flat_dy, flat_x))
         if ctx.bias is not None:
-            gradient = bound.gradients[ctx.bias]
-            tape.work.append(AddWgrad(gradient, flat_dy.sum(0, dtype=gradient.dtype)))
-        dx = torch.mm(flat_dy, bound.weights[ctx.name]).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None
+            tape.work.append(AddWgrad(params[ctx.bias].gradient, flat_dy.sum(0, dtype=gradient.dtype)))
+        dx = torch.mm(flat_dy, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, None, None
 
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, anchor: Tensor, tape: Tape, name: str) -> Tensor:
-        ctx.tape, ctx.name, ctx.tokens = tape, name, tokens
-        return F.embedding(tokens, tape.owner.bound.weights[name])
+    def forward(ctx: Any, tokens: Tensor, weight: Any) -> Tensor:
+        ctx.tape, ctx.weight, ctx.tokens = weight.owner.tape, weight.param_name, tokens
+        return F.embedding(tokens, weight.owner.bound.params[ctx.weight].weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        gradient = ctx.tape.owner.bound.gradients[ctx.name]
+        gradient = ctx.tape.owner.bound.params[ctx.weight].gradient
         rows = dy.reshape(-1, dy.shape[-1]).contiguous()
         ctx.tape.work.append(EmbeddingWgrad(gradient, rows, ctx.tokens.reshape(-1)))
-        return None, None, None, None
+        return None, None
 
 
 def _tape(tensor: Any) -> Tape | None:
@@ -216,7 +204,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     tape = _tape(weight)
     if tape is None or weight.dim() != 2 or _tape(input) or (bias is not None and _tape(bias) is not tape):
         return NotImplemented
-    return _Linear.apply(input, tape.anchor, tape, weight.param_name, None if bias is None else bias.param_name)
+    return _Linear.apply(input, weight, bias)
 
 
 def _embedding(
@@ -229,10 +217,7 @@ def _embedding(
     sparse: bool = False,
 ) -> Any:
     special = padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
-    tape = _tape(weight)
-    if special or tape is None:
-        return NotImplemented
-    return _Embedding.apply(input, tape.anchor, tape, weight.param_name)
+    return NotImplemented if special or _tape(weight) is None else _Embedding.apply(input, weight)
 
 
 _DEFERRED: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}

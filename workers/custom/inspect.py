@@ -17,17 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from pentad.schedules.generators.user_file import describe_error, read_source, user_error
+from pentad.schedules.generators.user_file import describe_error, read_source
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import CustomLayer, CustomModel
-from pentad.workers.custom.autograd import (
-    DeferringMode,
-    ParameterOwner,
-    Tape,
-    bind_parameters,
-    graph_output,
-    storage_id,
-)
+from pentad.workers.custom.autograd import DeferringMode, ParameterOwner, Tape, bind_parameters, graph_output, operands
 from pentad.workers.custom.loader import (
     MODEL,
     accepted_sizes,
@@ -35,8 +28,13 @@ from pentad.workers.custom.loader import (
     call_function,
     cast_layer,
     make_layer,
+    model_error,
+    named_parameters,
     parameter_slots,
+    set_parameters,
 )
+from pentad.workers.model.base_stage import activation_storages, storage_id
+from pentad.workers.model.weight_grad import Param
 
 CPU = torch.device("cpu")
 ROWS = 2  # sequences of the trial run
@@ -67,19 +65,19 @@ def _inspect(
 ) -> CustomModel:
     with FakeTensorMode(allow_non_fake_inputs=True):
         items, loss = call_function(text, source, sizes)
-        parameters: dict[int, tuple[nn.Parameter, int]] = {}
+        seen: dict[int, tuple[nn.Parameter, int]] = {}
         tokens = torch.zeros(ROWS, length, dtype=torch.int64)
         x, layers = tokens, []
         for number, item in enumerate(items):
-            layer = make_layer(text, number, item)
-            _require_trainable(text, number, layer, parameters)
-            cast_layer(layer, dtype, CPU)
-            y, flops, is_random = _run_layer(text, number, layer, x)
+            trial = _Trial(text, number, make_layer(text, number, item))
+            trial.require_trainable(seen)
+            cast_layer(trial.layer, dtype, CPU)
+            y, flops, is_random = trial.run(x)
             last = number == len(items) - 1
             if not last or loss is None:
-                expected = (ROWS, length, vocab if last else hidden)
-                _require_result(text, number, y, expected, "model.vocab" if last else "model.hidden", dtype)
-            tensors = tuple((name, tuple(map(int, p.shape))) for name, p in layer.named_parameters())
+                width, key = (vocab, "model.vocab") if last else (hidden, "model.hidden")
+                trial.require_result(y, (ROWS, length, width), key, dtype)
+            tensors = tuple((name, tuple(map(int, p.shape))) for name, p in trial.layer.named_parameters())
             layers.append(CustomLayer(tensors, flops // ROWS, is_random))
             x = y.detach()
         if loss is not None:
@@ -97,89 +95,89 @@ class _RandomnessDetector(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run_layer(text: str, number: int, layer: nn.Module, x: Tensor) -> tuple[Tensor, int, bool]:
-    """(result, FLOPs, whether it draws random numbers); tries the backward too."""
-    x = x.requires_grad_() if x.is_floating_point() else x
-    buffers = {name: (buffer, buffer._version) for name, buffer in layer.named_buffers()}
-    parameters = dict(layer.named_parameters())
-    try:
-        with (
-            torch.enable_grad(),
-            _RandomnessDetector() as random,
-            FlopCounterMode(display=False, custom_mapping=FLOPS) as flops,
-        ):
-            y = layer(x)
-        inputs = [*parameters.values(), *([x] if x.requires_grad else [])]
-        grads: Any = [None] * len(parameters)
-        if isinstance(y, Tensor) and y.requires_grad and inputs:
-            grads = torch.autograd.grad(y, inputs, torch.zeros_like(y), allow_unused=True)
-    except PentadError:
-        raise
-    except Exception as error:
-        found = f"layer {number} ({type(layer).__name__}) raises {describe_error(text, error)} for {_shape(x)}"
-        raise user_error(text, found, MODEL) from None
-    if not isinstance(y, Tensor):
-        raise _layer_error(text, number, layer, f"returns a {type(y).__name__}: expected a tensor")
-    unused = [name for name, gradient in zip(parameters, grads, strict=False) if gradient is None]
-    if unused:
-        said = f"has a parameter {unused[0]!r} that its result does not depend on: expected none"
-        raise _layer_error(text, number, layer, said)
-    changed = [name for name, (buffer, version) in buffers.items() if buffer._version != version]
-    if changed:
-        said = f"changes its buffer {changed[0]!r} in forward: expected a constant one"
-        raise _layer_error(text, number, layer, said)
-    return y, int(flops.get_total_flops()), random.seen
+class _Trial(NamedTuple):
+    """The trial run of layer `number` of the model that `text` names."""
 
+    text: str
+    number: int
+    layer: nn.Module
 
-def _require_trainable(
-    text: str, number: int, layer: nn.Module, parameters: dict[int, tuple[nn.Parameter, int]]
-) -> None:
-    """Adds to `parameters`, which holds those of earlier layers by id, with the number of the layer."""
-    persistent = layer.state_dict(keep_vars=True)
-    for name, parameter in layer.named_parameters():
-        if not parameter.is_floating_point():
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise _layer_error(text, number, layer, f"has a parameter {name!r} of {dtype}: expected floating point")
-        if not parameter.requires_grad:
-            raise _layer_error(text, number, layer, f"has a parameter {name!r} without requires_grad: expected none")
-        if id(parameter) in parameters:
-            other = parameters[id(parameter)][1]
-            said = f"shares its parameter {name!r} with layer {other}: expected layers that share nothing"
-            raise _layer_error(text, number, layer, said)
-        parameters[id(parameter)] = parameter, number
-    for name, _ in layer.named_buffers():
-        if name in persistent:
-            said = f"has a persistent buffer {name!r}: expected only constant ones (persistent=False)"
-            raise _layer_error(text, number, layer, said)
+    def error(self, found: str) -> PentadError:
+        return model_error(self.text, f"layer {self.number} ({type(self.layer).__name__}) {found}")
 
+    def require_trainable(self, seen: dict[int, tuple[nn.Parameter, int]]) -> None:
+        """Adds the parameters to `seen`, which has those of earlier layers by id, with the number of the layer."""
+        for name, parameter in self.layer.named_parameters():
+            if not parameter.is_floating_point():
+                raise self.error(f"has a parameter {name!r} of {_dtype(parameter.dtype)}: expected floating point")
+            if not parameter.requires_grad:
+                raise self.error(f"has a parameter {name!r} without requires_grad: expected none")
+            if id(parameter) in seen:
+                found = f"shares its parameter {name!r} with layer {seen[id(parameter)][1]}"
+                raise self.error(f"{found}: expected layers that share nothing")
+            seen[id(parameter)] = parameter, self.number
+        persistent = self.layer.state_dict(keep_vars=True)
+        for name, _ in self.layer.named_buffers():
+            if name in persistent:
+                raise self.error(f"has a persistent buffer {name!r}: expected only constant ones (persistent=False)")
 
-def _require_result(
-    text: str, number: int, y: Tensor, expected: tuple[int, ...], width: str, dtype: torch.dtype
-) -> None:
-    if tuple(y.shape) != expected:
-        said = f"layer {number} returns {_shape(y)}: expected {list(expected)} (rows, batch.sequence_length, {width})"
-        raise user_error(text, said, MODEL)
-    if y.dtype != dtype:
-        found, compute = (str(each).removeprefix("torch.") for each in (y.dtype, dtype))
-        raise user_error(text, f"layer {number} returns {found}: expected the compute dtype, {compute}", MODEL)
+    def run(self, x: Tensor) -> tuple[Tensor, int, bool]:
+        """(result, FLOPs, whether it draws random numbers) of the forward; tries the backward too."""
+        x = x.requires_grad_() if x.is_floating_point() else x
+        buffers = {name: (buffer, buffer._version) for name, buffer in self.layer.named_buffers()}
+        parameters = dict(self.layer.named_parameters())
+        try:
+            with (
+                torch.enable_grad(),
+                _RandomnessDetector() as random,
+                FlopCounterMode(display=False, custom_mapping=FLOPS) as flops,
+            ):
+                y = self.layer(x)
+            inputs = [*parameters.values(), *([x] if x.requires_grad else [])]
+            grads: Any = [None] * len(parameters)
+            if isinstance(y, Tensor) and y.requires_grad and inputs:
+                grads = torch.autograd.grad(y, inputs, torch.zeros_like(y), allow_unused=True)
+        except PentadError:
+            raise
+        except Exception as error:
+            raise self.error(f"raises {describe_error(self.text, error)} for {_shape(x)}") from None
+        if not isinstance(y, Tensor):
+            raise self.error(f"returns a {type(y).__name__}: expected a tensor")
+        for name, gradient in zip(parameters, grads, strict=False):
+            if gradient is None:
+                raise self.error(f"has a parameter {name!r} that its result does not depend on: expected none")
+        for name, (buffer, version) in buffers.items():
+            if buffer._version != version:
+                raise self.error(f"changes its buffer {name!r} in forward: expected a constant one")
+        return y, int(flops.get_total_flops()), random.seen
+
+    def require_result(self, y: Tensor, shape: tuple[int, ...], width: str, dtype: torch.dtype) -> None:
+        """`width` is the config key of the last dimension."""
+        found = f"layer {self.number} returns"
+        if tuple(y.shape) != shape:
+            expected = f"{list(shape)} (rows, batch.sequence_length, {width})"
+            raise model_error(self.text, f"{found} {_shape(y)}: expected {expected}")
+        if y.dtype != dtype:
+            expected = f"the compute dtype, {_dtype(dtype)}"
+            raise model_error(self.text, f"{found} {_dtype(y.dtype)}: expected {expected}")
 
 
 def _require_loss(text: str, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor) -> None:
     try:
         result: Any = loss(x, targets)
     except Exception as error:
-        raise user_error(text, f"its loss raises {describe_error(text, error)} for {_shape(x)}", MODEL) from None
+        raise model_error(text, f"its loss raises {describe_error(text, error)} for {_shape(x)}") from None
     if not isinstance(result, Tensor) or result.shape != targets.shape:
         found = _shape(result) if isinstance(result, Tensor) else f"a {type(result).__name__}"
-        raise user_error(text, f"its loss returns {found}: expected one loss a token, {list(targets.shape)}", MODEL)
-
-
-def _layer_error(text: str, number: int, layer: nn.Module, said: str) -> PentadError:
-    return user_error(text, f"layer {number} ({type(layer).__name__}) {said}", MODEL)
+        raise model_error(text, f"its loss returns {found}: expected one loss a token, {_shape(targets)}")
 
 
 def _shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class ActivationBytes(NamedTuple):
@@ -203,7 +201,7 @@ def activation_bytes(
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True):
         layers, loss = build_layers(model, 0, first, end)
-        owner = _bind_fake(model, layers, first, dtype, wide)
+        owner = _bind_fake(layers, first, dtype, wide)
         tokens = torch.zeros(rows, model.length, dtype=torch.int64)
         received = None if first == 0 else torch.zeros(rows, model.length, hidden, dtype=dtype, requires_grad=True)
         tape, x, ends = Tape(owner), tokens if received is None else received, [0]
@@ -217,49 +215,32 @@ def activation_bytes(
         received_storage = set() if received is None else {storage_id(received)}
         saved = list(tape.saved)
         by_layer = [_storage_bytes(saved[start:stop], received_storage) for start, stop in pairwise(ends)]
-        offloadable = [tensor for tensor in saved if tensor.is_floating_point() and tensor.dim() > 1]
+        offloadable = activation_storages(saved, received_storage | {storage_id(x)})
         tape.backward(received, graph_output(x), torch.zeros_like(x))
-        deferred = [
-            value
-            for item in tape.work
-            for name, value in item._asdict().items()
-            if name != "gradient" and isinstance(value, Tensor)
-        ]
+        deferred = [x for item in tape.work for x in operands(item).values()]
         return ActivationBytes(
             saved=_storage_bytes([*saved, *losses], received_storage),
-            offloadable=_storage_bytes(offloadable, received_storage | {storage_id(x)}),
+            offloadable=sum(storage.nbytes() for storage in offloadable),
             layer=max(by_layer, default=0),
             deferred=_storage_bytes(deferred, set()),
         )
 
 
-def _bind_fake(
-    model: CustomModel, layers: list[nn.Module], first: int, dtype: torch.dtype, wide: torch.dtype
-) -> ParameterOwner:
+def _bind_fake(layers: list[nn.Module], first: int, dtype: torch.dtype, wide: torch.dtype) -> ParameterOwner:
     """Gives the layers fake parameters that are views of one buffer, as on a rank."""
-    shapes = {
-        f"layers.{number}.{name}": shape
-        for number in range(first, first + len(layers))
-        for name, shape in model.layers[number].tensors
-    }
-    owner = ParameterOwner()
-    owner.bound = bind_parameters(_views(shapes, dtype), _views(shapes, wide), owner, Tensor)
-    slots = [
-        (f"layers.{number}.{name}", slot)
-        for number, layer in enumerate(layers, first)
-        for name, slots in parameter_slots(layer).items()
-        for slot in slots
-    ]
+    slots, owner = parameter_slots(layers, first), ParameterOwner()
+    shapes = {name: parameter.shape for name, parameter in named_parameters(layers, first)}
     for layer in layers:
         cast_layer(layer, dtype, CPU)
-    for name, (module, attribute) in slots:
-        module._parameters[attribute] = owner.bound.leaves[name]  # type: ignore[assignment]
+    weights, gradients = _views(shapes, dtype), _views(shapes, wide)
+    params = {name: Param(weight, gradients[name]) for name, weight in weights.items()}
+    owner.bound = bind_parameters(params, owner, fake=True)
+    set_parameters(slots, owner.bound.leaves)
     return owner
 
 
-def _views(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    flat = torch.zeros(sum(map(math.prod, shapes.values())), dtype=dtype)
-    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+def _views(shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
+    parts = torch.zeros(sum(map(math.prod, shapes.values())), dtype=dtype).split([*map(math.prod, shapes.values())])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 

@@ -5,67 +5,58 @@ A layer is a torch.nn.Module, or a function without parameters that makes one, c
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from pentad.schedules.generators.user_file import FunctionKind, describe_error, load_function, user_error
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import CustomModel
+from pentad.workers.params.param_init import derive_seed
 
 MODEL = FunctionKind("model", "(vocab, hidden, layers, ...)", "my.py:my_model")
 EXPECTED = "a list of at least one torch.nn.Module, or such a list and a loss"
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-ParameterSlots = dict[str, list[tuple[nn.Module, str]]]
-
-
-class LayersAndLoss(NamedTuple):
-    """What the user's function returned; `loss` maps (last layer's result, targets [B, S]) to losses [B, S]."""
-
-    layers: list[Any]
-    loss: Loss | None
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (last layer's result, targets [B, S]) -> losses [B, S]
+ParameterSlots = dict[str, list[tuple[nn.Module, str]]]  # (module, attribute), several for one that modules share
 
 
 def accepted_sizes(text: str, source: str, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Those of the sizes that the function has parameters for. Raises PentadError if it needs any other argument."""
     function = load_function(text, MODEL, source)
+    found = "unknown"
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        said = f"its parameters are unknown: expected some of ({', '.join(sizes)})"
-        raise user_error(text, said, MODEL) from None
-    accepted = {name: size for name, size in sizes.items() if name in signature.parameters}
-    try:
+        found = f"({', '.join(signature.parameters)})"
+        accepted = {name: size for name, size in sizes.items() if name in signature.parameters}
         signature.bind(**accepted)
-    except TypeError:
-        found = f"its parameters are ({', '.join(signature.parameters)})"
-        raise user_error(text, f"{found}: expected some of ({', '.join(sizes)})", MODEL) from None
+    except (TypeError, ValueError):
+        raise model_error(text, f"its parameters are {found}: expected some of ({', '.join(sizes)})") from None
     return tuple(accepted.items())
 
 
-def call_function(text: str, source: str, sizes: tuple[tuple[str, int], ...]) -> LayersAndLoss:
+def call_function(text: str, source: str, sizes: tuple[tuple[str, int], ...]) -> tuple[list[Any], Loss | None]:
     """Calls the user's function. Raises PentadError if it fails or returns no list of layers."""
     function = load_function(text, MODEL, source)
     try:
         with redirect_stdout(sys.stderr):
             result = function(**dict(sizes))
     except (Exception, SystemExit) as error:
-        raise user_error(text, f"it raises {describe_error(text, error)}: expected {EXPECTED}", MODEL) from None
+        raise model_error(text, f"it raises {describe_error(text, error)}: expected {EXPECTED}") from None
     loss = None
     if isinstance(result, tuple) and len(result) == 2 and not isinstance(result[0], nn.Module):
         result, loss = result
         if not callable(loss):
-            raise user_error(text, f"its loss is {reprlib.repr(loss)}: expected a function (result, targets)", MODEL)
+            raise model_error(text, f"its loss is {reprlib.repr(loss)}: expected a function (result, targets)")
     if not isinstance(result, list | tuple | nn.Sequential | nn.ModuleList) or not len(result):
-        raise user_error(text, f"it returns {_shown(result)}: expected {EXPECTED}", MODEL)
-    return LayersAndLoss(list(result), loss)
+        raise model_error(text, f"it returns {_shown(result)}: expected {EXPECTED}")
+    return list(result), loss
 
 
 def make_layer(text: str, number: int, item: Any) -> nn.Module:
@@ -77,9 +68,9 @@ def make_layer(text: str, number: int, item: Any) -> nn.Module:
                 layer = item()
         except (Exception, SystemExit) as error:
             found = f"layer {number} raises {describe_error(text, error)} when it is made"
-            raise user_error(text, found, MODEL) from None
+            raise model_error(text, found) from None
     if not isinstance(layer, nn.Module):
-        raise user_error(text, f"layer {number} is {_shown(layer)}: expected a torch.nn.Module", MODEL)
+        raise model_error(text, f"layer {number} is {_shown(layer)}: expected a torch.nn.Module")
     return layer
 
 
@@ -98,17 +89,13 @@ def build_layers(model: CustomModel, seed: int, first: int, end: int) -> tuple[l
 def initial_values(model: CustomModel, seed: int, first: int, end: int) -> dict[str, torch.Tensor]:
     """The initial parameters of layers `first` to `end` by global name."""
     layers, _ = build_layers(model, seed, first, end)
-    return {
-        f"layers.{number}.{name}": parameter.detach()
-        for number, layer in enumerate(layers, first)
-        for name, parameter in layer.named_parameters()
-    }
+    return {name: parameter.detach() for name, parameter in named_parameters(layers, first)}
 
 
-def derive_seed(seed: int, *purpose: object) -> int:
-    """A seed for one purpose, the same on every mesh."""
-    text = ":".join(map(str, (seed, *purpose)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+def named_parameters(layers: list[nn.Module], first: int) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of layers from number `first` on, by global name."""
+    for number, layer in enumerate(layers, first):
+        yield from layer.named_parameters(f"layers.{number}")
 
 
 def cast_layer(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -124,14 +111,25 @@ def cast_layer(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> No
             (module._parameters if is_parameter else module._buffers)[name] = moved[id(tensor)]
 
 
-def parameter_slots(layer: nn.Module) -> ParameterSlots:
-    """Where modules hold each parameter: (module, attribute), several for one that modules share."""
-    names = {id(parameter): name for name, parameter in layer.named_parameters()}
+def parameter_slots(layers: list[nn.Module], first: int) -> ParameterSlots:
+    """Where modules hold each parameter of layers from number `first` on, by global name."""
+    names = {id(parameter): name for name, parameter in named_parameters(layers, first)}
     slots: ParameterSlots = {name: [] for name in names.values()}
-    for module in layer.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            slots[names[id(parameter)]].append((module, name))
+    for module in nn.ModuleList(layers).modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            slots[names[id(parameter)]].append((module, attribute))
     return slots
+
+
+def set_parameters(slots: ParameterSlots, values: Mapping[str, Any]) -> None:
+    """Replaces parameters by name."""
+    for name, value in values.items():
+        for module, attribute in slots[name]:
+            module._parameters[attribute] = value
+
+
+def model_error(text: str, found: str) -> PentadError:
+    return user_error(text, found, MODEL)
 
 
 def _shown(found: Any) -> str:

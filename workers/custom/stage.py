@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pentad.kernels.backend import deterministic_algorithms
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
-from pentad.schedules.generators.user_file import describe_error, user_error
+from pentad.schedules.generators.user_file import describe_error
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.custom.autograd import (
     BoundParameters,
@@ -23,14 +22,13 @@ from pentad.workers.custom.autograd import (
     bind_parameters,
     copy_from,
     graph_output,
-    storage_id,
 )
-from pentad.workers.custom.loader import MODEL, ParameterSlots, build_layers, cast_layer, derive_seed, parameter_slots
-from pentad.workers.model.layer_context import LayerContext
-from pentad.workers.model.weight_grad import Wgrad, accumulate_wgrads
+from pentad.workers.custom.loader import build_layers, cast_layer, model_error, parameter_slots, set_parameters
+from pentad.workers.model.base_stage import BaseStage, activation_storages, storage_id
+from pentad.workers.model.weight_grad import Params
 from pentad.workers.parallel.async_ops import Task
-from pentad.workers.parallel.process_groups import LayerGroups
-from pentad.workers.params.param_buffers import BoundBuffers, ParamBuffers
+from pentad.workers.params.param_buffers import ParamBuffers
+from pentad.workers.params.param_init import derive_seed
 
 # Flash attention takes 16-bit dtypes; the rest goes to plain GEMMs, which always add in the same order.
 DETERMINISTIC_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -48,63 +46,38 @@ class CustomSaved(NamedTuple):
     lse: Tensor | None = None
 
 
-class CustomStage(ParameterOwner):
-    """Implements StageProtocol with torch modules and autograd.
+class CustomStage(BaseStage, ParameterOwner):
+    """A stage of torch modules and autograd, which has no order of layers: a W completes no gradient before the end.
 
     Layers map [rows, S, H] to the same shape; the first one of the model reads tokens [rows, S], and the last one
     returns logits [rows, S, V], or whatever the user's loss takes. Random numbers depend only on seed, step, microbatch
     and layer.
     """
 
-    def __init__(self, plan: Plan, index: int, param_buffers: list[ParamBuffers], rank: int = 0) -> None:
-        assert plan.model.custom is not None
-        self.plan, self.custom, self.param_buffers = plan, plan.model.custom, param_buffers
-        self.first, self.last = index == 0, index == plan.program.stages - 1
-        self.recompute_mode, self.load_balancer, self.is_local = plan.recompute_mode(index), None, True
-        self.layer_context = LayerContext(plan.model, plan.deterministic, 1.0 / plan.batch.tokens)
-        parameters = param_buffers[0].parameters
-        self.dtype, self.device = parameters.compute.dtype, parameters.master.device
-        self.layer_numbers = range(*plan.layers[index])
-        self.layers, self.loss = build_layers(self.custom, plan.seed, *plan.layers[index])
-        self.slots: ParameterSlots = {}
-        for number, layer in zip(self.layer_numbers, self.layers, strict=True):
-            self.slots |= {f"layers.{number}.{name}": slots for name, slots in parameter_slots(layer).items()}
-        for module, name in chain(*self.slots.values()):  # the values are in the flat buffers
-            module._parameters[name] = nn.Parameter(torch.empty(0))
-        for layer in self.layers:
-            cast_layer(layer, self.dtype, self.device)
-        at = plan.mesh.coordinates(rank)
-        self.replica = at.dp * plan.mesh.ep + at.ep
-        self._bound: dict[BoundBuffers, BoundParameters] = {}
-        self.bind()
-        self.saved: dict[int, CustomSaved] = {}
-        self.deferred: dict[int, list[Wgrad]] = {}
-        self.step = 0
-        self.wgrad_layer = plan.model.layers + 1  # autograd has no order of layers: nothing is complete before the end
-        self.loss_sum_buffers = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=self.device)
-        self.loss_sums = self.loss_sum_buffers[0]
+    bound: BoundParameters
 
-    def join(self, groups: LayerGroups) -> None:
-        self.layer_context = self.layer_context._replace(**groups._asdict())
+    def __init__(self, plan: Plan, index: int, param_buffers: list[ParamBuffers], rank: int = 0) -> None:
+        super().__init__(plan, index, param_buffers)
+        assert plan.model.custom is not None
+        self.custom, self.step, self.dp_rank = plan.model.custom, 0, plan.mesh.coordinates(rank).dp
+        self.layers, self.loss = build_layers(self.custom, plan.seed, *plan.layers[index])
+        self.slots = parameter_slots(self.layers, self.layer_numbers.start)
+        # The values are in the flat buffers.
+        set_parameters(self.slots, dict.fromkeys(self.slots, nn.Parameter(torch.empty(0))))
+        for layer in self.layers:
+            cast_layer(layer, param_buffers[0].parameters.compute.dtype, self.device)
+        self.bind()
 
     def bind(self) -> None:
-        buffers = self.param_buffers[0].bound
-        if buffers not in self._bound:
-            weights, gradients = buffers
-            if weights is None or gradients is None:
-                self._bound[buffers] = BoundParameters({}, {}, {}, 0, 0)
-            else:
-                self._bound[buffers] = bind_parameters(weights.tensors, gradients.tensors, self)
-        self.bound = self._bound[buffers]
-        for name, leaf in self.bound.leaves.items():
-            for module, attribute in self.slots[name]:
-                module._parameters[attribute] = leaf  # type: ignore[assignment]
+        super().bind()
+        set_parameters(self.slots, self.bound.leaves)
+
+    def _bind(self, params: Params) -> BoundParameters:
+        return bind_parameters(params, self)
 
     def begin(self, step: int) -> None:
-        self.step, self.loss_sums = step, self.loss_sum_buffers[step % 2]
-        self.loss_sums.zero_()
-        for buffers in self.param_buffers:
-            buffers.stale = True
+        super().begin(step)
+        self.step = step
 
     def forward(
         self,
@@ -134,7 +107,7 @@ class CustomStage(ParameterOwner):
 
     def backward_input(self, slice_index: int, dy: Tensor | None) -> Task[Tensor | None]:
         yield from ()
-        saved = self.saved.pop(slice_index)
+        saved: CustomSaved = self.saved.pop(slice_index)
         tape, output = saved.tape, saved.output
         assert tape is not None and output is not None
         transfers = {storage_id(t) for t in (saved.inputs[0], dy) if t is not None}
@@ -150,18 +123,10 @@ class CustomStage(ParameterOwner):
         self.deferred[slice_index] = [copy_from(transfers, item) for item in tape.work]
         return None if dx is None else dx.reshape(-1, dx.shape[-1])
 
-    def backward_weight(self, slice_index: int) -> None:
-        for buffers in self.param_buffers:
-            buffers.zero_if_stale()
-        accumulate_wgrads(self.deferred.pop(slice_index, []))
-
     def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:
-        saved = self.saved[slice_index]
+        saved: CustomSaved = self.saved[slice_index]
         excluded = {saved.sent_storage, *(storage_id(t) for t in (*saved.inputs, saved.logits) if t is not None)}
-        tensors = saved.tape.saved if saved.tape is not None else []
-        activations = (tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1)
-        storages = {storage_id(tensor): tensor.untyped_storage() for tensor in activations}
-        return [storage for key, storage in storages.items() if key not in excluded]
+        return activation_storages(saved.tape.saved if saved.tape is not None else [], excluded)
 
     def _input(self, saved: CustomSaved) -> Tensor:
         """What the first layer reads: [rows, S] or [rows, S, H]."""
@@ -190,7 +155,7 @@ class CustomStage(ParameterOwner):
         self, slice_index: int, x: Tensor, targets: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(result of the last layer, losses, log-sum-exp of the logits if the loss is not the user's)."""
-        microbatch = self.replica * self.plan.batch.microbatches + slice_index
+        microbatch = self.dp_rank * self.plan.batch.microbatches + slice_index
         with self._deterministic():
             for number, layer in zip(self.layer_numbers, self.layers, strict=True):
                 if self.custom.layers[number].is_random:
@@ -203,16 +168,13 @@ class CustomStage(ParameterOwner):
         losses, lse = cross_entropy(x.detach().reshape(-1, x.shape[-1]), targets)
         return x, losses, lse
 
-    def _call(self, name: str, function: nn.Module | object, *args: Tensor) -> Tensor:
-        assert callable(function)
+    def _call(self, name: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
         try:
-            result: Tensor = function(*args)
+            return function(*args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            text = self.custom.text
-            raise user_error(text, f"{name} raises {describe_error(text, error)}", MODEL) from None
-        return result
+            raise model_error(self.custom.text, f"{name} raises {describe_error(self.custom.text, error)}") from None
 
     def _loss_backward(self, saved: CustomSaved, logits: Tensor, tape: Tape) -> Tensor:
         """The gradient of the logits, in place unless B still reads them."""

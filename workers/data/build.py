@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def inspect_corpus(path: Path, samples: int, length: int, seed: int) -> dict[str
     """
     corpus = open_corpus(path, verify=True, argument="PATH")
     index = read_index(path, "PATH")
-    tokenizer = load_tokenizer(path / index.tokenizer_file)
+    tokenizer = load_tokenizer(path / index.tokenizer.file)
     length = max(1, min(length, corpus.tokens - 1))
     count = min(samples, window_count(corpus, length)) if corpus.tokens > 1 else 0
     texts = [decode(tokenizer, sequence(corpus, seed, number, length).tolist()) for number in range(count)]
@@ -65,8 +66,8 @@ def inspect_corpus(path: Path, samples: int, length: int, seed: int) -> dict[str
         "tokens": corpus.tokens,
         "documents": corpus.documents,
         "fingerprint": corpus.fingerprint,
-        "tokenizer": {"file": index.tokenizer_file, "sha256": index.tokenizer_sha256},
-        "shards": [shard._asdict() for shard in index.shards],
+        "tokenizer": asdict(index.tokenizer),
+        "shards": [asdict(shard) for shard in index.shards],
         "samples": texts,
     }
 

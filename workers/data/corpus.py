@@ -76,7 +76,7 @@ def open_corpus(path: str | Path, verify: bool, argument: str = "data.path") -> 
     if index.tokens == 0:
         raise PentadError(f"{argument} is '{path}', which holds 0 tokens: expected at least 1")
     if verify:
-        _check_sha256(path / index.tokenizer_file, index.tokenizer_sha256)
+        _check_sha256(path / index.tokenizer.file, index.tokenizer.sha256)
     segments = tuple(_segments(path, index, verify))
     fingerprint = hashlib.sha256(index_text(index).encode()).hexdigest()
     return Corpus(path, index.vocab_size, index.tokens, index.documents, fingerprint, segments)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, get_args, get_type_hints
 
 from pentad.schedules.ir.errors import PentadError
 
@@ -15,10 +16,6 @@ END = "<|endoftext|>"
 MIN_VOCAB = 257  # one per byte, and the end token
 MAX_VOCAB = 2**24  # the trainer allocates this many up front
 
-_INDEX_TYPES = {"version": int, "vocab_size": int, "tokens": int, "documents": int, "tokenizer": dict, "shards": list}
-_SHARD_TYPES = {"file": str, "tokens": int, "documents": int, "bytes": int, "sha256": str}
-_TOKENIZER_TYPES: dict[str, type] = {"file": str, "sha256": str}
-
 
 def require_vocab(vocab: int, argument: str) -> None:
     """Raises PentadError for a size that no tokenizer can be trained with."""
@@ -28,7 +25,8 @@ def require_vocab(vocab: int, argument: str) -> None:
         raise PentadError(f"{argument} is {vocab}: expected at most {MAX_VOCAB}")
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """One Arrow file of a corpus. `tokens` includes end-of-document tokens; `sha256` is of the file's bytes."""
 
     file: str
@@ -38,14 +36,21 @@ class Shard(NamedTuple):
     sha256: str
 
 
-class Index(NamedTuple):
+@dataclass(frozen=True)
+class TokenizerFile:
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
     """Contents of `index.json`. Token ids are below `vocab_size`; `tokens` and `documents` are sums over `shards`."""
 
+    version: int = VERSION
     vocab_size: int
     tokens: int
     documents: int
-    tokenizer_file: str
-    tokenizer_sha256: str
+    tokenizer: TokenizerFile
     shards: tuple[Shard, ...]
 
 
@@ -56,50 +61,44 @@ def plural(count: int, noun: str) -> str:
 
 def index_text(index: Index) -> str:
     """The JSON text of an index; `parse_index` is its inverse."""
-    content = {
-        "version": VERSION,
-        "vocab_size": index.vocab_size,
-        "tokens": index.tokens,
-        "documents": index.documents,
-        "tokenizer": {"file": index.tokenizer_file, "sha256": index.tokenizer_sha256},
-        "shards": [shard._asdict() for shard in index.shards],
-    }
-    return json.dumps(content, indent=1) + "\n"
+    return json.dumps(asdict(index), indent=1) + "\n"
 
 
 def parse_index(text: str, path: Path) -> Index:
     """The index in `text`, read from `path`. Raises PentadError if it is not pentad's or its sums are wrong."""
     try:
-        content: dict[str, Any] = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         raise PentadError(f"{path} is not JSON ({error}): expected the index of a pentad corpus") from None
-    _check_types(content, _INDEX_TYPES, path, "")
-    _check_types(content["tokenizer"], _TOKENIZER_TYPES, path, "tokenizer.")
-    for number, shard in enumerate(content["shards"]):
-        _check_types(shard, _SHARD_TYPES, path, f"shards[{number}].")
-    if content["version"] != VERSION:
-        raise PentadError(f"{path} has version {content['version']}: expected {VERSION} (build the corpus again)")
-    shards = tuple(Shard(**{key: shard[key] for key in _SHARD_TYPES}) for shard in content["shards"])
+    index: Index = _parse(Index, content, path)
+    if index.version != VERSION:
+        raise PentadError(f"{path} has version {index.version}: expected {VERSION} (build the corpus again)")
     for key in ("tokens", "documents"):
-        total = sum(getattr(shard, key) for shard in shards)
-        if total != content[key]:
-            raise PentadError(f"{path} has {key} = {content[key]}: expected {total}, the sum over its shards")
-    tokenizer = content["tokenizer"]
-    counts = (content["vocab_size"], content["tokens"], content["documents"])
-    return Index(*counts, tokenizer["file"], tokenizer["sha256"], shards)
+        found, total = getattr(index, key), sum(getattr(shard, key) for shard in index.shards)
+        if found != total:
+            raise PentadError(f"{path} has {key} = {found}: expected {total}, the sum over its shards")
+    return index
 
 
-def _check_types(content: object, types: dict[str, type], path: Path, prefix: str) -> None:
-    """Every key of `types` is present with its type, counts are not negative, files are names inside the folder."""
+def _parse(kind: Any, content: Any, path: Path, prefix: str = "") -> Any:
+    """A dataclass from JSON: fields have their types, counts are not negative, files are names inside the folder."""
     if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise PentadError(f"{path} holds a {kind} at '{prefix}': expected the index of a pentad corpus")
-    for key, expected in types.items():
-        value = content.get(key)
-        if type(value) is not expected:
-            found = f"no {prefix}{key}" if value is None else f"{prefix}{key} = {value!r}"
-            raise PentadError(f"{path} has {found}: expected the {expected.__name__} of a pentad corpus")
-        if isinstance(value, int) and value < 0:
-            raise PentadError(f"{path} has {prefix}{key} = {value}: expected a count of at least 0")
-        if key == "file" and value != Path(str(value)).name:
-            raise PentadError(f"{path} has {prefix}{key} = {value!r}: expected the name of a file in its folder")
+        found = type(content).__name__
+        raise PentadError(f"{path} holds a {found} at '{prefix}': expected the index of a pentad corpus")
+    values = {}
+    for key, expected in get_type_hints(kind).items():
+        name = f"{prefix}{key}"
+        value: Any = content.get(key)
+        of_each = next(iter(get_args(expected)), None)  # of a tuple
+        stored: Any = list if of_each else dict if is_dataclass(expected) else expected
+        if type(value) is not stored:
+            found = f"no {name}" if value is None else f"{name} = {value!r}"
+            raise PentadError(f"{path} has {found}: expected the {stored.__name__} of a pentad corpus")
+        if stored is int and value < 0:
+            raise PentadError(f"{path} has {name} = {value}: expected a count of at least 0")
+        if key == "file" and value != Path(value).name:
+            raise PentadError(f"{path} has {name} = {value!r}: expected the name of a file in its folder")
+        if stored is list:
+            value = tuple(_parse(of_each, each, path, f"{name}[{number}].") for number, each in enumerate(value))
+        values[key] = _parse(expected, value, path, f"{name}.") if stored is dict else value
+    return kind(**values)

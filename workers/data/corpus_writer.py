@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import write_file
-from pentad.workers.data.corpus_index import INDEX_FILE, TOKENIZER_FILE, Index, Shard, index_text, plural
+from pentad.workers.data.corpus_index import INDEX_FILE, TOKENIZER_FILE, Index, Shard, TokenizerFile, index_text, plural
 from pentad.workers.data.text_sources import TextChunk
 from pentad.workers.data.tokenizer import encode, end_token, vocab_size
 
@@ -44,8 +44,13 @@ def write_corpus(
         raise PentadError("SOURCE holds no text: expected at least one character")
     text = tokenizer.to_str(pretty=True).encode()
     write_file(folder / TOKENIZER_FILE, [memoryview(text)])
-    counts = sum(shard.tokens for shard in shards), sum(shard.documents for shard in shards)
-    index = Index(size, *counts, TOKENIZER_FILE, hashlib.sha256(text).hexdigest(), tuple(shards))
+    index = Index(
+        vocab_size=size,
+        tokens=sum(shard.tokens for shard in shards),
+        documents=sum(shard.documents for shard in shards),
+        tokenizer=TokenizerFile(TOKENIZER_FILE, hashlib.sha256(text).hexdigest()),
+        shards=tuple(shards),
+    )
     write_file(folder / INDEX_FILE, [memoryview(index_text(index).encode())])
 
 

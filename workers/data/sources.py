@@ -19,6 +19,8 @@ from pentad.workers.data.samples import window_count
 
 _BUILTIN_VOCAB = 4096  # half a megabyte of text does not train more tokens well
 _SHARD_TOKENS = 2**26
+# pydoc: Python's language reference as `help()` shows it, 80 topics, 0.5 MB of English.
+_TEXTS: dict[str, Callable[[], list[str]]] = {"pydoc": lambda: [topics[name] for name in sorted(topics)]}
 
 
 def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = False, fingerprint: str = "") -> Corpus:
@@ -47,7 +49,7 @@ def require_fingerprint(data: str, found: str, expected: str) -> None:
 def corpus_folder(data: str, vocab: int, cache: str) -> Path:
     """The folder of the corpus `data`. A built-in one is built first if need be, with at most `vocab` tokens."""
     if data.startswith("builtin:"):
-        return builtin_corpus(data.removeprefix("builtin:"), min(vocab, _BUILTIN_VOCAB), Path(cache).expanduser())
+        return builtin_corpus(data.removeprefix("builtin:"), vocab, Path(cache))
     return Path(data).expanduser()
 
 
@@ -55,8 +57,7 @@ def check_data(data: str, vocab: int, length: int, cache: str) -> None:
     """Raises PentadError as `open_data` does, but neither builds a built-in corpus nor reads tokens."""
     if data.startswith("builtin:"):
         require_vocab(vocab, "model.vocab")
-        size = min(vocab, _BUILTIN_VOCAB)
-        folder, _ = _builtin_folder(data.removeprefix("builtin:"), size, Path(cache).expanduser())
+        folder, _ = _builtin_folder(data.removeprefix("builtin:"), vocab, Path(cache))
         if not (folder / INDEX_FILE).exists():
             return
     open_data(data, vocab, length, cache)
@@ -69,7 +70,8 @@ def _builtin_folder(name: str, vocab: int, cache: Path) -> tuple[Path, list[str]
         raise PentadError(f"data.path is builtin:{name}: expected one of {known}")
     documents = _TEXTS[name]()
     digest = hashlib.sha256("\0".join([str(VERSION), *documents]).encode()).hexdigest()
-    return cache / f"{name}-{vocab}-python{platform.python_version()}-{digest[:16]}", documents
+    size = min(vocab, _BUILTIN_VOCAB)
+    return cache.expanduser() / f"{name}-{size}-python{platform.python_version()}-{digest[:16]}", documents
 
 
 def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
@@ -84,7 +86,7 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
         from pentad.workers.data.tokenizer import train_tokenizer
 
         chunks = (chunk for document in documents for chunk in document_chunks(document))
-        tokenizer = train_tokenizer(documents, vocab, argument="model.vocab")
+        tokenizer = train_tokenizer(documents, min(vocab, _BUILTIN_VOCAB), argument="model.vocab")
         try:
             with new_folder(out, "data.cache") as folder:
                 write_corpus(folder, chunks, tokenizer, _SHARD_TOKENS, lambda line: None)
@@ -92,11 +94,3 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
             if not (out / INDEX_FILE).exists():  # else another process built it meanwhile
                 raise
     return out
-
-
-def _pydoc() -> list[str]:
-    """Python's language reference as `help()` shows it: 80 topics, 0.5 MB of English."""
-    return [topics[name] for name in sorted(topics)]
-
-
-_TEXTS: dict[str, Callable[[], list[str]]] = {"pydoc": _pydoc}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,16 +46,12 @@ def read_chunks(files: Iterable[Path], field: str) -> Iterator[TextChunk]:
     """
     for file in files:
         try:
-            match file.suffix.lower():
-                case ".jsonl":
-                    texts = _jsonl_texts(file, field)
-                case ".parquet":
-                    texts = _parquet_texts(file, field)
-                case _:
-                    yield from rechunk(_decoded(file))
-                    continue
-            for text in texts:
-                yield from document_chunks(text)
+            suffix = file.suffix.lower()
+            if suffix in (".jsonl", ".parquet"):
+                for text in (_jsonl_texts if suffix == ".jsonl" else _parquet_texts)(file, field):
+                    yield from document_chunks(text or "")
+            else:
+                yield from rechunk(_decoded(file))
         except OSError as error:
             raise PentadError(f"{file} cannot be read ({error.strerror or error}): expected a readable file") from None
 
@@ -86,40 +83,28 @@ def _split_point(text: str) -> int:
 
 
 def _decoded(file: Path) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
     with file.open("rb") as source:
-        while True:
-            data = source.read(CHUNK)
-            pending = len(decoder.getstate()[0])
-            try:
-                text = decoder.decode(data, final=not data)
-            except UnicodeDecodeError as error:
-                raise _not_utf8(file, offset - pending + error.start) from None
-            if text:
-                yield text
-            if not data:
-                return
-            offset += len(data)
+        try:
+            yield from codecs.iterdecode(iter(partial(source.read, CHUNK), b""), "utf-8")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(str(file), source.tell() - len(error.object) + error.start) from None
 
 
-def _jsonl_texts(file: Path, field: str) -> Iterator[str]:
+def _jsonl_texts(file: Path, field: str) -> Iterator[str | None]:
     offset = 0
     with file.open("rb") as source:
         for number, line in enumerate(source, 1):
-            if line.strip():
-                text = _json_text(file, field, number, line, offset)
-                if text is not None:
-                    yield text
+            try:
+                if line.strip():
+                    yield _json_text(line.decode(), field, f"{file} line {number}")
+            except UnicodeDecodeError as error:
+                raise _not_utf8(str(file), offset + error.start) from None
             offset += len(line)
 
 
-def _json_text(file: Path, field: str, number: int, line: bytes, offset: int) -> str | None:
-    where = f"{file} line {number}"
+def _json_text(line: str, field: str, where: str) -> str | None:
     try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _not_utf8(file, offset + error.start) from None
+        row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise PentadError(f"{where} is not JSON ({error}): expected an object with '{field}'") from None
     if not isinstance(row, dict):
@@ -136,8 +121,7 @@ def _json_text(file: Path, field: str, number: int, line: bytes, offset: int) ->
     return text
 
 
-def _parquet_texts(file: Path, field: str) -> Iterator[str]:
-    row = 0
+def _parquet_texts(file: Path, field: str) -> Iterator[str | None]:
     try:
         with pq.ParquetFile(file, buffer_size=_PARQUET_BUFFER) as table:
             schema = table.schema_arrow
@@ -146,17 +130,15 @@ def _parquet_texts(file: Path, field: str) -> Iterator[str]:
             kind = schema.field(field).type
             if kind not in (pa.string(), pa.large_string(), pa.string_view()):
                 raise PentadError(f"{file} has column '{field}' of type {kind}: expected string")
-            for batch in table.iter_batches(batch_size=_ROWS, columns=[field]):
-                for value in batch.column(0):
-                    text = value.as_py()
-                    if text is not None:
-                        yield text
-                    row += 1
-    except UnicodeDecodeError as error:
-        raise PentadError(f"{file} row {row} is not UTF-8 at byte {error.start}: expected UTF-8 text") from None
+            batches = table.iter_batches(batch_size=_ROWS, columns=[field])
+            for row, value in enumerate(value for batch in batches for value in batch.column(0)):
+                try:
+                    yield value.as_py()
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(f"{file} row {row}", error.start) from None
     except (pa.ArrowException, OSError) as error:
         raise PentadError(f"{file} cannot be read ({error}): expected a Parquet file") from None
 
 
-def _not_utf8(file: Path, offset: int) -> PentadError:
-    return PentadError(f"{file} is not UTF-8 at byte {offset}: expected UTF-8 text")
+def _not_utf8(where: str, offset: int) -> PentadError:
+    return PentadError(f"{where} is not UTF-8 at byte {offset}: expected UTF-8 text")

@@ -5,27 +5,21 @@ A config.json that asks for anything pentad cannot do is refused with an error t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec, RopeScaling
+from pentad.workers.hf.config_families import CHECKED, DEFAULTS, FAMILIES, MODEL, WRITTEN, Family
 from pentad.workers.hf.config_keys import Keys, json_text
-from pentad.workers.hf.config_moe import experts_config, experts_requirements, parse_experts
 from pentad.workers.hf.config_rope import parse_rope, rope_config
 
-# model.family -> model_type and class in transformers
-FAMILIES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "mixtral": ("mixtral", "MixtralForCausalLM"),
-    "qwen3-moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "deepseek-v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
-}
-_WITH_QK_NORM = ("qwen3", "qwen3-moe")
-_WITH_EXPERTS = ("mixtral", "qwen3-moe", "deepseek-v3")
-_MLA_NORM_EPS = 1e-6  # of the norms inside DeepSeek-V3's attention, whatever rms_norm_eps is
+_BIAS_UPDATE_RATE = 0.001  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2); config.json does not have it
+# Fields that config.json lacks or has in another form: in all families, and in DeepSeek-V3.
+_UNWRITTEN = {"head_dim", "mtp_loss_weight"}
+_UNWRITTEN_WITH_MLA = _UNWRITTEN | {"kv_heads", "experts.aux_loss_coef", "experts.bias_update_rate"}
 
 
 def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
@@ -34,29 +28,25 @@ def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
     Training options that config.json lacks get their defaults. Raises PentadError, which names the key that is missing,
     wrong or not supported.
     """
-    family = _family(config)
-    keys = Keys(config)
+    name = _family_name(config)
+    family = FAMILIES[name]
+    keys = Keys(config, defaults={**DEFAULTS, **family.defaults})
     _refuse_unsupported(keys, family)
-    mla = _parse_mla(keys) if family == "deepseek-v3" else None
-    heads, hidden, layers = (keys.count(name) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-    head_dim = 0 if mla else keys.count("head_dim", default=128 if family == "qwen3" else hidden // heads)
-    theta, scaling = parse_rope(keys, 1e6 if family == "mixtral" else 1e4, scales_softmax=mla is not None)
-    return family, ModelSpec(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
+    model = {field: keys.read(key) for field, key in MODEL.items()}
+    heads, hidden = model["heads"], model["hidden"]
+    if family.mla:
+        keys.require("num_key_value_heads", heads)
+        model["mla"] = MLA(**{field.name: keys.read(field.name) for field in fields(MLA)})
+        model["mtp_layers"] = keys.count("num_nextn_predict_layers", "num_mtp_layers", default=0)
+    else:
+        head_dim = keys.count("head_dim", default=family.defaults.get("head_dim", hidden // heads))
+        model["head_dim"] = 0 if head_dim * heads == hidden else head_dim
+    model["rope_theta"], model["rope_scaling"] = parse_rope(keys, scales_softmax=family.mla)
+    return name, ModelSpec(
+        **model,
         kv_heads=keys.count("num_key_value_heads", default=heads),
-        ffn=keys.count("intermediate_size"),
-        vocab=keys.count("vocab_size"),
-        rope_theta=theta,
-        norm_eps=keys.number("rms_norm_eps", default=1e-5 if family == "mixtral" else 1e-6),
-        head_dim=0 if head_dim * heads == hidden else head_dim,
-        qk_norm=family in _WITH_QK_NORM,
-        tie_word_embeddings=keys.flag("tie_word_embeddings", default=False),
-        rope_scaling=scaling,
-        mla=mla,
-        experts=parse_experts(keys, family, layers),
-        mtp_layers=keys.count("num_nextn_predict_layers", "num_mtp_layers", default=0) if mla else 0,
+        qk_norm=family.qk_norm,
+        experts=_parse_experts(keys, family, model["layers"]),
     )
 
 
@@ -67,39 +57,34 @@ def make_config(family: str, model: ModelSpec, *, positions: int, dtype: str = "
     """
     if family not in FAMILIES:
         raise PentadError(f"model.family is {family}: expected one of {', '.join(FAMILIES)}")
-    for key, found, expected in _requirements(family, model):
-        if found != expected:
-            values = f"{json_text(found)}: expected {json_text(expected)}"
-            raise PentadError(f"model.{key} is {values} (in the files of family {family})")
-    scaling = model.rope_scaling
+    traits, scaling = FAMILIES[family], model.rope_scaling
+    for name, found, expected in (("mla", model.mla, traits.mla), ("experts", model.experts, traits.experts)):
+        if (found is not None) != bool(expected):
+            raise _inexpressible(family, name, *("null" if not it else "a mapping" for it in (found, expected)))
     if scaling is not None:
         positions = max(positions, round(scaling.factor * scaling.original_max_position_embeddings))
-    model_type, architecture = FAMILIES[family]
     config: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "vocab_size": model.vocab,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "hidden_act": "silu",
+        "architectures": [traits.architecture],
+        "model_type": traits.model_type,
+        **{key: getattr(model, field) for field, key in MODEL.items()},
+        "num_key_value_heads": model.heads if traits.mla else model.kv_heads,
         "max_position_embeddings": positions,
-        "rms_norm_eps": model.norm_eps,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": model.tie_word_embeddings,
         "torch_dtype": dtype,
+        **WRITTEN,
         **rope_config(model.rope_theta, scaling),
-        **experts_config(family, model.experts),
     }
-    if family in _WITH_QK_NORM:
+    if model.experts is not None:
+        config |= _experts_config(traits, model.experts)
+    if traits.qk_norm:
         config |= {"use_sliding_window": False, "sliding_window": None}
-    if model.mla is None:
-        return config | {"head_dim": model.qk_head_dim}
-    mla = asdict(model.mla) | {"q_lora_rank": model.mla.q_lora_rank or None}
-    return config | mla | {"rope_interleave": True, "num_nextn_predict_layers": model.mtp_layers}
+    if model.mla is not None:
+        config |= asdict(model.mla) | {"q_lora_rank": model.mla.q_lora_rank or None, "rope_interleave": True}
+        config["num_nextn_predict_layers"] = model.mtp_layers
+    else:
+        config["head_dim"] = model.qk_head_dim
+    config |= traits.fixed
+    _require_same(family, model, parse_config(config)[1])
+    return config
 
 
 def make_section(family: str, model: ModelSpec) -> dict[str, Any]:
@@ -113,7 +98,7 @@ def parse_section(section: dict[str, Any]) -> tuple[str, ModelSpec]:
     if (custom := values.get("custom")) is not None:
         raise PentadError(f"model.custom is {custom}: expected null (only families have Hugging Face files)")
     family = str(values.pop("family", "llama"))
-    values["qk_norm"] = family in _WITH_QK_NORM
+    values["qk_norm"] = family in FAMILIES and FAMILIES[family].qk_norm
     try:
         for key, kind in (("rope_scaling", RopeScaling), ("mla", MLA), ("experts", Experts)):
             if values.get(key) is not None:
@@ -124,57 +109,77 @@ def parse_section(section: dict[str, Any]) -> tuple[str, ModelSpec]:
         raise PentadError(f"the model section cannot be used ({error}): {expected}") from None
 
 
-def _family(config: dict[str, Any]) -> str:
+def _family_name(config: dict[str, Any]) -> str:
     model_type, classes = config.get("model_type"), config.get("architectures")
-    for family, (known_type, known_class) in FAMILIES.items():
-        if classes == [known_class] or (not classes and model_type == known_type):
-            return family
+    for name, family in FAMILIES.items():
+        if classes == [family.architecture] or (not classes and model_type == family.model_type):
+            return name
     key, found = ("architectures", classes) if classes else ("model_type", model_type)
-    expected = ", ".join(names[1 if classes else 0] for names in FAMILIES.values())
+    expected = ", ".join(family.architecture if classes else family.model_type for family in FAMILIES.values())
     raise PentadError(f"config.json has {key} {found!r}: expected one of {expected}")
 
 
-def _refuse_unsupported(keys: Keys, family: str) -> None:
+def _refuse_unsupported(keys: Keys, family: Family) -> None:
     """Raises PentadError for features of these transformers classes that pentad does not have."""
-    required: dict[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1}
-    required |= dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False)
-    required |= dict.fromkeys(("attention_dropout", "router_jitter_noise"), 0)
-    if family == "mixtral":
-        required["sliding_window"] = None
-    if family == "deepseek-v3":
-        required |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-        required["rms_norm_eps"] = _MLA_NORM_EPS
-    for key, expected in required.items():
+    for key, expected in {**WRITTEN, **CHECKED, **family.fixed}.items():
         keys.require(key, expected)
     for kind in keys.get("layer_types") or ():
         if kind != "full_attention":
             raise PentadError(f"config.json has {kind} in layer_types: expected full_attention only")
 
 
-def _requirements(family: str, model: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
-    """(key of the model section, its value, the value that the family's config.json can express)."""
-    has_mla, scaling = family == "deepseek-v3", model.rope_scaling
-    yield "qk_norm", model.qk_norm, family in _WITH_QK_NORM
-    for key, value, expected in (
-        ("mla", model.mla, has_mla),
-        ("experts", model.experts, family in _WITH_EXPERTS),
-    ):
-        yield key, "null" if value is None else "a mapping", "a mapping" if expected else "null"
-    yield ("norm_eps", model.norm_eps, _MLA_NORM_EPS) if has_mla else ("mtp_layers", model.mtp_layers, 0)
-    if scaling is not None and not has_mla:
-        yield "rope_scaling.softmax_factor", scaling.softmax_factor, 1.0
-    if scaling is not None and scaling.rope_type == "llama3":
-        yield "rope_scaling.attention_factor", scaling.attention_factor, 1.0
-    if model.experts is not None:
-        yield from experts_requirements(family, model, model.experts)
+def _parse_experts(keys: Keys, family: Family, layers: int) -> Experts | None:
+    if family.experts is None:
+        return None
+    values = {field: keys.read(key) for field, key in family.experts.items() if field != "num_experts"}
+    values["num_experts"] = keys.count("n_routed_experts", "num_local_experts", "num_experts")
+    if family.mla:
+        shared = keys.count("n_shared_experts", default=1) * values["intermediate_size"]
+        values |= {"shared_intermediate_size": shared, "scoring_func": "sigmoid", "bias_update_rate": _BIAS_UPDATE_RATE}
+    elif family.model_type == "qwen3_moe":
+        values["first_k_dense"] = _first_k_dense(keys, layers)
+    return Experts(**values)
 
 
-def _parse_mla(keys: Keys) -> MLA:
-    keys.require("num_key_value_heads", keys.count("num_attention_heads"))
-    return MLA(
-        kv_lora_rank=keys.count("kv_lora_rank"),
-        q_lora_rank=keys.count("q_lora_rank", default=0),
-        qk_nope_head_dim=keys.count("qk_nope_head_dim"),
-        qk_rope_head_dim=keys.count("qk_rope_head_dim"),
-        v_head_dim=keys.count("v_head_dim"),
-    )
+def _experts_config(family: Family, experts: Experts) -> dict[str, Any]:
+    config = {key: getattr(experts, field) for field, key in (family.experts or {}).items()}
+    config["output_router_logits"] = False
+    if family.mla:
+        config["n_shared_experts"] = max(1, experts.shared_intermediate_size // experts.intermediate_size)
+    elif family.model_type == "qwen3_moe":
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(experts.first_k_dense))}
+    return config
+
+
+def _first_k_dense(keys: Keys, layers: int) -> int:
+    """The number of dense layers at the start of a Qwen3-MoE; refuses dense layers elsewhere."""
+    step, named = keys.count("decoder_sparse_step", default=1), keys.get("mlp_only_layers") or []
+    dense = [layer for layer in range(layers) if layer in named or (layer + 1) % step]
+    if dense != list(range(len(dense))) or len(dense) == layers:
+        key, found = ("mlp_only_layers", named) if named else ("decoder_sparse_step", step)
+        expected = "dense layers at the start only, and at least one layer with experts"
+        raise PentadError(f"config.json has {key} {found}: expected {expected}")
+    return len(dense)
+
+
+def _require_same(family: str, model: ModelSpec, again: ModelSpec) -> None:
+    """Raises PentadError unless the model returns from its config.json."""
+    expected = dict(_fields(again))
+    for key, found in _fields(model):
+        same = math.isclose(found, expected[key], rel_tol=1e-9) if isinstance(found, float) else found == expected[key]
+        if not same and key not in (_UNWRITTEN_WITH_MLA if model.mla else _UNWRITTEN):
+            raise _inexpressible(family, key, found, expected[key])
+
+
+def _fields(model: ModelSpec) -> Iterator[tuple[str, Any]]:
+    """The fields of a model with those of its parts, by the keys of a model section."""
+    for name, value in asdict(model).items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", each) for inner, each in value.items())
+        else:
+            yield name, value
+
+
+def _inexpressible(family: str, key: str, found: object, expected: object) -> PentadError:
+    values = f"{json_text(found)}: expected {json_text(expected)}"
+    return PentadError(f"model.{key} is {values} (in the files of family {family})")

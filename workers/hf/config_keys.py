@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
@@ -12,14 +13,22 @@ class Keys:
     """The values of a config.json, or of a mapping in it (`prefix`). Several names of a key are alternative spellings.
 
     A null value counts as missing; a missing key without a default raises PentadError, as does a wrong value.
+    `defaults` are those of `read`.
     """
 
-    def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
-        self.values, self.prefix = values, prefix
+    def __init__(self, values: dict[str, Any], prefix: str = "", defaults: Mapping[str, Any] | None = None) -> None:
+        self.values, self.prefix, self.defaults = values, prefix, defaults or {}
 
     def get(self, *names: str) -> Any:
         """The value under the first of these names that has one, else None."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+
+    def read(self, name: str) -> Any:
+        """A flag, number or count, as the key's default is."""
+        default = self.defaults.get(name)
+        if isinstance(default, bool):
+            return self.flag(name, default=default)
+        return (self.number if isinstance(default, float) else self.count)(name, default=default)
 
     def count(self, *names: str, default: int | None = None) -> int:
         """An integer of at least 1, or 0 if that is the default."""

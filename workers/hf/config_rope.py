@@ -11,9 +11,8 @@ from pentad.workers.hf.config_keys import Keys
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def parse_rope(keys: Keys, default_theta: float, *, scales_softmax: bool) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (transformers
-    4).
+def parse_rope(keys: Keys, *, scales_softmax: bool) -> tuple[float, RopeScaling | None]:
+    """(base, scaling) from `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of transformers 4.
 
     With `scales_softmax` YaRN scales attention scores too, as only DeepSeek-V3's attention does.
     """
@@ -23,7 +22,7 @@ def parse_rope(keys: Keys, default_theta: float, *, scales_softmax: bool) -> tup
         raise keys.wrong((name,), given, "a mapping")
     rope = Keys(given, f"{name}.")
     rope.require("partial_rotary_factor", 1)
-    theta = rope.number("rope_theta", default=keys.number("rope_theta", default=default_theta))
+    theta = rope.number("rope_theta", default=keys.read("rope_theta"))
     kind = rope.get("rope_type", "type") or "default"
     if kind == "default":
         return theta, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.manifest import Spec
-from pentad.workers.checkpoint.safetensors_io import DTYPES, num_bytes, split_by_size, write_tensors
+from pentad.workers.checkpoint.safetensors_io import DTYPES, Progress, num_bytes, write_files
 from pentad.workers.hf.config import make_config
 from pentad.workers.hf.layout import to_interleaved
 from pentad.workers.hf.names import CONFIG, INDEX, SINGLE, Entry, FileTensor, tensor_table
@@ -23,8 +23,6 @@ from pentad.workers.params.sharded_state import read_full
 Dtype = Literal["bfloat16", "float32"]
 FILE_BYTES = 5 * 10**9
 _METADATA = {"format": "pt"}  # transformers refuses files without it
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 class Request(NamedTuple):
@@ -60,33 +58,21 @@ def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress:
     config = make_config(request.family, request.model, positions=request.positions, dtype=request.dtype)
     config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **request.special_tokens}
     with new_folder(out) as folder:
-        exported = _write(_FileTensors(source, request), folder, request.limit, progress)
+        tensors = _FileTensors(source, request)
+        shards = write_files(folder, tensors.specs, request.limit, _file_name, tensors.read, progress, _METADATA)
+        total = num_bytes(tensors.specs.values())
+        if len(shards) > 1:
+            weight_map = {name: shard.file for shard in shards for name in shard.tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for name, content in request.tokenizer.items():
             (folder / name).write_bytes(content)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return exported
+    return Exported(tuple(shard.file for shard in shards), len(tensors.specs), total)
 
 
-def _write(source: _FileTensors, folder: Path, limit: int, progress: Progress) -> Exported:
-    plan = split_by_size(source.specs.items(), limit)
-    count = len(plan)
-    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    total, done = num_bytes(source.specs.values()), 0
-
-    def tensors(specs: dict[str, Spec]) -> Iterator[torch.Tensor]:
-        nonlocal done
-        for name, spec in specs.items():
-            yield source.read(name)
-            done += num_bytes([spec])
-            progress(done, total)
-
-    for file, specs in zip(files, plan, strict=True):
-        write_tensors(folder / file, specs, tensors(specs), _METADATA)
-    if count > 1:
-        weight_map = {name: file for file, specs in zip(files, plan, strict=True) for name in specs}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return Exported(tuple(files), len(source.specs), total)
+def _file_name(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 class _FileTensors:
@@ -118,17 +104,18 @@ class _FileTensors:
         self._entry: Entry | None = None
         self._tensor = torch.empty(0)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Iterator[torch.Tensor]:
         original = self.copies.get(name, name)
         if original not in self.parts:
-            return torch.zeros(self.specs[name]["shape"], dtype=self.dtypes[name])
+            yield torch.zeros(self.specs[name]["shape"], dtype=self.dtypes[name])
+            return
         entry, part, offset = self.parts[original]
         if entry is not self._entry:
             self._tensor = torch.empty(0)  # frees the previous one before reading the next
             self._tensor, self._entry = read_full(self.source, f"model.{entry.name}", entry.shape), entry
         end = offset + torch.Size(part.shape).numel()
         tensor = self._tensor.view(-1)[offset:end].view(part.shape)
-        return to_interleaved(tensor, part.rotary).to(self.dtypes[name])
+        yield to_interleaved(tensor, part.rotary).to(self.dtypes[name])
 
 
 def _is_bias(name: str) -> bool:

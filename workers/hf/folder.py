@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder / CONFIG)
 
 
-class TensorFiles:
-    """The tensors of a folder by name, in one file or in several with an index. `block` is the block size of fp8.
+class TensorFiles(ExitStack):
+    """The tensors of a folder by name, in one file or in several with an index; use it in a `with` block.
 
-    `files` is the file of each tensor. Raises PentadError, which names a file that is missing or unreadable.
+    `block` is the block size of fp8, `files` the file of each tensor. Raises PentadError, which names a file that is
+    missing or unreadable.
     """
 
     def __init__(self, folder: Path, block: BlockSize | None = None) -> None:
+        super().__init__()
         self.folder, self.block = folder, block
         self._opened: dict[str, Any] = {}
         if not (folder / INDEX).exists():
@@ -81,18 +84,10 @@ class TensorFiles:
             if not path.is_file():
                 raise PentadError(f"{path} is missing: expected the model's tensors in safetensors files")
             try:
-                self._opened[file] = safe_open(path, framework="pt").__enter__()
+                self._opened[file] = self.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise PentadError(f"{path} cannot be read ({error}): expected a safetensors file") from None
         return self._opened[file]
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for opened in self._opened.values():
-            opened.__exit__(None, None, None)
-        self._opened.clear()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.atomic_io import make_folder, new_folder
 from pentad.workers.checkpoint.manifest import Spec
-from pentad.workers.checkpoint.safetensors_io import num_bytes, split_by_size, write_tensors
+from pentad.workers.checkpoint.safetensors_io import Progress, num_bytes, write_files
 from pentad.workers.hf.config import make_section, parse_config
 from pentad.workers.hf.folder import TensorFiles, read_config
 from pentad.workers.hf.layout import SCALE_SUFFIX, fp8_block_size, to_half_split
@@ -25,8 +25,6 @@ from pentad.workers.hf.names import MODEL_FILE, TOKENIZER_FILES, Layout, TensorT
 KEPT_KEYS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, for an export
 CHECKPOINT = checkpoint.folder_of(Path("checkpoints"), 0)
 FILE_BYTES = 4 << 30
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in total
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # buffers in old files
 
 
@@ -61,39 +59,24 @@ def import_folder(
         with new_folder(out) as folder:
             section = make_section(family, model)
             kept = {key: config[key] for key in KEPT_KEYS if config.get(key) is not None}
-            total = _write(files, table, folder / CHECKPOINT, {"model": section, "hugging_face": kept}, limit, progress)
+            make_folder(folder / CHECKPOINT)
+            entries = {f"model.{entry.name}": entry for entry in table.entries}
+            specs = {name: Spec(dtype="F32", shape=list(entry.shape)) for name, entry in entries.items()}
+
+            def read(name: str) -> Iterator[torch.Tensor]:
+                return (to_half_split(files.read(part.name), part.rotary) for part in entries[name].parts)
+
+            shards = write_files(
+                folder / CHECKPOINT, specs, limit, lambda number, _: f"model-{number:03d}.safetensors", read, progress
+            )
+            meta = {"model": section, "hugging_face": kept}
+            checkpoint.commit(folder / CHECKPOINT, step=0, shards=shards, meta=meta)
             (folder / MODEL_FILE).write_text(render({"model": section}), encoding="utf-8")
             copied = [name for name in TOKENIZER_FILES if (source / name).is_file()]
             for name in copied:
                 shutil.copyfile(source / name, folder / name)
     parameters = sum(torch.Size(entry.shape).numel() for entry in table.entries)
-    return Imported(out / CHECKPOINT, family, model, len(table.entries), parameters, total, tuple(copied))
-
-
-def _write(
-    files: TensorFiles, table: TensorTable, folder: Path, meta: dict[str, Any], limit: int, progress: Progress
-) -> int:
-    """Writes the checkpoint's shards and its manifest; returns the bytes of its tensors."""
-    entries = {f"model.{entry.name}": entry for entry in table.entries}
-    specs = ((name, Spec(dtype="F32", shape=list(entry.shape))) for name, entry in entries.items())
-    plan = split_by_size(specs, limit)
-    total, done = sum(num_bytes(shard.values()) for shard in plan), 0
-
-    def parts(names: dict[str, Spec]) -> Iterator[torch.Tensor]:
-        nonlocal done
-        for name in names:
-            for part in entries[name].parts:
-                yield to_half_split(files.read(part.name), part.rotary)
-                done += 4 * torch.Size(part.shape).numel()
-                progress(done, total)
-
-    make_folder(folder)
-    shards = [
-        write_tensors(folder / f"model-{number:03d}.safetensors", shard, parts(shard))
-        for number, shard in enumerate(plan)
-    ]
-    checkpoint.commit(folder, step=0, shards=shards, meta=meta)
-    return total
+    return Imported(out / CHECKPOINT, family, model, len(specs), parameters, num_bytes(specs.values()), tuple(copied))
 
 
 def _check_tensors(files: TensorFiles, table: TensorTable) -> None:

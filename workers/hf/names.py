@@ -7,10 +7,11 @@ interleaved in files (pair i is x[2 i], x[2 i + 1]) and half-split in pentad.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from pentad.schedules.spec.model import MLA, Experts, ModelSpec
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.tensors import Tensor, tensors
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_FILE = "model.yaml"  # the model section that an import writes
@@ -19,6 +20,46 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
+
+# pentad's name after `layers.N.` -> the files' names after `model.layers.N.`; * is the number of an expert.
+_LAYER = {
+    "attention_norm": ["input_layernorm.weight"],
+    "attention.qkv": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    "attention.query_down": ["self_attn.q_a_proj.weight"],
+    "attention.query_norm": ["self_attn.q_norm.weight"],
+    "attention.key_norm": ["self_attn.k_norm.weight"],
+    "attention.query": ["self_attn.q_b_proj.weight"],
+    "attention.latent": ["self_attn.kv_a_proj_with_mqa.weight"],
+    "attention.latent_norm": ["self_attn.kv_a_layernorm.weight"],
+    "attention.keys_values": ["self_attn.kv_b_proj.weight"],
+    "attention.out": ["self_attn.o_proj.weight"],
+    "mlp_norm": ["post_attention_layernorm.weight"],
+    "mlp.gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp.down": ["mlp.down_proj.weight"],
+    "experts.router": ["mlp.gate.weight"],
+    "experts.bias": ["mlp.gate.e_score_correction_bias"],
+    "experts.gate_up": ["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"],
+    "experts.down": ["mlp.experts.*.down_proj.weight"],
+    "shared.gate_up": ["mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"],
+    "shared.down": ["mlp.shared_experts.down_proj.weight"],
+}
+_MLA = {"attention.query_norm": ["self_attn.q_a_layernorm.weight"]}
+_MLA_WITHOUT_QUERY_DOWN = {"attention.query": ["self_attn.q_proj.weight"]}
+_FUSED = {"experts.gate_up": ["mlp.experts.gate_up_proj"], "experts.down": ["mlp.experts.down_proj"]}
+_MIXTRAL = {
+    "experts.router": ["block_sparse_moe.gate.weight"],
+    "experts.gate_up": ["block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"],
+    "experts.down": ["block_sparse_moe.experts.*.w2.weight"],
+}
+# The same after `predicted.N.`
+_MTP = {
+    "hidden_norm": ["hnorm.weight"],
+    "embedding_norm": ["enorm.weight"],
+    "join": ["eh_proj.weight"],
+    "norm": ["shared_head.norm.weight"],
+}
+# The same without a prefix.
+_ENDS = {"embedding": ["model.embed_tokens.weight"], "norm": ["model.norm.weight"], "head": ["lm_head.weight"]}
 
 Sizes = tuple[int, ...]
 
@@ -65,108 +106,59 @@ class Layout(NamedTuple):
 
 def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> TensorTable:  # noqa: B008 (a constant)
     """The tensors of a model, layer by layer, then embedding, norm and head."""
-    entries: list[Entry] = []
-    num_layers = model.layers + model.mtp_layers
+    held = {tensor.name: tensor for tensor in tensors(model, 0, model.layers)}
+    num_layers, zeros = model.layers + model.mtp_layers, []
+    of_layer, rotary = _layer_names(family, model, layout), _rotary_parts(model, layout)
+    tables = []  # (prefix of pentad's names, prefix of the files' names, names)
     for layer in range(num_layers):
-        entries += _layer(family, model, layer, layout)
-    vocab_shape = (model.vocab, model.hidden)
-    head = "model.embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
-    entries.append(_single("embedding", "model.embed_tokens.weight", vocab_shape))
-    entries.append(_single("norm", "model.norm.weight", (model.hidden,)))
-    if not model.tie_word_embeddings:
-        entries.append(_single("head", head, vocab_shape))
-    copies = {"lm_head.weight": head} if model.tie_word_embeddings else {}
+        if f"layers.{layer}.experts.router" in held and model.experts is not None:
+            bias = Tensor(f"layers.{layer}.experts.bias", (model.experts.num_experts,), 0.0)
+            if model.experts.bias_update_rate:
+                held[bias.name] = bias
+            elif family == "deepseek-v3":
+                zeros.append(FileTensor(f"model.layers.{layer}.{of_layer['experts.bias'][0]}", bias.shape))
+        tables.append((f"layers.{layer}.", f"model.layers.{layer}.", of_layer))
+        if layer >= model.layers:
+            tables.append((f"predicted.{layer - model.layers}.", f"model.layers.{layer}.", _MTP))
+    tables.append(("", "", _ENDS))
+    entries = [
+        _entry(held[ours + name], [theirs + each for each in names], rotary.get(name))
+        for ours, theirs, table in tables
+        for name, names in table.items()
+        if ours + name in held
+    ]
+    embedding, head = (_ENDS[name][0] for name in ("embedding", "head"))
+    copies = {head: embedding} if model.tie_word_embeddings else {}
     for layer in range(model.layers, num_layers):
-        copies[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
-        copies[f"model.layers.{layer}.shared_head.head.weight"] = head
-    zeros: list[FileTensor] = []
-    if family == "deepseek-v3" and model.experts is not None and not model.experts.bias_update_rate:
-        for layer in range(model.experts.first_k_dense, num_layers):
-            bias = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
-            zeros.append(FileTensor(bias, (model.experts.num_experts,)))
+        copies[f"model.layers.{layer}.embed_tokens.weight"] = embedding
+        copies[f"model.layers.{layer}.shared_head.head.weight"] = copies.get(head, head)
     return TensorTable(tuple(entries), copies, tuple(zeros))
 
 
-def _layer(family: str, model: ModelSpec, layer: int, layout: Layout) -> Iterator[Entry]:
-    ours, hf, hidden = f"layers.{layer}", f"model.layers.{layer}", model.hidden
-    yield _single(f"{ours}.attention_norm", f"{hf}.input_layernorm.weight", (hidden,))
-    if model.mla is None:
-        yield from _attention(model, f"{ours}.attention", f"{hf}.self_attn")
-    else:
-        yield from _mla(model, model.mla, f"{ours}.attention", f"{hf}.self_attn", layout)
-    yield _single(f"{ours}.mlp_norm", f"{hf}.post_attention_layernorm.weight", (hidden,))
-    if model.experts is None or layer < model.experts.first_k_dense:
-        yield from _mlp(f"{ours}.mlp", f"{hf}.mlp", hidden, model.ffn)
-    else:
-        yield from _experts(family, model.experts, hidden, ours, hf, layout)
-    if layer >= model.layers:
-        yield from _mtp(model, layer - model.layers, hf)
-
-
-def _attention(model: ModelSpec, ours: str, hf: str) -> Iterator[Entry]:
-    head_dim, hidden = model.qk_head_dim, model.hidden
-    rows = {"q": model.heads * head_dim, "k": model.kv_heads * head_dim, "v": model.kv_heads * head_dim}
-    parts = tuple(FileTensor(f"{hf}.{kind}_proj.weight", (count, hidden)) for kind, count in rows.items())
-    yield Entry(f"{ours}.qkv", (sum(rows.values()), hidden), parts)
-    if model.qk_norm:
-        yield _single(f"{ours}.query_norm", f"{hf}.q_norm.weight", (head_dim,))
-        yield _single(f"{ours}.key_norm", f"{hf}.k_norm.weight", (head_dim,))
-    yield _single(f"{ours}.out", f"{hf}.o_proj.weight", (hidden, model.heads * head_dim))
-
-
-def _mla(model: ModelSpec, mla: MLA, ours: str, hf: str, layout: Layout) -> Iterator[Entry]:
-    hidden, heads, rope = model.hidden, model.heads, mla.qk_rope_head_dim
-    query_rotary, key_rotary = (Rotary(heads, rope), Rotary(1, rope)) if layout.interleaved else (None, None)
-    query_rows = heads * (mla.qk_nope_head_dim + rope)
-    if mla.q_lora_rank:
-        yield _single(f"{ours}.query_down", f"{hf}.q_a_proj.weight", (mla.q_lora_rank, hidden))
-        yield _single(f"{ours}.query_norm", f"{hf}.q_a_layernorm.weight", (mla.q_lora_rank,))
-        yield _single(f"{ours}.query", f"{hf}.q_b_proj.weight", (query_rows, mla.q_lora_rank), query_rotary)
-    else:
-        yield _single(f"{ours}.query", f"{hf}.q_proj.weight", (query_rows, hidden), query_rotary)
-    yield _single(f"{ours}.latent", f"{hf}.kv_a_proj_with_mqa.weight", (mla.kv_lora_rank + rope, hidden), key_rotary)
-    yield _single(f"{ours}.latent_norm", f"{hf}.kv_a_layernorm.weight", (mla.kv_lora_rank,))
-    up_shape = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
-    yield _single(f"{ours}.keys_values", f"{hf}.kv_b_proj.weight", up_shape)
-    yield _single(f"{ours}.out", f"{hf}.o_proj.weight", (hidden, heads * mla.v_head_dim))
-
-
-def _mlp(ours: str, hf: str, hidden: int, ffn: int) -> Iterator[Entry]:
-    parts = tuple(FileTensor(f"{hf}.{kind}_proj.weight", (ffn, hidden)) for kind in ("gate", "up"))
-    yield Entry(f"{ours}.gate_up", (2 * ffn, hidden), parts)
-    yield _single(f"{ours}.down", f"{hf}.down_proj.weight", (hidden, ffn))
-
-
-def _experts(family: str, experts: Experts, hidden: int, ours: str, hf: str, layout: Layout) -> Iterator[Entry]:
-    count, ffn = experts.num_experts, experts.intermediate_size
-    if family == "mixtral" and not layout.fused_experts:
-        hf, gate, up, down = f"{hf}.block_sparse_moe", "w1", "w3", "w2"
-    else:
-        hf, gate, up, down = f"{hf}.mlp", "gate_proj", "up_proj", "down_proj"
-    yield _single(f"{ours}.experts.router", f"{hf}.gate.weight", (count, hidden))
-    if experts.bias_update_rate:
-        yield _single(f"{ours}.experts.bias", f"{hf}.gate.e_score_correction_bias", (count,))
-    gate_up_shape, down_shape = (count, 2 * ffn, hidden), (count, hidden, ffn)
+def _layer_names(family: str, model: ModelSpec, layout: Layout) -> dict[str, list[str]]:
+    names = dict(_LAYER)
+    if model.mla is not None:
+        names |= _MLA if model.mla.q_lora_rank else _MLA_WITHOUT_QUERY_DOWN
     if layout.fused_experts:
-        yield _single(f"{ours}.experts.gate_up", f"{hf}.experts.gate_up_proj", gate_up_shape)
-        yield _single(f"{ours}.experts.down", f"{hf}.experts.down_proj", down_shape)
+        return names | _FUSED
+    return names | _MIXTRAL if family == "mixtral" else names
+
+
+def _rotary_parts(model: ModelSpec, layout: Layout) -> dict[str, Rotary]:
+    if model.mla is None or not layout.interleaved:
+        return {}
+    width = model.mla.qk_rope_head_dim
+    return {"attention.query": Rotary(model.heads, width), "attention.latent": Rotary(1, width)}
+
+
+def _entry(tensor: Tensor, names: Sequence[str], rotary: Rotary | None) -> Entry:
+    if "*" in names[0]:
+        count, rows, columns = tensor.shape
+        shape = rows // len(names), columns
+        parts = [FileTensor(name.replace("*", str(expert)), shape) for expert in range(count) for name in names]
+    elif len(names) == 1:
+        parts = [FileTensor(names[0], tensor.shape, rotary)]
     else:
-        names = [f"{hf}.experts.{expert}.{kind}.weight" for expert in range(count) for kind in (gate, up)]
-        parts = tuple(FileTensor(name, (ffn, hidden)) for name in names)
-        yield Entry(f"{ours}.experts.gate_up", gate_up_shape, parts)
-        names = [f"{hf}.experts.{expert}.{down}.weight" for expert in range(count)]
-        yield Entry(f"{ours}.experts.down", down_shape, tuple(FileTensor(name, (hidden, ffn)) for name in names))
-    if experts.shared_intermediate_size:
-        yield from _mlp(f"{ours}.shared", f"{hf}.shared_experts", hidden, experts.shared_intermediate_size)
-
-
-def _mtp(model: ModelSpec, number: int, hf: str) -> Iterator[Entry]:
-    ours, hidden = f"predicted.{number}", model.hidden
-    yield _single(f"{ours}.hidden_norm", f"{hf}.hnorm.weight", (hidden,))
-    yield _single(f"{ours}.embedding_norm", f"{hf}.enorm.weight", (hidden,))
-    yield _single(f"{ours}.join", f"{hf}.eh_proj.weight", (hidden, 2 * hidden))
-    yield _single(f"{ours}.norm", f"{hf}.shared_head.norm.weight", (hidden,))
-
-
-def _single(ours: str, hf: str, shape: Sizes, rotary: Rotary | None = None) -> Entry:
-    return Entry(ours, shape, (FileTensor(hf, shape, rotary),))
+        rows_of_each = (segment.size for segment in tensor.splits[0].segments)
+        parts = [FileTensor(name, (size, tensor.shape[1])) for name, size in zip(names, rows_of_each, strict=True)]
+    return Entry(tensor.name, tensor.shape, tuple(parts))

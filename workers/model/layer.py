@@ -10,116 +10,85 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.spec.model import ModelSpec
-from pentad.workers.model import attention, mla, mlp, moe
-from pentad.workers.model.layer_context import LayerContext, SequenceContext, Sublayer, Views
-from pentad.workers.model.weight_grad import AddWgrad, Wgrad
+from pentad.workers.model.attention import Attention
+from pentad.workers.model.layer_context import LayerContext, SequenceContext, Sublayer
+from pentad.workers.model.mla import MLA
+from pentad.workers.model.mlp import MLP
+from pentad.workers.model.moe import MoE
+from pentad.workers.model.norm import SavedNorm, norm, norm_backward
+from pentad.workers.model.weight_grad import Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task
 
 
-class LayerWeights(NamedTuple):
-    """Compute weights, or their main gradients."""
-
-    attention_norm: Tensor  # [H]
-    attention: Any
-    mlp_norm: Tensor  # [H]
-    mlp: Any
-
-
 class LayerSaved(NamedTuple):
-    """Activations that B needs and RECOMPUTE cannot rebuild cheaply."""
+    """Activations that B needs and RECOMPUTE cannot rebuild cheaply; the norms' inputs are the residual stream."""
 
-    stream: Tensor  # [T, H] residual stream before attention
-    rstd: Tensor  # [T]
+    attention_norm: SavedNorm  # of rows [T, H]
     attention: Any
-    mlp_stream: Tensor  # [T, H] residual stream before the feed-forward sublayer
-    mlp_rstd: Tensor  # [T]
+    mlp_norm: SavedNorm  # of rows [T, H]
     mlp: Any
 
 
 class LayerRecomputable(NamedTuple):
-    """Activations that `recompute` rebuilds from the saved ones: the two norms, and those of the sublayers."""
+    """Activations of the sublayers that `recompute` rebuilds from the saved ones, their inputs among them."""
 
-    normed: Tensor  # [T, H]
     attention: Any
-    mlp_normed: Tensor  # [T, H]
     mlp: Any
 
 
-class Sublayers(NamedTuple):
+class Layer(NamedTuple):
+    attention_norm: Param  # [H]
     attention: Sublayer
+    mlp_norm: Param  # [H]
     mlp: Sublayer
 
+    @classmethod
+    def bind(cls, params: Params, model: ModelSpec, number: int) -> Layer:
+        """Layer `number` of a model, with its part of the parameters."""
+        prefix = f"layers.{number}"
+        has_experts = model.experts is not None and number >= model.experts.first_k_dense
+        attention = Attention.bind(params, prefix) if model.mla is None else MLA.bind(params, prefix)
+        mlp = MoE.bind(params, prefix) if has_experts else MLP.bind(params, f"{prefix}.mlp")
+        return cls(params[f"{prefix}.attention_norm"], attention, params[f"{prefix}.mlp_norm"], mlp)
 
-def sublayers_of(model: ModelSpec, layer: int) -> Sublayers:
-    has_experts = model.experts is not None and layer >= model.experts.first_k_dense
-    return Sublayers(attention if model.mla is None else mla, moe if has_experts else mlp)
+    def forward(
+        self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None
+    ) -> Task[tuple[Tensor, Tensor, LayerSaved, LayerRecomputable]]:
+        """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and
+        after.
 
+        They are added inside the next norm, which reads both anyway.
+        """
+        eps = context.model.norm_eps
+        x, attention_norm = norm(branch, self.attention_norm, eps, stream)
+        branch, *attention = yield from self.attention.forward(context, sequence, x)
+        x, mlp_norm = norm(branch, self.mlp_norm, eps, attention_norm.input)
+        branch, *mlp = yield from self.mlp.forward(context, sequence, x)
+        saved = LayerSaved(attention_norm, attention[0], mlp_norm, mlp[0])
+        return branch, mlp_norm.input, saved, LayerRecomputable(attention[1], mlp[1])
 
-def weights_of(views: Views, layer: int, sublayers: Sublayers) -> LayerWeights:
-    prefix = f"layers.{layer}"
-    return LayerWeights(
-        views[f"{prefix}.attention_norm"],
-        sublayers.attention.weights_of(views, prefix),
-        views[f"{prefix}.mlp_norm"],
-        sublayers.mlp.weights_of(views, prefix),
-    )
+    def recompute(self, context: LayerContext, saved: LayerSaved) -> LayerRecomputable:
+        """RECOMPUTE, by the kernels of the forward."""
+        eps = context.model.norm_eps
+        x, _ = norm(saved.attention_norm.input, self.attention_norm, eps)
+        attention = self.attention.recompute(context, x, saved.attention)
+        x, _ = norm(saved.mlp_norm.input, self.mlp_norm, eps)
+        return LayerRecomputable(attention, self.mlp.recompute(context, x, saved.mlp))
 
-
-def forward(
-    w: LayerWeights,
-    sublayers: Sublayers,
-    context: LayerContext,
-    sequence: SequenceContext,
-    branch: Tensor,
-    stream: Tensor | None,
-) -> Task[tuple[Tensor, Tensor, LayerSaved, LayerRecomputable]]:
-    """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and after.
-
-    They are added inside the next norm, which reads both anyway.
-    """
-    eps = context.model.norm_eps
-    normed, stream, rstd = rms_norm(branch, w.attention_norm, eps, stream)
-    branch, *attended = yield from sublayers.attention.forward(w.attention, context, sequence, normed)
-    mlp_normed, mlp_stream, mlp_rstd = rms_norm(branch, w.mlp_norm, eps, stream)
-    branch, *transformed = yield from sublayers.mlp.forward(w.mlp, context, sequence, mlp_normed)
-    saved = LayerSaved(stream, rstd, attended[0], mlp_stream, mlp_rstd, transformed[0])
-    return branch, mlp_stream, saved, LayerRecomputable(normed, attended[1], mlp_normed, transformed[1])
-
-
-def recompute(w: LayerWeights, sublayers: Sublayers, context: LayerContext, saved: LayerSaved) -> LayerRecomputable:
-    """RECOMPUTE, by the kernels of the forward."""
-    eps = context.model.norm_eps
-    normed, _, _ = rms_norm(saved.stream, w.attention_norm, eps)
-    attention = sublayers.attention.recompute(w.attention, context, normed, saved.attention)
-    mlp_normed, _, _ = rms_norm(saved.mlp_stream, w.mlp_norm, eps)
-    return LayerRecomputable(
-        normed, attention, mlp_normed, sublayers.mlp.recompute(w.mlp, context, mlp_normed, saved.mlp)
-    )
-
-
-def backward(
-    w: LayerWeights,
-    g: LayerWeights,
-    sublayers: Sublayers,
-    context: LayerContext,
-    sequence: SequenceContext,
-    saved: LayerSaved,
-    recomputable: LayerRecomputable,
-    dy: Tensor,
-) -> Task[tuple[Tensor, list[Wgrad]]]:
-    """B: (gradient of the residual stream before the layer, work for W) from the gradient after it, both [T, H].
-
-    `w` are compute weights, `g` their main gradients.
-    """
-    dnormed, mlp_work = yield from sublayers.mlp.backward(
-        w.mlp, g.mlp, context, sequence, recomputable.mlp_normed, saved.mlp, recomputable.mlp, dy
-    )
-    dy, dmlp_norm = rms_norm_backward(dnormed, saved.mlp_stream, w.mlp_norm, saved.mlp_rstd, dy)
-    mlp_work = [*mlp_work, AddWgrad(g.mlp_norm, dmlp_norm)]
-    dnormed, attention_work = yield from sublayers.attention.backward(
-        w.attention, g.attention, context, sequence, recomputable.normed, saved.attention, recomputable.attention, dy
-    )
-    dy, dnorm = rms_norm_backward(dnormed, saved.stream, w.attention_norm, saved.rstd, dy)
-    return dy, [*mlp_work, *attention_work, AddWgrad(g.attention_norm, dnorm)]
+    def backward(
+        self,
+        context: LayerContext,
+        sequence: SequenceContext,
+        saved: LayerSaved,
+        recomputable: LayerRecomputable,
+        dy: Tensor,
+    ) -> Task[tuple[Tensor, list[Wgrad]]]:
+        """B: (gradient of the residual stream before the layer, work for W) from the gradient after it, both [T, H]."""
+        dx, mlp_work = yield from self.mlp.backward(context, sequence, saved.mlp, recomputable.mlp, dy)
+        dy, mlp_norm = norm_backward(dx, self.mlp_norm, saved.mlp_norm, dy)
+        dx, attention_work = yield from self.attention.backward(
+            context, sequence, saved.attention, recomputable.attention, dy
+        )
+        dy, attention_norm = norm_backward(dx, self.attention_norm, saved.attention_norm, dy)
+        return dy, [*mlp_work, mlp_norm, *attention_work, attention_norm]

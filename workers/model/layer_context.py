@@ -18,8 +18,6 @@ from pentad.workers.parallel.context_parallel import ContextParallelGroup, Docum
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
-Views = dict[str, Tensor]  # parameters or gradients by name
-
 
 class LayerContext(NamedTuple):
     """The same for all layers and microbatches of a stage."""
@@ -50,33 +48,21 @@ class SequenceContext(NamedTuple):
 
 
 class Sublayer(Protocol):
-    """Half of a layer, between a norm and the addition to the residual stream: a module with these functions.
+    """Half of a layer, between a norm and the addition to the residual stream, with its parameters.
 
-    B needs two kinds of activations. The saved ones are expensive or need communication; the recomputable ones are
-    rebuilt from them by `recompute`, with the same bits. `w` are compute weights, `g` their main gradients. Forward and
-    backward are tasks, which yield while they wait for other ranks.
+    B needs two kinds of activations. The saved ones are expensive or need communication; the recomputable ones, such as
+    the input x, are rebuilt from them by `recompute`, with the same bits. Forward and backward are tasks, which yield
+    while they wait for other ranks.
     """
 
-    def weights_of(self, views: Views, prefix: str) -> Any: ...
-
-    def forward(
-        self, w: Any, context: LayerContext, sequence: SequenceContext, x: Tensor
-    ) -> Task[tuple[Tensor, Any, Any]]:
+    def forward(self, context: LayerContext, sequence: SequenceContext, x: Tensor) -> Task[tuple[Tensor, Any, Any]]:
         """(result, saved, recomputable) of the normed stream x; result and x are [T / tp, H]."""
 
-    def recompute(self, w: Any, context: LayerContext, x: Tensor, saved: Any) -> Any:
+    def recompute(self, context: LayerContext, x: Tensor, saved: Any) -> Any:
         """The recomputable activations, for RECOMPUTE."""
 
     def backward(
-        self,
-        w: Any,
-        g: Any,
-        context: LayerContext,
-        sequence: SequenceContext,
-        x: Tensor,
-        saved: Any,
-        recomputable: Any,
-        dy: Tensor,
+        self, context: LayerContext, sequence: SequenceContext, saved: Any, recomputable: Any, dy: Tensor
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         """(gradient of x, work for W) from the gradient of the result."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
-from pentad.workers.model.weight_grad import EmbeddingWgrad, LinearWgrad, Wgrad
+from pentad.workers.model.weight_grad import EmbeddingWgrad, LinearWgrad, Param
 from pentad.workers.parallel.async_ops import gather2
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
@@ -25,28 +25,30 @@ class LossSaved(NamedTuple):
     targets: Tensor  # [T], relative to this rank's first vocabulary entry
 
 
-def embed(weight: Tensor, tokens: Tensor, tp: TensorParallelGroup) -> Tensor:
-    """The embeddings [T / tp, H] of tokens [T]; `weight` [V / tp, H] is this rank's part of the vocabulary."""
+def embed(param: Param, tokens: Tensor, tp: TensorParallelGroup) -> Tensor:
+    """The embeddings [T / tp, H] of tokens [T]; `param` [V / tp, H] is this rank's part of the vocabulary."""
+    weight = param.weight
     if tp.size == 1:
         return weight[tokens]
-    rows, foreign = _local_rows(weight, tokens, tp)
-    return tp.reduce_scatter(weight[rows].masked_fill_(foreign[:, None], 0.0)).wait()
+    rows, is_remote = _local_rows(weight, tokens, tp)
+    return tp.reduce_scatter(weight[rows].masked_fill_(is_remote[:, None], 0.0)).wait()
 
 
-def embed_backward(gradient: Tensor, dy: Tensor, tokens: Tensor, tp: TensorParallelGroup) -> list[Wgrad]:
+def embed_backward(param: Param, dy: Tensor, tokens: Tensor, tp: TensorParallelGroup) -> EmbeddingWgrad:
     """The work for W, from the gradient dy [T / tp, H] of the embeddings."""
     dy = tp.all_gather(dy).wait()
     if tp.size > 1:
-        tokens, foreign = _local_rows(gradient, tokens, tp)
-        dy = dy.masked_fill(foreign[:, None], 0.0)
-    return [EmbeddingWgrad(gradient, dy, tokens)]
+        tokens, is_remote = _local_rows(param.gradient, tokens, tp)
+        dy = dy.masked_fill(is_remote[:, None], 0.0)
+    return EmbeddingWgrad(param.gradient, dy, tokens)
 
 
-def head_loss(weight: Tensor, normed: Tensor, targets: Tensor, tp: TensorParallelGroup) -> tuple[LossSaved, Tensor]:
-    """(what B needs, losses [T], the same on every rank); `weight` [V / tp, H] is this rank's part of the vocabulary.
+def head_loss(param: Param, normed: Tensor, targets: Tensor, tp: TensorParallelGroup) -> tuple[LossSaved, Tensor]:
+    """(what B needs, losses [T], the same on every rank); `param` [V / tp, H] is this rank's part of the vocabulary.
 
     A target of -100 has no loss.
     """
+    weight = param.weight
     logits = torch.mm(tp.all_gather(normed).wait(), weight.t())
     if tp.size > 1:
         first = tp.rank * weight.shape[0]
@@ -59,23 +61,23 @@ def head_loss(weight: Tensor, normed: Tensor, targets: Tensor, tp: TensorParalle
 
 
 def head_loss_backward(
-    weight: Tensor, gradient: Tensor, saved: LossSaved, scale: float, tp: TensorParallelGroup
-) -> tuple[Tensor, list[Wgrad]]:
+    param: Param, saved: LossSaved, scale: float, tp: TensorParallelGroup
+) -> tuple[Tensor, LinearWgrad]:
     """(gradient [T / tp, H] of the normed stream, work for W), each token's loss times `scale`.
 
     The saved logits become their gradient in place.
     """
     dlogits = saved.logits
     cross_entropy_backward_(dlogits, saved.targets, saved.lse, scale)
-    dnormed, normed = gather2(tp.matmul_reduce_scatter(dlogits, weight), tp.all_gather(saved.normed)).wait()
-    return dnormed, [LinearWgrad(gradient, dlogits, normed)]
+    dnormed, normed = gather2(tp.matmul_reduce_scatter(dlogits, param.weight), tp.all_gather(saved.normed)).wait()
+    return dnormed, LinearWgrad(param.gradient, dlogits, normed)
 
 
 def _local_rows(weight: Tensor, tokens: Tensor, tp: TensorParallelGroup) -> tuple[Tensor, Tensor]:
     """(rows of this rank's part of the vocabulary, which tokens belong to other ranks), both [T]."""
     rows = tokens - tp.rank * weight.shape[0]
-    foreign = (rows < 0) | (rows >= weight.shape[0])
-    return rows.masked_fill(foreign, 0), foreign
+    is_remote = (rows < 0) | (rows >= weight.shape[0])
+    return rows.masked_fill(is_remote, 0), is_remote
 
 
 def _reduce_losses(losses: Tensor, lse: Tensor, targets: Tensor, tp: TensorParallelGroup) -> tuple[Tensor, Tensor]:

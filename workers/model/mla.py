@@ -14,157 +14,124 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.attention.rope import rope_
-from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
-from pentad.schedules.spec.model import MLA
-from pentad.workers.model.layer_context import LayerContext, SequenceContext, Views
-from pentad.workers.model.weight_grad import AddWgrad, LinearWgrad, Wgrad
-from pentad.workers.parallel.async_ops import AsyncResult, Task, gather2
+from pentad.schedules.spec import model
+from pentad.workers.model.attention import attend, attend_backward
+from pentad.workers.model.layer_context import LayerContext, SequenceContext
+from pentad.workers.model.norm import SavedNorm, norm, norm_backward
+from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
+from pentad.workers.parallel.async_ops import Task, gather2
 from pentad.workers.parallel.context_parallel import SavedContext
 
 
-class MLAWeights(NamedTuple):
-    query_down: Tensor | None  # [Q, H]
-    query_norm: Tensor | None  # [Q]
-    query: Tensor  # [N (P + O), Q], or [N (P + O), H] without a query latent
-    latent: Tensor  # [R + O, H]
-    latent_norm: Tensor  # [R]
-    keys_values: Tensor  # [N (P + E), R]
-    out: Tensor  # [H, N E]
+class QueryLatent(NamedTuple):
+    down: Param  # [Q, H]
+    norm: Param  # [Q]
 
 
-class NormedLatent(NamedTuple):
-    """A latent before and after its norm."""
-
-    input: Tensor  # [t, R]
-    rstd: Tensor  # [t]
+class SavedLatent(NamedTuple):
     normed: Tensor  # [t, R]
+    norm: SavedNorm
 
 
 class MLASaved(NamedTuple):
     context: SavedContext
     out: Tensor  # [T, N E]
-    q_latent: NormedLatent | None
-    kv_latent: NormedLatent
+    q_latent: SavedLatent | None
+    kv_latent: SavedLatent
 
 
-def weights_of(views: Views, prefix: str) -> MLAWeights:
-    return MLAWeights(
-        views.get(f"{prefix}.attention.query_down"),
-        views.get(f"{prefix}.attention.query_norm"),
-        *(views[f"{prefix}.attention.{name}"] for name in ("query", "latent", "latent_norm", "keys_values", "out")),
-    )
+class MLA(NamedTuple):
+    query_latent: QueryLatent | None
+    query: Param  # [N (P + O), Q], or [N (P + O), H] without a query latent
+    latent: Param  # [R + O, H]
+    latent_norm: Param  # [R]
+    keys_values: Param  # [N (P + E), R]
+    out: Param  # [H, N E]
+
+    @classmethod
+    def bind(cls, params: Params, prefix: str) -> MLA:
+        at = f"{prefix}.attention"
+        has_latent = f"{at}.query_down" in params
+        query_latent = QueryLatent(params[f"{at}.query_down"], params[f"{at}.query_norm"]) if has_latent else None
+        names = ("query", "latent", "latent_norm", "keys_values", "out")
+        return cls(query_latent, *(params[f"{at}.{name}"] for name in names))
+
+    def forward(
+        self, context: LayerContext, sequence: SequenceContext, x: Tensor
+    ) -> Task[tuple[Tensor, MLASaved, Tensor]]:
+        shape, tp, rotary = _shape(context), context.tp, sequence.rotary
+        nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
+        q_latent = None
+        if self.query_latent is not None:
+            q_latent = _norm_latent(torch.mm(x, self.query_latent.down.weight.t()), self.query_latent.norm, context)
+        q_gather = tp.all_gather(x if q_latent is None else q_latent.normed)
+        latent = torch.mm(x, self.latent.weight.t())  # [t, R + O]
+        kv_latent = _norm_latent(latent[:, :rank].contiguous(), self.latent_norm, context)
+        latent = torch.cat((kv_latent.normed, latent[:, rank:]), dim=1)
+        q_input, latent = yield from gather2(q_gather, tp.all_gather(latent))  # [T, Q], [T, R + O]
+        q = torch.mm(q_input, self.query.weight.t())
+        q = q.view(q.shape[0], -1, nope + shape.qk_rope_head_dim)  # [T, N, P + O]
+        rope_(q[:, :, nope:], rotary.cos, rotary.sin)
+        rotary_key = latent[:, None, rank:]  # [T, 1, O], shared by all heads
+        rope_(rotary_key, rotary.cos, rotary.sin)
+        kv = torch.mm(latent[:, :rank], self.keys_values.weight.t()).view(q.shape[0], q.shape[1], -1)  # [T, N, P + E]
+        k = torch.cat((kv[:, :, :nope], rotary_key.expand(-1, q.shape[1], -1)), dim=2)
+        out, saved = yield from attend(context, sequence, q, k, kv[:, :, nope:])
+        y = yield from tp.matmul_reduce_scatter(out, self.out.weight.t())
+        return y, MLASaved(saved, out, q_latent, kv_latent), x
+
+    def recompute(self, context: LayerContext, x: Tensor, saved: MLASaved) -> Tensor:
+        """Only the input: none of the activations is cheap to recompute."""
+        return x
+
+    def backward(
+        self, context: LayerContext, sequence: SequenceContext, saved: MLASaved, x: Tensor, dy: Tensor
+    ) -> Task[tuple[Tensor, list[Wgrad]]]:
+        shape, tp, latent = _shape(context), context.tp, saved.kv_latent
+        nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
+        dy = yield from tp.all_gather(dy)
+        dq, dk, dv = yield from attend_backward(
+            context, sequence, saved.context, torch.mm(dy, self.out.weight), shape.v_head_dim
+        )
+        dq, dk, dv = (grad.flatten(0, 1) for grad in (dq, dk, dv))  # [T, N, ...]
+        for grad in (dq, dk):
+            rope_(grad[:, :, nope:], sequence.rotary.cos, sequence.rotary.sin, inverse=True)
+        dq = dq.flatten(1)
+        drotary_key = dk[:, :, nope:].sum(1)  # all heads share it
+        dkv = torch.cat((dk[:, :, :nope], dv), dim=2).flatten(1)
+        latent_gather = tp.all_gather(latent.normed)
+        dlatent_scatter = tp.reduce_scatter(torch.cat((torch.mm(dkv, self.keys_values.weight), drotary_key), dim=1))
+        dq_scatter = tp.matmul_reduce_scatter(dq, self.query.weight)
+        q_gather = tp.all_gather(x if saved.q_latent is None else saved.q_latent.normed)
+        in_flight = gather2(gather2(latent_gather, q_gather), gather2(dlatent_scatter, dq_scatter))
+        (kv_latent, q_input), (dlatent, dq_input) = yield from in_flight  # dlatent [t, R + O], dq_input [t, Q]
+        dinput, latent_norm = norm_backward(dlatent[:, :rank].contiguous(), self.latent_norm, latent.norm)
+        dlatent = torch.cat((dinput, dlatent[:, rank:]), dim=1)
+        work: list[Wgrad] = [
+            LinearWgrad(self.out.gradient, dy, saved.out),
+            LinearWgrad(self.keys_values.gradient, dkv, kv_latent),
+            LinearWgrad(self.latent.gradient, dlatent, x),
+            latent_norm,
+            LinearWgrad(self.query.gradient, dq, q_input),
+        ]
+        dx, query_work = self._query_latent_backward(x, saved.q_latent, dq_input)
+        return torch.mm(dlatent, self.latent.weight) + dx, [*work, *query_work]
+
+    def _query_latent_backward(
+        self, x: Tensor, saved: SavedLatent | None, dq_input: Tensor
+    ) -> tuple[Tensor, list[Wgrad]]:
+        """(gradient of x by way of the queries, work for W) from that of the input of the query projection."""
+        if self.query_latent is None or saved is None:
+            return dq_input, []
+        down, param = self.query_latent
+        dlatent, query_norm = norm_backward(dq_input, param, saved.norm)
+        return torch.mm(dlatent, down.weight), [LinearWgrad(down.gradient, dlatent, x), query_norm]
 
 
-def forward(
-    w: MLAWeights, context: LayerContext, sequence: SequenceContext, x: Tensor
-) -> Task[tuple[Tensor, MLASaved, None]]:
-    shape, tp, (rotary, kv_cache, documents) = _shape(context), context.tp, sequence
-    nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
-    q_latent = None
-    if w.query_down is not None and w.query_norm is not None:
-        q_latent = _norm_latent(torch.mm(x, w.query_down.t()), w.query_norm, context)
-    q_gather = tp.all_gather(x if q_latent is None else q_latent.normed)
-    latent = torch.mm(x, w.latent.t())  # [t, R + O]
-    kv_latent = _norm_latent(latent[:, :rank].contiguous(), w.latent_norm, context)
-    latent = torch.cat((kv_latent.normed, latent[:, rank:]), dim=1)
-    q_input, latent = yield from gather2(q_gather, tp.all_gather(latent))  # [T, Q], [T, R + O]
-    q = torch.mm(q_input, w.query.t())
-    q = q.view(q.shape[0], -1, nope + shape.qk_rope_head_dim)  # [T, N, P + O]
-    rope_(q[:, :, nope:], rotary.cos, rotary.sin)
-    rotary_key = latent[:, None, rank:]  # [T, 1, O], shared by all heads
-    rope_(rotary_key, rotary.cos, rotary.sin)
-    kv = torch.mm(latent[:, :rank], w.keys_values.t()).view(q.shape[0], q.shape[1], -1)  # [T, N, P + E]
-    k = torch.cat((kv[:, :, :nope], rotary_key.expand(-1, q.shape[1], -1)), dim=2)
-    q, k, v = (_by_sequence(x, sequence) for x in (q, k, kv[:, :, nope:]))
-    k, v = kv_cache.extend((k, v), rotary.start)
-    out, saved = yield from context.cp.attend(q, k, v, documents, context.deterministic)  # [B, N, S, E]
-    out = out.transpose(1, 2).flatten(2).flatten(0, 1)
-    y = yield from tp.matmul_reduce_scatter(out, w.out.t())
-    return y, MLASaved(saved, out, q_latent, kv_latent), None
+def _norm_latent(x: Tensor, param: Param, context: LayerContext) -> SavedLatent:
+    return SavedLatent(*norm(x, param, context.model.norm_eps))
 
 
-def recompute(w: MLAWeights, context: LayerContext, x: Tensor, saved: MLASaved) -> None:
-    """Nothing: every activation is saved, as none is cheap to recompute."""
-
-
-def backward(
-    w: MLAWeights,
-    g: MLAWeights,
-    context: LayerContext,
-    sequence: SequenceContext,
-    x: Tensor,
-    saved: MLASaved,
-    recomputable: None,
-    dy: Tensor,
-) -> Task[tuple[Tensor, list[Wgrad]]]:
-    shape, tp, latent = _shape(context), context.tp, saved.kv_latent
-    nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
-    dy = yield from tp.all_gather(dy)
-    dq, dk, dv = yield from _attention_backward(context, sequence, saved.context, torch.mm(dy, w.out))  # [T, N, ...]
-    dq = dq.flatten(1)
-    drotary_key = dk[:, :, nope:].sum(1)  # all heads share it
-    dkv = torch.cat((dk[:, :, :nope], dv), dim=2).flatten(1)
-    latent_gather = tp.all_gather(latent.normed)
-    dlatent_scatter = tp.reduce_scatter(torch.cat((torch.mm(dkv, w.keys_values), drotary_key), dim=1))
-    in_flight = gather2(dlatent_scatter, _query_backward_start(w, context, x, saved.q_latent, dq))
-    kv_latent, (dlatent, (dq_input, q_input)) = yield from gather2(latent_gather, in_flight)  # dlatent [t, R + O]
-    dinput, dnorm = rms_norm_backward(dlatent[:, :rank].contiguous(), latent.input, w.latent_norm, latent.rstd)
-    dlatent = torch.cat((dinput, dlatent[:, rank:]), dim=1)
-    work: list[Wgrad] = [
-        LinearWgrad(g.out, dy, saved.out),
-        LinearWgrad(g.keys_values, dkv, kv_latent),
-        LinearWgrad(g.latent, dlatent, x),
-        AddWgrad(g.latent_norm, dnorm),
-        LinearWgrad(g.query, dq, q_input),
-    ]
-    dx, query_work = _query_latent_backward(w, g, x, saved.q_latent, dq_input)
-    return torch.mm(dlatent, w.latent) + dx, [*work, *query_work]
-
-
-def _query_backward_start(
-    w: MLAWeights, context: LayerContext, x: Tensor, latent: NormedLatent | None, dq: Tensor
-) -> AsyncResult[tuple[Tensor, Tensor]]:
-    """(gradient [t, Q] of the input of the query projection, that input [T, Q] of all tokens)."""
-    q_input = x if latent is None else latent.normed
-    return gather2(context.tp.matmul_reduce_scatter(dq, w.query), context.tp.all_gather(q_input))
-
-
-def _query_latent_backward(
-    w: MLAWeights, g: MLAWeights, x: Tensor, latent: NormedLatent | None, dq_input: Tensor
-) -> tuple[Tensor, list[Wgrad]]:
-    """(gradient of x by way of the queries, work for W) from that of the input of the query projection."""
-    if latent is None or w.query_down is None or w.query_norm is None:
-        return dq_input, []
-    dlatent, dnorm = rms_norm_backward(dq_input, latent.input, w.query_norm, latent.rstd)
-    assert g.query_down is not None
-    assert g.query_norm is not None
-    return torch.mm(dlatent, w.query_down), [LinearWgrad(g.query_down, dlatent, x), AddWgrad(g.query_norm, dnorm)]
-
-
-def _attention_backward(
-    context: LayerContext, sequence: SequenceContext, saved: SavedContext, dout: Tensor
-) -> Task[tuple[Tensor, Tensor, Tensor]]:
-    """Gradients [T, N, ...] of queries, keys and values before the rotation, from that of the output [T, N E]."""
-    shape, (rotary, kv_cache, _) = _shape(context), sequence
-    dout = _by_sequence(dout.unflatten(1, (-1, shape.v_head_dim)), sequence)
-    dq, dk, dv = yield from context.cp.attend_backward(dout, saved)
-    grads = (dq, *kv_cache.slice_grads((dk, dv), rotary.start))
-    dq, dk, dv = (grad.transpose(1, 2).flatten(0, 1) for grad in grads)
-    for grad in (dq, dk):
-        rope_(grad[:, :, shape.qk_nope_head_dim :], rotary.cos, rotary.sin, inverse=True)
-    return dq, dk, dv
-
-
-def _norm_latent(x: Tensor, weight: Tensor, context: LayerContext) -> NormedLatent:
-    normed, x, rstd = rms_norm(x, weight, context.model.norm_eps)
-    return NormedLatent(x, rstd, normed)
-
-
-def _by_sequence(x: Tensor, sequence: SequenceContext) -> Tensor:
-    """[T, N, D] as [B, N, S, D]."""
-    return x.view(-1, sequence.rotary.cos.shape[0], *x.shape[1:]).transpose(1, 2)
-
-
-def _shape(context: LayerContext) -> MLA:
+def _shape(context: LayerContext) -> model.MLA:
     assert context.model.mla is not None
     return context.model.mla

@@ -8,47 +8,42 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.swiglu import swiglu, swiglu_backward
-from pentad.workers.model.layer_context import LayerContext, SequenceContext, Views
-from pentad.workers.model.weight_grad import LinearWgrad, Wgrad
+from pentad.workers.model.layer_context import LayerContext, SequenceContext
+from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, gather2
 
 
-class MLPWeights(NamedTuple):
+class MLPRecomputable(NamedTuple):
+    x: Tensor  # [T / tp, H]
+    gate_up: Tensor  # [T, 2I], the largest activation of a dense layer
+
+
+class MLP(NamedTuple):
     """I is this rank's part of the intermediate size."""
 
-    gate_up: Tensor  # [2I, H]
-    down: Tensor  # [H, I]
+    gate_up: Param  # [2I, H]
+    down: Param  # [H, I]
 
+    @classmethod
+    def bind(cls, params: Params, prefix: str) -> MLP:
+        return cls(params[f"{prefix}.gate_up"], params[f"{prefix}.down"])
 
-def weights_of(views: Views, prefix: str) -> MLPWeights:
-    return MLPWeights(views[f"{prefix}.mlp.gate_up"], views[f"{prefix}.mlp.down"])
+    def forward(
+        self, context: LayerContext, sequence: SequenceContext, x: Tensor
+    ) -> Task[tuple[Tensor, None, MLPRecomputable]]:
+        full = yield from context.tp.all_gather(x)
+        gate_up = torch.mm(full, self.gate_up.weight.t())
+        y = yield from context.tp.matmul_reduce_scatter(swiglu(gate_up), self.down.weight.t())
+        return y, None, MLPRecomputable(x, gate_up)
 
+    def recompute(self, context: LayerContext, x: Tensor, saved: None) -> MLPRecomputable:
+        return MLPRecomputable(x, torch.mm(context.tp.all_gather(x).wait(), self.gate_up.weight.t()))
 
-def forward(
-    w: MLPWeights, context: LayerContext, sequence: SequenceContext, x: Tensor
-) -> Task[tuple[Tensor, None, Tensor]]:
-    x = yield from context.tp.all_gather(x)
-    gate_up = torch.mm(x, w.gate_up.t())
-    out = yield from context.tp.matmul_reduce_scatter(swiglu(gate_up), w.down.t())
-    return out, None, gate_up
-
-
-def recompute(w: MLPWeights, context: LayerContext, x: Tensor, saved: None) -> Tensor:
-    """gate_up [T, 2I]: the largest activation of a dense layer."""
-    return torch.mm(context.tp.all_gather(x).wait(), w.gate_up.t())
-
-
-def backward(
-    w: MLPWeights,
-    g: MLPWeights,
-    context: LayerContext,
-    sequence: SequenceContext,
-    x: Tensor,
-    saved: None,
-    gate_up: Tensor,
-    dy: Tensor,
-) -> Task[tuple[Tensor, list[Wgrad]]]:
-    dy = yield from context.tp.all_gather(dy)
-    dgate_up, gated = swiglu_backward(torch.mm(dy, w.down), gate_up)
-    x, dx = yield from gather2(context.tp.all_gather(x), context.tp.matmul_reduce_scatter(dgate_up, w.gate_up))
-    return dx, [LinearWgrad(g.down, dy, gated), LinearWgrad(g.gate_up, dgate_up, x)]
+    def backward(
+        self, context: LayerContext, sequence: SequenceContext, saved: None, recomputable: MLPRecomputable, dy: Tensor
+    ) -> Task[tuple[Tensor, list[Wgrad]]]:
+        (x, gate_up), tp = recomputable, context.tp
+        dy = yield from tp.all_gather(dy)
+        dgate_up, gated = swiglu_backward(torch.mm(dy, self.down.weight), gate_up)
+        x, dx = yield from gather2(tp.all_gather(x), tp.matmul_reduce_scatter(dgate_up, self.gate_up.weight))
+        return dx, [LinearWgrad(self.down.gradient, dy, gated), LinearWgrad(self.gate_up.gradient, dgate_up, x)]

@@ -1,6 +1,6 @@
 """The router: which experts a token visits and with what weights, with a hand-written backward.
 
-T tokens, H hidden, E experts, K of which a token visits. Scores and weights are float32 (float64 when compute is).
+T tokens, H hidden, E experts, of which a token visits K. Scores and weights are float32 (float64 when compute is).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def aux_loss_grad(routing: Routing, shape: Experts, scale: float, load: Tensor |
     It is the same for every token. The loss of a microbatch is aux_loss_coef E sum_e (share of visits of expert e)
     (mean normalized score of e), which is aux_loss_coef at an even load (Switch Transformers, arXiv 2101.03961, section
     2.2). With a scale of 1 / tokens of a step, a step's loss is the mean over its microbatches. `load` [E] counts the
-    visits of the whole microbatch where these tokens are only a part of it. Counts have no gradient.
+    visits of the full microbatch where these tokens are only a part of it. Counts have no gradient.
     """
     counts = (routing.load if load is None else load).to(routing.scores.dtype)
     visits = counts / counts.sum()

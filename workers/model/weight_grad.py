@@ -1,4 +1,4 @@
-"""W as data: the weight gradients that B leaves to be added to the main gradients later."""
+"""Parameters as layers see them, and W as data: the weight gradients that B leaves to be added later."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from torch import Tensor
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_
 from pentad.kernels.moe.moe_permute import gather_rows
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
+
+
+class Param(NamedTuple):
+    weight: Tensor  # in the compute dtype
+    gradient: Tensor  # the main gradient
+
+
+Params = dict[str, Param]  # by name
 
 
 class LinearWgrad(NamedTuple):
@@ -62,10 +70,8 @@ def accumulate_wgrads(work: list[Wgrad]) -> None:
                 gradient += dy
             case EmbeddingWgrad(gradient, dy, tokens):
                 # This sorts the tokens first, so that the additions have the same order in every run.
-                rows = torch.ops.aten.embedding_dense_backward(
-                    dy.to(gradient.dtype), tokens, gradient.shape[0], -1, False
-                )
-                gradient += rows
+                dy = dy.to(gradient.dtype)
+                gradient += torch.ops.aten.embedding_dense_backward(dy, tokens, gradient.shape[0], -1, False)
             case GroupedWgrad(gradient, dy, x, offsets, dy_rows, x_rows):
                 left = dy if dy_rows is None else gather_rows(dy, dy_rows, offsets)
                 right = x if x_rows is None else gather_rows(x, x_rows, offsets)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -36,6 +37,10 @@ class AsyncResult(Generic[T]):
             yield
         return self.wait()
 
+    def then(self, function: Callable[[T], S]) -> AsyncResult[S]:
+        """The function of this result."""
+        return AsyncResult(self.works, lambda: function(self.result()), self.keep_alive)
+
     def wait(self) -> T:
         """Waits without yielding."""
         for work in self.works:
@@ -53,6 +58,18 @@ def gather2(first: AsyncResult[S], second: AsyncResult[T]) -> AsyncResult[tuple[
     """Both results, with one yield."""
     works = (*first.works, *second.works)
     return AsyncResult(works, lambda: (first.result(), second.result()), first.keep_alive, second.keep_alive)
+
+
+def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> AsyncResult[Tensor]:
+    """The rows of all ranks of the group in order, [size T, ...] from [T, ...]."""
+    full, x = x.new_empty(group.size() * x.shape[0], *x.shape[1:]), x.contiguous()
+    return AsyncResult((all_gather(full, x, group=group, async_op=True),), lambda: full, x)
+
+
+def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> AsyncResult[Tensor]:
+    """This rank's rows [T, ...] of the sum over the group of [size T, ...]: the transpose of `all_gather_rows`."""
+    own, x = x.new_empty(x.shape[0] // group.size(), *x.shape[1:]), x.contiguous()
+    return AsyncResult((reduce_scatter(own, x, group=group, async_op=True),), lambda: own, x)
 
 
 def run_to_completion(task: Task[T]) -> T:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pentad.kernels.attention.attention import SavedAttention, attention, attention_backward
 from pentad.kernels.attention.attention_partial import QKVGrads
@@ -28,12 +29,7 @@ class SavedUlysses(NamedTuple):
 
 BLOCKWISE = {"ring": cp_ring, "all_gather": cp_all_gather}
 SavedContext = SavedAttention | SavedBlocks | SavedUlysses
-
-
-class DocumentMask(NamedTuple):
-    """The blocks a rank computes for a batch of packed documents; made once for all layers, forward and backward."""
-
-    steps: tuple[Step, ...]
+DocumentMask = tuple[Step, ...]  # the blocks of packed documents, made once for all layers, forward and backward
 
 
 @dataclass(frozen=True)
@@ -58,32 +54,27 @@ class ContextParallelGroup:
             return None
         assert all(starts[0] == 0 and starts[-1] < length for starts in rows)
         slices = [(slice(b, b + 1), tuple(starts)) for b, starts in enumerate(rows)]
-        return DocumentMask(plan_steps(self.method, self.size, self.rank, length, slices, device))
+        return plan_steps(self.method, self.size, self.rank, length, slices, device)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        documents: DocumentMask | None = None,
-        deterministic: bool = False,
-    ) -> Task[tuple[torch.Tensor, SavedContext]]:
+        self, q: Tensor, k: Tensor, v: Tensor, documents: DocumentMask | None = None, deterministic: bool = False
+    ) -> Task[tuple[Tensor, SavedContext]]:
         """(out [B, N, S / cp, Dv], what B needs) of this rank's q [B, N, S / cp, D], k [B, M, S / cp, D] and
         v [B, M, S / cp, Dv], in the order of its positions. The inputs must stay unchanged until B."""
-        group, steps = self.group, documents.steps if documents else None
+        group = self.group
         if group is None or self.size == 1:
-            return self._attend_local(q, k, v, steps, deterministic)
+            return self._attend_local(q, k, v, documents, deterministic)
         if self.method == "ulysses":
             heads = yield from to_heads(group, q, k, v)
-            out, saved = self._attend_local(heads[0], heads[1], heads[2], steps, deterministic)
+            out, saved = self._attend_local(heads[0], heads[1], heads[2], documents, deterministic)
             rows = yield from to_positions(group, out)
             return rows[0], SavedUlysses(saved, k.shape[1])
-        steps = steps or _steps_without_mask(self.method, self.size, self.rank, q.shape[2] * self.size)
+        steps = documents or _steps_without_mask(self.method, self.size, self.rank, q.shape[2] * self.size)
         inputs = Inputs(q, k, v, steps, self.scale, deterministic)
         blocks = yield from BLOCKWISE[self.method].forward(group, inputs)
         return blocks.out, blocks
 
-    def attend_backward(self, dout: torch.Tensor, saved: SavedContext) -> Task[QKVGrads]:
+    def attend_backward(self, dout: Tensor, saved: SavedContext) -> Task[QKVGrads]:
         """(dq, dk, dv) of this rank's inputs, from dout [B, N, S / cp, Dv]."""
         group = self.group
         if isinstance(saved, SavedUlysses):
@@ -96,20 +87,21 @@ class ContextParallelGroup:
         return (yield from BLOCKWISE[self.method].backward(group, saved, dout))
 
     def _attend_local(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: tuple[Step, ...] | None, deterministic: bool
-    ) -> tuple[torch.Tensor, SavedAttention | SavedBlocks]:
+        self, q: Tensor, k: Tensor, v: Tensor, steps: DocumentMask | None, deterministic: bool
+    ) -> tuple[Tensor, SavedAttention | SavedBlocks]:
         """Attention of full sequences, without communication."""
         if steps is None:
             return attention(q, k, v, deterministic, self.scale)
         inputs = Inputs(q, k, v, steps, self.scale, deterministic)
-        saved = inputs.saved(*block_forward(inputs, steps[0][0], k, v))
+        saved = SavedBlocks(inputs, *block_forward(inputs, steps[0][0], k, v))
         return saved.out, saved
 
 
-def _attend_local_backward(dout: torch.Tensor, saved: SavedAttention | SavedBlocks) -> QKVGrads:
+def _attend_local_backward(dout: Tensor, saved: SavedAttention | SavedBlocks) -> QKVGrads:
     if isinstance(saved, SavedAttention):
         return attention_backward(dout, saved)
-    return block_backward(saved, dout, saved.steps[0][0], saved.k, saved.v)
+    _, k, v, steps, *_ = saved.inputs
+    return block_backward(saved, dout, steps[0][0], k, v)
 
 
 @lru_cache

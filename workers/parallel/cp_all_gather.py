@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pentad.kernels.attention.attention_merge import merge_partials_
 from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.backend import accumulation_dtype
-from pentad.workers.parallel.async_ops import AsyncResult, Task, all_gather, reduce_scatter
+from pentad.workers.parallel.async_ops import AsyncResult, Task, all_gather_rows, reduce_scatter_rows
 from pentad.workers.parallel.cp_blocks import (
     Block,
     Inputs,
@@ -26,51 +26,48 @@ from pentad.workers.parallel.cp_blocks import (
     unpack_kv,
 )
 
-KV = tuple[torch.Tensor, torch.Tensor]  # keys and values, or their gradients
+KV = tuple[Tensor, Tensor]  # keys and values, or their gradients
 
 
 def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
     """Attention of this rank's queries to the keys of all ranks."""
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q, k, v, steps, *_ = inputs
     in_flight = _gather_kv(group, k, v)
-    out, lse = block_forward(inputs, inputs.steps[0][0], k, v)  # overlaps with the all-gather
+    out, lse = block_forward(inputs, steps[0][0], k, v)  # overlaps with the all-gather
     out = out.to(accumulation_dtype(q.dtype))
     kv_by_rank = yield from in_flight
-    for at, source in _remote_blocks(group, inputs.steps):
+    for at, source in _remote_blocks(group, steps):
         partial = block_forward(inputs, at, *kv_by_rank[source])
         merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
-    return inputs.saved(out.to(q.dtype), lse)
+    return SavedBlocks(inputs, out.to(q.dtype), lse)
 
 
-def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: torch.Tensor) -> Task[QKVGrads]:
+def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
     """(dq, dk, dv) of this rank's inputs."""
-    q, k, v = saved.q, saved.k, saved.v
+    q, k, v, steps, *_ = saved.inputs
     wide = accumulation_dtype(q.dtype)
     in_flight = _gather_kv(group, k, v)
-    dq, *own = block_backward(saved, dout, saved.steps[0][0], k, v)
+    dq, *own = block_backward(saved, dout, steps[0][0], k, v)
     dq = dq.to(wide)
     kv_by_rank = yield from in_flight
     packed = q.new_zeros(group.size(), k.numel() + v.numel(), dtype=wide)
     dkv_by_rank = [unpack_kv(each, k, v) for each in packed]
     for total, gradient in zip(dkv_by_rank[group.rank()], own, strict=True):
         total.copy_(gradient)
-    for at, source in _remote_blocks(group, saved.steps):
+    for at, source in _remote_blocks(group, steps):
         block_dq, *block_dkv = block_backward(saved, dout, at, *kv_by_rank[source])
         dq[at.rows, :, at.queries] += block_dq
         for total, gradient in zip(dkv_by_rank[source], block_dkv, strict=True):
             total[at.rows, :, at.keys] += gradient
-    reduced = packed.new_empty(packed.shape[1])
-    work = reduce_scatter(reduced, packed.view(-1), group=group, async_op=True)
-    dk, dv = unpack_kv((yield from AsyncResult((work,), lambda: reduced, packed)), k, v)
+    (reduced,) = yield from reduce_scatter_rows(packed, group)
+    dk, dv = unpack_kv(reduced, k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _gather_kv(group: dist.ProcessGroup, k: torch.Tensor, v: torch.Tensor) -> AsyncResult[list[KV]]:
+def _gather_kv(group: dist.ProcessGroup, k: Tensor, v: Tensor) -> AsyncResult[list[KV]]:
     """Keys and values of full sequences, by rank."""
-    own = pack_kv(k, v)
-    packed = own.new_empty(group.size(), own.numel())
-    work = all_gather(packed.view(-1), own, group=group, async_op=True)
-    return AsyncResult((work,), lambda: [unpack_kv(each, k, v) for each in packed], own)
+    packed = all_gather_rows(pack_kv(k, v)[None], group)
+    return packed.then(lambda by_rank: [unpack_kv(each, k, v) for each in by_rank])
 
 
 def _remote_blocks(group: dist.ProcessGroup, steps: Sequence[Step]) -> Iterator[tuple[Block, int]]:

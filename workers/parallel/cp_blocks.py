@@ -14,6 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pentad.kernels.attention.attention_partial import QKVGrads, partial_attention, partial_attention_backward
 from pentad.kernels.attention.attention_reference import AttentionOptions, PackedLengths, softmax_scale
@@ -40,52 +41,45 @@ Step = tuple[Block, ...]  # the blocks computed with one rank's keys
 class Inputs(NamedTuple):
     """The inputs of one rank's attention, and the blocks to compute."""
 
-    q: torch.Tensor  # [B, N, S, D]
-    k: torch.Tensor  # [B, M, S, D]
-    v: torch.Tensor  # [B, M, S, Dv]
+    q: Tensor  # [B, N, S, D]
+    k: Tensor  # [B, M, S, D]
+    v: Tensor  # [B, M, S, Dv]
     steps: tuple[Step, ...]
     scale: float | None
     deterministic: bool
 
-    def saved(self, out: torch.Tensor, lse: torch.Tensor) -> SavedBlocks:
+    def options(self, at: Block) -> AttentionOptions:
         scale = softmax_scale(self.q, self.scale)
-        return SavedBlocks(self.q, self.k, self.v, out, lse, self.steps, scale, self.deterministic)
+        return AttentionOptions(at.causal, scale, self.deterministic, at.lengths, at.fixed_shape)
 
 
 class SavedBlocks(NamedTuple):
-    """What B needs: this rank's inputs and results, and the blocks."""
+    """What B needs."""
 
-    q: torch.Tensor  # [B, N, S, D]
-    k: torch.Tensor  # [B, M, S, D]
-    v: torch.Tensor  # [B, M, S, Dv]
-    out: torch.Tensor  # [B, N, S, Dv]
-    lse: torch.Tensor  # [B, N, S], of the softmax over the keys of all ranks; float32 or wider
-    steps: tuple[Step, ...]
-    scale: float
-    deterministic: bool
+    inputs: Inputs
+    out: Tensor  # [B, N, S, Dv]
+    lse: Tensor  # [B, N, S], of the softmax over the keys of all ranks; float32 or wider
 
 
-def block_forward(inputs: Inputs, at: Block, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_forward(inputs: Inputs, at: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one block, with the keys and values of the rank it belongs to."""
-    options = AttentionOptions(
-        at.causal, softmax_scale(inputs.q, inputs.scale), inputs.deterministic, at.lengths, at.fixed_shape
-    )
-    return partial_attention(inputs.q[at.rows, :, at.queries], k[at.rows, :, at.keys], v[at.rows, :, at.keys], options)
+    q, k, v = inputs.q[at.rows, :, at.queries], k[at.rows, :, at.keys], v[at.rows, :, at.keys]
+    return partial_attention(q, k, v, inputs.options(at))
 
 
-def block_backward(saved: SavedBlocks, dout: torch.Tensor, at: Block, k: torch.Tensor, v: torch.Tensor) -> QKVGrads:
+def block_backward(saved: SavedBlocks, dout: Tensor, at: Block, k: Tensor, v: Tensor) -> QKVGrads:
     """(dq, dk, dv) of one block."""
-    options = AttentionOptions(at.causal, saved.scale, saved.deterministic, at.lengths, at.fixed_shape)
-    dout, q, out, lse = (x[at.rows, :, at.queries] for x in (dout, saved.q, saved.out, saved.lse))
-    return partial_attention_backward(dout, q, k[at.rows, :, at.keys], v[at.rows, :, at.keys], out, lse, options)
+    dout, q, out, lse = (x[at.rows, :, at.queries] for x in (dout, saved.inputs.q, saved.out, saved.lse))
+    k, v = k[at.rows, :, at.keys], v[at.rows, :, at.keys]
+    return partial_attention_backward(dout, q, k, v, out, lse, saved.inputs.options(at))
 
 
-def pack_kv(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def pack_kv(k: Tensor, v: Tensor) -> Tensor:
     """Keys and values as one flat message."""
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-def unpack_kv(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_kv(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Views of a message [..., elements] in the shapes of `k` and `v`."""
     keys, values = packed.split([k.numel(), v.numel()], dim=-1)
     return keys.unflatten(-1, k.shape), values.unflatten(-1, v.shape)
@@ -136,8 +130,7 @@ def _blocks_from(rank: int, source: int, layout: Sequence[Sequence[range]], rows
 
 
 def _visible(queries: Sequence[range], keys: Sequence[range], starts: Sequence[int]) -> tuple[int, int]:
-    """How many of the first queries and of the last keys, all of which precede them, are in the document spanning
-    both."""
+    """How many of the first queries, and of the last keys before them, are in the document that spans both."""
     document = bisect_right(starts, keys[-1].stop - 1)
     if bisect_right(starts, queries[0].start) != document:
         return 0, 0

@@ -1,13 +1,14 @@
 """Ring attention (arXiv 2310.01889): keys and values travel round the ring while each rank computes with those it has.
 
-The next ones are received during a computation, so a rank holds at most two foreign sets of them. In B the gradients of
-keys and values follow them round the ring, accumulated in float32 or wider, and end on the rank that owns them.
+The next ones are received during a computation, so a rank holds at most two sets from other ranks. In B the gradients
+of keys and values follow them round the ring, accumulated in float32 or wider, and end on the rank that owns them.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pentad.kernels.attention.attention_merge import merge_partials_
 from pentad.kernels.attention.attention_partial import QKVGrads
@@ -18,10 +19,10 @@ from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backwar
 
 def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
     """Attention of this rank's queries to the keys of all ranks."""
-    q, k, v, size = inputs.q, inputs.k, inputs.v, group.size()
+    (q, k, v, steps, *_), size = inputs, group.size()
     packed = pack_kv(k, v)
     buffers = [torch.empty_like(packed) for _ in range(min(2, size - 1))]
-    for number, blocks in enumerate(inputs.steps):
+    for number, blocks in enumerate(steps):
         in_flight = None if number == size - 1 else pass_on(group, packed, buffers[number % 2])
         if number == 0:
             out, lse = block_forward(inputs, blocks[0], k, v)
@@ -33,19 +34,19 @@ def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
                 merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
         if in_flight:
             packed = yield from in_flight
-    return inputs.saved(out.to(q.dtype), lse)
+    return SavedBlocks(inputs, out.to(q.dtype), lse)
 
 
-def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: torch.Tensor) -> Task[QKVGrads]:
+def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
     """(dq, dk, dv) of this rank's inputs."""
-    q, k, v, size = saved.q, saved.k, saved.v, group.size()
+    (q, k, v, steps, *_), size = saved.inputs, group.size()
     wide = accumulation_dtype(q.dtype)
     packed, keys, values = pack_kv(k, v), k, v
     buffers = [torch.empty_like(packed) for _ in range(min(2, size - 1))]
     sums = [torch.empty_like(packed, dtype=wide) for _ in range(2)]
     dq = q.new_zeros(q.shape, dtype=wide)
-    sums_in_flight: AsyncResult[torch.Tensor] | None = None
-    for number, blocks in enumerate(saved.steps):
+    sums_in_flight: AsyncResult[Tensor] | None = None
+    for number, blocks in enumerate(steps):
         kv_in_flight = None if number == size - 1 else pass_on(group, packed, buffers[number % 2])
         gradients = [(at, *block_backward(saved, dout, at, keys, values)) for at in blocks]
         if kv_in_flight:
@@ -66,7 +67,7 @@ def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: torch.Tensor) -
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def pass_on(group: dist.ProcessGroup, sent: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
+def pass_on(group: dist.ProcessGroup, sent: Tensor, buffer: Tensor) -> AsyncResult[Tensor]:
     """One step round the ring: sends to the next rank and receives into `buffer` from the previous one.
 
     A single torch call, unlike batch_isend_irecv: if a generation were aborted between the parts of a batch, NCCL's

@@ -10,46 +10,47 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype
 from pentad.workers.parallel.async_ops import AsyncResult
 
 
-def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> AsyncResult[list[torch.Tensor]]:
+def to_heads(group: dist.ProcessGroup, *tensors: Tensor) -> AsyncResult[list[Tensor]]:
     """[B, heads, S / cp, D] each, as [B, max(1, heads / cp), S, D]."""
     size = group.size()
     sent = [_split(x.repeat_interleave(max(1, size // x.shape[1]), dim=1), 1, size) for x in tensors]
     return _exchange(group, sent, lambda x: x.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
 
-def to_positions(group: dist.ProcessGroup, *tensors: torch.Tensor) -> AsyncResult[list[torch.Tensor]]:
+def to_positions(group: dist.ProcessGroup, *tensors: Tensor) -> AsyncResult[list[Tensor]]:
     """The inverse: [B, heads, S, D] each, as [B, cp heads, S / cp, D]."""
     sent = [_split(x, 2, group.size()) for x in tensors]
     return _exchange(group, sent, lambda x: x.permute(1, 0, 2, 3, 4).flatten(1, 2))
 
 
-def sum_repeated(gradient: torch.Tensor, heads: int) -> torch.Tensor:
+def sum_repeated(gradient: Tensor, heads: int) -> Tensor:
     """The gradient of `heads` heads from that of their repetitions."""
     if gradient.shape[1] == heads:
         return gradient
     return gradient.to(accumulation_dtype(gradient.dtype)).unflatten(1, (heads, -1)).sum(2).to(gradient.dtype)
 
 
-def _split(x: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
+def _split(x: Tensor, dim: int, parts: int) -> Tensor:
     """[parts, ...], one for each rank."""
     return torch.stack(x.chunk(parts, dim))
 
 
 def _exchange(
-    group: dist.ProcessGroup, sent: list[torch.Tensor], join: Callable[[torch.Tensor], torch.Tensor]
-) -> AsyncResult[list[torch.Tensor]]:
+    group: dist.ProcessGroup, sent: list[Tensor], join: Callable[[Tensor], Tensor]
+) -> AsyncResult[list[Tensor]]:
     """All-to-all of tensors [cp, ...] in one message per pair of ranks; `join` is applied to each tensor received."""
     flat = torch.cat([x.flatten(1) for x in sent], dim=1)
     received = torch.empty_like(flat)
     work = dist.all_to_all_single(received.view(-1), flat.view(-1), group=group, async_op=True)
     shapes = [x.shape[1:] for x in sent]
 
-    def result() -> list[torch.Tensor]:
+    def result() -> list[Tensor]:
         parts = received.split([shape.numel() for shape in shapes], dim=1)
         return [join(part.unflatten(1, shape)) for part, shape in zip(parts, shapes, strict=True)]
 

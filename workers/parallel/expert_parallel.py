@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pentad.kernels.moe.moe_permute import sum_rows
-from pentad.workers.parallel.async_ops import AsyncResult, Task, all_gather, ready, reduce_scatter
+from pentad.workers.parallel.async_ops import AsyncResult, Task, all_gather_rows, ready, reduce_scatter_rows
 
 DispatchMode = Literal["all_to_all", "all_gather"]
 
@@ -30,10 +31,10 @@ class ExpertParallelGroup(NamedTuple):
 class LocalDispatcher(NamedTuple):
     """This rank holds all experts: nothing moves."""
 
-    def dispatch(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def dispatch(self, x: Tensor) -> AsyncResult[Tensor]:
         return ready(x)
 
-    def combine(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def combine(self, x: Tensor) -> AsyncResult[Tensor]:
         return ready(x)
 
 
@@ -41,32 +42,29 @@ class AllGatherDispatcher(NamedTuple):
     """Every rank gets all tokens of the group. Shapes do not depend on the routing, so the host never waits for it."""
 
     group: dist.ProcessGroup
-    size: int
 
-    def dispatch(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        full, x = x.new_empty(self.size * x.shape[0], *x.shape[1:]), x.contiguous()
-        return AsyncResult((all_gather(full, x, group=self.group, async_op=True),), lambda: full, x)
+    def dispatch(self, x: Tensor) -> AsyncResult[Tensor]:
+        return all_gather_rows(x, self.group)
 
-    def combine(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        own, x = x.new_empty(x.shape[0] // self.size, *x.shape[1:]), x.contiguous()
-        return AsyncResult((reduce_scatter(own, x, group=self.group, async_op=True),), lambda: own, x)
+    def combine(self, x: Tensor) -> AsyncResult[Tensor]:
+        return reduce_scatter_rows(x, self.group)
 
 
 class AllToAllDispatcher(NamedTuple):
     """A token is sent once to each rank that has experts for it. The host has to wait for the numbers of rows."""
 
     group: dist.ProcessGroup
-    tokens: torch.Tensor  # [rows sent] int64, the token of each row; rows are ordered by destination rank
-    positions: torch.Tensor  # [T, ep] int64, the row sent for a token to a rank, -1 for none
+    tokens: Tensor  # [rows sent] int64, the token of each row; rows are ordered by destination rank
+    positions: Tensor  # [T, ep] int64, the row sent for a token to a rank, -1 for none
     sent: list[int]  # rows by rank
     received: list[int]
 
-    def dispatch(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def dispatch(self, x: Tensor) -> AsyncResult[Tensor]:
         received, rows = x.new_empty(sum(self.received), *x.shape[1:]), x[self.tokens]
         work = dist.all_to_all_single(received, rows, self.received, self.sent, group=self.group, async_op=True)
         return AsyncResult((work,), lambda: received, rows)
 
-    def combine(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def combine(self, x: Tensor) -> AsyncResult[Tensor]:
         returned, x = x.new_empty(sum(self.sent), *x.shape[1:]), x.contiguous()
         work = dist.all_to_all_single(returned, x, self.sent, self.received, group=self.group, async_op=True)
         return AsyncResult((work,), lambda: sum_rows(returned, self.positions), x)
@@ -76,15 +74,14 @@ Dispatcher = LocalDispatcher | AllGatherDispatcher | AllToAllDispatcher
 
 
 def make_dispatcher(
-    experts: torch.Tensor, num_local: int, group: dist.ProcessGroup | None, mode: DispatchMode
+    experts: Tensor, num_local: int, group: dist.ProcessGroup | None, mode: DispatchMode
 ) -> Task[Dispatcher]:
     """The dispatcher for tokens routed to `experts` [T, K]; each rank of the group holds `num_local` experts."""
     if group is None:
         return LocalDispatcher()
-    size = dist.get_world_size(group)
     if mode == "all_gather":
-        return AllGatherDispatcher(group, size)
-    visits = torch.zeros(experts.shape[0], size, dtype=torch.bool, device=experts.device)
+        return AllGatherDispatcher(group)
+    visits = torch.zeros(experts.shape[0], group.size(), dtype=torch.bool, device=experts.device)
     visits.scatter_(1, experts // num_local, True)
     sent = visits.sum(0)
     received = torch.empty_like(sent)
@@ -98,13 +95,13 @@ def make_dispatcher(
     return AllToAllDispatcher(group, tokens, positions, sent.tolist(), received.tolist())
 
 
-def pack_routing(experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def pack_routing(experts: Tensor, weights: Tensor) -> Tensor:
     """Chosen experts [T, K] and their weights [T, K] as one message [T, 2K] of integers as wide as the weights."""
     integer = torch.int64 if weights.dtype == torch.float64 else torch.int32
     return torch.cat([experts.to(integer), weights.contiguous().view(integer)], dim=1)
 
 
-def unpack_routing(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_routing(packed: Tensor) -> tuple[Tensor, Tensor]:
     """(experts int64, weights) from the message of `pack_routing`."""
     experts, bits = packed.chunk(2, dim=1)
     weights = bits.contiguous().view(torch.float64 if packed.dtype == torch.int64 else torch.float32)

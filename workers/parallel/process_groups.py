@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -42,7 +43,7 @@ class ProcessGroups:
     """All groups of one rank; None stands for a group of one.
 
     `channels[kind, source, target]` carries the transfers of one direction between two ranks (gloo has one group for
-    all and tells them apart by tag; peer copies need none). `gradients[stage]` are the holders of a stage and of its
+    all and distinguishes them by tag; peer copies need none). `gradients[stage]` are the holders of a stage and of its
     experts, if it has any; `weights[stage]` are the same ranks with communicators for ZeRO's all-gathers, which run
     beside reductions. `world` is all ranks of the mesh, `tied` the holders of the embedding where the head shares it.
     """
@@ -104,12 +105,8 @@ def first_stage_ranks(mesh: Mesh) -> list[int]:
 
 def transfer_edges(plan: Plan) -> list[tuple[Op, int, int]]:
     """Every (kind of send, source, target) of the program, in pipeline ranks; sorted, so equal on all ranks."""
-    found = set()
-    for rank, stream in enumerate(plan.program.streams):
-        for part in instructions_of(stream):
-            if part.op in SENDS:
-                found.add((part.op, rank, part.peer))
-    return sorted(found)
+    parts = ((rank, part) for rank, stream in enumerate(plan.program.streams) for part in instructions_of(stream))
+    return sorted({(part.op, rank, part.peer) for rank, part in parts if part.op in SENDS})
 
 
 def channel_of(part: Instruction, rank: int, peer: int) -> Channel:
@@ -118,8 +115,8 @@ def channel_of(part: Instruction, rank: int, peer: int) -> Channel:
 
 
 def abort_nccl() -> None:
-    """Aborts every NCCL communicator of this process, in parallel: each abort waits for the whole device, and so for
-    the kernels of the others. From any thread."""
+    """Aborts every NCCL communicator of this process, in parallel: each abort waits for the device, and so for the
+    kernels of the others. From any thread."""
     threads = [threading.Thread(target=group.abort) for group in list(dist.distributed_c10d._world.pg_map)]
     for thread in threads:
         thread.start()
@@ -143,15 +140,11 @@ def _channels(
 
 
 def _holder_groups(plan: Plan, rank: int) -> GroupsByStage:
-    """New groups of the holders of each share of this rank's stages. Every rank creates all of them."""
-    made = {
-        ranks: _connected_group(ranks)
-        for ranks in dict.fromkeys(map(plan.holders, plan.param_shards))
-        if len(ranks) > 1
-    }
+    """New groups of the holders of each shard of this rank's stages."""
+    made = _new_groups(map(plan.holders, plan.param_shards))
     found: GroupsByStage = {stage: [] for stage in plan.stages_of(rank)}
-    for share in plan.param_shards_of(rank):
-        found[share.stage].append(made.get(plan.holders(share)))
+    for shard in plan.param_shards_of(rank):
+        found[shard.stage].append(made.get(plan.holders(shard)))
     return found
 
 
@@ -167,21 +160,22 @@ def _embedding_ranks(plan: Plan) -> list[tuple[int, ...]]:
 
 def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
     mesh, at = plan.mesh, plan.mesh.coordinates(rank)
-    axes: tuple[Axis, ...] = ("tp", "cp", "ep")
-    tensor, context, experts = (_axis_group(mesh, axis, rank) for axis in axes)
+
+    def along(axis: Axis) -> dist.ProcessGroup | None:
+        """A new group of the ranks along the axis through this rank."""
+        return _new_groups(mesh.group((axis,), other) for other in range(mesh.size)).get(mesh.group((axis,), rank))
+
     return LayerGroups(
-        TensorParallelGroup(tensor, mesh.tp, at.tp),
-        ContextParallelGroup(context, mesh.cp, at.cp, plan.cp_method, plan.model.softmax_scale),
+        TensorParallelGroup(along("tp"), mesh.tp, at.tp),
+        ContextParallelGroup(along("cp"), mesh.cp, at.cp, plan.cp_method, plan.model.softmax_scale),
         # A GPU's host must not wait for the routing.
-        ExpertParallelGroup(experts, at.ep, "all_gather" if plan.device == "cuda" else "all_to_all"),
+        ExpertParallelGroup(along("ep"), at.ep, "all_gather" if plan.device == "cuda" else "all_to_all"),
     )
 
 
-def _axis_group(mesh: Mesh, axis: Axis, rank: int) -> dist.ProcessGroup | None:
-    """A new group of the ranks along one axis through this rank. Every rank creates all groups of the axis."""
-    all_ranks = dict.fromkeys(mesh.group((axis,), other) for other in range(mesh.size))
-    made = {ranks: _connected_group(ranks) for ranks in all_ranks if len(ranks) > 1}
-    return made.get(mesh.group((axis,), rank))
+def _new_groups(ranks_of_groups: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """New groups by their ranks, where those are several. Every rank of the mesh must create all of them."""
+    return {ranks: _connected_group(ranks) for ranks in dict.fromkeys(ranks_of_groups) if len(ranks) > 1}
 
 
 def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:

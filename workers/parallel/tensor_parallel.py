@@ -7,35 +7,32 @@ the partial sums after a row-parallel product are reduce-scattered.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pentad.schedules.spec.plan import num_tiles
-from pentad.workers.parallel.async_ops import AsyncResult, all_gather, ready, reduce_scatter
+from pentad.workers.parallel.async_ops import AsyncResult, all_gather_rows, ready, reduce_scatter, reduce_scatter_rows
 
 
-class TensorParallelGroup:
+class TensorParallelGroup(NamedTuple):
     """The tp group of a rank. With a size of 1 there is no group, and nothing is communicated."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, size: int = 1, rank: int = 0) -> None:
-        self.group, self.size, self.rank = group, size, rank
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0
 
-    def all_gather(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def all_gather(self, x: Tensor) -> AsyncResult[Tensor]:
         """The rows of all tokens [T, ...] from this rank's [T / tp, ...]."""
-        if self.size == 1:
-            return ready(x)
-        full, x = x.new_empty(self.size * x.shape[0], *x.shape[1:]), x.contiguous()
-        return AsyncResult((all_gather(full, x, group=self.group, async_op=True),), lambda: full, x)
+        return ready(x) if self.group is None else all_gather_rows(x, self.group)
 
-    def reduce_scatter(self, partial: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def reduce_scatter(self, partial: Tensor) -> AsyncResult[Tensor]:
         """This rank's rows [T / tp, ...] of the sum over ranks of partial results [T, ...]."""
-        if self.size == 1:
-            return ready(partial)
-        own, partial = partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:]), partial.contiguous()
-        return AsyncResult((reduce_scatter(own, partial, group=self.group, async_op=True),), lambda: own, partial)
+        return ready(partial) if self.group is None else reduce_scatter_rows(partial, self.group)
 
-    def matmul_reduce_scatter(self, x: torch.Tensor, matrix: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def matmul_reduce_scatter(self, x: Tensor, matrix: Tensor) -> AsyncResult[Tensor]:
         """This rank's rows [T / tp, N] of the sum over ranks of x [T, K] @ matrix [K, N].
 
         A long product is cut into tiles, each with some rows of every rank: one is reduced while the next is computed.
@@ -54,6 +51,6 @@ class TensorParallelGroup:
             partials.append(partial)
         return AsyncResult(works, lambda: own, partials)
 
-    def all_gather_stacked(self, values: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def all_gather_stacked(self, values: Tensor) -> AsyncResult[Tensor]:
         """The values [...] of all ranks, stacked [tp, ...]."""
         return self.all_gather(values[None])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from pentad.kernels.adamw import Coefficients, adamw_, adamw_optimistic_, coefficients
 from pentad.schedules.spec.plan import OptimizerSpec
-from pentad.workers.params.buckets import ShardIndex
 from pentad.workers.params.parameters import Parameters
+from pentad.workers.params.zero_layout import ShardIndex
 
 ROW = 4096  # elements of a partial norm
 
@@ -35,26 +37,25 @@ def clip_scale(norm: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Te
 
 
 def step(parameters: Parameters, spec: OptimizerSpec, number: int, scale: torch.Tensor) -> None:
-    """AdamW step `number` (from 0), with gradients times `scale` [1]. Weight decay applies to matrices only."""
+    """AdamW step `number` (from 0), with gradients times `scale` [1]."""
     has_copy = parameters.compute is not parameters.master
-    for index, is_matrix in parameters.decay_groups:
-        master, m, v, gradient = (
-            x[index] for x in (parameters.master, parameters.m, parameters.v, parameters.gradient)
-        )
-        compute = parameters.compute[index] if has_copy else None
-        adamw_(master, m, v, gradient, compute, scale, _coefficients(spec, number, is_matrix))
+    for (master, m, v, gradient, compute), group in _groups(parameters, spec, number):
+        adamw_(master, m, v, gradient, compute if has_copy else None, scale, group)
 
 
 def optimistic_step(parameters: Parameters, spec: OptimizerSpec, number: int) -> None:
     """Writes the compute weights as `step` would with a scale of 1; nothing else changes."""
     assert parameters.compute is not parameters.master
+    for (master, m, v, gradient, compute), group in _groups(parameters, spec, number):
+        adamw_optimistic_(compute, master, m, v, gradient, group)
+
+
+def _groups(
+    parameters: Parameters, spec: OptimizerSpec, number: int
+) -> Iterator[tuple[list[torch.Tensor], Coefficients]]:
+    """([master, m, v, gradient, compute], coefficients) of every part. Weight decay applies to matrices only."""
+    buffers = (parameters.master, parameters.m, parameters.v, parameters.gradient, parameters.compute)
     for index, is_matrix in parameters.decay_groups:
-        compute, master, m, v, gradient = (
-            x[index] for x in (parameters.compute, parameters.master, parameters.m, parameters.v, parameters.gradient)
-        )
-        adamw_optimistic_(compute, master, m, v, gradient, _coefficients(spec, number, is_matrix))
-
-
-def _coefficients(spec: OptimizerSpec, number: int, is_matrix: bool) -> Coefficients:
-    weight_decay = spec.weight_decay if is_matrix else 0.0
-    return coefficients(spec.learning_rate_at(number), spec.beta1, spec.beta2, spec.eps, weight_decay, step=number + 1)
+        weight_decay, learning_rate = spec.weight_decay if is_matrix else 0.0, spec.learning_rate_at(number)
+        group = coefficients(learning_rate, spec.beta1, spec.beta2, spec.eps, weight_decay, step=number + 1)
+        yield [buffer[index] for buffer in buffers], group

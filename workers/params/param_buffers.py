@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.params.buckets import GradientBucket, gradient_buckets
+from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.tp_replicated import ReplicatedGradients
 
@@ -22,6 +22,13 @@ class NamedBuffer:
 
 
 BoundBuffers = tuple[NamedBuffer | None, NamedBuffer | None]  # weights and gradients
+
+
+class GradientBucket(NamedTuple):
+    """Elements `span` of a stage's full gradients, complete once a backward has reached `layer`; -1: at its end."""
+
+    span: slice
+    layer: int
 
 
 class ParamBuffers:
@@ -73,9 +80,27 @@ def make_param_buffers(
     plan: Plan, rank: int, stage: int, parameters: dict[ParamShard, Parameters]
 ) -> list[ParamBuffers]:
     """The buffers of a stage, from all parameters that a rank holds."""
-    result = []
-    for each in (parameters for shard, parameters in parameters.items() if shard.stage == stage):
-        shapes = ((local.tensor, local.shape) for local in each.local_tensors)
-        buckets = gradient_buckets(plan, stage, each.layout, shapes)
-        result.append(ParamBuffers(each, ReplicatedGradients(plan, rank, each), buckets))
-    return result
+    return [
+        ParamBuffers(each, ReplicatedGradients(plan, rank, each), _gradient_buckets(plan, stage, each))
+        for shard, each in parameters.items()
+        if shard.stage == stage
+    ]
+
+
+def _gradient_buckets(plan: Plan, stage: int, parameters: Parameters) -> list[GradientBucket]:
+    """The buckets that the program reduces for a stage."""
+    count, padded_size = plan.program.buckets[stage], parameters.layout.padded_size
+    size, layers = aligned_part(padded_size, count), [plan.model.layers] * count
+    for local, start, end in parameters.spans():
+        for bucket in range(start // size, -(-end // size)):
+            layers[bucket] = min(layers[bucket], _layer_of(local.name, plan.model.layers))
+    ends = [min((bucket + 1) * size, padded_size) for bucket in range(count)]
+    return [GradientBucket(slice(bucket * size, end), layers[bucket]) for bucket, end in enumerate(ends)]
+
+
+def _layer_of(name: str, layers: int) -> int:
+    """The layer at which a backward completes a tensor's gradient: it starts with all that follows the last layer."""
+    if name == "embedding":
+        return -1
+    prefix, _, rest = name.partition(".")
+    return min(int(rest.partition(".")[0]), layers) if prefix == "layers" else layers

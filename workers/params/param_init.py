@@ -27,7 +27,7 @@ def initial_values(
     indices = [torch.cat([torch.arange(*each, device=device) for each in dim]) for dim in ranges]
     if tensor.scale == 0.0:
         return torch.ones([len(dim) for dim in indices], device=device)
-    digest = hashlib.blake2b(f"{seed}:{tensor.tied_to or tensor.name}".encode(), digest_size=7).digest()
+    key = derive_seed(seed, tensor.tied_to or tensor.name)
     inner = torch.zeros(1, dtype=torch.int64, device=device)  # position in a row
     for dim, size in zip(indices[1:], tensor.shape[1:], strict=True):
         inner = (inner[:, None] * size + dim).flatten()
@@ -35,8 +35,14 @@ def initial_values(
     rows = max(1, CHUNK // max(1, len(inner)))
     values = torch.empty(len(indices[0]), len(inner), device=device)
     for row, chunk in zip(indices[0].split(rows), values.split(rows), strict=True):
-        chunk.copy_(_normal(row[:, None] * row_size + inner, int.from_bytes(digest, "little"), tensor.scale))
+        chunk.copy_(_normal(row[:, None] * row_size + inner, key, tensor.scale))
     return values.view([len(dim) for dim in indices])
+
+
+def derive_seed(seed: int, *purpose: object) -> int:
+    """A seed for one purpose, the same on every mesh."""
+    text = ":".join(map(str, (seed, *purpose)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def _normal(position: torch.Tensor, key: int, scale: float) -> torch.Tensor:

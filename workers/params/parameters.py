@@ -13,9 +13,9 @@ import torch
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import Range, Tensor, tensors
-from pentad.workers.params.buckets import ShardIndex, ZeroLayout
 from pentad.workers.params.param_init import initial_values
 from pentad.workers.params.router_bias import RouterBias
+from pentad.workers.params.zero_layout import ShardIndex, ZeroLayout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -35,6 +35,10 @@ class LocalTensor(NamedTuple):
         return tuple(sum(end - start for start, end in ranges) for ranges in self.ranges)
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def is_full(self) -> bool:
         return self.shape == self.tensor.shape
 
@@ -44,14 +48,6 @@ class LocalTensor(NamedTuple):
             if ranges != [(0, full.shape[dim])]:
                 full = torch.cat([full.narrow(dim, start, end - start) for start, end in ranges], dim)
         return full
-
-
-class ShardPart(NamedTuple):
-    """The elements `span` of a local tensor, in C order, that a ZeRO shard holds."""
-
-    local: LocalTensor
-    span: slice
-    values: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,6 @@ class Parameters:
     """
 
     local_tensors: tuple[LocalTensor, ...]
-    experts: bool
     layout: ZeroLayout
     master: torch.Tensor
     compute: torch.Tensor
@@ -80,31 +75,31 @@ class Parameters:
     @cached_property
     def decay_groups(self) -> list[tuple[ShardIndex, bool]]:
         """All parts of the shard, with whether they hold matrices (which have weight decay) or norms."""
-        norms = sum(math.prod(local.shape) for local in self.local_tensors if len(local.shape) < 2)
+        norms = sum(local.size for local in self.local_tensors if len(local.shape) < 2)
         ends = (0, norms, False), (norms, self.layout.padded_size, True)
         return [(index, matrices) for start, end, matrices in ends for index, _ in self.layout.overlap(start, end)]
 
+    def spans(self) -> Iterator[tuple[LocalTensor, int, int]]:
+        """The local tensors with where each starts and ends in a full buffer."""
+        start = 0
+        for local in self.local_tensors:
+            yield local, start, start + local.size
+            start += local.size
+
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The local tensors in a full buffer, by name."""
-        result, start, flat = {}, 0, flat.view(-1)
-        for local in self.local_tensors:
-            size = math.prod(local.shape)
-            result[local.name] = flat[start : start + size].view(local.shape)
-            start += size
-        return result
+        flat = flat.view(-1)
+        return {local.name: flat[start:end].view(local.shape) for local, start, end in self.spans()}
 
     def shard_spans(self) -> Iterator[tuple[LocalTensor, ShardIndex, slice]]:
         """For each tensor with elements in the shard: where they are, and which elements of the tensor."""
-        start = 0
-        for local in self.local_tensors:
-            end = start + math.prod(local.shape)
+        for local, start, end in self.spans():
             for index, span in self.layout.overlap(start, end):
                 yield local, index, span
-            start = end
 
-    def shard_parts(self, shard: torch.Tensor) -> list[ShardPart]:
-        """The tensors' elements in a shard."""
-        return [ShardPart(local, span, shard[index]) for local, index, span in self.shard_spans()]
+    def shard_parts(self, shard: torch.Tensor) -> Iterator[tuple[LocalTensor, slice, torch.Tensor]]:
+        """The elements of tensors that a ZeRO shard holds: a tensor, which of its elements in C order, their values."""
+        return ((local, span, shard[index]) for local, index, span in self.shard_spans())
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds: master weights and both moments, by kind."""
@@ -150,7 +145,6 @@ def create_parameters(
     bias_layers = () if shard.experts else plan.router_bias_layers(shard.stage)
     parameters = Parameters(
         local_tensors=local_tensors(plan, shard),
-        experts=shard.experts,
         layout=layout,
         master=compute if shared else zeros(),
         compute=compute,

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 
 def updated_bias(bias: torch.Tensor, load: torch.Tensor, rate: float) -> torch.Tensor:
-    """The bias [E] after a step that sent `load` [E] int64 tokens to each expert: up by `rate` below the mean load,
-    down above it (arXiv 2408.15664, algorithm 1). Integers are compared, so the result does not depend on the mesh."""
-    return bias + rate * torch.sign(load.sum() - load.numel() * load).to(bias.dtype)
+    """The bias [..., E] after a step that sent `load` [..., E] int64 tokens to each expert: up by `rate` below the mean
+    load, down above it (arXiv 2408.15664, algorithm 1). Integers are compared, so the result does not depend on the
+    mesh."""
+    return bias + rate * torch.sign(load.sum(-1, keepdim=True) - load.shape[-1] * load).to(bias.dtype)
 
 
 class RouterBias(NamedTuple):
@@ -30,19 +31,19 @@ class RouterBias(NamedTuple):
 class LoadBalancer:
     """Moves a stage's biases by `rate` a step.
 
-    Layers read the bias and count into the load of `views`; `total_load` [layers, E] is that of all ranks in the last
-    step.
+    Layers read the bias and count into the load of `bias_and_load`, by name; `total_load` [layers, E] is that of all
+    ranks in the last step.
     """
 
     def __init__(self, bias: RouterBias, rate: float) -> None:
         self.bias, self.rate = bias.values, rate
         self.load = torch.zeros(self.bias.shape, dtype=torch.int64, device=self.bias.device)
         self.total_load = torch.zeros_like(self.load)
-        loads = zip(bias.layers, self.load, strict=True)
-        self.views = bias.by_name | {f"layers.{layer}.experts.load": row for layer, row in loads}
+        named = zip(bias.by_name.items(), self.load, strict=True)
+        self.bias_and_load = {name: (bias, load) for (name, bias), load in named}
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Sums the load over all ranks that hold the stage, and starts counting anew."""
+        """Sums the load over all ranks that hold the stage, and resets the counts."""
         self.total_load.copy_(self.load)
         self.load.zero_()
         if group is not None:
@@ -50,5 +51,4 @@ class LoadBalancer:
 
     def update(self, valid: torch.Tensor) -> None:
         """Moves the biases if the step is `valid`, a scalar bool."""
-        moved = torch.stack([updated_bias(*row, self.rate) for row in zip(self.bias, self.total_load, strict=True)])
-        self.bias.copy_(torch.where(valid, moved, self.bias))
+        self.bias.copy_(torch.where(valid, updated_bias(self.bias, self.total_load, self.rate), self.bias))

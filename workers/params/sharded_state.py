@@ -6,7 +6,8 @@ ranges of a dimension are joined by `+`. Any mesh can assemble the parts that an
 
 from __future__ import annotations
 
-from itertools import accumulate, product
+from collections.abc import Iterator
+from itertools import product
 
 import torch
 
@@ -30,7 +31,7 @@ def checkpoint_tensors(
 ) -> dict[str, torch.Tensor]:
     """The tensors to store, by kind and name, from full flat buffers by kind; with router biases.
 
-    What all tp ranks hold alike is stored by the first one, and a tied copy not at all.
+    Tensors replicated over tp are stored by the first rank, tied copies not at all.
     """
     result = {}
     for kind, flat in state.items():
@@ -85,9 +86,8 @@ class TensorAssembly:
             self.tensor = part.new_empty(self.seen.shape)
         ranges = _ranges(name) if "@" in name else [[(0, size)] for size in self.seen.shape]
         part = part.view([sum(end - start for start, end in dim) for dim in ranges])
-        for block in product(*(_with_offsets(dim) for dim in ranges)):
-            target = tuple(slice(start, end) for _, (start, end) in block)
-            source = tuple(slice(offset, offset + end - start) for offset, (start, end) in block)
+        for block in product(*map(_slices, ranges)):
+            target, source = (tuple(pair[side] for pair in block) for side in (0, 1))
             self.tensor[target] = part[source]
             self.seen[target] = True
 
@@ -105,7 +105,9 @@ def _ranges(name: str) -> list[list[Range]]:
     return [[(int(start), int(end)) for start, end in dim] for dim in pairs]
 
 
-def _with_offsets(ranges: list[Range]) -> list[tuple[int, Range]]:
-    """(where it starts in the part, range) of each range of a dimension."""
-    offsets = accumulate((end - start for start, end in ranges), initial=0)
-    return list(zip(offsets, ranges, strict=False))
+def _slices(ranges: list[Range]) -> Iterator[tuple[slice, slice]]:
+    """Where each range of a dimension is in the full tensor, and in the part."""
+    offset = 0
+    for start, end in ranges:
+        yield slice(start, end), slice(offset, offset + end - start)
+        offset += end - start

@@ -1,4 +1,4 @@
-"""Parameters that several tp ranks hold alike: norms, routers, and key-value heads when there are fewer than ranks.
+"""Parameters replicated over tp ranks: norms, routers, and key-value heads when there are fewer of them than ranks.
 
 Each rank's gradient covers only its own tokens or query heads. They are summed over the tp ranks after all other
 reductions, just before the gradient norm, which counts every element once.
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.params.buckets import ShardIndex
 from pentad.workers.params.parameters import LocalTensor, Parameters
+from pentad.workers.params.zero_layout import ShardIndex
 
 
 class ReplicatedSlice(NamedTuple):
@@ -33,19 +33,16 @@ class ReplicatedGradients:
         self.parameters = parameters
         tp, tp_rank = plan.mesh.tp, plan.mesh.coordinates(rank).tp
         self.slices: list[ReplicatedSlice] = []
-        self.tied: list[ShardIndex] = []  # copies of another stage's tensors, which counts them
-        self.size = start = 0
-        for local in parameters.local_tensors:
-            for first, size, offset, total, counts in _replicated(local, tp, tp_rank) if tp > 1 else ():
+        # Copies of another stage's tensors, which counts them.
+        self.tied = [index for local, index, _ in parameters.shard_spans() if local.tensor.tied_to]
+        self.size = 0
+        for local, start, _ in parameters.spans() if tp > 1 else ():
+            for first, size, offset, total, counts in _replicated(local, tp, tp_rank):
                 position = self.size + offset
                 for index, span in parameters.layout.overlap(start + first, start + first + size):
                     found = slice(position + span.start, position + span.stop)
                     self.slices.append(ReplicatedSlice(index, found, counts))
                 self.size += total
-            end = start + math.prod(local.shape)
-            if local.tensor.tied_to:
-                self.tied += [index for index, _ in parameters.layout.overlap(start, end)]
-            start = end
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Sums the replicated gradients over the tp ranks."""
@@ -79,8 +76,7 @@ def _replicated(local: LocalTensor, tp: int, tp_rank: int) -> Iterator[tuple[int
     """
     splits = [split for split in local.tensor.splits if split.axis == "tp"]
     if not splits:
-        size = math.prod(local.shape)
-        yield 0, size, 0, size, tp_rank == 0
+        yield 0, local.size, 0, local.size, tp_rank == 0
     for split in splits:
         row, first = math.prod(local.shape[1:]), 0
         for segment, (start, end) in zip(split.segments, split.ranges(tp, tp_rank), strict=True):

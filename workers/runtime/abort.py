@@ -1,9 +1,8 @@
-"""Aborting a generation that has lost a rank: frees the train thread from waits that nothing will ever end."""
+"""Aborting a generation that has lost a rank: frees the train thread from waits that would never end."""
 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import dup
@@ -11,14 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the driver unpickles Aborted and does without torch
     import torch.distributed as dist
-
-    from pentad.workers.runtime.optimizer_step import OptimizerStep
-    from pentad.workers.runtime.streams import CudaStreams
-    from pentad.workers.transport.p2p import P2PTransport
-    from pentad.workers.transport.p2p_ipc import IpcTransport
-
-QUIET_SECONDS = 0.3
-DRAIN_SECONDS = 4.0  # the driver waits regroup.FENCE_SECONDS
 
 
 class Aborted(Exception):
@@ -41,8 +32,8 @@ class Fence:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Errors raised after an abort are reported as Aborted, and any other error ends the generation: a queued call
-        would otherwise continue in the middle of a step and add to gradients that are only waiting for their norm."""
+        """Reports errors raised after an abort as Aborted. Any other error ends the generation: a queued call would
+        otherwise start in the middle of a step, and add to gradients that lack only their norm."""
         self.check()
         try:
             yield
@@ -89,25 +80,3 @@ class SocketRegistry:
                 end.shutdown(socket.SHUT_RDWR)
                 count += 1
         return count
-
-
-def drain(
-    lanes: CudaStreams,
-    optimizer_step: OptimizerStep,
-    transport: P2PTransport | IpcTransport,
-    longest_instruction: float,
-) -> None:
-    """Lets a GPU finish what it was given, without further steps or waits for transfers.
-
-    Returns when no instruction has ended for longer than the longest one takes (transfers inside an instruction must
-    not be cut short), or after DRAIN_SECONDS. Only writes memory: calls of the CUDA driver may be blocked.
-    """
-    quiet = max(QUIET_SECONDS, 1.5 * longest_instruction)
-    optimizer_step.cancel()
-    transport.release()
-    last_change, completed = time.monotonic(), -1
-    deadline = last_change + DRAIN_SECONDS
-    while time.monotonic() < min(last_change + quiet, deadline):
-        if (now := lanes.progress.completed()) != completed:
-            last_change, completed = time.monotonic(), now
-        time.sleep(0.01)

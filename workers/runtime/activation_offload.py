@@ -7,6 +7,8 @@ which only an autograd graph refers to.
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import nullcontext
+from itertools import chain
 
 import torch
 
@@ -41,8 +43,10 @@ class ActivationOffload:
     def reload(self, key: Slice) -> None:
         """RELOAD: fills the storages again; their readers wait for this lane."""
         copies = self.offloaded.pop(key)
-        for storage, buffer in copies:
-            self._allocate(storage, buffer.nbytes)
+        # The compute lane allocated the memory first and will free it.
+        with torch.cuda.stream(self.compute) if self.compute is not None else nullcontext():
+            for storage, buffer in copies:
+                storage.resize_(buffer.nbytes)
         if self.compute is not None:  # compute issued before may still use the memory just allocated
             torch.cuda.current_stream().wait_stream(self.compute)
         for storage, buffer in copies:
@@ -51,18 +55,9 @@ class ActivationOffload:
 
     def discard(self) -> None:
         """Drops everything on the host, after every copy has ended."""
-        for copies in self.offloaded.values():
-            for _, buffer in copies:
-                self.free_buffers[buffer.nbytes].append(buffer)
+        for _, buffer in chain(*self.offloaded.values()):
+            self.free_buffers[buffer.nbytes].append(buffer)
         self.offloaded.clear()
-
-    def _allocate(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Allocates on the compute lane, which allocated the memory first and will free it."""
-        if self.compute is None:
-            storage.resize_(size)
-            return
-        with torch.cuda.stream(self.compute):
-            storage.resize_(size)
 
     def _buffer(self, size: int) -> torch.Tensor:
         if self.free_buffers[size]:

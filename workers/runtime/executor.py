@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Stream
 from pentad.workers.data.batch_loader import Tokens
-from pentad.workers.model.stage_protocol import StageProtocol
+from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.runtime.activation_offload import ActivationOffload
@@ -24,6 +25,7 @@ from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs steps with the stages, process groups and lanes of one rank.
 
@@ -31,29 +33,25 @@ class Executor:
     it waits, the host calls `check`, which raises Aborted once the generation is over.
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        stages: dict[int, StageProtocol],
-        groups: ProcessGroups,
-        transport: P2PTransport | IpcTransport,
-        lanes: Lanes,
-        progress: ProgressFile,
-        optimizer_step: OptimizerStep,
-        shards: ZeroShards,
-        check: Check,
-    ) -> None:
-        self.stream, self.stages, self.groups, self.transport = stream, stages, groups, transport
-        self.lanes, self.progress, self.check = lanes, progress, check
-        self.optimizer_step, self.shards = optimizer_step, shards
-        self.activations = ActivationOffload(lanes)
-        self.sources, self.reductions = resolve_inputs(stream), bucket_reductions(stream)
+    stream: Stream
+    stages: dict[int, BaseStage]
+    groups: ProcessGroups
+    transport: P2PTransport | IpcTransport
+    lanes: Lanes
+    progress: ProgressFile
+    optimizer_step: OptimizerStep
+    shards: ZeroShards
+    check: Check
+
+    def __post_init__(self) -> None:
+        self.activations = ActivationOffload(self.lanes)
+        self.sources, self.reductions = resolve_inputs(self.stream), bucket_reductions(self.stream)
         self.results: dict[Key, torch.Tensor | None] = {}
         self.step, self.host_seconds = 0, dict[int, float]()
         self.valid, self.restart = True, False
 
     def run(self, step: int, tokens: dict[int, Tokens]) -> None:
-        """Issues one step. `tokens` are those of the microbatches (or slices) that this rank embeds or ends.
+        """Issues one step. `tokens` are those of the microbatches (or slices) whose first or last stage is here.
 
         Raises Aborted if the generation ends.
         """

@@ -1,6 +1,6 @@
-"""How far a GPU is behind its host: counts of completed instructions that the GPU itself writes to host memory.
+"""How far a GPU has got: counts of completed instructions, which the GPU itself writes to host memory.
 
-Asking the driver about an event can block behind a stream that waits; reading memory cannot.
+Asking the driver about an event can block while a stream waits; reading memory cannot.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from pentad.workers.transport.stream_flags import check_driver
 
 POLL_SECONDS = 5e-5
+QUIET_SECONDS = 0.3
+DRAIN_SECONDS = 4.0  # the driver waits fence.FENCE_SECONDS
 
 
 class GpuProgress:
@@ -41,10 +43,6 @@ class GpuProgress:
         stream = self.streams[lane].cuda_stream
         check_driver(self.driver.cuStreamWriteValue32(stream, self.address[lane], self.issued[lane], 0))
 
-    def completed(self) -> int:
-        """Completed instructions of all lanes. From any thread."""
-        return int(self.counts.sum())
-
     def compute_pending(self) -> int:
         """Instructions of the compute lane that are not complete. From any thread."""
         return self.issued["compute"] - int(self.counts[self.compute])
@@ -66,3 +64,14 @@ class GpuProgress:
         while any(int(count) < expected for count, expected in zip(self.counts, until, strict=True)):
             check()
             time.sleep(POLL_SECONDS)
+
+    def drain(self, longest_instruction: float) -> None:
+        """Waits until no instruction has ended for longer than the longest one takes, as transfers inside an
+        instruction must not be cut short; at most DRAIN_SECONDS. From any thread; makes no calls of the CUDA driver."""
+        quiet = max(QUIET_SECONDS, 1.5 * longest_instruction)
+        last_change, completed = time.monotonic(), -1
+        deadline = last_change + DRAIN_SECONDS
+        while time.monotonic() < min(last_change + quiet, deadline):
+            if (now := int(self.counts.sum())) != completed:
+                last_change, completed = time.monotonic(), now
+            time.sleep(0.01)

@@ -27,8 +27,8 @@ class GpuTimer:
     def __init__(self, device: torch.device) -> None:
         self.steps: list[TimedStep] = []
         self.free: list[torch.cuda.Event] = []
-        # A stream of its own, so that an event on it completes at once. torch hands out streams from a pool for each
-        # priority, possibly twice; no lane has a high priority.
+        # A separate stream, on which an event completes immediately. torch takes streams from a pool for each priority
+        # and may return one twice; no lane has a high priority.
         self.clock = torch.cuda.Stream(device, priority=-1)
 
     def begin_step(self) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.model.stage_protocol import StageProtocol
+from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import optimizer
 from pentad.workers.params.parameters import Parameters
@@ -24,10 +24,10 @@ from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
 
 
 class CommittedStep(NamedTuple):
-    """A step in the master weights; on a GPU, once it has come so far.
+    """A step committed to the master weights; on a GPU, once it has reached the commit.
 
-    `losses` [replicas x microbatches] are sums over tokens for the whole mesh, `norm` is the global gradient norm
-    before clipping, a scalar. Both are float64 on the host and valid once the step has ended.
+    `losses` [replicas x microbatches] are sums over the tokens of all ranks, `norm` is the global gradient norm before
+    clipping, a scalar. Both are float64 on the host and valid once the step has ended.
     """
 
     step: int
@@ -39,11 +39,11 @@ class StepTotals:
     """What ranks add up at the end of a step, in float64: squared gradient norms by shard, and losses by replica,
     microbatch and cp rank.
 
-    Every entry has one contributor, so that sums are exact in any order. All ranks learn the losses: those of a
-    committed step survive the rank that computed them.
+    Every entry has one contributor, so sums are exact in any order. All ranks get the losses: those of a committed step
+    survive the rank that computed them.
     """
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol]) -> None:
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage]) -> None:
         self.plan, self.stages, self.at, self.rank = plan, stages, plan.mesh.coordinates(rank), rank
         *first, self.num_squares = accumulate(map(plan.num_zero_shards, plan.param_shards), initial=0)
         self.first_square = dict(zip(plan.param_shards, first, strict=True))
@@ -57,11 +57,11 @@ class StepTotals:
         at = self.at
         for share in self.plan.param_shards_of(self.rank):
             stage = self.stages[share.stage]
-            bank = stage.param_buffers[share.experts]
-            bank.replicated.reduce(stage.layer_context.tp.group)
-            layout = bank.parameters.layout
+            buffers = stage.param_buffers[share.experts]
+            buffers.replicated.reduce(stage.layer_context.tp.group)
+            layout = buffers.parameters.layout
             if layout.num_shards > 1 or self.plan.owner(share) == self.rank:
-                square = optimizer.square_sum(bank.parameters, bank.replicated.counted)
+                square = optimizer.square_sum(buffers.parameters, buffers.replicated.counted)
                 self.values[self.first_square[share] + layout.shard_index] = square
         for stage in self.stages.values():
             if stage.last and at.tp == 0:
@@ -81,7 +81,8 @@ class StepTotals:
 
 
 class LocalGradients(NamedTuple):
-    """A step's gradients on this rank; `complete` is a bool scalar, false if an abort may have cut their sums short."""
+    """A step's gradients on this rank; `complete` is a bool scalar, false if an abort may have interrupted their
+    reduction."""
 
     step: int
     complete: torch.Tensor
@@ -99,7 +100,7 @@ class GlobalNorm(NamedTuple):
 class _StepBase:
     """`version` (on the device) is the number of steps in the master weights, `norm` that of the newest one."""
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol]) -> None:
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage]) -> None:
         self.plan, self.stages, self.totals = plan, stages, StepTotals(plan, rank, stages)
         self.device = self.totals.values.device
         self.version = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -107,11 +108,11 @@ class _StepBase:
         self.committed: list[CommittedStep] = []
 
     def validate(self, check: Check) -> bool:
-        """VALIDATE: commits the previous step. False if what was computed since must be discarded."""
+        """VALIDATE: commits the previous step. False if everything computed since must be discarded."""
         return True
 
     def cancel(self) -> None:
-        """Lets no step count that the GPU has not taken yet. From any thread; writes host memory only."""
+        """Prevents every commit that the GPU has not reached yet. From any thread; writes host memory only."""
 
     def close(self) -> None:
         """Ends background work."""
@@ -127,7 +128,7 @@ class BarrierStep(_StepBase):
     W of the next step before this one has ended.
     """
 
-    def __init__(self, plan: Plan, groups: ProcessGroups, stages: dict[int, StageProtocol]) -> None:
+    def __init__(self, plan: Plan, groups: ProcessGroups, stages: dict[int, BaseStage]) -> None:
         super().__init__(plan, groups.rank, stages)
         self.world = groups.world
         self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
@@ -141,7 +142,7 @@ class BarrierStep(_StepBase):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next step lacks nothing but its global norm."""
+        """Whether the next step lacks only its global norm."""
         found = self.gradients
         return found is not None and bool(found.complete) and int(self.version) == found.step
 
@@ -165,7 +166,7 @@ class BarrierStep(_StepBase):
         self._commit(self.global_norm)
 
     def commit(self, step: int, norm: float) -> None:
-        """Takes the step that lacked only its norm, which another rank heard before the generation ended."""
+        """Commits the step that lacked only its norm, which another rank received before the abort."""
         accepted = torch.ones((), dtype=torch.bool, device=self.device)
         value = torch.tensor(norm, dtype=torch.float64, device=self.device)
         self._commit(GlobalNorm(step, accepted, value, torch.zeros(0, dtype=torch.float64)))
@@ -184,7 +185,7 @@ class BarrierStep(_StepBase):
         self.committed.append(CommittedStep(result.step, _to_host(result.losses), _to_host(result.norm)))
 
     def _not_cancelled(self) -> torch.Tensor:
-        """A bool scalar; on a GPU, as of when the current stream comes here."""
+        """A bool scalar; on a GPU, as of when the current stream reaches this point."""
         return self.cancelled.to(self.device, non_blocking=True) == 0
 
 
@@ -192,7 +193,7 @@ class PostValidatedStep(_StepBase):
     """STEP updates the compute weights only; the master weights follow once the norm is known. Until then gradients and
     optimizer state stay as they were."""
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, StageProtocol], reducer: NormReducer) -> None:
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage], reducer: NormReducer) -> None:
         super().__init__(plan, rank, stages)
         self.reducer = reducer
         self.unvalidated: int | None = None  # the step whose norm is not known yet
@@ -219,7 +220,7 @@ class PostValidatedStep(_StepBase):
             optimizer.optimistic_step(parameters, self.plan.optimizer, step)
 
     def validate(self, check: Check) -> bool:
-        """Waits for the norm. False if the compute weights have changed, as it is over the limit or not finite."""
+        """Waits for the norm. False if it is over the limit or not finite: the compute weights have then changed."""
         if self.unvalidated is None:
             return True
         # Every entry is one pipeline's, and zero in the others.
@@ -251,6 +252,6 @@ OptimizerStep = BarrierStep | PostValidatedStep
 
 
 def _to_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, valid once the current stream has come so far."""
+    """A copy on the host, valid once the current stream has reached this point."""
     copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
     return copy.copy_(value, non_blocking=True)

@@ -39,5 +39,5 @@ class ProgressFile:
 
 
 def read_progress(path: Path) -> Progress:
-    """The last state that a rank wrote, whatever became of the rank."""
+    """The last state that a rank wrote, even if the rank is gone."""
     return Progress(*_FORMAT.unpack(path.read_bytes()))

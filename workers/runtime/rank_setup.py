@@ -14,8 +14,8 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_data
+from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
-from pentad.workers.model.stage_protocol import StageProtocol
 from pentad.workers.parallel.process_groups import ProcessGroups, first_stage_ranks, join_store
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import DTYPES, Parameters
@@ -44,7 +44,7 @@ def prepare_device(kind: str, gpu: int) -> torch.device:
     return device
 
 
-def make_stages(plan: Plan, rank: int, parameters: dict[ParamShard, Parameters]) -> dict[int, StageProtocol]:
+def make_stages(plan: Plan, rank: int, parameters: dict[ParamShard, Parameters]) -> dict[int, BaseStage]:
     kind = Stage if plan.model.custom is None else CustomStage
     return {
         stage: kind(plan, stage, make_param_buffers(plan, rank, stage, parameters), rank)
@@ -75,7 +75,7 @@ def make_transport(
 
 
 def make_optimizer_step(
-    plan: Plan, groups: ProcessGroups, stages: dict[int, StageProtocol], address: str, timeout_seconds: float
+    plan: Plan, groups: ProcessGroups, stages: dict[int, BaseStage], address: str, timeout_seconds: float
 ) -> OptimizerStep:
     """The barrier, or the reducer of norms with a connection of its own to the store at 'HOST:PORT'."""
     if not has_post_validation(plan.program):

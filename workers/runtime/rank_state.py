@@ -29,7 +29,7 @@ class RankState:
     def __init__(
         self, plan: Plan, rank: int, device: torch.device, previous: RankState | None = None, *, blank: bool = False
     ) -> None:
-        """Takes over what an earlier generation of this rank has of it; the rest is initialized, or left `blank`."""
+        """Takes over what an earlier generation of this rank has; the rest is initialized, or left `blank`."""
         self.plan, self.rank = plan, rank
         found: dict[ParamShard, Parameters] = {}
         if previous is not None and previous.plan.layers == plan.layers:
@@ -74,8 +74,8 @@ class RankState:
     ) -> list[dict]:
         """Writes the shares that this rank owns, or the given ones; returns the entries of the checkpoint's manifest.
 
-        Shares under ZeRO are gathered from all holders, also if writing fails on one of them. Raises PentadError if
-        that happens.
+        Shares under ZeRO are gathered from all holders, even after a failure to write, which raises PentadError at the
+        end.
         """
         written, failures = [], list[PentadError]()
         for share, parameters in sorted(self.parameters.items()):

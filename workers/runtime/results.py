@@ -32,9 +32,8 @@ class StepResult:
 class RankSnapshot:
     """The state of a rank after its generation was aborted.
 
-    `version` steps are in its weights, the last with this global gradient `norm`. `ready`: the gradients of the next
-    step are complete and only lack their global norm. `results` are those of the last steps, some of which the driver
-    may already have.
+    Its weights have had `version` steps, the last with this global gradient `norm`. `ready`: the gradients of the next
+    step are complete and lack only their global norm. `results` are of the last steps; the driver may have some.
     """
 
     version: int

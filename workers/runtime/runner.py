@@ -15,7 +15,7 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.parallel.process_groups import abort_nccl, connect, join_store, start_store
 from pentad.workers.runtime import rank_setup
-from pentad.workers.runtime.abort import Fence, SocketRegistry, drain
+from pentad.workers.runtime.abort import Fence, SocketRegistry
 from pentad.workers.runtime.executor import Executor
 from pentad.workers.runtime.gpu_timer import StepTimes
 from pentad.workers.runtime.optimizer_step import CommittedStep
@@ -31,8 +31,8 @@ CALLS_KEPT = 4  # recent calls whose results the driver may ask for again
 class Runner:
     """A rank for one generation. Order of the calls: serve (rank 0), connect, restore or receive, run and save, close.
 
-    `fence` may come at any time, from another thread. Then `leave` returns where the rank stands, and the Runner of the
-    next generation takes over the state of `previous`; what it lacks is initialized, or left `blank` for `receive`.
+    Another thread may call `fence` at any time. `leave` then returns a snapshot of the rank, and the Runner of the next
+    generation takes over the state of `previous`; what it lacks is initialized, or left `blank` for `receive`.
     """
 
     def __init__(
@@ -48,11 +48,8 @@ class Runner:
     ) -> None:
         self.plan, self.rank, self.generation = plan, rank, generation
         self.device, self.fence_flag = rank_setup.prepare_device(plan.device, gpu), Fence()
-        if previous is None:
-            self.progress = ProgressFile(progress, generation)
-        else:
-            self.progress = previous.progress
-            self.progress.begin_generation(generation)
+        self.progress: ProgressFile = previous.progress if previous else ProgressFile(progress, generation)
+        self.progress.begin_generation(generation)
         self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None, blank=blank)
         self.stages = rank_setup.make_stages(plan, rank, self.state.parameters)
         if previous is not None:  # frees its other buffers before more are allocated
@@ -68,7 +65,7 @@ class Runner:
         self.executor: Executor | None = None
 
     def serve(self, host: str, timeout_seconds: float) -> str:
-        """On rank 0, whose machine has the IP address `host`: starts the store; returns 'HOST:PORT' for `connect`."""
+        """On rank 0, whose IP address is `host`: starts the store; returns 'HOST:PORT' for `connect`."""
         self.store = start_store(host, self.plan.mesh.size, timeout_seconds)
         return f"{host}:{self.store.port}"
 
@@ -100,9 +97,9 @@ class Runner:
         self._set_version(step)
 
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
-        """Takes the state of `step` steps from other ranks: `sources[share]` is the rank of the mesh that has it.
+        """Receives the state of `step` steps from other ranks: `sources[share]` is the rank of the mesh that has it.
 
-        A collective call of all holders of these shares, including those that have the state.
+        All holders of these shares must call it, including those that have the state.
         """
         if self.state.version != step:
             self.state.version = -1  # until all of it has arrived
@@ -111,10 +108,10 @@ class Runner:
         self._set_version(step)
 
     def run(self, first_step: int, count: int, more: bool = False) -> list[StepResult]:
-        """Runs `count` steps and returns the results of all steps that have completed since the last call.
+        """Runs `count` steps and returns the results of all steps completed since the last call.
 
-        `more`: another call follows, maybe of no step. The newest step then stays open: nothing waits for its end or
-        its norm, and a later call returns its result. Raises Aborted if the generation ends.
+        `more`: another call follows, possibly of no steps. The newest step then stays open: nothing waits for its end
+        or its norm, and a later call returns its result. Raises Aborted if the generation ends.
         """
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
@@ -128,27 +125,31 @@ class Runner:
             return results
 
     def save(self, folder: str, step: int, shares: tuple[ParamShard, ...] | None = None) -> list[dict]:
-        """Writes the shares this rank owns, or the given ones, after `step` steps, the open one included. Returns their
-        entries for the manifest, which the driver commits."""
+        """Writes the shares that this rank owns, or the given ones, after `step` steps, including the open one.
+
+        Returns their entries for the manifest, which the driver commits.
+        """
         if self._connected.lanes.has_unread_steps:
             with self.fence_flag.guard():
                 self._finish_step()
         return self.state.write(Path(folder), self._connected.groups, self.fence_flag, shares)
 
     def fence(self) -> None:
-        """Ends the generation: no further step counts, and the train thread is freed. From any thread.
+        """Ends the generation: no further step is committed, and the train thread is freed. From any thread.
 
-        A GPU's train thread that waits for a collective is only freed by `abort`.
+        On a GPU, only `abort` frees a train thread that waits for a collective.
         """
         self.fence_flag.set()
         executor = self.executor
         if executor is not None and isinstance(executor.lanes, CudaStreams):
-            drain(executor.lanes, executor.optimizer_step, executor.transport, self._longest_instruction())
+            executor.optimizer_step.cancel()  # first: no step may count that runs after the release
+            executor.transport.release()
+            executor.lanes.progress.drain(self._longest_instruction())
         if self.sockets is not None:
             self.sockets.shutdown()
 
     def position(self) -> Progress | None:
-        """Where a GPU is, which runs behind its host; None on a CPU, whose progress file tells. From any thread."""
+        """The instruction that the GPU has reached; None on a CPU, where the progress file says it. From any thread."""
         executor = self.executor
         if executor is None or self.fence_flag.is_set or not isinstance(executor.lanes, CudaStreams):
             return None
@@ -156,18 +157,18 @@ class Runner:
         if found is None:
             return None
         behind, part = found
-        counter = next(i for i, unit in enumerate(executor.stream) if part in unit.parts)
+        counter = next(i for i, action in enumerate(executor.stream) if part in action.parts)
         if (behind, counter) != self.last_position[:2]:
             self.last_position = (behind, counter, time.monotonic())
         return Progress(self.generation, executor.step - behind, counter, self.last_position[2])
 
     def abort(self) -> None:
-        """Aborts the collectives of a fenced GPU, once all ranks have come to rest."""
+        """Aborts the collectives of a fenced GPU, once all ranks are fenced."""
         if self.device.type == "cuda" and dist.is_initialized():
             abort_nccl()
 
     def leave(self) -> RankSnapshot:
-        """After `fence`, on the train thread: releases the communicators and returns where this rank stands."""
+        """After `fence`, on the train thread: releases the communicators and returns a snapshot of this rank."""
         norm, ready = 0.0, False
         if self.executor is not None:
             end = self.executor.optimizer_step
@@ -179,7 +180,7 @@ class Runner:
         return RankSnapshot(self.state.version, ready, norm, results)
 
     def advance(self, norm: float) -> None:
-        """After `leave`: takes the step that only lacked its global norm."""
+        """After `leave`: commits the step that lacked only its global norm."""
         end = self._connected.optimizer_step
         end.commit(self.state.version, norm)
         self.state.version = int(end.version)
@@ -203,14 +204,14 @@ class Runner:
             self.executor.optimizer_step.version.fill_(version)
 
     def _finish_step(self) -> None:
-        """Completes the open step: validates it, and waits for everything in flight."""
+        """Completes the open step: validates it and waits for everything in flight."""
         executor, check = self._connected, self.fence_flag.check
         executor.optimizer_step.validate(check)
         executor.lanes.throttle(check, ahead=0)
         self._collect_results()
 
     def _collect_results(self, num_open: int = 0) -> None:
-        """Waits for all steps except the newest `num_open`, and adds their results to the unreported ones."""
+        """Waits for all steps except the newest `num_open` and adds their results to the unreported ones."""
         committed = self._connected.optimizer_step.committed
         times = self._connected.lanes.read_times(self.fence_flag.check, num_open)
         self.unreported += [self._result(*each) for each in zip(committed, times, strict=False)]

@@ -1,6 +1,6 @@
 """The order of instructions: lanes are CUDA streams with events between them on a GPU, program order on a CPU.
 
-An instruction starts after the previous one of its lane and after those it waits for, and after nothing else.
+An instruction waits for the previous one of its lane, for those in `waits`, and for nothing else.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class HostStreams:
 class CudaStreams:
     """GPU: one stream per lane. The host waits for no event while it issues a step.
 
-    Times are kept by `timer`; `progress` says how far the GPU has come.
+    `timer` measures instructions; `progress` counts those that the GPU has completed.
     """
 
     def __init__(self, device: torch.device, lanes: set[str]) -> None:
@@ -132,7 +132,7 @@ class CudaStreams:
             work.wait()  # the lane's stream waits for NCCL's, not the host
 
     def release_early(self, part: Instruction, reader: Instruction) -> None:
-        """While `part` is being issued: what `reader` waits for in it is complete from here on."""
+        """While `part` is being issued: lets `reader`, which waits for it, start from this point on."""
         if (part.key, reader.key) not in self.early_releases:
             self.early_releases[part.key, reader.key] = torch.cuda.Event()
             self.early_releases[part.key, reader.key].record(self.streams[part.lane])
@@ -157,8 +157,8 @@ class CudaStreams:
         self.early_releases.clear()
 
     def read_times(self, check: Check, num_open: int = 0) -> list[StepTimes]:
-        """Waits for all steps except the newest `num_open`, which may still run, and returns the times of each; waits
-        for the whole device if there are none of those."""
+        """Waits for all steps except the newest `num_open`, which may still run, and returns their times; waits for the
+        device if no step is open."""
         count = len(self.timer.steps) - num_open
         closed, later = self.timer.steps[:count], self.timer.steps[count:]
         if later:

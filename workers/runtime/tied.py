@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.model.stage_protocol import StageProtocol
-from pentad.workers.params.buckets import ShardIndex
-from pentad.workers.params.param_buffers import ParamBuffers
+from pentad.workers.model.base_stage import BaseStage
+from pentad.workers.params.zero_layout import ShardIndex
 
 
 class EmbeddingPart(NamedTuple):
@@ -31,23 +30,18 @@ class EmbeddingPart(NamedTuple):
 class TiedEmbedding:
     """The copies on one rank; `group` are the ranks of its tp coordinate that have either copy."""
 
-    def __init__(
-        self, plan: Plan, rank: int, stages: dict[int, StageProtocol], group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage], group: dist.ProcessGroup | None) -> None:
         self.group, self.parts, self.size = group, list[EmbeddingPart](), 0
         for share in plan.param_shards_of(rank) if plan.is_tied else ():
-            if not share.experts and share.stage in (0, plan.program.stages - 1):
-                bank = stages[share.stage].param_buffers[0]
-                self._add(bank, bank.parameters.layout.num_shards > 1 or plan.owner(share) == rank)
-
-    def _add(self, bank: ParamBuffers, contributes: bool) -> None:
-        parameters = bank.parameters
-        for local in parameters.local_tensors:
-            if "embedding" in (local.name, local.tensor.tied_to):
-                self.size, self.gradient = math.prod(local.shape), parameters.gradient
-        for local, index, span in parameters.shard_spans():
-            if "embedding" in (local.name, local.tensor.tied_to):
-                self.parts.append(EmbeddingPart(parameters.gradient, index, span, contributes))
+            if share.experts or share.stage not in (0, plan.program.stages - 1):
+                continue
+            parameters = stages[share.stage].param_buffers[0].parameters
+            (copy,) = (each for each in parameters.local_tensors if "embedding" in (each.name, each.tensor.tied_to))
+            self.size, self.gradient = math.prod(copy.shape), parameters.gradient
+            contributes = parameters.layout.num_shards > 1 or plan.owner(share) == rank
+            for local, index, span in parameters.shard_spans():
+                if local is copy:
+                    self.parts.append(EmbeddingPart(parameters.gradient, index, span, contributes))
 
     def reduce(self) -> None:
         """Replaces the gradients of both copies by their sum."""

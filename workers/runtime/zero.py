@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pentad.schedules.ir.instruction import Instruction
 from pentad.schedules.passes.zero import BufferSlots, gradient_slots, weight_slots
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.model.stage_protocol import StageProtocol
+from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import all_gather, reduce_scatter
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.param_buffers import ParamBuffers
@@ -28,7 +28,7 @@ BufferKey = tuple[int, int]  # the slot, and which of a stage's parameter buffer
 class ZeroShards:
     """Runs ALL_GATHER, FREE and REDUCE_SCATTER. A stage without other holders is never sharded."""
 
-    def __init__(self, plan: Plan, rank: int, stages: Mapping[int, StageProtocol]) -> None:
+    def __init__(self, plan: Plan, rank: int, stages: Mapping[int, BaseStage]) -> None:
         self.stages, program, pp = stages, plan.program, plan.mesh.coordinates(rank).pp
         self.weight_slots = weight_slots(program, pp) if plan.zero == 3 else {}
         self.weights = _allocate(self.weight_slots, stages, like="compute")
@@ -87,7 +87,7 @@ def gather_state(
 ) -> dict[str, torch.Tensor] | None:
     """The full state of one share by kind, flat, on the host of its `owner`; None on other ranks.
 
-    A collective call of all holders. It sends small messages, so that no device needs memory for more.
+    All holders must call it. Messages are small, so no device needs memory for a full buffer.
     """
     layout, found = parameters.layout, dict[str, torch.Tensor]()
     if layout.num_shards == 1:
@@ -105,7 +105,7 @@ def gather_state(
     return found if rank == owner else None
 
 
-def _allocate(slots: BufferSlots, stages: Mapping[int, StageProtocol], like: str) -> dict[BufferKey, torch.Tensor]:
+def _allocate(slots: BufferSlots, stages: Mapping[int, BaseStage], like: str) -> dict[BufferKey, torch.Tensor]:
     """A buffer for each slot and kind of parameters, as large as the largest stage that uses it."""
     users: dict[BufferKey, list[Parameters]] = {}
     for (stage, _), slot in sorted(slots.items(), key=lambda item: item[1]):

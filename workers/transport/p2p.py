@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,18 +15,17 @@ from pentad.workers.parallel.process_groups import ProcessGroups, channel_of
 _KINDS = (Op.SEND_F, Op.SEND_B)
 
 
+@dataclass(eq=False)
 class P2PTransport:
     """Transfers of one rank. A RECV fills the slot that its instruction names; slots are reused from step to step."""
 
-    def __init__(
-        self,
-        groups: ProcessGroups,
-        mesh: Mesh,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.groups, self.mesh, self.shape, self.dtype, self.device = groups, mesh, shape, dtype, device
+    groups: ProcessGroups
+    mesh: Mesh
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self.slots: dict[Op, dict[int, torch.Tensor]] = defaultdict(dict)
         self.sends: list[tuple[dist.Work, torch.Tensor]] = []
 

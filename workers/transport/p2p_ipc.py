@@ -25,7 +25,7 @@ class IpcTransport:
     """Transfers of one rank; same interface as `P2PTransport`. All ranks of the mesh must be on one host.
 
     A rank's buffer holds its receive slots, first those of activations, then those of gradients; the ranks that send to
-    it have it mapped. Every channel of the mesh has two flags: 'granted', written by the receiver, and 'arrived',
+    it map it. Every channel of the mesh has two flags: 'granted', written by the receiver, and 'arrived',
     written by the sender.
     """
 

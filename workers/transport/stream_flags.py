@@ -1,6 +1,6 @@
 """Flags in host memory that the GPUs of a host wait for and write, and that its processes can write too.
 
-A process can thus end a wait without the CUDA driver, whose calls may all be held up behind a stream that waits.
+So a process can end a wait without the CUDA driver, all of whose calls may block while a stream waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pentad.schedules.ir.errors import PentadError
 
-FLAG_STRIDE = 128  # bytes, so that no two flags share a cache line
+FLAG_STRIDE = 128  # bytes: no two flags share a cache line
 RELEASED = 2**30 - 1  # above any count; the driver compares modulo 2^32
 RELEASE_SECONDS = 0.005
 _PORTABLE_AND_MAPPED = 3

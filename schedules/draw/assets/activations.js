@@ -6,12 +6,11 @@ function decodeActivations(panel) {
   const { unit, ranks, limit } = panel.data.program.activations;
   const curves = ranks.map(({ gap, saved }) => {
     let at = 0;
-    const time = Float64Array.from(gap, (by) => (at += by));
+    const time = gap.map((by) => (at += by));
     const peak = saved.reduce((a, b) => Math.max(a, b), 0);
-    return { time, saved: Float64Array.from(saved), peak, peakAt: time[saved.indexOf(peak)] };
+    return { time, saved, peak, peakAt: time[saved.indexOf(peak)] };
   });
-  const peak = curves.reduce((a, c) => Math.max(a, c.peak), 0);
-  return { unit, limit, curves, peak };
+  return { unit, limit, curves, peak: Math.max(...curves.map((curve) => curve.peak)) };
 }
 
 /** The highest value, the same in all panels. */
@@ -23,41 +22,31 @@ function emphasizedRank(panel) {
   const { curves, peak } = panel.activations;
   if (view.curveRank !== null && view.curveRank < curves.length) return view.curveRank;
   if (panel.selected) return rankOf(panel, panel.selected.n);
-  if (view.hover?.panel === panel) return view.hover.track.rankIndex;
+  if (view.hover?.panel === panel) return rankOf(panel, view.hover.n);
   return curves.findIndex((curve) => curve.peak === peak);
 }
 
 function savedAt(curve, time) {
-  let low = 0;
-  let high = curve.time.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (curve.time[middle] <= time) low = middle + 1;
-    else high = middle;
-  }
-  return low ? curve.saved[low - 1] : 0;
+  const after = bisect(0, curve.time.length, (i) => curve.time[i] <= time);
+  return after ? curve.saved[after - 1] : 0;
 }
 
 function rankColour(index, count) {
-  const [low, high] = [theme.low, theme.high].map((hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)));
+  const [low, high] = [channels(theme.low), channels(theme.high)];
   const share = count > 1 ? index / (count - 1) : 0;
   return `rgb(${low.map((v, i) => Math.round(v + (high[i] - v) * share)).join(" ")})`;
 }
 
 function paintActivations(panel) {
   const { context } = panel.curve;
-  context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-  context.textBaseline = "middle";
+  scale(context);
   const strong = emphasizedRank(panel);
-  if (panel.version !== panel.curve.version || panel.curve.strong !== strong) paintCurves(panel, strong);
+  if (panel.curve.stale || panel.curve.strong !== strong) paintCurves(panel, strong);
   context.drawImage(panel.curve.base.canvas, 0, 0, panel.width, CURVE);
   const cursor = cursorX(panel);
   if (cursor === null) return;
   const value = savedAt(panel.activations.curves[strong], view.cursor) * panel.activations.unit;
-  context.globalAlpha = 0.45;
-  context.fillStyle = theme.text;
-  context.fillRect(Math.round(cursor), 0, 1, CURVE - 14);
-  context.globalAlpha = 1;
+  box(context, theme.text, Math.round(cursor), 0, 1, CURVE - 14, 0.45);
   dot(context, cursor, curveY(value), theme.text, 3);
   const side = cursor > LEFT + panel.plotWidth / 2 ? "right" : "left";
   const label = `rank ${panel.ranks[strong].rank} saves ${number(value)}`;
@@ -68,26 +57,19 @@ function paintActivations(panel) {
 function paintCurves(panel, strong) {
   const { base } = panel.curve;
   const { curves, unit, limit } = panel.activations;
-  Object.assign(base.canvas, { width: panel.curve.canvas.width, height: panel.curve.canvas.height });
-  base.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-  base.textBaseline = "middle";
-  base.fillStyle = theme.card;
-  base.fillRect(0, 0, panel.width, CURVE);
+  clearBase(panel.curve);
   paintScale(base, panel);
-  base.save();
-  base.beginPath();
-  base.rect(LEFT, 0, panel.plotWidth, CURVE - 12);
-  base.clip();
   const colour = (index) => rankColour(index, curves.length);
-  curves.forEach((curve, i) => i !== strong && paintLine(base, panel, curve, colour(i), 1, 0.75));
-  paintLine(base, panel, curves[strong], colour(strong), 2.5, 1);
-  if (limit !== null) paintLimit(base, panel, limit);
-  curves.forEach((c, i) => dot(base, x(panel, c.peakAt), curveY(c.peak * unit), colour(i), i === strong ? 4 : 2));
-  base.restore();
+  clipped(base, LEFT, 0, panel.plotWidth, CURVE - 12, () => {
+    curves.forEach((curve, i) => i !== strong && paintLine(base, panel, curve, colour(i), 1, 0.75));
+    paintLine(base, panel, curves[strong], colour(strong), 2.5, 1);
+    if (limit !== null) paintLimit(base, panel, limit);
+    curves.forEach((c, i) => dot(base, x(panel, c.peakAt), curveY(c.peak * unit), colour(i), i === strong ? 4 : 2));
+  });
   const peak = curves[strong].peak * unit;
   const label = isNarrow() ? number(peak, 4) : `peak ${number(peak, 4)}`;
   text(base, label, panel.width - GUTTER, curveY(peak), "right", 11, theme.text, 600);
-  Object.assign(panel.curve, { strong, version: panel.version });
+  Object.assign(panel.curve, { strong, stale: false });
 }
 
 function paintLimit(context, panel, limit) {
@@ -106,8 +88,7 @@ function paintScale(context, panel) {
   const top = highest();
   const step = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((n) => top / n <= 4) ?? top;
   for (let value = 0; value <= top; value += step) {
-    context.fillStyle = theme.grid;
-    context.fillRect(LEFT, Math.round(curveY(value)), panel.plotWidth, 1);
+    box(context, theme.grid, LEFT, Math.round(curveY(value)), panel.plotWidth, 1);
     text(context, number(value), LEFT - 10, curveY(value), "right", 10, theme.soft);
   }
   const title = isNarrow() ? "microbatches saved" : "microbatches saved by each rank";
@@ -116,8 +97,7 @@ function paintScale(context, panel) {
   let at = LEFT + context.measureText(title).width + 16;
   for (const [index, colour] of [[0, theme.low], [-1, theme.high]]) {
     const label = `rank ${panel.ranks.at(index).rank}`;
-    context.fillStyle = colour;
-    context.fillRect(at, CURVE - 7, 14, 3);
+    box(context, colour, at, CURVE - 7, 14, 3);
     text(context, label, at + 19, CURVE - 6, "left", 10, theme.soft);
     at += 35 + context.measureText(label).width;
   }
@@ -151,24 +131,6 @@ function paintLine(context, panel, { time, saved }, colour, wide, alpha) {
   context.globalAlpha = alpha;
   context.stroke();
   context.globalAlpha = 1;
-}
-
-function dot(context, px, y, colour, size) {
-  context.fillStyle = colour;
-  context.beginPath();
-  context.arc(px, y, size, 0, 7);
-  context.fill();
-}
-
-/** Text on a background of its own. */
-function tag(context, value, px, y, align, colour) {
-  context.font = `600 11px ${theme.font}`;
-  const wide = context.measureText(value).width + 6;
-  context.globalAlpha = 0.85;
-  context.fillStyle = theme.card;
-  context.fillRect(align === "left" ? px - 3 : px - wide + 3, y - 7, wide, 14);
-  context.globalAlpha = 1;
-  text(context, value, px, y, align, 11, colour, 600);
 }
 
 /** Index of the rank whose curve is nearest to a point, or null. */

@@ -29,66 +29,57 @@ function decodeKinds({ ops, lanes, names, op, lane, stage, microbatch, peer }) {
   };
 }
 
-function decodeTrack(track, stages) {
-  const count = track.kind.length;
-  const start = new Float64Array(count);
-  const end = new Float64Array(count);
-  const fill = new Uint16Array(count);
-  const chunkOf = new Map(stages.map((stage, i) => [stage, i]));
-  let time = 0;
-  let longest = 0;
-  for (let i = 0; i < count; i++) {
-    start[i] = time += track.gap[i];
-    end[i] = time + track.length[i];
-    longest = Math.max(longest, track.length[i]);
-    const op = kinds.op[track.kind[i]];
-    const chunk = chunkOf.get(kinds.stage[track.kind[i]]) ?? 0;
-    fill[i] = FIRST_FILL[op] + Math.min(chunk, looks[op].light.length - 1);
-  }
-  const kind = Uint32Array.from(track.kind);
-  return { row: track.row, kind, start, end, fill, longest, level: track.level, depth: track.depth };
-}
-
-/** Decodes a step of a panel, or the last one before it, and numbers its spans by rank, row and time. */
+/** Decodes a step of a panel, or the last one before it. Its spans are numbered by rank, row and time, and the panel has
+ *  columns of them; `depth` is the number of overlapping spans that share a row's height, of which a span has a `level`. */
 function loadStep(panel, step) {
   const steps = panel.data.steps;
   panel.step = steps.filter((s) => s.step <= step).at(-1) ?? steps[0];
+  panel.count = panel.step.ranks.flatMap((rank) => rank.tracks).reduce((sum, track) => sum + track.kind.length, 0);
+  const columns = { start: Float64Array, end: Float64Array, kind: Uint32Array, fill: Uint16Array };
+  Object.assign(columns, { level: Uint8Array, depth: Uint8Array, track: Array });
+  for (const [name, Column] of Object.entries(columns)) panel[name] = new Column(panel.count);
+  let first = 0;
+  panel.ranks = panel.step.ranks.map((rank, rankIndex) => {
+    const tracks = rank.tracks.map((packed) => {
+      const track = { row: packed.row, rankIndex, first, end: first + packed.kind.length, longest: 0 };
+      decodeTrack(panel, track, packed, rank.stages);
+      first = track.end;
+      return track;
+    });
+    return { ...rank, tracks };
+  });
+  panel.tracks = panel.ranks.flatMap((rank) => rank.tracks);
+  panel.first = Math.min(...panel.tracks.map((track) => panel.start[track.first]));
+  panel.last = panel.end.reduce((a, b) => Math.max(a, b));
+  const lengths = panel.end.map((end, n) => (panel.track[n].row === "compute" ? end - panel.start[n] : 0));
+  const ordered = lengths.filter((length) => length > 0).sort();
+  panel.usualLength = ordered[ordered.length >> 2] ?? 0;
   panel.scroll = 0;
-  panel.ranks = panel.step.ranks.map(({ rank, busy, stages, tracks }) => ({
-    rank,
-    busy,
-    stages,
-    tracks: tracks.map((track) => decodeTrack(track, stages)),
-  }));
-  panel.tracks = panel.ranks.flatMap((rank, index) =>
-    rank.tracks.map((track) => Object.assign(track, { rankIndex: index })),
-  );
-  panel.count = 0;
-  panel.first = Infinity;
-  panel.last = -Infinity;
-  const lengths = [];
-  for (const track of panel.tracks) {
-    track.first = panel.count;
-    panel.count += track.kind.length;
-    panel.first = Math.min(panel.first, track.start[0]);
-    for (let i = 0; i < track.end.length; i++) {
-      panel.last = Math.max(panel.last, track.end[i]);
-      if (track.row === "compute" && track.end[i] > track.start[i]) lengths.push(track.end[i] - track.start[i]);
-    }
-  }
-  panel.trackIndex = new Uint32Array(panel.count);
-  panel.tracks.forEach((track, i) => panel.trackIndex.fill(i, track.first, track.first + track.kind.length));
-  panel.usualLength = Float64Array.from(lengths).sort()[lengths.length >> 2] ?? 0;
   panel.selected = panel.matches = panel.highlighted = null;
   if (panel.data.program) linkSpans(panel);
 }
 
-const trackOf = (panel, n) => panel.tracks[panel.trackIndex[n]];
-const indexOf = (panel, n) => n - trackOf(panel, n).first;
-const kindOf = (panel, n) => trackOf(panel, n).kind[indexOf(panel, n)];
-const startOf = (panel, n) => trackOf(panel, n).start[indexOf(panel, n)];
-const endOf = (panel, n) => trackOf(panel, n).end[indexOf(panel, n)];
-const rankOf = (panel, n) => trackOf(panel, n).rankIndex;
+/** Fills the columns of a track's spans, `first` up to `end`. */
+function decodeTrack(panel, track, { kind, gap, length, level, depth }, stages) {
+  let time = 0;
+  kind.forEach((of, i) => {
+    const n = track.first + i;
+    const shades = looks[kinds.op[of]].light.length;
+    const chunk = Math.max(stages.indexOf(kinds.stage[of]), 0);
+    panel.start[n] = time += gap[i];
+    panel.end[n] = time + length[i];
+    panel.kind[n] = of;
+    panel.fill[n] = FIRST_FILL[kinds.op[of]] + Math.min(chunk, shades - 1);
+    panel.level[n] = level ? level[i] : 0;
+    panel.depth[n] = depth ? depth[i] : 1;
+    panel.track[n] = track;
+    track.longest = Math.max(track.longest, length[i]);
+  });
+}
+
+const rankOf = (panel, n) => panel.track[n].rankIndex;
+const middleOf = (panel, n) => (panel.start[n] + panel.end[n]) / 2;
+const nameOf = (panel, n) => kinds.name[panel.kind[n]];
 
 function showStep(step) {
   const all = view.to - view.from >= view.last - view.first;

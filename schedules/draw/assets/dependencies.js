@@ -1,8 +1,8 @@
 // ---- dependencies between spans, which go by their number in the panel ----
 
-const isReceive = (panel, n) => kinds.lane[kindOf(panel, n)].startsWith("RECV");
+const isReceive = (panel, n) => kinds.lane[panel.kind[n]].startsWith("RECV");
 /** When dependents of a span may start: the results of the first half of an overlapped pair are there when it ends. */
-const doneAt = (panel, n, why) => endOf(panel, why !== "order" && panel.overlapped.has(n) ? panel.next[n] : n);
+const doneAt = (panel, n, why) => panel.end[why !== "order" && panel.overlapped.has(n) ? panel.next[n] : n];
 /** The spans that run as one event with a span: a send and its receive, or the members of a collective. */
 const eventOf = (panel, n) => panel.events[panel.eventIndex[n]] ?? [n];
 
@@ -21,17 +21,14 @@ function linkSpans(panel) {
 
 /** The span before and after each span on its lane, or -1. */
 function laneNeighbours(panel) {
-  const previous = new Int32Array(panel.count).fill(-1);
+  const previous = new Int32Array(panel.count);
   const next = new Int32Array(panel.count).fill(-1);
   for (const track of panel.tracks) {
     const last = new Map();
-    for (let i = 0; i < track.kind.length; i++) {
-      const lane = kinds.lane[track.kind[i]];
-      const n = track.first + i;
-      if (last.has(lane)) {
-        previous[n] = last.get(lane);
-        next[previous[n]] = n;
-      }
+    for (let n = track.first; n < track.end; n++) {
+      const lane = kinds.lane[panel.kind[n]];
+      previous[n] = last.get(lane) ?? -1;
+      if (previous[n] >= 0) next[previous[n]] = n;
       last.set(lane, n);
     }
   }
@@ -85,7 +82,7 @@ function dependencyTree(panel, n, upstream, depth = 0) {
     .filter(([other, why]) => !depth || why !== "order" || panel.eventIndex[other] < 0)
     .map(([other, why]) => {
       const [source, target] = upstream ? [other, n] : [n, other];
-      const slack = startOf(panel, target) - doneAt(panel, source, why);
+      const slack = panel.start[target] - doneAt(panel, source, why);
       const goesOn = panel.eventIndex[other] >= 0 && depth < 2;
       const children = goesOn ? dependencyTree(panel, other, upstream, depth + 1) : [];
       return { n: other, why, slack, binding: Math.abs(slack) <= 1, children };

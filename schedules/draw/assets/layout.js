@@ -65,12 +65,6 @@ function arrange() {
   draw();
 }
 
-function resizeCanvas(canvas, width, height) {
-  canvas.style.height = `${height}px`;
-  canvas.width = Math.round(width * devicePixelRatio);
-  canvas.height = Math.round(height * devicePixelRatio);
-}
-
 /** Scrolls the ranks by pixels, in all panels with equally many ranks; returns whether anything moved. */
 function scroll(panel, by) {
   const limit = (p) => Math.max(0, p.content - (p.height - TOP - BOTTOM));
@@ -89,29 +83,32 @@ function rowPlace(panel, index, row) {
   return at < 0 ? null : [y + panel.tall + 1 + at * (panel.thin + 1), panel.thin];
 }
 
-/** [left, top, width, height] on the canvas of a span, or null if its row is not drawn. */
-function barOf(panel, n) {
-  const track = trackOf(panel, n);
-  const place = rowPlace(panel, track.rankIndex, track.row);
-  if (!place) return null;
-  const i = indexOf(panel, n);
-  const left = x(panel, track.start[i]);
-  const tall = place[1] / (track.depth ? track.depth[i] : 1);
-  return [left, place[0] + tall * (track.level ? track.level[i] : 0), x(panel, track.end[i]) - left, tall];
+/** [top, height] of a span within its row's: overlapping spans share the height. */
+function levelPlace(panel, n, [y, height]) {
+  const tall = height / panel.depth[n];
+  return [y + tall * panel.level[n], tall];
 }
 
-const visibleRanks = (panel) => [
-  Math.max(0, Math.floor(panel.scroll / panel.pitch)),
-  Math.min(panel.ranks.length, Math.ceil((panel.scroll + panel.height - TOP) / panel.pitch)),
-];
+/** [left, top, width, height] on the canvas of a span, or null if its row is not drawn. */
+function barOf(panel, n) {
+  const place = rowPlace(panel, rankOf(panel, n), panel.track[n].row);
+  if (!place) return null;
+  const [top, tall] = levelPlace(panel, n, place);
+  const left = x(panel, panel.start[n]);
+  return [left, top, x(panel, panel.end[n]) - left, tall];
+}
 
-/** Index of the first span of a track that may end after a time. */
-function firstAt(track, time) {
-  let low = 0;
-  let high = track.start.length;
+/** Indices of the ranks in view. */
+function visibleRanks({ scroll, pitch, height, ranks }) {
+  const first = Math.max(0, Math.floor(scroll / pitch));
+  return [...ranks.keys()].slice(first, Math.ceil((scroll + height - TOP) / pitch));
+}
+
+/** The first of the numbers from `low` up to `high` for which `isBefore` does not hold, else `high`. */
+function bisect(low, high, isBefore) {
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (track.start[middle] < time - track.longest) low = middle + 1;
+    if (isBefore(middle)) low = middle + 1;
     else high = middle;
   }
   return low;

@@ -21,8 +21,7 @@ function zoom(factor, around = zoomCentre()) {
 
 /** What buttons and keys zoom around: the selected span if it is in view. */
 function zoomCentre() {
-  const { selected } = view.selected ?? {};
-  const at = selected ? (startOf(view.selected, selected.n) + endOf(view.selected, selected.n)) / 2 : -Infinity;
+  const at = view.selected ? middleOf(view.selected, view.selected.selected.n) : -Infinity;
   return at >= view.from && at <= view.to ? at : (view.from + view.to) / 2;
 }
 
@@ -43,6 +42,28 @@ function onWheel(panel, event) {
   onMove(panel, event);
 }
 
+function onPress(panel, event) {
+  if (event.button !== 0) return;
+  const [px, py] = pointOn(panel.canvas, event);
+  panel.drag = { px, py, distance: 0 };
+  panel.plot.setPointerCapture(event.pointerId);
+  panel.plot.classList.add("moving");
+}
+
+/** A press without a drag selects. */
+function onRelease(panel, event) {
+  const isClick = event.type === "pointerup" && panel.drag?.distance < 5;
+  if (IS_SCHEDULE && isClick) select(panel, spanAt(panel, ...pointOn(panel.canvas, event)));
+  panel.drag = null;
+  panel.plot.classList.remove("moving");
+}
+
+function onLeave() {
+  view.hover = view.cursor = view.curveRank = null;
+  byId("tip").hidden = true;
+  draw(false);
+}
+
 function onMove(panel, event) {
   const [px, py] = pointOn(panel.canvas, event);
   const { drag } = panel;
@@ -55,7 +76,7 @@ function onMove(panel, event) {
   }
   view.curveRank = null;
   view.cursor = px >= LEFT && px <= LEFT + panel.plotWidth ? timeAt(panel, px) : null;
-  setHover(drag ? null : spanAt(panel, px, py));
+  setHover(panel, drag ? -1 : spanAt(panel, px, py));
   showTip(event);
   draw(false);
 }

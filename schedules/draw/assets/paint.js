@@ -4,47 +4,23 @@ const VEIL = 0.8; // opacity of what covers the spans that are not highlighted
 const THIN = 2.5; // device pixels: spans narrower than this are mixed, for their rounded edges would show false bands
 const MIXED = 4; // pixels to either side over which the colours of narrow spans are averaged
 const MOST_OUTLINES = 2000;
+const GUTTER = 12; // pixels to the right of the labels
 const mixedRows = make("canvas").getContext("2d");
-
-let frame = 0;
-/** Asks for a frame. What a hover changes is painted over a stored picture, which is repainted only if `moved`. */
-function draw(moved = true) {
-  if (moved) for (const panel of panels) Object.assign(panel, { stale: true, version: panel.version + 1 });
-  frame ||= requestAnimationFrame(() => {
-    frame = 0;
-    for (const panel of panels) {
-      paint(panel);
-      if (panel.curve && panel.canvas.width) paintActivations(panel);
-    }
-    byId("mixed").hidden = !panels.some((panel) => panel.hasMixed);
-  });
-}
-
-function readTheme() {
-  const style = getComputedStyle(document.documentElement);
-  const names = ["card", "text", "soft", "idle", "grid", "accent", "low", "high"];
-  theme = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-  theme.font = getComputedStyle(document.body).fontFamily;
-  theme.fill = FILLS.map(fillOf);
-  theme.textOn = FILLS.map(textColourOf);
-  theme.linear = theme.fill.map((hex) => [1, 3, 5].map((i) => linear(parseInt(hex.slice(i, i + 2), 16) / 255)));
-}
 
 function paint(panel) {
   if (!panel.canvas.width) return; // a window without width
   if (panel.stale) paintBase(panel);
   const { context, width, height } = panel;
-  context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-  context.textBaseline = "middle";
-  context.drawImage(panel.base.canvas, 0, 0, width, height);
   const { hover } = view;
-  clipped(context, panel, LEFT, panel.plotWidth, TOP - 3, () => {
+  scale(context);
+  context.drawImage(panel.base.canvas, 0, 0, width, height);
+  clipped(context, LEFT, TOP - 3, panel.plotWidth, height - TOP - 1, () => {
     if (hover && !panel.highlighted) {
-      const isSame = (track, i) => hover.sameKind[track.kind[i]];
-      const bars = paintHighlighted(context, panel, (track, i) => hover.related[track.kind[i]], isSame);
+      const isSame = (n) => hover.sameKind[panel.kind[n]];
+      const bars = paintHighlighted(context, panel, (n) => hover.related[panel.kind[n]], isSame);
       paintOutlines(context, bars, theme.text, 1.5);
     } else if (hover?.panel === panel) {
-      paintOutlines(context, [barOf(panel, hover.track.first + hover.index)], theme.text, 1.5);
+      paintOutlines(context, [barOf(panel, hover.n)], theme.text, 1.5);
     }
   });
   paintAxis(context, panel);
@@ -52,52 +28,30 @@ function paint(panel) {
 
 /** Paints everything but the axis and the hover into the panel's stored picture. */
 function paintBase(panel) {
-  const context = panel.base;
-  const [first, last] = visibleRanks(panel);
-  Object.assign(context.canvas, { width: panel.canvas.width, height: panel.canvas.height });
-  context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-  context.textBaseline = "middle";
-  context.fillStyle = theme.card;
-  context.fillRect(0, 0, panel.width, panel.height);
-  clipped(context, panel, 0, panel.width, TOP - 7, () => {
-    for (let i = first; i < last; i++) paintRankLabels(context, panel, i);
+  const { base, height } = panel;
+  const ranks = visibleRanks(panel);
+  clearBase(panel);
+  clipped(base, 0, TOP - 7, panel.width, height - TOP + 3, () => {
+    for (const index of ranks) paintRankLabels(base, panel, index);
   });
-  clipped(context, panel, LEFT, panel.plotWidth, TOP - 3, () => {
-    for (let i = first; i < last; i++) paintIdle(context, panel, i);
-    context.fillStyle = theme.grid;
-    for (const time of ticks(panel)[0]) context.fillRect(Math.round(x(panel, time)), TOP - 3, 1, panel.height);
-    paintTracks(context, panel);
+  clipped(base, LEFT, TOP - 3, panel.plotWidth, height - TOP - 1, () => {
+    for (const index of ranks) paintIdle(base, panel, index, 1);
+    for (const time of ticks(panel)[0]) box(base, theme.grid, Math.round(x(panel, time)), TOP - 3, 1, height);
+    paintTracks(base, panel);
     if (!panel.highlighted) return;
-    const isMatch = (track, i) => panel.matches?.[track.first + i];
-    const bars = paintHighlighted(context, panel, (track, i) => panel.highlighted[track.first + i], isMatch);
-    paintOutlines(context, bars, theme.accent, 1.5);
-    if (IS_SCHEDULE) paintArrows(context, panel);
+    const isMatch = (n) => panel.matches?.[n];
+    const bars = paintHighlighted(base, panel, (n) => panel.highlighted[n], isMatch);
+    paintOutlines(base, bars, theme.accent, 1.5);
+    if (IS_SCHEDULE) paintArrows(base, panel);
     const match = search.matches[search.index];
-    if (match?.panel === panel) paintOutlines(context, [barOf(panel, match.n)], theme.text, 3);
+    if (match?.panel === panel) paintOutlines(base, [barOf(panel, match.n)], theme.text, 3);
   });
-  paintScrollbar(context, panel);
+  paintScrollbar(base, panel);
   panel.stale = false;
-}
-
-function clipped(context, panel, left, width, top, body) {
-  context.save();
-  context.beginPath();
-  context.rect(left, top, width, panel.height - top - 4);
-  context.clip();
-  body();
-  context.restore();
-}
-
-function text(context, value, px, y, align, size, colour, weight = 400) {
-  context.font = `${weight} ${size}px ${theme.font}`;
-  context.textAlign = align;
-  context.fillStyle = colour;
-  context.fillText(value, px, y);
 }
 
 // ---- around the bars ----
 
-const GUTTER = 12; // pixels to the right of the labels
 const stamp = (value, decimals, unit) => `${value.toFixed(decimals)}${unit && ` ${unit}`}`;
 const cursorX = (panel) =>
   view.cursor === null || view.cursor < view.from || view.cursor > view.to ? null : x(panel, view.cursor);
@@ -115,11 +69,10 @@ function paintRankLabels(context, panel, index) {
   }
 }
 
-function paintIdle(context, panel, index) {
-  context.fillStyle = theme.idle;
+function paintIdle(context, panel, index, alpha) {
   for (const row of ["compute", ...panel.rows]) {
     const [y, height] = rowPlace(panel, index, row);
-    context.fillRect(LEFT, y, panel.plotWidth, height);
+    box(context, theme.idle, LEFT, y, panel.plotWidth, height, alpha);
   }
 }
 
@@ -152,47 +105,43 @@ function paintAxis(context, panel) {
   context.font = `600 11px ${theme.font}`;
   const half = context.measureText(label).width / 2;
   text(context, label, clamp(cursor, half + 4, end - half), y, "center", 11, theme.text, 600);
-  context.globalAlpha = 0.45;
-  context.fillStyle = theme.text;
-  context.fillRect(Math.round(cursor), TOP - 3, 1, panel.height - TOP - 1);
-  context.globalAlpha = 1;
+  box(context, theme.text, Math.round(cursor), TOP - 3, 1, panel.height - TOP - 1, 0.45);
 }
 
 function paintScrollbar(context, panel) {
   const shown = panel.height - TOP - BOTTOM;
   if (panel.content <= shown) return;
-  context.fillStyle = theme.soft;
-  context.globalAlpha = 0.5;
   const top = TOP + (panel.scroll / panel.content) * shown;
-  context.fillRect(panel.width - 6, top, 3, Math.max((shown * shown) / panel.content, 16));
-  context.globalAlpha = 1;
+  box(context, theme.soft, panel.width - 6, top, 3, Math.max((shown * shown) / panel.content, 16), 0.5);
 }
 
 // ---- bars ----
 
+/** Calls `visit` for each span of a track that is in view. */
+function inView(panel, track, visit) {
+  const first = bisect(track.first, track.end, (n) => panel.start[n] < view.from - track.longest);
+  for (let n = first; n < track.end && panel.start[n] <= view.to; n++) if (panel.end[n] >= view.from) visit(n);
+}
+
 /** Veils the panel and repaints the spans for which `only` holds; returns the bars of those for which `outlined` does. */
 function paintHighlighted(context, panel, only, outlined) {
-  context.globalAlpha = VEIL;
-  const [first, last] = visibleRanks(panel);
-  for (let i = first; i < last; i++) paintIdle(context, panel, i);
-  context.globalAlpha = 1;
+  for (const index of visibleRanks(panel)) paintIdle(context, panel, index, VEIL);
   return paintTracks(context, panel, only, outlined);
 }
 
 /** Paints the spans in view, or only those for which `only` holds; returns the bars for which `outlined` holds. */
 function paintTracks(context, panel, only, outlined) {
-  const [first, last] = visibleRanks(panel);
   const columns = Math.ceil(panel.plotWidth * devicePixelRatio);
-  const cover = FILLS.map(() => new Float32Array(columns)); // share of each pixel column, by fill
+  const cover = FILLS.map(() => new Float64Array(columns)); // share of each pixel column, by fill
   const bars = [];
   const lines = [];
   if (!only) panel.hasMixed = false;
-  for (const track of panel.tracks) {
+  for (const track of visibleRanks(panel).flatMap((index) => panel.ranks[index].tracks)) {
     const place = rowPlace(panel, track.rankIndex, track.row);
-    if (track.rankIndex < first || track.rankIndex >= last || !place) continue;
-    const pixels = paintTrack(context, panel, track, place, only, cover) ? mix(cover) : null;
-    if (pixels) lines.push([place, pixels]);
-    if (outlined) collectBars(panel, track, outlined, bars);
+    if (!place) continue;
+    if (paintTrack(context, panel, track, place, only, cover)) lines.push([place, mix(cover)]);
+    if (outlined)
+      inView(panel, track, (n) => bars.length < MOST_OUTLINES && outlined(n) && bars.push(barOf(panel, n)));
   }
   if (!lines.length) return bars;
   Object.assign(mixedRows.canvas, { width: columns, height: lines.length });
@@ -205,40 +154,29 @@ function paintTracks(context, panel, only, outlined) {
 }
 
 /** Paints the bars of a track and adds its narrow spans to `cover`; returns whether there are any. */
-function paintTrack(context, panel, track, [y, height], only, cover) {
-  const hasLabels = track.row === "compute" && height >= 11;
+function paintTrack(context, panel, track, place, only, cover) {
+  const hasLabels = track.row === "compute" && place[1] >= 11;
   const fullNames = x(panel, panel.usualLength) - x(panel, 0) > 42; // room for more than the microbatch
-  const narrow = THIN / devicePixelRatio;
   const mixed = new Set();
   let found = false;
-  for (let i = firstAt(track, view.from); i < track.start.length && track.start[i] <= view.to; i++) {
-    if (track.end[i] < view.from || (only && !only(track, i))) continue;
-    const left = x(panel, track.start[i]);
-    const right = x(panel, track.end[i]);
-    if (right - left < narrow) {
+  inView(panel, track, (n) => {
+    if (only && !only(n)) return;
+    const [left, right] = [x(panel, panel.start[n]), x(panel, panel.end[n])];
+    const fill = panel.fill[n];
+    if (right - left < THIN / devicePixelRatio) {
       if (!found) for (const columns of cover) columns.fill(0);
       found = true;
-      addCover(cover[track.fill[i]], (left - LEFT) * devicePixelRatio, (right - LEFT) * devicePixelRatio);
-      if (right > left) mixed.add(track.fill[i]);
-      continue;
+      addCover(cover[fill], (left - LEFT) * devicePixelRatio, (right - LEFT) * devicePixelRatio);
+      if (right > left) mixed.add(fill);
+      return;
     }
-    const depth = track.depth ? track.depth[i] : 1;
-    const tall = height / depth;
-    const top = y + tall * (track.level ? track.level[i] : 0);
-    const bar = paintBar(context, panel, theme.fill[track.fill[i]], left, right, top, tall - (depth > 1 ? 0.5 : 0));
-    if (hasLabels && tall >= 9) {
-      paintLabel(context, panel, labelOf(track.kind[i], fullNames), theme.textOn[track.fill[i]], bar);
-    }
-  }
+    const [top, tall] = levelPlace(panel, n, place);
+    const gap = panel.depth[n] > 1 ? 0.5 : 0;
+    const bar = paintBar(context, panel, theme.fill[fill], left, right, top, tall - gap);
+    if (hasLabels && tall >= 9) paintLabel(context, panel, labelOf(panel.kind[n], fullNames), theme.textOn[fill], bar);
+  });
   panel.hasMixed ||= mixed.size > 1;
   return found;
-}
-
-function collectBars(panel, track, outlined, bars) {
-  for (let i = firstAt(track, view.from); i < track.start.length && track.start[i] <= view.to; i++) {
-    if (bars.length >= MOST_OUTLINES) return;
-    if (track.end[i] >= view.from && outlined(track, i)) bars.push(barOf(panel, track.first + i));
-  }
 }
 
 /** Adds the share of each pixel column that a span fills, and a trace of it if it has no length. */
@@ -247,9 +185,6 @@ function addCover(columns, left, right) {
     columns[c] += Math.max(Math.min(right, c + 1) - Math.max(left, c), 0.01);
   }
 }
-
-const linear = (value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
-const encoded = (value) => (value <= 0.0031308 ? value * 12.92 : 1.055 * value ** (1 / 2.4) - 0.055);
 
 /** RGBA of a row of narrow spans: every pixel column has the mean colour of the spans around it, and is as opaque as
  *  it is full. The mean is over linear light and over more than a pixel: no bands that are not in the timeline. */
@@ -274,19 +209,17 @@ function mix(cover) {
   return pixels;
 }
 
-const crisp = (px) => Math.round(px * devicePixelRatio) / devicePixelRatio;
-
 /** Paints a bar, with a gap to the next one if it is wide enough; returns [left, top, width, height]. */
 function paintBar(context, panel, colour, left, right, top, tall) {
   const from = crisp(Math.max(left, LEFT - 8));
   const to = crisp(Math.min(right, LEFT + panel.plotWidth + 8));
   const width = Math.max(to - from - (right - left > 4 ? 1 : 0), 0.5);
-  context.fillStyle = colour;
   if (right - left > 9 && tall > 8) {
+    context.fillStyle = colour;
     context.beginPath();
     context.roundRect(from, top, width, tall, 2.5);
     context.fill();
-  } else context.fillRect(from, top, width, tall);
+  } else box(context, colour, from, top, width, tall);
   return [from, top, width, tall];
 }
 
@@ -303,13 +236,5 @@ function paintLabel(context, panel, label, colour, [left, top, width, tall]) {
   const to = Math.min(left + width, LEFT + panel.plotWidth);
   if (to - from < label.length * size * 0.62 + 3) return;
   text(context, label, (from + to) / 2, top + tall / 2 + 0.5, "center", size, colour, 600);
-}
-
-function paintOutlines(context, bars, colour, line) {
-  context.strokeStyle = colour;
-  context.lineWidth = line;
-  for (const [left, top, width, tall] of bars.filter(Boolean)) {
-    context.strokeRect(left - 0.25, top - 0.25, Math.max(width, 2) + 0.5, tall + 0.5);
-  }
 }
 

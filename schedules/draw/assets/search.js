@@ -24,15 +24,13 @@ function find(text) {
   for (const panel of panels) {
     panel.matches = isMatch ? new Uint8Array(panel.count) : null;
     const found = [];
-    for (const track of isMatch ? panel.tracks : []) {
-      track.kind.forEach((kind, i) => {
-        if (!isMatch[kind]) return;
-        panel.matches[track.first + i] = 1;
-        found.push({ panel, n: track.first + i, start: track.start[i] });
-        hiddenRows.delete(track.row);
-      });
+    for (let n = 0; isMatch && n < panel.count; n++) {
+      if (!isMatch[panel.kind[n]]) continue;
+      panel.matches[n] = 1;
+      found.push({ panel, n });
+      hiddenRows.delete(panel.track[n].row);
     }
-    search.matches.push(...found.sort((a, b) => a.start - b.start));
+    search.matches.push(...found.sort((a, b) => panel.start[a.n] - panel.start[b.n]));
     updateHighlights(panel);
   }
   showRows();
@@ -56,8 +54,8 @@ function stepMatch(by) {
   const { panel, n } = matches[search.index];
   if (IS_SCHEDULE) select(panel, n);
   else reveal(panel, n);
-  const [start, end, bar] = [startOf(panel, n), endOf(panel, n), barOf(panel, n)];
-  if (end > start && bar?.[2] < 6) zoom(bar[2] / 12, (start + end) / 2); // wide enough to see
+  const bar = barOf(panel, n);
+  if (bar?.[2] > 0 && bar[2] < 6) zoom(bar[2] / 12, middleOf(panel, n)); // wide enough to see
   showFound();
   draw();
 }

@@ -26,23 +26,19 @@ function updateHighlights(panel) {
   panel.highlighted = selected || showsPath || matches ? new Uint8Array(panel.count) : null;
   if (matches) panel.highlighted.set(matches);
   if (showsPath) for (const n of critical.number) panel.highlighted[n] = 1;
-  if (!selected) return;
-  const mark = (n) => eventOf(panel, n).forEach((m) => (panel.highlighted[m] = 1));
-  const markAll = (nodes) =>
-    nodes.forEach(({ n, children }) => {
-      mark(n);
-      markAll(children);
-    });
-  mark(selected.n);
-  markAll(selected.dependencies);
-  markAll(selected.dependents);
+  const mark = ({ n, children }) => {
+    for (const m of eventOf(panel, n)) panel.highlighted[m] = 1;
+    children.forEach(mark);
+  };
+  if (selected) mark({ n: selected.n, children: [...selected.dependencies, ...selected.dependents] });
 }
 
 /** Shows the row of a span and moves the view to it. */
 function reveal(panel, n) {
-  if (hiddenRows.has(trackOf(panel, n).row)) toggleRow(trackOf(panel, n).row, true);
-  const [start, end, width] = [startOf(panel, n), endOf(panel, n), view.to - view.from];
-  if (start < view.from || end > view.to) show((start + end - width) / 2, (start + end + width) / 2);
+  const { row } = panel.track[n];
+  if (hiddenRows.has(row)) toggleRow(row, true);
+  const [middle, width] = [middleOf(panel, n), view.to - view.from];
+  if (panel.start[n] < view.from || panel.end[n] > view.to) show(middle - width / 2, middle + width / 2);
   const top = rankOf(panel, n) * panel.pitch - panel.scroll;
   const shown = panel.height - TOP - BOTTOM;
   if (top < 0) scroll(panel, top);
@@ -53,24 +49,24 @@ function reveal(panel, n) {
 function walk(along, across) {
   const panel = view.selected ?? panels[0];
   if (!panel.selected) {
-    const track = panel.ranks[visibleRanks(panel)[0]].tracks[0];
-    const at = [...track.start.keys()].find((i) => track.start[i] >= view.from) ?? 0;
-    return select(panel, track.first + at);
+    const { first, end } = panel.ranks[visibleRanks(panel)[0]].tracks[0];
+    const n = bisect(first, end, (m) => panel.start[m] < view.from);
+    return select(panel, n < end ? n : first);
   }
   const { n } = panel.selected;
-  const track = trackOf(panel, n);
+  const track = panel.track[n];
   if (along) {
-    const at = indexOf(panel, n) + along;
-    return at >= 0 && at < track.kind.length ? select(panel, track.first + at) : undefined;
+    if (panel.track[n + along] === track) select(panel, n + along);
+    return;
   }
   const rank = panel.ranks[track.rankIndex + across];
   const other = rank?.tracks.find((t) => t.row === track.row) ?? rank?.tracks[0];
   if (!other) return;
-  const middle = (startOf(panel, n) + endOf(panel, n)) / 2;
-  const distance = (i) => Math.max(other.start[i] - middle, middle - other.end[i], 0);
-  let best = 0;
-  for (let i = 1; i < other.start.length; i++) if (distance(i) < distance(best)) best = i;
-  select(panel, other.first + best);
+  const middle = middleOf(panel, n);
+  const distance = (m) => Math.max(panel.start[m] - middle, middle - panel.end[m], 0);
+  let best = other.first;
+  for (let m = best + 1; m < other.end; m++) if (distance(m) < distance(best)) best = m;
+  select(panel, best);
 }
 
 /** Fills the section below the panels. */
@@ -83,17 +79,16 @@ function showSelection() {
     return box.replaceChildren(make("p", hint, "hint"));
   }
   const { n, dependencies, dependents } = panel.selected;
-  const track = trackOf(panel, n);
   const about = make("div");
-  about.append(spanTitle(track, indexOf(panel, n)), factList(factsOf(panel, track, indexOf(panel, n))));
+  about.append(spanTitle(panel, n), factList(factsOf(panel, n)));
   const before = dependencyList(panel, "Waits for", dependencies, true);
   box.replaceChildren(about, before, dependencyList(panel, "Needed by", dependents, false));
 }
 
-function spanTitle(track, i) {
-  const kind = track.kind[i];
+function spanTitle(panel, n) {
   const title = make("p");
-  title.append(swatch(FILLS[track.fill[i]]), make("b", kinds.name[kind]), make("span", looks[kinds.op[kind]].label));
+  const { label } = looks[kinds.op[panel.kind[n]]];
+  title.append(swatch(FILLS[panel.fill[n]]), make("b", nameOf(panel, n)), make("span", label));
   return title;
 }
 
@@ -119,11 +114,11 @@ function dependencyList(panel, title, nodes, upstream) {
 function dependencyLine(panel, { n, why, slack, binding }, depth, upstream) {
   const button = make("button", "", binding ? "binding" : "");
   button.style.marginLeft = `${depth * 16}px`;
-  const [start, end, done] = [startOf(panel, n), endOf(panel, n), doneAt(panel, n, why)];
+  const [start, end, done] = [panel.start[n], panel.end[n], doneAt(panel, n, why)];
   const pair = upstream && done > end ? `, its pair to ${duration(done)}` : "";
   const when = `rank ${panel.ranks[rankOf(panel, n)].rank}, ${duration(start)} to ${duration(end)}${pair}`;
   const [ifBinding, otherwise] = upstream ? ["set its start", "earlier"] : ["starts at once", "later"];
-  button.append(swatch(FILLS[trackOf(panel, n).fill[indexOf(panel, n)]]), make("b", kinds.name[kindOf(panel, n)]));
+  button.append(swatch(FILLS[panel.fill[n]]), make("b", nameOf(panel, n)));
   button.append(make("span", when), make("em", binding ? ifBinding : `${duration(slack)} ${otherwise}`));
   button.title = WHY[why];
   button.addEventListener("click", () => select(panel, n));

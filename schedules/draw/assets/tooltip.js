@@ -1,65 +1,49 @@
 // ---- what is below the pointer ----
 
-/** The span at a point of the canvas, up to 3 pixels beside it, or null. */
+/** Number of the span at a point of the canvas, up to 3 pixels beside it, or -1. */
 function spanAt(panel, px, py) {
-  const index = Math.floor((py - TOP + panel.scroll) / panel.pitch);
-  const rank = panel.ranks[index];
-  if (!rank || py < TOP || px < LEFT || px > LEFT + panel.plotWidth) return null;
-  for (const track of rank.tracks) {
-    const place = rowPlace(panel, index, track.row);
-    if (!place || py < place[0] || py > place[0] + place[1]) continue;
-    return nearestSpan(panel, track, px, (py - place[0]) / place[1]);
-  }
-  return null;
-}
-
-/** `height` is the share of the row's height above the pointer. */
-function nearestSpan(panel, track, px, height) {
+  const rank = panel.ranks[Math.floor((py - TOP + panel.scroll) / panel.pitch)];
+  if (!rank || py < TOP || px < LEFT || px > LEFT + panel.plotWidth) return -1;
   const time = timeAt(panel, px);
   const reach = timeAt(panel, px + 3) - time;
-  let found = null;
-  let least = Infinity;
-  for (let i = firstAt(track, time - reach); i < track.start.length && track.start[i] <= time + reach; i++) {
-    if (track.depth && track.depth[i] > 1 && Math.floor(height * track.depth[i]) !== track.level[i]) continue;
-    const distance = Math.max(track.start[i] - time, time - track.end[i], 0);
-    if (distance <= reach && distance < least) {
-      found = { panel, track, index: i, kind: track.kind[i] };
-      least = distance;
+  const distance = (n) => Math.max(panel.start[n] - time, time - panel.end[n], 0);
+  let found = -1;
+  for (const track of rank.tracks) {
+    const first = bisect(track.first, track.end, (n) => panel.start[n] < time - reach - track.longest);
+    for (let n = first; n < track.end && panel.start[n] <= time + reach; n++) {
+      const [, top, , tall] = barOf(panel, n) ?? [0, Infinity, 0, 0];
+      const isHit = py >= top && py <= top + tall && distance(n) <= reach;
+      if (isHit && (found < 0 || distance(n) < distance(found))) found = n;
     }
   }
   return found;
 }
 
 /** Related are the spans of the same microbatch; without a microbatch, those of the same name. */
-function setHover(found) {
-  const old = view.hover;
-  if (old?.track === found?.track && old?.index === found?.index) return;
-  view.hover = found;
-  if (!found) return;
-  const name = kinds.name[found.kind];
-  const microbatch = kinds.microbatch[found.kind];
-  found.sameKind = Uint8Array.from(kinds.name, (other) => (other === name ? 1 : 0));
-  const sameMicrobatch = () => Uint8Array.from(kinds.microbatch, (other) => (other === microbatch ? 1 : 0));
-  found.related = microbatch < 0 ? found.sameKind : sameMicrobatch();
+function setHover(panel, n) {
+  if (n < 0) view.hover = null;
+  if (n < 0 || (view.hover?.panel === panel && view.hover.n === n)) return;
+  const same = (column) => Uint8Array.from(kinds[column], (other) => other === kinds[column][panel.kind[n]]);
+  const sameKind = same("name");
+  const related = kinds.microbatch[panel.kind[n]] < 0 ? sameKind : same("microbatch");
+  view.hover = { panel, n, sameKind, related };
 }
 
 /** [source, durations] of the same instruction in the other panel, on the same rank if both panels have the same ranks. */
-function inOtherPanel({ panel, track, sameKind }) {
+function inOtherPanel({ panel, n, sameKind }) {
   const other = panels.find((p) => p !== panel);
-  if (!other || IS_SCHEDULE) return null;
-  const { rank } = panel.ranks[track.rankIndex];
-  const lengthsOf = (r) =>
-    r.tracks.flatMap((t) => [...t.kind.keys()].filter((i) => sameKind[t.kind[i]]).map((i) => t.end[i] - t.start[i]));
-  const sameRank = other.ranks.length === panel.ranks.length && other.ranks.find((r) => r.rank === rank);
-  const own = sameRank ? lengthsOf(sameRank) : [];
-  const lengths = own.length ? own : other.ranks.flatMap(lengthsOf);
+  if (!other) return null;
+  const all = [...other.kind.keys()].filter((m) => sameKind[other.kind[m]]);
+  const rankIn = (p, m) => p.ranks[rankOf(p, m)].rank;
+  const own = all.filter((m) => other.ranks.length === panel.ranks.length && rankIn(other, m) === rankIn(panel, n));
+  const lengths = (own.length ? own : all).map((m) => other.end[m] - other.start[m]);
   return lengths.length ? [other.data.source, lengths] : null;
 }
 
-function comparisonFacts(hover, length) {
-  const other = inOtherPanel(hover);
-  if (!other) return [];
-  const [source, lengths] = other;
+function comparisonFacts(hover) {
+  const [source, lengths] = inOtherPanel(hover) ?? [];
+  if (!lengths) return [];
+  const length = hover.panel.end[hover.n] - hover.panel.start[hover.n];
   const low = Math.min(...lengths);
   const high = Math.max(...lengths);
   if (low !== high) return [[source, `${duration(low)} to ${duration(high)}`]];
@@ -69,14 +53,12 @@ function comparisonFacts(hover, length) {
 }
 
 /** [term, value] lines about a span. */
-function factsOf(panel, track, i) {
-  const kind = track.kind[i];
-  const rank = panel.ranks[track.rankIndex];
-  const start = track.start[i];
-  const length = track.end[i] - start;
+function factsOf(panel, n) {
+  const [start, end, kind] = [panel.start[n], panel.end[n], panel.kind[n]];
+  const rank = panel.ranks[rankOf(panel, n)];
   const column = (name) => (kinds[name][kind] < 0 ? [] : [[name, String(kinds[name][kind])]]);
   const chunk = rank.stages.indexOf(kinds.stage[kind]) + 1;
-  const slot = panel.slots?.[track.first + i] ?? -1;
+  const slot = panel.slots?.[n] ?? -1;
   return [
     ["rank", String(rank.rank)],
     ["lane", kinds.lane[kind]],
@@ -87,15 +69,15 @@ function factsOf(panel, track, i) {
     ...(slot < 0 ? [] : [["slot", String(slot)]]),
     ...(IS_SCHEDULE ? [] : [["step", String(panel.step.step)]]),
     ["start", duration(start)],
-    ["end", duration(start + length)],
-    ["duration", duration(length)],
+    ["end", duration(end)],
+    ["duration", duration(end - start)],
   ];
 }
 
 /** The direct dependencies of a span, and which of them set its start. */
 function dependencyFacts(panel, n) {
   const nodes = dependencyTree(panel, n, true, 2);
-  const name = (node) => kinds.name[kindOf(panel, node.n)];
+  const name = (node) => nameOf(panel, node.n);
   const binding = nodes.filter((node) => node.binding).map(name);
   const names = [...nodes.slice(0, 6).map(name), ...(nodes.length > 6 ? [`${nodes.length - 6} more`] : [])];
   const start = binding.length ? [["start set by", binding.slice(0, 3).join(", ")]] : [];
@@ -108,11 +90,9 @@ function showTip(event) {
   // On a narrow window the section below the panels describes the selected span.
   tip.hidden = !hover || event.pointerType === "touch" || (isNarrow() && view.selected !== null);
   if (tip.hidden) return;
-  const { track, index, panel } = hover;
-  const length = track.end[index] - track.start[index];
-  const facts = [...factsOf(panel, track, index), ...comparisonFacts(hover, length)];
-  if (IS_SCHEDULE) facts.push(...dependencyFacts(panel, track.first + index));
-  tip.replaceChildren(spanTitle(track, index), factList(facts));
+  const { panel, n } = hover;
+  const facts = [...factsOf(panel, n), ...(IS_SCHEDULE ? dependencyFacts(panel, n) : comparisonFacts(hover))];
+  tip.replaceChildren(spanTitle(panel, n), factList(facts));
   const { offsetWidth: wide, offsetHeight: tall } = tip;
   const fits = event.clientX + 18 + wide <= innerWidth - 8;
   tip.style.left = `${fits ? event.clientX + 18 : Math.max(8, event.clientX - wide - 18)}px`;

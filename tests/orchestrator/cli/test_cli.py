@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 from cli_cases import SIZES
-from commands import Pentad, pentad
+from commands import Pentad
 from paths import ROOT
 
 from pentad.orchestrator.config.config import dump, load
 from pentad.orchestrator.monitoring.runfolder import RunFolder
-from pentad.orchestrator.planning.cost_model import guess_costs
+from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.planning import make_plan, spread
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
@@ -27,8 +27,8 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
-__all__ = ["pentad"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
+COMMAND = (sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())")
 
 
 def uniform(name: str, *costs: float) -> Costs:
@@ -42,25 +42,9 @@ def test_schedule_json_is_one_object_with_the_agreed_keys(pentad: Pentad, name: 
     status, out, err = pentad("schedule", name, *SIZES, "--json")
     assert (status, err, out.count("\n")) == (0, "", 1)
     facts = json.loads(out)
-    agreed = [
-        "name",
-        "ranks",
-        "microbatches",
-        "chunks",
-        "slices",
-        "placement",
-        "makespan",
-        "longest",
-        "bubble",
-        "peak_activations",
-    ]
-    assert list(facts) == [*agreed, "streams", "program", "hash"]
-    assert (facts["name"], facts["ranks"], facts["microbatches"], facts["chunks"]) == (
-        name,
-        4,
-        8,
-        CATALOGUE[name].chunks,
-    )
+    sizes, times = ["name", "ranks", "microbatches", "chunks"], ["makespan", "longest", "bubble", "peak_activations"]
+    assert list(facts) == [*sizes, "slices", "placement", *times, "streams", "program", "hash"]
+    assert [facts[key] for key in sizes] == [name, 4, 8, CATALOGUE[name].chunks]
     assert set(facts["bubble"]) == {"makespan", "longest"}
     for key in ("placement", "peak_activations", "streams", "program"):
         assert len(facts[key]) == 4
@@ -97,9 +81,8 @@ def test_slices_are_an_option_and_reported(pentad: Pentad) -> None:
     assert "8 microbatches of 4 slices, proven" in pentad("schedule", "seq-1f1b", *SIZES)[1]
     status, _, err = pentad("schedule", "seq-1f1b", *SIZES, "--csv", "a.csv")
     assert status != 0
-    assert (
-        err == "pentad: schedule seq-1f1b cuts sequences into 4 slices: expected 1, because torch's CSV has no slices\n"
-    )
+    found = "schedule seq-1f1b cuts sequences into 4 slices"
+    assert err == f"pentad: {found}: expected 1, because torch's CSV has no slices\n"
     assert pentad("schedule", "seq-1f1b", *SIZES, "--slices", "1", "--csv", "a.csv")[0] == 0
 
 
@@ -119,11 +102,8 @@ def test_every_requested_file_is_written(pentad: Pentad) -> None:
 @pytest.mark.parametrize("name", ["zb-h2", "dualpipe", "seq-1f1b", "zb-v"])
 def test_a_saved_program_can_be_used_as_a_schedule(pentad: Pentad, name: str) -> None:
     assert pentad("schedule", name, *SIZES, "--arrow", "a.arrow")[0] == 0
-    report = json.loads(pentad("schedule", "a.arrow", *SIZES, "--json")[1])
-    assert (report["hash"], report["slices"]) == (
-        Program.load(Path("a.arrow")).hash,
-        Program.load(Path("a.arrow")).slices,
-    )
+    report, saved = json.loads(pentad("schedule", "a.arrow", *SIZES, "--json")[1]), Program.load(Path("a.arrow"))
+    assert (report["hash"], report["slices"]) == (saved.hash, saved.slices)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +143,7 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
     ]
     program = compile_program(name, 4, 8)
     streams = program.compute().streams
-    assert read == [[tuple(part.key) for unit in stream for part in unit.parts] for stream in streams]
+    assert read == [[tuple(part.key) for action in stream for part in action.parts] for stream in streams]
     if name != "dualpipe":  # torch wants every stage on one rank
         torch_schedules._validate_schedule(dict(enumerate(rows)), 4, program.stages, 8)
 
@@ -175,10 +155,7 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
         (("schedule", "1f1b", *SIZES, "--costs", "1,1"), "--costs is '1,1': expected three numbers F,B,W"),
         (("schedule", "1f1b", *SIZES, "--costs", "1,0,1"), "--costs: B is 0.0"),
         (("schedule", "1f1b", *SIZES, "--comm", "-1"), "--comm is -1.0"),
-        (
-            ("schedule", "1f1b", *SIZES, "--chunks", "2"),
-            "chunks is 2: expected 1 for schedule 1f1b",
-        ),
+        (("schedule", "1f1b", *SIZES, "--chunks", "2"), "chunks is 2: expected 1 for schedule 1f1b"),
         (("schedule", "1f1b", *SIZES, "--group", "2"), "group is 2: expected none (schedule 1f1b has no such option)"),
         (
             ("schedule", "1f1b", *SIZES, "--memory-limit", "2"),
@@ -270,7 +247,7 @@ def run(tmp_path: Path) -> Path:
     """A run in runs/trial whose measured steps 3 and 4 are a little slower than planned."""
     config = load(None, [f"run.folder={tmp_path / 'runs'}", "run.name=trial", "mesh.dp=2"])
     plan = make_plan(config, "cpu")
-    costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
+    costs = costs_of(plan)
     wide = spread(simulate(plan.program, costs), plan.mesh)
     spans = [
         span._replace(step=step, start=1000 * step + 1.1 * span.start, end=1000 * step + 1.1 * span.end)
@@ -350,25 +327,21 @@ def test_ctrl_c_is_reported(pentad: Pentad, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-def test_a_full_stdout_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    code = "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", code, "schedule", "1f1b", *SIZES]
+@pytest.mark.parametrize("arguments", [("schedule", "1f1b", *SIZES), ("schedules",)])
+def test_a_full_stdout_is_reported_in_one_sentence(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            command, cwd=tmp_path, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            (*COMMAND, *arguments), cwd=tmp_path, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert ended.returncode == 1
-    assert re.fullmatch(r"pentad: .*No space left on device\n", ended.stderr)
+    assert re.fullmatch(r"pentad: I/O error: .*No space left on device\n", ended.stderr)
 
 
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
-    code = "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", code, "schedule", "1f1b", "--ranks", "8", "--microbatches", "600", "--json"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=ENVIRONMENT
-    ) as child:
-        assert child.stdout
-        assert child.stderr
+    command = (*COMMAND, "schedule", "1f1b", "--ranks", "8", "--microbatches", "600", "--json")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=tmp_path, env=ENVIRONMENT) as child:
+        assert child.stdout and child.stderr
         child.stdout.read(10)
         child.stdout.close()
         assert child.stderr.read() == b""

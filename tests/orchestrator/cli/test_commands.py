@@ -11,20 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import Pentad, pentad
-from rich.console import Console
+from commands import Pentad
 
-from pentad.orchestrator.cluster import devices
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.jobs import jobs
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
+from pentad.orchestrator.planning import hardware
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.run import driver
+from pentad.orchestrator.run.train import train
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data import sources
-
-__all__ = ["pentad"]
 
 ROW = {**dict.fromkeys(METRIC_KEYS, 0.5), "mfu": None, "generation": 1, "tokens": 8, "skipped": False}
 
@@ -110,7 +107,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(*_: Any) -> Any:
         raise AssertionError("Ray must not start")
 
-    monkeypatch.setattr(driver, "launch", launch)
+    monkeypatch.setattr("pentad.orchestrator.run.train.launch", launch)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +125,7 @@ def test_a_run_that_cannot_resume_is_refused_before_ray_starts(
 ) -> None:
     config = load(None, [f"run.folder={trial.parent}", "run.name=trial", *overrides])
     with pytest.raises(PentadError, match=sentence):
-        driver.train(config, console=Console(quiet=True))
+        train(config)
 
 
 def test_a_run_folder_of_another_version_is_refused_in_one_sentence(no_ray: None, pentad: Pentad, trial: Path) -> None:
@@ -138,7 +135,7 @@ def test_a_run_folder_of_another_version_is_refused_in_one_sentence(no_ray: None
     with pytest.raises(
         PentadError, match=r"^the run in .*trial cannot be resumed: .*batch\.sequences is unknown"
     ) as error:
-        driver.train(config, console=Console(quiet=True))
+        train(config)
     assert "\n" not in str(error.value) and "choose another run.name than trial" in str(error.value)
     status, _, err = pentad("status", "trial")
     assert status == 1 and "config.yaml is of another version of pentad (batch.sequences is unknown" in err
@@ -152,20 +149,13 @@ def test_the_quickstart_uses_the_available_gpus(
 ) -> None:
     configs = []
 
-    def train(config: Any, **_: Any) -> dict[str, Any]:
+    def fake_train(config: Any, **_: Any) -> dict[str, Any]:
         configs.append(config)
         raise PentadError("enough")
 
-    monkeypatch.setattr(devices, "local_gpus", lambda: gpus)
-    monkeypatch.setattr(driver, "train", train)
+    monkeypatch.setattr(hardware, "local_gpus", lambda: gpus)
+    monkeypatch.setattr("pentad.orchestrator.run.train.train", fake_train)
     monkeypatch.setattr(sources, "open_data", lambda *_, **__: SimpleNamespace(fingerprint=""))
     _, out, _ = pentad("train", *arguments)
     assert configs[0].mesh.pp == pp
     assert ("the quickstart runs with mesh.pp = 2, not 4" in out) == (pp == 2)
-
-
-def test_a_full_stdout_is_an_io_error() -> None:
-    code = "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main(['schedules']))"
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-P", "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("pentad: I/O error: ")

@@ -9,7 +9,7 @@ import hf_models
 import pytest
 import torch
 import transformers
-from commands import Pentad, pentad
+from commands import Pentad
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,7 +19,6 @@ from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpo
 from pentad.workers.data.tokenizer import train_tokenizer
 from pentad.workers.hf.config import make_section, parse_config, parse_section
 
-__all__ = ["pentad"]
 SECTION = "model: {family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 64, norm_eps: 1e-6}\n"
 
 
@@ -102,7 +101,7 @@ def test_an_imported_model_section_is_a_valid_configuration(name: str) -> None:
     prefix, values = hf_models.MODELS[name]
     config = getattr(transformers, f"{prefix}Config")(**values, architectures=[f"{prefix}ForCausalLM"])
     family, model = parse_config(config.to_dict())
-    assert ModelSection.model_validate(make_section(family, model)).shape == model
+    assert ModelSection.model_validate(make_section(family, model)).spec == model
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_cases import SIZES
-from commands import Pentad, pentad
+from commands import Pentad
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.draw.palette import look
+from pentad.schedules.draw.palette import op_style
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
-
-__all__ = ["pentad"]
 
 
 def test_memory_options_are_in_the_program_and_its_drawings(pentad: Pentad, tmp_path: Path) -> None:
@@ -24,21 +23,13 @@ def test_memory_options_are_in_the_program_and_its_drawings(pentad: Pentad, tmp_
     facts = json.loads(out)
     memory_options = MemoryOptions(3, 2, 1, frozenset({0, 2}), 2.0)
     costs, options = Costs.uniform(8, chunks=2), ScheduleOptions(2)
-    program = compile_program(
-        "interleaved",
-        4,
-        8,
-        costs=costs,
-        options=options,
-        memory_options=memory_options,
-        post_validation=True,
-        replicas=2,
-    )
+    more_options: dict[str, Any] = {"memory_options": memory_options, "post_validation": True, "replicas": 2}
+    program = compile_program("interleaved", 4, 8, costs=costs, options=options, **more_options)
     assert (status, facts["hash"]) == (0, program.hash)
     assert max(facts["peak_activations"]) <= 2
     status, out, _ = pentad(*arguments, "--svg", "a.svg", "--html", "a.html", "--grid")
     assert (status, out.count("R0")) == (0, 2)
-    assert look("RECOMPUTE").light in (tmp_path / "a.svg").read_text()
+    assert op_style("RECOMPUTE").light in (tmp_path / "a.svg").read_text()
     page = (tmp_path / "a.html").read_text()
     assert all(f'"{op}"' in page for op in ("RECOMPUTE", "OFFLOAD", "RELOAD", "ALL_GATHER", "FREE", "VALIDATE"))
 

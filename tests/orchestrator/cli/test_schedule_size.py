@@ -6,12 +6,11 @@ import io
 import time
 
 import pytest
-from commands import Pentad, pentad
+from commands import Pentad
 from rich.console import Console
 
-from pentad.orchestrator.cli.show_schedule import MOST_CELLS, Outputs, Request, show_schedule
-
-__all__ = ["pentad"]
+from pentad.orchestrator.cli.arguments import ScheduleArguments
+from pentad.orchestrator.cli.show_schedule import MOST_CELLS, show_schedule
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("zb-v", None), ("interleaved", 2), ("dualpipe", None)])
@@ -21,7 +20,7 @@ def test_64_ranks_and_256_microbatches_take_little_longer_than_compiling(name: s
     for _ in range(2):
         out = io.StringIO()
         started = time.process_time()
-        show_schedule(Request(name, 64, 256, chunks), Outputs({}, False, False, False), Console(file=out))
+        show_schedule(ScheduleArguments(name, 64, 256, chunks), Console(file=out))
         seconds.append(time.process_time() - started)
         assert out.getvalue().count("bubble") == 2
     assert min(seconds) < 1.2

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,10 +18,11 @@ import ray
 from footprint import Footprint
 
 from pentad.orchestrator.cluster import cluster as clusters
-from pentad.orchestrator.cluster import devices
+from pentad.orchestrator.cluster import ray_head
 from pentad.orchestrator.cluster.cluster_join import check_joinable
 from pentad.orchestrator.cluster.ray_head import psutil
 from pentad.orchestrator.config.sections import ClusterSection
+from pentad.orchestrator.planning import hardware
 from pentad.schedules.ir.errors import PentadError
 
 CPU = ClusterSection(device="cpu")
@@ -101,25 +103,25 @@ def test_a_second_ctrl_c_does_not_wait_for_ray(sigint_enabled: None, monkeypatch
 
 def test_auto_chooses_gpus_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = ClusterSection()
-    monkeypatch.setattr(devices, "local_gpus", lambda: 4)
-    assert devices.local_device(auto, 4) == ("cuda", "")
-    device, note = devices.local_device(auto, 8)
+    monkeypatch.setattr(hardware, "local_gpus", lambda: 4)
+    assert hardware.local_device(auto, 4) == ("cuda", "")
+    device, note = hardware.local_device(auto, 8)
     assert device == "cpu"
     assert note == "8 ranks need a GPU each, but this machine has 4: training on CPUs"
-    assert devices.local_device(ClusterSection(device="cuda"), 8) == ("cuda", "")
-    monkeypatch.setattr(devices, "local_gpus", lambda: 0)
-    assert devices.local_device(auto, 4) == ("cpu", "")
+    assert hardware.local_device(ClusterSection(device="cuda"), 8) == ("cuda", "")
+    monkeypatch.setattr(hardware, "local_gpus", lambda: 0)
+    assert hardware.local_device(auto, 4) == ("cpu", "")
 
 
 @pytest.mark.parametrize(("visible", "gpus"), [(None, 4), ("2,3", 2), ("", 0), ("-1", 0), ("0,1,2,3,4,5", 4)])
 def test_cuda_visible_devices_limits_the_local_gpus(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: int
 ) -> None:
-    monkeypatch.setattr(devices.Path, "glob", lambda path, pattern: [Path(f"/dev/nvidia{n}") for n in range(4)])
+    monkeypatch.setattr(hardware.Path, "glob", lambda path, pattern: [Path(f"/dev/nvidia{n}") for n in range(4)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices.local_gpus() == gpus
+    assert hardware.local_gpus() == gpus
 
 
 def test_a_taken_dashboard_port_is_reported_with_its_owner() -> None:
@@ -134,6 +136,34 @@ def test_a_taken_dashboard_port_is_reported_with_its_owner() -> None:
             clusters.start(ClusterSection(dashboard_port=port), 1),
         ):
             pytest.fail("the port was taken")
+
+
+def test_a_dashboard_that_does_not_start_does_not_end_the_head(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Head(ray_head.HeadNode):
+        address = "127.0.0.1:7"
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+    asked = threading.Event()
+
+    def fail(*_: object, **__: object) -> None:
+        asked.set()
+        raise RuntimeError("no dashboard here")
+
+    monkeypatch.setattr(ray_head, "HeadNode", Head)
+    monkeypatch.setattr(ray_head.Node, "start_api_server", fail)
+    monkeypatch.setattr(ray_head, "_obey_driver", lambda folder, wants_dashboard: wants_dashboard.set())
+    monkeypatch.setattr(sys, "argv", ["ray_head", "/nowhere", "{}"])
+    head = threading.Thread(target=ray_head.main, daemon=True)
+    head.start()
+    assert asked.wait(20)
+    head.join(0.2)
+    assert head.is_alive()  # until the driver ends
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"address": "127.0.0.1:7"} and "RuntimeError: no dashboard here" in err
 
 
 JOIN = """

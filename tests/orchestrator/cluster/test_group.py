@@ -64,7 +64,7 @@ def test_every_rank_runs_every_step_and_reports_its_place(cluster: clusters.Clus
     plan = plan_of("fake:", "mesh.pp=2", "mesh.dp=2")
     with start(plan) as group:
         group.restore(None)
-        results = group.run(0, 5)
+        results = group.collect(group.submit_run(0, 5))
         assert [[result.step for result in of_rank] for of_rank in results] == [[0, 1, 2, 3, 4]] * 4
         assert [{span.rank for result in of_rank for span in result.spans} for of_rank in results] == [
             {0},
@@ -139,10 +139,10 @@ def test_statuses_are_updated_every_second_however_short_the_calls(cluster: clus
 def run_until_it_fails(plan: Plan) -> tuple[PentadError, list[int], float]:
     """The error of a run of six steps in two calls, the ranks' PIDs, and the seconds taken by the last call."""
     with start(plan) as group:
-        group.run(0, 1)
+        group.collect(group.submit_run(0, 1))
         began = time.monotonic()
         with pytest.raises(PentadError) as caught:
-            group.run(1, 5)
+            group.collect(group.submit_run(1, 5))
         return caught.value, pids_of(group), time.monotonic() - began
 
 

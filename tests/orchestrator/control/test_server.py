@@ -183,25 +183,25 @@ def test_all_interfaces_are_announced_as_a_reachable_address(tmp_path: Path) -> 
 
 def test_pause_answers_when_the_run_is_paused_and_resume_when_it_runs(served: Served) -> None:
     later(served.control.on_view, seen("paused", step=7))
-    assert served.pause(5) == {"run": "trial", "state": "paused", "step": 7, "generation": 2}
+    assert served.request("pause", 5) == {"run": "trial", "state": "paused", "step": 7, "generation": 2}
     assert served.requests.paused
     later(served.control.on_view, seen(step=7))
-    assert served.resume(5)["state"] == "running"
+    assert served.request("resume", 5)["state"] == "running"
     assert not served.requests.paused
 
 
 def test_checkpoint_answers_once_one_is_committed(served: Served) -> None:
     later(served.requests.checkpoint_saved, 4)  # older than the step of the run
     with pytest.raises(PentadError, match=r"--timeout is 0.5 s, in which run .*Checkpoint is not done yet"):
-        served.checkpoint(0.5)
+        served.request("checkpoint", 0.5)
     assert served.requests.wants_checkpoint
     later(served.requests.checkpoint_saved, 6)
-    assert served.checkpoint(5)["step"] == 6
+    assert served.request("checkpoint", 5)["step"] == 6
 
 
 def test_abort_answers_when_the_run_has_ended(served: Served) -> None:
     timer = later(served.control.close)
-    assert served.abort(5)["state"] == "stopped"
+    assert served.request("abort", 5)["state"] == "stopped"
     timer.join()
     assert served.requests.aborted
 
@@ -210,13 +210,13 @@ def test_abort_answers_when_the_run_has_ended(served: Served) -> None:
 def test_waiting_callers_are_answered_when_the_run_ends(served: Served, verb: str) -> None:
     later(served.control.on_view, seen("finished", step=60))
     with pytest.raises(PentadError, match=r"run trial is over at step 60: expected a live one"):
-        getattr(served, verb)(5)
+        served.request(verb, 5)
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "checkpoint", "abort"])
 def test_a_request_for_another_generation_is_refused(served: Served, verb: str) -> None:
     with pytest.raises(PentadError, match=r"generation is 1, but run trial is in 2: expected that or 0"):
-        getattr(served, verb)(5, generation=1)
+        served.request(verb, 5, generation=1)
     assert not (served.requests.paused or served.requests.aborted or served.requests.wants_checkpoint)
 
 
@@ -369,6 +369,7 @@ def test_a_stopped_driver_times_out(tmp_path: Path) -> None:
     with server(tmp_path, "time.sleep(100)") as driver, connected(tmp_path) as client:
         try:
             os.kill(driver.pid, signal.SIGSTOP)
+            os.waitpid(driver.pid, os.WUNTRACED)  # until it has stopped
             with pytest.raises(PentadError, match=r"--timeout is 0.3 s, in which run .* has not answered") as late:
                 client.status(0.3)
             assert not isinstance(late.value, NotLive)

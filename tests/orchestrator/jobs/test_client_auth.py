@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import Pentad, pentad
+from commands import Pentad
 
 from pentad.orchestrator.jobs import client_auth
 from pentad.orchestrator.jobs.jobs import Jobs
 from pentad.schedules.ir.errors import PentadError
 
-__all__ = ["pentad"]
 VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 

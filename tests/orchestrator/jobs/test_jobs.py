@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import Pentad, pentad
+from commands import Pentad
 from paths import ROOT
 from shared_cluster import shared_cluster
 from submitted_runs import SMALL, STEPS, steps
@@ -28,7 +28,6 @@ from pentad.orchestrator.jobs.jobs import Job, Jobs, failure
 from pentad.orchestrator.monitoring.ray_job import announce
 from pentad.schedules.ir.errors import PentadError
 
-__all__ = ["pentad"]
 JOB = Job("trial-1", "trial", "RUNNING", "pp2", "1f1b", "/runs/trial", 1e9, None, "", 120.0, {})
 OWN = """
 from pentad.schedules.generators.custom import BW, F

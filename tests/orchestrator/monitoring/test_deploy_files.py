@@ -12,7 +12,7 @@ import yaml
 from paths import ROOT
 from promtool import promtool
 
-from pentad.orchestrator.monitoring.exposition import METRICS
+from pentad.orchestrator.monitoring.exporter import METRICS
 
 DEPLOY = ROOT / "deploy"
 ALERTS, SCRAPES = DEPLOY / "prometheus" / "alerts.yml", DEPLOY / "prometheus" / "prometheus.yml"

@@ -4,19 +4,24 @@ off."""
 import io
 import math
 import re
+import time
 
 import pytest
 from rich.console import Console
 
+from pentad.orchestrator.cli.show_meshes import show_meshes
+from pentad.orchestrator.cli.show_plan import show_plan
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.monitoring.display import Display, RankState, print_summary
-from pentad.orchestrator.monitoring.plan_view import RankPlacement, layers_text
-from pentad.orchestrator.monitoring.progress_bars import bars, coloured_grid, sparkline
-from pentad.orchestrator.planning.cost_model import guess_costs
+from pentad.orchestrator.monitoring.display import Display, print_summary, sparkline
+from pentad.orchestrator.monitoring.plan_view import layers_text, print_plan
+from pentad.orchestrator.monitoring.run_state import RankView
+from pentad.orchestrator.monitoring.terminal_timeline import bars, coloured_grid
+from pentad.orchestrator.planning.estimate import costs_of
+from pentad.orchestrator.planning.fit import device_memory
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.planning.quantities import count, duration, size
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.draw.grid import time_grid
+from pentad.schedules.draw.grid import time_cells, time_grid
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.plan import Plan
@@ -52,16 +57,18 @@ def row(step: int, **more: object) -> dict:
     return {**facts, **rates, **more}
 
 
-def planned(*overrides: str) -> tuple[Plan, Costs, list[RankPlacement]]:
+def planned(*overrides: str) -> tuple[Plan, Costs, list[RankView]]:
     plan = make_plan(load(None, list(overrides)), "cpu")
-    costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
-    at = plan.mesh.coordinates
-    return plan, costs, [RankPlacement(rank, at(rank), "node-1", "CPU", 4000 + rank) for rank in range(plan.mesh.size)]
+    costs = costs_of(plan)
+    return plan, costs, ranks(plan, 0)
 
 
-def states(plan: Plan, step: int) -> list[RankState]:
+def ranks(plan: Plan, step: int) -> list[RankView]:
     at = plan.mesh.coordinates
-    return [RankState(rank, at(rank), "running", f"{rank}F3", step) for rank in range(plan.mesh.size)]
+    return [
+        RankView(rank, at(rank), "node-1", 4000 + rank, -1, "running", step, f"{rank}F3", 0.0)
+        for rank in range(plan.mesh.size)
+    ]
 
 
 def test_outside_a_terminal_every_step_is_one_line() -> None:
@@ -90,7 +97,8 @@ def test_in_a_terminal_a_table_shows_the_last_steps_and_every_rank() -> None:
     screen = console(terminal=True)
     with Display(screen, "trial", 60) as display:
         for step in range(12):
-            display.step(row(step), states(plan, step))
+            display.set_ranks(ranks(plan, step))
+            display.step(row(step))
         frame = CODES.sub("", shown(screen)).rpartition("trial")[2]
     assert "12/60 steps" in frame
     assert re.findall(r"^ +(\d+) +\d\.\d{4}", frame, re.M) == [str(step) for step in range(4, 12)]
@@ -102,7 +110,7 @@ def test_reports_from_before_the_last_step_are_not_shown() -> None:
     plan, _, _ = planned()
     screen = console(terminal=True)
     with Display(screen, "trial", 60) as display:
-        display.refresh(states(plan, 3))
+        display.set_ranks(ranks(plan, 3))
         display.step(row(3))
         current = CODES.sub("", shown(screen)).rpartition("trial")[2]
         display.step(row(4))
@@ -115,9 +123,10 @@ def test_a_recovery_shows_the_state_of_the_run_and_the_lost_rank() -> None:
     plan, _, _ = planned()
     screen = console(terminal=True)
     with Display(screen, "trial", 60) as display:
-        display.step(row(4), states(plan, 4))
+        display.step(row(4))
+        display.set_ranks(ranks(plan, 4))
         display.set_state("recovering")
-        display.refresh([seen._replace(state="lost") if seen.rank == 2 else seen for seen in states(plan, 3)])
+        display.set_ranks([seen._replace(state="lost") if seen.rank == 2 else seen for seen in ranks(plan, 3)])
         recovering = shown(screen).rpartition("trial")[2]
         display.set_state("running")
         again = shown(screen).rpartition("trial")[2]
@@ -127,6 +136,39 @@ def test_a_recovery_shows_the_state_of_the_run_and_the_lost_rank() -> None:
     assert re.search(r"^ +2 +dp0 pp2 +lost +3 +2F3", CODES.sub("", recovering), re.M)
     assert "left" in again and "recovering" not in again
     assert "stopped" in over and "dp0 pp2" not in over
+
+
+def test_a_log_has_a_line_with_the_elapsed_time_of_each_phase() -> None:
+    screen = console(terminal=False)
+    with Display(screen, "trial", 5, time.monotonic() - 2.5) as display:
+        display.phase("starting Ray")
+        display.phase("placing 4 ranks")
+    assert shown(screen) == "   2.5 s  starting Ray\n   2.5 s  placing 4 ranks\n"
+
+
+def test_a_terminal_shows_all_phases_until_the_first_step() -> None:
+    screen = console(terminal=True)
+    with Display(screen, "trial", 60, time.monotonic() - 2.5) as display:
+        display.phase("starting Ray")
+        display.note("Ray dashboard: http://127.0.0.1:8265")
+        display.phase("first step")
+        starting = CODES.sub("", shown(screen)).rpartition("8265")[2]
+        time.sleep(0.3)  # a thread updates the clock
+        assert re.findall(r"(\d\.\d) s  starting", CODES.sub("", shown(screen)))[-1] > "2.5"
+        display.step(row(0))
+        frame = shown(screen).rpartition("1/60 steps")[2]
+        screen.file.truncate(0)
+        time.sleep(0.3)
+        assert shown(screen) == ""  # steps are drawn as they come
+    assert re.search(r"2\.5 s  starting Ray\n +2\.5 s  first step", starting)
+    assert "first step" not in frame
+
+
+def test_a_run_that_ends_without_a_step_erases_its_phases() -> None:
+    screen = console(terminal=True)
+    with Display(screen, "trial", 60) as display:
+        display.phase("starting Ray")
+    assert shown(screen).endswith("\x1b[2K")
 
 
 def test_the_cursor_is_restored_however_the_run_ends() -> None:
@@ -166,7 +208,8 @@ def words_at(width: int, steps: int = 12) -> list[list[str]]:
     with Display(screen, "a-run-with-a-long-name-of-its-own", 100_000) as display:
         for step in range(steps):
             figures = {"tokens_per_second": 1_234_567.8, "step_seconds": 61.7, "grad_norm": 1234.567}
-            display.step(row(90_000 + step, loss=12.3456 - step / 7, **figures), states(plan, 90_000 + step))
+            display.set_ranks(ranks(plan, 90_000 + step))
+            display.step(row(90_000 + step, loss=12.3456 - step / 7, **figures))
         page = console(terminal=False, width=width)
         page.print(display._view())
     assert all(len(line) <= width for line in shown(page).splitlines())
@@ -192,11 +235,26 @@ def test_the_bubble_and_the_pace_are_shown_at_60_columns() -> None:
 def test_a_plan_in_a_narrow_terminal_drops_columns_but_no_memory(width: int) -> None:
     plan, costs, placements = planned("mesh.dp=2")
     screen = console(terminal=False, width=width)
-    Display(screen, "trial", 5).plan(plan, costs, placements)
+    print_plan(screen, plan, costs, placements)
     text = shown(screen)
     assert "…" not in text and max(map(len, text.splitlines())) <= width
     for rank in range(8):
         assert re.search(rf"^ +{rank} .*\d+\.\d MiB", text, re.M)
+
+
+@pytest.mark.parametrize("gpus", [None, 8])
+def test_the_tables_of_pentad_plan_drop_columns_but_no_digits(gpus: int | None) -> None:
+    config, memory, texts = load(None, ["mesh.dp=2"]), device_memory("cuda", 80.0), []
+    for width in (200, 44):
+        screen = console(terminal=False, width=width)
+        if gpus:
+            show_meshes(config, gpus, memory, screen, as_json=False)
+        else:
+            show_plan(config, "cuda", memory, screen, as_json=False)
+        texts.append(shown(screen))
+    wide, narrow = (set(re.findall(r"(?<=\s)\d[\d.,]*(?=\s)", text)) for text in texts)
+    assert "…" not in texts[1] and narrow <= wide
+    assert all(head in texts[1] for head in (("step ", "memory") if gpus else ("optimizer", "a step")))
 
 
 CHUNKS = ("mesh.pp=2", "schedule.name=interleaved", "schedule.chunks=16", "model.layers=32", "model.hidden=64")
@@ -209,7 +267,7 @@ CHUNKS = ("mesh.pp=2", "schedule.name=interleaved", "schedule.chunks=16", "model
 def test_a_plan_fits_in_80_columns(overrides: tuple[str, ...], terminal: bool) -> None:
     plan, costs, placements = planned(*overrides)
     screen = console(terminal=terminal, width=80)
-    Display(screen, "trial", 5).plan(plan, costs, placements)
+    print_plan(screen, plan, costs, placements)
     lines = CODES.sub("", shown(screen)).splitlines()
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
@@ -232,7 +290,7 @@ def test_layers_of_consecutive_stages_are_shown_as_one_range(stages: tuple[int, 
 def test_a_large_mesh_shows_some_ranks_and_the_number_of_others() -> None:
     plan, costs, placements = planned("mesh.dp=16", "batch.global_batch_size=128")
     screen = console(terminal=False)
-    Display(screen, "trial", 5).plan(plan, costs, placements)
+    print_plan(screen, plan, costs, placements)
     assert "and 32 more" in shown(screen)
 
 
@@ -240,7 +298,7 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     plan, costs, placements = planned()
     screen = console(terminal=True)
-    Display(screen, "trial", 5).plan(plan, costs, placements)
+    print_plan(screen, plan, costs, placements)
     assert not re.search(r"\x1b\[[0-9;]*[34][0-9]", shown(screen))
     assert "F0" in shown(screen)
 
@@ -255,14 +313,14 @@ def test_bars_fill_their_width_and_keep_the_order_of_instructions(width: int, na
         assert [len(line) for line in rows] == [width] * 4
     if width == 300:
         for stream, line in zip(program.compute().streams, rows, strict=True):
-            words = [f"{part.op}{part.microbatch}".lower() for unit in stream for part in unit.parts]
+            words = [f"{part.op}{part.microbatch}".lower() for action in stream for part in action.parts]
             assert re.findall(r"[a-z]+\d+", line.lower()) == words
 
 
 def test_a_coloured_grid_has_the_text_of_the_plain_grid() -> None:
     program, costs = compile_program("zb-h2", 4, 8), Costs.uniform(4, 1, 2, 1)
-    grid = time_grid(program, simulate(program, costs), costs)
-    assert "\n".join(line.plain for line in coloured_grid(grid)) == grid
+    drawn = program, simulate(program, costs), costs
+    assert "\n".join(line.plain for line in coloured_grid(time_cells(*drawn))) == time_grid(*drawn)
 
 
 def test_a_sparkline_follows_its_values() -> None:

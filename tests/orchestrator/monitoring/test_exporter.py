@@ -17,10 +17,9 @@ from prometheus_client.samples import Sample
 from promtool import promtool
 
 from pentad.orchestrator.monitoring import ray_metrics
-from pentad.orchestrator.monitoring.exporter import Exporter
-from pentad.orchestrator.monitoring.exposition import COARSE, FINE, METRICS, RANK
+from pentad.orchestrator.monitoring.exporter import COARSE, FINE, METRICS, RANK, Exporter
 from pentad.orchestrator.monitoring.ray_metrics import GAUGES, RayMetrics
-from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
+from pentad.orchestrator.monitoring.run_state import RankView, RunView
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.timeline import Span
@@ -89,15 +88,10 @@ def full(exporter: Exporter) -> Exporter:
     """An exporter that has received every kind of update."""
     exporter.on_ranks_placed(view_of(Mesh(pp=4)))
     exporter.on_steps([ROW], [spans_of(4, 100)])
-    exporter.set_gpu_states(dict.fromkeys(range(4), GPU))
+    exporter.on_gpu_states(dict.fromkeys(range(4), GPU))
     for entry in (CHECKPOINT, RECOVERED, {"event": "lost", "rank": 1, "fault": "hang", "detector": "deadline"}):
         exporter.on_event(entry)
     return exporter
-
-
-def test_both_are_watchers(exporter: Exporter) -> None:
-    watchers: list[Watcher] = [exporter, RayMetrics("quick")]
-    assert watchers
 
 
 def test_every_metric_is_exported_with_the_job_label(full: Exporter) -> None:
@@ -186,7 +180,7 @@ def test_series_of_removed_ranks_and_of_their_gpus_disappear(full: Exporter) -> 
     assert not [name for name in samples if name.startswith("pentad_gpu_") and "peak" not in name]
     assert value(samples, "pentad_world_size") == 3
     assert value(samples, "pentad_generation") == 2
-    full.set_gpu_states({0: GPU, 3: GPU})
+    full.on_gpu_states({0: GPU, 3: GPU})
     assert [s.labels["rank"] for s in scrape(full)["pentad_gpu_power_watts"]] == ["0"]
 
 
@@ -201,7 +195,7 @@ def test_a_lost_rank_keeps_its_last_heartbeat_but_is_not_counted(exporter: Expor
 
 def test_a_missing_gpu_reading_has_no_series(exporter: Exporter) -> None:
     exporter.on_ranks_placed(view_of(Mesh(pp=2)))
-    exporter.set_gpu_states({0: GPU, 1: GpuState(power=100.0)})
+    exporter.on_gpu_states({0: GPU, 1: GpuState(power=100.0)})
     samples = scrape(exporter)
     assert [s.value for s in samples["pentad_gpu_power_watts"]] == [512.5, 100.0]
     assert value(samples, "pentad_gpu_ecc_errors_total", rank="0", type="uncorrected") == 2
@@ -276,7 +270,7 @@ def test_an_update_of_64_ranks_takes_under_a_millisecond(exporter: Exporter) -> 
     """Measured in CPU time of this process, which is both client and server: wall-clock time includes other
     programs."""
     exporter.on_ranks_placed(view := view_of(Mesh(dp=4, pp=16)))
-    exporter.set_gpu_states(dict.fromkeys(range(64), GPU))
+    exporter.on_gpu_states(dict.fromkeys(range(64), GPU))
     spans = spans_of(4, 100)
     assert cost(lambda: exporter.on_steps([ROW], [spans])) < 0.001
     assert cost(lambda: exporter.on_view(view)) < 0.001

@@ -15,7 +15,7 @@ from paths import ROOT, SUPPORT
 
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder, read_lines, resolve_run, saved_config
-from pentad.orchestrator.planning.cost_model import guess_costs
+from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.planning import make_plan, spread
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -195,7 +195,7 @@ def test_timelines_that_cannot_be_written_leave_the_old_ones_intact(
 ) -> None:
     with opened(tmp_path) as run:
         plan = run.plan
-        costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
+        costs = costs_of(plan)
         measured = spread(simulate(plan.program, costs), plan.mesh)
         run.timelines(measured, costs)
         files = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
@@ -213,7 +213,7 @@ def test_timelines_that_cannot_be_written_leave_the_old_ones_intact(
 def test_timelines_are_written_in_all_formats(tmp_path: Path) -> None:
     with opened(tmp_path, "mesh.dp=2") as run:
         plan = run.plan
-        costs = guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype)
+        costs = costs_of(plan)
         measured = replace(spread(simulate(plan.program, costs), plan.mesh), source="measured")
         run.timelines(measured, costs)
     assert Timeline.load(run.path / "timeline.arrow") == measured

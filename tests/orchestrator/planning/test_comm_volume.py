@@ -29,7 +29,7 @@ from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import num_parameters
-from pentad.workers.parallel import cp_all_gather, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
+from pentad.workers.parallel import cp_ring, cp_ulysses
 from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
 
 
@@ -42,9 +42,9 @@ def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume
         found.add("cp", "ring", 1, block.nbytes)
         return fake_groups.pass_on(group, block, buffer)
 
-    def counted(axis: Any, kind: str) -> Any:
+    def counted(kind: Any) -> Any:
         def call(to: torch.Tensor, source: torch.Tensor, group: Any, async_op: bool = False) -> None:
-            found.add(axis, kind, 1, abs(to.nbytes - source.nbytes))
+            found.add(group.axis, kind, 1, abs(to.nbytes - source.nbytes))
             getattr(fake_groups, kind)(to, source, group)
 
         return call
@@ -55,9 +55,7 @@ def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume
 
     monkeypatch.setattr(cp_ring, "pass_on", pass_on)
     monkeypatch.setattr(cp_ulysses, "_exchange", exchange)
-    for module, axis in ((cp_all_gather, "cp"), (expert_parallel, "ep"), (tensor_parallel, "tp")):
-        for kind in ("all_gather", "reduce_scatter"):
-            monkeypatch.setattr(module, kind, counted(axis, kind))
+    fake_groups.replace_collectives(monkeypatch, counted("all_gather"), counted("reduce_scatter"))
     monkeypatch.setattr(plan_module, "TILE_TOKENS", TILE)
     for cache in caches:
         cache.cache_clear()

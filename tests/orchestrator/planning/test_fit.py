@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import Pentad, pentad
-
-__all__ = ["pentad"]
+from commands import Pentad
 
 
 def test_memory_of_a_device_can_be_given(pentad: Pentad) -> None:
@@ -44,7 +42,7 @@ def test_plan_checks_the_data_as_train_does(
     cache = f"data.cache={tmp_path / 'cache'}"
     status, out, _ = pentad("plan", *overrides, cache, "--device", "cuda")
     assert status == 1
-    assert f"no data here: {sentence}" in out
+    assert f"the data cannot be used on this machine: {sentence}" in out
     status, out, _ = pentad("plan", *overrides, cache, "--device", "cuda", "--json")
     facts = json.loads(out)
     assert (status, facts["fits"]["ok"], facts["data"]["ok"]) == (1, True, False)

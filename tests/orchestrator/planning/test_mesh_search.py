@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 
 import pytest
-from commands import Pentad, pentad
+from commands import Pentad
 
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning.estimate import memories
@@ -16,7 +16,6 @@ from pentad.orchestrator.planning.fit import DeviceMemory, device_memory
 from pentad.orchestrator.planning.mesh_search import MeshSearch, all_meshes, overrides_of, search_meshes
 from pentad.orchestrator.planning.planning import make_plan
 
-__all__ = ["pentad"]
 EIGHT = ("layers=32", "hidden=4096", "heads=32", "kv_heads=8", "ffn=14336", "vocab=128256")
 H200 = device_memory("cuda", 139)
 

@@ -10,16 +10,13 @@ import pytest
 
 from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.config.config import RunConfig, load
-from pentad.orchestrator.planning import estimate, planning
-from pentad.orchestrator.planning.cost_model import guess_costs
-from pentad.orchestrator.planning.estimate import flops_per_token, memory, mfu, peak_flops, read_costs
-from pentad.orchestrator.planning.fit import first_plan
-from pentad.orchestrator.planning.planning import make_plan, plan_on, shrunk_plan, spread
+from pentad.orchestrator.planning import planning
+from pentad.orchestrator.planning.estimate import costs_of, flops_per_token, memory, mfu, peak_flops, read_costs
+from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan, spread
 from pentad.schedules import compiler
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op, instructions_of
-from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh
@@ -33,10 +30,6 @@ LLAMA_8B = ModelSpec(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vo
 
 def plan_of(*overrides: str, device: str = "cpu", hosts: int = 1) -> Plan:
     return make_plan(load(None, list(overrides)), device, hosts=hosts)
-
-
-def costs_of(plan: Plan) -> Costs:
-    return guess_costs(plan.model, plan.layers, plan.batch, plan.device, plan.dtype, plan.program.slices)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -228,10 +221,10 @@ def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path
     placed = []
 
     def train(config: RunConfig, *, plan: Plan, fingerprint: str, **more: object) -> dict[str, Any]:
-        placed.append(plan_on(config, "cpu", hosts=1, fingerprint=fingerprint, expected=plan))
+        placed.append(plan_on(config, "cpu", hosts=1, expected=replace(plan, fingerprint=fingerprint)))
         raise PentadError("enough")
 
-    monkeypatch.setattr("pentad.orchestrator.run.driver.train", train)
+    monkeypatch.setattr("pentad.orchestrator.run.train.train", train)
     overrides = f"run.folder={tmp_path}", f"data.path={corpus}", "cluster.device=cpu", f"schedule.name={name}"
     assert main(["train", *overrides]) == 1
     assert len(placed[0].fingerprint) == 64
@@ -250,9 +243,9 @@ def test_zero_with_nothing_to_shard_is_refused() -> None:
     with pytest.raises(
         PentadError, match=r"^zero.stage is 3, but .* is 1, .*: expected zero.stage 0, or more replicas$"
     ):
-        first_plan(load(None, ["zero.stage=3"]), "cpu")
+        first_plan(load(None, ["zero.stage=3", "cluster.device=cpu"]))
     for overrides in (["mesh.dp=2"], ["schedule.name=dualpipe"]):
-        assert first_plan(load(None, ["zero.stage=3", *overrides]), "cpu").zero == 3
+        assert first_plan(load(None, ["zero.stage=3", "cluster.device=cpu", *overrides])).zero == 3
 
 
 def test_a_smaller_mesh_may_have_nothing_to_shard() -> None:
@@ -267,9 +260,7 @@ def test_a_smaller_mesh_may_have_nothing_to_shard() -> None:
 def test_zero_divides_the_optimizer_step(zero: int) -> None:
     """With two shards, STEP takes half as long; only the norm changes as well."""
     words = ["mesh.dp=2", "schedule.name=1f1b", "schedule.microbatches=2"]
-    full, sharded = (
-        estimate.costs_of(make_plan(load(None, [*words, f"zero.stage={stage}"]), "cpu")) for stage in (0, zero)
-    )
+    full, sharded = (costs_of(make_plan(load(None, [*words, f"zero.stage={stage}"]), "cpu")) for stage in (0, zero))
     assert sharded.step == pytest.approx(full.step / 2)
     assert sharded.norm < full.norm
     assert replace(sharded, step=full.step, norm=full.norm) == full

@@ -22,8 +22,10 @@ from shared_cluster import shared_cluster
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import read_lines
-from pentad.orchestrator.run import driver
+from pentad.orchestrator.run.train import FILES
+from pentad.orchestrator.run.train import train as run_training
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import Timeline
@@ -40,7 +42,7 @@ def cluster() -> Iterator[clusters.Cluster]:
     """Runs of this process join the shared cluster."""
     running = shared_cluster()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "launch", lambda section, ranks: nullcontext())
+        patch.setattr("pentad.orchestrator.run.train.launch", lambda section, ranks: nullcontext())
         patch.setattr(clusters, "join", lambda section, ranks, head: nullcontext(running))
         yield running
 
@@ -50,7 +52,9 @@ def train(cluster: clusters.Cluster, tmp_path: Path, capsys: pytest.CaptureFixtu
     """Trains on the module's cluster in the test's folder; returns the summary and the output."""
 
     def do(*overrides: str, behaviour: str = "fake:") -> tuple[dict[str, Any], str]:
-        result = driver.train(config_of(tmp_path, behaviour, *overrides), console=Console(width=200), runner=FAKE)
+        config = config_of(tmp_path, behaviour, *overrides)
+        display = Display(Console(width=200), config.run.name, config.run.steps)
+        result = run_training(config, display=display, runner=FAKE)
         return result, capsys.readouterr().out
 
     return do
@@ -88,7 +92,7 @@ def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
     assert (result["loss"], result["first_loss"]) == (rows[-1]["loss"], rows[0]["loss"])
     assert result["tokens_per_second"] > 0
     assert 0 < result["bubble_measured"] < 1
-    assert set(result["files"]) == set(driver.FILES)
+    assert set(result["files"]) == set(FILES)
     assert Timeline.load(folder / "timeline.arrow").steps == (2, 3, 4)
     assert Program.load(folder / "program.arrow").name == "zb-h2"
     assert steps_saved(folder) == 5
@@ -156,9 +160,11 @@ import sys
 from pathlib import Path
 from rich.console import Console
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.run.driver import train
+from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.run.train import train
 try:
-    print(train(load(None, sys.argv[1:]), console=Console(), runner="fake_runner:FakeRunner"))
+    display = Display(Console(), "trial", 0)
+    print(train(load(None, sys.argv[1:]), display=display, runner="fake_runner:FakeRunner"))
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -269,7 +275,7 @@ def test_a_run_that_loses_its_ray_head_says_so_and_leaves_nothing(started: Calla
 def test_a_run_resumes_only_with_its_corpus(cluster, tmp_path) -> None:
     def run(steps: int, fingerprint: str) -> dict[str, Any]:
         config = config_of(tmp_path, "fake:", f"run.steps={steps}")
-        return driver.train(config, console=Console(quiet=True), runner=FAKE, fingerprint=fingerprint)
+        return run_training(config, runner=FAKE, fingerprint=fingerprint)
 
     run(2, "a" * 64)
     with pytest.raises(PentadError, match=r"data\.path is .*fingerprint bbbb.*expected aaaa"):

@@ -83,8 +83,8 @@ def test_a_rank_that_does_not_answer_is_late_even_between_steps(clock: Clock) ->
 
 
 def test_the_silent_one_of_two_stalled_ranks_is_the_cause(clock: Clock) -> None:
-    norm = next(i for i, unit in enumerate(PLAN.program.streams[0]) if "NORM" in str(unit.key))
-    other = next(i for i, unit in enumerate(PLAN.program.streams[1]) if "NORM" in str(unit.key))
+    norm = next(i for i, action in enumerate(PLAN.program.streams[0]) if "NORM" in str(action.key))
+    other = next(i for i, action in enumerate(PLAN.program.streams[1]) if "NORM" in str(action.key))
     clock.at = {0: (7, norm), 1: (7, other)}
     assert clock.look(6, deaf=(0,))[-1].causes == (0,)
 
@@ -92,8 +92,8 @@ def test_the_silent_one_of_two_stalled_ranks_is_the_cause(clock: Clock) -> None:
 def test_a_silent_rank_is_the_cause_even_if_its_partner_looks_like_it(clock: Clock) -> None:
     """A frozen process has posted a send that was never transmitted."""
     streams = PLAN.program.streams
-    posted = next(i for i, unit in enumerate(streams[0]) if str(unit.key) == "0F2")
-    clock.at = {0: (7, posted), 1: (7, next(i for i, unit in enumerate(streams[1]) if str(unit.key) == "1F0"))}
+    posted = next(i for i, action in enumerate(streams[0]) if str(action.key) == "0F2")
+    clock.at = {0: (7, posted), 1: (7, next(i for i, action in enumerate(streams[1]) if str(action.key) == "1F0"))}
     assert clock.look(6, deaf=(0,))[-1].causes == (0,)
 
 

@@ -15,8 +15,6 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import METRICS, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.run.interrupts import Interrupts
-from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
@@ -33,7 +31,7 @@ class Ranks:
         self.open: list[tuple] = []
         self.kept: list[StepResult] = []  # the result of the newest step while that is open
         self.actors: list = []
-        self.generation = 1
+        self.generation, self.offsets, self.device_name = 1, (), ""
         self.ahead = 0
         self.broken: dict[tuple, PentadError] = {}
         self.at: dict[int, Callable[[StepLoop], None]] = {}  # step -> what to do during it
@@ -104,24 +102,13 @@ def run(tmp_path: Path) -> Run:
         config: RunConfig = load(None, [f"run.folder={tmp_path}", *sizes, *overrides])
         plan = make_plan(config, "cpu")
         ranks = Ranks(plan, seconds)
-        interrupts = Interrupts()
         if prepare:
             prepare(ranks)
         with RunFolder(config, plan) as folder:
             display = Display(Console(quiet=True), config.run.name, config.run.steps)
             bus = EventBus(config, folder, display, first, None)
-            history, requests = History(plan, 1, keep=2), ControlRequests()
-            calls = StepLoop(
-                config,
-                ranks,  # type: ignore[arg-type]
-                bus,
-                history,
-                interrupts,
-                requests,
-                first,
-                first,
-                lambda: False,
-            )
+            group: Any = ranks
+            calls = StepLoop(config, group, bus, ControlRequests(), first, first, lambda: False)
             ranks.calls = calls
             calls.run()
         assert not ranks.kept and not calls.in_flight and not calls.open
@@ -174,10 +161,8 @@ def test_a_resumed_run_continues_at_its_step(run: Run) -> None:
 
 
 def test_an_interrupt_ends_the_run_after_the_steps_in_flight_with_a_checkpoint(run: Run) -> None:
-    def ask(calls: StepLoop) -> None:
-        calls.interrupts.requested = True
-
-    ranks, calls = run("run.steps=1000", "checkpoint.every=100", prepare=lambda r: r.at.update({20: ask}))
+    prepare = lambda ranks: ranks.at.update({20: lambda loop: loop.requests.stop()})  # noqa: E731
+    ranks, calls = run("run.steps=1000", "checkpoint.every=100", prepare=prepare)
     assert 20 < calls.done < 40
     assert ranks.log[-2:] == [("save", calls.done, False), ("commit", calls.done)]
 

@@ -19,8 +19,9 @@ from shared_cluster import shared_cluster
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import read_lines
-from pentad.orchestrator.run import driver
+from pentad.orchestrator.run.train import train as run_training
 from pentad.workers.checkpoint.checkpoint import newest, read
 
 # Calls grow fourfold up to a second, so a signal after STOP_AFTER steps arrives before the last are submitted.
@@ -49,7 +50,7 @@ def cluster() -> Iterator[clusters.Cluster]:
     """Runs of this process join the shared cluster."""
     running = shared_cluster()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "launch", lambda section, ranks: nullcontext())
+        patch.setattr("pentad.orchestrator.run.train.launch", lambda section, ranks: nullcontext())
         patch.setattr(clusters, "join", lambda section, ranks, head: nullcontext(running))
         yield running
 
@@ -58,7 +59,7 @@ def cluster() -> Iterator[clusters.Cluster]:
 def train(cluster: clusters.Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
     def do(name: str, *overrides: str) -> tuple[dict[str, Any], str]:
         config = load(None, [f"run.folder={tmp_path}", f"run.name={name}", *SMALL, *overrides])
-        summary = driver.train(config, console=Console(width=200))
+        summary = run_training(config, display=Display(Console(width=200), config.run.name, config.run.steps))
         return summary, capsys.readouterr().out
 
     return do

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from html_pages import Page, keys_of, payload, simulated_program
+from html_pages import NAMES, Page, keys_of, page_of, payload, simulated_program
 
-from pentad.schedules.draw.html import SimulatedProgram, schedule_page, timeline_page
+from pentad.schedules.draw.html import timeline_page
 from pentad.schedules.simulate.timeline import Timeline
 
-NAMES = ["1f1b", "zb-h2", "zb-v", "interleaved-zb", "dualpipe", "seq-1f1b", "zb-h2 post-validation"]
 CHROME = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
 pytestmark = pytest.mark.skipif(not CHROME, reason="wants: chromium")
 Browse = Callable[..., dict]
@@ -58,10 +57,6 @@ def browse(tmp_path: Path) -> Browse:
     return run
 
 
-def page(*schedules: SimulatedProgram, limit: float | None = None) -> str:
-    return schedule_page(schedules, title="t", facts={}, limit=limit)
-
-
 def run_page(steps: tuple[int, ...] = (3, 4)) -> str:
     """A run whose steps get slower, measured and simulated."""
     spans = simulated_program("zb-h1").timeline.spans
@@ -81,14 +76,14 @@ def run_page(steps: tuple[int, ...] = (3, 4)) -> str:
 
 def test_a_selected_instruction_lists_its_dependencies(browse: Browse) -> None:
     schedule = simulated_program("zb-h1")
-    data = payload(page(schedule))
+    data = payload(page_of(schedule))
     number = keys_of(data, data["panels"][0]).index((2, "2F4"))
     found = browse(
-        page(schedule, simulated_program("zb-h2")),
+        page_of(schedule, simulated_program("zb-h2")),
         f"""
         const shown = () => document.querySelector("#selection b")?.textContent ?? "";
         select(panels[0], {number});
-        const names = (nodes) => nodes.map((l) => [kinds.name[kindOf(panels[0], l.n)], l.binding, names(l.children)]);
+        const names = (nodes) => nodes.map((l) => [nameOf(panels[0], l.n), l.binding, names(l.children)]);
         const dependencies = names(panels[0].selected.dependencies);
         const selected = shown();
         press("ArrowRight");
@@ -108,7 +103,7 @@ def test_a_selected_instruction_lists_its_dependencies(browse: Browse) -> None:
     assert any(binding for _, binding, _ in found["dependencies"])
     beyond = next(children for name, _, children in found["dependencies"] if name == "2RECV_F4")
     assert "1F4" in [name for name, _, _ in beyond]
-    compute = [str(part.key) for unit in schedule.program.compute().streams[2] for part in unit.parts]
+    compute = [str(part.key) for action in schedule.program.compute().streams[2] for part in action.parts]
     assert found["after"] == compute[compute.index("2F4") + 1]
     assert found["below"] == 3 and found["none"] is None
     assert all("makespan" in head and "longest" in head and "bubble" in head for head in found["heads"])
@@ -117,16 +112,16 @@ def test_a_selected_instruction_lists_its_dependencies(browse: Browse) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_start_is_set_by_a_dependency_that_ends_then(browse: Browse, name: str) -> None:
     found = browse(
-        page(simulated_program(name), limit=6.0),
+        page_of(simulated_program(name), limit=6.0),
         """
         const panel = panels[0];
         const wrong = [];
         for (let n = 0; n < panel.count; n++) {
           const nodes = dependencyTree(panel, n, true);
-          const isSet = nodes.some((node) => node.binding) || startOf(panel, n) === panel.first;
+          const isSet = nodes.some((node) => node.binding) || panel.start[n] === panel.first;
           const causal = nodes.every((node) => node.slack >= -1);
           const leadsBack = (node) => dependencyTree(panel, node.n, false).some((d) => eventOf(panel, d.n).includes(n));
-          if (!isSet || !causal || !nodes.every(leadsBack)) wrong.push(kinds.name[kindOf(panel, n)]);
+          if (!isSet || !causal || !nodes.every(leadsBack)) wrong.push(nameOf(panel, n));
         }
         byId("critical").click();
         for (const row of ROWS) toggleRow(row, true);
@@ -143,12 +138,12 @@ def test_every_start_is_set_by_a_dependency_that_ends_then(browse: Browse, name:
 
 STEP_THROUGH = """
 const current = () => search.matches[search.index];
-const shown = () => [kinds.name[kindOf(current().panel, current().n)], startOf(current().panel, current().n)];
+const shown = () => [nameOf(current().panel, current().n), current().panel.start[current().n]];
 const highlighted = () => panels.map((p) => p.highlighted?.reduce((a, b) => a + b, 0) ?? null);
 const found = {};
 for (const text of TEXTS) {
   type(text);
-  const names = search.matches.map((match) => kinds.name[kindOf(match.panel, match.n)]);
+  const names = search.matches.map((match) => nameOf(match.panel, match.n));
   found[text] = { count: byId("found").textContent, names, highlighted: highlighted() };
 }
 press("/");
@@ -169,7 +164,7 @@ return found;
 @pytest.mark.parametrize("kind", ["schedule", "run"])
 def test_search_finds_marks_and_steps_through_instructions(browse: Browse, kind: str) -> None:
     schedule = simulated_program("zb-h1")
-    text = page(schedule) if kind == "schedule" else run_page((3,))
+    text = page_of(schedule) if kind == "schedule" else run_page((3,))
     found = browse(text, "const TEXTS = ['1f6', 'F6', 'W', '2SEND', 'norm', 'nothing', 'SEND_F'];" + STEP_THROUGH)
     copies = 1 if kind == "schedule" else 2  # panels
     spans = sorted(schedule.timeline.spans, key=lambda span: span.start)
@@ -219,7 +214,7 @@ paintBase(panels[0]);
 const panel = panels[0];
 const size = 24;
 let worst = 0, windows = 0;
-for (let at = visibleRanks(panel)[0]; at < visibleRanks(panel)[1]; at += 5) {
+for (const at of visibleRanks(panel).filter((_, i) => i % 5 === 0)) {
   const track = panel.ranks[at].tracks[0];
   const [top, tall] = rowPlace(panel, at, "compute");
   const y = Math.round(top + tall / 2);
@@ -227,12 +222,12 @@ for (let at = visibleRanks(panel)[0]; at < visibleRanks(panel)[1]; at += 5) {
     const [from, to] = [timeAt(panel, left), timeAt(panel, left + size)];
     const expected = [0, 0, 0];
     let covered = 0;
-    track.start.forEach((start, i) => {
-      const share = (Math.min(track.end[i], to) - Math.max(start, from)) / (to - from);
-      if (share <= 0) return;
+    for (let n = track.first; n < track.end; n++) {
+      const share = (Math.min(panel.end[n], to) - Math.max(panel.start[n], from)) / (to - from);
+      if (share <= 0) continue;
       covered += share;
-      for (let c = 0; c < 3; c++) expected[c] += share * theme.linear[track.fill[i]][c];
-    });
+      for (let c = 0; c < 3; c++) expected[c] += share * theme.linear[panel.fill[n]][c];
+    }
     if (covered < 0.999) continue;
     windows++;
     const data = panel.base.getImageData(left, y, size, 1).data;
@@ -251,7 +246,7 @@ return { worst, windows, ratio: devicePixelRatio, mixed: panel.hasMixed, width: 
 def test_a_narrow_window_shows_no_bands_that_are_not_there(
     browse: Browse, name: str, ranks: int, microbatches: int
 ) -> None:
-    found = browse(page(simulated_program(name, ranks, microbatches)), COLOURS, width=390)
+    found = browse(page_of(simulated_program(name, ranks, microbatches)), COLOURS, width=390)
     assert found["width"] == 390 and found["ratio"] == 1 and found["mixed"]
     assert found["windows"] > 20
     assert found["worst"] < 0.03
@@ -269,8 +264,7 @@ CanvasRenderingContext2D.prototype.fillText = function (value, px, y) {
 for (const action of ACTIONS) {
   action();
   for (const panel of panels) {
-    panel.stale = true;
-    panel.version++;
+    markStale(panel);
     paint(panel);
     if (panel.curve) paintActivations(panel);
   }
@@ -285,7 +279,7 @@ return { wrong, wider: document.documentElement.scrollWidth - innerWidth };
 @pytest.mark.parametrize("kind", ["schedule", "run"])
 def test_labels_are_not_cut_off(browse: Browse, kind: str, width: int) -> None:
     one, other = simulated_program("zb-h1"), simulated_program("zb-v")
-    text = page(one, other, limit=5.5) if kind == "schedule" else run_page()
+    text = page_of(one, other, limit=5.5) if kind == "schedule" else run_page()
     actions = """
     const ACTIONS = [
       () => {},
@@ -302,5 +296,5 @@ def test_labels_are_not_cut_off(browse: Browse, kind: str, width: int) -> None:
 
 @pytest.mark.parametrize(("dark", "word"), [(False, "lighter"), (True, "darker")])
 def test_the_legend_says_how_later_chunks_look(browse: Browse, dark: bool, word: str) -> None:
-    found = browse(page(simulated_program("zb-v")), "return { legend: byId('legend').textContent };", dark=dark)
+    found = browse(page_of(simulated_program("zb-v")), "return { legend: byId('legend').textContent };", dark=dark)
     assert f"{word}: a rank's second chunk" in found["legend"]

@@ -9,54 +9,47 @@ from pathlib import Path
 
 import pytest
 from dependency_graph import build
-from html_pages import Page, keys_of, payload, simulated_program, spans_of
+from html_pages import NAMES, Page, assert_holds, keys_of, page_of, payload, simulated_program
 
 from pentad.orchestrator.cli.cli import main
-from pentad.schedules.draw.html import SimulatedProgram, schedule_page
 from pentad.schedules.simulate.analysis import critical_path
 from pentad.schedules.simulate.memory import activations_over_time
 
-NAMES = ["1f1b", "zb-h2", "zb-v", "interleaved-zb", "dualpipe", "seq-1f1b", "zb-h2 post-validation"]
 SIZES = ("--ranks", "4", "--microbatches", "8")
-
-
-def page(*schedules: SimulatedProgram, limit: float | None = None) -> str:
-    return schedule_page(schedules, title="t", facts={}, limit=limit)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_holds_the_timeline(name: str) -> None:
     schedule = simulated_program(name)
-    data = payload(page(schedule))
-    found, expected = spans_of(data, data["panels"][0]), sorted(schedule.timeline.spans)
-    assert [span[:8] for span in found] == [span[:8] for span in expected]
-    assert [span[8] for span in found] == pytest.approx([span.start for span in expected], abs=1.1e-9, rel=0)
-    assert [span[9] for span in found] == pytest.approx([span.end for span in expected], abs=1.1e-9, rel=0)
+    data = payload(page_of(schedule))
+    assert_holds(data, data["panels"][0], schedule.timeline)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dependencies_are_the_waits_of_the_program(name: str) -> None:
     schedule = simulated_program(name)
-    data = payload(page(schedule))
+    data = payload(page_of(schedule))
     keys, program = keys_of(data, data["panels"][0]), data["panels"][0]["program"]
     numbers, counts = iter(program["dependencies"]["number"]), program["dependencies"]["count"]
     found = {key: {keys[next(numbers)] for _ in range(count)} for key, count in zip(keys, counts, strict=True)}
     streams = schedule.program.streams
     expected = {
-        (rank, str(part.key)): {(rank, str(key)) for key in (unit.waits if part is unit.parts[0] else part.waits)}
+        (rank, str(part.key)): {(rank, str(key)) for key in (action.waits if part is action.parts[0] else part.waits)}
         for rank, stream in enumerate(streams)
-        for unit in stream
-        for part in unit.parts
+        for action in stream
+        for part in action.parts
     }
     assert found == expected and not list(numbers)
-    slots = {(rank, str(p.key)): p.slot for rank, stream in enumerate(streams) for unit in stream for p in unit.parts}
+    slots = {
+        (rank, str(p.key)): p.slot for rank, stream in enumerate(streams) for action in stream for p in action.parts
+    }
     assert dict(zip(keys, program["slots"], strict=True)) == slots
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_events_are_those_of_the_program(name: str) -> None:
     program = simulated_program(name).program
-    data = payload(page(simulated_program(name)))
+    data = payload(page_of(simulated_program(name)))
     keys = keys_of(data, data["panels"][0])
     found = {frozenset(keys[number] for number in event) for event in data["panels"][0]["program"]["events"]}
     events = (
@@ -68,17 +61,17 @@ def test_events_are_those_of_the_program(name: str) -> None:
 
 def test_the_first_halves_of_overlapped_pairs_are_marked() -> None:
     schedule = simulated_program("dualpipe")
-    data = payload(page(schedule))
+    data = payload(page_of(schedule))
     keys = keys_of(data, data["panels"][0])
     streams = enumerate(schedule.program.streams)
-    expected = [(rank, str(unit.key)) for rank, stream in streams for unit in stream if len(unit.parts) == 2]
+    expected = [(rank, str(action.key)) for rank, stream in streams for action in stream if len(action.parts) == 2]
     assert expected and [keys[number] for number in data["panels"][0]["program"]["overlapped"]] == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_curves_are_the_saved_activations(name: str) -> None:
     schedule = simulated_program(name)
-    found = payload(page(schedule, limit=5.5))["panels"][0]["program"]["activations"]
+    found = payload(page_of(schedule, limit=5.5))["panels"][0]["program"]["activations"]
     assert found["limit"] == 5.5
     expected = activations_over_time(schedule.program, schedule.timeline)
     for rank, changes in zip(found["ranks"], expected, strict=True):
@@ -89,7 +82,7 @@ def test_the_curves_are_the_saved_activations(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_critical_path_is_that_of_the_program(name: str) -> None:
     schedule = simulated_program(name)
-    data = payload(page(schedule))
+    data = payload(page_of(schedule))
     keys, critical = keys_of(data, data["panels"][0]), data["panels"][0]["program"]["critical"]
     path = critical_path(schedule.program, schedule.costs)
     assert [keys[number] for number in critical["number"]] == [(segment.rank, segment.key) for segment in path]
@@ -97,14 +90,14 @@ def test_the_critical_path_is_that_of_the_program(name: str) -> None:
 
 
 def test_chunks_are_in_the_order_of_the_placement() -> None:
-    ranks = payload(page(simulated_program("dualpipe")))["panels"][0]["steps"][0]["ranks"]
+    ranks = payload(page_of(simulated_program("dualpipe")))["panels"][0]["steps"][0]["ranks"]
     assert [rank["stages"] for rank in ranks] == [[0, 3], [1, 2], [2, 1], [3, 0]]
 
 
 def test_a_span_takes_few_bytes() -> None:
     schedule = simulated_program("zb-h1", 8, 64)
-    empty = len(page(simulated_program("zb-h1", 1, 1)))
-    assert len(page(schedule)) - empty < 70 * len(schedule.timeline.spans)
+    empty = len(page_of(simulated_program("zb-h1", 1, 1)))
+    assert len(page_of(schedule)) - empty < 70 * len(schedule.timeline.spans)
 
 
 def test_two_schedules_share_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from pentad.schedules.draw.palette import BACKGROUNDS, LOOKS, shades
+from pentad.schedules.draw.palette import BACKGROUNDS, OP_STYLES, Theme, shades
 
 # Simulated colour blindness on linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
 EYES = {
@@ -16,7 +16,6 @@ EYES = {
     "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
     "tritanopia": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
 }
-THEMES = {"light": BACKGROUNDS[0], "dark": BACKGROUNDS[1]}
 
 
 def lab(colour: str, eye: str) -> tuple[float, float, float]:
@@ -35,28 +34,28 @@ def lab(colour: str, eye: str) -> tuple[float, float, float]:
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
-def fills(theme: str, chunks: int) -> dict[str, list[str]]:
-    return {op: shades(getattr(LOOKS[op], theme), THEMES[theme], chunks) for op in ("F", "B", "W", "BW")}
+def fills(theme: Theme, chunks: int) -> dict[str, list[str]]:
+    return {op: shades(op, theme, chunks) for op in ("F", "B", "W", "BW")}
 
 
 @pytest.mark.parametrize("eye", EYES)
-@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("theme", BACKGROUNDS)
 @pytest.mark.parametrize(("chunks", "least"), [(1, 23), (2, 12), (4, 7)])
-def test_ops_differ_in_every_chunk(theme: str, eye: str, chunks: int, least: float) -> None:
+def test_ops_differ_in_every_chunk(theme: Theme, eye: str, chunks: int, least: float) -> None:
     for one, other in combinations(fills(theme, chunks).values(), 2):
         assert min(math.dist(lab(a, eye), lab(b, eye)) for a in one for b in other) > least
 
 
 @pytest.mark.parametrize("eye", EYES)
-@pytest.mark.parametrize("theme", THEMES)
-def test_chunks_differ_and_the_first_has_the_colour_of_the_op(theme: str, eye: str) -> None:
+@pytest.mark.parametrize("theme", BACKGROUNDS)
+def test_chunks_differ_and_the_first_has_the_colour_of_the_op(theme: Theme, eye: str) -> None:
     for chunks in (1, 2, 3, 4, 6):
         for op, colours in fills(theme, chunks).items():
-            assert colours[0] == getattr(LOOKS[op], theme) and len(set(colours)) == chunks
+            assert colours[0] == getattr(OP_STYLES[op], theme) and len(set(colours)) == chunks
             assert all(math.dist(lab(a, eye), lab(b, eye)) > 16 / chunks for a, b in pairwise(colours))
 
 
-@pytest.mark.parametrize("theme", THEMES)
-def test_the_faintest_chunk_stands_out_from_the_background(theme: str) -> None:
+@pytest.mark.parametrize("theme", BACKGROUNDS)
+def test_the_faintest_chunk_stands_out_from_the_background(theme: Theme) -> None:
     for colours in fills(theme, 4).values():
-        assert math.dist(lab(colours[-1], "normal"), lab(THEMES[theme], "normal")) > 15
+        assert math.dist(lab(colours[-1], "normal"), lab(BACKGROUNDS[theme], "normal")) > 15

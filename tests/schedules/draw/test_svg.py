@@ -10,7 +10,7 @@ import pytest
 from paths import ROOT
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.draw.palette import BACKGROUNDS, LOOKS, shades
+from pentad.schedules.draw.palette import shades
 from pentad.schedules.draw.svg import svg_comparison, svg_grid
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
@@ -158,8 +158,7 @@ def test_a_comparison_has_the_colours_of_the_page_on_light_and_dark(name: str) -
     light, _, dark = svg_comparison(measured(simulated), simulated, title="t").partition("prefers-color-scheme:dark")
     chunks = 2 if name == "zb-v" else 1
     for op in ("F", "B", "W"):
-        for css, fill, background in ((light, LOOKS[op].light, BACKGROUNDS[0]), (dark, LOOKS[op].dark, BACKGROUNDS[1])):
-            first, *others = shades(fill, background, chunks)
+        for css, (first, *others) in ((light, shades(op, "light", chunks)), (dark, shades(op, "dark", chunks))):
             assert f"}}.{op}{{fill:{first}}}" in css
             assert all(f".{op}.c1{{fill:{other}}}" in css for other in others)
     assert ".page{fill:#fff}" in light and ".page{fill:#1a1e25}" in dark

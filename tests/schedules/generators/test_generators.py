@@ -112,7 +112,7 @@ def test_every_microbatch_goes_once_through_every_stage_in_order(name: str, data
     program = data.draw(programs(name))
     seen = []
     for rank, stream in enumerate(program.streams):
-        parts = [part for unit in stream for part in unit.parts]
+        parts = [part for action in stream for part in action.parts]
         position = {part.key: k for k, part in enumerate(parts)}
         seen += [key for key in position if key.op is Op.F]
         assert len(position) == len(parts)
@@ -136,7 +136,7 @@ def test_dualpipe_overlaps_a_forward_with_a_backward_of_the_other_direction(half
     p, m = 2 * half, 4 * half + 2 * more
     program = generate("dualpipe", p, m)
     for rank, stream in enumerate(program.streams):
-        pairs = [unit for unit in stream if isinstance(unit, Overlap)]
+        pairs = [action for action in stream if isinstance(action, Overlap)]
         near = min(rank, p - 1 - rank)
         # Step 4 has two pairs a round but for the first pair of the two middle ranks, step 5 has one a round.
         assert len(pairs) == 2 * (m // 2 - p + near + 1) - (near == half - 1) + (half - near - 1)

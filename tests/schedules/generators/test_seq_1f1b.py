@@ -1,35 +1,47 @@
-"""Seq1F1B (arXiv 2406.03488): its order, memory and bubble; with one slice it is 1F1B."""
+"""Seq1F1B (arXiv 2406.03488): order, memory and bubble; and what sequence slices change for every program."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reachability_proof import prove
 
 from pentad.schedules.catalogue import generate
-from pentad.schedules.compiler import compile_program
+from pentad.schedules.compiler import lower
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of, parse_key
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.optimizer_pass import add_step
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import compute_times
-from pentad.schedules.simulate.memory import peak_activations
+from pentad.schedules.simulate.dependencies import compute_times, data_dependencies
+from pentad.schedules.simulate.memory import activations_over_time, peak_activations
+from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 from pentad.schedules.verify.check import check, check_order
 
 SIZES = (st.integers(1, 8), st.integers(1, 9), st.integers(1, 6))  # ranks, microbatches, slices
+at_sizes = pytest.mark.parametrize(
+    ("ranks", "microbatches", "slices"), [(1, 1, 2), (1, 3, 1), (2, 1, 4), (2, 2, 2), (2, 3, 4), (3, 2, 3), (4, 5, 2)]
+)
 
 
-def sliced(ranks: int, microbatches: int, slices: int) -> Program:
-    return generate("seq-1f1b", ranks, microbatches, ScheduleOptions(slices=slices))
+def sliced(ranks: int, microbatches: int, slices: int, *, split: bool = False) -> Program:
+    """`split` makes each backward a B and a W."""
+    order = generate("seq-1f1b", ranks, microbatches, ScheduleOptions(slices=slices))
+    if not split:
+        return order
+    ops = {Op.F: (Op.F,), Op.BW: (Op.B, Op.W)}
+    streams = ([part._replace(op=op) for part in instructions_of(s) for op in ops[part.op]] for s in order.streams)
+    return order.with_streams(tuple(map(tuple, streams)))
 
 
-def swapped(program: Program, one: Key, two: Key) -> Program:
-    """A compute order with two instructions swapped."""
-    swap = {one: Instruction(*two), two: Instruction(*one)}
-    streams = tuple(tuple(swap.get(unit.key, unit) for unit in stream) for stream in program.streams)
-    return program.with_streams(streams)
+def lowered(ranks: int, microbatches: int, slices: int, *, gated: bool = False, split: bool = False) -> Program:
+    order = sliced(ranks, microbatches, slices, split=split)
+    return lower(order, Costs.uniform(order.stages), gated=gated, replicas=2)
 
 
 def makespan(program: Program, f: float, bw: float) -> float:
@@ -52,7 +64,7 @@ def test_slices_go_forward_in_order_and_backward_in_reverse_within_a_microbatch(
         backward = [part.microbatch for part in instructions_of(stream) if part.op is Op.BW]
         assert forward == list(range(m * k))
         assert backward == [mb * k + piece for mb in range(m) for piece in range(k - 1, -1, -1)]
-        first = next(at for at, unit in enumerate(stream) if unit.key.op is Op.BW)
+        first = next(at for at, action in enumerate(stream) if action.key.op is Op.BW)
         assert first == min(p - rank - 1 + k, m * k)  # the warm-up, and the forward of the first pair
 
 
@@ -60,6 +72,14 @@ def test_slices_go_forward_in_order_and_backward_in_reverse_within_a_microbatch(
 def test_peak_activations_are_one_microbatch_and_a_slice_per_following_rank(p: int, m: int, k: int) -> None:
     expected = [min(p - rank - 1 + k, m * k) / k for rank in range(p)]
     assert peak_activations(sliced(p, m, k)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("microbatches", "slices"), [(1, 3), (3, 2), (4, 4)])
+def test_one_rank_saves_the_slices_of_one_microbatch(microbatches: int, slices: int) -> None:
+    program = lowered(1, microbatches, slices)
+    assert peak_activations(program) == pytest.approx([1.0])
+    saved = activations_over_time(program, simulate(program, Costs.uniform(1)))
+    assert max(share for _, share in saved[0]) == pytest.approx(1.0)
 
 
 @given(*SIZES, st.floats(0.1, 10), st.floats(0.1, 10))
@@ -71,51 +91,102 @@ def test_the_bubble_is_that_of_1f1b_divided_by_the_slices(p: int, m: int, k: int
     assert bubble == pytest.approx((makespan(generate("1f1b", p, m), f, bw) - work) / k, rel=1e-9)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("p", "m", "k"), [(1, 1, 2), (2, 1, 4), (2, 3, 2), (3, 2, 3), (4, 5, 4)])
-def test_it_compiles_and_survives_serialization(p: int, m: int, k: int, gated: bool) -> None:
-    program = compile_program("seq-1f1b", p, m, gated=gated, replicas=2, options=ScheduleOptions(slices=k))
-    assert (program.microbatches, program.slices, program.total_slices) == (m, k, m * k)
-    read = Program.from_bytes(program.to_bytes())
-    assert read == program
-    check(read, replicas=2)
+@at_sizes
+@pytest.mark.parametrize("gated", [False, True], ids=["posted", "gated"])
+@pytest.mark.parametrize("split", [False, True], ids=["BW", "B and W"])
+def test_a_sliced_program_is_proven(ranks: int, microbatches: int, slices: int, gated: bool, split: bool) -> None:
+    program = lowered(ranks, microbatches, slices, gated=gated, split=split)
+    check(program, replicas=2)
+    prove(program, 2)
+    assert (program.microbatches, program.slices, program.total_slices) == (microbatches, slices, microbatches * slices)
+    assert len(simulate(program, Costs.uniform(ranks)).compute) == (2 + split) * ranks * program.total_slices
 
 
-def test_slices_are_part_of_the_hash() -> None:
-    program = generate("1f1b", 2, 4)
-    halved = Program(program.name, program.streams, program.placement, 2, 1, 2)
-    assert halved.total_slices == program.total_slices
-    assert halved.hash != program.hash
+@at_sizes
+def test_conversions_keep_the_slices(ranks: int, microbatches: int, slices: int) -> None:
+    program = lowered(ranks, microbatches, slices)
+    assert Program.from_bytes(program.to_bytes()) == program
+    assert program.compute() == sliced(ranks, microbatches, slices)
+    meta = program.to_arrow().schema.metadata
+    assert meta.get(b"slices") == (None if slices == 1 else str(slices).encode())
+    other = replace(program, microbatches=program.total_slices, slices=1)
+    assert (other.hash == program.hash) == (slices == 1)
+
+
+def inputs_by_instruction(program: Program) -> dict[str, set[str]]:
+    inputs: dict[str, set[str]] = defaultdict(set)
+    for reader, producer in zip(*data_dependencies(program), strict=True):
+        inputs[str(program.columns.key(reader))].add(str(program.columns.key(producer)))
+    return inputs
+
+
+def test_a_slice_reads_earlier_keys_and_values_and_later_gradients() -> None:
+    inputs = inputs_by_instruction(sliced(2, 2, 2))
+    assert inputs["0F2"] == set()
+    assert inputs["1F3"] == {"0F3", "1F2"}
+    assert inputs["1BW3"] == {"1F3"}
+    assert inputs["0BW2"] == {"0F2", "1BW2", "0BW3"}
+    assert inputs_by_instruction(sliced(2, 2, 2, split=True))["0W2"] == {"0B2"}
+
+
+@at_sizes
+def test_a_rank_waits_for_the_slices_that_it_needs(ranks: int, microbatches: int, slices: int) -> None:
+    order = sliced(ranks, microbatches, slices)
+    ends = {
+        part.key: end
+        for stream, times in zip(order.streams, compute_times(order, Costs.uniform(ranks)), strict=True)
+        for action, (_, end) in zip(stream, times, strict=True)
+        for part in action.parts
+    }
+    for stage in range(ranks):
+        for piece in range(order.total_slices):
+            if piece % slices:
+                assert ends[Key(Op.F, stage, piece)] > ends[Key(Op.F, stage, piece - 1)]
+                assert ends[Key(Op.BW, stage, piece)] < ends[Key(Op.BW, stage, piece - 1)]
 
 
 @pytest.mark.parametrize(
     ("one", "two", "message"),
     [
         ("0F0", "0F1", "0F1 reads 0F0, which does not come before it"),  # keys and values
-        ("0BW3", "0BW2", "gradients accumulate in microbatch order, the slices of one from the last to the first"),
+        ("0BW3", "0BW2", "0BW3 comes after 0BW2, but gradients accumulate in microbatch order, the slices of one from"),
         ("0BW0", "0BW7", "gradients accumulate in microbatch order, the slices of one from the last to the first"),
     ],
 )
 def test_slices_out_of_order_are_refused(one: str, two: str, message: str) -> None:
-    program = compile_program("seq-1f1b", 1, 2, options=ScheduleOptions(slices=4))
+    program = lowered(1, 2, 4)
+    swap = {parse_key(one): Instruction(*parse_key(two)), parse_key(two): Instruction(*parse_key(one))}
+    streams = tuple(tuple(swap.get(action.key, action) for action in stream) for stream in program.streams)
     with pytest.raises(ScheduleError, match=message):
-        check(swapped(program, parse_key(one), parse_key(two)))
+        check(program.with_streams(streams), replicas=2)
 
 
 def test_the_backward_of_a_slice_needs_that_of_the_next_slice() -> None:
     """With separate W, the order of W does not imply that of B."""
-    streams = (tuple(Instruction(op, 0, piece) for op, piece in [(Op.F, 0), (Op.F, 1), (Op.B, 0), (Op.B, 1)]),)
-    late = tuple(Instruction(Op.W, 0, piece) for piece in (1, 0))
-    order = Program("by hand", (streams[0] + late,), ((0,),), 1, 1, 2)
+    keys = [(Op.F, 0), (Op.F, 1), (Op.B, 0), (Op.B, 1), (Op.W, 1), (Op.W, 0)]
+    order = Program("by hand", (tuple(Instruction(op, 0, piece) for op, piece in keys),), ((0,),), 1, 1, 2)
     check_order(order)
     with pytest.raises(ScheduleError, match="0B0 reads 0B1, which does not come before it"):
         check(add_step(order))
 
 
 def test_all_slices_of_a_microbatch_must_be_on_one_rank() -> None:
-    streams = tuple((Instruction(Op.F, 0, piece), Instruction(Op.BW, 0, piece)) for piece in range(2))
-    with pytest.raises(ScheduleError, match="slices"):
-        check(add_step(Program("by hand", streams, ((0,), (0,)), 1, 1, 2)))
+    """Two ranks hold the only stage and run one slice each."""
+    own = lowered(1, 1, 2).streams[0]
+    streams = []
+    for piece in (0, 1):
+        mine = [part for part in instructions_of(own) if part.microbatch in (-1, piece)]
+        last = Key(Op.BW, 0, piece)
+        streams.append([p._replace(waits=tuple(last if k.op is Op.BW else k for k in p.waits)) for p in mine])
+    program = Program("apart", tuple(map(tuple, streams)), ((0,), (0,)), 1, slices=2)
+    with pytest.raises(ScheduleError, match=r"0BW0 reads 0BW1 of rank 1, but slices of one sequence stay together"):
+        check(program, replicas=2)
+
+
+@pytest.mark.parametrize("slices", [0, -1])
+def test_less_than_one_slice_is_refused(slices: int) -> None:
+    with pytest.raises(ScheduleError, match=f"slices is {slices}: expected at least 1"):
+        check(replace(lowered(1, 2, 1), slices=slices), replicas=2)
 
 
 def test_invalid_numbers_of_slices_are_refused() -> None:

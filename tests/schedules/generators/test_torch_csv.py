@@ -81,7 +81,7 @@ def test_torch_s_own_pairs_are_read(tmp_path: Path, style: Any) -> None:
     program = read(tmp_path / "order.csv")
     assert (program.ranks, program.microbatches, program.chunks) == (4, 8, 2)
     assert program.placement == ((0, 7), (1, 6), (2, 5), (3, 4))
-    assert any(len(unit.parts) == 2 for unit in program.streams[0])
+    assert any(len(action.parts) == 2 for action in program.streams[0])
     prove(program)
 
 

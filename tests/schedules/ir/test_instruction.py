@@ -31,7 +31,7 @@ INSTRUCTIONS = st.builds(
     slot=NUMBERS,
     waits=st.lists(KEYS, max_size=3).map(tuple),
 )
-UNITS = INSTRUCTIONS | st.builds(Overlap, INSTRUCTIONS, INSTRUCTIONS)
+ACTIONS = INSTRUCTIONS | st.builds(Overlap, INSTRUCTIONS, INSTRUCTIONS)
 
 INVALID = [
     *("", " ", "F0x", "2G0", "f0", "2F0 ", " 2F0", "2F0\n", "2F-1", "-2F0", "2.0F0", "2I0", "OVERLAP_F_B"),
@@ -50,10 +50,10 @@ INVALID = [
 ]
 
 
-@given(UNITS)
-def test_parse_inverts_str(unit: Instruction | Overlap) -> None:
-    assert parse(str(unit)) == unit
-    assert type(parse(str(unit))) is type(unit)
+@given(ACTIONS)
+def test_parse_inverts_str(action: Instruction | Overlap) -> None:
+    assert parse(str(action)) == action
+    assert type(parse(str(action))) is type(action)
 
 
 @given(KEYS)
@@ -61,9 +61,9 @@ def test_parse_key_inverts_str(key: Key) -> None:
     assert parse_key(str(key)) == key
 
 
-@given(st.lists(UNITS, unique=True, max_size=20))
-def test_different_instructions_have_different_texts(units: list[Instruction | Overlap]) -> None:
-    assert len(set(map(str, units))) == len(units)
+@given(st.lists(ACTIONS, unique=True, max_size=20))
+def test_different_instructions_have_different_texts(actions: list[Instruction | Overlap]) -> None:
+    assert len(set(map(str, actions))) == len(actions)
 
 
 @pytest.mark.parametrize("text", INVALID)

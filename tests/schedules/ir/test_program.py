@@ -66,7 +66,7 @@ def test_a_saved_program_loads_and_any_arrow_reader_can_read_it(name: str, tmp_p
     assert Program.load(tmp_path / "program.arrow") == program
     table = pa.ipc.open_file(tmp_path / "program.arrow").read_all()
     assert table.schema.equals(SCHEMA)
-    assert table.num_rows == sum(len(unit.parts) for stream in program.streams for unit in stream)
+    assert table.num_rows == sum(len(action.parts) for stream in program.streams for action in stream)
 
 
 def test_a_pickle_contains_the_arrow_table() -> None:
@@ -87,7 +87,7 @@ def test_the_hash_covers_everything_but_the_name() -> None:
     program = compiled("1f1b", 2, 4)
     assert replace(program, name="another").hash == program.hash
     others = [replace(program, microbatches=5), replace(program, chunks=2), replace(program, placement=((1,), (0,)))]
-    others += [replace(program, streams=program.streams[::-1]), program.compute()]
+    others += [replace(program, streams=tuple(program.streams)[::-1]), program.compute()]
     assert len({other.hash for other in [program, *others]}) == 6
     assert compile_program("1f1b", 2, 4).hash == program.hash
 
@@ -106,7 +106,7 @@ def test_holders_of_a_stage_and_the_rank_that_computes_a_microbatch() -> None:
     assert compiled("1f1b", 4, 8).compute_rank == {(stage, mb): stage for stage in range(4) for mb in range(8)}
 
 
-def test_index_of_gives_the_first_unit_with_a_key_and_one_index_for_a_pair() -> None:
+def test_index_of_gives_the_first_action_with_a_key_and_one_index_for_a_pair() -> None:
     pair = Overlap(Instruction(Op.F, 0, 1), Instruction(Op.BW, 1, 0))
     stream = (Instruction(Op.F, 0, 0), pair, Instruction(Op.F, 0, 0))
     assert index_of(stream) == {Key(Op.F, 0, 0): 0, Key(Op.F, 0, 1): 1, Key(Op.BW, 1, 0): 1}
@@ -116,7 +116,7 @@ def test_repr_is_one_short_line() -> None:
     program = compiled("zb-v", 4, 64)
     expected = f"<Program zb-v: 4 ranks, 8 stages, 64 microbatches, hash {program.hash[:12]}>"
     assert repr(program) == expected
-    assert repr(program.streams) == f"<Streams: 4 ranks, {program.columns.rows} instructions>"
+    assert repr(program.streams) == f"<Columns: 4 ranks, {program.columns.rows} instructions>"
 
 
 # Invalid tables and files.

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.columns import pack
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Instruction, Key, Op, Unit, instructions_of
-from pentad.schedules.ir.program import Program, Streams
+from pentad.schedules.ir.instruction import Action, Instruction, Key, Op, instructions_of
+from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import insert
 
 compiled = cache(compile_program)
@@ -53,26 +53,26 @@ def test_additions_go_before_their_positions_in_the_given_order(
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 def test_new_waits_come_after_existing_ones(name: str, ranks: int, microbatches: int) -> None:
     program = compiled(name, ranks, microbatches, replicas=2)
-    more = {(rank, Key(Op.STEP, -1, -1)): (Key(Op.F, 0, 0), Key(Op.W, 1, 9)) for rank in range(ranks)}
-    found = insert(program, (), more)
+    step, more = Key(Op.STEP, -1, -1), (Key(Op.F, 0, 0), Key(Op.W, 1, 9))
+    found = insert(program, (), [(rank, step, key) for rank in range(ranks) for key in more])
     for rank in range(ranks):
         parts = {part.key: part for part in instructions_of(program.streams[rank])}
         for part in instructions_of(found.streams[rank]):
-            assert part == parts[part.key]._replace(waits=parts[part.key].waits + more.get((rank, part.key), ()))
+            assert part == parts[part.key]._replace(waits=parts[part.key].waits + more * (part.key == step))
 
 
 def test_a_wait_of_an_instruction_that_does_not_exist_is_refused() -> None:
     with pytest.raises(KeyError, match="rank 1 has no 0F0"):
-        insert(compiled("1f1b", 2, 3), (), {(1, Key(Op.F, 0, 0)): (Key(Op.F, 0, 1),)})
+        insert(compiled("1f1b", 2, 3), (), [(1, Key(Op.F, 0, 0), Key(Op.F, 0, 1))])
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 def test_packed_streams_decode_to_what_they_were_packed_from(name: str, ranks: int, microbatches: int) -> None:
     program = compiled(name, ranks, microbatches, gated=True, replicas=2)
-    streams: tuple[tuple[Unit, ...], ...] = tuple(program.streams)
-    again = Streams(pack(streams))
+    streams: tuple[tuple[Action, ...], ...] = tuple(program.streams)
+    again = pack(streams)
     assert again == streams == program.streams
-    assert (again[-1], again[:1], len(again)) == (streams[-1], streams[:1], len(streams))
+    assert (again[-1], again[0], len(again)) == (streams[-1], streams[0], len(streams))
     assert hash(again) == hash(streams)
     assert Program(program.name, streams, program.placement, microbatches, program.chunks) == program
 

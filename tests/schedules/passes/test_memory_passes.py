@@ -181,7 +181,7 @@ BAD = [
     ("gpipe", 2, 4, MemoryOptions(zero=4), "zero.stage is 4: expected 0 to 3"),
     (
         *("gpipe", 2, 4, MemoryOptions(zero=3, max_gathered=0)),
-        "zero.max_gathered is 0: expected at least 1, because one unit on rank 0 of schedule gpipe reads that many "
+        "zero.max_gathered is 0: expected at least 1, because one action on rank 0 of schedule gpipe reads that many "
         "stages",
     ),
     (

@@ -69,20 +69,20 @@ def test_each_segment_waited_for_the_one_before_it(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
     program = compiled(name, ranks, microbatches, gated=data.draw(st.booleans()), replicas=2)
-    units = {(r, str(p.key)): (u, p) for r, s in enumerate(program.streams) for u in s for p in u.parts}
+    actions = {(r, str(p.key)): (u, p) for r, s in enumerate(program.streams) for u in s for p in u.parts}
     costs = data.draw(costs_of(program.stages))
     path = critical_path(program, costs)
     ends = {(span.rank, span.name): span.end for span in simulate(program, costs).spans}
     assert [step.why == "start" for step in path] == [k == 0 for k in range(len(path))]
     for one, step in pairwise(path):
-        unit, part = units[step.rank, step.key]
-        waits = {str(key) for key in unit.waits}
-        before, last = units[one.rank, one.key]
+        action, part = actions[step.rank, step.key]
+        waits = {str(key) for key in action.waits}
+        before, last = actions[one.rank, one.key]
         if step.why == "data":
             assert one.rank == step.rank and one.op in COMPUTE
             assert waits & {str(key.key) for key in before.parts}
         elif step.why == "transfer":
-            brought = [key for key in waits if units[step.rank, key][1].op not in COMPUTE]
+            brought = [key for key in waits if actions[step.rank, key][1].op not in COMPUTE]
             assert last.op not in COMPUTE and step.start in {ends[step.rank, key] for key in brought}
         elif part.op in COMPUTE:
             assert step.why == "order" and one.rank == step.rank and last.lane == "compute"

@@ -16,7 +16,7 @@ from schedule_sizes import allows
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import ScheduleError
-from pentad.schedules.ir.instruction import COLLECTIVES, SENDS, Unit
+from pentad.schedules.ir.instruction import COLLECTIVES, SENDS, Action
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.simulate.costs import Costs
@@ -49,16 +49,16 @@ def test_every_instruction_runs_once_in_the_order_of_lanes_waits_and_rendezvous(
     costs = data.draw(costs_of(program.stages))
     spans = simulate(program, costs).spans
     found = {(span.rank, span.name): span for span in spans}
-    assert len(found) == len(spans) == sum(len(unit.parts) for stream in program.streams for unit in stream)
+    assert len(found) == len(spans) == sum(len(action.parts) for stream in program.streams for action in stream)
     free: dict[tuple[int, str], float] = defaultdict(float)
     for rank, stream in enumerate(program.streams):
-        for unit in stream:
-            first, last = found[rank, str(unit.parts[0].key)], found[rank, str(unit.parts[-1].key)]
-            assert first.start >= max((found[rank, str(key)].end for key in unit.waits), default=0)
-            assert first.start >= free[rank, unit.lane]
+        for action in stream:
+            first, last = found[rank, str(action.parts[0].key)], found[rank, str(action.parts[-1].key)]
+            assert first.start >= max((found[rank, str(key)].end for key in action.waits), default=0)
+            assert first.start >= free[rank, action.lane]
             assert last.start == (first.end if last is not first else first.start)
-            free[rank, unit.lane] = last.end
-            for part in unit.parts:
+            free[rank, action.lane] = last.end
+            for part in action.parts:
                 span = found[rank, str(part.key)]
                 assert span.end - span.start == pytest.approx(costs.seconds(part))
                 assert (span.op, span.stage, span.microbatch, span.peer) == (*part.key, part.peer)
@@ -87,18 +87,18 @@ def plain_simulation(program: Program, costs: Costs, *, step: int) -> Timeline:
     graph = build(program)
     starts, ends = [0.0] * len(graph.members), [0.0] * len(graph.members)
 
-    def moments(unit: Unit, start: float) -> list[float]:
-        return list(accumulate((costs.seconds(part) for part in unit.parts), initial=start))
+    def moments(action: Action, start: float) -> list[float]:
+        return list(accumulate((costs.seconds(part) for part in action.parts), initial=start))
 
     for event in ordered(graph):
         starts[event] = max((ends[earlier] for earlier in graph.before[event]), default=0.0)
-        units = [program.streams[node.rank][node.at] for node in graph.members[event]]
-        ends[event] = max(moments(unit, starts[event])[-1] for unit in units)
+        actions = [program.streams[node.rank][node.at] for node in graph.members[event]]
+        ends[event] = max(moments(action, starts[event])[-1] for action in actions)
     spans = []
     for node in graph.nodes:
-        unit = program.streams[node.rank][node.at]
-        times = moments(unit, starts[graph.event[node]])
-        for part, start, end in zip(unit.parts, times, times[1:], strict=False):
+        action = program.streams[node.rank][node.at]
+        times = moments(action, starts[graph.event[node]])
+        for part, start, end in zip(action.parts, times, times[1:], strict=False):
             where = (part.op.value, part.stage, part.microbatch, part.peer)
             spans.append(Span(step, node.rank, part.lane, str(part.key), *where, start, end))
     return Timeline("simulated", tuple(spans))
@@ -120,7 +120,7 @@ def test_step_times_are_those_of_the_timeline(name: str, ranks: int, microbatche
 def test_a_program_that_deadlocks_is_not_simulated() -> None:
     program = compiled("1f1b", 2, 2)
     first = ("0RECV_B0", "0BW0")
-    hasty = tuple(sorted(program.streams[0], key=lambda unit: str(unit.key) not in first))
+    hasty = tuple(sorted(program.streams[0], key=lambda action: str(action.key) not in first))
     with pytest.raises(ScheduleError, match=r"^the program deadlocks: "):
         simulate(program.with_streams((hasty, program.streams[1])), Costs.uniform(2))
 
@@ -136,8 +136,8 @@ def _times(span: Span) -> tuple[float, float]:
 def test_free_transfers_delay_nothing(
     name: str, ranks: int, microbatches: int, gated: bool, data: st.DataObject
 ) -> None:
-    """With transfers that take no time, each compute unit of the lowered program runs when the order alone has it run,
-    for the costs it was compiled for: neither slots nor lanes nor gates hold anything back."""
+    """With transfers that take no time, each compute action of the lowered program runs when the order alone has it
+    run, for the costs it was compiled for: neither slots nor lanes nor gates hold anything back."""
     each = st.tuples(*[SECONDS] * generate(name, ranks, microbatches).stages)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each))
     order = generate(name, ranks, microbatches, costs=costs)
@@ -145,8 +145,8 @@ def test_free_transfers_delay_nothing(
     assert program.compute() == order
     starts = {(span.rank, span.name): span.start for span in simulate(program, costs).compute}
     for rank, times in enumerate(compute_times(order, costs)):
-        for unit, (start, _) in zip(order.streams[rank], times, strict=True):
-            assert starts[rank, str(unit.key)] == pytest.approx(start)
+        for action, (start, _) in zip(order.streams[rank], times, strict=True):
+            assert starts[rank, str(action.key)] == pytest.approx(start)
 
 
 def run(name: str, ranks: int, microbatches: int, costs: Costs) -> Timeline:

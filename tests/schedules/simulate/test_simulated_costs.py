@@ -87,6 +87,6 @@ def test_compute_orders_are_timed_with_slowdowns_and_links_too(name: str, ranks:
     order = generate(name, ranks, microbatches)
     spans = named(simulate(compile_program(name, ranks, microbatches, costs=costs), costs).spans)
     for rank, times in enumerate(compute_times(order, costs)):
-        for unit, (start, end) in zip(order.streams[rank], times, strict=True):
-            span = spans[rank, str(unit.key)]
+        for action, (start, end) in zip(order.streams[rank], times, strict=True):
+            span = spans[rank, str(action.key)]
             assert [span.start, span.end] == pytest.approx([start, end])

@@ -15,16 +15,16 @@ from reachability_proof import Place, partner
 from schedule_sizes import NAMES, allows
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.ir.instruction import COLLECTIVES, SENDS, Op, Unit, parse
+from pentad.schedules.ir.instruction import COLLECTIVES, SENDS, Action, Op, parse
 from pentad.schedules.ir.program import Stream
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 
-def blocked_forever(streams: Sequence[Stream], free: frozenset[Op] = COLLECTIVES) -> list[Unit]:
-    """Units that hosts never get past. A host launches transfers and ops in `free` at once; before anything else it
+def blocked_forever(streams: Sequence[Stream], free: frozenset[Op] = COLLECTIVES) -> list[Action]:
+    """Actions that hosts never get past. A host launches transfers and ops in `free` at once; before anything else it
     waits until both ends of all transfers that it has launched are launched."""
-    parts = [((rank, unit.key), unit.parts[0]) for rank, stream in enumerate(streams) for unit in stream]
+    parts = [((rank, action.key), action.parts[0]) for rank, stream in enumerate(streams) for action in stream]
     ends = {place: partner(place, part) for place, part in parts if part.op in SENDS}
     ends |= {there: here for here, there in ends.items()}
     at, issued, expected = [0] * len(streams), set[Place](), [set[Place]() for _ in streams]
@@ -84,4 +84,4 @@ def test_reductions_must_not_block_hosts() -> None:
     """Adjacent mirrored ranks reduce before they receive what the other has sent (seen on GPUs)."""
     streams = compile_program("dualpipe", 2, 8).streams
     assert not blocked_forever(streams)
-    assert [unit.key.op for unit in blocked_forever(streams, free=frozenset())] == [Op.ALL_REDUCE, Op.ALL_REDUCE]
+    assert [action.key.op for action in blocked_forever(streams, free=frozenset())] == [Op.ALL_REDUCE, Op.ALL_REDUCE]

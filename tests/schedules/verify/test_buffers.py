@@ -11,7 +11,7 @@ import pytest
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import ScheduleError
-from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Key, Op, Unit, instructions_of
+from pentad.schedules.ir.instruction import RECEIVES, SENDS, Action, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.verify.buffers import KINDS, buffers, prove_buffers
@@ -90,13 +90,15 @@ def test_a_buffer_is_read_after_it_is_filled_and_before_it_is_freed(
     assert (filled < last_read).all() and (last_read <= end).all()
 
 
-def altered(program: Program, rank: int, stream: list[Unit] | Stream) -> Program:
-    return program.with_streams((*program.streams[:rank], tuple(stream), *program.streams[rank + 1 :]))
+def altered(program: Program, rank: int, stream: list[Action] | Stream) -> Program:
+    streams = list(program.streams)
+    streams[rank] = tuple(stream)
+    return program.with_streams(streams)
 
 
 def test_a_buffer_that_is_never_read_or_read_too_early_is_named() -> None:
     program = compiled("1f1b", 2, 3)
-    unsent = [unit for unit in program.streams[0] if unit.key != Key(Op.SEND_F, 0, 1)]
+    unsent = [action for action in program.streams[0] if action.key != Key(Op.SEND_F, 0, 1)]
     with pytest.raises(ScheduleError, match=r"^rank 0: the result buffer of 0F1 is never read "):
         prove_buffers(altered(program, 0, unsent))
     single = compiled("gpipe", 1, 2)

@@ -110,18 +110,18 @@ def edit(draw: st.DrawFn, program: Program, kind: str) -> Program:
     streams = [list(stream) for stream in program.streams]
     stream = draw(st.sampled_from(streams or [[]]))
     index = draw(st.integers(0, max(len(stream) - 1, 0)))
-    unit = stream[index] if stream else Instruction(Op.F)
+    action = stream[index] if stream else Instruction(Op.F)
     match kind:
         case "move":
-            stream.insert(max(0, index + draw(st.integers(-6, 6))), stream.pop(index) if stream else unit)
-        case "wait" if isinstance(unit, Instruction) and index:
-            stream[index] = unit._replace(waits=(*unit.waits, draw(st.sampled_from(stream[:index])).key))
-        case "slot" if isinstance(unit, Instruction) and unit.slot >= 0:
-            stream[index] = unit._replace(slot=draw(st.integers(0, 2)))
+            stream.insert(max(0, index + draw(st.integers(-6, 6))), stream.pop(index) if stream else action)
+        case "wait" if isinstance(action, Instruction) and index:
+            stream[index] = action._replace(waits=(*action.waits, draw(st.sampled_from(stream[:index])).key))
+        case "slot" if isinstance(action, Instruction) and action.slot >= 0:
+            stream[index] = action._replace(slot=draw(st.integers(0, 2)))
         case "insert":
             stream.insert(index, draw(ANYTHING))
         case "overlap":
-            stream.insert(index, draw(st.builds(Overlap, ANYTHING, st.just(unit.parts[0]) | ANYTHING)))
+            stream.insert(index, draw(st.builds(Overlap, ANYTHING, st.just(action.parts[0]) | ANYTHING)))
         case "replace" if stream:
             stream[index] = draw(ANYTHING)
         case "empty":
@@ -155,7 +155,7 @@ def test_check_refuses_or_proves_whatever_it_is_given(program: Program) -> None:
     if error is None:
         prove(program, 2)
         timeline = simulate(program, Costs.uniform(program.stages, transfer=0.5))
-        assert len(timeline.spans) == sum(len(unit.parts) for stream in program.streams for unit in stream)
+        assert len(timeline.spans) == sum(len(action.parts) for stream in program.streams for action in stream)
         return
     assert -1 <= error.rank < program.ranks
     assert error.rank < 0 or -1 <= error.index < len(program.streams[error.rank])
@@ -171,8 +171,8 @@ def with_extra_waits(draw: st.DrawFn) -> Program:
     streams = [list(stream) for stream in program.streams]
     for _ in range(draw(st.integers(1, 16))):
         stream = draw(st.sampled_from(streams))
-        index = draw(st.sampled_from([k for k, unit in enumerate(stream) if unit.parts[0].op in RECEIVES]))
-        sent = [unit.key for unit in stream[:index] if unit.parts[0].op in SENDS]
+        index = draw(st.sampled_from([k for k, action in enumerate(stream) if action.parts[0].op in RECEIVES]))
+        sent = [action.key for action in stream[:index] if action.parts[0].op in SENDS]
         (part,) = stream[index].parts
         stream[index] = part._replace(waits=(*part.waits, *sent[-draw(st.integers(1, 3)) :][:1]))
     return program.with_streams(tuple(map(tuple, streams)))
@@ -236,18 +236,22 @@ def inserted(program: Program, rank: int, index: int, text: str) -> Program:
 
 def reordered_reductions(program: Program) -> Program:
     """Rank 0 runs its reductions right before NORM, in reverse order."""
-    *units, norm, step = program.streams[0]
-    reductions = [unit for unit in units if unit.key.op is Op.ALL_REDUCE]
-    return with_stream(program, 0, (*(u for u in units if u not in reductions), *reductions[::-1], norm, step))
+    *actions, norm, step = program.streams[0]
+    reductions = [action for action in actions if action.key.op is Op.ALL_REDUCE]
+    return with_stream(program, 0, (*(u for u in actions if u not in reductions), *reductions[::-1], norm, step))
 
 
 def early_recomputation(program: Program) -> Program:
     stream = program.streams[0]
-    unit = next(unit for unit in stream if unit.key == Key(Op.RECOMPUTE, 0, 0))
-    return with_stream(program, 0, (unit, *(other for other in stream if other != unit)))
+    action = next(action for action in stream if action.key == Key(Op.RECOMPUTE, 0, 0))
+    return with_stream(program, 0, (action, *(other for other in stream if other != action)))
 
 
 RULES = [
+    (
+        inserted(compiled("dualpipe", 2, 8, replicas=2), 1, 3, "0RECOMPUTE0"),
+        "1: 0RECOMPUTE0 is not between 0F0 and 0BW0",
+    ),
     (reordered_reductions(compiled("dualpipe", 2, 8, replicas=2)), "collective 0 of ranks (0, 1) is "),
     (
         inserted(compiled("1f1b", 2, 4, replicas=2), 0, -2, "0ALL_REDUCE5#stage0"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.ir.instruction import SENDS, Key, Op, Unit, parse
+from pentad.schedules.ir.instruction import SENDS, Action, Key, Op, parse
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.verify.hang_diagnosis import Position, find_cause
@@ -22,11 +22,11 @@ compiled = cache(compile_program)
 
 
 class World:
-    """All ranks of a mesh run their streams unit by unit as workers on CPUs do, some of them frozen at a place.
+    """All ranks of a mesh run their streams action by action as workers on CPUs do, some of them frozen at a place.
 
-    A SEND arrives at once and blocks nobody; a unit blocks until everything that it waits for has arrived, NORM until
-    all ranks of the mesh have reached it. A frozen rank never runs the unit that it is frozen at, or never begins
-    another step; one that is frozen at NORM and `halfway` joins it before it freezes: the others continue.
+    A SEND arrives at once and blocks nobody; an action blocks until everything that it waits for has arrived, NORM
+    until all ranks of the mesh have reached it. A frozen rank never runs the action that it is frozen at, or never
+    begins another step; one that is frozen at NORM and `halfway` joins it before it freezes: the others continue.
     """
 
     def __init__(
@@ -44,26 +44,26 @@ class World:
         moved = True
         while moved:
             self.round += 1
-            moved = bool([rank for rank in range(self.mesh.size) if self._run_unit(rank)])
+            moved = bool([rank for rank in range(self.mesh.size) if self._run_action(rank)])
         self.round += 40
         return self
 
     def positions(self) -> list[Position]:
         return [Position(*at, since=self.round - then) for at, then in zip(self.at, self.reached, strict=True)]
 
-    def unit(self, rank: int) -> Unit | None:
+    def action(self, rank: int) -> Action | None:
         stream = self.program.streams[self.mesh.coordinates(rank).pp]
         return stream[self.at[rank][1]] if self.at[rank][1] >= 0 else None
 
     def missing_peers(self, rank: int) -> set[int]:
         """The ranks that the first missing input of a rank must come from."""
-        unit = self.unit(rank)
-        for key in unit.waits if unit else ():
+        action = self.action(rank)
+        for key in action.waits if action else ():
             if key.op in SENDS.values() and (self.at[rank][0], rank, key) not in self.arrived:
                 return {self.mesh.move(rank, pp=self._receive(rank, key).parts[0].peer)}
             if key.op is Op.ALL_REDUCE and (missing := self._missing(rank, key)):
                 return missing
-        if unit and unit.key == NORM:
+        if action and action.key == NORM:
             ready = {other for other in self._members(rank, NORM) if self._is_ready_for_norm(rank, other)}
             return self._missing(rank, NORM) - ready
         return set()
@@ -74,25 +74,25 @@ class World:
         awaited = {peer for rank in range(self.mesh.size) for peer in self.missing_peers(rank)}
         found = set()
         for rank in range(self.mesh.size):
-            unit = self.unit(rank)
+            action = self.action(rank)
             stopped = self.frozen.get(rank) == self.at[rank]
-            at_norm = unit is not None and unit.key == NORM
-            if (stopped or at_norm) and not self.missing_peers(rank) and (unit or rank in awaited):
+            at_norm = action is not None and action.key == NORM
+            if (stopped or at_norm) and not self.missing_peers(rank) and (action or rank in awaited):
                 found.add(rank)
         return found
 
-    def _run_unit(self, rank: int) -> bool:
+    def _run_action(self, rank: int) -> bool:
         step, counter = self.at[rank]
-        unit = self.unit(rank)
+        action = self.action(rank)
         if self.frozen.get(rank) == (step, counter):
-            if rank in self.halfway and unit is not None and unit.key == NORM and not self._lacks_input(rank):
+            if rank in self.halfway and action is not None and action.key == NORM and not self._lacks_input(rank):
                 return self._join(rank)
             return False
-        if unit is None:
+        if action is None:
             return step + 1 < STEPS and self._advance(rank, step + 1, 0)
         if self._lacks_input(rank):
             return False
-        part = unit.parts[0]
+        part = action.parts[0]
         if part.op in SENDS:
             shift = 1 if part.op is Op.SEND_F else -1
             peer = self.mesh.move(rank, pp=part.peer)
@@ -110,23 +110,23 @@ class World:
 
     def _join(self, rank: int) -> bool:
         """Whether the rank had not joined before."""
-        unit = self.unit(rank)
-        assert unit is not None
-        group = self.joined[self.at[rank][0], unit.key, min(self._members(rank, unit.key))]
+        action = self.action(rank)
+        assert action is not None
+        group = self.joined[self.at[rank][0], action.key, min(self._members(rank, action.key))]
         before = len(group)
         group.add(rank)
         return len(group) > before
 
     def _lacks_input(self, rank: int) -> bool:
-        unit = self.unit(rank)
-        assert unit is not None
-        received = [key for key in unit.waits if key.op in SENDS.values()]
-        reduced = [key for key in unit.waits if key.op is Op.ALL_REDUCE]
+        action = self.action(rank)
+        assert action is not None
+        received = [key for key in action.waits if key.op in SENDS.values()]
+        reduced = [key for key in action.waits if key.op is Op.ALL_REDUCE]
         late = any((self.at[rank][0], rank, key) not in self.arrived for key in received)
         return late or any(self._missing(rank, key) for key in reduced)
 
-    def _receive(self, rank: int, key: Key) -> Unit:
-        return next(unit for unit in self.program.streams[self.mesh.coordinates(rank).pp] if unit.key == key)
+    def _receive(self, rank: int, key: Key) -> Action:
+        return next(action for action in self.program.streams[self.mesh.coordinates(rank).pp] if action.key == key)
 
     def _members(self, rank: int, key: Key) -> set[int]:
         if key == NORM:
@@ -140,8 +140,8 @@ class World:
 
     def _is_ready_for_norm(self, rank: int, other: int) -> bool:
         """Whether another rank is at the same NORM and waits for nothing else."""
-        unit = self.unit(other)
-        same = unit is not None and unit.key == NORM and self.at[other][0] == self.at[rank][0]
+        action = self.action(other)
+        same = action is not None and action.key == NORM and self.at[other][0] == self.at[rank][0]
         return same and not self._lacks_input(other)
 
 
@@ -150,9 +150,9 @@ def place(program: Program, mesh: Mesh, rank: int, where: str) -> tuple[int, int
     step, _, text = where.partition(":")
     if not text:
         return int(step), -1
-    units = program.streams[mesh.coordinates(rank).pp]
+    actions = program.streams[mesh.coordinates(rank).pp]
     keys = [part.key for part in parse(text).parts]
-    return int(step), next(i for i, unit in enumerate(units) if [part.key for part in unit.parts] == keys)
+    return int(step), next(i for i, action in enumerate(actions) if [part.key for part in action.parts] == keys)
 
 
 def hang(name: str, dp: int, pp: int, microbatches: int, frozen: dict[int, str]) -> World:
@@ -229,7 +229,7 @@ def hangs(draw: st.DrawFn) -> World:
     frozen = {}
     for rank in draw(st.sets(st.integers(0, mesh.size - 1), min_size=1, max_size=3)):
         stream = program.streams[mesh.coordinates(rank).pp]
-        norm = next(index for index, unit in enumerate(stream) if unit.key == NORM)
+        norm = next(index for index, action in enumerate(stream) if action.key == NORM)
         counter = draw(st.one_of(st.integers(-1, len(stream) - 1), st.just(norm)))
         frozen[rank] = (draw(st.integers(0, STEPS - 1)), counter)
     return World(program, mesh, frozen, frozenset(rank for rank in sorted(frozen) if draw(st.booleans())))
@@ -254,8 +254,8 @@ def test_every_rank_inside_a_step_is_blocked_or_a_cause_wherever_they_are(scatte
     program, mesh = compiled("zb-h2", 4, 5, replicas=2), Mesh(dp=2, pp=4)
     at = []
     for rank, (step, share) in enumerate(scattered):
-        units = len(program.streams[mesh.coordinates(rank).pp])
-        at.append(Position(step, int(share * units) - 1, 1.0))
+        actions = len(program.streams[mesh.coordinates(rank).pp])
+        at.append(Position(step, int(share * actions) - 1, 1.0))
     diagnosis = find_cause(program, mesh, at)
     blocked = {wait.rank for wait in diagnosis.waits}
     inside = {rank for rank, position in enumerate(at) if position.counter >= 0}
@@ -272,7 +272,7 @@ def test_a_cycle_of_waits_is_reported() -> None:
     """Rank 0 waits for a gradient before it sends the activation that leads to it: no proven program does that."""
     program, mesh = compiled("1f1b", 2, 4), Mesh(pp=2)
     first = [Key(Op.RECV_B, 0, 0), Key(Op.BW, 0, 0)]
-    stream = tuple(sorted(program.streams[0], key=lambda unit: unit.key not in first))
+    stream = tuple(sorted(program.streams[0], key=lambda action: action.key not in first))
     broken = program.with_streams((stream, program.streams[1]))
     diagnosis = find_cause(broken, mesh, World(broken, mesh, {}).run().positions())
     assert diagnosis.causes == () and set(diagnosis.cycle) == {0, 1}

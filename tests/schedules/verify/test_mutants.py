@@ -10,13 +10,12 @@ import pytest
 from random_mutants import KINDS, random_mutants
 from reachability_proof import prove, stuck
 from schedule_sizes import TYPICAL, allows
-from sliced_1f1b import sliced_1f1b
 
 from pentad.schedules.catalogue import CATALOGUE
-from pentad.schedules.compiler import compile_program, lower
+from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.program import Program
-from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
 from pentad.schedules.verify.check import check
 
 EACH = 90
@@ -82,6 +81,6 @@ def test_a_mutant_is_refused_or_right(name: str, ranks: int, microbatches: int, 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "gated"), SLICED)
 def test_a_mutant_in_slices_is_refused_or_right(name: str, ranks: int, microbatches: int, gated: bool) -> None:
-    order = sliced_1f1b(ranks, microbatches, 2)
-    program = lower(order, Costs.uniform(order.stages), gated=gated, replicas=2)
+    options = ScheduleOptions(slices=2)
+    program = compile_program("seq-1f1b", ranks, microbatches, gated=gated, replicas=2, options=options)
     assert compare_verdicts(program, f"{name} {ranks} {microbatches} {gated}") == EACH

@@ -27,7 +27,7 @@ def ends(program: Program) -> dict[tuple, tuple]:
 
 
 def left_over(program: Program, ahead: int) -> int:
-    """How many instructions never end if a host launches a unit only with at most `ahead` compute instructions open.
+    """How many instructions never end if a host launches an action only with at most `ahead` compute instructions open.
 
     Lanes run in order. A receive grants its slot when it starts and ends when the data has arrived; a send waits for
     the grant.
@@ -76,7 +76,7 @@ def test_a_host_that_does_not_run_ahead_stops_no_program(name, microbatches, ran
 def test_a_program_that_sends_too_late_is_stopped():
     program = compile_program("1f1b", 2, 2)
     first = list(program.streams[0])
-    sends = [unit for unit in first if unit.parts[0].op in SENDS]
-    late = [unit for unit in first if unit not in sends] + sends
+    sends = [action for action in first if action.parts[0].op in SENDS]
+    late = [action for action in first if action not in sends] + sends
     broken = Program(program.name, (tuple(late), program.streams[1]), program.placement, program.microbatches)
     assert left_over(broken, 0) > 0

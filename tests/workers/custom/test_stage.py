@@ -11,9 +11,10 @@ from plans import plan_of
 
 from pentad.orchestrator.planning.activation_peaks import activations_of
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.custom.autograd import storage_id
+from pentad.workers.custom.autograd import operands
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.custom.stage import CustomStage
+from pentad.workers.model.base_stage import storage_id
 from pentad.workers.model.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.param_buffers import make_param_buffers
@@ -64,7 +65,7 @@ def test_saved_and_deferred_bytes_are_those_of_the_planner(tmp_path: Path, corpu
     assert offloadable == pytest.approx(planned.saved - planned.input - planned.not_offloadable, rel=0.02)
     del saved, tensors
     run_to_completion(stage.backward_input(0, None if index == 2 else random_stream(plan)))
-    work = [value for item in stage.deferred[0] for name, value in item._asdict().items() if name != "gradient"]
+    work = [each for item in stage.deferred[0] for each in operands(item).values()]
     assert distinct_bytes(work) == pytest.approx(planned.deferred, rel=0.02, abs=256)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from checkpoints import flip
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pentad.schedules.ir.errors import PentadError
@@ -107,12 +108,6 @@ def _rewrite(folder: Path, change: Callable[[dict], object]) -> None:
     (folder / "index.json").write_text(json.dumps(index))
 
 
-def _flip(file: Path, offset: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[offset] ^= 1
-    file.write_bytes(content)
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda f: (f / "index.json").unlink(), "data.path is '.*', which has no readable index.json"),
     "not JSON": (lambda f: (f / "index.json").write_text("tokens"), "index.json is not JSON"),
@@ -153,7 +148,7 @@ def test_a_missing_folder_is_named_with_its_argument(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["tokens-00002.arrow", "tokenizer.json"])
 def test_one_flipped_bit_is_refused_by_verify(folder: Path, file: str) -> None:
-    _flip(folder / file, (folder / file).stat().st_size // 2)
+    flip(folder / file, (folder / file).stat().st_size // 2)
     open_corpus(folder, verify=False)
     with pytest.raises(PentadError, match=rf"{file} is damaged: sha256 is [0-9a-f]{{64}}: expected [0-9a-f]{{64}}$"):
         open_corpus(folder, verify=True)

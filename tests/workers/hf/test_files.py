@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,38 +12,19 @@ from typing import Any
 import hf_models
 import pytest
 import torch
-from hf_files import INDEX, SINGLE, change, refused, take, tensors_of
+from hf_files import INDEX, SINGLE, change, give, refused, take, tensors_of
 from safetensors.torch import load_file, save_file
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import atomic_io, safetensors_io
-from pentad.workers.checkpoint.checkpoint import open_checkpoint
-from pentad.workers.hf.exporter import Request, export_checkpoint
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The files of a model; do not change them."""
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = hf_models.save(hf_models.make(name), tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return get
 
 
 @pytest.fixture
 def files(saved: Callable[[str], Path], tmp_path: Path) -> Path:
     """The files of a Llama, free to change."""
-    folder = tmp_path / "files"
-    folder.mkdir()
-    for path in saved("llama").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+    return Path(shutil.copytree(saved("llama"), tmp_path / "files"))
 
 
 def split(files: Path, parts: int) -> None:
@@ -166,7 +148,6 @@ def test_a_storage_failure_midway_leaves_nothing(
         take(files, out, limit=10_000)
     assert out.exists() == existed and not (existed and any(out.iterdir()))
     written = 0
-    request = Request(done.family, done.model, 64, {}, limit=10_000)
     with pytest.raises(PentadError, match="No space left"):
-        export_checkpoint(open_checkpoint(done.folder), out, request, lambda done, total: None)
+        give(done.folder, out, done.family, done.model, limit=10_000)
     assert out.exists() == existed and not (existed and any(out.iterdir()))

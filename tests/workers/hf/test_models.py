@@ -11,15 +11,13 @@ import hf_models
 import pytest
 import reference_families as reference
 import torch
+from hf_files import give, take, tensors_of
 from hf_models import MODELS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pentad.schedules.spec.model import ModelSpec
-from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checkpoint, read
 from pentad.workers.hf.config import make_config, make_section, parse_config, parse_section
-from pentad.workers.hf.exporter import Request, export_checkpoint
-from pentad.workers.hf.importer import import_folder
 from pentad.workers.hf.names import Layout, tensor_table
 
 
@@ -30,7 +28,7 @@ class Case(NamedTuple):
     files: Path
     family: str
     model: ModelSpec
-    checkpoint: Checkpoint
+    checkpoint: Path
     tensors: dict[str, torch.Tensor]
 
 
@@ -44,10 +42,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
             root = tmp_path_factory.mktemp(name)
             model = hf_models.make(name)
             files = hf_models.save(model, root / "files")
-            done = import_folder(files, root / "out", render=json.dumps, progress=lambda done, total: None)
-            found = open_checkpoint(done.folder)
-            tensors = {key.removeprefix("model."): tensor for key, tensor in read(found, found.files).items()}
-            made[name] = Case(model, files, done.family, done.model, found, tensors)
+            done = take(files, root / "out")
+            tensors = {key.removeprefix("model."): tensor for key, tensor in tensors_of(done).items()}
+            made[name] = Case(model, files, done.family, done.model, done.folder, tensors)
         return made[name]
 
     return get
@@ -108,8 +105,7 @@ def test_mtp_layers_give_the_logits_of_transformers(case: Callable[[str], Case])
 @pytest.mark.parametrize("name", MODELS)
 def test_imported_and_exported_files_are_the_same(case: Callable[[str], Case], name: str, tmp_path: Path) -> None:
     it, (tokens, _) = case(name), batch()
-    request = Request(it.family, it.model, positions=64, special_tokens={}, limit=30_000)
-    done = export_checkpoint(it.checkpoint, tmp_path / "out", request, lambda done, total: None)
+    done = give(it.checkpoint, tmp_path / "out", it.family, it.model, limit=30_000)
     assert len(done.files) > 1
     weight_map = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
     again = {key: tensor for file in done.files for key, tensor in load_file(tmp_path / "out" / file).items()}
@@ -206,10 +202,9 @@ def test_files_with_fused_experts_are_the_same_model(case: Callable[[str], Case]
     it = case(name)
     it.reference.save_pretrained(tmp_path / "files", save_original_format=False)
     assert any(key.endswith("experts.gate_up_proj") for key in load_file(tmp_path / "files/model.safetensors"))
-    done = import_folder(tmp_path / "files", tmp_path / "out", render=json.dumps, progress=lambda done, total: None)
-    found = open_checkpoint(done.folder)
+    done = take(tmp_path / "files", tmp_path / "out")
     assert done.model == it.model
-    for key, tensor in read(found, found.files).items():
+    for key, tensor in tensors_of(done).items():
         assert torch.equal(tensor, it.tensors[key.removeprefix("model.")]), key
 
 

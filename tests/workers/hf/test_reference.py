@@ -30,6 +30,17 @@ def imported(name: str, folder: Path, **other: Any) -> tuple[Any, ModelSpec, dic
     return model, done.model, found
 
 
+def differentiated(name: str, folder: Path, aux_loss_coef: float) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model of transformers, and its tensors with gradients of the reference's loss."""
+    model, shape, tensors = imported(name, folder)
+    if shape.experts is not None:
+        shape = replace(shape, experts=replace(shape.experts, aux_loss_coef=aux_loss_coef))
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    reference.loss(shape, tensors, TOKENS, TARGETS).backward()
+    return model, tensors
+
+
 def test_names_and_shapes_of_a_llama_are_those_of_a_rank(tmp_path: Path) -> None:
     _, shape, tensors = imported("llama", tmp_path)
     held = {spec.name: spec.shape for spec in tensors_of_model(shape, 0, shape.layers)}
@@ -74,12 +85,7 @@ def test_the_mtp_loss_is_averaged_over_all_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_every_weight_has_a_gradient_and_expert_biases_have_none(name: str, tmp_path: Path) -> None:
-    _, shape, tensors = imported(name, tmp_path)
-    if shape.experts is not None:
-        shape = replace(shape, experts=replace(shape.experts, aux_loss_coef=0.01))
-    for tensor in tensors.values():
-        tensor.requires_grad_()
-    reference.loss(shape, tensors, TOKENS, TARGETS).backward()
+    _, tensors = differentiated(name, tmp_path, aux_loss_coef=0.01)
     for key, tensor in tensors.items():
         if key.endswith("experts.bias"):
             assert tensor.grad is None
@@ -89,12 +95,7 @@ def test_every_weight_has_a_gradient_and_expert_biases_have_none(name: str, tmp_
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "llama-3.1"])
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    float32_model, shape, tensors = imported(name, tmp_path)
-    if shape.experts is not None:
-        shape = replace(shape, experts=replace(shape.experts, aux_loss_coef=0.0))
-    for tensor in tensors.values():
-        tensor.requires_grad_()
-    reference.loss(shape, tensors, TOKENS, TARGETS).backward()
+    float32_model, tensors = differentiated(name, tmp_path, aux_loss_coef=0.0)
     with hf_models.widened(name, monkeypatch):
         model = hf_models.make(name).double()
         model.load_state_dict(float32_model.state_dict())

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
-from pentad.kernels.attention.rope import rope_reference_
+from pentad.kernels.attention.rope import rope_
 from pentad.kernels.attention.rope_tables import inverse_frequencies, rope_tables
 from pentad.schedules.spec.model import ModelSpec, RopeScaling
 from pentad.workers.hf.config_keys import Keys
@@ -22,6 +22,7 @@ from pentad.workers.hf.config_rope import parse_rope, rope_config
 from pentad.workers.hf.layout import to_half_split, to_interleaved
 from pentad.workers.hf.names import Rotary
 
+THETA = {"rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1}
 DEEP = {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0}
@@ -33,7 +34,7 @@ def test_scaled_tables_are_those_of_transformers(rope: dict[str, Any], theta: fl
     keys = {"rope_parameters": {**rope, "rope_theta": theta, "original_max_position_embeddings": original}}
     config = LlamaConfig(head_dim=width, max_position_embeddings=original, **keys)
     expected, attention = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-    base, scaling = parse_rope(Keys(keys), 1e4, scales_softmax=True)
+    base, scaling = parse_rope(Keys(keys, defaults=THETA), scales_softmax=True)
     assert base == theta and scaling is not None
     found = inverse_frequencies(width, theta, scaling, "cpu")
     assert torch.allclose(found, expected.double(), rtol=2e-6, atol=0)
@@ -104,7 +105,7 @@ def test_attention_scores_are_the_same_in_both_row_orders(heads: int, plain: int
     queries = (x @ to_half_split(query, Rotary(heads, width)).T).view(length, heads, -1)
     keys = (x @ to_half_split(key, Rotary(1, width)).T).view(length, 1, -1)
     for each in (queries, keys):
-        rope_reference_(each[..., plain:], cos, sin)
+        rope_(each[..., plain:], cos, sin)
     found = queries.transpose(0, 1) @ keys.transpose(0, 1).mT
     assert torch.allclose(found, expected[0], rtol=0, atol=1e-12)
 
@@ -112,8 +113,8 @@ def test_attention_scores_are_the_same_in_both_row_orders(heads: int, plain: int
 def test_a_scaling_returns_from_its_config() -> None:
     for rope in (LLAMA3, YARN, DEEP, {**DEEP, "mscale": 1.0}):
         keys = {"rope_scaling": {**rope, "original_max_position_embeddings": 4096}}
-        theta, scaling = parse_rope(Keys(keys), 1e4, scales_softmax=True)
-        again = parse_rope(Keys(rope_config(theta, scaling)), 5.0, scales_softmax=True)
+        theta, scaling = parse_rope(Keys(keys, defaults=THETA), scales_softmax=True)
+        again = parse_rope(Keys(rope_config(theta, scaling), defaults={"rope_theta": 5.0}), scales_softmax=True)
         assert scaling is not None and again[1] is not None
         assert again == (theta, replace(scaling, softmax_factor=again[1].softmax_factor))
         assert again[1].softmax_factor == pytest.approx(scaling.softmax_factor, rel=1e-12)

@@ -10,27 +10,13 @@ from typing import Any
 import hf_models
 import pytest
 import torch
-from hf_files import SINGLE, change, refused, take, tensors_of
+from hf_files import SINGLE, change, give, refused, take, tensors_of, with_tensors
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint, read, write_shard
-from pentad.workers.hf.exporter import Request, export_checkpoint
 from pentad.workers.params.sharded_state import read_full
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory):
-    """The files of a model; do not change them."""
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = hf_models.save(hf_models.make(name), tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return get
 
 
 class Live(TorchDispatchMode):
@@ -51,20 +37,16 @@ class Live(TorchDispatchMode):
 
 
 def test_import_and_export_hold_at_most_two_tensors(saved, tmp_path: Path) -> None:
-    source = tmp_path / "half"
     stored = {name: tensor.bfloat16() for name, tensor in load_file(saved("deepseek-v3") / SINGLE).items()}
-    source.mkdir()
-    save_file(stored, source / SINGLE)
-    (source / "config.json").write_bytes((saved("deepseek-v3") / "config.json").read_bytes())
+    source = with_tensors(saved("deepseek-v3"), stored, tmp_path / "half")
     with Live() as live:
         done = take(source, tmp_path / "out")
     largest = 4 * max(tensor.numel() for tensor in stored.values())
     assert largest <= live.peak <= 2 * largest < done.bytes / 10
     found = open_checkpoint(done.folder)
     largest = 4 * max(tensor.numel() for tensor in read(found, found.files).values())
-    request = Request(done.family, done.model, 64, {}, dtype="bfloat16")
     with Live() as live:
-        export_checkpoint(found, tmp_path / "again", request, lambda done, total: None)
+        give(done.folder, tmp_path / "again", done.family, done.model, dtype="bfloat16")
     assert 0 < live.peak <= 2 * largest < done.bytes / 2
     again = load_file(tmp_path / "again" / SINGLE)
     assert again.keys() == stored.keys()
@@ -73,7 +55,7 @@ def test_import_and_export_hold_at_most_two_tensors(saved, tmp_path: Path) -> No
 
 
 def test_fp8_blocks_are_read_with_their_scales(saved, tmp_path: Path) -> None:
-    source, plain = tmp_path / "eight", load_file(saved("deepseek-v3-predicted") / SINGLE)
+    plain = load_file(saved("deepseek-v3-predicted") / SINGLE)
     stored, expected = dict(plain), dict(plain)
     for name, tensor in plain.items():
         if "_proj" in name and "eh_proj" not in name:
@@ -82,10 +64,8 @@ def test_fp8_blocks_are_read_with_their_scales(saved, tmp_path: Path) -> None:
             stored[name], stored[f"{name}_scale_inv"] = (tensor * 20).to(torch.float8_e4m3fn), scales
             expanded = scales.repeat_interleave(12, 0).repeat_interleave(12, 1)[: tensor.shape[0], : tensor.shape[1]]
             expected[name] = stored[name].float() * expanded
-    for folder, state in ((source, stored), (tmp_path / "wide", expected)):
-        folder.mkdir()
-        save_file(state, folder / SINGLE)
-        (folder / "config.json").write_bytes((saved("deepseek-v3-predicted") / "config.json").read_bytes())
+    with_tensors(saved("deepseek-v3-predicted"), expected, tmp_path / "wide")
+    source = with_tensors(saved("deepseek-v3-predicted"), stored, tmp_path / "eight")
     refused(source, tmp_path, "F8_E4M3")
     hf_models.rewrite(source, quantization_config={"quant_method": "gptq"})
     refused(source, tmp_path, "quantization_config", "gptq")
@@ -98,16 +78,11 @@ def test_fp8_blocks_are_read_with_their_scales(saved, tmp_path: Path) -> None:
 
 
 def test_mtp_layers_that_transformers_did_not_save_are_left_out(saved, tmp_path: Path) -> None:
-    source, kept = tmp_path / "files", load_file(saved("deepseek-v3-predicted") / SINGLE)
-    source.mkdir()
-    (source / "config.json").write_bytes((saved("deepseek-v3-predicted") / "config.json").read_bytes())
-    save_file(
-        {name: tensor for name, tensor in kept.items() if not name.startswith(("model.layers.3", "model.layers.4"))},
-        source / SINGLE,
-    )
+    kept = load_file(saved("deepseek-v3-predicted") / SINGLE)
+    main = {name: kept[name] for name in kept if not name.startswith(("model.layers.3", "model.layers.4"))}
+    source = with_tensors(saved("deepseek-v3-predicted"), main, tmp_path / "files")
     assert take(source, tmp_path / "out").model.mtp_layers == 0
-    state = {name: tensor for name, tensor in kept.items() if not name.startswith("model.layers.4.eh_proj")}
-    save_file(state, source / SINGLE)
+    save_file({name: kept[name] for name in kept if not name.startswith("model.layers.4.eh_proj")}, source / SINGLE)
     refused(source, tmp_path, "model.layers.4.eh_proj.weight")
 
 
@@ -118,8 +93,7 @@ def test_a_model_without_expert_bias_is_exported_with_zeros(saved, tmp_path: Pat
     tensors = {name: tensor for name, tensor in tensors_of(done).items() if not name.endswith("bias")}
     folder = folder_of(tmp_path / "run", 3)
     commit(folder, step=3, shards=[write_shard(folder, "a.safetensors", tensors)], meta={})
-    request = Request(done.family, unbiased, 64, {})
-    export_checkpoint(open_checkpoint(folder), tmp_path / "out", request, lambda done, total: None)
+    give(folder, tmp_path / "out", done.family, unbiased)
     found = load_file(tmp_path / "out" / SINGLE)
     assert found.keys() == load_file(saved("deepseek-v3") / SINGLE).keys()
     assert not any(tensor.any() for name, tensor in found.items() if "correction" in name)
@@ -129,9 +103,8 @@ def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path: Path) -> None
     done = take(saved("llama"), tmp_path / "in")
     deeper, narrower = replace(done.model, layers=3), replace(done.model, ffn=47)
     for model, words in ((deeper, r"layers\.2"), (narrower, r"\[96, 32\]: expected \[94, 32\]")):
-        request = Request(done.family, model, 64, {})
         with pytest.raises(PentadError, match=words):
-            export_checkpoint(open_checkpoint(done.folder), tmp_path / "out", request, lambda done, total: None)
+            give(done.folder, tmp_path / "out", done.family, model)
         assert not (tmp_path / "out").exists()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from closeness import relative_error
-from expert_ranks import NO_SEQUENCE, State, bind, layer_context
+from expert_ranks import NO_SEQUENCE, State, bind, gradients_of, layer_context
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from pentad.schedules.spec.model import Experts
-from pentad.workers.model import moe, router
+from pentad.workers.model import router
 from pentad.workers.model.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.router_bias import updated_bias
@@ -71,7 +71,7 @@ def random_block(name: str) -> tuple[Any, Experts]:
 
 
 def moe_state(p: dict[str, torch.Tensor], bias: torch.Tensor | None = None) -> State:
-    """Weights or gradients of a block, by field of MoEWeights."""
+    """Weights or gradients of a block, by name."""
     state = {"router": p["gate.weight"], "gate_up": p["experts.gate_up_proj"], "down": p["experts.down_proj"]}
     if "shared_experts.up_proj.weight" in p:
         gate, up, down = (p[f"shared_experts.{part}_proj.weight"] for part in ("gate", "up", "down"))
@@ -107,19 +107,18 @@ def test_results_and_gradients_are_those_of_transformers(name: str) -> None:
     x, dy = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(TOKENS, HIDDEN)
     expected = block(x[None])[0]
     expected_dx, *expected_gradients = torch.autograd.grad(expected, (x, *p.values()), dy)
-    w, g = bind(moe_state(p, bias_of(block)))
-    arguments = layer_context(shape), NO_SEQUENCE, x.detach()
-    y, saved, recomputable = run_to_completion(moe.forward(w, *arguments))
-    dx, work = run_to_completion(moe.backward(w, g, *arguments, saved, recomputable, dy))
+    moe, context = bind(moe_state(p, bias_of(block))), layer_context(shape)
+    y, saved, recomputable = run_to_completion(moe.forward(context, NO_SEQUENCE, x.detach()))
+    dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, saved, recomputable, dy))
     accumulate_wgrads(work)
     assert relative_error(y, expected.detach()) < 1e-5 and relative_error(dx, expected_dx) < 1e-5
-    for field, gradient in moe_state(dict(zip(p, expected_gradients, strict=True))).items():
-        assert relative_error(getattr(g, field), gradient) < 1e-5, field
+    for name, gradient in moe_state(dict(zip(p, expected_gradients, strict=True))).items():
+        assert relative_error(gradients_of(moe)[name], gradient) < 1e-5, name
 
 
 def aux_loss(routing: router.Routing, shape: Experts, load: torch.Tensor | None = None) -> torch.Tensor:
     """coef E sum_e (share of visits) (mean normalized score), a scalar (arXiv 2101.03961, section 2.2); `load` counts
-    the visits of a whole microbatch where these tokens are a part of it."""
+    the visits of a full microbatch where these tokens are a part of it."""
     counts = (routing.load if load is None else load).to(routing.scores.dtype)
     shares = routing.scores / routing.scores.sum(1, keepdim=True)
     return shape.aux_loss_coef * shape.num_experts * (counts / counts.sum() * shares.mean(0)).sum()

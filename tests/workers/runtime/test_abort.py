@@ -13,7 +13,7 @@ from custom_models import custom_model
 from plans import plan_of
 from resume import commit
 from small_models import FAMILIES, MOE
-from worker_processes import WorkerProcess, call_all, check_recovery, start_generation
+from worker_processes import WorkerProcess, call_all, check_recovery, start_generation, start_run
 
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
@@ -33,14 +33,6 @@ def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
     return plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **axes})
 
 
-@pytest.fixture(scope="module")
-def workers():
-    made = [WorkerProcess() for _ in range(4)]
-    yield made
-    for worker in made:
-        worker.stop()
-
-
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -54,22 +46,20 @@ def workers():
     ],
 )
 def test_a_call_queued_behind_a_failed_one_does_nothing(workers, corpus, name, axes):
-    """The driver queues calls. Gradients that are only waiting for their norm stay complete until the rank hears it."""
+    """The driver queues calls. Gradients that lack only their norm stay complete until the rank receives it."""
     plan, failed_step = make_plan(name, corpus, axes), 2
     ranks = workers[: plan.mesh.size]
-    start_generation(ranks, plan, 1)
-    call_all(ranks, "restore", None, 0)
+    start_run(ranks, plan)
     call_all(ranks, "run", 0, failed_step + 1)
     expected = call_all(ranks, "state")
     call_all(ranks, "close")
 
-    start_generation(ranks, plan, 1)
-    call_all(ranks, "restore", None, 0)
+    start_run(ranks, plan)
     ranks[1].answer(ranks[1].call("fail_at", failed_step))
     asked = [[worker.call("run", first, 4) for first in (0, 4)] for worker in ranks]
     with pytest.raises(RuntimeError, match="closed by peer"):
         ranks[1].answer(asked[1][0])
-    with pytest.raises(Aborted):  # the others are in the next step by now, and would take part in it
+    with pytest.raises(Aborted):  # the others are in the next step already, and would take part in it
         ranks[1].answer(asked[1][1])
     ranks[0].wait_for_step(failed_step + 1)
     for worker in ranks:
@@ -86,15 +76,13 @@ def test_a_call_queued_behind_a_failed_one_does_nothing(workers, corpus, name, a
 def test_a_lost_zero_shard_comes_back_from_a_checkpoint(workers, corpus, tmp_path):
     """The survivors keep their processes, but their shards are not enough."""
     plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", memory_options=MemoryOptions(zero=3))
-    start_generation(workers, plan, 1)
-    call_all(workers, "restore", None, 0)
+    start_run(workers, plan)
     call_all(workers, "run", 0, 6)
     expected = call_all(workers, "state")
     call_all(workers, "close")
 
     folder = checkpoint.folder_of(tmp_path, 2)
-    start_generation(workers, plan, 1)
-    call_all(workers, "restore", None, 0)
+    start_run(workers, plan)
     call_all(workers, "run", 0, 2)
     commit(folder, 2, [shard for shards in call_all(workers, "save", str(folder), 2) for shard in shards])
     asked = [worker.call("run", 2, 80) for worker in workers]
@@ -116,7 +104,7 @@ def test_a_lost_zero_shard_comes_back_from_a_checkpoint(workers, corpus, tmp_pat
 
 
 def test_a_runner_whose_generation_ended_early_passes_its_state_on(corpus, tmp_path):
-    """A generation may be over before its runner has been made; the next one takes over from the same rank."""
+    """A generation may end before its runner has been made; the next one takes over from the same rank."""
     first = Runner(make_plan("1f1b", corpus, {"microbatches": 2, "model": MOE}), 0, tmp_path / "progress")
     first.restore(None, 3)
     state = {
@@ -145,8 +133,8 @@ def test_a_blank_rank_that_has_received_nothing_is_not_ready(corpus, tmp_path):
 
 
 def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path):
-    """A GPU behind its host runs NORM, STEP and a forward of the next step although the generation has ended. Its
-    partners may have the norm and have committed the step."""
+    """A GPU behind its host still runs NORM, STEP and a forward of the next step after the generation has ended. Its
+    partners may have received the norm and committed the step."""
     runners = []
     for number in (0, 1):
         plan = make_plan("1f1b", corpus, {"microbatches": 2, "model": MOE})

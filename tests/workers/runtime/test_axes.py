@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from exactness import assert_equals_one_process, with_tied_copies
+from exactness import assert_equals_one_process, state_like
 from fleet import assemble, losses_of
 from plans import MODEL, is_close, plan_of, plan_on_mesh, reference
 from resume import run_and_save
@@ -146,10 +145,5 @@ def test_a_checkpoint_resumes_on_any_mesh(fleet, corpus, tmp_path, before, after
     assert sum(sums) / plan(after).batch.tokens == pytest.approx(losses[2], rel=1e-10)
     assert outcomes[0].results[0].grad_norm == pytest.approx(norms[2], rel=1e-10)
     weights = {name: weight for name, weight in weights.items() if not name.endswith("bias")}
-    found = assemble([outcome.state for outcome in outcomes], _state_shapes(weights))
+    found = assemble([outcome.state for outcome in outcomes], state_like(weights))
     assert all(is_close(found[f"model.{name}"], weight) for name, weight in weights.items())
-
-
-def _state_shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    kinds = ("model", "optimizer.m", "optimizer.v")
-    return {f"{kind}.{name}": weight for kind in kinds for name, weight in with_tied_copies(weights).items()}

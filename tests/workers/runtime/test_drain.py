@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 
-from pentad.orchestrator.run.regroup import FENCE_SECONDS
-from pentad.workers.runtime import abort
+from pentad.orchestrator.run.fence import FENCE_SECONDS
+from pentad.workers.runtime import gpu_progress
+from pentad.workers.runtime.abort import Fence
+from pentad.workers.runtime.gpu_progress import GpuProgress
 from pentad.workers.runtime.runner import Runner
+from pentad.workers.runtime.streams import CudaStreams
 
 
-class FakeLanes:
-    """Instructions that end at these times, in seconds after the first look."""
+class Counts:
+    """Of instructions that end at these times, in seconds after the first look."""
 
     def __init__(self, ends: list[float]) -> None:
-        self.ends, self.started, self.progress = ends, 0.0, self
+        self.ends, self.started = ends, 0.0
 
-    def completed(self) -> int:
+    def sum(self) -> int:
         self.started = self.started or time.monotonic()
         return sum(time.monotonic() >= self.started + end for end in self.ends)
 
@@ -35,15 +38,24 @@ class FakeLanes:
     ],
 )
 def test_drain_waits_for_instructions_that_end(monkeypatch, ends, longest, at_least):
-    assert abort.DRAIN_SECONDS < FENCE_SECONDS, "the driver gives up on a rank that does not answer in time"
-    monkeypatch.setattr(abort, "QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(abort, "DRAIN_SECONDS", 1.2)
-    lanes: Any = FakeLanes(ends)
+    assert gpu_progress.DRAIN_SECONDS < FENCE_SECONDS, "the driver gives up on a rank that does not answer in time"
+    monkeypatch.setattr(gpu_progress, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(gpu_progress, "DRAIN_SECONDS", 1.2)
     calls: list[str] = []
-    optimizer_step: Any = SimpleNamespace(cancel=lambda: calls.append("cancel"))
-    transport: Any = SimpleNamespace(release=lambda: calls.append("release"))
+    lanes = CudaStreams.__new__(CudaStreams)
+    lanes.progress = GpuProgress.__new__(GpuProgress)
+    lanes.progress.counts = Counts(ends)  # type: ignore[assignment]
+    executor = SimpleNamespace(
+        lanes=lanes,
+        optimizer_step=SimpleNamespace(cancel=lambda: calls.append("cancel")),
+        transport=SimpleNamespace(release=lambda: calls.append("release")),
+    )
+    runner: Any = SimpleNamespace(
+        executor=executor, fence_flag=Fence(), sockets=None, _longest_instruction=lambda: longest
+    )
     started = time.monotonic()
-    abort.drain(lanes, optimizer_step, transport, longest)
+    Runner.fence(runner)
+    assert runner.fence_flag.is_set
     assert calls == ["cancel", "release"], "no step may count that runs after the release"
     assert at_least <= time.monotonic() - started < at_least + 1.0
 

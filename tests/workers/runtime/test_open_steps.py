@@ -10,7 +10,7 @@ import torch
 from bits import assert_same_runs
 from plans import plan_of
 from resume import commit
-from worker_processes import WorkerProcess, call_all, losses_and_state, recover, start_generation
+from worker_processes import call_all, losses_and_state, recover, start_run, uninterrupted
 
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.runtime.abort import Aborted
@@ -32,19 +32,8 @@ CASES = [
 STEPS = 16
 
 
-@pytest.fixture(scope="module")
-def workers():
-    made = [WorkerProcess() for _ in range(4)]
-    yield made
-    for worker in made:
-        worker.stop()
-
-
-def start(workers, name, corpus, *, post_validation):
-    plan = plan_of(name, 2, 2, 4, corpus, "float32", post_validation=post_validation)
-    start_generation(workers, plan, 1)
-    call_all(workers, "restore", None, 0)
-    return plan
+def plan_for(name, corpus, *, post_validation):
+    return plan_of(name, 2, 2, 4, corpus, "float32", post_validation=post_validation)
 
 
 def steps_by_rank(results) -> list[list[int]]:
@@ -61,7 +50,7 @@ def test_split_calls_equal_one_call(fleet, corpus, name, dp, pp, m, post_validat
 
 @pytest.mark.parametrize("post_validation", [True, False])
 def test_a_call_returns_the_steps_that_are_complete(workers, corpus, post_validation):
-    start(workers, "zb-h2", corpus, post_validation=post_validation)
+    start_run(workers, plan_for("zb-h2", corpus, post_validation=post_validation))
     asked = [(0, 1, True), (1, 1, True), (2, 3, True), (5, 0, True), (5, 2, False), (7, 1, True), (8, 0, False)]
     returned = [steps_by_rank(call_all(workers, "run", *call))[3] for call in asked]
     call_all(workers, "close")
@@ -70,12 +59,13 @@ def test_a_call_returns_the_steps_that_are_complete(workers, corpus, post_valida
 
 @pytest.mark.parametrize("post_validation", [True, False])
 def test_saving_completes_the_open_step(workers, corpus, tmp_path, post_validation):
-    start(workers, "zb-h2", corpus, post_validation=post_validation)
+    plan = plan_for("zb-h2", corpus, post_validation=post_validation)
+    start_run(workers, plan)
     losses, after = losses_and_state(workers, [*call_all(workers, "run", 0, 3)], 0)
     rest, end = losses_and_state(workers, call_all(workers, "run", 3, 3), 0)
     call_all(workers, "close")
 
-    start(workers, "zb-h2", corpus, post_validation=post_validation)
+    start_run(workers, plan)
     folder = checkpoint.folder_of(tmp_path, 3)
     done = [call_all(workers, "run", 0, 3, True)]
     commit(folder, 3, [entry for entries in call_all(workers, "save", str(folder), 3) for entry in entries])
@@ -92,11 +82,9 @@ def test_saving_completes_the_open_step(workers, corpus, tmp_path, post_validati
 
 @pytest.mark.parametrize("post_validation", [True, False])
 def test_an_open_step_counts_after_an_abort_if_it_was_committed(workers, corpus, post_validation):
-    plan = start(workers, "zb-h2", corpus, post_validation=post_validation)
-    expected = losses_and_state(workers, call_all(workers, "run", 0, 6), 0)
-    call_all(workers, "close")
-
-    plan = start(workers, "zb-h2", corpus, post_validation=post_validation)
+    plan = plan_for("zb-h2", corpus, post_validation=post_validation)
+    expected = uninterrupted(workers, plan, 6)
+    start_run(workers, plan)
     done = call_all(workers, "run", 0, 4, True)
     workers[1].signal(signal.SIGKILL)
     version, snapshots = recover(workers, [1], plan, 2)
@@ -120,11 +108,9 @@ def test_an_open_step_counts_after_an_abort_if_it_was_committed(workers, corpus,
     ],
 )
 def test_a_fault_between_open_calls_loses_no_result(workers, corpus, name, post_validation, fault):
-    plan = start(workers, name, corpus, post_validation=post_validation)
-    expected = losses_and_state(workers, call_all(workers, "run", 0, STEPS), 0)
-    call_all(workers, "close")
-
-    plan = start(workers, name, corpus, post_validation=post_validation)
+    plan = plan_for(name, corpus, post_validation=post_validation)
+    expected = uninterrupted(workers, plan, STEPS)
+    start_run(workers, plan)
     asked = [[worker.call("run", step, 2, True) for step in range(0, STEPS, 2)] for worker in workers]
     workers[1].wait_for_step(5)
     workers[1].signal(fault)

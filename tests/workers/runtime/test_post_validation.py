@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from bits import assert_same_runs
-from fleet import BadGradient
+from fleet import BadGradient, Fleet
 from plans import MODEL, plan_of
 from schedule_sizes import allows
 
@@ -19,6 +21,7 @@ from pentad.schedules.passes.post_validation import ROLLBACK, VALIDATE
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.model import Experts
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.verify.check import check
 
 slow = pytest.mark.slow
@@ -28,20 +31,35 @@ SLOW = [("gpipe", 2, 2, 3), ("zb-2p", 1, 4, 9), ("v-min", 1, 4, 8), ("dualpipe",
 SLOW += [("interleaved-zb", 1, 2, 4), ("zb-h2", 1, 1, 2), ("1f1b", 2, 1, 2)]
 
 
+ZERO = [
+    ("zb-h2", 2, 2, 4, 1),
+    ("zb-h2", 2, 2, 4, 3),
+    ("zb-v", 2, 2, 5, 2),
+    ("dualpipe", 1, 4, 8, 3),
+    ("1f1b", 4, 1, 2, 1),
+]
+
+
 def cases() -> list:
     """Schedules by how often they clip; always run are the first one, and all of CASES if they clip sometimes."""
-    found = [(*case, clip) for case in CASES + SLOW for clip in CLIPS]
-    always = [(*case, clip) for case in CASES for clip in CLIPS if case == CASES[0] or clip == "sometimes"]
+    found = [(*case, 0, clip) for case in CASES + SLOW for clip in CLIPS]
+    found += [(*case, clip) for case in ZERO for clip in ("never clipped", "sometimes")]
+    always = [(*case, 0, clip) for case in CASES for clip in CLIPS if case == CASES[0] or clip == "sometimes"]
+    always += [(*case, "sometimes") for case in ZERO[:2]]
     return [pytest.param(*case, marks=[] if case in always else [slow]) for case in found]
 
 
-@pytest.mark.parametrize(("name", "dp", "pp", "m", "clip"), cases())
-def test_an_optimistic_step_has_the_bits_of_one_with_a_barrier(fleet, corpus, name, dp, pp, m, clip):
-    optimistic, barrier = (
-        plan_of(name, dp, pp, m, corpus, "float32", clip=CLIPS[clip], post_validation=post_validation)
-        for post_validation in (True, False)
-    )
-    assert_same_runs(fleet.run(optimistic, [(0, 4), (4, 1)]), fleet.run(barrier, [(0, 4), (4, 1)]))
+def run_both(fleet: Fleet, calls: list, bad_gradient: BadGradient | None = None, **plan: Any) -> Iterator[list]:
+    """The outcomes of a plan with post-validation, and of the same plan with a barrier."""
+    for post_validation in (True, False):
+        made = plan_of(**plan, dtype="float32", post_validation=post_validation)
+        yield fleet.run(made, calls, bad_gradient=bad_gradient)
+
+
+@pytest.mark.parametrize(("name", "dp", "pp", "m", "zero", "clip"), cases())
+def test_an_optimistic_step_has_the_bits_of_one_with_a_barrier(fleet, corpus, name, dp, pp, m, zero, clip):
+    plan = {"dp": dp, "pp": pp, "microbatches": m, "data": corpus, "memory_options": MemoryOptions(zero=zero)}
+    assert_same_runs(*run_both(fleet, [(0, 4), (4, 1)], name=name, clip=CLIPS[clip], **plan))
 
 
 WITH_AUX_LOSS = replace(
@@ -62,23 +80,15 @@ SHARED_LAYERS = [
 @pytest.mark.parametrize("clip", [pytest.param("never clipped", marks=slow), "sometimes"])
 @pytest.mark.parametrize(("name", "axes"), SHARED_LAYERS)
 def test_optimistic_steps_on_meshes_with_shared_layers(fleet, corpus, name, axes, clip):
-    given = {"dp": 1, "pp": 1, "microbatches": 4, "data": corpus, "dtype": "float32", "clip": CLIPS[clip], **axes}
-    optimistic, barrier = (plan_of(name, **given, post_validation=value) for value in (True, False))
-    assert_same_runs(fleet.run(optimistic, [(0, 4), (4, 1)]), fleet.run(barrier, [(0, 4), (4, 1)]))
+    plan = {"dp": 1, "pp": 1, "microbatches": 4, "data": corpus, **axes}
+    assert_same_runs(*run_both(fleet, [(0, 4), (4, 1)], name=name, clip=CLIPS[clip], **plan))
 
 
 @pytest.mark.parametrize("value", [math.inf, pytest.param(math.nan, marks=slow), 1e3])
 @pytest.mark.parametrize(("name", "dp", "pp", "m"), [("zb-h2", 1, 4, 8), pytest.param("dualpipe", 1, 4, 8, marks=slow)])
 def test_a_step_with_a_bad_norm_is_rolled_back_and_repeated(fleet, corpus, name, dp, pp, m, value):
-    fault = BadGradient(rank=1, step=1, value=value)
-    optimistic, barrier = (
-        fleet.run(
-            plan_of(name, dp, pp, m, corpus, "float32", clip=50.0, post_validation=post_validation),
-            [(0, 4)],
-            bad_gradient=fault,
-        )
-        for post_validation in (True, False)
-    )
+    plan = {"name": name, "dp": dp, "pp": pp, "microbatches": m, "data": corpus, "clip": 50.0}
+    optimistic, barrier = run_both(fleet, [(0, 4)], BadGradient(rank=1, step=1, value=value), **plan)
     assert_same_runs(optimistic, barrier)
     assert [r.skipped for r in optimistic[0].results] == [False, not math.isfinite(value), False, False]
     assert not optimistic[0].results[1].grad_norm <= 50
@@ -125,21 +135,21 @@ def mutated(program, rank, change):
 
 
 def without(key):
-    return lambda stream: [unit for unit in stream if unit.key != key]
+    return lambda stream: [action for action in stream if action.key != key]
 
 
 def moved(key, by):
     def change(stream):
-        at = next(i for i, unit in enumerate(stream) if unit.key == key)
-        unit = stream.pop(at)
-        stream.insert(at + by, unit)
+        at = next(i for i, action in enumerate(stream) if action.key == key)
+        action = stream.pop(at)
+        stream.insert(at + by, action)
         return stream
 
     return change
 
 
 def with_fields(key, **fields):
-    return lambda stream: [unit._replace(**fields) if unit.key == key else unit for unit in stream]
+    return lambda stream: [action._replace(**fields) if action.key == key else action for action in stream]
 
 
 NORM, STEP = Key(Op.NORM, -1, -1), Key(Op.STEP, -1, -1)

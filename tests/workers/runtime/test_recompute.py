@@ -162,7 +162,9 @@ def test_offloading_frees_the_device_and_reloading_restores_all_bits(corpus, nam
 
 
 def saved_tensors(stage: Stage) -> list[torch.Tensor]:
-    return [each for saved in stage.saved.values() for layer in saved.layers for each in layer if torch.is_tensor(each)]
+    """The residual stream and its statistics, of all layers."""
+    layers = [layer for saved in stage.saved.values() for layer in saved.layers]
+    return [each for layer in layers for each in (*layer.attention_norm, *layer.mlp_norm)]
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

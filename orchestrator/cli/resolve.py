@@ -51,8 +51,8 @@ def folder_of(name: str, address: str | None) -> Path:
 def for_this_machine(path: Path | None, overrides: list[str]) -> tuple[list[str], str]:
     """The overrides of the quickstart with a pipeline as long as this machine has GPUs, if that is shorter, and a note
     that says so. Any other configuration, and any override of mesh or cluster, is left as it is."""
-    from pentad.orchestrator.cluster.devices import local_gpus
     from pentad.orchestrator.config.config import load
+    from pentad.orchestrator.planning.hardware import local_gpus
 
     gpus = local_gpus()
     if path is not None or not gpus or any(each.startswith(("mesh.", "cluster.")) for each in overrides):

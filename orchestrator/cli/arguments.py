@@ -1,0 +1,64 @@
+"""The arguments and options that commands share, and those of `pentad schedule`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+Words = Annotated[
+    list[str] | None,
+    Argument(metavar="[CONFIG] [a.b=value ...]", help="YAML file (default: the quickstart); overrides."),
+]
+Address = Annotated[
+    str | None,
+    Option(metavar="URL", help="The cluster's dashboard (default: RAY_ADDRESS, else http://127.0.0.1:8265)."),
+]
+Run = Annotated[str, Argument(help="A run's folder or its name under runs/; or the ID of a submitted job.")]
+Timeout = Annotated[float, Option(min=0.01, help="Seconds to wait for the answer.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object on stdout.")]
+_SCHEDULES = (
+    "gpipe, 1f1b, 1f1b-eager, seq-1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-1p, zb-2p, interleaved-zb, zb-v, "
+    "v-half, v-min, dualpipe, dualpipev; auto, the fastest of them or faster; FILE.py:FUNCTION, one of your own; or "
+    "FILE.csv or FILE.arrow, as --csv and --arrow write them."
+)
+
+
+@dataclass(frozen=True)
+class ScheduleArguments:
+    """What to build, at which costs, and what to write and print of it."""
+
+    name: Annotated[str, Argument(help=_SCHEDULES)]
+    ranks: Annotated[int, Option(help="Pipeline ranks.")]
+    microbatches: Annotated[int, Option(help="Microbatches of a step.")]
+    chunks: Annotated[int | None, Option(help="Parts that a rank's layers are cut into.")] = None
+    group: Annotated[int | None, Option(help="Microbatches of an interleaved group.")] = None
+    slices: Annotated[int | None, Option(help="Parts that sequences are cut into.")] = None
+    costs: Annotated[str, Option(help="F,B,W of one microbatch on a whole rank.")] = "1,1,1"
+    comm: Annotated[float, Option(help="Cost of one transfer of a microbatch.")] = 0.0
+    memory_limit: Annotated[float | None, Option(help="Most activations a rank may keep.")] = None
+    recompute: Annotated[str | None, Option(metavar="STAGES", help="Stages to recompute: all, or such as 0,2.")] = None
+    max_resident: Annotated[float | None, Option(help="Microbatches of activations to keep; offloads others.")] = None
+    zero: Annotated[int | None, Option(help="Stage of ZeRO, for two replicas.")] = None
+    max_gathered: Annotated[int | None, Option(help="Most stages that a rank has gathered at once (ZeRO 3).")] = None
+    prefetch: Annotated[int | None, Option(help="Compute actions between the start of a gather and its use.")] = None
+    post_validation: Annotated[bool, Option("--post-validation", help="Start a step before the norm is known.")] = False
+    grid: Annotated[bool, Option("--grid", help="Print the grid (default: if narrow and no file is written).")] = False
+    svg: Annotated[Path | None, Option(help="Write a figure.")] = None
+    html: Annotated[Path | None, Option(help="Write an interactive page.")] = None
+    beside: Annotated[str | None, Option(metavar="NAME", help="Another schedule, drawn on the page too.")] = None
+    arrow: Annotated[Path | None, Option(help="Write the program as an Arrow file.")] = None
+    csv: Annotated[Path | None, Option(help="Write the compute order for torch.distributed.pipelining.")] = None
+    what_if: Annotated[bool, Option("--what-if", help="Show what limits a step and what would help.")] = False
+    as_json: Json = False
+
+    @property
+    def files(self) -> dict[str, Path]:
+        return files_by_option(svg=self.svg, html=self.html, arrow=self.arrow, csv=self.csv)
+
+
+def files_by_option(**paths: Path | None) -> dict[str, Path]:
+    """The files to write, by the name of their option."""
+    return {f"--{name}": path for name, path in paths.items() if path is not None}

@@ -1,0 +1,126 @@
+"""Ends a generation on the ranks that are left of it, and collects what they still hold.
+
+A lost rank takes its part of the steps in flight with it, and nothing else, as long as another rank holds the same
+stages; a ZeRO shard of them (zero.stage) is otherwise only in the newest checkpoint. Every attempt increments the
+generation, and workers refuse calls of earlier ones.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.runtime.results import RankSnapshot, StepResult
+
+FENCE_SECONDS, SNAPSHOT_SECONDS = 5.0, 10.0
+Record = Callable[..., None]  # (event, **facts): writes a line of the journal
+
+
+@dataclass
+class RecoveryState:
+    """What survives of a generation: `version` steps are in the newest weights, which the ranks `current` hold.
+
+    `results[step][rank]` are results of completed steps; `lost[rank]` is the cause of a loss; `seconds` is the duration
+    of each phase of the recovery.
+    """
+
+    version: int = 0
+    current: tuple[int, ...] = ()
+    results: dict[int, dict[int, StepResult]] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds the seconds of the block to those of a phase, unless it fails."""
+        began = time.monotonic()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
+
+
+def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
+    """Ends the generation on every living rank and fills `state`; ranks that do not follow are added to the lost.
+
+    Raises PentadError when no rank is left.
+    """
+    began = time.monotonic()
+    group.generation += 1
+    _call_living(group, state.lost, "fence", FENCE_SECONDS, record)
+    if group.plan.device == "cuda":
+        _call_living(group, state.lost, "abort", FENCE_SECONDS, record)
+    kill(group, state.lost)
+    snapshots: dict[int, RankSnapshot] = _call_living(group, state.lost, "leave", SNAPSHOT_SECONDS, record)
+    kill(group, state.lost)
+    if not snapshots:
+        raise PentadError("no rank is left of the run; the same command resumes from the newest checkpoint")
+    state.version = max(snapshot.version for snapshot in snapshots.values())
+    # A rank that lacks only the last step's global norm gets it from one that has taken the step.
+    late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]
+    norm = next(s.norm for s in snapshots.values() if s.version == state.version)
+    answers, _ = group.gather({rank: group.call_runner(rank, "advance", norm) for rank in late}, SNAPSHOT_SECONDS)
+    newest = [rank for rank, s in snapshots.items() if s.version == state.version >= 0]  # -1: no state yet
+    state.current = tuple(sorted([*newest, *answers]))
+    for rank, snapshot in snapshots.items():
+        for result in snapshot.results:
+            state.results.setdefault(result.step, {})[rank] = result
+    seconds = time.monotonic() - began
+    state.seconds["fence"] = state.seconds.get("fence", 0.0) + seconds
+    record("fence", generation=group.generation, step=state.version, seconds=round(seconds, 3))
+
+
+def is_complete(plan: Plan, state: RecoveryState) -> bool:
+    """Whether the current ranks hold the newest state of every parameter shard: one holder suffices where holders are
+    replicas, all are needed where each holds a ZeRO shard."""
+    if state.version < 0:  # an earlier recovery was interrupted before any rank had a state
+        return False
+    current = set(state.current)
+    return all(
+        len(current.intersection(plan.holders(shard))) >= plan.num_zero_shards(shard) for shard in plan.param_shards
+    )
+
+
+def sources(plan: Plan, current: Iterable[int]) -> dict[ParamShard, int]:
+    """For each parameter shard that a rank outside `current` holds: the current rank that sends its state."""
+    newest = set(current)
+    stale = {shard for rank in range(plan.mesh.size) if rank not in newest for shard in plan.param_shards_of(rank)}
+    return {shard: min(newest.intersection(plan.holders(shard))) for shard in sorted(stale)}
+
+
+def kill(group: WorkerGroup, ranks: Iterable[int]) -> None:
+    """Kills the processes of lost ranks: one that hangs might wake up and write to a checkpoint."""
+    this_node, lost = ray.get_runtime_context().get_node_id(), set(ranks)
+    for rank in lost:
+        place = group.places[rank]
+        with suppress(Exception):
+            ray.kill(group.actors[rank])
+        if place.node == this_node:
+            with suppress(ProcessLookupError):
+                os.kill(place.pid, signal.SIGKILL)
+            Path(place.progress_file).unlink(missing_ok=True)
+        else:
+            for neighbour in [other for other in group.neighbours(rank) if other not in lost][:1]:
+                group.actors[neighbour].kill.remote(place.pid)
+
+
+def _call_living(
+    group: WorkerGroup, lost: dict[int, str], method: str, seconds: float, record: Record
+) -> dict[int, Any]:
+    """Answers of the ranks that are not lost; those that do not answer are added to `lost`."""
+    living = [rank for rank in range(len(group.actors)) if rank not in lost]
+    refs = {rank: getattr(group.actors[rank], method).remote(group.generation) for rank in living}
+    answers, missing = group.gather(refs, seconds)
+    for rank, cause in missing.items():
+        lost[rank] = cause
+        record("lost", generation=group.generation, rank=rank, fault="killed", detector="heartbeat", cause=cause)
+    return answers

@@ -1,0 +1,132 @@
+"""A run from its checks to its summary: plans it, starts Ray's head, and hands over to the driver.
+
+Imports neither Ray nor torch: mistakes are reported within a second, and Ray starts while the driver is imported.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pentad.orchestrator.cluster.local_head import launch
+from pentad.orchestrator.cluster.ports import free_port
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring import runfolder
+from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.monitoring.runfolder import check_not_live, check_resumable, path_of, read_lines
+from pentad.orchestrator.planning.planning import first_plan
+from pentad.orchestrator.run.interrupts import Interrupts
+from pentad.orchestrator.run.measure import typical_pace
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.manifest import decode
+from pentad.workers.data.sources import check_data, open_data, require_fingerprint
+
+RUNNER = "pentad.workers.runtime.runner:Runner"
+FILES = {
+    "config": runfolder.CONFIG,
+    "program": runfolder.PROGRAM,
+    "metrics": runfolder.METRICS,
+    "journal": runfolder.JOURNAL,
+    "timeline": runfolder.TIMELINE,
+    "trace": runfolder.TRACE,
+    "page": runfolder.PAGE,
+}
+
+
+def prepare(config: RunConfig) -> tuple[Plan, str]:
+    """The plan of a run and its corpus's fingerprint, before anything is started or written, except for a built-in
+    corpus. Raises PentadError."""
+    data = config.data.path, config.model.vocab, config.batch.sequence_length, config.data.cache
+    check_data(*data)
+    plan = first_plan(config)
+    return plan, open_data(*data, verify=True).fingerprint
+
+
+def train(
+    config: RunConfig,
+    *,
+    display: Display | None = None,
+    fingerprint: str = "",
+    runner: str = RUNNER,
+    plan: Plan | None = None,
+) -> dict[str, Any]:
+    """Runs the steps that the run still lacks, and returns its summary.
+
+    The first Ctrl-C or SIGTERM ends the run after the steps in flight, with a checkpoint, as 'stopped'; the second
+    raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError when a rank fails. However it
+    ends, all files are complete and no process is left. `display`, open, shows the run (None: nothing does);
+    `fingerprint` and `plan` are those of `prepare` (None: planned here).
+    """
+    display = display or Display(Console(quiet=True), config.run.name, config.run.steps)
+    if _is_finished(config, fingerprint):
+        display.note(f"the run has all of its run.steps = {config.run.steps} already")
+        return summary(config, config.run.steps)
+    with ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
+        plan = replace(plan or first_plan(config), fingerprint=fingerprint)
+        display.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")
+        head = stack.enter_context(launch(config.cluster, config.mesh.size))
+        from pentad.orchestrator.run.driver import drive  # imports ray
+
+        steps = drive(config, plan, head, runner, display, interrupts)
+        if steps < config.run.steps:
+            display.note(f"stopped after step {steps}")
+        return summary(config, steps)
+
+
+def summary(config: RunConfig, steps: int) -> dict[str, Any]:
+    """The result of a run over all its generations; tokens per second are those of the last generation."""
+    folder = path_of(config)
+    rows = read_lines(folder / runfolder.METRICS)
+    last = rows[-1] if rows else {}
+    newest = [row for row in rows if row["generation"] == last["generation"]]
+    return {
+        "run": config.run.name,
+        "folder": str(folder),
+        "steps": steps,
+        "loss": last.get("loss"),
+        "first_loss": rows[0]["loss"] if rows else None,
+        "tokens_per_second": typical_pace(newest) if newest else None,
+        "bubble_planned": last.get("bubble_planned"),
+        "bubble_measured": last.get("bubble_measured"),
+        "state": "finished" if steps == config.run.steps else "stopped",
+        "files": {name: str(folder / file) for name, file in FILES.items() if (folder / file).exists()},
+    }
+
+
+def _is_finished(config: RunConfig, fingerprint: str) -> bool:
+    """Whether the run has all of its run.steps already, in a checkpoint that is intact. `fingerprint` is the corpus's.
+
+    Raises PentadError when the run's folder is in use or holds another model, batch, seed or corpus, or a port is
+    taken.
+    """
+    check_not_live(config)
+    check_resumable(config)
+    free_port("metrics.port", config.metrics.host, config.metrics.port)
+    free_port("metrics.control_port", config.metrics.host, config.metrics.control_port)
+    checkpoints = path_of(config) / runfolder.CHECKPOINTS
+    step, meta = _newest_manifest(checkpoints)
+    if meta.get("data"):
+        require_fingerprint(config.data.path, fingerprint, meta["data"])
+    if step < config.run.steps:
+        return False
+    from pentad.workers.checkpoint.checkpoint import newest  # imports torch
+
+    found = newest(checkpoints).checkpoint
+    return found is not None and found.step >= config.run.steps
+
+
+def _newest_manifest(checkpoints: Path) -> tuple[int, dict[str, Any]]:
+    """Steps and metadata of the newest checkpoint whose manifest is intact; its tensors are not read."""
+    for path in sorted(checkpoints.glob("step-*/manifest.json"), reverse=True):
+        try:
+            manifest = decode(path.read_bytes())
+        except (OSError, PentadError):
+            continue
+        return manifest.step, manifest.meta
+    return 0, {}

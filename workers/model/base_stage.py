@@ -1,0 +1,147 @@
+"""What a rank requires of a pipeline stage: any model that implements it trains under every schedule.
+
+`workers.model.stage.Stage` runs pentad's own models, `workers.custom.stage.CustomStage` a user's torch modules.
+
+The executor calls `begin` before the first F of a step. Then, for every slice of a microbatch (the full microbatch
+where sequences are not cut), it calls `forward`, `backward_input` and `backward_weight` once each, in this order, in
+any interleaving with other slices that the schedule chooses. Where a stage recomputes, `recompute` comes between the
+first two. T tokens of a slice, H hidden.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.model.layer_context import LayerContext
+from pentad.workers.model.weight_grad import Param, Params, Wgrad, accumulate_wgrads
+from pentad.workers.parallel.async_ops import Task
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
+from pentad.workers.parallel.process_groups import LayerGroups
+from pentad.workers.params.param_buffers import BoundBuffers, ParamBuffers
+from pentad.workers.params.router_bias import LoadBalancer
+
+
+class BaseStage(ABC):
+    """A `slice_index` is microbatch * slices + slice.
+
+    `param_buffers` hold the flat weights that a stage reads and the main gradients that W adds to, those of experts
+    separately. `saved` is what F leaves for B, and `deferred` what B leaves to W, by slice index; clearing `saved`
+    discards the step so far. `wgrad_layer` is the layer that the last W has reached, -1 once it has run for all:
+    gradients of later layers are complete. `loss_sums` [microbatches], float64, are the summed token losses of the
+    current step: one row of `loss_sum_buffers` [2, microbatches], the other one may still be in flight. Until `join`
+    the stage `is_local`: no other rank shares its layers. `recompute_mode` is the plan's: 'none', 'full' or
+    'selective'.
+    """
+
+    load_balancer: LoadBalancer | None = None
+    bound: Any
+
+    def __init__(self, plan: Plan, index: int, param_buffers: list[ParamBuffers]) -> None:
+        self.plan, self.model, self.param_buffers = plan, plan.model, param_buffers
+        self.first, self.last, self.is_local = index == 0, index == plan.program.stages - 1, True
+        self.recompute_mode, self.layer_numbers = plan.recompute_mode(index), range(*plan.layers[index])
+        cp = ContextParallelGroup(scale=plan.model.softmax_scale)
+        self.layer_context = LayerContext(plan.model, plan.deterministic, 1.0 / plan.batch.tokens, cp=cp)
+        self.device = param_buffers[0].parameters.master.device
+        self._bound: dict[tuple[BoundBuffers, ...], Any] = {}
+        self.saved: dict[int, Any] = {}
+        self.deferred: dict[int, list[Wgrad]] = {}
+        self.wgrad_layer = self.dgrad_layer = plan.model.layers + 1  # layers that W and B have reached
+        self.loss_sum_buffers = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=self.device)
+        self.loss_sums = self.loss_sum_buffers[0]
+
+    def join(self, groups: LayerGroups) -> None:
+        """Shares the layers with these ranks from now on."""
+        self.layer_context = self.layer_context._replace(**groups._asdict())
+        self.is_local = groups.is_local
+
+    def bind(self) -> None:
+        """Reads the current `param_buffers`: under ZeRO-3, weights may lie elsewhere in B than in F, or nowhere.
+
+        The buffers alternate between a few: the parameters in each are looked up once.
+        """
+        buffers = tuple(each.bound for each in self.param_buffers)
+        if buffers not in self._bound:
+            self._bound[buffers] = self._bind(_params_in(buffers))
+        self.bound = self._bound[buffers]
+
+    @abstractmethod
+    def _bind(self, params: Params) -> Any:
+        """The parameters as layers use them; `params` is empty where there are no weights."""
+
+    def begin(self, step: int) -> None:
+        """Starts a step: its loss sums are zero."""
+        self.loss_sums = self.loss_sum_buffers[step % 2].zero_()
+        for buffers in self.param_buffers:
+            buffers.stale = True
+
+    @abstractmethod
+    def forward(
+        self,
+        slice_index: int,
+        received: Tensor | None,
+        tokens: Tensor | None,
+        targets: Tensor | None,
+        mtp_targets: Tensor | None = None,
+        document_starts: Sequence[Sequence[int]] = (),
+    ) -> Task[Tensor | None]:
+        """F: the residual stream [T, H], or None on the last stage, which adds to the loss sums instead.
+
+        The first stage reads `tokens` [T], every other one `received` [T, H], which must stay unchanged until B. The
+        last one also needs `targets` [T] and `mtp_targets` [mtp_layers, T], the tokens after them. `document_starts` of
+        packed sequences are positions, by row of the batch.
+        """
+
+    @abstractmethod
+    def recompute(self, slice_index: int) -> None:
+        """RECOMPUTE: rebuilds the activations that F did not save, with the same bits."""
+
+    @abstractmethod
+    def backward_input(self, slice_index: int, dy: Tensor | None) -> Task[Tensor | None]:
+        """B: the gradient [T, H] of what F received, or None on the first stage; leaves the rest to W.
+
+        `dy` [T, H] is the gradient of what F returned, None on the last stage, where every token's loss counts
+        1 / tokens of the step.
+        """
+
+    def backward_weight(self, slice_index: int) -> None:
+        """W: adds to the main gradients, in their precision. Called in microbatch order.
+
+        Runs for the layers that B has reached; the executor may call it between the layers of a B.
+        """
+        for buffers in self.param_buffers:
+            buffers.zero_if_stale()
+        accumulate_wgrads(self.deferred.pop(slice_index, []))
+        self.wgrad_layer = self.dgrad_layer
+
+    @abstractmethod
+    def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:
+        """Memory that only this slice uses between F and B: OFFLOAD moves it to the host, RELOAD brings it back."""
+
+
+def _params_in(buffers: tuple[BoundBuffers, ...]) -> Params:
+    params: Params = {}
+    for weights, gradients in buffers:
+        if weights is None or gradients is None:
+            return {}
+        params |= {name: Param(weight, gradients.tensors[name]) for name, weight in weights.tensors.items()}
+    return params
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identifies a storage, also of fake tensors."""
+    return tensor.untyped_storage()._cdata
+
+
+def activation_storages(tensors: Iterable[Tensor], excluded: set[int]) -> list[torch.UntypedStorage]:
+    """The distinct storages of activations, except those `excluded` by id: tensors of integers and statistics of a few
+    bytes a token do not count."""
+    activations = (tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1)
+    storages = {storage_id(tensor): tensor.untyped_storage() for tensor in activations}
+    return [storage for key, storage in storages.items() if key not in excluded]

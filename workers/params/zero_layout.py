@@ -1,0 +1,43 @@
+"""How ZeRO divides the flat buffers of a stage: into buckets, gathered one by one, and those into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from pentad.schedules.spec.plan import aligned_part
+
+ShardIndex = tuple[int, slice]  # indexes a shard [buckets, part]: a bucket, and elements of the shard's part of it
+
+
+class ZeroLayout(NamedTuple):
+    """A stage's parameters end to end, `size` elements and zeros as padding, in equal `buckets`; each bucket is cut
+    into `num_shards` equal parts, and a shard is part `shard_index` of every bucket."""
+
+    size: int
+    num_shards: int = 1
+    shard_index: int = 0
+    buckets: int = 1
+
+    @property
+    def part(self) -> int:
+        """Elements of a shard in one bucket."""
+        return aligned_part(self.size, self.num_shards * self.buckets)
+
+    @property
+    def padded_size(self) -> int:
+        return self.buckets * self.num_shards * self.part
+
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """The shard [buckets, part], a view of a full buffer [padded_size]."""
+        return full.view(self.buckets, self.num_shards, self.part)[:, self.shard_index]
+
+    def overlap(self, start: int, end: int) -> Iterator[tuple[ShardIndex, slice]]:
+        """Where the shard holds elements `start` to `end` of a full buffer, and which, relative to `start`."""
+        for bucket in range(self.buckets):
+            own = (bucket * self.num_shards + self.shard_index) * self.part
+            first, last = max(start, own), min(end, own + self.part)
+            if first < last:
+                yield (bucket, slice(first - own, last - own)), slice(first - start, last - start)
