@@ -11,9 +11,10 @@ from pathlib import Path
 
 from pentad.schedules.generators import custom, torch_csv
 from pentad.schedules.generators.dualpipe import dualpipe, dualpipe_v
-from pentad.schedules.generators.one_f_one_b import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
+from pentad.schedules.generators.one_f_one_b import gpipe, interleaved, one_f_one_b
 from pentad.schedules.generators.v_blocks import v_half, v_min
 from pentad.schedules.generators.zb_auto import zb_1p, zb_2p
+from pentad.schedules.generators.zb_h import zb_h1, zb_h2
 from pentad.schedules.generators.zb_v import zb_v
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action

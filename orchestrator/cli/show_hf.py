@@ -11,7 +11,7 @@ from typing import Any
 
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.orchestrator.monitoring.runfolder import CHECKPOINTS, CONFIG, resolve_run
-from pentad.orchestrator.planning.quantities import size
+from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, newest, open_checkpoint
 from pentad.workers.data.corpus_index import INDEX_FILE, parse_index
@@ -42,7 +42,7 @@ def show_import(source: Path, out: Path, *, as_json: bool) -> None:
         }
         print(json.dumps(summary))
         return
-    print(f"{done.folder}: {done.family}, {done.parameters:,} parameters, {size(done.bytes)} in float32")
+    print(f"{done.folder}: {done.family}, {done.parameters:,} parameters, {format_bytes(done.bytes)} in float32")
     print(f"{out / MODEL_FILE}: the model section for a configuration")
 
 
@@ -55,7 +55,7 @@ def show_export(path: str, out: Path, dtype: Dtype, gigabytes: float, *, as_json
         summary = {"folder": str(out), "checkpoint": str(checkpoint.folder), "step": checkpoint.step, "family": family}
         print(json.dumps({**summary, "dtype": dtype, **done._asdict(), "model": asdict(request.model)}))
         return
-    print(f"{out}: {family} of step {checkpoint.step}, {done.tensors} tensors, {size(done.bytes)} in {dtype}")
+    print(f"{out}: {family} of step {checkpoint.step}, {done.tensors} tensors, {format_bytes(done.bytes)} in {dtype}")
 
 
 def _request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> Request:
@@ -111,6 +111,6 @@ def _progress(verb: str) -> Callable[[int, int], None]:
         nonlocal reported
         if 10 * done // total > reported:
             reported = 10 * done // total
-            print(f"{verb} {size(done)} of {size(total)}", file=sys.stderr)
+            print(f"{verb} {format_bytes(done)} of {format_bytes(total)}", file=sys.stderr)
 
     return report

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pentad.orchestrator.monitoring.runfolder import CONFIG, METRICS
 from pentad.orchestrator.monitoring.tables import fitted_table
-from pentad.orchestrator.planning.quantities import number
+from pentad.orchestrator.planning.formatting import format_number
 from pentad.schedules.catalogue import CATALOGUE, looped, mirrored, v_shaped
 from pentad.schedules.ir.errors import PentadError
 
@@ -35,7 +35,7 @@ def show_runs(folder: Path, console: Console, *, as_json: bool) -> None:
     rows = []
     for run in found:
         steps = f"{run['step']}/{run['steps']}" if run["steps"] else "-"
-        rows.append((run["name"], run["state"], steps, number(run["loss"], ".4f"), clock(run["time"])))
+        rows.append((run["name"], run["state"], steps, format_number(run["loss"], ".4f"), clock(run["time"])))
     print_table(console, ("run", "state", "step>", "loss>", "last active"), rows, wrapped="run")
 
 

@@ -13,9 +13,9 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.estimate import mfu
 from pentad.orchestrator.planning.fit import DeviceMemory
+from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import known_gpu
 from pentad.orchestrator.planning.mesh_search import MeshChoice, overrides_of, search_meshes
-from pentad.orchestrator.planning.quantities import count, duration, percent, size
 
 
 def show_meshes(config: RunConfig, gpus: int, device: DeviceMemory, console: Console, *, as_json: bool) -> int:
@@ -32,7 +32,7 @@ def show_meshes(config: RunConfig, gpus: int, device: DeviceMemory, console: Con
         console.print(fitted_table(heads, list(map(_cells, search.choices)), console.width, drop=drop))
         overrides = " ".join(f"{key}={value}" for key, value in overrides_of(search.choices[0].plan).items())
         console.print(Text(f" the first one: {overrides}", "dim"), soft_wrap=True)
-    text = f" {search.num_fitting} meshes of {gpus} GPUs fit in the {size(device.bytes)} {device.where}"
+    text = f" {search.num_fitting} meshes of {gpus} GPUs fit in the {format_bytes(device.bytes)} {device.where}"
     style = "green" if search.choices else "bold red"
     console.print(Text(f"{text}; seconds come from assumed rates", style), soft_wrap=True)
     for sentence, number in search.rejected.items():
@@ -48,10 +48,10 @@ def _cells(choice: MeshChoice) -> list[str]:
         f"{batch.microbatches} x {batch.micro_batch_size}",
         str(choice.plan.zero),
         facts["recompute"],
-        duration(choice.seconds),
-        count(choice.tokens_per_second),
-        percent(facts["mfu"]),
-        size(choice.bytes),
+        format_duration(choice.seconds),
+        format_count(choice.tokens_per_second),
+        format_percent(facts["mfu"]),
+        format_bytes(choice.bytes),
     ]
 
 

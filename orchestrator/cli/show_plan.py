@@ -16,14 +16,14 @@ from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of
+from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import known_gpu, require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan, require_shards
-from pentad.orchestrator.planning.quantities import count, duration, percent, size
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.schedules.spec.cp_layout import PLACEMENTS, Placement, imbalance
+from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpLayout, imbalance
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.data.sources import check_data
@@ -43,8 +43,8 @@ def show_plan(config: RunConfig, device: str, memory: DeviceMemory, console: Con
         return status
     print_plan(console, plan, costs)
     pace = _pace(plan, simulate(plan.program, costs))
-    used = "" if pace["mfu"] is None else f", {percent(pace['mfu'])} MFU"
-    text = f" {duration(pace['step_seconds'])} a step, {count(pace['tokens_per_second'])} tokens/s{used}"
+    used = "" if pace["mfu"] is None else f", {format_percent(pace['mfu'])} MFU"
+    text = f" {format_duration(pace['step_seconds'])} a step, {format_count(pace['tokens_per_second'])} tokens/s{used}"
     console.print(Text(f"{text}: from assumed rates, which a run measures"))
     _print_rank(plan, fit.rank, console)
     console.print(Text(f" {fit.sentence}", "green" if fit.ok else "bold red"), soft_wrap=True)
@@ -68,7 +68,7 @@ def _print_rank(plan: Plan, rank: int, console: Console) -> None:
     heads: tuple[str, ...] = ("stage", "layers", "parameters>", "gradients>", "optimizer>", "F keeps>", "B keeps>")
     drop: tuple[str, ...] = ("gradients", "B keeps", "parameters", "layers")
     rows = [
-        (str(of["stage"]), layers_text(plan, of["stage"]), *(size(of[kind]) for kind in kinds))
+        (str(of["stage"]), layers_text(plan, of["stage"]), *(format_bytes(of[kind]) for kind in kinds))
         for of in stage_memory(plan, rank)
     ]
     console.print(Text(f"\n rank {rank}", "bold"))
@@ -76,7 +76,7 @@ def _print_rank(plan: Plan, rank: int, console: Console) -> None:
     if sent := comm_volume(plan, rank):
         heads, drop = ("sends along", "by", "operations>", "a step>"), ("operations", "by")
         rows = [
-            (axis, kind.lower().replace("_", " "), f"{operations:,}", size(nbytes))
+            (axis, kind.lower().replace("_", " "), f"{operations:,}", format_bytes(nbytes))
             for (axis, kind), (operations, nbytes) in sorted(sent.items())
         ]
         console.print()
@@ -94,8 +94,8 @@ def _pace(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     return {"step_seconds": seconds, "tokens_per_second": tokens_per_second, "mfu": used}
 
 
-def _layout(plan: Plan) -> Placement:
-    return PLACEMENTS[plan.cp_method]
+def _layout(plan: Plan) -> CpLayout:
+    return CP_LAYOUTS[plan.cp_method]
 
 
 def _imbalance(plan: Plan) -> float:

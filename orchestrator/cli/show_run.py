@@ -17,8 +17,8 @@ from pentad.orchestrator.monitoring.plan_view import bubble_text
 from pentad.orchestrator.monitoring.runfolder import PROGRAM, TIMELINE, process_names, resolve_run, saved_config
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import read_costs
+from pentad.orchestrator.planning.formatting import format_duration
 from pentad.orchestrator.planning.planning import plan_with
-from pentad.orchestrator.planning.quantities import duration
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -86,5 +86,5 @@ def _print_comparison(plan: Plan, measured: Timeline, simulated: Timeline, conso
         console.print(Text.assemble((f"{'':>{label - 11}} simulated ", "dim"), below, no_wrap=True))
     console.print(Text.assemble(" " * label, legend(measured, coloured=coloured)))
     for timeline in (measured, simulated):
-        text = f"{duration(timeline.makespan):>8}, bubble {bubble_text(timeline.bubble())}"
+        text = f"{format_duration(timeline.makespan):>8}, bubble {bubble_text(timeline.bubble())}"
         console.print(Text.assemble((f" {timeline.source:<10}", "dim"), text), soft_wrap=True)

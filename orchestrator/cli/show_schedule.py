@@ -26,8 +26,8 @@ from pentad.schedules.generators.torch_csv import torch_csv
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.auto import AUTO, choose, describe
-from pentad.schedules.simulate.analysis import breakdown, critical_path, what_if
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.critical_path import breakdown, critical_path, what_if
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions

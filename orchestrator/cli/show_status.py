@@ -16,7 +16,7 @@ from rich.text import Text
 from pentad.orchestrator.control.control_client import NotLive, connect
 from pentad.orchestrator.monitoring.display import ENDED, STATE_COLOURS
 from pentad.orchestrator.monitoring.tables import fitted_table, with_rest
-from pentad.orchestrator.planning.quantities import number
+from pentad.orchestrator.planning.formatting import format_number
 from pentad.schedules.spec.mesh import Coordinates
 
 _OUTCOMES = {
@@ -70,8 +70,8 @@ def status_view(status: dict[str, Any], rows: int) -> RenderableType:
         f"  step {status['step']}/{status['steps']}  generation {status['generation']}",
     )
     schedule = Text(f" {status['mesh']}  {status['schedule']}  {program}", "dim")
-    pace = f" loss {number(status['loss'], '.4f')}  {number(status['tokens_per_second'], ',.0f')} tokens/s"
-    parts: list[RenderableType] = [head, schedule, Text(pace)]
+    loss, pace = format_number(status["loss"], ".4f"), format_number(status["tokens_per_second"], ",.0f")
+    parts: list[RenderableType] = [head, schedule, Text(f" loss {loss}  {pace} tokens/s")]
     if status["verdict"]:
         parts.append(Text(f" {status['verdict']}", "bold yellow"))
     if state in ENDED:

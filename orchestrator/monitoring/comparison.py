@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pentad.orchestrator.planning.estimate import read_costs
-from pentad.orchestrator.planning.planning import spread
+from pentad.orchestrator.planning.planning import to_mesh_ranks
 from pentad.schedules.draw.html import timeline_page
 from pentad.schedules.draw.svg import svg_comparison
 from pentad.schedules.simulate.costs import Costs
@@ -21,7 +21,7 @@ def simulate_steps(plan: Plan, measured: Timeline, costs: Costs) -> Timeline:
     spans: list[Span] = []
     for step in measured.steps:
         own = read_costs(plan.program, measured.of_step(step)) or costs
-        spans += spread(simulate(plan.program, own, step=step), plan.mesh).spans
+        spans += to_mesh_ranks(simulate(plan.program, own, step=step), plan.mesh).spans
     return Timeline("simulated", tuple(spans))
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from pentad.orchestrator.monitoring.run_state import RankView
 from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
-from pentad.orchestrator.planning.quantities import duration, number, percent
+from pentad.orchestrator.planning.formatting import format_duration, format_number, format_percent
 
 _STEPS = 8  # rows of the table of steps
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -123,7 +123,7 @@ class Display:
         """Name, steps, a bar if there is room for it, and the time left or the state."""
         done = self.rows[-1]["step"] + 1
         left = (self.steps - done) * sum(row["step_seconds"] for row in self.rows) / len(self.rows)
-        rest = Text("done" if done >= self.steps else f"{duration(round(left))} left", "dim")
+        rest = Text("done" if done >= self.steps else f"{format_duration(round(left))} left", "dim")
         if self.state not in ("starting", "running", "finished"):
             rest = Text(self.state, STATE_COLOURS[self.state])
         count = f"{done}/{self.steps} steps"
@@ -159,11 +159,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def print_summary(console: Console, summary: dict[str, Any]) -> None:
     """Prints the results of a run (the driver's summary) and where its files are."""
     files = summary["files"]
+    measured, planned = (format_percent(summary[f"bubble_{which}"]) for which in ("measured", "planned"))
     facts = {
         summary["state"]: f"{summary['steps']} steps",
-        "loss": f"{number(summary['first_loss'], '.4f')} at first, {number(summary['loss'], '.4f')} now",
-        "pace": f"{number(summary['tokens_per_second'], ',.0f')} tokens/s",
-        "bubble": f"{percent(summary['bubble_measured'])} measured, {percent(summary['bubble_planned'])} planned",
+        "loss": f"{format_number(summary['first_loss'], '.4f')} at first, {format_number(summary['loss'], '.4f')} now",
+        "pace": f"{format_number(summary['tokens_per_second'], ',.0f')} tokens/s",
+        "bubble": f"{measured} measured, {planned} planned",
         "folder": summary["folder"],
         "timeline": files.get("page"),
         "trace": f"{files['trace']} (for Perfetto)" if "trace" in files else None,
@@ -203,11 +204,11 @@ def _figures(row: dict[str, Any]) -> dict[str, str]:
     """By the head of its column."""
     return {
         "step": str(row["step"]),
-        "loss": number(row["loss"], ".4f"),
-        "grad norm": number(row["grad_norm"], ".3f"),
-        "lr": number(row["lr"], ".2e"),
-        "tokens/s": number(row["tokens_per_second"], ",.0f"),
-        "step time": duration(row["step_seconds"]),
-        "bubble": percent(row["bubble_measured"]),
-        "planned": percent(row["bubble_planned"]),
+        "loss": format_number(row["loss"], ".4f"),
+        "grad norm": format_number(row["grad_norm"], ".3f"),
+        "lr": format_number(row["lr"], ".2e"),
+        "tokens/s": format_number(row["tokens_per_second"], ",.0f"),
+        "step time": format_duration(row["step_seconds"]),
+        "bubble": format_percent(row["bubble_measured"]),
+        "planned": format_percent(row["bubble_planned"]),
     }

@@ -13,7 +13,7 @@ from pentad.orchestrator.monitoring.run_state import RankView
 from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import memories
-from pentad.orchestrator.planning.quantities import count, duration, percent, size
+from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Bubble
@@ -28,7 +28,7 @@ def print_plan(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankV
     label = len(str(plan.program.ranks - 1)) + 2
     rows = bars(timeline, max(20, console.width - label - 1), coloured=coloured)
     drawing = [Text.assemble((f"{rank:>{label - 1}} ", "dim"), row, no_wrap=True) for rank, row in enumerate(rows)]
-    figures = f"  {duration(timeline.makespan)} of compute  bubble {bubble_text(timeline.bubble())}"
+    figures = f"  {format_duration(timeline.makespan)} of compute  bubble {bubble_text(timeline.bubble())}"
     parts = [facts_table(plan), Text(), ranks_table(plan, ranks, console.width), memory_line(plan), Text()]
     parts += [Text.assemble((" one step, simulated", "bold"), figures), *drawing]
     for part in [*parts, Text.assemble(" " * label, legend(timeline, coloured=coloured))]:
@@ -36,7 +36,7 @@ def print_plan(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankV
 
 
 def bubble_text(bubble: Bubble) -> str:
-    return f"{percent(bubble.longest)} longest, {percent(bubble.makespan)} makespan"
+    return f"{format_percent(bubble.longest)} longest, {format_percent(bubble.makespan)} makespan"
 
 
 def facts_table(plan: Plan) -> Table:
@@ -49,7 +49,7 @@ def facts_table(plan: Plan) -> Table:
     sequences = f"{batch.global_batch_size} sequences of {batch.sequence_length}"
     facts: dict[str, str | Text] = {
         "run": Text(plan.name, "bold"),
-        "model": f"{custom}{count(num_parameters(model))} parameters: {size_of_model}",
+        "model": f"{custom}{format_count(num_parameters(model))} parameters: {size_of_model}",
         "batch": f"{sequences} = {batch.tokens:,} tokens a step",
         "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}, {plan.transport} transfers",
     }
@@ -76,7 +76,7 @@ def ranks_table(plan: Plan, ranks: Sequence[RankView], width: int) -> Table:
     needs, rows = memories(plan), []
     for rank in range(min(plan.mesh.size, MOST_RANKS)):
         cells = [str(rank), str(plan.mesh.coordinates(rank)), layers_text(plan, *plan.stages_of(rank))]
-        rows.append([*cells, *where.get(rank, ()), size(needs[rank]["total"])])
+        rows.append([*cells, *where.get(rank, ()), format_bytes(needs[rank]["total"])])
     drop = ("pid", "device", "node") if where else ()
     table = fitted_table(heads, rows, width, drop=(*drop, "place"), wrapped="layers")
     return with_rest(table, plan.mesh.size)
@@ -86,10 +86,12 @@ def memory_line(plan: Plan) -> RenderableType:
     """What fills the memory of the rank that needs most."""
     needs = memories(plan)
     rank = max(range(plan.mesh.size), key=lambda rank: needs[rank]["total"])
-    parts = [f"{name} {size(part)}" for name, part in needs[rank].items() if part and name not in ("total", "host")]
+    parts = [
+        f"{name} {format_bytes(part)}" for name, part in needs[rank].items() if part and name not in ("total", "host")
+    ]
     host = max(need["host"] for need in needs)
-    offloaded = f"; up to {size(host)} of a rank's activations are offloaded" if host else ""
-    text = f"rank {rank} needs most memory, {size(needs[rank]['total'])}: {', '.join(parts)}{offloaded}"
+    offloaded = f"; up to {format_bytes(host)} of a rank's activations are offloaded" if host else ""
+    text = f"rank {rank} needs most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}{offloaded}"
     return Padding(Text(text, "dim"), (0, 1))
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from pentad.orchestrator.planning.estimate import memories
+from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.planning.hardware import DEVICES, gpu_name, known_gpu
-from pentad.orchestrator.planning.quantities import size
 from pentad.schedules.spec.plan import Plan
 
 RESERVED = 2 * 2**30  # bytes of a GPU for the CUDA context, communicators and fragmentation
@@ -40,11 +40,11 @@ class Fit:
     def sentence(self) -> str:
         """'fits: rank 0 needs ...', or 'does not fit: ...' with the bytes by kind."""
         needs = "all ranks together need" if self.device.is_shared else f"rank {self.rank} needs"
-        text = f"{needs} {size(self.needed)} {self.device.where}, which has {size(self.device.bytes)}"
+        text = f"{needs} {format_bytes(self.needed)} {self.device.where}, which has {format_bytes(self.device.bytes)}"
         if self.ok:
             return f"fits: {text}"
         kinds = [(part, name) for name, part in self.by_kind.items() if part and name not in ("total", "host")]
-        shares = (f"{name} {size(part)}" for part, name in sorted(kinds, key=itemgetter(0), reverse=True))
+        shares = (f"{name} {format_bytes(part)}" for part, name in sorted(kinds, key=itemgetter(0), reverse=True))
         return f"does not fit: {text} (rank {self.rank}: {', '.join(shares)})"
 
 

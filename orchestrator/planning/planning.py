@@ -238,7 +238,7 @@ def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
     return None
 
 
-def spread(timeline: Timeline, mesh: Mesh) -> Timeline:
+def to_mesh_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:
     """A timeline of pipeline ranks as one of all ranks of the mesh: every replica does the same."""
     spans = []
     for rank in range(mesh.size):

@@ -24,8 +24,8 @@ from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_li
 from pentad.orchestrator.planning.planning import plan_on
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.recovery import Recovery
+from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
-from pentad.orchestrator.run.watchers import watched
 from pentad.schedules.spec.plan import Plan
 
 FAILURE = "failure.txt"
@@ -52,7 +52,7 @@ def drive(
         _show_cluster(display, cluster)
         first, checkpoint, generation = _resume(folder, display)
         bus, requests = EventBus(config, folder, display, first, cluster.dashboard), ControlRequests()
-        with watched_head(cluster, bus), watched(config, bus, requests), _failures_recorded(bus):
+        with watched_head(cluster, bus), monitored(config, bus, requests), _failures_recorded(bus):
             folder.begin(config)
             bus.record("start", generation=generation, step=first, program=plan.program.hash)
             group = stack.enter_context(

@@ -15,7 +15,7 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.run.fence import RecoveryState, is_complete, kill, sources
-from pentad.orchestrator.run.health import check_answers
+from pentad.orchestrator.run.hang_detection import check_answers
 from pentad.schedules.spec.plan import Plan
 
 CREATE_SECONDS = 30.0

@@ -14,7 +14,7 @@ from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.run.health import Health
+from pentad.orchestrator.run.hang_detection import HangDetector
 from pentad.orchestrator.run.measure import History
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.runtime.results import StepResult
@@ -61,7 +61,7 @@ class StepLoop:
         self.committing: Call | None = None
         self.open = False  # the last step submitted is open: another run call must follow
         self.stop_announced = self.regrouping = self.stall_reported = False
-        self.health = Health(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
+        self.hangs = HangDetector(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
 
     def run(self) -> None:
         """Raises WorkerError when a rank fails, and PentadError when the last checkpoint cannot be written."""
@@ -188,13 +188,13 @@ class StepLoop:
             self.bus.display.note("stopping after the steps in flight; once more stops at once, without a checkpoint")
             self.bus.set_state("stopping")
         self.regrouping = self.regrouping or self.should_regroup()
-        stall = self.health.check(statuses, self.history.measured, stepping=stepping)
+        stall = self.hangs.check(statuses, self.history.measured, stepping=stepping)
         self.bus.update_ranks(statuses, self.group.last_heard, stall.causes if stall else ())
         if stall is None:
             self.stall_reported = False
             return
         if stall.late:
-            raise self.health.fault(stall)
+            raise self.hangs.fault(stall)
         if not self.stall_reported:
             self.stall_reported = True
             self.bus.display.note(stall.verdict.sentence)

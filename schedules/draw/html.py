@@ -31,8 +31,8 @@ from pentad.schedules.draw.palette import (
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Overlap
 from pentad.schedules.ir.program import Program
-from pentad.schedules.simulate.analysis import critical_path
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.critical_path import critical_path
 from pentad.schedules.simulate.memory import activations_over_time
 from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline
 

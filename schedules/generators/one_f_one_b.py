@@ -1,4 +1,4 @@
-"""1F1B and its relatives, from GPipe to ZB-H2: every op runs through the same slots, some ops later than others.
+"""1F1B and its relatives, from GPipe to ZB-H2 (zb_h): every op runs through the same slots, some later than others.
 
 The slots are (chunk, microbatch) in order: a group of microbatches goes through one chunk of a rank's layers, then the
 next (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; groups of any size: Llama Team 2024, arXiv 2407.21783,
@@ -21,7 +21,7 @@ from pentad.schedules.spec.schedule_spec import ScheduleSpec
 def gpipe(spec: ScheduleSpec) -> Columns:
     """All microbatches forward, then all backward (Huang et al. 2019, arXiv 1811.06965). With several chunks: through
     chunk after chunk, so each chunk's weights are needed twice a step (Lamy-Poirier 2022, arXiv 2211.05953)."""
-    return _lagging(spec, {Op.BW: np.full(spec.ranks, spec.chunks * spec.microbatches)})
+    return lagging(spec, {Op.BW: np.full(spec.ranks, spec.chunks * spec.microbatches)})
 
 
 def one_f_one_b(spec: ScheduleSpec) -> Columns:
@@ -30,7 +30,7 @@ def one_f_one_b(spec: ScheduleSpec) -> Columns:
     On slices of sequences (Seq1F1B, Sun et al. 2024, arXiv 2406.03488): 1 / slices of the bubble, with at most
     `ranks - rank - 1 + slices` slices in flight.
     """
-    return _lagging(spec, {Op.BW: _warm_up(spec, 1)})
+    return lagging(spec, {Op.BW: warm_up(spec, 1)})
 
 
 def interleaved(spec: ScheduleSpec) -> Columns:
@@ -41,27 +41,10 @@ def interleaved(spec: ScheduleSpec) -> Columns:
     the same bubble, but in the steady state transfers overlap with compute, for up to `2 * (ranks - rank) - 1`
     microbatches in flight.
     """
-    return _lagging(spec, {Op.BW: _warm_up(spec, 2)})
+    return lagging(spec, {Op.BW: warm_up(spec, 2)})
 
 
-def zb_h1(spec: ScheduleSpec) -> Columns:
-    """1F1B with W `rank` slots behind B, so every rank saves at most `ranks` microbatches: the memory of 1F1B (Qi et
-    al. 2023, arXiv 2401.10241, section 2). With several chunks: interleaved, with half the slope of its warm-up."""
-    return _split_backward(spec, 1)
-
-
-def zb_h2(spec: ScheduleSpec) -> Columns:
-    """Twice the warm-up of ZB-H1, and W twice as far behind B: from `2 * ranks - 1` microbatches on there is no bubble
-    if the optimizer step needs no barrier (Qi et al. 2023, arXiv 2401.10241, section 2 and table 2)."""
-    return _split_backward(spec, 2)
-
-
-def _split_backward(spec: ScheduleSpec, slope: int) -> Columns:
-    warm_up = _warm_up(spec, slope)
-    return _lagging(spec, {Op.B: warm_up, Op.W: warm_up + slope * np.arange(spec.ranks)})
-
-
-def _warm_up(spec: ScheduleSpec, slope: int) -> Array:
+def warm_up(spec: ScheduleSpec, slope: int) -> Array:
     """[ranks] slots before the first backward: until the last rank can turn around, after all but one of the slices of
     a microbatch and after the other chunks of the first group, and `slope` more for each rank that follows."""
     turn = spec.slices - 1 + (spec.chunks - 1) * _group_sizes(spec)[0]
@@ -76,7 +59,7 @@ def _group_sizes(spec: ScheduleSpec) -> list[int]:
     return [size + (number < rest) for number in range(groups)]
 
 
-def _lagging(spec: ScheduleSpec, lags: dict[Op, Array]) -> Columns:
+def lagging(spec: ScheduleSpec, lags: dict[Op, Array]) -> Columns:
     """F and the ops of `lags` in slot order, `lags[op][rank]` slots late; in one slot, ops run in this order."""
     lags = {Op.F: np.zeros(spec.ranks, int)} | lags
     chunk, mb = np.concatenate([_slots(spec, backward=op is not Op.F) for op in lags], axis=1)

@@ -11,8 +11,8 @@ from math import inf
 import numpy as np
 
 from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
-from pentad.schedules.generators.one_f_one_b import zb_h1, zb_h2
-from pentad.schedules.generators.zb_greedy import NEVER, GreedyOptions, Pipeline, run_greedy, tick_costs
+from pentad.schedules.generators.zb_auto_greedy import NEVER, GreedyOptions, Pipeline, run_greedy, tick_costs
+from pentad.schedules.generators.zb_h import zb_h1, zb_h2
 from pentad.schedules.ir.columns import CODE, Columns
 from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.simulate.costs import Costs

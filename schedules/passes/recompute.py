@@ -1,4 +1,4 @@
-"""Pass: RECOMPUTE before every backward of some stages, whose F saves only its input (Chen et al., arXiv 1604.06174).
+"""Pass: RECOMPUTE before every backward of some stages, whose F saves less (Chen et al., arXiv 1604.06174).
 
 It needs nothing from other ranks, so it goes before the wait for the gradient and fills it. W uses what B saves, so a
 schedule that splits the backward still recomputes once.

@@ -1,11 +1,11 @@
 """Pass of ZeRO (arXiv 1910.02054, section 5): when a rank gathers a stage's parameters, and which buffers hold what.
 
-Stages 1 and 2 gather every stage once a step, after the holders have updated their shards. Stage 3 keeps the gathered
-parameters of some stages only: a stage is gathered again for its next reader, in place of the one that is read last
-from then on (Belady 1966). A rank with room for all its stages gathers each once a step, whatever the number of
-microbatches.
+ZeRO-1 and ZeRO-2 gather every pipeline stage once a step, after its holders have updated their shards. ZeRO-3 keeps the
+gathered parameters of some stages only: a stage is gathered again for its next reader, and evicts the one whose next
+reader is furthest away (Belady 1966). A rank with room for all its stages gathers each once a step, whatever the number
+of microbatches.
 
-The gathered weights (stage 3) and the gradients (stages 2 and 3) of stages share buffers; `weight_slots` and
+The gathered weights (ZeRO-3) and the gradients (ZeRO-2 and 3) of stages share buffers; `weight_slots` and
 `gradient_slots` decide which stage uses which, for workers and estimates alike.
 """
 
@@ -27,7 +27,7 @@ BufferSlots = dict[tuple[int, int], int]  # (stage, number of the gather) -> buf
 
 class Gather(NamedTuple):
     """The `number`-th time that a rank gathers a stage, read by actions `first` to `last` of its stream. `evicted` is
-    the last reader of the stage that it replaces, -1 if it replaces none."""
+    the index of the last reader of the stage that it replaces, -1 if it replaces none."""
 
     stage: int
     number: int

@@ -17,33 +17,33 @@ from numpy.typing import NDArray
 
 from pentad.schedules.ir.errors import PentadError
 
-Placement = Literal["zigzag", "contiguous"]
+CpLayout = Literal["zigzag", "contiguous"]
 CpMethod = Literal["ring", "all_gather", "ulysses"]
-PLACEMENTS: dict[CpMethod, Placement] = {"ring": "zigzag", "all_gather": "zigzag", "ulysses": "contiguous"}
+CP_LAYOUTS: dict[CpMethod, CpLayout] = {"ring": "zigzag", "all_gather": "zigzag", "ulysses": "contiguous"}
 
 
-def chunks(length: int, cp: int, rank: int, placement: Placement) -> tuple[range, ...]:
+def chunks(length: int, cp: int, rank: int, layout: CpLayout) -> tuple[range, ...]:
     """The positions that a rank holds, as ranges in its order. Raises PentadError when they are not equally long."""
     if cp == 1:
         return (range(length),)
-    parts = 2 * cp if placement == "zigzag" else cp
+    parts = 2 * cp if layout == "zigzag" else cp
     if length % parts:
-        factor = "2 x mesh.cp" if placement == "zigzag" else "mesh.cp"
+        factor = "2 x mesh.cp" if layout == "zigzag" else "mesh.cp"
         raise PentadError(f"batch.sequence_length is {length}: expected a multiple of {factor} = {parts}")
     size = length // parts
-    held = (rank, parts - 1 - rank) if placement == "zigzag" else (rank,)
+    held = (rank, parts - 1 - rank) if layout == "zigzag" else (rank,)
     return tuple(range(chunk * size, (chunk + 1) * size) for chunk in held)
 
 
-def positions(length: int, cp: int, rank: int, placement: Placement) -> NDArray[np.int64]:
+def positions(length: int, cp: int, rank: int, layout: CpLayout) -> NDArray[np.int64]:
     """[length / cp] the positions that a rank holds, in its order."""
-    return np.concatenate([np.arange(c.start, c.stop, dtype=np.int64) for c in chunks(length, cp, rank, placement)])
+    return np.concatenate([np.arange(c.start, c.stop, dtype=np.int64) for c in chunks(length, cp, rank, layout)])
 
 
 def check_context_parallel(length: int, heads: int, kv_heads: int, cp: int, method: CpMethod, tp: int = 1) -> None:
     """Raises PentadError unless cp ranks can share sequences of `length` tokens and, for 'ulysses', the heads that tp
     ranks have split already. Fewer key-value heads than ranks are replicated."""
-    chunks(length, cp, 0, PLACEMENTS[method])
+    chunks(length, cp, 0, CP_LAYOUTS[method])
     if method != "ulysses" or cp == 1:
         return
     ranks = cp * tp
@@ -61,12 +61,12 @@ def document_positions(starts: Sequence[int], length: int) -> NDArray[np.int64]:
     return every - begins[np.searchsorted(begins, every, side="right") - 1]
 
 
-def attention_pairs(length: int, cp: int, rank: int, placement: Placement, starts: Sequence[int] = (0,)) -> int:
+def attention_pairs(length: int, cp: int, rank: int, layout: CpLayout, starts: Sequence[int] = (0,)) -> int:
     """Pairs of a query that a rank holds and a key that the query attends to: the rank's work in causal attention."""
-    return int((document_positions(starts, length)[positions(length, cp, rank, placement)] + 1).sum())
+    return int((document_positions(starts, length)[positions(length, cp, rank, layout)] + 1).sum())
 
 
-def imbalance(length: int, cp: int, placement: Placement, starts: Sequence[int] = (0,)) -> float:
+def imbalance(length: int, cp: int, layout: CpLayout, starts: Sequence[int] = (0,)) -> float:
     """Causal attention work of the busiest rank over that of the idlest; 1 is perfect balance."""
-    work = [attention_pairs(length, cp, rank, placement, starts) for rank in range(cp)]
+    work = [attention_pairs(length, cp, rank, layout, starts) for rank in range(cp)]
     return max(work) / min(work)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ranks import spawn
 from record import write
 
-from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, attention_pairs
+from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpMethod, attention_pairs
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 
@@ -33,7 +33,7 @@ def benchmark(args: argparse.Namespace, rank: int, store: str, results: SimpleQu
         "nccl", store=dist.FileStore(store, args.gpus), rank=rank, world_size=args.gpus, device_id=device
     )
     for cp, deterministic in product(sorted({1, args.gpus}), (False, True)):
-        methods: tuple[CpMethod, ...] = tuple(PLACEMENTS) if cp > 1 else ("ring",)
+        methods: tuple[CpMethod, ...] = tuple(CP_LAYOUTS) if cp > 1 else ("ring",)
         for method in methods:
             context = ContextParallelGroup(dist.group.WORLD if cp > 1 else None, cp, rank % cp, method)
             milliseconds = torch.tensor(measure(args, context, device, deterministic), device=device)

@@ -17,7 +17,7 @@ from gpus import gpu_of
 from pool import Pool, answer_orders
 from torch import Tensor
 
-from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, positions
+from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpMethod, positions
 from pentad.workers.parallel import cp_ring
 from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
@@ -58,7 +58,7 @@ class Case:
 
     def positions(self, rank: int) -> Tensor:
         """The positions held by a rank."""
-        return torch.from_numpy(positions(self.length, self.cp, rank, PLACEMENTS[self.method]))
+        return torch.from_numpy(positions(self.length, self.cp, rank, CP_LAYOUTS[self.method]))
 
     def expected(self) -> list[Tensor]:
         """out, dq, dk and dv of plain attention in float64."""

@@ -17,7 +17,7 @@ from pentad.workers.model.stage import Stage
 from pentad.workers.parallel import async_ops, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
 from pentad.workers.parallel.async_ops import AsyncResult, Task, ready
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
-from pentad.workers.parallel.cp_blocks import Block
+from pentad.workers.parallel.document_mask import Block
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.parallel.process_groups import LayerGroups
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup

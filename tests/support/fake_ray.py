@@ -21,7 +21,7 @@ from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import RunFolder, read_lines
-from pentad.orchestrator.run import fence, health, recovery, regroup, step_loop
+from pentad.orchestrator.run import fence, hang_detection, recovery, regroup, step_loop
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import RankSnapshot, StepResult
@@ -215,7 +215,7 @@ class FakeRay:
         )
         for module in (groups, fence, regroup):
             patch.setattr(module, "ray", fake)
-        for module in (groups, fence, recovery, regroup, health, step_loop):
+        for module in (groups, fence, recovery, regroup, hang_detection, step_loop):
             patch.setattr(module, "time", clock)
         patch.setattr(fence, "os", kill)
         patch.setattr(groups, "Actor", SimpleNamespace(options=self._options))

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.attention.rope_tables import rope_tables
-from pentad.schedules.spec.cp_layout import PLACEMENTS, positions
+from pentad.schedules.spec.cp_layout import CP_LAYOUTS, positions
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.sliced_kv_cache import SlicedKVCache
 from pentad.workers.model.weight_grad import Wgrad
 from pentad.workers.parallel.async_ops import Task
-from pentad.workers.parallel.context_parallel import ContextParallelGroup, DocumentMask
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
+from pentad.workers.parallel.document_mask import DocumentMask
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
@@ -70,7 +71,7 @@ class Sublayer(Protocol):
 def local_positions(plan: Plan, rank: int) -> Tensor:
     """The positions of every sequence that a rank holds, [S / cp] int64, in its order."""
     cp_rank, length = plan.mesh.coordinates(rank).cp, plan.batch.sequence_length
-    return torch.from_numpy(positions(length, plan.mesh.cp, cp_rank, PLACEMENTS[plan.cp_method]))
+    return torch.from_numpy(positions(length, plan.mesh.cp, cp_rank, CP_LAYOUTS[plan.cp_method]))
 
 
 def rotary_tables(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype) -> list[RotaryTable]:

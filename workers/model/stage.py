@@ -18,7 +18,7 @@ from pentad.workers.model.norm import SavedNorm, norm, norm_backward
 from pentad.workers.model.sliced_kv_cache import SlicedKVCache
 from pentad.workers.model.weight_grad import Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, run_to_completion
-from pentad.workers.parallel.context_parallel import DocumentMask
+from pentad.workers.parallel.document_mask import DocumentMask
 from pentad.workers.params.param_buffers import ParamBuffers
 from pentad.workers.params.router_bias import LoadBalancer
 

@@ -17,7 +17,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 Task = Generator[None, None, T]  # yields when it has started communication, returns its result
 
-# torch 2.13 renames both.
+# torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -25,7 +25,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class AsyncResult(Generic[T]):
     """The result of operations in flight.
 
-    In a task, `yield from` it yields once if there is anything to wait for, then waits; on a GPU the current stream
+    In a task, `yield from result` yields once if operations are in flight, then waits; on a GPU the current stream
     waits, not the host. `result` makes the value once `works` are done; `keep_alive` are buffers in use until then.
     """
 
@@ -38,7 +38,7 @@ class AsyncResult(Generic[T]):
         return self.wait()
 
     def then(self, function: Callable[[T], S]) -> AsyncResult[S]:
-        """The function of this result."""
+        """The result with `function` applied to it."""
         return AsyncResult(self.works, lambda: function(self.result()), self.keep_alive)
 
     def wait(self) -> T:

@@ -16,8 +16,9 @@ from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.workers.parallel import cp_all_gather, cp_ring
 from pentad.workers.parallel.async_ops import Task
-from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, Step, block_backward, block_forward, plan_steps
+from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward
 from pentad.workers.parallel.cp_ulysses import sum_repeated, to_heads, to_positions
+from pentad.workers.parallel.document_mask import DocumentMask, plan_steps
 
 
 class SavedUlysses(NamedTuple):
@@ -29,7 +30,6 @@ class SavedUlysses(NamedTuple):
 
 BLOCKWISE = {"ring": cp_ring, "all_gather": cp_all_gather}
 SavedContext = SavedAttention | SavedBlocks | SavedUlysses
-DocumentMask = tuple[Step, ...]  # the blocks of packed documents, made once for all layers, forward and backward
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,6 @@ def _attend_local_backward(dout: Tensor, saved: SavedAttention | SavedBlocks) ->
 
 
 @lru_cache
-def _steps_without_mask(method: CpMethod, size: int, rank: int, length: int) -> tuple[Step, ...]:
+def _steps_without_mask(method: CpMethod, size: int, rank: int, length: int) -> DocumentMask:
     """The blocks of rows that are one document each."""
     return plan_steps(method, size, rank, length, [(slice(None), (0,))])

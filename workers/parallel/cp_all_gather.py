@@ -15,16 +15,8 @@ from pentad.kernels.attention.attention_merge import merge_partials_
 from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.backend import accumulation_dtype
 from pentad.workers.parallel.async_ops import AsyncResult, Task, all_gather_rows, reduce_scatter_rows
-from pentad.workers.parallel.cp_blocks import (
-    Block,
-    Inputs,
-    SavedBlocks,
-    Step,
-    block_backward,
-    block_forward,
-    pack_kv,
-    unpack_kv,
-)
+from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward, pack_kv, unpack_kv
+from pentad.workers.parallel.document_mask import Block, Step
 
 KV = tuple[Tensor, Tensor]  # keys and values, or their gradients
 

@@ -1,41 +1,15 @@
-"""Causal attention of a cp rank as blocks of queries and keys that contain no masked pair off the diagonal.
-
-Take two chunks of a sequence, one after the other: at most one document spans both, so only the first queries of the
-later chunk see keys of the earlier one, namely its last keys. A block with keys of another rank is therefore always a
-full rectangle; document masking only shrinks it.
-"""
+"""The blocks of a cp rank's attention (see document_mask), computed with the keys of one rank at a time."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from itertools import accumulate, groupby, pairwise
-from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pentad.kernels.attention.attention_partial import QKVGrads, partial_attention, partial_attention_backward
-from pentad.kernels.attention.attention_reference import AttentionOptions, PackedLengths, softmax_scale
-from pentad.schedules.spec.cp_layout import PLACEMENTS, CpMethod, chunks
-
-Rows = Sequence[tuple[slice, Sequence[int]]]  # rows of a batch, and the positions at which their documents begin
-
-
-class Block(NamedTuple):
-    """Slices of this rank's queries and of one rank's keys: every query sees all keys, or those up to its own position
-    (`causal`)."""
-
-    rows: slice
-    queries: slice
-    keys: slice
-    causal: bool
-    lengths: PackedLengths | None = None  # of the documents in a causal block with several
-    fixed_shape: bool = True  # the same for any documents
-
-
-Step = tuple[Block, ...]  # the blocks computed with one rank's keys
+from pentad.kernels.attention.attention_reference import AttentionOptions, softmax_scale
+from pentad.workers.parallel.document_mask import Block, Step
 
 
 class Inputs(NamedTuple):
@@ -83,78 +57,3 @@ def unpack_kv(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Views of a message [..., elements] in the shapes of `k` and `v`."""
     keys, values = packed.split([k.numel(), v.numel()], dim=-1)
     return keys.unflatten(-1, k.shape), values.unflatten(-1, v.shape)
-
-
-def plan_steps(
-    method: CpMethod, size: int, rank: int, length: int, rows: Rows, device: torch.device | str = "cpu"
-) -> tuple[Step, ...]:
-    """The blocks that a rank computes of sequences of `length` tokens, by source of the keys.
-
-    ring and all_gather: step t uses the keys of rank - t, and its first block covers all queries. ulysses, and a group
-    of one: one block of full sequences.
-    """
-    if method == "ulysses" or size == 1:
-        return ((_diagonal_block((range(length),), rows, device),),)
-    layout = [chunks(length, size, each, PLACEMENTS[method]) for each in range(size)]
-    first = (_diagonal_block(layout[rank], rows, device),)
-    return first, *(_blocks_from(rank, (rank - step) % size, layout, rows) for step in range(1, size))
-
-
-def _diagonal_block(own: Sequence[range], rows: Rows, device: torch.device | str) -> Block:
-    """This rank's queries and its own keys, which are in sequence order: plain causal attention."""
-    lengths = [_document_lengths(own, starts) for _, starts in rows]
-    split = any(len(each) > 1 for each in lengths)
-    flat = [length for each in lengths for length in each]
-    every = slice(None)
-    return Block(every, every, every, True, _on_device(flat, device) if split else None)
-
-
-def _blocks_from(rank: int, source: int, layout: Sequence[Sequence[range]], rows: Rows) -> Step:
-    """This rank's queries and the keys of another. In the zigzag layout half of all pairs are masked; none of those is
-    computed."""
-    chunk = len(layout[rank][0])
-    if source < rank:  # the source's first chunk is before all queries, its second one after them
-        first, last, queries, keys = 0, chunk, layout[rank], layout[source][:1]
-    else:  # both chunks of the source are between this rank's two
-        first, last, queries, keys = chunk, 2 * chunk, layout[rank][1:], layout[source]
-    found = []
-    visible = [(row, _visible(queries, keys, starts)) for row, starts in rows]
-    for (num_queries, num_keys), equal in groupby(visible, key=lambda each: each[1]):
-        group = [row for row, _ in equal]
-        if num_queries:
-            batch = slice(group[0].start, group[-1].stop)
-            fixed = num_queries == sum(map(len, queries)) and num_keys == last
-            at = slice(first, first + num_queries), slice(last - num_keys, last)
-            found.append(Block(batch, *at, False, fixed_shape=fixed))
-    return tuple(found)
-
-
-def _visible(queries: Sequence[range], keys: Sequence[range], starts: Sequence[int]) -> tuple[int, int]:
-    """How many of the first queries, and of the last keys before them, are in the document that spans both."""
-    document = bisect_right(starts, keys[-1].stop - 1)
-    if bisect_right(starts, queries[0].start) != document:
-        return 0, 0
-    begin, end = starts[document - 1], starts[document] if document < len(starts) else inf
-    num_queries = sum(len(chunk) if chunk.stop <= end else max(0, int(end) - chunk.start) for chunk in queries)
-    return num_queries, sum(max(0, chunk.stop - max(chunk.start, begin)) for chunk in keys)
-
-
-def _document_lengths(own: Sequence[range], starts: Sequence[int]) -> list[int]:
-    """PackedLengths of the parts of documents in a rank's chunks, in sequence order."""
-    found: list[int] = []
-    last = -1  # document at the end of the previous chunk
-    for chunk in own:
-        inside = starts[bisect_right(starts, chunk.start) : bisect_left(starts, chunk.stop)]
-        lengths = [end - begin for begin, end in pairwise((chunk.start, *inside, chunk.stop))]
-        if bisect_right(starts, chunk.start) == last:
-            found[-1] += lengths.pop(0)
-        found += lengths
-        last = bisect_right(starts, chunk.stop - 1)
-    return found
-
-
-def _on_device(lengths: Sequence[int], device: torch.device | str) -> PackedLengths:
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    if torch.device(device).type == "cuda":  # from pinned memory, so that the host does not wait for the copy
-        ends = ends.pin_memory().to(device, non_blocking=True)
-    return PackedLengths(ends, ends, (max(lengths), max(lengths)))

@@ -17,7 +17,7 @@ from paths import ROOT
 from pentad.orchestrator.config.config import dump, load
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.planning.estimate import costs_of
-from pentad.orchestrator.planning.planning import make_plan, spread
+from pentad.orchestrator.planning.planning import make_plan, to_mesh_ranks
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.grid import time_grid
@@ -248,7 +248,7 @@ def run(tmp_path: Path) -> Path:
     config = load(None, [f"run.folder={tmp_path / 'runs'}", "run.name=trial", "mesh.dp=2"])
     plan = make_plan(config, "cpu")
     costs = costs_of(plan)
-    wide = spread(simulate(plan.program, costs), plan.mesh)
+    wide = to_mesh_ranks(simulate(plan.program, costs), plan.mesh)
     spans = [
         span._replace(step=step, start=1000 * step + 1.1 * span.start, end=1000 * step + 1.1 * span.end)
         for step in (3, 4)

@@ -11,7 +11,7 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.comparison import comparison_svg, simulate_steps
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.planning.estimate import costs_of
-from pentad.orchestrator.planning.planning import make_plan, spread
+from pentad.orchestrator.planning.planning import make_plan, to_mesh_ranks
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
@@ -21,7 +21,7 @@ SLOWDOWN = {3: 1.0, 4: 2.5}  # of the measured steps
 
 def measured_by(plan: Plan) -> Timeline:
     """The planned step, repeated for each step of SLOWDOWN, on a different clock."""
-    planned = spread(simulate(plan.program, costs_of(plan)), plan.mesh)
+    planned = to_mesh_ranks(simulate(plan.program, costs_of(plan)), plan.mesh)
     return Timeline(
         "measured",
         tuple(

@@ -18,8 +18,8 @@ from pentad.orchestrator.monitoring.run_state import RankView
 from pentad.orchestrator.monitoring.terminal_timeline import bars, coloured_grid
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.fit import device_memory
+from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.planning.quantities import count, duration, size
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.grid import time_cells, time_grid
 from pentad.schedules.simulate.costs import Costs
@@ -333,7 +333,7 @@ def test_a_sparkline_follows_its_values() -> None:
 
 
 def test_numbers_are_readable() -> None:
-    assert [duration(s) for s in (None, 5e-5, 0.0594, 2.345, 500, 90000)] == [
+    assert [format_duration(s) for s in (None, 5e-5, 0.0594, 2.345, 500, 90000)] == [
         "-",
         "50 us",
         "59.4 ms",
@@ -341,8 +341,13 @@ def test_numbers_are_readable() -> None:
         "8 min",
         "25 h 0 min",
     ]
-    assert [size(b) for b in (12, 2048, 3.5 * 2**20, 139 * 2**30)] == ["12 B", "2.0 KiB", "3.5 MiB", "139.0 GiB"]
-    assert [count(n) for n in (12, 2.62e6, 8.03e9)] == ["12", "2.62 M", "8.03 B"]
+    assert [format_bytes(b) for b in (12, 2048, 3.5 * 2**20, 139 * 2**30)] == [
+        "12 B",
+        "2.0 KiB",
+        "3.5 MiB",
+        "139.0 GiB",
+    ]
+    assert [format_count(n) for n in (12, 2.62e6, 8.03e9)] == ["12", "2.62 M", "8.03 B"]
 
 
 def test_the_summary_names_the_files() -> None:

@@ -16,7 +16,7 @@ from paths import ROOT, SUPPORT
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder, read_lines, resolve_run, saved_config
 from pentad.orchestrator.planning.estimate import costs_of
-from pentad.orchestrator.planning.planning import make_plan, spread
+from pentad.orchestrator.planning.planning import make_plan, to_mesh_ranks
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.simulate import simulate
@@ -196,7 +196,7 @@ def test_timelines_that_cannot_be_written_leave_the_old_ones_intact(
     with opened(tmp_path) as run:
         plan = run.plan
         costs = costs_of(plan)
-        measured = spread(simulate(plan.program, costs), plan.mesh)
+        measured = to_mesh_ranks(simulate(plan.program, costs), plan.mesh)
         run.timelines(measured, costs)
         files = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
 
@@ -214,7 +214,7 @@ def test_timelines_are_written_in_all_formats(tmp_path: Path) -> None:
     with opened(tmp_path, "mesh.dp=2") as run:
         plan = run.plan
         costs = costs_of(plan)
-        measured = replace(spread(simulate(plan.program, costs), plan.mesh), source="measured")
+        measured = replace(to_mesh_ranks(simulate(plan.program, costs), plan.mesh), source="measured")
         run.timelines(measured, costs)
     assert Timeline.load(run.path / "timeline.arrow") == measured
     events = json.loads(gzip.decompress((run.path / "trace.json.gz").read_bytes()))["traceEvents"]

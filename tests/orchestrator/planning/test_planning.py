@@ -12,7 +12,7 @@ from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning import planning
 from pentad.orchestrator.planning.estimate import costs_of, flops_per_token, memory, mfu, peak_flops, read_costs
-from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan, spread
+from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan, to_mesh_ranks
 from pentad.schedules import compiler
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError
@@ -189,7 +189,7 @@ def test_every_replica_gets_the_same_spans() -> None:
     mesh = Mesh(dp=2, pp=4)
     plan = plan_of("mesh.dp=2")
     timeline = simulate(plan.program, costs_of(plan))
-    wide = spread(timeline, mesh)
+    wide = to_mesh_ranks(timeline, mesh)
     assert wide.ranks == tuple(range(8))
     assert len(wide.spans) == 2 * len(timeline.spans)
     for rank in range(8):

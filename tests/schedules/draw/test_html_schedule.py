@@ -12,7 +12,7 @@ from dependency_graph import build
 from html_pages import NAMES, Page, assert_holds, keys_of, page_of, payload, simulated_program
 
 from pentad.orchestrator.cli.cli import main
-from pentad.schedules.simulate.analysis import critical_path
+from pentad.schedules.simulate.critical_path import critical_path
 from pentad.schedules.simulate.memory import activations_over_time
 
 SIZES = ("--ranks", "4", "--microbatches", "8")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.catalogue import generate
-from pentad.schedules.generators.one_f_one_b import zb_h1, zb_h2
 from pentad.schedules.generators.zb_auto import zb_1p, zb_2p, zb_auto
+from pentad.schedules.generators.zb_h import zb_h1, zb_h2
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action, Op, instructions_of
 from pentad.schedules.ir.program import Program

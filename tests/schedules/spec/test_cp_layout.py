@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.cp_layout import (
-    PLACEMENTS,
+    CP_LAYOUTS,
+    CpLayout,
     CpMethod,
-    Placement,
     attention_pairs,
     check_context_parallel,
     document_positions,
     imbalance,
     positions,
 )
-from pentad.workers.parallel.cp_blocks import Block, plan_steps
+from pentad.workers.parallel.document_mask import Block, plan_steps
 
 SIZES = (1, 2, 3, 4, 8)
-BOTH: tuple[Placement, ...] = ("zigzag", "contiguous")
+BOTH: tuple[CpLayout, ...] = ("zigzag", "contiguous")
 
 
 @st.composite
@@ -71,7 +71,7 @@ def test_positions_are_counted_from_the_start_of_a_document(data):
     assert all(found[p] in (0, found[p - 1] + 1) for p in range(1, length))
 
 
-@given(data=st.data(), cp=st.sampled_from(SIZES), method=st.sampled_from(tuple(PLACEMENTS)))
+@given(data=st.data(), cp=st.sampled_from(SIZES), method=st.sampled_from(tuple(CP_LAYOUTS)))
 def test_blocks_cover_every_visible_pair_exactly_once(data, cp, method):
     length, starts = data.draw(rows(2 * cp))
     distance = document_positions(starts, length)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def number(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """'2.6 M'"""
     for unit, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
         if value >= unit:
@@ -19,7 +19,7 @@ def count(value: float) -> str:
     return f"{value:g}"
 
 
-def size(amount: float) -> str:
+def format_bytes(amount: float) -> str:
     """Bytes as '71.3 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:
@@ -28,7 +28,7 @@ def size(amount: float) -> str:
     return f"{amount:.1f} TiB"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """'59 ms', '2.3 s', '1 h 20 min'"""
     if seconds is None:
         return "-"

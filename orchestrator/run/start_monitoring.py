@@ -16,7 +16,7 @@ from pentad.orchestrator.monitoring.run_state import ControlRequests
 
 
 @contextmanager
-def watched(config: RunConfig, bus: EventBus, requests: ControlRequests) -> Iterator[None]:
+def monitored(config: RunConfig, bus: EventBus, requests: ControlRequests) -> Iterator[None]:
     """Runs the watchers for the length of the block. Raises PentadError when a port is taken."""
     section = config.metrics
     with ExitStack() as stack:

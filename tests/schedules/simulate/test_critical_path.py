@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.simulate.analysis import Scenario, Segment, breakdown, critical_path, what_if
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.critical_path import Scenario, Segment, breakdown, critical_path, what_if
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import COMPUTE
 

@@ -10,7 +10,7 @@ import pytest
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.run.health import Health
+from pentad.orchestrator.run.hang_detection import HangDetector
 from pentad.schedules.simulate.costs import Costs
 
 PLAN = make_plan(load(None, ["mesh.pp=2", "model.layers=4", "schedule.name=1f1b"]), "cpu")
@@ -27,7 +27,7 @@ class Clock:
         self.group = SimpleNamespace(
             plan=PLAN, generation=1, actors=[0, 1], last_heard=self.heard, peek=lambda rank: None
         )
-        self.health = Health(self.group, hang_seconds=4.0, first_seconds=60.0)  # type: ignore[arg-type]
+        self.hangs = HangDetector(self.group, hang_seconds=4.0, first_seconds=60.0)  # type: ignore[arg-type]
         self.at = {0: (7, 3), 1: (7, 3)}
 
     def look(self, seconds: float, *, stepping: bool = True, costs: Costs | None = COSTS, moving: bool = False,
@@ -41,7 +41,7 @@ class Clock:
             for rank in {0, 1} - set(deaf):
                 self.heard[rank] = self.now
             statuses = {rank: Status(1, step, "x", 0.5, counter) for rank, (step, counter) in self.at.items()}
-            if stall := self.health.check(statuses, costs, stepping=stepping):
+            if stall := self.hangs.check(statuses, costs, stepping=stepping):
                 stalls.append(stall)
         return stalls
 
@@ -79,7 +79,7 @@ def test_a_rank_that_does_not_answer_is_late_even_between_steps(clock: Clock) ->
     stall = clock.look(8, stepping=False, deaf=(1,))[-1]
     assert stall.late
     assert stall.causes == (1,)
-    assert clock.health.fault(stall).detector == "heartbeat"
+    assert clock.hangs.fault(stall).detector == "heartbeat"
 
 
 def test_the_silent_one_of_two_stalled_ranks_is_the_cause(clock: Clock) -> None:

@@ -25,7 +25,7 @@ class Stall(NamedTuple):
     causes: tuple[int, ...]
 
 
-class Health:
+class HangDetector:
     """Compares the ranks' positions from one check to the next.
 
     Time counts only while this process runs: on a machine that was suspended no rank is late.
