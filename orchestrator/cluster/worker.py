@@ -20,6 +20,7 @@ import ray
 
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint import checkpoint
 from pentad.workers.runtime.progress_file import Progress, read_progress
 from pentad.workers.runtime.results import RankSnapshot
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
@@ -131,8 +132,6 @@ class Worker:
     @ray.method(concurrency_group="control")
     def commit(self, folder: str, step: int, shards: list[dict[str, Any]], meta: dict[str, Any], keep: int) -> None:
         """Commits a checkpoint and deletes older ones, beside training."""
-        from pentad.workers.checkpoint import checkpoint  # imports torch, which the driver does not need
-
         path = Path(folder)
         checkpoint.commit(path, step=step, shards=[checkpoint.Shard.from_plain(shard) for shard in shards], meta=meta)
         checkpoint.delete_older(path.parent, keep)

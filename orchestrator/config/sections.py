@@ -113,7 +113,7 @@ class BatchSection(Section):
 class DataSection(Section):
     """The corpus."""
 
-    path: Text = Field(min_length=1, description="folder that `pentad data build` wrote, or builtin:pydoc")
+    path: Text = Field(description="folder that `pentad data build` wrote, or builtin:pydoc")
     document_mask: bool = False
     """attend only within a document where a sequence holds several"""
     cache: Text = "~/.cache/pentad"

@@ -27,6 +27,7 @@ from pentad.orchestrator.run.recovery import Recovery
 from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.checkpoint import newest
 
 FAILURE = "failure.txt"
 
@@ -124,8 +125,6 @@ def _resume(folder: RunFolder, display: Display) -> tuple[int, Path | None, int]
     if not any(folder.checkpoints.iterdir()):
         folder.rewind(0)
         return 0, None, generation
-    from pentad.workers.checkpoint.checkpoint import newest  # imports torch, which a new run's driver does not need
-
     found = newest(folder.checkpoints)
     for path, reason in found.refused:
         aside = path.rename(path.with_name(f"{path.name}.refused-{generation}"))

@@ -17,6 +17,7 @@ from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.run.fence import RecoveryState, is_complete, kill, sources
 from pentad.orchestrator.run.hang_detection import check_answers
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.checkpoint import newest
 
 CREATE_SECONDS = 30.0
 RETRY_SECONDS = 0.2
@@ -133,8 +134,6 @@ class Regroup:
                 self._restore(state)
 
     def _restore(self, state: RecoveryState) -> None:
-        from pentad.workers.checkpoint.checkpoint import newest  # imports torch, which a sound run does not need
-
         found = newest(self.bus.folder.checkpoints).checkpoint
         state.version = found.step if found else 0
         tick = check_answers(self.group, self.config.elastic.hang_seconds)

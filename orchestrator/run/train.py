@@ -23,6 +23,7 @@ from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import typical_pace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.manifest import decode
 from pentad.workers.data.sources import check_data, open_data, require_fingerprint
 
@@ -115,8 +116,6 @@ def _is_finished(config: RunConfig, fingerprint: str) -> bool:
         require_fingerprint(config.data.path, fingerprint, meta["data"])
     if step < config.run.steps:
         return False
-    from pentad.workers.checkpoint.checkpoint import newest  # imports torch
-
     found = newest(checkpoints).checkpoint
     return found is not None and found.step >= config.run.steps
 

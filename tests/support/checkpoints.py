@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from pentad.workers.checkpoint.checkpoint import commit, folder_of, write_shard
+from pentad.workers.checkpoint.checkpoint import commit, folder_of
+from pentad.workers.checkpoint.shards import write_shard
 
 META = {"seed": 7, "config": "ab12", "position": {"step": 20, "sample": 320}, "mesh": {"dp": 1, "pp": 2}, "lr": 3e-4}
 

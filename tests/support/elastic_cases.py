@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from multinode import Run
 
-from pentad.workers.checkpoint.checkpoint import newest, read
+from pentad.workers.checkpoint.checkpoint import newest
+from pentad.workers.checkpoint.shards import read
 
 STEPS = 60
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,7 +223,7 @@ class FakeRay:
         patch.setattr(groups, "release", lambda group: None)
         patch.setattr(regroup, "living_bundles", lambda group: self.living_bundles())
         patch.setattr(recovery, "draining", lambda: self.draining)
-        patch.setitem(sys.modules, "pentad.workers.checkpoint.checkpoint", SimpleNamespace(newest=newest))
+        patch.setattr(regroup, "newest", newest)
 
     def members(self) -> list[Rank]:
         assert self.group is not None

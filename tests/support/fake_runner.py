@@ -17,11 +17,16 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
+import safetensors.numpy
+
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.atomic_io import write_file
+from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.runtime.abort import Aborted
 from pentad.workers.runtime.progress_file import ProgressFile
 from pentad.workers.runtime.results import RankSnapshot, StepResult
@@ -75,9 +80,7 @@ class FakeRunner:
     def restore(self, folder: str | None, step: int = 0) -> None:
         self.steps = 0
         if folder:
-            from safetensors.torch import load_file
-
-            self.steps = int(load_file(Path(folder, "stage-000.safetensors"))["steps"])
+            self.steps = int(safetensors.numpy.load_file(Path(folder, "stage-000.safetensors"))["steps"])
 
     def run(self, first_step: int, count: int, more: bool = False) -> list[StepResult]:
         results = [*self.open, *(self._step(step) for step in range(first_step, first_step + count))]
@@ -90,11 +93,10 @@ class FakeRunner:
             raise PentadError("checkpoint.every finds the disk full")
         if self.rank:
             return []
-        import torch
-
-        from pentad.workers.checkpoint.checkpoint import write_shard
-
-        return [write_shard(Path(folder), "stage-000.safetensors", {"steps": torch.tensor(self.steps)}).plain()]
+        Path(folder).mkdir(exist_ok=True)
+        content = safetensors.numpy.save({"steps": np.array(self.steps)})
+        size, sha256 = write_file(Path(folder, "stage-000.safetensors"), [memoryview(content)])
+        return [Shard("stage-000.safetensors", size, sha256, {"steps": {"dtype": "I64", "shape": []}}).plain()]
 
     def close(self) -> None:
         pass

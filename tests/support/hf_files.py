@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import open_checkpoint, read
+from pentad.workers.checkpoint.checkpoint import open_checkpoint
+from pentad.workers.checkpoint.shards import read
 from pentad.workers.hf.exporter import Exported, Request, export_checkpoint
 from pentad.workers.hf.importer import Imported, import_folder
 from pentad.workers.model.stage import Stage

@@ -1,11 +1,12 @@
-"""Checkpoints: each rank writes its shards, a manifest commits them, and opening verifies everything.
+"""Checkpoints: each rank writes its shards (see shards), a manifest commits them, and opening verifies everything.
 
 A checkpoint is a folder `step-00000020` of safetensors files and a `manifest.json`, written last. A folder without a
 manifest is incomplete and ignored. Tensor names are global, so any mesh can read what another one wrote. Nothing here
 unpickles: safetensors and JSON only. A storage failure raises PentadError, so that the driver can keep training.
+
+Needs no torch: a driver resumes and recovers without it.
 """
 
-import errno
 import hashlib
 import os
 import re
@@ -18,23 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.atomic_io import free_bytes, make_folder, storage_errors, sync_folder, write_file
+from pentad.workers.checkpoint.atomic_io import storage_errors, sync_folder, write_file
 from pentad.workers.checkpoint.manifest import (
     MAX_BYTES,
     Manifest,
     Shard,
-    Spec,
     UnknownVersion,
     decode,
     encode,
     files_by_tensor,
-    is_file_name,
 )
-from pentad.workers.checkpoint.safetensors_io import DTYPES, header, num_bytes, write_tensors
 
 MANIFEST = "manifest.json"
 
@@ -59,34 +56,6 @@ class Found(NamedTuple):
 def folder_of(root: Path, step: int) -> Path:
     """The folder of the checkpoint after `step` steps."""
     return root / f"step-{step:08d}"
-
-
-def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Shard:
-    """Writes `tensors`, of any device and layout, to `folder/file` as safetensors; complete and durable on return.
-
-    Copies to the host one tensor at a time; the caller must not change them meanwhile. Raises PentadError, with nothing
-    left behind, for full or unwritable storage, an invalid file or tensor name, a dtype that cannot be stored, and a
-    folder that is already committed (`delete_checkpoint` first).
-    """
-    if not is_file_name(file):
-        raise PentadError(f"file is {file!r}: expected a plain name that ends in .safetensors")
-    for name, tensor in tensors.items():
-        if not (name.isascii() and name.isprintable()) or name in ("", "__metadata__"):
-            raise PentadError(f"tensor {name!r} has a name that safetensors cannot store: expected printable ASCII")
-        if tensor.dtype not in DTYPES:
-            raise PentadError(f"tensor {name} has dtype {tensor.dtype}: expected one of {', '.join(map(str, DTYPES))}")
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide dtypes first: all aligned
-    specs: dict[str, Spec] = {
-        name: {"dtype": DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in order
-    }
-    required = len(header(specs)) + num_bytes(specs.values())
-    with storage_errors(folder, required):
-        if os.path.lexists(folder / MANIFEST):
-            raise PentadError(f"folder {folder} holds a committed checkpoint: expected one without {MANIFEST}")
-        if free_bytes(folder) < required:  # fail before filling the disk
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        make_folder(folder)
-        return write_tensors(folder / file, specs, (tensors[name] for name in order))
 
 
 def commit(folder: Path, *, step: int, shards: Sequence[Shard], meta: dict[str, Any]) -> Path:
@@ -140,23 +109,6 @@ def newest(root: Path) -> Found:
     return Found(None, tuple(refused))
 
 
-def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """These tensors, on the CPU in memory of their own. Raises PentadError for a name that the checkpoint lacks."""
-    names = list(names)
-    for name in names:
-        if name not in checkpoint.files:
-            raise PentadError(f"tensor {name} is not in checkpoint {checkpoint.folder}: expected it there")
-    tensors = {}
-    for file in sorted({checkpoint.files[name] for name in names}):
-        try:
-            with safe_open(checkpoint.folder / file, framework="pt") as shard:
-                for name in (name for name in names if checkpoint.files[name] == file):
-                    tensors[name] = shard.get_tensor(name).clone()  # not a view of the mapped file
-        except (OSError, SafetensorError) as error:
-            raise _unreadable(f"checkpoint {checkpoint.folder}: {file}", error) from error
-    return {name: tensors[name] for name in names}
-
-
 def delete_checkpoint(folder: Path) -> None:
     """Deletes the checkpoint, complete or not, in `folder`, if it exists; manifest first, in case of a crash."""
     if _step_of(folder) is None or folder.is_symlink():
@@ -206,7 +158,7 @@ def _naming(folder: Path) -> Iterator[None]:
         raise type(error)(f"checkpoint {folder}: {error}") from error.__cause__
 
 
-def _unreadable(file: str, error: OSError | SafetensorError) -> PentadError:
+def unreadable(file: str, error: OSError | SafetensorError) -> PentadError:
     return PentadError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): expected a readable file")
 
 
@@ -218,7 +170,7 @@ def _manifest_bytes(folder: Path) -> bytes:
                 raise PentadError(f"{MANIFEST} has {size} bytes: expected at most {MAX_BYTES}")
             return file.read()
     except OSError as error:
-        raise _unreadable(MANIFEST, error) from error
+        raise unreadable(MANIFEST, error) from error
 
 
 def _check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
@@ -226,7 +178,7 @@ def _check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
         try:
             status = os.lstat(folder / shard.file)
         except OSError as error:
-            raise _unreadable(shard.file, error) from error
+            raise unreadable(shard.file, error) from error
         if not stat.S_ISREG(status.st_mode):  # a link could lead out of the folder
             raise PentadError(f"{shard.file} is a link or device: expected a regular file")
         if status.st_size != shard.bytes:
@@ -240,11 +192,11 @@ def _check_content(folder: Path, shard: Shard) -> None:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if sha256 != shard.sha256:
             raise PentadError(f"{shard.file} has sha256 {sha256}: expected {shard.sha256}")
-        with safe_open(path, framework="pt") as opened:
+        with safe_open(path, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
             specs = {name: {"dtype": it.get_dtype(), "shape": list(it.get_shape())} for name, it in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise _unreadable(shard.file, error) from error
+        raise unreadable(shard.file, error) from error
     if specs != shard.tensors:
         raise PentadError(f"{shard.file} has tensors that differ from {MANIFEST}: expected the same names and shapes")
 
@@ -267,7 +219,7 @@ def _folders(root: Path) -> dict[int, Path]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise _unreadable(f"folder {root}", error) from error
+        raise unreadable(f"folder {root}", error) from error
     steps = {step: path for path in folders if (step := _step_of(path)) is not None}
     return dict(sorted(steps.items()))
 

@@ -14,7 +14,7 @@ import torch
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import Range
-from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint import shards
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.params.parameters import LocalTensor, Parameters
 
@@ -53,14 +53,14 @@ def read_full(source: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Te
     if name.startswith("optimizer.") and not any(stored.startswith("optimizer.") for stored in source.files):
         return torch.zeros(shape)
     if name in source.files:
-        tensor = checkpoint.read(source, [name])[name]
+        tensor = shards.read(source, [name])[name]
         if tensor.shape != shape:
             found = f"tensor {name} of checkpoint {source.folder} has shape {list(tensor.shape)}"
             raise PentadError(f"{found}: expected {list(shape)}, from the model's sizes")
         return tensor
     assembly = TensorAssembly(shape)
     for key in sorted(key for key in source.files if key.startswith(f"{name}@")):
-        assembly.add(checkpoint.read(source, [key])[key], key)
+        assembly.add(shards.read(source, [key])[key], key)
     if assembly.missing == assembly.seen.numel():
         raise PentadError(f"tensor {name} is not in checkpoint {source.folder}")
     if assembly.missing:

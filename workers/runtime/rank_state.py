@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint import checkpoint, shards
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.parameters import Parameters, create_parameters, zero_layout
@@ -88,7 +88,7 @@ class RankState:
             try:
                 if state is not None:
                     tensors = checkpoint_tensors(parameters, state, share)
-                    written.append(checkpoint.write_shard(folder, shard_file(self.plan, share), tensors).plain())
+                    written.append(shards.write_shard(folder, shard_file(self.plan, share), tensors).plain())
             except PentadError as error:
                 failures.append(error)
         if failures:

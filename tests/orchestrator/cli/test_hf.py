@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.yaml_text import load_yaml
-from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint, read, write_shard
+from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint
+from pentad.workers.checkpoint.shards import read, write_shard
 from pentad.workers.data.tokenizer import train_tokenizer
 from pentad.workers.hf.config import make_section, parse_config, parse_section
 

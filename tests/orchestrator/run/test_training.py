@@ -22,7 +22,8 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import read_lines
 from pentad.orchestrator.run.train import train as run_training
-from pentad.workers.checkpoint.checkpoint import newest, read
+from pentad.workers.checkpoint.checkpoint import newest
+from pentad.workers.checkpoint.shards import read
 
 # Calls grow fourfold up to a second, so a signal after STOP_AFTER steps arrives before the last are submitted.
 STEPS = 150

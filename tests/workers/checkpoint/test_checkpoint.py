@@ -20,10 +20,9 @@ from pentad.workers.checkpoint.checkpoint import (
     folder_of,
     newest,
     open_checkpoint,
-    read,
-    write_shard,
 )
 from pentad.workers.checkpoint.manifest import Shard
+from pentad.workers.checkpoint.shards import read, write_shard
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8]
 

@@ -23,8 +23,8 @@ from pentad.workers.checkpoint.checkpoint import (
     folder_of,
     newest,
     open_checkpoint,
-    write_shard,
 )
+from pentad.workers.checkpoint.shards import write_shard
 
 Tree = dict[Path, bytes | None]  # contents by path, None for a folder
 

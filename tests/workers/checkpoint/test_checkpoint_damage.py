@@ -18,15 +18,9 @@ from checkpoints import flip, save
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import atomic_io, checkpoint, manifest, safetensors_io
-from pentad.workers.checkpoint.checkpoint import (
-    MANIFEST,
-    delete_older,
-    folder_of,
-    newest,
-    open_checkpoint,
-    write_shard,
-)
+from pentad.workers.checkpoint.checkpoint import MANIFEST, delete_older, folder_of, newest, open_checkpoint
 from pentad.workers.checkpoint.manifest import VERSION, UnknownVersion, decode, encode
+from pentad.workers.checkpoint.shards import write_shard
 
 SLOW = pytest.mark.slow
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint, read, write_shard
+from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint
+from pentad.workers.checkpoint.shards import read, write_shard
 from pentad.workers.params.sharded_state import read_full
 
 

@@ -12,7 +12,7 @@ from plans import plan_of
 from resume import commit
 from worker_processes import call_all, losses_and_state, recover, start_run, uninterrupted
 
-from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint import checkpoint, shards
 from pentad.workers.runtime.abort import Aborted
 
 pytestmark = pytest.mark.timeout(150)
@@ -76,7 +76,7 @@ def test_saving_completes_the_open_step(workers, corpus, tmp_path, post_validati
     assert found == losses | rest
     assert all(torch.equal(state[key], value) for key, value in end.items())
     opened = checkpoint.open_checkpoint(folder)
-    saved = checkpoint.read(opened, opened.files)
+    saved = shards.read(opened, opened.files)
     assert all(torch.equal(saved[key], value) for key, value in after.items())
 
 

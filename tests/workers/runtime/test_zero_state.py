@@ -23,7 +23,7 @@ from pentad.schedules.passes.zero import gradient_slots, weight_slots
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.tensors import num_parameters
-from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint import checkpoint, shards
 from pentad.workers.model.stage import Stage
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import create_parameters
@@ -49,7 +49,7 @@ def test_a_checkpoint_restores_on_any_mesh_and_zero_stage(fleet, corpus, tmp_pat
     folder = checkpoint.folder_of(tmp_path, 1)
     outcomes = run_and_save(fleet, plans[0], 1, folder)
     opened = checkpoint.open_checkpoint(folder)
-    stored = checkpoint.read(opened, opened.files)
+    stored = shards.read(opened, opened.files)
     assert set(opened.files.values()) == {f"stage-{s:03d}.safetensors" for s in range(plans[0].program.stages)}
     for expected in (outcomes, fleet.run(plans[1], [(1, 0)], restore=str(folder))):
         assert same_bits(assemble([outcome.state for outcome in expected], stored), stored)
