@@ -52,17 +52,17 @@ class StepTotals:
         self.values = torch.zeros(self.num_squares + math.prod(self.loss_shape), dtype=torch.float64, device=device)
 
     def fill(self) -> torch.Tensor:
-        """This rank's entries, zeros elsewhere. The owner of an unsharded share contributes its square."""
+        """This rank's entries, zeros elsewhere. The owner of an unsharded parameter shard contributes its square."""
         self.values.zero_()
         at = self.at
-        for share in self.plan.param_shards_of(self.rank):
-            stage = self.stages[share.stage]
-            buffers = stage.param_buffers[share.experts]
+        for param_shard in self.plan.param_shards_of(self.rank):
+            stage = self.stages[param_shard.stage]
+            buffers = stage.param_buffers[param_shard.experts]
             buffers.replicated.reduce(stage.layer_context.tp.group)
             layout = buffers.parameters.layout
-            if layout.num_shards > 1 or self.plan.owner(share) == self.rank:
+            if layout.num_shards > 1 or self.plan.owner(param_shard) == self.rank:
                 square = optimizer.square_sum(buffers.parameters, buffers.replicated.counted)
-                self.values[self.first_square[share] + layout.shard_index] = square
+                self.values[self.first_square[param_shard] + layout.shard_index] = square
         for stage in self.stages.values():
             if stage.last and at.tp == 0:
                 self._losses(self.values)[at.dp * self.plan.mesh.ep + at.ep, :, at.cp] += stage.loss_sums

@@ -21,7 +21,7 @@ from pentad.workers.runtime.zero import gather_state
 
 
 class RankState:
-    """The parameters and optimizer state of a rank, by share.
+    """The parameters and optimizer state of a rank, by parameter shard.
 
     `version` is the number of steps in them, -1 if they hold no step's state.
     """
@@ -33,12 +33,12 @@ class RankState:
         self.plan, self.rank = plan, rank
         found: dict[ParamShard, Parameters] = {}
         if previous is not None and previous.plan.layers == plan.layers:
-            found = {share: each for share, each in previous.parameters.items() if _fits(plan, rank, share, each)}
+            found = {key: each for key, each in previous.parameters.items() if _fits(plan, rank, key, each)}
         complete = previous is not None and set(found) >= set(plan.param_shards_of(rank))
         self.version: int = previous.version if previous is not None and complete else -1
         self.parameters: dict[ParamShard, Parameters] = {
-            share: found[share] if share in found else _create(plan, share, device, rank, blank)
-            for share in plan.param_shards_of(rank)
+            key: found[key] if key in found else _create(plan, key, device, rank, blank)
+            for key in plan.param_shards_of(rank)
         }
 
     def set_version(self, version: int) -> None:
@@ -63,32 +63,35 @@ class RankState:
                 bias.copy_(read_full(source, f"model.{name}", tuple(bias.shape)))
 
     def receive(self, groups: ProcessGroups, sources: Mapping[ParamShard, int]) -> None:
-        """Broadcasts shares from the given ranks of the mesh to their other holders, all of which must take part."""
-        for share, parameters in sorted(self.parameters.items()):  # DualPipe's mirror ranks have another order
-            if share in sources:
+        """Broadcasts parameter shards from the given ranks of the mesh to their other holders, all of which must take
+        part."""
+        for param_shard, parameters in sorted(self.parameters.items()):  # DualPipe's mirror ranks have another order
+            if param_shard in sources:
                 for tensor in parameters.state_tensors():
-                    dist.broadcast(tensor, sources[share], group=groups.gradients[share.stage][share.experts])
+                    group = groups.gradients[param_shard.stage][param_shard.experts]
+                    dist.broadcast(tensor, sources[param_shard], group=group)
 
     def write(
-        self, folder: Path, groups: ProcessGroups, fence: Fence, shares: tuple[ParamShard, ...] | None
+        self, folder: Path, groups: ProcessGroups, fence: Fence, param_shards: tuple[ParamShard, ...] | None
     ) -> list[dict]:
-        """Writes the shares that this rank owns, or the given ones; returns the entries of the checkpoint's manifest.
+        """Writes the parameter shards that this rank owns, or the given ones; returns the entries of the checkpoint's
+        manifest.
 
         Shares under ZeRO are gathered from all holders, even after a failure to write, which raises PentadError at the
         end.
         """
         written, failures = [], list[PentadError]()
-        for share, parameters in sorted(self.parameters.items()):
-            owner, is_sharded = self.plan.owner(share), parameters.layout.num_shards > 1
-            if shares is not None and not is_sharded:
-                owner = self.rank if share in shares else -1
+        for param_shard, parameters in sorted(self.parameters.items()):
+            owner, is_sharded = self.plan.owner(param_shard), parameters.layout.num_shards > 1
+            if param_shards is not None and not is_sharded:
+                owner = self.rank if param_shard in param_shards else -1
             with fence.guard() if is_sharded else nullcontext():  # what needs no other rank is saved after an abort too
-                group = groups.gradients[share.stage][share.experts]
+                group = groups.gradients[param_shard.stage][param_shard.experts]
                 state = gather_state(parameters, owner, self.rank, group)
             try:
                 if state is not None:
-                    tensors = checkpoint_tensors(parameters, state, share)
-                    written.append(shards.write_shard(folder, shard_file(self.plan, share), tensors).plain())
+                    tensors = checkpoint_tensors(parameters, state, param_shard)
+                    written.append(shards.write_shard(folder, shard_file(self.plan, param_shard), tensors).plain())
             except PentadError as error:
                 failures.append(error)
         if failures:
@@ -96,12 +99,12 @@ class RankState:
         return written
 
 
-def _create(plan: Plan, share: ParamShard, device: torch.device, rank: int, blank: bool) -> Parameters:
+def _create(plan: Plan, param_shard: ParamShard, device: torch.device, rank: int, blank: bool) -> Parameters:
     custom = plan.model.custom
-    initial = None if custom is None or blank else initial_values(custom, plan.seed, *plan.layers[share.stage])
-    return create_parameters(plan, share, device, rank=rank, blank=blank, initial=initial)
+    initial = None if custom is None or blank else initial_values(custom, plan.seed, *plan.layers[param_shard.stage])
+    return create_parameters(plan, param_shard, device, rank=rank, blank=blank, initial=initial)
 
 
-def _fits(plan: Plan, rank: int, share: ParamShard, parameters: Parameters) -> bool:
-    """Whether a rank of this plan has the same part of the share."""
-    return share in plan.param_shards_of(rank) and parameters.layout == zero_layout(plan, share, rank)
+def _fits(plan: Plan, rank: int, param_shard: ParamShard, parameters: Parameters) -> bool:
+    """Whether a rank of this plan has the same part of the parameter shard."""
+    return param_shard in plan.param_shards_of(rank) and parameters.layout == zero_layout(plan, param_shard, rank)

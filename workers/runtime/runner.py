@@ -97,9 +97,10 @@ class Runner:
         self._set_version(step)
 
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
-        """Receives the state of `step` steps from other ranks: `sources[share]` is the rank of the mesh that has it.
+        """Receives the state of `step` steps from other ranks: `sources[param_shard]` is the rank of the mesh that has
+        it.
 
-        All holders of these shares must call it, including those that have the state.
+        All holders of these parameter shards must call it, including those that have the state.
         """
         if self.state.version != step:
             self.state.version = -1  # until all of it has arrived
@@ -124,15 +125,16 @@ class Runner:
             self.recent_calls.append(results)
             return results
 
-    def save(self, folder: str, step: int, shares: tuple[ParamShard, ...] | None = None) -> list[dict]:
-        """Writes the shares that this rank owns, or the given ones, after `step` steps, including the open one.
+    def save(self, folder: str, step: int, param_shards: tuple[ParamShard, ...] | None = None) -> list[dict]:
+        """Writes the parameter shards that this rank owns, or the given ones, after `step` steps, including the open
+        one.
 
         Returns their entries for the manifest, which the driver commits.
         """
         if self._connected.lanes.has_unread_steps:
             with self.fence_flag.guard():
                 self._finish_step()
-        return self.state.write(Path(folder), self._connected.groups, self.fence_flag, shares)
+        return self.state.write(Path(folder), self._connected.groups, self.fence_flag, param_shards)
 
     def fence(self) -> None:
         """Ends the generation: no further step is committed, and the train thread is freed. From any thread.

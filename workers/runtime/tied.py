@@ -32,13 +32,13 @@ class TiedEmbedding:
 
     def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage], group: dist.ProcessGroup | None) -> None:
         self.group, self.parts, self.size = group, list[EmbeddingPart](), 0
-        for share in plan.param_shards_of(rank) if plan.is_tied else ():
-            if share.experts or share.stage not in (0, plan.program.stages - 1):
+        for param_shard in plan.param_shards_of(rank) if plan.is_tied else ():
+            if param_shard.experts or param_shard.stage not in (0, plan.program.stages - 1):
                 continue
-            parameters = stages[share.stage].param_buffers[0].parameters
+            parameters = stages[param_shard.stage].param_buffers[0].parameters
             (copy,) = (each for each in parameters.local_tensors if "embedding" in (each.name, each.tensor.tied_to))
             self.size, self.gradient = math.prod(copy.shape), parameters.gradient
-            contributes = parameters.layout.num_shards > 1 or plan.owner(share) == rank
+            contributes = parameters.layout.num_shards > 1 or plan.owner(param_shard) == rank
             for local, index, span in parameters.shard_spans():
                 if local is copy:
                     self.parts.append(EmbeddingPart(parameters.gradient, index, span, contributes))

@@ -85,7 +85,7 @@ class ZeroShards:
 def gather_state(
     parameters: Parameters, owner: int, rank: int, group: dist.ProcessGroup | None
 ) -> dict[str, torch.Tensor] | None:
-    """The full state of one share by kind, flat, on the host of its `owner`; None on other ranks.
+    """The full state of one parameter shard by kind, flat, on the host of its `owner`; None on other ranks.
 
     All holders must call it. Messages are small, so no device needs memory for a full buffer.
     """
