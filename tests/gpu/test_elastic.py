@@ -122,10 +122,12 @@ def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference
     expected = reference(*words)
     run = start(*words)
     run.wait_for_step(60)
-    kill(nodes.node_of(run.pids()[3]))
-    run.wait_for(lambda: run.events("recovered"))
+    lost = nodes.node_of(run.pids()[3])
     with connect(run.folder) as client:
-        client.request("pause")
+        kill(lost)
+        run.wait_for(lambda: run.events("lost"))
+        client.request("pause", 120)  # answered once the mesh has shrunk, before a step of it
+        assert len(run.events("recovered")) == 1
         nodes.resize(2, 2)
         run.wait_for(lambda: len(run.events("recovered")) == 2)
         client.request("resume")

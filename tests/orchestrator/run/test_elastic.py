@@ -309,6 +309,7 @@ def test_a_mesh_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, 
     with connect(run.folder) as client:
         run.wait_for_step(12)
         kill(lost)
+        run.wait_for(lambda: run.events("lost"))
         # Once shrunk, the run is paused before it does a step: it must not end before the nodes are there, however
         # long they take.
         client.request("pause", 120)
