@@ -20,11 +20,25 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+class CountedRequests(ControlRequests):
+    """Counts the requests that have arrived."""
+
+    received = 0
+
+    def checkpoint(self, step: int, timeout_seconds: float) -> int | None:
+        self.received += 1
+        return super().checkpoint(step, timeout_seconds)
+
+    def _set(self, **flags: bool) -> None:
+        super()._set(**flags)
+        self.received += 1
+
+
 class Served(Client):
     """A live service, and a client of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.requests = ControlRequests()
+        self.requests = CountedRequests()
         self.control = ControlServer(folder, "127.0.0.1", 0, self.requests)
         self.endpoint = json.loads((folder / "control.json").read_text())
         super().__init__(folder, self.endpoint)
@@ -63,19 +77,21 @@ def connected(folder: Path) -> Client:
     return Client(folder, json.loads((folder / "control.json").read_text()))
 
 
-def later(do: Callable[..., object], *arguments: object) -> threading.Timer:
-    """Calls `do` in another thread after a short delay."""
-    timer = threading.Timer(0.1, do, arguments)
-    timer.start()
-    return timer
+def once_requested(served: Served, do: Callable[..., object], *arguments: object) -> threading.Thread:
+    """Calls `do` in another thread once the next request has arrived."""
+    before = served.requests.received
+    return _once(lambda: served.requests.received > before, do, *arguments)
 
 
 def once_printed(do: Callable[..., object], *arguments: object) -> threading.Thread:
     """Calls `do` in another thread once this one has printed its first line, under `capsys`."""
+    return _once(lambda: "\n" in cast(Any, sys.stdout).getvalue(), do, *arguments)
 
+
+def _once(holds: Callable[[], bool], do: Callable[..., object], *arguments: object) -> threading.Thread:
     def wait() -> None:
         until = time.monotonic() + 30
-        while "\n" not in cast(Any, sys.stdout).getvalue() and time.monotonic() < until:
+        while not holds() and time.monotonic() < until:
             time.sleep(0.01)
         do(*arguments)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controls import Served, later, once_printed, plain_view, rank, seen, serving
+from controls import Served, once_printed, once_requested, plain_view, rank, seen, serving
 from rich.console import Console
 
 from pentad.orchestrator.cli.cli import main
@@ -129,13 +129,13 @@ def test_a_request_is_answered_when_it_is_done(
     pentad: Pentad, served: Served, verb: str, news: Any, message: str
 ) -> None:
     served.control.on_view(seen("paused" if verb == "resume" else "running"))
-    later(served.control.on_view, news)
+    once_requested(served, served.control.on_view, news)
     status, out, err = pentad(verb, "trial")
     assert (status, out, err) == (0, f" {message}\n", "")
 
 
 def test_a_checkpoint_request_is_answered_with_its_step(pentad: Pentad, served: Served) -> None:
-    later(served.requests.checkpoint_saved, 6)
+    once_requested(served, served.requests.checkpoint_saved, 6)
     status, out, _ = pentad("checkpoint", "trial", "--json")
     assert (status, json.loads(out)) == (0, {"run": "trial", "state": "running", "step": 6, "generation": 2})
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
-from controls import Served, connected, later, plain_view, seen, serving
+from controls import Served, connected, once_requested, plain_view, seen, serving
 from google.protobuf import descriptor_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2
 from grpc_tools import protoc  # type: ignore[import-untyped]
@@ -79,9 +79,9 @@ def test_standard_stubs_drive_the_service(generated: Path, served: Served, monke
         status = stub.GetStatus(messages.StatusRequest(), metadata=metadata, timeout=5)
         assert (status.step, status.ranks[1].coordinates.pp, status.loss) == (5, 1, 2.5)
         assert next(stub.WatchStatus(messages.StatusRequest(), metadata=metadata, timeout=5)).run == "trial"
-        later(served.control.on_view, seen("paused"))
+        once_requested(served, served.control.on_view, seen("paused"))
         assert stub.Pause(messages.ControlRequest(generation=2), metadata=metadata, timeout=5).state == "paused"
-        later(served.control.on_view, seen())
+        once_requested(served, served.control.on_view, seen())
         assert stub.Resume(messages.ControlRequest(), metadata=metadata, timeout=5).state == "running"
 
 
@@ -182,25 +182,25 @@ def test_all_interfaces_are_announced_as_a_reachable_address(tmp_path: Path) -> 
 
 
 def test_pause_answers_when_the_run_is_paused_and_resume_when_it_runs(served: Served) -> None:
-    later(served.control.on_view, seen("paused", step=7))
+    once_requested(served, served.control.on_view, seen("paused", step=7))
     assert served.request("pause", 5) == {"run": "trial", "state": "paused", "step": 7, "generation": 2}
     assert served.requests.paused
-    later(served.control.on_view, seen(step=7))
+    once_requested(served, served.control.on_view, seen(step=7))
     assert served.request("resume", 5)["state"] == "running"
     assert not served.requests.paused
 
 
 def test_checkpoint_answers_once_one_is_committed(served: Served) -> None:
-    later(served.requests.checkpoint_saved, 4)  # older than the step of the run
+    once_requested(served, served.requests.checkpoint_saved, 4)  # older than the step of the run
     with pytest.raises(PentadError, match=r"--timeout is 0.5 s, in which run .*Checkpoint is not done yet"):
         served.request("checkpoint", 0.5)
     assert served.requests.wants_checkpoint
-    later(served.requests.checkpoint_saved, 6)
+    once_requested(served, served.requests.checkpoint_saved, 6)
     assert served.request("checkpoint", 5)["step"] == 6
 
 
 def test_abort_answers_when_the_run_has_ended(served: Served) -> None:
-    timer = later(served.control.close)
+    timer = once_requested(served, served.control.close)
     assert served.request("abort", 5)["state"] == "stopped"
     timer.join()
     assert served.requests.aborted
@@ -208,7 +208,7 @@ def test_abort_answers_when_the_run_has_ended(served: Served) -> None:
 
 @pytest.mark.parametrize("verb", ["pause", "checkpoint"])
 def test_waiting_callers_are_answered_when_the_run_ends(served: Served, verb: str) -> None:
-    later(served.control.on_view, seen("finished", step=60))
+    once_requested(served, served.control.on_view, seen("finished", step=60))
     with pytest.raises(PentadError, match=r"run trial is over at step 60: expected a live one"):
         served.request(verb, 5)
 
