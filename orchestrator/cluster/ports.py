@@ -25,7 +25,7 @@ def listen_error(key: str, host: str, port: int, error: OSError | UnicodeError) 
     """The sentence for an `error` raised by listening at metrics.host `host` and the port that `key` configures."""
     number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, "not a host name")
     if number == errno.EADDRINUSE:
-        return f"{key} is {port}, but {port_owner(port)} has that port ({reason}); expected a free one, or 0 for any"
+        return f"{key} is {port}, but {port_owner(port)} has that port ({reason}): expected a free one, or 0 for any"
     if number == errno.EACCES:
         return f"{key} is {port}, which needs privileges: expected a port from 1024 on, or 0 for any"
     return f"metrics.host is {host!r}, where nothing can listen ({reason}): expected an address of this machine"

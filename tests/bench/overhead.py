@@ -47,6 +47,7 @@ class Switch:
         self.steps: list[tuple[float, float]] = []  # start, end
         self.samples: list[tuple[float, float]] = []  # at each switch: time, CPU seconds so far
         self.history_seconds: list[float] = []  # thread CPU seconds of History.add, per step
+        self.notifying = False
         self.monitoring_seconds: list[float] = []  # thread CPU seconds of each call of watchers and ticks, while on
 
     def on(self, at: float | None = None) -> bool:
@@ -101,13 +102,15 @@ class Switch:
 
     def _notify(self, bus: EventBus, call: Callable[[], None]) -> None:
         """Makes a call of the event bus: without watchers while off, timed while on."""
-        on, watchers = self.on(), bus.watchers
+        if self.notifying:  # the bus calls itself
+            return call()
+        self.notifying, on, watchers = True, self.on(), bus.watchers
         bus.watchers = watchers if on else []
         began = time.thread_time()
         try:
             call()
         finally:
-            bus.watchers = watchers
+            self.notifying, bus.watchers = False, watchers
             if on:
                 self.monitoring_seconds.append(time.thread_time() - began)
 

@@ -157,7 +157,7 @@ def test_a_taken_port_is_reported_in_one_sentence(
         taken.listen()
         port = taken.getsockname()[1]
         sentence = (
-            rf"metrics.control_port is {port}, but .*pid {os.getpid()}.* has that port .*; expected a free one, or 0"
+            rf"metrics.control_port is {port}, but .*pid {os.getpid()}.* has that port .*: expected a free one, or 0"
         )
         with pytest.raises(PentadError, match=sentence):
             ControlServer(tmp_path, "127.0.0.1", port, ControlRequests())

@@ -305,7 +305,7 @@ def test_closing_frees_the_port_and_is_idempotent() -> None:
 def test_a_taken_port_is_reported_with_its_owner(exporter: Exporter) -> None:
     port = int(exporter.address.rpartition(":")[2])
     expected = (
-        rf"^metrics.port is {port}, but .*pid {os.getpid()}.* has that port .*; expected a free one, or 0 for any$"
+        rf"^metrics.port is {port}, but .*pid {os.getpid()}.* has that port .*: expected a free one, or 0 for any$"
     )
     with pytest.raises(PentadError, match=expected):
         Exporter("b", "127.0.0.1", port)

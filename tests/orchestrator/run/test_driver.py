@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from fake_runner import loss_of
 from footprint import Footprint
 from paths import SUPPORT
 from rich.console import Console
-from shared_cluster import shared_cluster
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.faults import WorkerError
@@ -35,16 +33,6 @@ Train = Callable[..., tuple[dict[str, Any], str]]
 FAKE = "fake_runner:FakeRunner"
 SIZES = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8"]
 SMALL = [*SIZES, "cluster.device=cpu", "cluster.dashboard=false", "elastic.max_failures=0"]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[clusters.Cluster]:
-    """Runs of this process join the shared cluster."""
-    running = shared_cluster()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pentad.orchestrator.run.train.launch", lambda section, ranks: nullcontext())
-        patch.setattr(clusters, "join", lambda section, ranks, head: nullcontext(running))
-        yield running
 
 
 @pytest.fixture

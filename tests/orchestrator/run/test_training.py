@@ -7,15 +7,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from shared_cluster import shared_cluster
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import load
@@ -44,16 +42,6 @@ SMALL = [
 Train = Callable[..., tuple[dict[str, Any], str]]
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[clusters.Cluster]:
-    """Runs of this process join the shared cluster."""
-    running = shared_cluster()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pentad.orchestrator.run.train.launch", lambda section, ranks: nullcontext())
-        patch.setattr(clusters, "join", lambda section, ranks, head: nullcontext(running))
-        yield running
 
 
 @pytest.fixture
