@@ -55,7 +55,9 @@ def listening_ports() -> frozenset[int]:
 class SocketRegistry:
     """The TCP connections of one generation (gloo's and the store's), which another thread can shut down.
 
-    gloo cannot abort: a wait for a lost rank, or for a rank that itself waits, ends only when the connection does.
+    gloo cannot abort: a wait for a lost rank, or for a rank that itself waits, ends only when the connection does. It
+    is shut down for reading alone: gloo then closes it and wakes all who wait, whereas a send that fails meanwhile is
+    never woken (seen with torch 2.13 in alltoallv).
     """
 
     def __init__(self, store_port: int) -> None:
@@ -77,6 +79,6 @@ class SocketRegistry:
             if connection.status == psutil.CONN_LISTEN or connection.fd < 0 or not ends & ports:
                 continue
             with suppress(OSError), socket.socket(fileno=dup(connection.fd)) as end:  # it may be closed by now
-                end.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RD)
                 count += 1
         return count
