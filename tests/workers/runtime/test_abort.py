@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
-from pentad.workers.runtime.abort import Aborted
+from pentad.workers.runtime.abort import Aborted, SocketRegistry
 from pentad.workers.runtime.runner import Runner
 
 pytestmark = pytest.mark.timeout(150)
@@ -202,3 +203,15 @@ def test_tensor_context_and_expert_ranks_recover(workers, corpus, name, axes):
 def test_a_custom_model_recovers(workers, corpus, tmp_path, name, axes):
     model = custom_model(tmp_path, "gpt_dropout", layers=6)
     check_recovery(workers, make_plan(name, corpus, {**axes, "model": model}), STEPS, signal.SIGKILL)
+
+
+def test_a_fence_ends_every_read_and_fails_no_write():
+    """A send of gloo that fails while the fence shuts connections down is never woken."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        registry = SocketRegistry(server.getsockname()[1])
+        with socket.create_connection(server.getsockname()) as near, server.accept()[0] as far:
+            assert registry.shutdown() == 2
+            near.settimeout(10)
+            far.settimeout(10)
+            assert (near.recv(1), far.recv(1)) == (b"", b"")
+            assert (near.send(b"x"), far.send(b"x")) == (1, 1)
