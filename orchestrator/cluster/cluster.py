@@ -6,9 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +22,6 @@ from pentad.orchestrator.cluster.local_head import (
     SEE_ALL_GPUS,
     LocalHead,
     environment,
-    launch,
 )
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.planning.hardware import local_device
@@ -33,7 +29,6 @@ from pentad.schedules.ir.errors import PentadError
 
 # Variables of the driver's environment that its workers on other nodes get too.
 PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTHONPATH")
-DASHBOARD_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -50,20 +45,6 @@ class Cluster:
     note: str = ""
     start_dashboard: Callable[[], None] = lambda: None
     kill: Callable[[], None] = lambda: None
-
-
-@contextmanager
-def start(section: ClusterSection, ranks: int) -> Iterator[Cluster]:
-    """Starts or joins the cluster that the config asks for, with its dashboard up, and leaves it; a local one ends
-    then.
-
-    Raises PentadError when that fails.
-    """
-    with launch(section, ranks) as head, join(section, ranks, head) as cluster:
-        cluster.start_dashboard()
-        if head is not None and head.dashboard:
-            _wait_for_dashboard(head)
-        yield cluster
 
 
 @contextmanager
@@ -105,20 +86,6 @@ def _join_existing(section: ClusterSection, stack: ExitStack) -> Cluster:
     device = section.device if section.device != "auto" else "cuda" if gpus else "cpu"
     url = context.address_info.get("webui_url")
     return Cluster(context.address_info["gcs_address"], False, device, f"http://{url}" if url else None)
-
-
-def _wait_for_dashboard(head: LocalHead) -> None:
-    deadline = time.monotonic() + DASHBOARD_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"{head.dashboard}/api/version", timeout=DASHBOARD_SECONDS).close()
-            return
-        except urllib.error.HTTPError:  # it wants the token
-            return
-        except OSError:
-            time.sleep(0.05)
-    log = (head.folder / "head.log").read_text()
-    raise PentadError(f"Ray's dashboard did not start within {DASHBOARD_SECONDS:g} s: {log[-200:]}")
 
 
 def _passed_on() -> dict[str, str]:

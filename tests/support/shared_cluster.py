@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 from paths import SUPPORT
+from started_cluster import start_cluster
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster import local_head
@@ -47,7 +48,7 @@ def _start() -> clusters.Cluster:
         believed.setattr(
             local_head, "LocalHead", lambda folder, options, *rest: launched(folder, {**options, "num_gpus": 4}, *rest)
         )
-        cluster = _open.enter_context(clusters.start(ClusterSection(device="cpu"), RANKS))
+        cluster = _open.enter_context(start_cluster(ClusterSection(device="cpu"), RANKS))
     assert cluster.token_file is not None
     # As `ray start` does: otherwise a job might join another cluster on this machine.
     ray._private.utils.write_ray_address(cluster.address, str(cluster.token_file.parent / "ray"))

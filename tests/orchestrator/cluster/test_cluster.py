@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import ray
 from footprint import Footprint
+from paths import SUPPORT
+from started_cluster import start_cluster
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster import ray_head
@@ -31,7 +33,7 @@ SIGTERM_BEFORE = signal.getsignal(signal.SIGTERM)  # a coverage tool may have se
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[clusters.Cluster]:
-    with clusters.start(CPU, 4) as cluster:
+    with start_cluster(CPU, 4) as cluster:
         yield cluster
 
 
@@ -133,7 +135,7 @@ def test_a_taken_dashboard_port_is_reported_with_its_owner() -> None:
             pytest.raises(
                 PentadError, match=rf"^cluster.dashboard_port is {port}, but .*pid {os.getpid()}.* or 0 for any$"
             ),
-            clusters.start(ClusterSection(dashboard_port=port), 1),
+            start_cluster(ClusterSection(dashboard_port=port), 1),
         ):
             pytest.fail("the port was taken")
 
@@ -168,12 +170,13 @@ def test_a_dashboard_that_does_not_start_does_not_end_the_head(
 
 JOIN = """
 import sys
-from pentad.orchestrator.cluster import cluster
+sys.path.append(sys.argv[2])
+from started_cluster import start_cluster
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.schedules.ir.errors import PentadError
 import ray
 try:
-    with cluster.start(ClusterSection(**eval(sys.argv[1])), 2) as joined:
+    with start_cluster(ClusterSection(**eval(sys.argv[1])), 2) as joined:
         one = ray.remote(num_cpus=1)(lambda: 1)
         print(sum(ray.get([one.remote(), one.remote()])), joined.local, joined.address, joined.token_file)
 except PentadError as error:
@@ -182,7 +185,7 @@ except PentadError as error:
 
 
 def join(section: dict[str, str], footprint: Footprint | None = None) -> str:
-    command = [sys.executable, "-c", JOIN, repr(section)]
+    command = [sys.executable, "-c", JOIN, repr(section), str(SUPPORT)]
     environment = footprint.environment if footprint else None
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=True, env=environment)
     assert not done.stderr.strip(), done.stderr

@@ -18,6 +18,7 @@ import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from started_cluster import start_cluster
 from submitted_runs import SMALL, STEPS, steps
 
 from pentad.orchestrator.cli.cli import main
@@ -78,7 +79,7 @@ def user(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
         patch.setenv("OMP_NUM_THREADS", "1")
-        with clusters.start(ClusterSection(device="cpu"), 1) as head, second_node(head.address):
+        with start_cluster(ClusterSection(device="cpu"), 1) as head, second_node(head.address):
             assert head.token_file is not None
             # As `ray start` does: otherwise a job might join another cluster on this machine.
             ray._private.utils.write_ray_address(head.address, str(head.token_file.parent / "ray"))

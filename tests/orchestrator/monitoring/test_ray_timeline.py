@@ -16,8 +16,8 @@ import grpc
 import pytest
 import ray
 from ray.core.generated import gcs_service_pb2_grpc
+from started_cluster import start_cluster
 
-from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.monitoring import ray_timeline
 from pentad.orchestrator.monitoring.ray_timeline import RayTimeline
@@ -111,7 +111,7 @@ def assert_same_step(shown: list[Slice], spans: tuple[Span, ...]) -> None:
 
 @pytest.mark.parametrize("auth", ["token", pytest.param("disabled", marks=pytest.mark.slow)])
 def test_the_dashboard_returns_what_was_pushed(auth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with clusters.start(ClusterSection(device="cpu", auth=auth), 1) as cluster:
+    with start_cluster(ClusterSection(device="cpu", auth=auth), 1) as cluster:
         job = ray.get_runtime_context().get_job_id()
         token = cluster.token_file.read_text() if cluster.token_file else ""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
