@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
-from pentad.orchestrator.monitoring.runfolder import CHECKPOINTS, CONFIG, resolve_run
+from pentad.orchestrator.monitoring.runfolder import CONFIG, find_checkpoint
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, newest, open_checkpoint
+from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.data.corpus_index import INDEX_FILE, parse_index
 from pentad.workers.data.sources import corpus_folder
 from pentad.workers.data.tokenizer import end_token, load_tokenizer
@@ -48,7 +48,7 @@ def show_import(source: Path, out: Path, *, as_json: bool) -> None:
 
 def show_export(path: str, out: Path, dtype: Dtype, gigabytes: float, *, as_json: bool) -> None:
     """Exports a checkpoint, or the newest one of a run, and prints a summary."""
-    checkpoint = _checkpoint(path)
+    checkpoint = find_checkpoint(path, "CHECKPOINT")
     request = _request(checkpoint, dtype, max(1, round(gigabytes * GIGABYTE)))
     done, family = export_checkpoint(checkpoint, out, request, _progress("written")), request.family
     if as_json:
@@ -89,18 +89,6 @@ def _corpus_tokenizer(data: dict[str, Any], section: dict[str, Any]) -> Path | N
         return None
     index = parse_index((folder / INDEX_FILE).read_text(encoding="utf-8"), folder / INDEX_FILE)
     return folder / index.tokenizer.file
-
-
-def _checkpoint(path: str) -> Checkpoint:
-    """A checkpoint by its folder, or the newest one of a run or an import."""
-    folder = Path(path)
-    if (folder / MANIFEST).exists() or folder.name.startswith("step-"):
-        return open_checkpoint(folder)
-    home = folder if (folder / CHECKPOINTS).is_dir() else resolve_run(path)
-    checkpoint = newest(home / CHECKPOINTS).checkpoint
-    if checkpoint is None:
-        raise PentadError(f"CHECKPOINT is '{path}', which has no valid checkpoint: expected at least one")
-    return checkpoint
 
 
 def _progress(verb: str) -> Callable[[int, int], None]:

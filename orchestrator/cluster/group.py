@@ -21,6 +21,7 @@ from pentad.orchestrator.cluster.worker import Actor, Status, WorkerPlace, read_
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.checkpoint.checkpoint import Start
 
 Refs = dict[int, Any]  # pending answers by rank
 Member = tuple[Any, WorkerPlace]  # a rank's actor, and where it runs
@@ -95,9 +96,10 @@ class WorkerGroup:
                     f"run.folder has {folder}, which {self.label(rank)} does not see: expected storage that all share"
                 )
 
-    def restore(self, folder: Path | None, step: int = 0, tick: Tick | None = None) -> None:
-        """Loads a checkpoint of `step` steps on every rank; None leaves the initial values."""
-        self.collect(self._call_runners("restore", str(folder) if folder else None, step), tick=tick)
+    def restore(self, start: Start, tick: Tick | None = None) -> None:
+        """Loads the state that training starts from on every rank."""
+        folder = str(start.folder) if start.folder else None
+        self.collect(self._call_runners("restore", folder, start.step, start.optimizer), tick=tick)
 
     def receive(self, sources: dict[ParamShard, int], step: int, tick: Tick | None = None) -> None:
         """Broadcasts the state of `step` steps of each shard from rank `sources[shard]` to its other holders."""

@@ -47,6 +47,18 @@ class RunSection(Section):
     """seed of the initial weights and of the order of samples, the only source of randomness"""
     steps: Count = Field(description="optimizer steps of the run, counted over all resumes")
     folder: Text = Field(default="runs", description="folder that holds the folders of all runs")
+    init_from: Text | None = None
+    """run, checkpoint or imported model whose weights a new run starts with (docs/stages.md); null: initial values"""
+    init_optimizer: bool = Field(default=False, description="start with the optimizer state of run.init_from as well")
+    init_step: bool = False
+    """count the steps of run.init_from as steps of this run: learning rate and samples continue from there"""
+
+    def rules(self) -> Iterator[Broken | str]:
+        for name in ("init_optimizer", "init_step"):
+            if getattr(self, name) and self.init_from is None:
+                yield Broken(name, "false without run.init_from")
+        if self.init_from == self.name:
+            yield Broken("init_from", "another run than run.name")
 
 
 class MeshSection(Section):

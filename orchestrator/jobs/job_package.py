@@ -33,6 +33,8 @@ def for_cluster(config: RunConfig, here: Path, *, is_open: bool = False) -> RunC
     raw["cluster"]["auth"] = "disabled" if is_open else config.cluster.auth
     raw["run"]["folder"] = _absolute(config.run.folder, here)
     raw["data"]["cache"] = _absolute(config.data.cache, here)
+    if config.run.init_from and "/" in config.run.init_from:  # else the name of a run in run.folder
+        raw["run"]["init_from"] = _absolute(config.run.init_from, here)
     if not config.data.path.startswith("builtin:"):
         raw["data"]["path"] = _absolute(config.data.path, here)
     return RunConfig.model_validate(raw)

@@ -20,6 +20,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, newest, open_checkpoint
 from pentad.workers.hf.names import MODEL_FILE, TOKENIZER_FILES
 
 CONFIG, PROGRAM, METRICS, JOURNAL = "config.yaml", "program.arrow", "metrics.jsonl", "journal.jsonl"
@@ -30,10 +31,15 @@ METRIC_KEYS = (
     *("mfu", "bubble_planned", "bubble_measured", "generation"),
 )
 _FIXED = ("model.", "batch.", "data.path", "run.seed")  # what a resumed run may not change
+_OWN = ("run.name", "run.folder")
+Changes = dict[str, tuple[Any, Any]]  # the values before and now, by key
 
 
 class RunFolder:
-    """The folder of a live run, locked against others until it is closed; use it in a `with`."""
+    """The folder of a live run, locked against others until it is closed; use it in a `with`.
+
+    `changes` are the keys of the configuration that a resumed run changes.
+    """
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         """Creates the folder, with `config.yaml` and `program.arrow`, or opens it to resume.
@@ -44,6 +50,7 @@ class RunFolder:
         self.plan = plan
         self.resumed = (self.path / CONFIG).exists()
         check_resumable(config)
+        self.changes = changed_keys(saved_config(self.path), config) if self.resumed else {}
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock = _lock(self.path, config.run.name)
@@ -128,6 +135,11 @@ def path_of(config: RunConfig) -> Path:
     return Path(config.run.folder).expanduser() / config.run.name
 
 
+def has_checkpoint(config: RunConfig) -> bool:
+    """Whether the run has a committed checkpoint, intact or not."""
+    return any((path_of(config) / CHECKPOINTS).glob("step-*/manifest.json"))
+
+
 def check_not_live(config: RunConfig) -> None:
     """Raises PentadError when a live run has locked the folder of `config`."""
     path = path_of(config)
@@ -136,7 +148,7 @@ def check_not_live(config: RunConfig) -> None:
             os.close(_lock(path, config.run.name))
 
 
-def resolve_run(name: str, folder: Path = Path("runs")) -> Path:
+def resolve_run(name: str, folder: Path = Path("runs"), argument: str = "RUN") -> Path:
     """The folder of a run given by its path or by its name below `folder`. Raises PentadError if there is none."""
     for path in (Path(name), folder / name):
         if (path / CONFIG).is_file():
@@ -145,7 +157,22 @@ def resolve_run(name: str, folder: Path = Path("runs")) -> Path:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     there = f"the runs there are {', '.join(known)}" if known else "there are none"
-    raise PentadError(f"RUN is '{name}'{hint}: expected a run's folder or a name under {folder}/: {there}")
+    raise PentadError(f"{argument} is '{name}'{hint}: expected a run's folder or a name under {folder}/: {there}")
+
+
+def find_checkpoint(text: str, argument: str, runs: Path = Path("runs")) -> Checkpoint:
+    """A verified checkpoint by its folder, or the newest one of a run (a folder, or a name below `runs`) or an import.
+
+    Raises PentadError, which names `argument`, if there is none.
+    """
+    folder = Path(text).expanduser()
+    if (folder / MANIFEST).exists() or folder.name.startswith("step-"):
+        return open_checkpoint(folder)
+    home = next((path for path in (folder, runs / text) if (path / CHECKPOINTS).is_dir()), None)
+    checkpoint = newest((home or resolve_run(text, runs, argument)) / CHECKPOINTS).checkpoint
+    if checkpoint is None:
+        raise PentadError(f"{argument} is '{text}', which has no valid checkpoint: expected at least one")
+    return checkpoint
 
 
 def saved_config(path: Path) -> RunConfig:
@@ -187,10 +214,16 @@ def check_resumable(config: RunConfig) -> None:
         saved = saved_config(path)
     except PentadError as error:
         raise PentadError(f"the run in {path} cannot be resumed: {error}: {advice}") from None
-    before, now = _flat(saved), _flat(config)
-    for key in now:
-        if key.startswith(_FIXED) and before[key] != now[key]:
-            raise PentadError(f"{key} is {now[key]}, but the run in {path} has {before[key]}: {advice}")
+    for key, (before, now) in changed_keys(saved, config).items():
+        if key.startswith(_FIXED):
+            hint = f"run.init_from={config.run.name} starts a new run from its weights"
+            raise PentadError(f"{key} is {now}, but the run in {path} has {before}: {advice} ({hint})")
+
+
+def changed_keys(before: RunConfig, now: RunConfig) -> Changes:
+    """The keys whose values differ, but for the run's own (its name, folder and origin)."""
+    old, new = _flat(before), _flat(now)
+    return {key: (old[key], new[key]) for key in new if old[key] != new[key] and key not in _OWN}
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.cluster import cluster as clusters
@@ -20,14 +19,15 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.headwatch import watched_head
 from pentad.orchestrator.monitoring.plan_view import print_plan
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_lines
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, Changes, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import plan_on
+from pentad.orchestrator.run.init_from import Origin, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.recovery import Recovery
 from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import newest
+from pentad.workers.checkpoint.checkpoint import Start, newest
 
 FAILURE = "failure.txt"
 
@@ -39,8 +39,10 @@ def drive(
     runner: str,
     display: Display,
     interrupts: Interrupts,
+    origin: Origin | None,
 ) -> int:
-    """Trains on the cluster of `head`, None: the existing one, and returns the number of steps done."""
+    """Trains on the cluster of `head`, None: the existing one, and returns the number of steps done. A run without an
+    intact checkpoint starts from `origin` (None: found here)."""
     timeout = config.cluster.start_timeout_seconds
     with ExitStack() as stack:
         cluster = stack.enter_context(clusters.join(config.cluster, config.mesh.size, head))
@@ -51,11 +53,12 @@ def drive(
         plan = plan_on(config, cluster.device, hosts=num_hosts, expected=plan)
         folder = stack.enter_context(RunFolder(config, plan))
         _show_cluster(display, cluster)
-        first, checkpoint, generation = _resume(folder, display)
-        bus, requests = EventBus(config, folder, display, first, cluster.dashboard), ControlRequests()
+        start, changes, generation = _resume(config, folder, display, origin)
+        bus, requests = EventBus(config, folder, display, start.step, cluster.dashboard), ControlRequests()
         with watched_head(cluster, bus), monitored(config, bus, requests), _failures_recorded(bus):
             folder.begin(config)
-            bus.record("start", generation=generation, step=first, program=plan.program.hash)
+            facts = {"checkpoint": str(start.folder) if start.folder else None, "changes": changes}
+            bus.record("start", generation=generation, step=start.step, program=plan.program.hash, **facts)
             group = stack.enter_context(
                 WorkerGroup.start(
                     plan, placement, timeout, generation=generation, runner=runner, progress=display.phase
@@ -64,9 +67,9 @@ def drive(
             bus.on_first_step = cluster.start_dashboard  # later, because ranks need the CPU while they start
             bus.record("place", generation=generation, ranks=_ranks(group))
             group.check_folder(folder.path.resolve())
-            group.restore(checkpoint, first)
+            group.restore(start)
             interrupts.stop = requests.stop
-            done = _run_generations(config, group, bus, requests, first)
+            done = _run_generations(config, group, bus, requests, start)
             state = "finished" if done == config.run.steps else "stopped"
             bus.record("end" if state == "finished" else "stop", generation=group.generation, step=done)
             bus.set_state(state)
@@ -74,11 +77,11 @@ def drive(
 
 
 def _run_generations(
-    config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests, first: int
+    config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests, start: Start
 ) -> int:
-    """Runs steps from `first` on, one generation after another, until all are done or the run is stopped; returns how
+    """Runs steps from `start` on, one generation after another, until all are done or the run is stopped; returns how
     many are done."""
-    recovery, saved, shown = Recovery(config, group, bus, requests), first, None
+    recovery, first, saved, shown = Recovery(config, group, bus, requests, start), start.step, start.step, None
     while True:
         steps = StepLoop(config, group, bus, requests, first, saved, recovery.should_regroup)
         bus.ranks_placed(group)
@@ -116,23 +119,27 @@ def _show_cluster(display: Display, cluster: Cluster) -> None:
         display.note(f"Ray dashboard{when}: {cluster.dashboard}{token}")
 
 
-def _resume(folder: RunFolder, display: Display) -> tuple[int, Path | None, int]:
-    """The first step to run, the checkpoint to restore, and the number of this generation.
+def _resume(
+    config: RunConfig, folder: RunFolder, display: Display, origin: Origin | None
+) -> tuple[Start, Changes, int]:
+    """What to start from, the keys that differ from the steps before, and the number of this generation.
 
     Newer checkpoints that are damaged are renamed, and their steps run again.
     """
     generation = 1 + max((row.get("generation", 0) for row in read_lines(folder.path / JOURNAL, ["event"])), default=0)
-    if not any(folder.checkpoints.iterdir()):
-        folder.rewind(0)
-        return 0, None, generation
     found = newest(folder.checkpoints)
     for path, reason in found.refused:
         aside = path.rename(path.with_name(f"{path.name}.refused-{generation}"))
         display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
-    first = found.checkpoint.step if found.checkpoint else 0
-    display.note(f"resuming from step {first}" if found.checkpoint else "no intact checkpoint: starting from step 0")
-    folder.rewind(first)
-    return first, found.checkpoint.folder if found.checkpoint else None, generation
+    if found.checkpoint:
+        start, changes = Start(found.checkpoint.folder, found.checkpoint.step), folder.changes
+        display.note(f"resuming from step {start.step}")
+    else:
+        start, changes = origin or origin_of(config)
+        if start.folder or found.refused:
+            display.note(f"starting from {start.folder or 'the initial weights'} at step {start.step}")
+    folder.rewind(start.step)
+    return start, changes, generation
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.run.fence import RecoveryState, fence
 from pentad.orchestrator.run.regroup import CannotRecover, Regroup
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import Start
 
 ATTEMPTS = 5  # faults during one recovery
 MAX_FAULTS_WITHOUT_PROGRESS = 3
@@ -30,9 +31,11 @@ class Recovery:
     """Of one run. `recover` and `regroup` put the ranks of `group` together again and return what has survived: the run
     continues from step `version` of it."""
 
-    def __init__(self, config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests) -> None:
+    def __init__(
+        self, config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests, start: Start
+    ) -> None:
         self.elastic, self.group, self.bus = config.elastic, group, bus
-        self.ranks = Regroup(config, group, bus, requests)
+        self.ranks = Regroup(config, group, bus, requests, start)
         self.faults = self.faults_without_progress = 0
         self.furthest, self.checked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()  # ranks on draining nodes

@@ -17,7 +17,7 @@ from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.run.fence import RecoveryState, is_complete, kill, sources
 from pentad.orchestrator.run.hang_detection import check_answers
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import newest
+from pentad.workers.checkpoint.checkpoint import Start, newest
 
 CREATE_SECONDS = 30.0
 RETRY_SECONDS = 0.2
@@ -30,9 +30,11 @@ class CannotRecover(WorkerError):
 class Regroup:
     """Of the ranks of one run. `group` changes only once all ranks that it will have are there."""
 
-    def __init__(self, config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests) -> None:
+    def __init__(
+        self, config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests, start: Start
+    ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
-        self.full = group.plan
+        self.full, self.start = group.plan, start
 
     def can_grow(self) -> bool:
         """Whether the mesh has shrunk and there is room for the full one again."""
@@ -118,7 +120,7 @@ class Regroup:
         self, plan: Plan, bundles: Sequence[int], members: Iterable[Member], state: RecoveryState, *, keep: bool
     ) -> None:
         """Starts a generation of these ranks. With `keep` those that are current send the others their state; else all
-        restore the newest checkpoint."""
+        restore the newest checkpoint, or what the run started from."""
         group = self.group
         if plan is not group.plan:
             self.bus.folder.replan(plan)
@@ -135,9 +137,9 @@ class Regroup:
 
     def _restore(self, state: RecoveryState) -> None:
         found = newest(self.bus.folder.checkpoints).checkpoint
-        state.version = found.step if found else 0
-        tick = check_answers(self.group, self.config.elastic.hang_seconds)
-        self.group.restore(found.folder if found else None, state.version, tick=tick)
+        start = Start(found.folder, found.step) if found else self.start
+        state.version = start.step
+        self.group.restore(start, tick=check_answers(self.group, self.config.elastic.hang_seconds))
 
     def _save(self, state: RecoveryState) -> None:
         """Writes a checkpoint of the newest state, each parameter shard by one of its current holders."""

@@ -17,8 +17,15 @@ from pentad.orchestrator.cluster.ports import free_port
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.runfolder import check_not_live, check_resumable, path_of, read_lines
+from pentad.orchestrator.monitoring.runfolder import (
+    check_not_live,
+    check_resumable,
+    has_checkpoint,
+    path_of,
+    read_lines,
+)
 from pentad.orchestrator.planning.planning import first_plan
+from pentad.orchestrator.run.init_from import origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import typical_pace
 from pentad.schedules.ir.errors import PentadError
@@ -70,11 +77,12 @@ def train(
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         plan = replace(plan or first_plan(config), fingerprint=fingerprint)
+        origin = None if has_checkpoint(config) else origin_of(config)  # a mistake shows before Ray starts
         display.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")
         head = stack.enter_context(launch(config.cluster, config.mesh.size))
         from pentad.orchestrator.run.driver import drive  # imports ray
 
-        steps = drive(config, plan, head, runner, display, interrupts)
+        steps = drive(config, plan, head, runner, display, interrupts, origin)
         if steps < config.run.steps:
             display.note(f"stopped after step {steps}")
         return summary(config, steps)

@@ -79,14 +79,16 @@ def test_every_command_of_the_first_pages_runs(folder: Path, capsys: pytest.Capt
 
 
 OTHERS = [
-    page for page in PAGES if commands(page) and page.name not in ("README.md", "first-hour.md", "hugging-face.md")
+    pytest.param(page, marks=[pytest.mark.slow] if any(verb == "train" for verb, *_ in commands(page)) else [])
+    for page in PAGES
+    if commands(page) and page.name not in ("README.md", "first-hour.md", "hugging-face.md")
 ]
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", OTHERS, ids=page_id)
 def test_every_command_of_a_page_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in commands(page):
-        assert arguments[0] != "train", "only the first pages may start Ray"
         _runs(arguments, capsys)
 
 

@@ -23,6 +23,7 @@ from pentad.orchestrator.monitoring.runfolder import RunFolder, read_lines
 from pentad.orchestrator.run import fence, hang_detection, recovery, regroup, step_loop
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.checkpoint import Start
 from pentad.workers.runtime.results import RankSnapshot, StepResult
 
 DRIVER_NODE = "node0"
@@ -73,7 +74,7 @@ class Rank:
     def connect(self, address: str, seconds: float) -> None:
         assert {rank.generation for rank in self.fake.ranks if rank.is_alive} == {self.generation}
 
-    def restore(self, folder: str | None, step: int) -> None:
+    def restore(self, folder: str | None, step: int, optimizer: bool) -> None:
         assert (int(Path(folder).name[5:]) if folder else 0) == step
         self.version = step
 
@@ -295,8 +296,8 @@ class FakeRun:
         display = Display(Console(quiet=True), "run", config.run.steps)
         self.bus, self.requests = EventBus(config, folder, display, 0, None), ControlRequests()
         self.bus.ranks_placed(group)
-        self.recovery = recovery.Recovery(config, group, self.bus, self.requests)
-        group.restore(None)
+        self.recovery = recovery.Recovery(config, group, self.bus, self.requests, Start())
+        group.restore(Start())
         group.collect(group.submit_run(0, 7))
         self.before = [actor.rank for actor in group.actors]
 

@@ -77,10 +77,11 @@ class FakeRunner:
         assert set(sources) <= set(range(self.plan.program.stages))
         self.steps = step
 
-    def restore(self, folder: str | None, step: int = 0) -> None:
-        self.steps = 0
+    def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
+        self.steps = step
         if folder:
-            self.steps = int(safetensors.numpy.load_file(Path(folder, "stage-000.safetensors"))["steps"])
+            saved = int(safetensors.numpy.load_file(Path(folder, "stage-000.safetensors"))["steps"])
+            assert step in (0, saved), "another run's steps count, or do not"
 
     def run(self, first_step: int, count: int, more: bool = False) -> list[StepResult]:
         results = [*self.open, *(self._step(step) for step in range(first_step, first_step + count))]

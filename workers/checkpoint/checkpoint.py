@@ -46,6 +46,15 @@ class Checkpoint:
     files: dict[str, str]
 
 
+class Start(NamedTuple):
+    """What training starts from: a checkpoint (None: the initial values) whose `step` steps count as done, with its
+    `optimizer` state or without."""
+
+    folder: Path | None = None
+    step: int = 0
+    optimizer: bool = True
+
+
 class Found(NamedTuple):
     """The newest valid checkpoint, if any, and each newer one that is damaged, newest first, with the reason."""
 

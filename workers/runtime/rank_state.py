@@ -47,14 +47,17 @@ class RankState:
         for parameters in self.parameters.values():
             parameters.refresh()  # the compute weights may be those of a step that was never committed
 
-    def read(self, folder: Path) -> None:
-        """Reads weights and optimizer state from a checkpoint of any mesh.
+    def read(self, folder: Path, *, optimizer: bool = True) -> None:
+        """Reads weights and optimizer state from a checkpoint of any mesh; without `optimizer` that state is zero.
 
         Raises PentadError if a tensor is missing or has another shape.
         """
         source = checkpoint.open_checkpoint(folder)
         for parameters in self.parameters.values():
             for kind, shard in parameters.state().items():
+                if kind.startswith("optimizer.") and not optimizer:
+                    shard.zero_()
+                    continue
                 for local, span, values in parameters.shard_parts(shard):
                     # One tensor at a time: a rank with a shard need not have memory for more.
                     full = read_full(source, f"{kind}.{local.tensor.tied_to or local.name}", local.tensor.shape)

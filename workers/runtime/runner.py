@@ -90,10 +90,11 @@ class Runner:
                 stream, self.stages, groups, transport, lanes, self.progress, end, self.shards, check
             )
 
-    def restore(self, folder: str | None, step: int = 0) -> None:
-        """Reads the state of `step` steps from a checkpoint; without one, starts from the initial values."""
+    def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
+        """Reads the state of `step` steps from a checkpoint, or only the weights without `optimizer`; without a
+        checkpoint, starts from the initial values."""
         if folder is not None:
-            self.state.read(Path(folder))
+            self.state.read(Path(folder), optimizer=optimizer)
         self._set_version(step)
 
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:

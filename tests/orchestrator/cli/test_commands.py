@@ -115,9 +115,9 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ["model.layers=9"],
-            r"^model\.layers is 9, but the run in .*trial has 8: choose another run\.name than trial$",
+            r"^model\.layers is 9, but the run in .*trial has 8: choose another run\.name than trial \(.*\)$",
         ),
-        (["run.seed=1"], r"^run\.seed is 1, but the run in .*trial has 0: choose another run\.name than trial$"),
+        (["run.seed=1"], r"^run\.seed is 1, but the run in .*trial has 0: choose another run\.name than trial \(.*\)$"),
     ],
 )
 def test_a_run_that_cannot_resume_is_refused_before_ray_starts(

@@ -19,6 +19,7 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.checkpoint import Start
 
 FAKE = "fake_runner:FakeRunner"
 
@@ -63,7 +64,7 @@ def assert_all_free(seconds: float = 10) -> None:
 def test_every_rank_runs_every_step_and_reports_its_place(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:", "mesh.pp=2", "mesh.dp=2")
     with start(plan) as group:
-        group.restore(None)
+        group.restore(Start())
         results = group.collect(group.submit_run(0, 5))
         assert [[result.step for result in of_rank] for of_rank in results] == [[0, 1, 2, 3, 4]] * 4
         assert [{span.rank for result in of_rank for span in result.spans} for of_rank in results] == [

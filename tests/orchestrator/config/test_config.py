@@ -168,7 +168,7 @@ def test_overrides_replace_the_file_and_earlier_overrides(file: Callable[[str | 
         ("run.seed=99999999999999999999", "run.seed is 99999999999999999999: expected at most 9223372036854775807"),
         ("run.seed=1_", "run.seed is '1_': expected a whole number"),
         ("run.seed=0x10", "run.seed is '0x10': expected a whole number"),
-        ("run.bananas=1", "run.bananas is unknown: expected one of run.{name, seed, steps, folder}"),
+        ("run.bananas=1", "run.bananas is unknown: expected one of run.{name, seed, steps, folder, init_from,"),
         ("tokens.count=1", "tokens.count is unknown: expected a key in one of the sections run, model"),
         ("mesh=2", "mesh=2 sets a whole section: expected a single key such as mesh.dp=VALUE"),
         ("run.name={a: 1}", "run.name is {'a': 1}: expected a single value"),
@@ -286,7 +286,7 @@ def test_every_error_is_reported_unknown_keys_first(file: Callable[[str | bytes]
         "run.steps is missing: expected a value: optimizer steps of the run, counted over all resumes",
     ]
     assert refusals(None, "run.bananas=1", "run.seed=-1", "model.kv_heads=3") == [
-        "run.bananas is unknown: expected one of run.{name, seed, steps, folder}",
+        "run.bananas is unknown: expected one of run.{name, seed, steps, folder, init_from, init_optimizer, init_step}",
         "run.seed is -1: expected at least 0",
         "model.heads is 8: expected a multiple of model.kv_heads = 3",
     ]

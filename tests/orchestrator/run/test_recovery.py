@@ -21,6 +21,7 @@ from pentad.orchestrator.run.fence import RecoveryState, is_complete
 from pentad.orchestrator.run.recovery import ATTEMPTS, CHECK_SECONDS
 from pentad.orchestrator.run.regroup import CannotRecover
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import Start
 
 SMALL = ("model.layers=4", "batch.global_batch_size=8", "schedule.name=1f1b", "cluster.start_timeout_seconds=100")
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
@@ -46,13 +47,13 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         folder.close()
 
 
-Start = Callable[..., FakeRun]
+StartRun = Callable[..., FakeRun]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("ranks", [(0,), (3,), (0, 1), (0, 3), (1, 2)])
 def test_lost_ranks_are_replaced_without_losing_a_step_while_replicas_survive(
-    start: Start, ranks: tuple[int, ...], device: str
+    start: StartRun, ranks: tuple[int, ...], device: str
 ) -> None:
     run = start(*SQUARE, device=device)
     has_state = {rank // 2 for rank in range(4) if rank not in ranks} == {0, 1}  # of both stages
@@ -67,7 +68,7 @@ def test_lost_ranks_are_replaced_without_losing_a_step_while_replicas_survive(
     assert set(state.results[6]) == set(range(4)) - set(ranks)
 
 
-def test_a_step_that_one_rank_has_taken_counts_on_all(start: Start) -> None:
+def test_a_step_that_one_rank_has_taken_counts_on_all(start: StartRun) -> None:
     run = start(*SQUARE)
     run.before[3].version += 1
     for rank in run.before[:2]:
@@ -77,7 +78,7 @@ def test_a_step_that_one_rank_has_taken_counts_on_all(start: Start) -> None:
     assert run.versions() == [8] * 4
 
 
-def test_a_rank_that_is_behind_gets_the_newest_state(start: Start) -> None:
+def test_a_rank_that_is_behind_gets_the_newest_state(start: StartRun) -> None:
     run = start(*SQUARE)
     run.before[3].version += 1  # and its replica, rank 1, cannot follow
     run.before[0].ready = True
@@ -97,7 +98,7 @@ def test_ranks_without_state_are_not_a_source() -> None:
 @pytest.mark.parametrize("saved", [0, 5])
 @pytest.mark.parametrize("overrides", [LINE, (*SQUARE, "zero.stage=3")])
 def test_state_that_only_the_lost_rank_held_is_restored_from_the_newest_checkpoint(
-    start: Start, overrides: tuple[str, ...], saved: int
+    start: StartRun, overrides: tuple[str, ...], saved: int
 ) -> None:
     run = start(*overrides)
     if saved:
@@ -110,7 +111,7 @@ def test_state_that_only_the_lost_rank_held_is_restored_from_the_newest_checkpoi
 
 
 @pytest.mark.parametrize("saved", [0, 7])
-def test_without_room_the_mesh_shrinks_from_a_checkpoint_of_the_surviving_state(start: Start, saved: int) -> None:
+def test_without_room_the_mesh_shrinks_from_a_checkpoint_of_the_surviving_state(start: StartRun, saved: int) -> None:
     run = start(*SQUARE, *SHRINKS, nodes=("node0", "node0", "node1", "node2"))
     if saved:
         run.save(saved)
@@ -129,7 +130,7 @@ def test_without_room_the_mesh_shrinks_from_a_checkpoint_of_the_surviving_state(
     assert not run.before[2].is_alive  # a spare rank
 
 
-def test_a_mesh_without_the_newest_state_shrinks_from_the_newest_checkpoint(start: Start) -> None:
+def test_a_mesh_without_the_newest_state_shrinks_from_the_newest_checkpoint(start: StartRun) -> None:
     run = start(*LINE, *SHRINKS)
     run.save(5)
     fault = run.lose(2, 3)
@@ -139,7 +140,7 @@ def test_a_mesh_without_the_newest_state_shrinks_from_the_newest_checkpoint(star
     assert not run.fake.written and run.versions() == [5, 5]
 
 
-def test_a_fault_while_the_mesh_shrinks_is_repaired_on_the_smaller_one(start: Start) -> None:
+def test_a_fault_while_the_mesh_shrinks_is_repaired_on_the_smaller_one(start: StartRun) -> None:
     run = start(*SQUARE, *SHRINKS)
     fault, run.fake.on_call = run.lose(1, 3), once("connect", 1, die)
     run.fake.lose_node("node1")
@@ -148,7 +149,7 @@ def test_a_fault_while_the_mesh_shrinks_is_repaired_on_the_smaller_one(start: St
     assert run.versions() == [7, 7] and len(run.fake.ranks) == 5
 
 
-def test_a_mesh_that_may_not_shrink_ends_the_run_and_keeps_the_group(start: Start) -> None:
+def test_a_mesh_that_may_not_shrink_ends_the_run_and_keeps_the_group(start: StartRun) -> None:
     run = start(*SQUARE, "elastic.wait_seconds=1")
     plan, fault = run.group.plan, run.lose(3, 1)
     run.fake.lose_node("node1")
@@ -165,7 +166,7 @@ def test_a_mesh_that_may_not_shrink_ends_the_run_and_keeps_the_group(start: Star
     assert run.group.generation == 2
 
 
-def test_a_stop_ends_the_wait_for_a_node(start: Start) -> None:
+def test_a_stop_ends_the_wait_for_a_node(start: StartRun) -> None:
     run = start(*SQUARE, "elastic.wait_seconds=100")
     fault, run.fake.on_sleep = run.lose(3), run.requests.stop
     run.fake.lost_nodes.add("node1")
@@ -175,7 +176,7 @@ def test_a_stop_ends_the_wait_for_a_node(start: Start) -> None:
     assert run.fake.now < began + 5
 
 
-def shrunk(start: Start) -> FakeRun:
+def shrunk(start: StartRun) -> FakeRun:
     """A run that has lost node1 and shrunk; the node is there again."""
     run = start(*SQUARE, *SHRINKS)
     fault = run.lose(1, 3)
@@ -191,7 +192,7 @@ def shrunk(start: Start) -> FakeRun:
     return run
 
 
-def test_a_shrunk_mesh_grows_back_around_the_ranks_it_has(start: Start) -> None:
+def test_a_shrunk_mesh_grows_back_around_the_ranks_it_has(start: StartRun) -> None:
     run = shrunk(start)
     state = run.recovery.regroup(7)
     assert [row["how"] for row in run.events("recovered")] == ["shrink", "grow"]
@@ -215,7 +216,7 @@ def no_new_rank_answers(run: FakeRun) -> None:
 
 @pytest.mark.parametrize("prevent", [leave_again, no_new_rank_answers])
 def test_the_old_group_is_kept_if_the_mesh_cannot_grow_after_all(
-    start: Start, prevent: Callable[[FakeRun], None]
+    start: StartRun, prevent: Callable[[FakeRun], None]
 ) -> None:
     run = shrunk(start)
     before, plan = run.fake.members(), run.group.plan
@@ -227,7 +228,7 @@ def test_the_old_group_is_kept_if_the_mesh_cannot_grow_after_all(
     assert run.versions() == [7, 7]
 
 
-def test_a_fault_while_the_mesh_grows_is_repaired_on_the_full_mesh(start: Start) -> None:
+def test_a_fault_while_the_mesh_grows_is_repaired_on_the_full_mesh(start: StartRun) -> None:
     run = shrunk(start)
     run.fake.on_call = once("connect", 3, lambda rank: run.fake.kill(rank.pid))
     run.recovery.regroup(7)
@@ -259,7 +260,7 @@ def hang(rank: Rank) -> None:
 @pytest.mark.parametrize("method", ["fence", "leave", "start", "connect", "receive"])
 @pytest.mark.parametrize("what", [die, hang])
 def test_a_fault_during_a_recovery_is_recovered_with_it(
-    start: Start, what: Callable[[Rank], None], method: str, number: int
+    start: StartRun, what: Callable[[Rank], None], method: str, number: int
 ) -> None:
     run = start(*SQUARE)
     run.save(5)
@@ -274,7 +275,7 @@ def test_a_fault_during_a_recovery_is_recovered_with_it(
     assert run.before[number].pid in run.fake.killed
 
 
-def test_a_recovery_that_fails_again_and_again_is_given_up(start: Start) -> None:
+def test_a_recovery_that_fails_again_and_again_is_given_up(start: StartRun) -> None:
     run = start(*SQUARE)
     run.fake.on_call = lambda rank, method: run.fake.kill(rank.pid) if (method, rank.number) == ("connect", 2) else None
     with pytest.raises(WorkerError, match=r"^rank 2 .* died"):
@@ -282,13 +283,13 @@ def test_a_recovery_that_fails_again_and_again_is_given_up(start: Start) -> None
     assert len(run.events("fence")) == ATTEMPTS and not run.events("recovered")
 
 
-def test_no_rank_left_ends_the_run(start: Start) -> None:
+def test_no_rank_left_ends_the_run(start: StartRun) -> None:
     run = start(*SQUARE)
     with pytest.raises(PentadError, match=r"^no rank is left of the run; the same command resumes from the newest"):
         run.recovery.recover(run.lose(0, 1, 2, 3), 7)
 
 
-def test_a_mistake_found_during_a_recovery_ends_the_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_found_during_a_recovery_ends_the_run(start: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(*SQUARE)
 
     def receive(*_: Any) -> None:
@@ -300,7 +301,7 @@ def test_a_mistake_found_during_a_recovery_ends_the_run(start: Start, monkeypatc
     assert not isinstance(caught.value, WorkerError)
 
 
-def test_faults_without_progress_end_the_run(start: Start) -> None:
+def test_faults_without_progress_end_the_run(start: StartRun) -> None:
     run = start(*SQUARE)
     for done in (7, 7, 7, 8, 8, 8):
         run.recovery.recover(run.lose(3), done)
@@ -309,14 +310,14 @@ def test_faults_without_progress_end_the_run(start: Start) -> None:
     assert len(run.events("recovered")) == 6
 
 
-def test_max_failures_ends_the_run(start: Start) -> None:
+def test_max_failures_ends_the_run(start: StartRun) -> None:
     run = start(*SQUARE, "elastic.max_failures=1")
     run.recovery.recover(run.lose(3), 7)
     with pytest.raises(WorkerError, match=r"^rank 3 died$"):
         run.recovery.recover(run.lose(3), 8)
 
 
-def test_a_draining_node_is_left_shortly_before_it_goes_and_is_no_failure(start: Start) -> None:
+def test_a_draining_node_is_left_shortly_before_it_goes_and_is_no_failure(start: StartRun) -> None:
     run = start(*SQUARE, "elastic.max_failures=0", "elastic.wait_seconds=1")
     run.fake.draining = {"node1": int(1000 * (run.fake.now + 20)), "elsewhere": 1}
     run.fake.now += CHECK_SECONDS
@@ -340,31 +341,31 @@ def test_a_draining_node_is_left_shortly_before_it_goes_and_is_no_failure(start:
     assert not run.recovery.should_regroup()
 
 
-def test_a_rank_that_hangs_is_reported_and_replaced(start: Start) -> None:
+def test_a_rank_that_hangs_is_reported_and_replaced(start: StartRun) -> None:
     run = start(*SQUARE)
-    run.group.restore(None)
+    run.group.restore(Start())
     run.fake.on_call = once("run", 2, hang)
     verdicts = []
     run.bus.update = lambda **changes: verdicts.append(changes.get("verdict"))  # type: ignore[method-assign]
-    assert driver._run_generations(run.config, run.group, run.bus, run.requests, 0) == run.config.run.steps
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == run.config.run.steps
     (lost,) = run.events("lost")
     assert (lost["rank"], lost["fault"], lost["detector"]) == (2, "hang", "heartbeat")
     assert lost["cause"].startswith("no rank made progress for ") and any(verdicts)
     assert [row["how"] for row in run.events("recovered")] == ["repair"]
 
 
-def test_an_abort_ends_the_run_during_a_step(start: Start) -> None:
+def test_an_abort_ends_the_run_during_a_step(start: StartRun) -> None:
     run = start(*SQUARE)
-    run.group.restore(None)
+    run.group.restore(Start())
     run.fake.on_call = once("run", 0, lambda rank: run.requests.abort())
     with pytest.raises(PentadError, match=r"^the run was aborted through its control service, without a checkpoint$"):
-        driver._run_generations(run.config, run.group, run.bus, run.requests, 0)
+        driver._run_generations(run.config, run.group, run.bus, run.requests, Start())
     assert not run.events("checkpoint")
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("mesh", [SQUARE, LINE])
-def test_every_step_is_recorded_once_whatever_dies(start: Start, mesh: tuple[str, ...], seed: int) -> None:
+def test_every_step_is_recorded_once_whatever_dies(start: StartRun, mesh: tuple[str, ...], seed: int) -> None:
     """One or two ranks die, then a node, which returns, and then one of the ranks that are left; with checkpoints or
     without."""
     run = start(*mesh, *SHRINKS, f"checkpoint.every={5 * (seed % 3)}")
@@ -374,8 +375,8 @@ def test_every_step_is_recorded_once_whatever_dies(start: Start, mesh: tuple[str
     run.fake.faults |= {steps[0]: rng.choice([(0, 1), (2, 3), (3,)]), steps[1]: "node1"}
     run.fake.returns = {rng.randrange(steps[1] + 1, 31)}
     run.fake.commits = {step for step in steps if rng.random() < 0.5}
-    run.group.restore(None)
-    assert driver._run_generations(run.config, run.group, run.bus, run.requests, 0) == run.config.run.steps
+    run.group.restore(Start())
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == run.config.run.steps
     assert [row["step"] for row in read_lines(run.folder.path / "metrics.jsonl")] == list(range(run.config.run.steps))
     assert not run.fake.faults and run.versions() == [run.config.run.steps] * len(run.fake.members())
     recovered = run.events("recovered")

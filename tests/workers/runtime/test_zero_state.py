@@ -27,6 +27,7 @@ from pentad.workers.checkpoint import checkpoint, shards
 from pentad.workers.model.stage import Stage
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import create_parameters
+from pentad.workers.runtime.rank_state import RankState
 from pentad.workers.runtime.zero import ZeroShards
 
 slow = pytest.mark.slow
@@ -53,6 +54,21 @@ def test_a_checkpoint_restores_on_any_mesh_and_zero_stage(fleet, corpus, tmp_pat
     assert set(opened.files.values()) == {f"stage-{s:03d}.safetensors" for s in range(plans[0].program.stages)}
     for expected in (outcomes, fleet.run(plans[1], [(1, 0)], restore=str(folder))):
         assert same_bits(assemble([outcome.state for outcome in expected], stored), stored)
+
+
+def test_a_new_stage_of_training_takes_the_weights_and_leaves_the_optimizer_state(fleet, corpus, tmp_path):
+    plan, folder = plan_of("1f1b", 1, 2, 4, corpus, "float32"), checkpoint.folder_of(tmp_path, 1)
+    outcomes = run_and_save(fleet, plan, 1, folder)
+    state = RankState(plan, 0, torch.device("cpu"))
+    state.read(folder)
+    assert any(parameters.m.any() for parameters in state.parameters.values())
+    state.read(folder, optimizer=False)
+    for parameters in state.parameters.values():
+        assert not parameters.m.any()
+        assert not parameters.v.any()
+        assert parameters.full_weights is not None
+        for name, value in parameters.views(parameters.full_weights).items():
+            assert torch.equal(value, outcomes[0].state[f"model.{name}"])
 
 
 SIZES = [("1f1b", 1, 2, 4, None), ("1f1b", 2, 2, 4, None), ("zb-v", 2, 2, 4, None), ("1f1b", 4, 1, 2, None),

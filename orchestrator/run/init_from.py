@@ -1,0 +1,76 @@
+"""`run.init_from`: the checkpoint of another run, or of an imported model, that a new run starts from.
+
+A stage of training is a run that starts from the one before it, with other data, lengths, learning rates or mesh.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.model_section import ModelSection
+from pentad.orchestrator.config.yaml_text import load_yaml
+from pentad.orchestrator.monitoring.runfolder import CONFIG, Changes, changed_keys, find_checkpoint, saved_config
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.tensors import tensors
+from pentad.workers.checkpoint.checkpoint import Checkpoint, Start
+from pentad.workers.hf.names import MODEL_FILE
+
+_WITHOUT_TENSORS = ("family", "rope_theta", "rope_scaling", "norm_eps", "mtp_loss_weight")  # keys of the model section
+
+
+class Origin(NamedTuple):
+    """What a new run starts from, and the keys of its configuration that differ from the run before."""
+
+    start: Start
+    changes: Changes
+
+
+def origin_of(config: RunConfig) -> Origin:
+    """What the run starts from while it has no checkpoint of its own.
+
+    Reads and verifies the checkpoint of `run.init_from`. Raises PentadError if there is none, or its model
+    is another.
+    """
+    run = config.run
+    if run.init_from is None:
+        return Origin(Start(), {})
+    checkpoint = find_checkpoint(run.init_from, "run.init_from", Path(run.folder).expanduser())
+    home = checkpoint.folder.absolute().parent.parent
+    before = _model_of(checkpoint, home)
+    _require_same_tensors(config.model, before, run.init_from)
+    step = checkpoint.step if run.init_step else 0
+    if step >= run.steps:
+        raise PentadError(f"run.steps is {run.steps}: expected more than {step}, the steps of run.init_from")
+    if (home / CONFIG).is_file():
+        changes = changed_keys(saved_config(home), config)
+    else:
+        model, now = before.model_dump(), config.model.model_dump()
+        changes = {f"model.{key}": (model[key], now[key]) for key in now if model[key] != now[key]}
+    return Origin(Start(checkpoint.folder.absolute(), step, run.init_optimizer), changes)
+
+
+def _model_of(checkpoint: Checkpoint, home: Path) -> ModelSection:
+    """The model section of the run or import that a checkpoint is part of."""
+    section: Any = checkpoint.meta.get("model")
+    for name in (CONFIG, MODEL_FILE):
+        if section is None and (home / name).is_file():
+            section = load_yaml((home / name).read_text(encoding="utf-8"), str(home / name)).get("model")
+    if section is None:
+        raise PentadError(f"run.init_from is '{checkpoint.folder}', whose model is unknown: expected {home / CONFIG}")
+    return ModelSection.model_validate(section)
+
+
+def _require_same_tensors(now: ModelSection, before: ModelSection, name: str) -> None:
+    """Raises PentadError unless the two models have the same tensors: rotary embedding and losses may differ. The ranks
+    compare the tensors of custom models."""
+    if now.custom == before.custom and (now.custom or _tensor_shapes(now) == _tensor_shapes(before)):
+        return
+    old, new = before.model_dump(), now.model_dump()
+    key = next(key for key in new if new[key] != old[key] and key not in _WITHOUT_TENSORS)
+    raise PentadError(f"model.{key} is {new[key]}: expected {old[key]}, as in run.init_from = {name}")
+
+
+def _tensor_shapes(section: ModelSection) -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tensor.shape for tensor in tensors(section.spec, 0, section.layers)}

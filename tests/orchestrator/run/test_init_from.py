@@ -1,0 +1,122 @@
+"""Stages of training: a run starts from the weights of another one, and its journal says what is different."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from rich.console import Console
+
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.config.config import dump, load
+from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.run.init_from import origin_of
+from pentad.orchestrator.run.train import train
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.atomic_io import write_file
+from pentad.workers.checkpoint.manifest import Shard
+
+SMALL = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8", "cluster.device=cpu",
+         "elastic.max_failures=0", "data.path='fake:'"]  # fmt: skip
+
+
+def config_of(folder: Path, *overrides: str):
+    return load(None, [f"run.folder={folder}", *SMALL, *overrides])
+
+
+def run(folder: Path, *overrides: str) -> dict[str, Any]:
+    """Trains without torch, and returns the journal's first line of the newest start."""
+    config = config_of(folder, *overrides)
+    display = Display(Console(quiet=True), config.run.name, config.run.steps)
+    train(config, display=display, runner="fake_runner:FakeRunner")
+    return [row for row in read_lines(folder / config.run.name / "journal.jsonl") if row["event"] == "start"][-1]
+
+
+def steps(folder: Path, name: str) -> list[int]:
+    return [row["step"] for row in read_lines(folder / name / "metrics.jsonl")]
+
+
+def saved(folder: Path, name: str, *overrides: str, step: int = 4) -> None:
+    """A run of `step` steps as its folder would be, without tensors that anybody reads."""
+    at = checkpoint.folder_of(folder / name / "checkpoints", step)
+    at.mkdir(parents=True)
+    (folder / name / "config.yaml").write_text(dump(config_of(folder, f"run.name={name}", *overrides)))
+    content = safetensors.numpy.save({"steps": np.array(step)})
+    size, sha256 = write_file(at / "stage-000.safetensors", [memoryview(content)])
+    shard = Shard("stage-000.safetensors", size, sha256, {"steps": {"dtype": "I64", "shape": []}})
+    checkpoint.commit(at, step=step, shards=[shard], meta={})
+
+
+def test_a_stage_starts_from_another_runs_weights_and_records_what_is_different(
+    cluster: clusters.Cluster, tmp_path: Path
+) -> None:
+    saved(tmp_path, "first")
+    init = ("run.init_from=first", "batch.sequence_length=64", "schedule.name=1f1b")
+    start = run(tmp_path, "run.name=second", "run.steps=3", *init)
+    assert start["step"] == 0
+    assert start["checkpoint"] == str(tmp_path / "first" / "checkpoints" / "step-00000004")
+    assert {"batch.sequence_length", "schedule.name", "run.steps", "run.init_from"} <= set(start["changes"])
+    assert start["changes"]["batch.sequence_length"] == [128, 64]
+    assert steps(tmp_path, "second") == [0, 1, 2]
+
+    start = run(tmp_path, "run.name=second", "run.steps=5", *init)  # resumes from its own checkpoint
+    assert (start["step"], start["changes"]) == (3, {"run.steps": [3, 5]})
+    assert steps(tmp_path, "second") == [0, 1, 2, 3, 4]
+
+    start = run(tmp_path, "run.name=third", "run.steps=6", *init, "run.init_step=true", "run.init_optimizer=true")
+    assert start["step"] == 4
+    assert steps(tmp_path, "third") == [4, 5]
+
+
+def test_a_checkpoint_is_named_by_its_folder_or_its_run(tmp_path: Path) -> None:
+    saved(tmp_path, "first")
+    folder = tmp_path / "first" / "checkpoints" / "step-00000004"
+    for text in ("first", str(tmp_path / "first"), str(folder)):
+        start, changes = origin_of(config_of(tmp_path, f"run.init_from={text}"))
+        assert start == (folder, 0, False)
+        assert set(changes) == {"run.init_from"}
+
+
+def test_rope_scaling_may_change_between_stages(tmp_path: Path) -> None:
+    saved(tmp_path, "first")
+    given = ("rope_type=yarn", "factor=4.0", "original_max_position_embeddings=128", "low_freq_factor=1.0",
+             "high_freq_factor=32.0")  # fmt: skip
+    scaling = [f"model.rope_scaling.{each}" for each in given]
+    _, changes = origin_of(config_of(tmp_path, "run.init_from=first", "model.rope_theta=1000000.0", *scaling))
+    assert changes["model.rope_scaling"][0] is None
+    assert changes["model.rope_scaling"][1]["factor"] == 4.0
+    assert changes["model.rope_theta"] == (10000.0, 1000000.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["run.init_from=nothing"],
+            "run.init_from is 'nothing': expected a run's folder or a name under .*/: .* first",
+        ),
+        (["run.init_from=first", "model.ffn=256"], "model.ffn is 256: expected 384, as in run.init_from = first"),
+        (
+            ["run.init_from=first", "run.init_step=true", "run.steps=4"],
+            "run.steps is 4: expected more than 4, the steps of run.init_from",
+        ),
+        (["run.init_step=true"], "run.init_step is true: expected false without run.init_from"),
+        (["run.init_from=quickstart"], "run.init_from is 'quickstart': expected another run than run.name"),
+    ],
+)
+def test_a_stage_that_cannot_start_is_refused_by_one_sentence(tmp_path: Path, overrides, sentence) -> None:
+    saved(tmp_path, "first")
+    with pytest.raises(PentadError, match=f"^{sentence}"):
+        origin_of(config_of(tmp_path, *overrides))
+    assert not (tmp_path / "quickstart").exists()
+
+
+def test_a_damaged_checkpoint_of_the_stage_before_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "first")
+    shard = tmp_path / "first" / "checkpoints" / "step-00000004" / "stage-000.safetensors"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(PentadError, match=r"run\.init_from is 'first', which has no valid checkpoint"):
+        origin_of(config_of(tmp_path, "run.init_from=first"))
