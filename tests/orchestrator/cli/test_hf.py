@@ -109,7 +109,7 @@ def test_an_imported_model_section_is_a_valid_configuration(name: str) -> None:
     ("arguments", "words"),
     [
         (["import-hf", "nowhere", "out"], ["DIR is 'nowhere'"]),
-        (["export-hf", "nowhere", "out"], ["RUN is 'nowhere'"]),
+        (["export-hf", "nowhere", "out"], ["CHECKPOINT is 'nowhere'"]),
         (["export-hf", "empty", "out"], ["no valid checkpoint"]),
         (["export-hf", "bare", "out"], ["whose model is unknown", "config.yaml"]),
         (["export-hf", "step-00000003", "out"], ["step-00000003", "manifest.json"]),
