@@ -17,6 +17,7 @@ from pentad.workers.data.text_sources import TextChunk, read_chunks, source_file
 from pentad.workers.data.tokenizer import decode, load_tokenizer, train_tokenizer
 
 _REPORT_EVERY = 2**26  # characters
+_SHARD_FACTS = ("file", "tokens", "documents", "bytes", "checksums", "has_loss_mask")
 
 
 def build_corpus(
@@ -67,7 +68,7 @@ def inspect_corpus(path: Path, samples: int, length: int, seed: int) -> dict[str
         "documents": corpus.documents,
         "fingerprint": corpus.fingerprint,
         "tokenizer": asdict(index.tokenizer),
-        "shards": [asdict(shard) for shard in index.shards],
+        "shards": [{key: getattr(shard, key) for key in _SHARD_FACTS} for shard in index.shards],
         "samples": texts,
     }
 

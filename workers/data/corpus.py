@@ -3,28 +3,79 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.data.corpus_index import INDEX_FILE, Index, Shard, index_text, parse_index
+from pentad.workers.data.corpus_index import CHECKED, INDEX_FILE, Index, RecordBatch, parse_index
+from pentad.workers.data.shard_file import Mapped, ShardFile
+
+SHARDS_OPEN = 64  # mapped at a time
+OFFSET, MASK = np.dtype("<i8"), np.dtype(np.uint8)
 
 
-class Segment(NamedTuple):
-    """One record batch of a shard, not copied: complete documents from position `start` of the flat stream on.
+class Overlap(NamedTuple):
+    """The part of a window that is in one record batch: its tokens `first` to `end`, and where the batch starts."""
 
-    `tokens` is [T] uint16 or uint32; `offsets` is [D + 1] int64: where its D documents start, then T.
-    """
-
+    shard: int
+    batch: RecordBatch
     start: int
-    tokens: np.ndarray
-    offsets: np.ndarray
+    first: int
+    end: int
+
+
+class Shards:
+    """The shards of a corpus, a few of them mapped, and where their record batches start in the flat stream."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.dtype, self.vocab_size = np.dtype(index.dtype).newbyteorder("<"), index.vocab_size
+        self.files = [ShardFile(folder, shard) for shard in index.shards]
+        self.batches = [
+            (number, batch) for number, shard in enumerate(index.shards) for batch in shard.batches if batch.tokens
+        ]
+        self.starts = np.fromiter(accumulate((batch.tokens for _, batch in self.batches), initial=0), np.int64)
+        self.map = lru_cache(SHARDS_OPEN)(self._map)
+
+    def _map(self, shard: int) -> Mapped:
+        return self.files[shard].map()
+
+    def overlaps(self, start: int, count: int) -> Iterator[Overlap]:
+        """The record batches that overlap a window of the flat stream."""
+        end = start + count
+        assert 0 <= start <= end <= self.starts[-1], f"window {start}:{end} of {self.starts[-1]} tokens"
+        number = int(np.searchsorted(self.starts, start, "right")) - 1
+        while number < len(self.batches) and self.starts[number] < end:
+            (shard, batch), at = self.batches[number], int(self.starts[number])
+            yield Overlap(shard, batch, at, max(start - at, 0), min(end - at, batch.tokens))
+            number += 1
+
+    def tokens(self, part: Overlap) -> np.ndarray:
+        """Raises PentadError for a token beyond the vocabulary."""
+        found = self._read(part, part.batch.tokens_at, self.dtype)
+        if len(found) and (largest := int(found.max())) >= self.vocab_size:
+            where, expected = self.files[part.shard].path, f"expected ids below {self.vocab_size}"
+            raise PentadError(f"shard {where} holds token {largest}: {expected}")
+        return found
+
+    def loss_mask(self, part: Overlap) -> np.ndarray:
+        if not part.batch.loss_mask_at:
+            return np.ones(part.end - part.first, MASK)
+        return self._read(part, part.batch.loss_mask_at, MASK)
+
+    def offsets(self, part: Overlap) -> np.ndarray:
+        """[documents + 1]: where the documents of the record batch start in it, then its tokens."""
+        file, batch = self.files[part.shard], part.batch
+        return file.read(self.map(part.shard), batch.offsets_at, OFFSET, batch.documents + 1)
+
+    def _read(self, part: Overlap, column_at: int, dtype: np.dtype) -> np.ndarray:
+        at, file = column_at + part.first * dtype.itemsize, self.files[part.shard]
+        return file.read(self.map(part.shard), at, dtype, part.end - part.first)
 
 
 @dataclass(frozen=True)
@@ -32,6 +83,7 @@ class Corpus:
     """An open corpus: `tokens` ids below `vocab_size` in `documents` documents, mapped and not read into memory.
 
     `fingerprint` is the sha256 of the index, which has the checksums of all content: ranks and resumed runs compare it.
+    Reading raises PentadError for a shard that is missing or damaged.
     """
 
     path: Path
@@ -39,100 +91,75 @@ class Corpus:
     tokens: int
     documents: int
     fingerprint: str
-    segments: tuple[Segment, ...] = field(repr=False, compare=False)
+    has_loss_mask: bool
+    shards: Shards = field(repr=False, compare=False)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens `start` to `start + count` of the flat stream, [count] int64, across documents and shards."""
-        parts = [segment.tokens[first:end] for segment, first, end in self._overlaps(start, count)]
+        parts = [self.shards.tokens(part) for part in self.shards.overlaps(start, count)]
         return np.concatenate([np.empty(0, np.int64), *parts], dtype=np.int64)
+
+    def loss_mask(self, start: int, count: int) -> np.ndarray:
+        """[count] bool: which of these tokens count as targets; all of them in a corpus without loss masks."""
+        parts = [self.shards.loss_mask(part) for part in self.shards.overlaps(start, count)]
+        return np.concatenate([np.empty(0, MASK), *parts]) != 0
 
     def boundaries(self, start: int, count: int) -> np.ndarray:
         """Positions relative to `start`, below `count`, at which a document starts, ascending int64."""
         found = [np.empty(0, np.int64)]
-        for segment, first, end in self._overlaps(start, count):
-            low, high = np.searchsorted(segment.offsets[:-1], (first, end))
-            found.append(segment.offsets[low:high] + (segment.start - start))
+        for part in self.shards.overlaps(start, count):
+            offsets = self.shards.offsets(part)
+            low, high = np.searchsorted(offsets[:-1], (part.first, part.end))
+            found.append(offsets[low:high] + (part.start - start))
         return np.concatenate(found)
 
-    def _overlaps(self, start: int, count: int) -> Iterator[tuple[Segment, int, int]]:
-        """The segments that overlap the window, each with the first and end position inside it."""
-        end = start + count
-        assert 0 <= start <= end <= self.tokens, f"window {start}:{end} of {self.tokens} tokens"
-        index = bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
-        while index < len(self.segments) and self.segments[index].start < end:
-            segment = self.segments[index]
-            yield segment, max(start - segment.start, 0), min(end - segment.start, len(segment.tokens))
-            index += 1
+    def verify(self) -> None:
+        """Checks all shards: checksums, ids below the vocabulary size, documents that follow one another."""
+        shards = self.shards
+        for number, file in enumerate(shards.files):
+            file.check(shards.map(number), 0, -(-file.shard.bytes // CHECKED))
+        for part in shards.overlaps(0, self.tokens):
+            shards.tokens(part)
+            offsets = shards.offsets(part)
+            if offsets[0] or offsets[-1] != part.batch.tokens or np.any(np.diff(offsets) < 0):
+                fault = f"shard {shards.files[part.shard].path} has other documents than {INDEX_FILE} says"
+                raise PentadError(f"{fault}: expected those it was built of")
 
 
-def open_corpus(path: str | Path, verify: bool, argument: str = "data.path") -> Corpus:
-    """Maps the corpus in folder `path`. Always checks sizes and counts, and content only with `verify`.
+def open_corpus(path: str | Path, verify: bool = False, argument: str = "data.path") -> Corpus:
+    """Opens the corpus in folder `path` from its index. Checks that all shards are there; their content is checked when
+    it is read first, all of it at once with `verify`. `argument` is what the user calls the path.
 
-    `verify` reads everything once: checksums, and that token ids are below the vocabulary size. `argument` is what the
-    user calls the path. Raises PentadError for a folder that is missing, foreign, empty or damaged.
+    Raises PentadError for a folder that is missing, foreign, empty or damaged.
     """
     path = Path(path)
-    index = read_index(path, argument)
+    text = _index_text(path, argument)
+    index = parse_index(text, path / INDEX_FILE)
     if index.tokens == 0:
         raise PentadError(f"{argument} is '{path}', which holds 0 tokens: expected at least 1")
+    fingerprint, shards = hashlib.sha256(text.encode()).hexdigest(), Shards(path, index)
+    for file in shards.files:
+        file.require_size()
+    has_loss_mask = any(shard.has_loss_mask for shard in index.shards)
+    corpus = Corpus(path, index.vocab_size, index.tokens, index.documents, fingerprint, has_loss_mask, shards)
     if verify:
         _check_sha256(path / index.tokenizer.file, index.tokenizer.sha256)
-    segments = tuple(_segments(path, index, verify))
-    fingerprint = hashlib.sha256(index_text(index).encode()).hexdigest()
-    return Corpus(path, index.vocab_size, index.tokens, index.documents, fingerprint, segments)
+        corpus.verify()
+    return corpus
 
 
 def read_index(path: Path, argument: str) -> Index:
     """The index of the corpus in folder `path`. Raises PentadError, which names `argument`, if there is none."""
+    return parse_index(_index_text(path, argument), path / INDEX_FILE)
+
+
+def _index_text(path: Path, argument: str) -> str:
     try:
-        text = (path / INDEX_FILE).read_text("utf-8")
+        return (path / INDEX_FILE).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         fault = f"which has no readable {INDEX_FILE}" if path.is_dir() else "which is not a folder"
         expected = "expected a corpus written by 'pentad data build'"
         raise PentadError(f"{argument} is '{path}', {fault}: {expected}") from None
-    return parse_index(text, path / INDEX_FILE)
-
-
-def _segments(path: Path, index: Index, verify: bool) -> Iterator[Segment]:
-    start = 0
-    for shard in index.shards:
-        file = path / shard.file
-        if not file.is_file():
-            raise PentadError(f"shard {file} is missing: expected a file of {shard.bytes} bytes")
-        if (found := file.stat().st_size) != shard.bytes:
-            raise PentadError(f"shard {file} has {found} bytes: expected {shard.bytes} (build the corpus again)")
-        if verify:
-            _check_sha256(file, shard.sha256)
-        for tokens, offsets in _map_shard(file, shard):
-            if verify and len(tokens) and int(tokens.max()) >= index.vocab_size:
-                raise PentadError(f"shard {file} holds token {tokens.max()}: expected ids below {index.vocab_size}")
-            if len(tokens):
-                yield Segment(start, tokens, offsets)
-            start += len(tokens)
-
-
-def _map_shard(file: Path, shard: Shard) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(tokens, offsets) of each record batch of `file`; the mapping lives as long as these arrays."""
-    try:
-        with pa.memory_map(str(file)) as source:
-            reader = pa.ipc.open_file(source)
-            columns = [reader.get_batch(i).column("tokens") for i in range(reader.num_record_batches)]
-    except (pa.ArrowException, OSError, KeyError) as error:
-        expected = "expected an Arrow file with a column 'tokens'"
-        raise PentadError(f"shard {file} cannot be read ({error}): {expected}") from None
-    types = [pa.large_list(pa.uint16()), pa.large_list(pa.uint32())]
-    batches = []
-    for column in filter(len, columns):
-        if column.type not in types or column.null_count:
-            raise PentadError(f"shard {file} holds {column.type}: expected {types[0]} or {types[1]} without nulls")
-        offsets = column.offsets.to_numpy()
-        batches.append((column.values.to_numpy()[offsets[0] : offsets[-1]], offsets - offsets[0]))
-    tokens = sum(len(tokens) for tokens, _ in batches)
-    documents = sum(len(offsets) - 1 for _, offsets in batches)
-    if (tokens, documents) != (shard.tokens, shard.documents):
-        expected = f"expected {shard.tokens} in {shard.documents}, as {INDEX_FILE} says"
-        raise PentadError(f"shard {file} holds {tokens} tokens in {documents} documents: {expected}")
-    return batches
 
 
 def _check_sha256(file: Path, expected: str) -> None:

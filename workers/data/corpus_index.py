@@ -1,20 +1,27 @@
-"""`index.json` of a corpus: its shards with sizes and checksums. Written last, so it marks a complete corpus."""
+"""`index.json` of a corpus: where everything in its shards is, so that a corpus opens without reading them.
+
+Written last, so it marks a complete corpus.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
 
-VERSION = 1
+VERSION = 2
 INDEX_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer.json"
 END = "<|endoftext|>"
 MIN_VOCAB = 257  # one per byte, and the end token
 MAX_VOCAB = 2**24  # the trainer allocates this many up front
+CHECKED = 2**16  # bytes of a shard that have a checksum of their own
 
 
 def require_vocab(vocab: int, argument: str) -> None:
@@ -25,15 +32,34 @@ def require_vocab(vocab: int, argument: str) -> None:
         raise PentadError(f"{argument} is {vocab}: expected at most {MAX_VOCAB}")
 
 
+class RecordBatch(NamedTuple):
+    """Complete documents in a shard. The last three are bytes from the start of the file: `offsets` is [documents + 1]
+    int64 and ascending, 0 first; `loss_mask` is 0 for a shard without one."""
+
+    tokens: int
+    documents: int
+    tokens_at: int
+    offsets_at: int
+    loss_mask_at: int
+
+
 @dataclass(frozen=True)
 class Shard:
-    """One Arrow file of a corpus. `tokens` includes end-of-document tokens; `sha256` is of the file's bytes."""
+    """One Arrow file of a corpus. `tokens` includes end-of-document tokens.
+
+    `checksums` is the sha256 of the file of checksums beside it: the CRC-32 of every block of CHECKED bytes.
+    """
 
     file: str
     tokens: int
     documents: int
     bytes: int
-    sha256: str
+    checksums: str
+    batches: tuple[RecordBatch, ...]
+
+    @property
+    def has_loss_mask(self) -> bool:
+        return any(batch.loss_mask_at for batch in self.batches)
 
 
 @dataclass(frozen=True)
@@ -44,10 +70,12 @@ class TokenizerFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Contents of `index.json`. Token ids are below `vocab_size`; `tokens` and `documents` are sums over `shards`."""
+    """Contents of `index.json`. Token ids are below `vocab_size` and stored as `dtype`, uint16 or uint32; `tokens` and
+    `documents` are sums over `shards`."""
 
     version: int = VERSION
     vocab_size: int
+    dtype: str
     tokens: int
     documents: int
     tokenizer: TokenizerFile
@@ -59,9 +87,17 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def checksum_file(shard: str) -> str:
+    """The name of the file of checksums of a shard: little-endian uint32."""
+    return shard.removesuffix(".arrow") + ".crc32"
+
+
 def index_text(index: Index) -> str:
-    """The JSON text of an index; `parse_index` is its inverse."""
-    return json.dumps(asdict(index), indent=1) + "\n"
+    """The JSON text of an index, a line a shard; `parse_index` is its inverse."""
+    fields = {field: value for field, value in vars(index).items() if field != "shards"}
+    text = json.dumps(fields | {"tokenizer": asdict(index.tokenizer)}, indent=1).removesuffix("\n}")
+    shards = ",\n  ".join(json.dumps(vars(shard)) for shard in index.shards)
+    return f'{text},\n "shards": [\n  {shards}\n ]\n}}\n'
 
 
 def parse_index(text: str, path: Path) -> Index:
@@ -70,14 +106,33 @@ def parse_index(text: str, path: Path) -> Index:
         content = json.loads(text)
     except ValueError as error:
         raise PentadError(f"{path} is not JSON ({error}): expected the index of a pentad corpus") from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version != VERSION:
+        raise PentadError(f"{path} has version {version}: expected {VERSION} (build the corpus again)")
     index: Index = _parse(Index, content, path)
-    if index.version != VERSION:
-        raise PentadError(f"{path} has version {index.version}: expected {VERSION} (build the corpus again)")
+    if index.dtype not in ("uint16", "uint32"):
+        raise PentadError(f"{path} has dtype = {index.dtype!r}: expected uint16 or uint32")
     for key in ("tokens", "documents"):
-        found, total = getattr(index, key), sum(getattr(shard, key) for shard in index.shards)
-        if found != total:
-            raise PentadError(f"{path} has {key} = {found}: expected {total}, the sum over its shards")
+        _require_sum(getattr(index, key), (getattr(shard, key) for shard in index.shards), key, "shards", path)
+        for number, shard in enumerate(index.shards):
+            name, parts = f"shards[{number}].{key}", (getattr(batch, key) for batch in shard.batches)
+            _require_sum(getattr(shard, key), parts, name, "record batches", path)
+    for number, shard in enumerate(index.shards):
+        _require_inside(shard, np.dtype(index.dtype).itemsize, f"shards[{number}].batches", path)
     return index
+
+
+def _require_sum(found: int, parts: Iterable[int], name: str, of: str, path: Path) -> None:
+    if found != (total := sum(parts)):
+        raise PentadError(f"{path} has {name} = {found}: expected {total}, the sum over its {of}")
+
+
+def _require_inside(shard: Shard, itemsize: int, name: str, path: Path) -> None:
+    """Raises PentadError for a record batch that reaches beyond its file."""
+    for tokens, documents, tokens_at, offsets_at, loss_mask_at in shard.batches:
+        ends = tokens_at + itemsize * tokens, offsets_at + 8 * (documents + 1), loss_mask_at + tokens
+        if max(ends) > shard.bytes or bool(loss_mask_at) != shard.has_loss_mask:
+            raise PentadError(f"{path} has {name} beyond byte {shard.bytes}: expected record batches inside the file")
 
 
 def _parse(kind: Any, content: Any, path: Path, prefix: str = "") -> Any:
@@ -98,7 +153,19 @@ def _parse(kind: Any, content: Any, path: Path, prefix: str = "") -> Any:
             raise PentadError(f"{path} has {name} = {value}: expected a count of at least 0")
         if key == "file" and value != Path(value).name:
             raise PentadError(f"{path} has {name} = {value!r}: expected the name of a file in its folder")
-        if stored is list:
+        if of_each is RecordBatch:
+            value = _record_batches(value, name, path)
+        elif stored is list:
             value = tuple(_parse(of_each, each, path, f"{name}[{number}].") for number, each in enumerate(value))
         values[key] = _parse(expected, value, path, f"{name}.") if stored is dict else value
     return kind(**values)
+
+
+def _record_batches(rows: list[Any], name: str, path: Path) -> tuple[RecordBatch, ...]:
+    try:
+        batches = tuple(RecordBatch(*row) for row in rows)
+    except TypeError:
+        batches = ()
+    if len(batches) != len(rows) or not all(type(x) is int and x >= 0 for batch in batches for x in batch):
+        raise PentadError(f"{path} has {name} of another form: expected {len(RecordBatch._fields)} counts each")
+    return batches

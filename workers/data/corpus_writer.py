@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +18,18 @@ from tokenizers import Tokenizer
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import write_file
-from pentad.workers.data.corpus_index import INDEX_FILE, TOKENIZER_FILE, Index, Shard, TokenizerFile, index_text, plural
+from pentad.workers.data.corpus_index import (
+    CHECKED,
+    INDEX_FILE,
+    TOKENIZER_FILE,
+    Index,
+    RecordBatch,
+    Shard,
+    TokenizerFile,
+    checksum_file,
+    index_text,
+    plural,
+)
 from pentad.workers.data.text_sources import TextChunk
 from pentad.workers.data.tokenizer import encode, end_token, vocab_size
 
@@ -23,6 +37,14 @@ _ENCODED_AT_ONCE = 2**21  # characters; encoding needs about 100 bytes a token m
 _BATCH_TOKENS = 2**22
 
 T = TypeVar("T")
+
+
+class Document(NamedTuple):
+    """`tokens` [T] are ids with the end token. `loss_mask` [T] uint8 is 1 where a token counts as a target; without
+    it, all tokens count."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray | None = None
 
 
 def write_corpus(
@@ -33,19 +55,24 @@ def write_corpus(
     Holds one document's token ids and one record batch in memory. A shard exceeds `shard_tokens` only if a single
     document does. Raises PentadError if there is no text, and OSError.
     """
-    size = vocab_size(tokenizer)
-    dtype = np.dtype(np.uint16 if size <= 2**16 else np.uint32)
+    dtype = token_dtype(vocab_size(tokenizer))
     shards: list[Shard] = []
     for documents in _split_by_tokens(_encoded_documents(chunks, tokenizer, dtype), shard_tokens):
-        shard = _write_shard(folder, len(shards), documents, dtype)
+        shard = write_shard(folder, len(shards), documents, dtype)
         progress(f"{shard.file}: {plural(shard.tokens, 'token')} in {plural(shard.documents, 'document')}")
         shards.append(shard)
     if not shards:
         raise PentadError("SOURCE holds no text: expected at least one character")
-    text = tokenizer.to_str(pretty=True).encode()
+    write_index(folder, tokenizer, shards)
+
+
+def write_index(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -> None:
+    """Completes a corpus of these shards: writes the tokenizer, and the index last. Raises OSError."""
+    text, size = tokenizer.to_str(pretty=True).encode(), vocab_size(tokenizer)
     write_file(folder / TOKENIZER_FILE, [memoryview(text)])
     index = Index(
         vocab_size=size,
+        dtype=token_dtype(size).name,
         tokens=sum(shard.tokens for shard in shards),
         documents=sum(shard.documents for shard in shards),
         tokenizer=TokenizerFile(TOKENIZER_FILE, hashlib.sha256(text).hexdigest()),
@@ -54,7 +81,12 @@ def write_corpus(
     write_file(folder / INDEX_FILE, [memoryview(index_text(index).encode())])
 
 
-def _encoded_documents(chunks: Iterable[TextChunk], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[np.ndarray]:
+def token_dtype(vocab: int) -> np.dtype:
+    """What the token ids of a vocabulary are stored as."""
+    return np.dtype(np.uint16 if vocab <= 2**16 else np.uint32)
+
+
+def _encoded_documents(chunks: Iterable[TextChunk], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Document]:
     """Each document's token ids with its end token."""
     end = np.array([end_token(tokenizer)], dtype)
     parts: list[np.ndarray] = []
@@ -62,7 +94,7 @@ def _encoded_documents(chunks: Iterable[TextChunk], tokenizer: Tokenizer, dtype:
         for chunk, ids in zip(group, encode(tokenizer, [chunk.text for chunk in group]), strict=True):
             parts.append(np.array(ids, dtype))
             if chunk.last:
-                document = np.concatenate([*parts, end])
+                document = Document(np.concatenate([*parts, end]))
                 parts = []
                 yield document
 
@@ -81,15 +113,15 @@ def _grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterat
         yield group
 
 
-def _split_by_tokens(documents: Iterator[np.ndarray], limit: int) -> Iterator[Iterator[np.ndarray]]:
+def _split_by_tokens(documents: Iterator[Document], limit: int) -> Iterator[Iterator[Document]]:
     """Runs of documents of at most `limit` tokens; read each run to its end before the next."""
     pending = next(documents, None)
 
-    def run() -> Iterator[np.ndarray]:
+    def run() -> Iterator[Document]:
         nonlocal pending
         room = limit
-        while pending is not None and (room == limit or len(pending) <= room):
-            room -= len(pending)
+        while pending is not None and (room == limit or len(pending.tokens) <= room):
+            room -= len(pending.tokens)
             yield pending
             pending = next(documents, None)
 
@@ -97,19 +129,64 @@ def _split_by_tokens(documents: Iterator[np.ndarray], limit: int) -> Iterator[It
         yield run()
 
 
-def _write_shard(folder: Path, number: int, documents: Iterator[np.ndarray], dtype: np.dtype) -> Shard:
-    file = folder / f"tokens-{number:05d}.arrow"
-    kind = pa.large_list(pa.from_numpy_dtype(dtype))
-    tokens = rows = 0
-    with _durable(file) as sink, pa.ipc.new_file(sink, pa.schema([("tokens", kind)])) as writer:
-        for batch in _grouped(documents, len, _BATCH_TOKENS):
-            offsets = np.concatenate([[0], np.cumsum([len(document) for document in batch])]).astype(np.int64)
-            column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(batch)))
-            writer.write_batch(pa.record_batch([column], names=["tokens"]))
-            tokens, rows = tokens + int(offsets[-1]), rows + len(batch)
+def write_shard(folder: Path, number: int, documents: Iterable[Document], dtype: np.dtype) -> Shard:
+    """Writes shard `number` of a corpus, with its checksums, durably; token ids are stored as `dtype`.
+
+    Holds one record batch in memory. Either all documents have a loss mask or none has. Raises OSError.
+    """
+    file, layout = folder / f"tokens-{number:05d}.arrow", list[RecordBatch]()
+    batches = _grouped(documents, lambda document: len(document.tokens), _BATCH_TOKENS)
+    first = next(batches, None)
+    names = ("tokens", "loss_mask") if first and first[0].loss_mask is not None else ("tokens",)
+    types = {"tokens": pa.from_numpy_dtype(dtype), "loss_mask": pa.uint8()}
+    schema = pa.schema([(name, pa.large_list(types[name])) for name in names])
+    with _durable(file) as sink, pa.ipc.new_file(sink, schema) as writer:
+        for batch in () if first is None else chain([first], batches):
+            writer.write_batch(_record_batch(batch, schema))
+    with pa.memory_map(str(file)) as source:
+        base, reader = source.read_buffer().address, pa.ipc.open_file(source)
+        layout += (_layout(reader.get_batch(i), base) for i in range(reader.num_record_batches))
+    checksums = _checksums(file)
+    with _durable(folder / checksum_file(file.name)) as sink:
+        sink.write(checksums)
+    return Shard(
+        file.name,
+        sum(batch.tokens for batch in layout),
+        sum(batch.documents for batch in layout),
+        file.stat().st_size,
+        hashlib.sha256(checksums).hexdigest(),
+        tuple(layout),
+    )
+
+
+def _record_batch(documents: list[Document], schema: pa.Schema) -> pa.RecordBatch:
+    offsets = pa.array(np.cumsum([0, *(len(document.tokens) for document in documents)]), pa.int64())
+    columns = []
+    for field in schema:
+        values = np.concatenate([getattr(document, field.name) for document in documents])
+        assert len(values) == offsets[-1].as_py(), f"{field.name} of another length than the tokens"
+        columns.append(pa.LargeListArray.from_arrays(offsets, pa.array(values, field.type.value_type)))
+    return pa.record_batch(columns, schema=schema)
+
+
+def _layout(batch: pa.RecordBatch, base: int) -> RecordBatch:
+    """Where the columns of a mapped record batch are; the mapping starts at the address `base`."""
+    columns = [batch.column(name) for name in batch.schema.names]
+    offsets, (tokens_at, *mask_at) = columns[0].offsets, (column.values.buffers()[1].address for column in columns)
+    return RecordBatch(
+        offsets[-1].as_py(),
+        len(batch),
+        tokens_at - base,
+        offsets.buffers()[1].address - base,
+        mask_at[0] - base if mask_at else 0,
+    )
+
+
+def _checksums(file: Path) -> bytes:
+    """The CRC-32 of every block of a file, little-endian uint32."""
     with file.open("rb") as source:
-        checksum = hashlib.file_digest(source, "sha256").hexdigest()
-    return Shard(file.name, tokens, rows, file.stat().st_size, checksum)
+        blocks = iter(partial(source.read, CHECKED), b"")
+        return np.array([zlib.crc32(block) for block in blocks], "<u4").tobytes()
 
 
 @contextmanager

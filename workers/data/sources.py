@@ -19,6 +19,7 @@ from pentad.workers.data.samples import window_count
 
 _BUILTIN_VOCAB = 4096  # half a megabyte of text does not train more tokens well
 _SHARD_TOKENS = 2**26
+_VERIFIED_TOKENS = 2**28  # checked within a second; what is larger is checked when it is read
 # pydoc: Python's language reference as `help()` shows it, 80 topics, 0.5 MB of English.
 _TEXTS: dict[str, Callable[[], list[str]]] = {"pydoc": lambda: [topics[name] for name in sorted(topics)]}
 
@@ -26,11 +27,13 @@ _TEXTS: dict[str, Callable[[], list[str]]] = {"pydoc": lambda: [topics[name] for
 def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = False, fingerprint: str = "") -> Corpus:
     """Opens the corpus `data`, building a built-in one below the folder `cache` on first use.
 
-    `verify` reads everything and compares checksums; `fingerprint` is the expected one. Raises PentadError for a corpus
-    that is missing, damaged, another one than expected, shorter than one sequence of `length` tokens, or with more
-    token ids than a model of `vocab` has.
+    `verify` checks the content of a small corpus too, before a rank reads it; `fingerprint` is the expected one. Raises
+    PentadError for a corpus that is missing, damaged, another one than expected, shorter than one sequence of `length`
+    tokens, or with more token ids than a model of `vocab` has.
     """
-    corpus = open_corpus(corpus_folder(data, vocab, cache), verify)
+    corpus = open_corpus(corpus_folder(data, vocab, cache))
+    if verify and corpus.tokens <= _VERIFIED_TOKENS:
+        corpus.verify()
     if corpus.vocab_size > vocab:
         raise PentadError(f"model.vocab is {vocab}: expected at least {corpus.vocab_size}, the vocabulary of {data}")
     if fingerprint:

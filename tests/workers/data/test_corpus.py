@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import open_corpus
-from pentad.workers.data.corpus_writer import write_corpus
+from pentad.workers.data.corpus_writer import Document, write_corpus, write_index, write_shard
 from pentad.workers.data.text_sources import document_chunks
 from pentad.workers.data.tokenizer import decode, encode, load_tokenizer, train_tokenizer
 
@@ -76,11 +77,63 @@ def test_a_shard_is_an_arrow_column_with_one_row_per_document(folder: Path) -> N
     assert len(table) == json.loads((folder / "index.json").read_text())["shards"][0]["documents"]
 
 
-def test_tokens_are_memory_mapped(folder: Path) -> None:
-    before = pa.total_allocated_bytes()
-    corpus = open_corpus(folder, verify=True)
-    assert pa.total_allocated_bytes() - before < 1024
-    assert all(not segment.tokens.flags.owndata and not segment.tokens.flags.writeable for segment in corpus.segments)
+def test_a_corpus_opens_from_its_index_and_maps_a_shard_when_it_is_read(folder: Path) -> None:
+    corpus = open_corpus(folder)
+    mapped = corpus.shards.map
+    assert mapped.cache_info().currsize == 0
+    corpus.read(0, 10)
+    assert mapped.cache_info().currsize == 1
+    assert not mapped(0).content.flags.owndata and not mapped(0).content.flags.writeable
+
+
+def test_few_shards_are_mapped_at_a_time(folder: Path, flat: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pentad.workers.data.corpus.SHARDS_OPEN", 2)
+    corpus = open_corpus(folder)
+    for start in (0, 400, 100, 300):
+        assert np.array_equal(corpus.read(start, 400), flat[start : start + 400])
+        assert corpus.shards.map.cache_info().currsize <= 2
+
+
+def test_loss_masks_are_read_with_their_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokens = [np.arange(1, 1 + length, dtype=np.uint16) for length in (5, 1, 90, 30, 7)]
+    masks = [(each % 3 > 0).astype(np.uint8) for each in tokens]
+    documents = [Document(*each) for each in zip(tokens, masks, strict=True)]
+    shards = [
+        write_shard(tmp_path, 0, documents[:3], tokens[0].dtype),
+        write_shard(tmp_path, 1, documents[3:], tokens[0].dtype),
+    ]
+    write_index(tmp_path, tokenizer, shards)
+    corpus = open_corpus(tmp_path, verify=True)
+    assert corpus.has_loss_mask and (corpus.tokens, corpus.documents) == (133, 5)
+    assert np.array_equal(corpus.loss_mask(2, 120), np.concatenate(masks)[2:122] != 0)
+    with pa.memory_map(str(tmp_path / "tokens-00001.arrow")) as source:
+        table = pa.ipc.open_file(source).read_all()
+    assert table["loss_mask"].type == pa.large_list(pa.uint8())
+    assert table["loss_mask"][1].as_py() == masks[4].tolist()
+
+
+def test_without_loss_masks_every_token_counts(folder: Path) -> None:
+    corpus = open_corpus(folder)
+    assert not corpus.has_loss_mask and corpus.loss_mask(3, 300).tolist() == [True] * 300
+
+
+@pytest.mark.slow
+def test_a_terabyte_opens_within_two_seconds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5e11 tokens in 7,450 shards of 16 record batches each."""
+    shard = json.loads((folder / "index.json").read_text())["shards"][0]
+    tokens, documents = 2**22, 8000
+    at = 8 * (documents + 1)
+    rows = [[tokens, documents, at + number * 2**24, number * 2**24, 0] for number in range(16)]
+    shard |= {"tokens": 16 * tokens, "documents": 16 * documents, "bytes": 2**28, "batches": rows}
+    shards = [shard | {"file": f"tokens-{number:05d}.arrow"} for number in range(7450)]
+    total = {"tokens": 7450 * 16 * tokens, "documents": 7450 * 16 * documents}
+    _rewrite(folder, lambda index: index.update(**total, shards=shards))
+    for number in range(7450):
+        with (folder / f"tokens-{number:05d}.arrow").open("wb") as file:
+            file.truncate(2**28)  # sparse
+    began = time.process_time()
+    corpus = open_corpus(folder)
+    assert time.process_time() - began < 2 and corpus.tokens == total["tokens"]
 
 
 def test_a_large_vocabulary_is_stored_in_four_bytes_a_token(tmp_path: Path) -> None:
@@ -89,7 +142,7 @@ def test_a_large_vocabulary_is_stored_in_four_bytes_a_token(tmp_path: Path) -> N
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     write_corpus(tmp_path, document_chunks("w69999 w1"), tokenizer, shard_tokens=100, progress=print)
     corpus = open_corpus(tmp_path, verify=True)
-    assert corpus.segments[0].tokens.dtype == np.uint32
+    assert corpus.shards.dtype == np.uint32
     assert corpus.read(0, 3).tolist() == [69_999, 1, 0]
 
 
@@ -113,7 +166,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "not JSON": (lambda f: (f / "index.json").write_text("tokens"), "index.json is not JSON"),
     "a list": (lambda f: (f / "index.json").write_text("[]"), "holds a list"),
     "foreign": (lambda f: (f / "index.json").write_text('{"weight_map": {}}'), "has no version: expected the int"),
-    "newer": (lambda f: _rewrite(f, lambda i: i.update(version=2)), "has version 2: expected 1 "),
+    "newer": (lambda f: _rewrite(f, lambda i: i.update(version=3)), "has version 3: expected 2 "),
     "a text for a count": (lambda f: _rewrite(f, lambda i: i.update(tokens="9")), "tokens = '9': expected the int"),
     "negative": (lambda f: _rewrite(f, lambda i: i.update(tokens=-9)), "tokens = -9: expected a count"),
     "other sum": (lambda f: _rewrite(f, lambda i: i.update(documents=9)), "has documents = 9: expected 40"),
@@ -146,12 +199,26 @@ def test_a_missing_folder_is_named_with_its_argument(tmp_path: Path) -> None:
         open_corpus(tmp_path / "nowhere", verify=True, argument="PATH")
 
 
-@pytest.mark.parametrize("file", ["tokens-00002.arrow", "tokenizer.json"])
+@pytest.mark.parametrize("file", ["tokens-00002.crc32", "tokenizer.json"])
 def test_one_flipped_bit_is_refused_by_verify(folder: Path, file: str) -> None:
     flip(folder / file, (folder / file).stat().st_size // 2)
-    open_corpus(folder, verify=False)
+    open_corpus(folder)
     with pytest.raises(PentadError, match=rf"{file} is damaged: sha256 is [0-9a-f]{{64}}: expected [0-9a-f]{{64}}$"):
         open_corpus(folder, verify=True)
+
+
+def test_a_damaged_block_is_named_when_it_is_read_first(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    document = Document(np.arange(200_000, dtype=np.uint16) % 300)
+    write_index(tmp_path, tokenizer, [write_shard(tmp_path, 0, [document], document.tokens.dtype)])
+    flip(tmp_path / "tokens-00000.arrow", 3 * 2**16 + 5)
+    corpus = open_corpus(tmp_path)
+    assert np.array_equal(corpus.read(0, 60_000), document.tokens[:60_000])
+    message = r"shard .*tokens-00000.arrow is damaged at bytes 196608 to 262144: expected"
+    for _ in range(2):
+        with pytest.raises(PentadError, match=message):
+            corpus.read(90_000, 20_000)
+    with pytest.raises(PentadError, match=message):
+        open_corpus(tmp_path, verify=True)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_by_verify(folder: Path) -> None:
@@ -160,25 +227,36 @@ def test_a_token_beyond_the_vocabulary_is_refused_by_verify(folder: Path) -> Non
         open_corpus(folder, verify=True)
 
 
-@pytest.mark.parametrize("column", [pa.array([[1.5]]), pa.array([[1], None], pa.large_list(pa.uint16())), None])
-def test_a_foreign_shard_is_refused(folder: Path, column: pa.Array | None) -> None:
-    file = folder / "tokens-00000.arrow"
-    if column is None:
-        file.write_bytes(b"not arrow at all")
-    else:
-        table = pa.table({"tokens": column})
-        with pa.ipc.new_file(str(file), table.schema) as writer:
-            writer.write_table(table)
-    _rewrite(folder, lambda index: index["shards"][0].update(bytes=file.stat().st_size))
-    with pytest.raises(PentadError, match=r"tokens-00000.arrow (cannot be read|holds .*: expected large_list)"):
-        open_corpus(folder, verify=False)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda shard: shard.update(tokens=shard["tokens"] + 1),
+            r"shards\[0\].tokens = \d+: expected \d+, the sum over",
+        ),
+        (lambda shard: shard["batches"][0].__setitem__(2, 10**9), r"shards\[0\].batches beyond byte \d+"),
+        (lambda shard: shard["batches"][0].pop(), r"shards\[0\].batches of another form: expected 5 counts each"),
+        (lambda shard: shard["batches"][0].__setitem__(0, "9"), r"shards\[0\].batches of another form"),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(
+    folder: Path, change: Callable[[dict], object], message: str
+) -> None:
+    def apply(index: dict) -> None:
+        change(index["shards"][0])
+        index["tokens"] = sum(shard["tokens"] for shard in index["shards"])
+
+    _rewrite(folder, apply)
+    with pytest.raises(PentadError, match=message):
+        open_corpus(folder)
 
 
-def test_counts_are_checked_against_the_shards(folder: Path) -> None:
+def test_verify_finds_a_shard_that_was_built_of_other_documents(folder: Path) -> None:
     def move_one(index: dict) -> None:
-        index["shards"][0]["tokens"] += 1
-        index["shards"][1]["tokens"] -= 1
+        index["shards"][0]["batches"][0][1] -= 1
+        index["shards"][0]["documents"] -= 1
+        index["documents"] -= 1
 
     _rewrite(folder, move_one)
-    with pytest.raises(PentadError, match=r"tokens-00000.arrow holds \d+ tokens in \d+ documents: expected \d+ in \d+"):
-        open_corpus(folder, verify=False)
+    with pytest.raises(PentadError, match=r"tokens-00000.arrow has other documents than index.json says"):
+        open_corpus(folder, verify=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.data.corpus import Corpus, Segment
+from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.samples import microbatch, permuted, sequence, window_count
 
 
+class CountingShards:
+    """The flat stream 0, 1, 2 ...; a document ends at each edge."""
+
+    def __init__(self, edges: tuple[int, ...]) -> None:
+        self.edges = np.array(edges)
+
+    def overlaps(self, start: int, count: int) -> list[range]:
+        return [range(start, start + count)]
+
+    def tokens(self, part: range) -> np.ndarray:
+        return np.array(part, dtype=np.uint32)
+
+
 def counting_corpus(tokens: int, cuts: tuple[int, ...] = ()) -> Corpus:
-    """Token i of the flat stream is i; a segment and a document end at each cut."""
-    edges = [0, *cuts, tokens]
-    segments = tuple(
-        Segment(first, np.arange(first, last, dtype=np.uint32), np.array([0, last - first]))
-        for first, last in pairwise(edges)
-    )
-    return Corpus(Path("counting"), tokens, tokens, len(segments), "", segments)
+    return Corpus(Path("counting"), tokens, tokens, len(cuts) + 1, "", False, CountingShards((0, *cuts, tokens)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("largest", [300, pytest.param(5000, marks=pytest.mark.slow)])

@@ -30,7 +30,12 @@ def test_pydoc_is_built_once_and_reused(pydoc: Path, monkeypatch: pytest.MonkeyP
 
     before = times()
     assert builtin_corpus("pydoc", 512, pydoc.parent) == pydoc
-    assert times() == before and sorted(before) == ["index.json", "tokenizer.json", "tokens-00000.arrow"]
+    assert times() == before and sorted(before) == [
+        "index.json",
+        "tokenizer.json",
+        "tokens-00000.arrow",
+        "tokens-00000.crc32",
+    ]
 
 
 def test_pydoc_holds_the_language_reference(pydoc: Path) -> None:
