@@ -66,6 +66,12 @@ def _with_files(config: RunConfig, work: Path) -> dict[str, Any]:
 
 def write_package(out: Path) -> Path:
     """Copies this package, from a checkout or from where it is installed, to `out`/pentad."""
+    (out / "pentad").mkdir(parents=True)
+    top = find_spec("pentad")
+    assert top is not None and top.origin is not None
+    for path in Path(top.origin).parent.iterdir():
+        if path.is_file():
+            shutil.copy(path, out / "pentad")
     for name in FOLDERS:
         spec = find_spec(f"pentad.{name}")
         assert spec is not None and spec.submodule_search_locations

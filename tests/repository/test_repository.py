@@ -16,6 +16,7 @@ import pytest
 from paths import ROOT
 
 FOLDERS = ("schedules", "kernels", "workers", "orchestrator")
+NAMESPACE = ROOT / "orchestrator" / "namespace"  # the package `pentad` itself
 MAY_IMPORT = {
     "schedules": {"pyarrow", "numpy", "pentad.schedules"},
     "kernels": {"torch", "triton", "pentad.kernels"},
@@ -44,7 +45,7 @@ LAYERS = {
     "schedules": ("search", "", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
     "kernels": ("attention", "moe", ""),
     "workers": ("runtime", "hf", "data", "custom", "model", "transport", "parallel", "params", "checkpoint", ""),
-    "orchestrator": ("cli", "run", "control", "jobs", "monitoring", "cluster", "planning", "config", ""),
+    "orchestrator": ("namespace", "cli", "api", "run", "control", "jobs", "monitoring", "cluster", "planning", "config", ""),
 }
 MOST_FILES = 16  # of a source folder
 RUNS_WHAT_IT_READS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -238,17 +239,20 @@ def test_readme_names_only_targets_that_exist() -> None:
 
 def test_link_farm_mirrors_the_folders() -> None:
     farm = ROOT / ".typings" / "pentad"
-    assert {link.name: link.resolve() for link in farm.iterdir()} == {name: ROOT / name for name in FOLDERS}
-    assert not (farm / "__init__.py").exists()
+    top = {path.name: path for path in NAMESPACE.iterdir() if path.is_file()}
+    assert {link.name: link.resolve() for link in farm.iterdir()} == top | {name: ROOT / name for name in FOLDERS}
+    assert all(link.is_symlink() for link in farm.iterdir())
 
 
 def test_every_folder_of_sources_is_a_package_of_the_wheel() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert listed == sorted(
-        f"pentad.{path.parent.relative_to(ROOT).as_posix().replace('/', '.')}"
+    folders = {
+        path.parent
         for path in git_files()
-        if path.name == "__init__.py" and path.relative_to(ROOT).parts[0] in FOLDERS
-    )
+        if path.name == "__init__.py" and path.relative_to(ROOT).parts[0] in FOLDERS and path.parent != NAMESPACE
+    }
+    names = (f"pentad.{folder.relative_to(ROOT).as_posix().replace('/', '.')}" for folder in folders)
+    assert listed == ["pentad", *sorted(names)]
 
 
 def test_wheel_holds_every_file_of_the_tree(tmp_path: Path) -> None:
@@ -259,7 +263,9 @@ def test_wheel_holds_every_file_of_the_tree(tmp_path: Path) -> None:
             shutil.copy(ROOT / name, tmp_path)
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    tree = {f"pentad/{path.relative_to(tmp_path)}" for folder in FOLDERS for path in (tmp_path / folder).rglob("*.*")}
+    files = {path.relative_to(tmp_path) for folder in FOLDERS for path in (tmp_path / folder).rglob("*.*")}
+    top = NAMESPACE.relative_to(ROOT)
+    tree = {f"pentad/{path.name if path.parent == top else path}" for path in files}
     command = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
     built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr

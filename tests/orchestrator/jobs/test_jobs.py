@@ -47,7 +47,8 @@ def tree(folder: Path) -> set[str]:
 
 def test_the_package_is_copied_completely_and_preferred_to_an_installed_one(tmp_path: Path) -> None:
     package = job_package.write_package(tmp_path / "one")
-    assert tree(package) == {f"{name}/{file}" for name in job_package.FOLDERS for file in tree(ROOT / name)}
+    folders = {f"{name}/{file}" for name in job_package.FOLDERS for file in tree(ROOT / name)}
+    assert tree(package) == folders | tree(ROOT / "orchestrator" / "namespace")
     assert not list(package.rglob("__pycache__"))
     # The copy can be copied again: an installed package is treated like a checkout.
     code = """

@@ -1,0 +1,1 @@
+../../orchestrator/namespace/__init__.py

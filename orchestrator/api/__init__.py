@@ -1,0 +1,1 @@
+"""The functions and results that the command line and `import pentad` share."""

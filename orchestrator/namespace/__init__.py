@@ -1,0 +1,42 @@
+"""pentad from Python: train, plan and schedule, and read runs and checkpoints (docs/python.md).
+
+    import pentad
+
+    run = pentad.train("run.yaml", mesh={"pp": 4}, on_step=print)
+    run.metrics().to_pandas().plot(x="step", y="loss")
+
+This folder is the package `pentad` itself (pyproject.toml, .typings). A name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pentad.orchestrator.config.config import RunConfig
+    from pentad.schedules.ir.errors import PentadError, ScheduleError
+
+_MODULES = {
+    "PentadError": "pentad.schedules.ir.errors",
+    "RunConfig": "pentad.orchestrator.config.config",
+    "ScheduleError": "pentad.schedules.ir.errors",
+}
+
+__all__ = ["PentadError", "RunConfig", "ScheduleError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from pentad.orchestrator.config.version import release
+
+        return release()
+    if name not in _MODULES:
+        raise AttributeError(f"module 'pentad' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
