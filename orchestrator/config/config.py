@@ -6,15 +6,17 @@ Loading compiles no program: `planning.make_plan` checks what depends on a progr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from pentad.orchestrator.config import errors, sections
 from pentad.orchestrator.config.errors import Broken, ConfigError
+from pentad.orchestrator.config.includes import Layers, leaves, merged, read_file, with_includes
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
@@ -176,24 +178,30 @@ class RunConfig(sections.Section):
             yield f"model {text}: {found}, but {layout.stages} pipeline stages (mesh.pp) need at least one each"
 
 
-def load(path: Path | None, overrides: list[str]) -> RunConfig:
-    """The configuration in a YAML file (None: the quickstart) with `section.key=value` overrides applied.
+def load(
+    source: Path | Mapping[str, Any] | RunConfig | None,
+    overrides: Iterable[str] = (),
+    sections: Mapping[str, Any] = MappingProxyType({}),
+) -> RunConfig:
+    """The configuration in a YAML file, with the files that it includes, or in a mapping (None: the quickstart), with
+    `sections` merged into it and `section.key=value` overrides applied.
 
-    Raises PentadError if the file is not YAML or has no sections, and ConfigError with all errors in it.
+    Raises PentadError if a file cannot be read or has no sections, and ConfigError with all errors in it.
     """
-    raw = load_yaml(_text(path), str(path or "quickstart.yaml"))
-    if not isinstance(raw, dict):
-        found = "nothing" if raw is None else errors.shown(raw)
-        raise PentadError(
-            f"{path} holds {found}: expected a mapping of the sections {', '.join(RunConfig.model_fields)}"
-        )
+    values, origins = _layers(source)
+    raw = merged(values, sections)
     found_errors: list[str] = []
     for override in overrides:
-        found_errors += _refusal(_apply, raw, override)
+        try:
+            raw = merged(raw, _section_of(override))
+        except PentadError as error:
+            found_errors.append(str(error))
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
-        found_errors += errors.sentences(error, RunConfig)
+        given = {*leaves(sections), *(override.partition("=")[0] for override in overrides)}
+        from_files = {key: file for key, file in origins.items() if key not in given}
+        found_errors += (_with_origin(sentence, from_files) for sentence in errors.sentences(error, RunConfig))
     if found_errors:
         raise ConfigError(found_errors)
     return config
@@ -204,20 +212,25 @@ def dump(config: RunConfig) -> str:
     return dump_yaml(config.model_dump())
 
 
-def _text(path: Path | None) -> str:
-    if path is None:
-        return (files("pentad.orchestrator.config") / "quickstart.yaml").read_text(encoding="utf-8")
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PentadError(f"{path} is not UTF-8 text (byte {error.start}): expected a YAML file") from None
-    except OSError as error:
-        reason = f"which cannot be read ({error.strerror})"
-        raise PentadError(f"CONFIG is '{path}', {reason}: expected a YAML file") from None
+def _layers(source: Path | Mapping[str, Any] | RunConfig | None) -> Layers:
+    if isinstance(source, Path):
+        return read_file(source)
+    if isinstance(source, RunConfig):
+        return Layers(source.model_dump(), {})
+    if source is not None:
+        return with_includes(source, Path("CONFIG"))
+    text = (files("pentad.orchestrator.config") / "quickstart.yaml").read_text(encoding="utf-8")
+    return Layers(load_yaml(text, "quickstart.yaml"), {})
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
-    """Puts one override into the YAML's mapping, in place."""
+def _with_origin(sentence: str, origins: Mapping[str, str]) -> str:
+    """An error with the file that its key is from, where files are included."""
+    file = origins.get(sentence.partition(" is ")[0])
+    return f"{file}: {sentence}" if file else sentence
+
+
+def _section_of(override: str) -> dict[str, Any]:
+    """An override as the mapping that it puts over the file's. Raises PentadError if there is no such key."""
     key, _, text = override.partition("=")
     if key in RunConfig.model_fields:
         example = errors.example_key(key, RunConfig)
@@ -227,14 +240,9 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     value = load_yaml(text, f"override {override}" if len(override) <= 60 else f"override {override[:57]}...")
     if isinstance(value, dict):
         raise PentadError(f"{key} is {errors.shown(value)}: expected a single value (quotes make text of it)")
-    *sections, name = key.split(".")
-    for section in sections:
-        if raw.get(section) is None:
-            raw[section] = {}
-        raw = raw[section]
-        if not isinstance(raw, dict):  # reported by validation
-            return
-    raw[name] = value
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
 
 
 def _refusal(check: Callable[..., object], *arguments: object) -> Iterator[str]:

@@ -17,6 +17,10 @@ A configuration is a YAML file of sections. Overrides on the command line have t
 
 Scalars are those of YAML 1.2: `1e-4` is a number, and `on`, `no` and dates are text. An unknown key is an error that
 names the nearest known one. All errors are reported, one sentence a line, before anything starts.
+
+A file can include others, with paths relative to itself: `include: base.yaml`, or `include: [model.yaml, data.yaml]`.
+Its own keys replace those that it includes, and later files replace earlier ones, key by key. The `config.yaml` of a
+run holds all keys and includes nothing.
 """
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
 LIMITS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most", "exclusiveMaximum": "less than"}

@@ -45,7 +45,19 @@ LAYERS = {
     "schedules": ("search", "", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
     "kernels": ("attention", "moe", ""),
     "workers": ("runtime", "hf", "data", "custom", "model", "transport", "parallel", "params", "checkpoint", ""),
-    "orchestrator": ("namespace", "cli", "api", "run", "control", "jobs", "monitoring", "cluster", "planning", "config", ""),
+    "orchestrator": (
+        "namespace",
+        "cli",
+        "api",
+        "run",
+        "control",
+        "jobs",
+        "monitoring",
+        "cluster",
+        "planning",
+        "config",
+        "",
+    ),
 }
 MOST_FILES = 16  # of a source folder
 RUNS_WHAT_IT_READS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -244,7 +244,7 @@ def test_the_number_of_slices_divides_the_sequence_length() -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("", "holds nothing: expected a mapping of the sections run, model"),
+        ("", "holds nothing: expected a mapping of sections such as run, model"),
         ("quickstart", "holds 'quickstart': expected a mapping"),
         ("- run", "holds ['run']: expected a mapping"),
         ("run: [", "run.yaml line 1, column 7: "),

@@ -1,0 +1,85 @@
+"""Configuration files that include others: `include: base.yaml`, or a list of files, relative to the file it is in.
+
+A file's own keys replace those of the files that it includes, a later one those of an earlier one; mappings are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pentad.orchestrator.config.errors import shown
+from pentad.orchestrator.config.yaml_text import load_yaml
+from pentad.schedules.ir.errors import PentadError
+
+INCLUDE = "include"
+
+
+class Layers(NamedTuple):
+    """Merged files: the `values`, and by dotted key the file that a value is from, if others are included."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+
+def read_file(path: Path, option: str = "CONFIG", chain: tuple[Path, ...] = ()) -> Layers:
+    """A YAML file with all that it includes. Raises PentadError if one of them cannot be read, is not a mapping of
+    sections, or includes itself; `option` is what names the file in the error, `chain` the files that include it."""
+    raw = load_yaml(read_text(path, option), str(path))
+    if not isinstance(raw, dict):
+        found = "nothing" if raw is None else shown(raw)
+        raise PentadError(f"{path} holds {found}: expected a mapping of sections such as run, model and mesh")
+    return with_includes(raw, path, chain)
+
+
+def with_includes(raw: Mapping[str, Any], path: Path, chain: tuple[Path, ...] = ()) -> Layers:
+    """The content `raw` of a file, or of any mapping whose includes are relative to the folder of `path`."""
+    names = raw.get(INCLUDE, [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise PentadError(f"{INCLUDE} of {path} is {shown(names)}: expected a YAML file's path or a list of them")
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name in names:
+        included = path.parent / Path(name).expanduser()
+        circle = [*chain, path, included]
+        if included.resolve() in [each.resolve() for each in circle[:-1]]:
+            text = " -> ".join(map(str, circle))
+            raise PentadError(f"{INCLUDE} of {path} is {name!r}, which leads back to it ({text}): expected no circle")
+        layers = read_file(included, f"{INCLUDE} of {path}", (*chain, path))
+        values, origins = merged(values, layers.values), {**origins, **layers.origins}
+    own = {key: value for key, value in raw.items() if key != INCLUDE}
+    return Layers(merged(values, own), {**origins, **{key: str(path) for key in leaves(own)}} if names or chain else {})
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`; where both have a mapping, the two are merged."""
+    found = dict(base)
+    for key, value in over.items():
+        below = found.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = merged(below, value)
+        found[key] = value
+    return found
+
+
+def read_text(path: Path, option: str) -> str:
+    """Raises PentadError if the file cannot be read or is not UTF-8."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PentadError(f"{path} is not UTF-8 text (byte {error.start}): expected a YAML file") from None
+    except OSError as error:
+        reason = f"which cannot be read ({error.strerror})"
+        raise PentadError(f"{option} is '{path}', {reason}: expected a YAML file") from None
+
+
+def leaves(values: Mapping[str, Any], path: str = "") -> list[str]:
+    """Dotted keys of all values, also of the mappings."""
+    found = []
+    for key, value in values.items():
+        found.append(f"{path}{key}")
+        if isinstance(value, Mapping):
+            found += leaves(value, f"{path}{key}.")
+    return found
