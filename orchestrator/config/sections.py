@@ -238,7 +238,10 @@ class CheckpointSection(Section):
     """When checkpoints are saved (docs/recovery.md)."""
 
     every: NonNegativeInt = 0
-    """steps between checkpoints; 0: only at the end or when stopped"""
+    """steps between checkpoints; 0: none by steps"""
+    every_seconds: NonNegativeFloat = 600.0
+    """seconds of training after which a checkpoint is saved, whatever the step; 0: none by time. A run also saves at
+    its end and when it is stopped"""
     keep: Count = Field(default=2, description="newest checkpoints to keep; older ones are deleted")
 
 

@@ -83,8 +83,8 @@ class EventBus:
 
     def steps_done(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         """Records completed steps: their rows of metrics.jsonl, and the spans of each."""
+        rows = [self.folder.metrics(row) for row in rows]
         for row in rows:
-            self.folder.metrics(row)
             self.display.step(row)
             if row["skipped"]:
                 self.display.note(f"step {row['step']} had a non-finite gradient norm: its update was skipped")

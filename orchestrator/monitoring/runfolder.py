@@ -27,7 +27,7 @@ CONFIG, PROGRAM, METRICS, JOURNAL = "config.yaml", "program.arrow", "metrics.jso
 TIMELINE, TRACE, PAGE, CHECKPOINTS = "timeline.arrow", "trace.json.gz", "timeline.html", "checkpoints"
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
-    *("step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second"),
+    *("step", "time", "loss", "grad_norm", "lr", "tokens", "total_tokens", "step_seconds", "tokens_per_second"),
     *("mfu", "bubble_planned", "bubble_measured", "generation"),
 )
 _FIXED = ("model.", "batch.", "data.path", "run.seed")  # what a resumed run may not change
@@ -48,6 +48,7 @@ class RunFolder:
         """
         self.path = path_of(config)
         self.plan = plan
+        self.total_tokens = 0  # of the steps in metrics.jsonl, once `rewind` has been called
         self.resumed = (self.path / CONFIG).exists()
         check_resumable(config)
         self.changes = changed_keys(saved_config(self.path), config) if self.resumed else {}
@@ -85,11 +86,15 @@ class RunFolder:
         steps = (path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/manifest.json"))
         return sorted(int(step) for step in steps if step.isdecimal())
 
-    def metrics(self, row: dict[str, Any]) -> None:
-        """Appends a line to metrics.jsonl; `row` has at least METRIC_KEYS."""
+    def metrics(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Appends a step's row to metrics.jsonl with `total_tokens`, those of all steps so far, and returns that line;
+        `row` has at least the other METRIC_KEYS."""
+        self.total_tokens += row["tokens"]
+        row = row | {"total_tokens": self.total_tokens}
         missing = [key for key in METRIC_KEYS if key not in row]
         assert not missing, f"metrics without {missing}"
         _append(self.path / METRICS, row)
+        return row
 
     def event(self, event: str, **facts: Any) -> dict[str, Any]:
         """Appends an event of the run's ranks or checkpoints to journal.jsonl, with its Unix time, and returns it."""
@@ -105,6 +110,7 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Drops the metrics of `step` and later, which the run will replay."""
         kept = [row for row in read_lines(self.path / METRICS, METRIC_KEYS) if row["step"] < step]
+        self.total_tokens = kept[-1]["total_tokens"] if kept else 0
         _replace(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
 
     def timelines(self, measured: Timeline, costs: Costs) -> None:

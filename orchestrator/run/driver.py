@@ -3,6 +3,7 @@ steps are done."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -81,9 +82,11 @@ def _run_generations(
 ) -> int:
     """Runs steps from `start` on, one generation after another, until all are done or the run is stopped; returns how
     many are done."""
-    recovery, first, saved, shown = Recovery(config, group, bus, requests, start), start.step, start.step, None
+    recovery, shown = Recovery(config, group, bus, requests, start), None
+    first = saved = start.step
+    saved_at = time.monotonic()
     while True:
-        steps = StepLoop(config, group, bus, requests, first, saved, recovery.should_regroup)
+        steps = StepLoop(config, group, bus, requests, first, saved, saved_at, recovery.should_regroup)
         bus.ranks_placed(group)
         if group.plan is not shown:
             shown = group.plan
@@ -107,7 +110,8 @@ def _run_generations(
         steps.add([list(state.results[step].values()) for step in replayed])
         if state.version < steps.done:
             bus.folder.rewind(state.version)
-        first, saved = state.version, max(steps.durable, *(s for s in bus.folder.saved() if s <= state.version), 0)
+        first, saved_at = state.version, steps.saved_at
+        saved = max(steps.durable, *(s for s in bus.folder.saved() if s <= state.version), 0)
 
 
 def _show_cluster(display: Display, cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -41,7 +42,7 @@ class History:
         return self._last(self.keep)
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
-        """Adds the results of a call, [rank][step]; returns a row of metrics.jsonl for each step.
+        """Adds the results of a call, [rank][step]; returns a row of metrics.jsonl for each step, without `total_tokens`.
 
         The results of lost ranks may be missing.
         """
@@ -77,6 +78,7 @@ class History:
         timeline = Timeline("measured", spans)
         return {
             "step": step[0].step,
+            "time": time.time() - time.monotonic() + end,
             "loss": finite(mean_loss(step, tokens)),
             "grad_norm": finite(step[0].grad_norm),
             "lr": step[0].learning_rate,

@@ -38,7 +38,7 @@ class Call(NamedTuple):
 class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
     asked about once a second, says that the ranks should be placed again. `done` steps are complete, `durable` steps
-    are in a committed checkpoint."""
+    are in a committed checkpoint; at the monotonic second `saved_at` the newest one was submitted or committed."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class StepLoop:
         requests: ControlRequests,
         first: int,
         saved: int,
+        saved_at: float,
         should_regroup: Callable[[], bool],
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
@@ -56,6 +57,7 @@ class StepLoop:
         self.history = History(group.plan, group.generation, keep=keep, offsets=clocks, device_name=group.device_name)
         self.first = self.done = self.submitted = first
         self.saved = self.durable = saved  # steps in the newest checkpoint submitted, and committed
+        self.saved_at = saved_at
         self.steps_per_call = 1
         self.in_flight: deque[Call] = deque()
         self.committing: Call | None = None
@@ -92,15 +94,16 @@ class StepLoop:
     def _submit(self) -> Call | None:
         """Submits the next call, if there is one."""
         every, step = self.config.checkpoint.every, self.submitted
+        late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at
         ending, paused, requested = self.ending, self.requests.paused, self.requests.wants_checkpoint
-        due = step > self.saved and (ending or (every and step % every == 0) or requested)
+        due = step > self.saved and (ending or (every and step % every == 0) or late or requested)
         if self.open and (due or ending or paused):  # nothing but a run call may follow an open step
             self.open = False
             return Call(self.group.submit_run(step, 0), step)
         if due:
-            self.saved = step
+            self.saved, self.saved_at = step, time.monotonic()
             refs = self.group.submit_save(self.bus.folder.checkpoint(step), step)
-            return Call(refs, step, saves=True, began=time.monotonic())
+            return Call(refs, step, saves=True, began=self.saved_at)
         if requested and step == self.saved and self.committing is None and not self.in_flight:
             self.requests.checkpoint_saved(step)
         if ending or paused:
@@ -142,7 +145,7 @@ class StepLoop:
         call = self.committing
         if call is None or not (wait or self.group.is_ready(call.refs)):
             return
-        self.committing = None
+        self.committing, self.saved_at = None, time.monotonic()
         if self._collect_checkpoint(call) is None:
             return
         seconds, generation = round(time.monotonic() - call.began, 3), self.group.generation

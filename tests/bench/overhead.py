@@ -205,7 +205,12 @@ def measure(seconds: float, period: float, path: Path | None, overrides: list[st
     switch.patch()
     threading.Thread(target=switch.sample, args=(seconds,), daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
-        settings = [f"run.folder={folder}", "run.steps=1000000", "cluster.dashboard=false", "checkpoint.every=0"]
+        settings = [
+            f"run.folder={folder}",
+            "run.steps=1000000",
+            "cluster.dashboard=false",
+            "checkpoint.every_seconds=0",
+        ]
         settings += [] if path else ["cluster.device=cpu"]
         config = load(path, [*settings, *overrides])
         train(config)

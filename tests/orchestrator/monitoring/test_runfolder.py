@@ -84,6 +84,19 @@ def test_after_a_rewind_every_step_appears_once(tmp_path: Path) -> None:
     assert [line["generation"] for line in lines] == [1] * 4 + [2] * 4
 
 
+def test_total_tokens_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
+    tokens = [3, 5, 7, 11]
+    with opened(tmp_path) as run:
+        for step in range(4):
+            run.metrics(row(step, tokens=tokens[step]))
+        run.rewind(3)  # a recovery
+        run.metrics(row(3, tokens=13))
+    with opened(tmp_path) as run:  # a resume
+        run.rewind(2)
+        assert run.metrics(row(2, tokens=7))["total_tokens"] == 15
+    assert [line["total_tokens"] for line in read_lines(run.path / "metrics.jsonl")] == [3, 8, 15]
+
+
 def test_an_incomplete_line_left_by_a_crash_is_dropped(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         run.metrics(row(0))

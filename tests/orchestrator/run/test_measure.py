@@ -1,6 +1,7 @@
 """Metrics and timelines computed from the ranks' step results."""
 
 import math
+import time
 
 import pytest
 from fake_runner import loss_of
@@ -57,7 +58,7 @@ def test_the_loss_sums_microbatches_in_ascending_order() -> None:
 
 def test_a_row_has_every_metric() -> None:
     (row,) = History(PLAN, 7, keep=2).add(call(0, [5.0]))
-    assert set(METRIC_KEYS) <= set(row)
+    assert set(METRIC_KEYS) <= {*row, "total_tokens"}
     assert (row["step"], row["generation"], row["lr"], row["tokens"], row["mfu"]) == (
         0,
         7,
@@ -69,6 +70,11 @@ def test_a_row_has_every_metric() -> None:
     assert row["tokens_per_second"] == pytest.approx(PLAN.batch.tokens / SECONDS)
     assert row["bubble_measured"] == pytest.approx(STEP.bubble().makespan)
     assert (row["peak_bytes"], row["host_seconds"]) == (3, pytest.approx(0.3))
+
+
+def test_a_row_has_the_unix_time_at_which_its_step_ended() -> None:
+    (row,) = History(PLAN, 1, keep=2).add(call(0, [time.monotonic() - SECONDS]))
+    assert row["time"] == pytest.approx(time.time(), abs=1.0)
 
 
 def test_a_step_is_timed_from_the_end_of_the_previous_one_except_after_a_pause() -> None:

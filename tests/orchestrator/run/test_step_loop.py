@@ -1,5 +1,6 @@
 """The calls that keep ranks busy, tested with a worker group that only lists its calls."""
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import METRICS, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.run import step_loop
 from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
@@ -97,7 +99,9 @@ Run = Callable[..., tuple[Ranks, StepLoop]]
 def run(tmp_path: Path) -> Run:
     """Runs all calls of a configuration; returns the ranks, which list their calls, and the step loop."""
 
-    def do(*overrides: str, seconds: float = 0.3, first: int = 0, prepare: Any = None) -> tuple[Ranks, StepLoop]:
+    def do(
+        *overrides: str, seconds: float = 0.3, first: int = 0, saved_at: float | None = None, prepare: Any = None
+    ) -> tuple[Ranks, StepLoop]:
         sizes = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8"]
         config: RunConfig = load(None, [f"run.folder={tmp_path}", *sizes, *overrides])
         plan = make_plan(config, "cpu")
@@ -108,7 +112,8 @@ def run(tmp_path: Path) -> Run:
             display = Display(Console(quiet=True), config.run.name, config.run.steps)
             bus = EventBus(config, folder, display, first, None)
             group: Any = ranks
-            calls = StepLoop(config, group, bus, ControlRequests(), first, first, lambda: False)
+            at = time.monotonic() if saved_at is None else saved_at
+            calls = StepLoop(config, group, bus, ControlRequests(), first, first, at, lambda: False)
             ranks.calls = calls
             calls.run()
         assert not ranks.kept and not calls.in_flight and not calls.open
@@ -220,3 +225,35 @@ def test_a_rank_that_dies_while_it_saves_ends_the_run(run: Run, what: str) -> No
     died = WorkerError("rank 1 died", 1, "")
     with pytest.raises(WorkerError, match="rank 1 died"):
         run("run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 4): died}))
+
+
+class Clock:
+    """The time of `Ranks`, instead of the module `time`."""
+
+    def __init__(self) -> None:
+        self.ranks: Ranks | None = None
+
+    def monotonic(self) -> float:
+        return self.ranks.now if self.ranks else 0.0
+
+
+@pytest.mark.parametrize("every", [0, 15])
+@pytest.mark.parametrize("every_seconds", [0.0, 10.0])
+def test_checkpoints_are_saved_by_steps_and_by_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch, every: int, every_seconds: float
+) -> None:
+    """Steps of a second, of which two are in flight when the driver looks at the clock."""
+    clock = Clock()
+    monkeypatch.setattr(step_loop, "time", clock)
+    options = f"checkpoint.every={every}", f"checkpoint.every_seconds={every_seconds}"
+    ranks, calls = run(
+        "run.steps=40", *options, seconds=1.0, saved_at=0.0, prepare=lambda ranks: setattr(clock, "ranks", ranks)
+    )
+    saves = [call[1] for call in ranks.log if call[0] == "save"]
+    assert set(saves) >= {40, *(range(every, 41, every) if every else ())}
+    if every_seconds:
+        assert max(end - start for start, end in pairwise([0, *saves])) <= 13
+        assert len(saves) <= 40 // 10 + (40 // every if every else 0)
+    else:
+        assert len(saves) == (3 if every else 1)
+    assert calls.durable == 40
