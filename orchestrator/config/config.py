@@ -18,6 +18,7 @@ from pentad.orchestrator.config import errors, sections
 from pentad.orchestrator.config.errors import Broken, ConfigError
 from pentad.orchestrator.config.includes import Layers, leaves, merged, read_file, with_includes
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
+from pentad.orchestrator.config.optimizer_section import OptimizerSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
@@ -58,7 +59,7 @@ class RunConfig(sections.Section):
     schedule: sections.ScheduleSection
     batch: sections.BatchSection
     data: sections.DataSection
-    optimizer: sections.OptimizerSection = sections.OptimizerSection()
+    optimizer: OptimizerSection = OptimizerSection()
     precision: sections.PrecisionSection = sections.PrecisionSection()
     memory: sections.MemorySection = sections.MemorySection()
     zero: sections.ZeroSection = sections.ZeroSection()
@@ -110,8 +111,8 @@ class RunConfig(sections.Section):
         if self.batch.global_batch_size % math.prod(sizes.values()):
             product = f"{' x '.join(map(str, sizes.values()))} = {math.prod(sizes.values())}"
             yield Broken("batch.global_batch_size", f"a multiple of {' x '.join(sizes)} = {product}")
-        if (self.optimizer.warmup_steps or 0) > self.run.steps:
-            yield Broken("optimizer.warmup_steps", f"at most run.steps = {self.run.steps}")
+        if self.optimizer.decay_steps is None:
+            yield from self.optimizer.phase_rules("run.steps", self.run.steps, "optimizer.")
         if self.schedule.name == AUTO and self.memory.recompute_stages:
             found = f"{self.memory.recompute_stages}, but schedule.name auto places them"
             yield Broken("memory.recompute_stages", "null", found)

@@ -15,7 +15,6 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 
 MAX_BUCKETS = 2**14  # of a stage's gradients
 Count = Annotated[int, Field(ge=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -130,27 +129,6 @@ class DataSection(Section):
     """attend only within a document where a sequence holds several"""
     cache: Text = "~/.cache/pentad"
     """folder in which built-in corpora are built"""
-
-
-class OptimizerSection(Section):
-    """AdamW with linear warm-up and cosine decay."""
-
-    learning_rate: PositiveFloat = Field(default=3e-3, description="peak learning rate")
-    min_learning_rate: NonNegativeFloat | None = None
-    """learning rate after the last step; null: a tenth of learning_rate"""
-    warmup_steps: NonNegativeInt | None = None
-    """steps of linear warm-up; null: a tenth of run.steps, but at most 100"""
-    beta1: Decay = Field(default=0.9, description="decay of the first moment")
-    beta2: Decay = Field(default=0.95, description="decay of the second moment")
-    eps: PositiveFloat = Field(default=1e-8, description="added to the square root of the second moment")
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay of matrices")
-    clip_norm: PositiveFloat = 1.0
-    """largest global norm of the gradients; larger ones are clipped"""
-
-    def rules(self) -> Iterator[Broken | str]:
-        low, peak = self.min_learning_rate, self.learning_rate
-        if low is not None and low > peak:
-            yield Broken("min_learning_rate", f"at most optimizer.learning_rate = {peak:g}", f"{low:g}")
 
 
 class PrecisionSection(Section):

@@ -15,6 +15,7 @@ from pentad.orchestrator.planning.activation_memory import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.hardware import DEVICES, NODE_GPUS, gpu_name, local_device
+from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
@@ -25,7 +26,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan, split_layers, split_layers_by_cost
+from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers, split_layers_by_cost
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import head_in_layers
 
@@ -123,7 +124,7 @@ def draft(
         layers=layers,
         model=model,
         batch=_batch(config),
-        optimizer=_optimizer(config),
+        optimizer=optimizer_spec(config),
         data=_data(config.data.path),
         cache=os.path.abspath(os.path.expanduser(config.data.cache)),
         seed=config.run.seed,
@@ -270,12 +271,3 @@ def transport_of(config: RunConfig, device: str, hosts: int) -> str:
     if config.mesh.pp == 1:  # nothing moves
         return "nccl"
     return {"auto": "peer" if hosts == 1 else "nccl"}.get(chosen, chosen)
-
-
-def _optimizer(config: RunConfig) -> OptimizerSpec:
-    given = config.optimizer.model_dump()
-    if given["min_learning_rate"] is None:
-        given["min_learning_rate"] = config.optimizer.learning_rate / 10
-    if given["warmup_steps"] is None:
-        given["warmup_steps"] = min(100, config.run.steps // 10)
-    return OptimizerSpec(steps=config.run.steps, **given)

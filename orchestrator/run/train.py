@@ -24,10 +24,12 @@ from pentad.orchestrator.monitoring.runfolder import (
     path_of,
     read_lines,
 )
+from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan
 from pentad.orchestrator.run.init_from import origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import typical_pace
+from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import newest
@@ -76,7 +78,10 @@ def train(
         return summary(config, config.run.steps)
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        plan = replace(plan or first_plan(config), fingerprint=fingerprint)
+        config, note = with_decay_steps(config)
+        if note:
+            display.note(note)
+        plan = replace(plan or first_plan(config), optimizer=optimizer_spec(config), fingerprint=fingerprint)
         origin = None if has_checkpoint(config) else origin_of(config)  # a mistake shows before Ray starts
         display.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")
         head = stack.enter_context(launch(config.cluster, config.mesh.size))

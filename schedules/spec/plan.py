@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
@@ -13,6 +12,7 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.tensors import local_size
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
@@ -40,29 +40,6 @@ class BatchSpec:
     def tokens(self) -> int:
         """Tokens of a step over the whole mesh."""
         return self.global_batch_size * self.sequence_length
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """AdamW with decoupled weight decay, linear warm-up and cosine decay to `min_learning_rate`."""
-
-    learning_rate: float
-    min_learning_rate: float
-    warmup_steps: int
-    steps: int
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    clip_norm: float
-
-    def learning_rate_at(self, step: int) -> float:
-        """Learning rate of a step, counted from 0: a pure function, so all ranks and a resumed run agree."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
-        low = self.min_learning_rate
-        return low + 0.5 * (self.learning_rate - low) * (1 + math.cos(math.pi * progress))
 
 
 class ParamShard(NamedTuple):

@@ -53,22 +53,23 @@ def main() -> None:
 def train(connection: Connection, plan: Plan, rank: int) -> Any:
     """(results of the steps, peak of allocated bytes, device name)."""
     with connected(connection, plan, rank) as runner:
-        results = runner.run(0, plan.optimizer.steps)
+        results = runner.run(0, plan.optimizer.learning_rate.decay_steps)
     cuda = plan.device == "cuda"
     return results, torch.cuda.max_memory_allocated() if cuda else 0, torch.cuda.get_device_name() if cuda else "CPU"
 
 
 def summarize(plan: Plan, answers: list[Any]) -> dict[str, Any]:
     results, peaks, devices = zip(*answers, strict=True)
-    starts = [min(span.start for its in results for span in its[step].spans) for step in range(plan.optimizer.steps)]
-    timed = range(WARMUP, plan.optimizer.steps)
+    steps = plan.optimizer.learning_rate.decay_steps
+    starts = [min(span.start for its in results for span in its[step].spans) for step in range(steps)]
+    timed = range(WARMUP, steps)
     seconds = statistics.median(b - a for a, b in pairwise(starts[WARMUP:]))
     tokens_per_second = plan.batch.tokens / seconds
     planned = [memory(plan, rank)["total"] for rank in range(plan.mesh.size)]
     fullest = max(range(plan.mesh.size), key=lambda rank: peaks[rank])
     losses = [
         sum({n: loss for its in results for n, loss in its[step].losses.items()}.values()) / plan.batch.tokens
-        for step in range(plan.optimizer.steps)
+        for step in range(steps)
     ]
     return {
         "mesh": str(plan.mesh),

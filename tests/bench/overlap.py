@@ -27,9 +27,11 @@ from ranks import spawn
 from record import stamp, write
 
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Experts, ModelSpec
-from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan
+from pentad.schedules.spec.optimizer import OptimizerSpec
+from pentad.schedules.spec.plan import BatchSpec, Plan
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
@@ -56,7 +58,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         layers=((0, 1), (1, args.layers + 1), (args.layers + 1, args.layers + 2)),
         model=model,
         batch=BatchSpec(3 * RANKS * args.rows, args.length, 3, RANKS),
-        optimizer=OptimizerSpec(3e-4, 3e-5, 4, 8, 0.9, 0.95, 1e-8, 0.1, 1.0),
+        optimizer=OptimizerSpec(LearningRate(3e-4, 3e-5, 4, 8), 0.9, 0.95, 1e-8, 0.1, 1.0),
         data="",
         cache="",
         seed=0,

@@ -22,9 +22,11 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Instruction
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan, split_layers
+from pentad.schedules.spec.optimizer import OptimizerSpec
+from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers
 from pentad.schedules.spec.tensors import head_in_layers
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.runtime.executor import Executor
@@ -46,7 +48,7 @@ def make_plan(args: argparse.Namespace, name: str) -> Plan:
         layers=split_layers(model.layers, program.placement, head_in_layers(model, args.length)),
         model=model,
         batch=BatchSpec(args.microbatches * args.rows, args.length, args.microbatches, 1),
-        optimizer=OptimizerSpec(3e-4, 3e-5, 4, args.steps, 0.9, 0.95, 1e-8, 0.1, 1.0),
+        optimizer=OptimizerSpec(LearningRate(3e-4, 3e-5, 4, args.steps), 0.9, 0.95, 1e-8, 0.1, 1.0),
         data="builtin:pydoc",
         cache="~/.cache/pentad",
         seed=0,
@@ -64,7 +66,7 @@ def train(connection: Connection, plan: Plan, rank: int) -> tuple[list[StepResul
         results = runner.run(0, 2)
         assert runner.executor is not None
         seconds = time_instructions(runner.executor)
-        timed = runner.run(2, plan.optimizer.steps - 2)
+        timed = runner.run(2, plan.optimizer.learning_rate.decay_steps - 2)
     overhead = sum(result.host_seconds for result in timed) - sum(map(sum, seconds.values()))
     host = {op: 1e6 * statistics.median(values) for op, values in seconds.items()}
     return results + timed, host | {"around": 1e6 * overhead / sum(result.instructions for result in timed)}

@@ -119,7 +119,7 @@ class FakeRunner:
             step=step,
             losses={number: loss_of(step, number) for number in numbers} if last else {},
             grad_norm=float("nan") if "nan" in self.orders and step == 1 else 1.0,
-            learning_rate=self.plan.optimizer.learning_rate_at(step),
+            learning_rate=self.plan.optimizer.learning_rate.at(step),
             skipped="nan" in self.orders and step == 1,
             spans=tuple(self._span(span, step, start) for span in self.spans),
             host_seconds=0.001,

@@ -13,9 +13,11 @@ from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
 from pentad.schedules.ir.instruction import Overlap, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.cp_layout import CpMethod
+from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, Plan, split_layers
+from pentad.schedules.spec.optimizer import OptimizerSpec
+from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.samples import document_starts, microbatch
@@ -71,7 +73,7 @@ def plan_of(
         layers=split_layers(model.layers, program.placement, head=1.0),
         model=model,
         batch=BatchSpec(2 * dp * ep * microbatches, 8, microbatches, dp * ep),
-        optimizer=OptimizerSpec(1e-2, 1e-3, 2, STEPS, 0.9, 0.95, 1e-8, 0.1, clip_norm=clip),
+        optimizer=OptimizerSpec(LearningRate(1e-2, 1e-3, 2, STEPS), 0.9, 0.95, 1e-8, 0.1, clip_norm=clip),
         data=data,
         cache="",
         seed=7,

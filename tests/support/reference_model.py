@@ -50,7 +50,7 @@ def optimize(
     losses, gradients, norms = [], [], []
     for step in range(steps):
         for group in adam.param_groups:
-            group["lr"] = spec.learning_rate_at(step)
+            group["lr"] = spec.learning_rate.at(step)
         adam.zero_grad()
         reported, total = losses_of(step)
         total.backward()
@@ -60,7 +60,7 @@ def optimize(
         gradients.append({name: gradient.clone() for name, gradient in found.items()})
         norms.append(torch.stack([gradient.norm() for gradient in found.values()]).norm().item())
         for gradient in found.values():
-            gradient *= min(1.0, spec.clip_norm / norms[-1])
+            gradient *= 1.0 if spec.clip_norm is None else min(1.0, spec.clip_norm / norms[-1])
         adam.step()
     return losses, gradients, norms, {name: t.detach() for name, t in p.items()}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from pentad.kernels.adamw import Coefficients, adamw_, adamw_optimistic_, coefficients
-from pentad.schedules.spec.plan import OptimizerSpec
+from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.zero_layout import ShardIndex
 
@@ -27,13 +27,14 @@ def square_sum(parameters: Parameters, counted: list[ShardIndex]) -> torch.Tenso
     return torch.cat(norms).double().square().sum()
 
 
-def clip_scale(norm: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
-    """The factor [1] that clips all gradients, from their global norm, a float64 scalar: min(1, limit / norm).
+def clip_scale(norm: torch.Tensor, limit: float | None, dtype: torch.dtype) -> torch.Tensor:
+    """The factor [1] that clips all gradients, from their global norm, a float64 scalar: min(1, limit / norm), or 1
+    without a limit.
 
     NaN if the norm is not finite: `adamw_` then skips the step, and the host need not look.
     """
-    factor = torch.where(torch.isfinite(norm), (limit / norm).clamp(max=1.0), torch.nan)
-    return factor.to(dtype).view(1)
+    factor = torch.ones_like(norm) if limit is None else (limit / norm).clamp(max=1.0)
+    return torch.where(torch.isfinite(norm), factor, torch.nan).to(dtype).view(1)
 
 
 def step(parameters: Parameters, spec: OptimizerSpec, number: int, scale: torch.Tensor) -> None:
@@ -56,6 +57,6 @@ def _groups(
     """([master, m, v, gradient, compute], coefficients) of every part. Weight decay applies to matrices only."""
     buffers = (parameters.master, parameters.m, parameters.v, parameters.gradient, parameters.compute)
     for index, is_matrix in parameters.decay_groups:
-        weight_decay, learning_rate = spec.weight_decay if is_matrix else 0.0, spec.learning_rate_at(number)
+        weight_decay, learning_rate = spec.weight_decay if is_matrix else 0.0, spec.learning_rate.at(number)
         group = coefficients(learning_rate, spec.beta1, spec.beta2, spec.eps, weight_decay, step=number + 1)
         yield [buffer[index] for buffer in buffers], group

@@ -226,7 +226,7 @@ class Runner:
             step=committed.step,
             losses=dict(enumerate(committed.losses.tolist())),
             grad_norm=norm,
-            learning_rate=self.plan.optimizer.learning_rate_at(committed.step),
+            learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
             skipped=not math.isfinite(norm),
             spans=self._spans(committed.step, times),
             host_seconds=self._connected.host_seconds.pop(committed.step, 0.0),

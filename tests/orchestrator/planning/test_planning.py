@@ -65,10 +65,10 @@ def test_peer_transport_needs_one_host() -> None:
 
 def test_null_warmup_and_minimum_learning_rate_are_a_tenth() -> None:
     optimizer = plan_of("run.steps=50", "optimizer.learning_rate=1e-3").optimizer
-    assert optimizer.warmup_steps == 5
-    assert optimizer.min_learning_rate == pytest.approx(1e-4)
-    given = plan_of("optimizer.warmup_steps=0", "optimizer.min_learning_rate=0").optimizer
-    assert (given.warmup_steps, given.min_learning_rate) == (0, 0)
+    assert optimizer.learning_rate.warmup_steps == 5
+    assert optimizer.learning_rate.minimum == pytest.approx(1e-4)
+    given = plan_of("optimizer.warmup_steps=0", "optimizer.min_learning_rate=0").optimizer.learning_rate
+    assert (given.warmup_steps, given.minimum) == (0, 0)
 
 
 def test_flops_per_token_of_llama_8b() -> None:

@@ -1,4 +1,4 @@
-"""Plans split layers evenly over stages; sizes and learning rates are pure functions."""
+"""Plans split layers evenly over stages; sizes are pure functions."""
 
 from __future__ import annotations
 
@@ -11,23 +11,15 @@ from hypothesis import strategies as st
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import BatchSpec, OptimizerSpec, ParamShard, Plan, split_layers
+from pentad.schedules.spec.optimizer import OptimizerSpec
+from pentad.schedules.spec.plan import BatchSpec, ParamShard, Plan, split_layers
 from pentad.schedules.spec.tensors import active_parameters, head_in_layers, num_parameters
 
 MODEL = ModelSpec(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096)
-OPTIMIZER = OptimizerSpec(
-    learning_rate=3e-3,
-    min_learning_rate=3e-4,
-    warmup_steps=10,
-    steps=110,
-    beta1=0.9,
-    beta2=0.95,
-    eps=1e-8,
-    weight_decay=0.1,
-    clip_norm=1.0,
-)
+OPTIMIZER = OptimizerSpec(LearningRate(3e-3, 3e-4, 10, 110), 0.9, 0.95, 1e-8, 0.1, clip_norm=1.0)
 
 
 def one_each(stages: int) -> list[tuple[int]]:
@@ -79,23 +71,6 @@ def test_fewer_layers_than_stages_are_refused() -> None:
     ):
         split_layers(3, one_each(4))
     assert split_layers(4, one_each(4)) == ((0, 1), (1, 2), (2, 3), (3, 4))
-
-
-def test_the_learning_rate_has_a_linear_warm_up_and_a_cosine_decay() -> None:
-    rates = [OPTIMIZER.learning_rate_at(step) for step in range(111)]
-    assert rates[0] == pytest.approx(3e-4)
-    assert rates[9] == rates[10] == pytest.approx(3e-3)
-    assert all(two - one == pytest.approx(3e-4) for one, two in pairwise(rates[:10]))
-    assert rates[60] == pytest.approx((3e-3 + 3e-4) / 2)
-    assert all(two < one for one, two in pairwise(rates[10:]))
-    assert rates[110] == OPTIMIZER.learning_rate_at(10_000) == pytest.approx(3e-4)
-
-
-@given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 200))
-def test_the_learning_rate_stays_between_its_bounds(warmup: int, steps: int, step: int) -> None:
-    shape = OptimizerSpec(1e-3, 1e-4, warmup, steps, 0.9, 0.95, 1e-8, 0.1, 1.0)
-    assert 0 < shape.learning_rate_at(step) <= 1e-3 * (1 + 1e-12)
-    assert step < warmup or shape.learning_rate_at(step) >= 1e-4
 
 
 def test_the_number_of_parameters() -> None:

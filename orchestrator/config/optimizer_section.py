@@ -1,0 +1,64 @@
+"""The optimizer section: learning rates, AdamW, clipping (docs/optimizers.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from pentad.orchestrator.config.errors import Broken
+from pentad.orchestrator.config.sections import Count, Section
+from pentad.schedules.spec.learning_rate import DecayShape, ScheduleName
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSection(Section):
+    """AdamW and its learning rate (docs/optimizers.md)."""
+
+    learning_rate: PositiveFloat = Field(default=3e-3, description="peak learning rate")
+    min_learning_rate: NonNegativeFloat | None = None
+    """learning rate at the end of the schedule; null: a tenth of learning_rate"""
+    schedule: ScheduleName = "cosine"
+    """how the learning rate goes from its peak to min_learning_rate; wsd: warm-up, stable, decay"""
+    warmup_steps: NonNegativeInt | None = None
+    """steps of linear warm-up; null: a tenth of decay_steps, but at most 100"""
+    decay_steps: Count | None = None
+    """steps of the schedule, warm-up included; null: run.steps when the run first starts, which a resume keeps"""
+    stable_steps: NonNegativeInt | None = None
+    """steps at the peak between warm-up and decay, for schedule wsd; null: until a fifth of decay_steps is left"""
+    decay_shape: DecayShape | None = None
+    """curve of the decay, for schedule wsd; null: linear"""
+    cycles: Count | None = None
+    """cosines, one after another, for schedule cosine_with_restarts"""
+    beta1: Decay = Field(default=0.9, description="decay of the first moment")
+    beta2: Decay = Field(default=0.95, description="decay of the second moment")
+    eps: PositiveFloat = Field(default=1e-8, description="added to the square root of the second moment")
+    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay of matrices")
+    clip_norm: PositiveFloat | None = 1.0
+    """largest global norm of the gradients, which are scaled down to it; null: no clipping"""
+
+    def rules(self) -> Iterator[Broken | str]:
+        low, peak = self.min_learning_rate, self.learning_rate
+        if low is not None and low > peak:
+            yield Broken("min_learning_rate", f"at most optimizer.learning_rate = {peak:g}", f"{low:g}")
+        if self.schedule != "wsd":
+            for key in ("stable_steps", "decay_shape"):
+                if getattr(self, key) is not None:
+                    yield Broken(key, f"null for optimizer.schedule {self.schedule}: it belongs to wsd")
+        if self.schedule == "cosine_with_restarts" and self.cycles is None:
+            yield Broken("cycles", "the number of cosines of optimizer.schedule cosine_with_restarts")
+        if self.schedule != "cosine_with_restarts" and self.cycles is not None:
+            yield Broken("cycles", f"null for optimizer.schedule {self.schedule}: it belongs to cosine_with_restarts")
+        if self.decay_steps is not None:
+            yield from self.phase_rules("optimizer.decay_steps", self.decay_steps)
+
+    def phase_rules(self, name: str, decay_steps: int, prefix: str = "") -> Iterator[Broken]:
+        """The phases must fit into a schedule of `decay_steps`, which the key `name` gives."""
+        warmup, stable = self.warmup_steps or 0, self.stable_steps or 0
+        if warmup > decay_steps:
+            yield Broken(f"{prefix}warmup_steps", f"at most {name} = {decay_steps}")
+        elif warmup + stable > decay_steps:
+            expected = f"at most {name} - optimizer.warmup_steps = {decay_steps - warmup}"
+            yield Broken(f"{prefix}stable_steps", expected)

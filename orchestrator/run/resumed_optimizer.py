@@ -1,0 +1,46 @@
+"""What a resumed run keeps of its optimizer, and what to tell its user."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from pentad.orchestrator.config import errors
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring.runfolder import CONFIG, path_of, saved_config
+from pentad.orchestrator.planning.optimizer_spec import learning_rate
+
+
+def with_decay_steps(config: RunConfig) -> tuple[RunConfig, str]:
+    """(the configuration with optimizer.decay_steps filled in, a sentence for the user or '').
+
+    It is run.steps when the run first starts, and stays that number on every resume, so that a run with more steps does
+    not change the learning rates of those planned already. Raises ConfigError if the saved number contradicts the
+    configuration.
+    """
+    saved = saved_config(path_of(config)) if (path_of(config) / CONFIG).exists() else None
+    if config.optimizer.decay_steps is None:
+        steps = saved.optimizer.decay_steps if saved is not None else None
+        config = _with(config, steps or config.run.steps)
+    if saved is None:
+        return config, ""
+    before, now = learning_rate(saved), learning_rate(config)
+    if before != now:
+        return config, f"the learning rate has changed: now {_shown(config)}, before {_shown(saved)}"
+    if now.schedule != "constant" and now.decay_steps < config.run.steps:
+        kept = f"the learning rate keeps its schedule of optimizer.decay_steps = {now.decay_steps}"
+        return config, f"{kept}, after which it is {now.at(now.decay_steps):g}"
+    return config, ""
+
+
+def _with(config: RunConfig, decay_steps: int) -> RunConfig:
+    values = config.model_dump()
+    values["optimizer"]["decay_steps"] = decay_steps
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise errors.ConfigError(errors.sentences(error, RunConfig)) from None
+
+
+def _shown(config: RunConfig) -> str:
+    rate = learning_rate(config)
+    return f"{rate.schedule} to {rate.minimum:g} over {rate.decay_steps} steps from {rate.peak:g}"
