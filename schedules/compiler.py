@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pentad.schedules.catalogue import NO_OPTIONS, generate
+from pentad.schedules.generators.forward_only import forward_only
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.loss_pass import add_loss
 from pentad.schedules.passes.offload import add_offload
 from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
 from pentad.schedules.passes.post_validation import add_post_validation
@@ -82,6 +84,24 @@ def lower(
     program = add_post_validation(program) if post_validation else add_step(program)
     check(program, replicas=replicas, buckets=buckets)
     return program
+
+
+def compile_forward_only(
+    trained: Program, costs: Costs | None = None, *, gated: bool = False, memory_options: MemoryOptions
+) -> Program:
+    """The proven program that evaluates what `trained`, lowered or not, trains: its forwards, with LOSS at the end.
+
+    Of `memory_options` only ZeRO counts: nothing is saved that could be recomputed or offloaded.
+    """
+    with gc_paused():
+        order = forward_only(trained)
+        check_order(order)
+        program = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
+        program = add_loss(
+            add_memory_passes(program, memory_options._replace(recompute=frozenset(), max_resident=None))
+        )
+        check(program)
+        return program
 
 
 def add_memory_passes(program: Program, options: MemoryOptions) -> Program:

@@ -39,6 +39,7 @@ OP_STYLES = {
     "STEP": OpStyle("norm, step", "#6c7583", "#a3acb9", "grey"),
     "VALIDATE": OpStyle("validation", "#b3b9a6", "#7f8671", "grey"),
     "ROLLBACK": OpStyle("validation", "#8f977d", "#a0a78f", "grey"),
+    "LOSS": OpStyle("loss", "#9aa2ae", "#7c8593", "grey"),
     "OFFLOAD": OpStyle("copy", "#a8b5b0", "#6d7d77", "grey"),
     "RELOAD": OpStyle("copy", "#cfd8d4", "#4c5a55", "grey"),
 }

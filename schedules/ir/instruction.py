@@ -36,13 +36,15 @@ class Op(StrEnum):
     RECOMPUTE = "RECOMPUTE"  # the forward again, before its backward
     OFFLOAD = "OFFLOAD"  # activations to host memory
     RELOAD = "RELOAD"  # and back
+    LOSS = "LOSS"  # sums the losses over all ranks: the end of a forward-only program
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.W, Op.BW})
 SENDS = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 RECEIVES = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
 REDUCTIONS = frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE})  # `microbatch` is the bucket; -1 for a single bucket
-COLLECTIVES = REDUCTIONS | {Op.ALL_GATHER, Op.NORM}
+OF_ALL_RANKS = frozenset({Op.NORM, Op.LOSS})
+COLLECTIVES = REDUCTIONS | OF_ALL_RANKS | {Op.ALL_GATHER}
 
 
 class Key(NamedTuple):
@@ -59,7 +61,7 @@ class Key(NamedTuple):
 class Instruction(NamedTuple):
     """One instruction of a rank.
 
-    `stage` and `microbatch` are -1 for ops without one (NORM, STEP). Lowering fills in the rest: `peer` is the pipeline
+    `stage` and `microbatch` are -1 for ops without one (NORM, STEP, LOSS). Lowering fills in the rest: `peer` is the pipeline
     rank at the other end of a transfer, `group` names the ranks of a collective, `slot` is the receive buffer that a
     transfer fills, and `waits` are the keys of earlier instructions in the stream, on other lanes, that must end before
     this one starts. The first wait of a send is the result that it sends.

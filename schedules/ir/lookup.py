@@ -96,6 +96,11 @@ class Lookup:
         """Row of W or BW by cell."""
         return self._by_cell(IS_WEIGHT)
 
+    @cached_property
+    def activation_reader(self) -> Array:
+        """Row of the last reader of what a stage receives, by cell: B or BW, or F if that is all."""
+        return np.where(self.backward < 0, self.forward, self.backward)
+
     def _by_cell(self, mask: Array) -> Array:
         rows = self.valid_rows(mask)
         found = np.full(self.stages * self.total_slices, -1)

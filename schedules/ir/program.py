@@ -32,6 +32,8 @@ class Program:
 
     With `slices` above 1, the sequences of a microbatch go through the pipeline in that many slices, and the
     `microbatch` of an instruction is microbatch x slices + slice (Seq1F1B, arXiv 2406.03488).
+
+    A `forward_only` program evaluates: it has no backwards and no optimizer step, and ends with LOSS.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Program:
     microbatches: int
     chunks: int = 1
     slices: int = 1
+    forward_only: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.streams, Columns):
@@ -109,6 +112,7 @@ class Program:
     def hash(self) -> str:
         """SHA-256 of everything but the name; equal programs have equal hashes."""
         sizes = (VERSION, self.placement, self.microbatches, self.chunks, self.slices, self.columns.groups)
+        sizes += (True,) if self.forward_only else ()
         digest = hashlib.sha256(repr(sizes).encode())
         for column in self.columns.arrays():
             digest.update(column.tobytes())
@@ -129,6 +133,7 @@ class Program:
         meta = {"version": VERSION, "name": self.name, "placement": placement}
         meta |= {"microbatches": str(self.microbatches), "chunks": str(self.chunks)}
         meta |= {"slices": str(self.slices)} if self.slices != 1 else {}
+        meta |= {"forward_only": "true"} if self.forward_only else {}
         return arrow.to_table(self.columns).replace_schema_metadata(meta)
 
     @staticmethod
@@ -186,7 +191,7 @@ def _from_table(table: pa.Table) -> Program:
     placement = tuple(tuple(map(int, stages.split(","))) for stages in meta["placement"].split(";"))
     streams = arrow.from_table(table, len(placement))
     sizes = int(meta["microbatches"]), int(meta["chunks"]), int(meta.get("slices", "1"))
-    return Program(meta["name"], streams, placement, *sizes)
+    return Program(meta["name"], streams, placement, *sizes, forward_only="forward_only" in meta)
 
 
 def index_of(stream: Stream) -> dict[Key, int]:

@@ -97,11 +97,11 @@ def _sends(columns: Columns, transfers: _Transfers) -> tuple[Columns, Array]:
 
 def _receives(program: Program, transfers: _Transfers, *, gated: bool) -> Columns:
     """Receives in the order of `transfers`. Each waits until the last reader of its slot's previous tensor is done: B
-    is the last reader of an activation, W that of a gradient."""
+    (F in a forward-only program) is the last reader of an activation, W that of a gradient."""
     columns, lookup = program.columns, program.lookup
     is_forward = columns.op[transfers.producer] == _F
     cell = lookup.cell(transfers.consumer)
-    reader = np.where(is_forward, lookup.backward[cell], lookup.weight[cell])
+    reader = np.where(is_forward, lookup.activation_reader[cell], lookup.weight[cell])
     pool = 2 * columns.rank[transfers.consumer] + is_forward
     slot, previous = _assign_slots(pool, transfers.received_before, columns.action[reader])
     op = np.where(is_forward, CODE[Op.RECV_F], CODE[Op.RECV_B])

@@ -13,7 +13,7 @@ import numpy as np
 
 from pentad.schedules.ir.columns import CODE, Array, Columns, op_mask
 from pentad.schedules.ir.errors import ScheduleError
-from pentad.schedules.ir.instruction import COLLECTIVES, Instruction, Op
+from pentad.schedules.ir.instruction import COLLECTIVES, OF_ALL_RANKS, Instruction, Op
 from pentad.schedules.ir.lookup import IS_RECEIVE, IS_SEND
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.toposort import Graph, Levels, topological_levels
@@ -79,7 +79,7 @@ def collectives(program: Program) -> Collectives:
     grouped = np.array([name != "" for name in columns.groups], bool)  # a NORM without a group is sent along a chain
     for row in np.flatnonzero(IS_COLLECTIVE[columns.op] & grouped[columns.group]).tolist():
         key = columns.key(row)
-        ranks = tuple(range(program.ranks)) if key.op is Op.NORM else program.holders(key.stage)
+        ranks = tuple(range(program.ranks)) if key.op in OF_ALL_RANKS else program.holders(key.stage)
         found[Instruction(key.op).lane, ranks][int(columns.rank[row])].append(row)
     return {communicator: dict(sorted(rows.items())) for communicator, rows in found.items()}
 

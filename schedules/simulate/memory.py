@@ -20,8 +20,10 @@ _SAVED_CHANGE = np.array([SAVED_CHANGE.get(op, 0.0) for op in OPS])
 
 def activation_changes(program: Program) -> Array:
     """By row, the change in its rank's saved activations, in microbatches of all its layers. A forward that will be
-    recomputed saves nothing."""
+    recomputed, or has no backward, saves nothing."""
     columns, changes = program.columns, _SAVED_CHANGE[program.columns.op]
+    if program.forward_only:
+        return np.zeros_like(changes)
     recomputed = np.flatnonzero(columns.op == CODE[Op.RECOMPUTE])
     if len(recomputed):
         changes[program.lookup.forward[program.lookup.cell(recomputed)]] = 0.0

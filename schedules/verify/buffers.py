@@ -1,6 +1,6 @@
 """The lifetime of every buffer of a step: what fills it, what reads it last, and after what it is free again.
 
-There are four kinds. *saved*: the activations that a forward saves for its backward. *deferred*: what B saves for W.
+There are four kinds. *saved*: the activations that a forward saves for its backward, if it has one. *deferred*: what B saves for W.
 *result*: an output for another stage. If that stage is on the same rank it is free once read; if it is sent it is free
 at the next send of the same lane, since a lane sends one after another. *slot*: received data, until the next receive
 into the same slot.
@@ -41,7 +41,7 @@ def buffers(program: Program) -> Buffers:
     result, result_read, result_freed = _results(program)
     slot = columns.rows_of(IS_RECEIVE)
     forward = columns.op[slot] == CODE[Op.RECV_F]
-    slot_read = np.where(forward, rows.backward[rows.cell(slot)], rows.weight[rows.cell(slot)])
+    slot_read = np.where(forward, rows.activation_reader[rows.cell(slot)], rows.weight[rows.cell(slot)])
     slot_freed = _next(columns.rows, slot, slot_numbers(program, slot))[slot]
     return Buffers(
         np.repeat(range(4), [len(saved), len(b), len(result), len(slot)]),
@@ -80,6 +80,8 @@ def _saved(program: Program) -> tuple[Array, Array]:
     two buffers, from the forward to OFFLOAD and from RELOAD to the backward."""
     columns, rows = program.columns, program.lookup
     filled = np.flatnonzero(columns.op == CODE[Op.F])
+    if program.forward_only:
+        filled = filled[:0]
     freed = rows.backward[rows.cell(filled)]
     keys = columns.rank[filled], columns.stage[filled], columns.microbatch[filled]
     for op, replaced in ((Op.RECOMPUTE, filled), (Op.OFFLOAD, freed)):

@@ -9,7 +9,7 @@ from itertools import zip_longest
 import numpy as np
 
 from pentad.schedules.draw.grid import order_grid
-from pentad.schedules.ir.columns import CODE, Array
+from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import SENDS, Key, Op
 from pentad.schedules.ir.lookup import IS_COMPUTE, IS_REDUCTION
@@ -19,7 +19,8 @@ from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.simulate.events import collectives, events_of
 from pentad.schedules.verify.buffers import prove_buffers
 from pentad.schedules.verify.check_data import prove_data, prove_slots, prove_waits, waits_for_compute
-from pentad.schedules.verify.check_order import error_at, prove_order
+from pentad.schedules.verify.check_forward_only import prove_evaluation_end
+from pentad.schedules.verify.check_order import error_at, prove_order, refuse
 from pentad.schedules.verify.check_passes import prove_memory_passes, prove_post_validation
 
 
@@ -29,12 +30,13 @@ def check(program: Program, *, replicas: int = 1, buckets: tuple[int, ...] = ())
 
     Order: every stage has a rank; each instruction is unique, on a rank that holds its stage, with the peer or group of
     its op; every stage runs F and BW, or F, B and W, of every microbatch on one rank, and accumulates weight gradients
-    in microbatch order.
+    in microbatch order; in a forward-only program every stage runs F of every microbatch.
 
     Data: waits name earlier instructions of the same stream; what is read was computed earlier on the same rank or is
     received, and nothing else is received; a slot is received into again only after its last reader.
 
-    End of step: all gradient buckets are reduced after their last W and before NORM, and STEP runs after NORM.
+    End of step: all gradient buckets are reduced after their last W and before NORM, and STEP runs after NORM. A
+    forward-only program has LOSS after its last F instead, and nothing that changes the training state.
 
     Optional passes: parameters are gathered, and activations recomputed or reloaded, before they are read.
 
@@ -49,7 +51,10 @@ def check(program: Program, *, replicas: int = 1, buckets: tuple[int, ...] = ())
         prove_waits(program)
         prove_data(program)
         prove_slots(program)
-        _prove_end(program, replicas, buckets)
+        if program.forward_only:
+            prove_evaluation_end(program)
+        else:
+            _prove_end(program, replicas, buckets)
         prove_memory_passes(program)
         _prove_transfers(program)
         prove_post_validation(program)
@@ -80,6 +85,8 @@ def _prove_end(program: Program, replicas: int, buckets: tuple[int, ...]) -> Non
     With post-validation STEP does not wait for NORM, but for the same gradients as NORM does.
     """
     columns, ranks = program.columns, np.arange(program.ranks)
+    losses = columns.rows_of(op_mask({Op.LOSS}))
+    refuse(program, losses, losses >= 0, lambda k: f"{columns.key(losses[k])} ends forward-only programs, not this one")
     norm, step = (program.lookup.rows(ranks, CODE[op], -1, np.full(len(ranks), -1)) for op in (Op.NORM, Op.STEP))
     compute = columns.rows_of(IS_COMPUTE)
     last = np.append(compute, -1)[np.searchsorted(compute, columns.rank_offsets[1:]) - 1]  # of each rank

@@ -90,13 +90,13 @@ def _not_received(program: Program, reader: int, producer: int, receive: int) ->
 
 
 def prove_slots(program: Program) -> None:
-    """A slot is received into again only after its last reader: B for an activation, W for a gradient."""
+    """A slot is received into again only after its last reader: B (or F, if that is all) for an activation, W for a gradient."""
     columns, lookup = program.columns, program.lookup
     receives = columns.rows_of(IS_RECEIVE)
     refuse(program, receives, columns.slot[receives] < 0, lambda k: f"{columns.key(receives[k])} has no slot")
     before, row = consecutive(receives, slot_numbers(program, receives))
     forward, cell = columns.op[before] == CODE[Op.RECV_F], lookup.cell(before)
-    reader = np.where(forward, lookup.backward[cell], lookup.weight[cell])
+    reader = np.where(forward, lookup.activation_reader[cell], lookup.weight[cell])
 
     def text(k: int) -> str:
         slot = columns.slot[row[k]]

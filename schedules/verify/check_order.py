@@ -8,12 +8,12 @@ import numpy as np
 
 from pentad.schedules.ir.columns import CODE, OPS, Array
 from pentad.schedules.ir.errors import ScheduleError
-from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, REDUCTIONS, SENDS, Instruction, Key, Op
+from pentad.schedules.ir.instruction import COLLECTIVES, OF_ALL_RANKS, RECEIVES, REDUCTIONS, SENDS, Instruction, Key, Op
 from pentad.schedules.ir.lookup import IS_COMPUTE, IS_WEIGHT
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.events import consecutive
 
-RANK_OPS = frozenset({Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})  # once per rank, without a stage
+RANK_OPS = OF_ALL_RANKS | {Op.STEP, Op.VALIDATE, Op.ROLLBACK}  # once per rank, without a stage
 _BIT = np.array([{Op.F: 1, Op.B: 2, Op.W: 4, Op.BW: 8}.get(op, 0) for op in Op])
 _SECOND_HALF = np.array([op in (Op.B, Op.BW) for op in Op])
 
@@ -108,7 +108,7 @@ def _fault(program: Program, rank: int, part: Instruction) -> str:
     transfer = part.op in SENDS or part.op in RECEIVES
     if transfer and (part.peer == rank or not 0 <= part.peer < program.ranks):
         return f"its peer is {part.peer}: expected another of the {program.ranks} ranks"
-    group = "" if part.op not in COLLECTIVES else "pp" if part.op is Op.NORM else f"stage{part.stage}"
+    group = "" if part.op not in COLLECTIVES else "pp" if part.op in OF_ALL_RANKS else f"stage{part.stage}"
     return "" if part.group == group else f"its group is {part.group!r}: expected {group!r}"
 
 
@@ -139,11 +139,11 @@ def _prove_accumulation(program: Program) -> None:
 
 
 def _prove_complete(program: Program) -> None:
-    """Every stage runs every microbatch on one rank, as F and BW or as F, B and W."""
+    """Every stage runs every microbatch on one rank: as F and BW or as F, B and W, or as F in a forward-only program."""
     columns, lookup, compute = program.columns, program.lookup, program.columns.rows_of(IS_COMPUTE)
     bits = np.bincount(lookup.cell(compute), _BIT[columns.op[compute]], program.stages * program.total_slices)
-    complete = (bits == 1 + 8) | (bits == 1 + 2 + 4)
-    cells = np.flatnonzero(complete)
+    complete = bits == 1 if program.forward_only else (bits == 1 + 8) | (bits == 1 + 2 + 4)
+    cells = np.flatnonzero(complete & (not program.forward_only))
     f, b, w = (columns.rank[table[cells]] for table in (lookup.forward, lookup.backward, lookup.weight))
     complete[cells] &= (f == b) & (f == w)
     wrong = np.flatnonzero(~complete)
@@ -155,10 +155,11 @@ def _prove_complete(program: Program) -> None:
 
 def _incomplete(program: Program, stage: int, mb: int, runs: dict[Op, tuple[int, int]]) -> ScheduleError:
     where = f"stage {stage}, microbatch {mb}"
-    if set(runs) in ({Op.F, Op.BW}, {Op.F, Op.B, Op.W}):
+    if not program.forward_only and set(runs) in ({Op.F, Op.BW}, {Op.F, Op.B, Op.W}):
         rank, index = runs[min(runs)]
         return ScheduleError(f"{where} runs on several ranks: {runs}", rank, index)
     rank, index = next(iter(runs.values()), (program.holders(stage)[0], -1))
     f, b, w, bw = (Key(op, stage, mb) for op in (Op.F, Op.B, Op.W, Op.BW))
+    expected = f"{f} alone" if program.forward_only else f"{f} with {bw} or with {b} and {w}"
     found = ", ".join(str(Key(op, stage, mb)) for op in runs) or "nothing"
-    return ScheduleError(f"{where}: found {found}: expected {f} with {bw} or with {b} and {w}", rank, index)
+    return ScheduleError(f"{where}: found {found}: expected {expected}", rank, index)

@@ -1,0 +1,23 @@
+"""Pass for the end of an evaluation: the losses are summed over all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pentad.schedules.ir.instruction import Instruction, Op
+from pentad.schedules.ir.lookup import IS_COMPUTE
+from pentad.schedules.ir.program import Program
+from pentad.schedules.ir.rewrite import insert
+
+
+def add_loss(program: Program) -> Program:
+    """LOSS at the end of every stream, after its last forward."""
+    columns = program.columns
+    compute = columns.rows_of(IS_COMPUTE)
+    last = compute[np.searchsorted(compute, columns.rank_offsets[1:]) - 1].tolist()
+    ends = np.diff(columns.action_offsets).tolist()
+    additions = [
+        (rank, end, Instruction(Op.LOSS, group="pp", waits=(columns.key(row),)))
+        for rank, (end, row) in enumerate(zip(ends, last, strict=True))
+    ]
+    return insert(program, additions)
