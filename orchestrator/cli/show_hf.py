@@ -20,10 +20,10 @@ from pentad.workers.data.tokenizer import end_token, load_tokenizer
 from pentad.workers.hf.config import parse_section
 from pentad.workers.hf.exporter import Dtype, Request, export_checkpoint
 from pentad.workers.hf.importer import import_folder
-from pentad.workers.hf.names import MODEL_FILE, TOKENIZER_FILES
+from pentad.workers.hf.kept_files import FOLDER, read_files
+from pentad.workers.hf.names import MODEL_FILE
 
 GIGABYTE = 10**9
-_DEFAULT_POSITIONS = 2048  # if neither the imported files nor the run say how long sequences are
 
 
 def show_import(source: Path, out: Path, *, as_json: bool) -> None:
@@ -38,7 +38,7 @@ def show_import(source: Path, out: Path, *, as_json: bool) -> None:
             "tensors": done.tensors,
             "bytes": done.bytes,
             "model": str(out / MODEL_FILE),
-            "tokenizer": list(done.tokenizer),
+            "kept": list(done.kept),
         }
         print(json.dumps(summary))
         return
@@ -66,19 +66,22 @@ def _request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> Request:
     section = checkpoint.meta.get("model") or config.get("model")
     if not isinstance(section, dict):
         raise PentadError(f"CHECKPOINT is '{checkpoint.folder}', whose model is unknown: expected {home / CONFIG}")
-    special_tokens = dict(checkpoint.meta.get("hugging_face") or {})
-    positions = special_tokens.pop("max_position_embeddings", None)
-    positions = positions or config.get("batch", {}).get("sequence_length", _DEFAULT_POSITIONS)
-    tokenizer = {name: (home / name).read_bytes() for name in TOKENIZER_FILES if (home / name).is_file()}
-    if not tokenizer and isinstance(config.get("data"), dict):
-        file = _corpus_tokenizer(config["data"], section)
-        if file is not None:
-            loaded = load_tokenizer(file)
-            end = end_token(loaded)
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": loaded.id_to_token(end)}
-            tokenizer = {"tokenizer.json": file.read_bytes(), "tokenizer_config.json": json.dumps(settings).encode()}
-            special_tokens = {"eos_token_id": end, **special_tokens}
-    return Request(*parse_section(section), positions, special_tokens, tokenizer, dtype, limit)
+    kept, special_tokens = read_files(home / FOLDER), {}
+    data, has_tokenizer = config.get("data"), any(name.startswith("tokenizer") for name in kept)
+    if not has_tokenizer and isinstance(data, dict) and (file := _corpus_tokenizer(data, section)) is not None:
+        files, special_tokens = _tokenizer_files(file)
+        kept |= files
+    positions = config.get("batch", {}).get("sequence_length", 0)
+    return Request(*parse_section(section), positions, kept, special_tokens, dtype, limit)
+
+
+def _tokenizer_files(file: Path) -> tuple[dict[str, bytes], dict[str, int]]:
+    """A corpus's tokenizer in the form that transformers reads, and its special tokens by key of config.json."""
+    tokenizer = load_tokenizer(file)
+    end = end_token(tokenizer)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.id_to_token(end)}
+    files = {"tokenizer.json": file.read_bytes(), "tokenizer_config.json": json.dumps(settings).encode()}
+    return files, {"eos_token_id": end}
 
 
 def _corpus_tokenizer(data: dict[str, Any], section: dict[str, Any]) -> Path | None:

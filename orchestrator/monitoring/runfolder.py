@@ -21,7 +21,8 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, newest, open_checkpoint
-from pentad.workers.hf.names import MODEL_FILE, TOKENIZER_FILES
+from pentad.workers.hf import kept_files
+from pentad.workers.hf.names import MODEL_FILE
 
 CONFIG, PROGRAM, METRICS, JOURNAL = "config.yaml", "program.arrow", "metrics.jsonl", "journal.jsonl"
 TIMELINE, TRACE, PAGE, CHECKPOINTS = "timeline.arrow", "trace.json.gz", "timeline.html", "checkpoints"
@@ -212,7 +213,7 @@ def check_resumable(config: RunConfig) -> None:
     """Raises PentadError when the folder of `config` holds another run, or anything else than a run."""
     path, advice = path_of(config), f"choose another run.name than {config.run.name}"
     if not (path / CONFIG).exists():
-        known = {".lock", CHECKPOINTS, MODEL_FILE, *TOKENIZER_FILES}  # the latter from import-hf
+        known = {".lock", CHECKPOINTS, MODEL_FILE, kept_files.FOLDER}  # the latter two from import-hf
         if path.exists() and (not path.is_dir() or {inside.name for inside in path.iterdir()} - known):
             raise PentadError(f"{path} exists and is not a run's folder: expected a new one: {advice}")
         return

@@ -30,7 +30,7 @@ def take(source: Path, out: Path, **how: Any) -> Imported:
 
 
 def give(checkpoint: Path, out: Path, family: str, model: ModelSpec, **how: Any) -> Exported:
-    request = Request(family, model, positions=64, special_tokens={}, **how)
+    request = Request(family, model, positions=64, **how)
     return export_checkpoint(open_checkpoint(checkpoint), out, request, lambda done, total: None)
 
 

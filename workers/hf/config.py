@@ -83,8 +83,13 @@ def make_config(family: str, model: ModelSpec, *, positions: int, dtype: str = "
     else:
         config["head_dim"] = model.qk_head_dim
     config |= traits.fixed
-    _require_same(family, model, parse_config(config)[1])
+    require_same(family, model, parse_config(config)[1])
     return config
+
+
+def is_interleaved(config: dict[str, Any]) -> bool:
+    """Whether rotary parts of DeepSeek-V3 are interleaved in the files of this config.json."""
+    return config.get("rope_interleave") is not False
 
 
 def make_section(family: str, model: ModelSpec) -> dict[str, Any]:
@@ -162,7 +167,7 @@ def _first_k_dense(keys: Keys, layers: int) -> int:
     return len(dense)
 
 
-def _require_same(family: str, model: ModelSpec, again: ModelSpec) -> None:
+def require_same(family: str, model: ModelSpec, again: ModelSpec) -> None:
     """Raises PentadError unless the model returns from its config.json."""
     expected = dict(_fields(again))
     for key, found in _fields(model):

@@ -15,28 +15,31 @@ from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_io import DTYPES, Progress, num_bytes, write_files
-from pentad.workers.hf.config import make_config
+from pentad.workers.hf.config import is_interleaved, make_config
+from pentad.workers.hf.config_update import DEFAULT_POSITIONS, update_config
+from pentad.workers.hf.kept_files import write_files as write_kept
 from pentad.workers.hf.layout import to_interleaved
-from pentad.workers.hf.names import CONFIG, INDEX, SINGLE, Entry, FileTensor, tensor_table
+from pentad.workers.hf.names import CONFIG, INDEX, SINGLE, Entry, FileTensor, Layout, tensor_table
 from pentad.workers.params.sharded_state import read_full
 
 Dtype = Literal["bfloat16", "float32"]
 FILE_BYTES = 5 * 10**9
+GENERATION_CONFIG = "generation_config.json"
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
 class Request(NamedTuple):
     """What to export: files of at most `limit` bytes of tensors in `dtype`.
 
-    `positions` is the longest sequence, `special_tokens` are ids by key of config.json, and `tokenizer` are further
-    files by name.
+    `positions` is the length of sequences in training (0: unknown). `kept` are further files by name; config.json and
+    generation_config.json among them are those of the import, and only updated. `special_tokens` are ids by their keys.
     """
 
     family: str
     model: ModelSpec
     positions: int
-    special_tokens: dict[str, Any]
-    tokenizer: Mapping[str, bytes] = MappingProxyType({})
+    kept: Mapping[str, bytes] = MappingProxyType({})
+    special_tokens: Mapping[str, int] = MappingProxyType({})
     dtype: Dtype = "float32"
     limit: int = FILE_BYTES
 
@@ -50,25 +53,45 @@ class Exported(NamedTuple):
 
 
 def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress: Progress) -> Exported:
-    """Writes config.json, safetensors files (with an index if several) and the tokenizer's files.
+    """Writes config.json, safetensors files (with an index if several) and the files kept from the import.
 
     Raises PentadError, with nothing left behind, if the checkpoint holds another model than `request` says or the
     family's files cannot express it.
     """
-    config = make_config(request.family, request.model, positions=request.positions, dtype=request.dtype)
-    config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **request.special_tokens}
+    config = _config(request)
     with new_folder(out) as folder:
-        tensors = _FileTensors(source, request)
+        tensors = _FileTensors(source, request, Layout(interleaved=is_interleaved(config)))
         shards = write_files(folder, tensors.specs, request.limit, _file_name, tensors.read, progress, _METADATA)
         total = num_bytes(tensors.specs.values())
         if len(shards) > 1:
             weight_map = {name: shard.file for shard in shards for name in shard.tensors}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        for name, content in request.tokenizer.items():
-            (folder / name).write_bytes(content)
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            (folder / INDEX).write_bytes(_json_bytes(index))
+        write_kept(folder, {**_kept(request), CONFIG: _json_bytes(config)})
     return Exported(tuple(shard.file for shard in shards), len(tensors.specs), total)
+
+
+def _config(request: Request) -> dict[str, Any]:
+    family, model, positions, dtype = request.family, request.model, request.positions, request.dtype
+    if CONFIG in request.kept:
+        config = update_config(json.loads(request.kept[CONFIG]), family, model, positions=positions, dtype=dtype)
+    else:
+        made = make_config(family, model, positions=positions or DEFAULT_POSITIONS, dtype=dtype)
+        config = made | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return config | request.special_tokens
+
+
+def _kept(request: Request) -> dict[str, bytes]:
+    """The kept files but config.json; special tokens that are not those of the import are written to both configs."""
+    kept = {name: content for name, content in request.kept.items() if name != CONFIG}
+    if request.special_tokens and GENERATION_CONFIG in kept:
+        updated = json.loads(kept[GENERATION_CONFIG]) | request.special_tokens
+        kept[GENERATION_CONFIG] = _json_bytes(updated)
+    return kept
+
+
+def _json_bytes(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _file_name(number: int, count: int) -> str:
@@ -81,9 +104,9 @@ class _FileTensors:
     Keeps the checkpoint tensor read last in memory, because the file tensors it contains are read in a row.
     """
 
-    def __init__(self, source: Checkpoint, request: Request) -> None:
+    def __init__(self, source: Checkpoint, request: Request, layout: Layout) -> None:
         self.source = source
-        table = tensor_table(request.family, request.model)
+        table = tensor_table(request.family, request.model, layout)
         self.copies = table.copies
         shapes = {part.name: part.shape for part in table.zeros}
         self.parts: dict[str, tuple[Entry, FileTensor, int]] = {}  # its entry, itself, its first element in the entry

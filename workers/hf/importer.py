@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +16,21 @@ from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.atomic_io import make_folder, new_folder
 from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_io import Progress, num_bytes, write_files
-from pentad.workers.hf.config import make_section, parse_config
+from pentad.workers.hf.config import is_interleaved, make_section, parse_config
 from pentad.workers.hf.folder import TensorFiles, read_config
+from pentad.workers.hf.kept_files import FOLDER, read_files
+from pentad.workers.hf.kept_files import write_files as write_kept
 from pentad.workers.hf.layout import SCALE_SUFFIX, fp8_block_size, to_half_split
-from pentad.workers.hf.names import MODEL_FILE, TOKENIZER_FILES, Layout, TensorTable, tensor_table
+from pentad.workers.hf.names import MODEL_FILE, Layout, TensorTable, tensor_table
 
-KEPT_KEYS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, for an export
 CHECKPOINT = checkpoint.folder_of(Path("checkpoints"), 0)
 FILE_BYTES = 4 << 30
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # buffers in old files
 
 
 class Imported(NamedTuple):
-    """The checkpoint's folder, and the model it holds. `bytes` are of all tensors; `tokenizer` are the files copied."""
+    """The checkpoint's folder, and the model it holds. `bytes` are of all tensors; `kept` are the files beside the
+    weights, for an export."""
 
     folder: Path
     family: str
@@ -37,28 +38,27 @@ class Imported(NamedTuple):
     tensors: int
     parameters: int
     bytes: int
-    tokenizer: tuple[str, ...]
+    kept: tuple[str, ...]
 
 
 def import_folder(
     source: Path, out: Path, *, render: Callable[[dict[str, Any]], str], progress: Progress, limit: int = FILE_BYTES
 ) -> Imported:
     """Writes OUT/checkpoints/step-00000000 with float32 weights and no optimizer state, in files of at most `limit`
-    bytes, OUT/model.yaml (the model section, as text from `render`), and the tokenizer's files.
+    bytes, OUT/model.yaml (the model section, as text from `render`), and all files but the weights, in OUT/hf.
 
     Raises PentadError, with nothing left behind, for a folder that is incomplete or of an unsupported model.
     """
-    config = read_config(source)
+    config, kept = read_config(source), read_files(source)
     family, model = parse_config(config)
     with TensorFiles(source, fp8_block_size(config)) as files:
         if not any(f"model.layers.{model.layers}." in name for name in files.files):
             model = replace(model, mtp_layers=0)  # transformers does not save those layers
         fused = any(name.endswith(".experts.gate_up_proj") for name in files.files)
-        table = tensor_table(family, model, Layout(fused, config.get("rope_interleave") is not False))
+        table = tensor_table(family, model, Layout(fused, is_interleaved(config)))
         _check_tensors(files, table)
         with new_folder(out) as folder:
             section = make_section(family, model)
-            kept = {key: config[key] for key in KEPT_KEYS if config.get(key) is not None}
             make_folder(folder / CHECKPOINT)
             entries = {f"model.{entry.name}": entry for entry in table.entries}
             specs = {name: Spec(dtype="F32", shape=list(entry.shape)) for name, entry in entries.items()}
@@ -69,14 +69,11 @@ def import_folder(
             shards = write_files(
                 folder / CHECKPOINT, specs, limit, lambda number, _: f"model-{number:03d}.safetensors", read, progress
             )
-            meta = {"model": section, "hugging_face": kept}
-            checkpoint.commit(folder / CHECKPOINT, step=0, shards=shards, meta=meta)
+            checkpoint.commit(folder / CHECKPOINT, step=0, shards=shards, meta={"model": section})
             (folder / MODEL_FILE).write_text(render({"model": section}), encoding="utf-8")
-            copied = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-            for name in copied:
-                shutil.copyfile(source / name, folder / name)
+            write_kept(folder / FOLDER, kept)
     parameters = sum(torch.Size(entry.shape).numel() for entry in table.entries)
-    return Imported(out / CHECKPOINT, family, model, len(specs), parameters, num_bytes(specs.values()), tuple(copied))
+    return Imported(out / CHECKPOINT, family, model, len(specs), parameters, num_bytes(specs.values()), tuple(kept))
 
 
 def _check_tensors(files: TensorFiles, table: TensorTable) -> None:

@@ -15,11 +15,6 @@ from pentad.schedules.spec.tensors import Tensor, tensors
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_FILE = "model.yaml"  # the model section that an import writes
-# Copied unchanged by import and export.
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
-)
 
 # pentad's name after `layers.N.` -> the files' names after `model.layers.N.`; * is the number of an expert.
 _LAYER = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import hf_models
@@ -52,9 +53,43 @@ def test_an_imported_model_is_exported_to_the_same_files(pentad: Pentad, files: 
         assert all(torch.equal(before[name], after[name]) for name in before)
         config = json.loads((Path(out_folder) / "config.json").read_text())
         given = json.loads((files / "config.json").read_text())
-        kept = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-        assert [config[key] for key in kept] == [given[key] for key in kept]
+        assert config == given | {"dtype": "float32"}
         assert AutoTokenizer.from_pretrained(out_folder).decode([1, 2]) is not None
+
+
+def test_a_run_that_began_as_an_import_exports_what_the_import_kept(pentad: Pentad, files: Path) -> None:
+    assert pentad("import-hf", str(files), "runs/mine", "--json")[0] == 0
+    found = open_checkpoint(folder_of(Path("runs/mine/checkpoints"), 0))
+    folder = folder_of(found.folder.parent, 5)
+    commit(folder, step=5, shards=[write_shard(folder, "a.safetensors", read(found, found.files))], meta={})
+    Path("runs/mine/config.yaml").write_text(SECTION + "batch: {sequence_length: 16}\ndata: {path: corpus}\n")
+    status, out, err = pentad("export-hf", "mine", "out", "--json")
+    assert status == 0 and json.loads(out)["step"] == 5, err
+    names = {path.name for path in files.iterdir()}
+    assert {"generation_config.json", "tokenizer.json"} < names == {path.name for path in Path("out").iterdir()}
+    for name in names - {"model.safetensors", "config.json"}:
+        assert (Path("out") / name).read_bytes() == (files / name).read_bytes()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (files, Path("out")))
+    assert after == before | {"dtype": "float32"}
+
+
+def test_generation_stops_at_the_end_of_a_document(pentad: Pentad, files: Path) -> None:
+    """A model trained from scratch has the end token of its corpus, whatever the class's default is."""
+    assert pentad("import-hf", str(files), "runs/mine", "--json")[0] == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        Path("runs/mine/hf", name).unlink()
+    Path("text.txt").write_text("some text " * 50)
+    assert pentad("data", "build", "text.txt", "corpus", "--vocab", "300", "--json")[0] == 0
+    Path("runs/mine/config.yaml").write_text(SECTION + "batch: {sequence_length: 16}\ndata: {path: corpus}\n")
+    for out in ("import", "scratch"):
+        assert pentad("export-hf", "mine", out, "--json")[0] == 0
+        model = AutoModelForCausalLM.from_pretrained(out)
+        assert model.generation_config.eos_token_id == 0 == AutoTokenizer.from_pretrained(out).eos_token_id
+        with torch.no_grad():
+            for weight in (model.lm_head.weight, model.model.norm.weight):
+                weight.fill_(0.0)  # all logits are equal, so the first token, which is the end, is chosen
+        assert model.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=9).tolist() == [[5, 6, 0]]
+        shutil.rmtree("runs/mine/hf", ignore_errors=True)
 
 
 def test_a_bfloat16_export_in_several_files_opens_in_transformers(pentad: Pentad, files: Path) -> None:

@@ -83,7 +83,7 @@ def inputs_targets(tokens: list[int]) -> Batch:
 
 
 def test_the_loss_of_an_import_is_that_of_transformers(source: Path, home: Path) -> None:
-    tokenizer = load_tokenizer(home / "real" / "tokenizer.json")
+    tokenizer = load_tokenizer(home / "real" / "hf" / "tokenizer.json")
     (tokens,) = encode(tokenizer, [topics["objects"]])
     assert tokens == AutoTokenizer.from_pretrained(source)(topics["objects"])["input_ids"]
     inputs, targets = inputs_targets(tokens[: READ + 1])
@@ -124,7 +124,7 @@ def test_an_import_trains_and_its_export_has_the_same_loss(source: Path, home: P
 
 def write_corpus(home: Path) -> Batch:
     """Builds a corpus of one epoch from the standard library's decimal module; returns a sequence that follows it."""
-    tokenizer = home / "real" / "tokenizer.json"
+    tokenizer = home / "real" / "hf" / "tokenizer.json"
     loaded = load_tokenizer(tokenizer)
     text = inspect.getsource(_pydecimal)[20_000:40_000]
     (tokens,) = encode(loaded, [text])
