@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
-from pentad.orchestrator.monitoring.runfolder import CONFIG, find_checkpoint
+from pentad.orchestrator.monitoring.runfolder import CONFIG, find_checkpoint, home_of
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ def show_export(path: str, out: Path, dtype: Dtype, gigabytes: float, *, as_json
 
 def _request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> Request:
     """Completes the manifest from the run's config.yaml or an import's model.yaml, two folders up."""
-    home = checkpoint.folder.absolute().parent.parent
+    home = home_of(checkpoint.folder)
     path = next((home / name for name in (CONFIG, MODEL_FILE) if (home / name).is_file()), None)
     config = load_yaml(path.read_text(encoding="utf-8"), str(path)) if path else {}
     section = checkpoint.meta.get("model") or config.get("model")

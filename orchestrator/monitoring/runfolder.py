@@ -103,6 +103,13 @@ class RunFolder:
         _append(self.path / JOURNAL, entry)
         return entry
 
+    def keep_files(self, checkpoint: Path) -> None:
+        """Keeps the files beside the weights of an imported model that the run starts from, for an export."""
+        with _reported(self.path / kept_files.FOLDER):
+            kept_files.write_files(
+                self.path / kept_files.FOLDER, kept_files.read_files(home_of(checkpoint) / kept_files.FOLDER)
+            )
+
     def replan(self, plan: Plan) -> None:
         """Steps from now on follow this plan, perhaps on another mesh."""
         self.plan = plan
@@ -180,6 +187,11 @@ def find_checkpoint(text: str, argument: str, runs: Path = Path("runs")) -> Chec
     if checkpoint is None:
         raise PentadError(f"{argument} is '{text}', which has no valid checkpoint: expected at least one")
     return checkpoint
+
+
+def home_of(checkpoint: Path) -> Path:
+    """The folder of the run or import that a checkpoint is part of."""
+    return checkpoint.absolute().parent.parent
 
 
 def saved_config(path: Path) -> RunConfig:

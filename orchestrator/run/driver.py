@@ -142,6 +142,8 @@ def _resume(
         start, changes = origin or origin_of(config)
         if start.folder or found.refused:
             display.note(f"starting from {start.folder or 'the initial weights'} at step {start.step}")
+        if start.folder:
+            folder.keep_files(start.folder)
     folder.rewind(start.step)
     return start, changes, generation
 

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.yaml_text import load_yaml
-from pentad.orchestrator.monitoring.runfolder import CONFIG, Changes, changed_keys, find_checkpoint, saved_config
+from pentad.orchestrator.monitoring.runfolder import (
+    CONFIG,
+    Changes,
+    changed_keys,
+    find_checkpoint,
+    home_of,
+    saved_config,
+)
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.tensors import tensors
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start
@@ -37,7 +44,7 @@ def origin_of(config: RunConfig) -> Origin:
     if run.init_from is None:
         return Origin(Start(), {})
     checkpoint = find_checkpoint(run.init_from, "run.init_from", Path(run.folder).expanduser())
-    home = checkpoint.folder.absolute().parent.parent
+    home = home_of(checkpoint.folder)
     before = _model_of(checkpoint, home)
     _require_same_tensors(config.model, before, run.init_from)
     step = checkpoint.step if run.init_step else 0

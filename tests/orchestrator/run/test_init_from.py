@@ -54,6 +54,8 @@ def test_a_stage_starts_from_another_runs_weights_and_records_what_is_different(
     cluster: clusters.Cluster, tmp_path: Path
 ) -> None:
     saved(tmp_path, "first")
+    (tmp_path / "first" / "hf").mkdir()
+    (tmp_path / "first" / "hf" / "generation_config.json").write_text("{}")
     init = ("run.init_from=first", "batch.sequence_length=64", "schedule.name=1f1b")
     start = run(tmp_path, "run.name=second", "run.steps=3", *init)
     assert start["step"] == 0
@@ -61,6 +63,7 @@ def test_a_stage_starts_from_another_runs_weights_and_records_what_is_different(
     assert {"batch.sequence_length", "schedule.name", "run.steps", "run.init_from"} <= set(start["changes"])
     assert start["changes"]["batch.sequence_length"] == [128, 64]
     assert steps(tmp_path, "second") == [0, 1, 2]
+    assert (tmp_path / "second" / "hf" / "generation_config.json").read_text() == "{}"  # for an export
 
     start = run(tmp_path, "run.name=second", "run.steps=5", *init)  # resumes from its own checkpoint
     assert (start["step"], start["changes"]) == (3, {"run.steps": [3, 5]})
