@@ -86,14 +86,15 @@ def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return do
 
 
-def test_recovery_from_sigkill_sigstop_and_two_lost_ranks_is_bit_identical(nodes, start, reference):
-    """One run with three faults in turn, the end-to-end recovery of the default suite; tests marked slow take one fault
+def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, start, reference):
+    """One run with four faults in turn, the end-to-end recovery of the default suite; tests marked slow take one fault
     each."""
     expected = reference("1f1b", SQUARE)
     nodes.resize(2, 2, 2)
-    run = start(*SQUARE, "schedule.name=1f1b")
+    overrides = (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10")
+    run = start(*overrides)
     for number, (ranks, how) in enumerate([((1,), signal.SIGKILL), ((2,), signal.SIGSTOP), ((0, 3), signal.SIGKILL)]):
-        run.wait_for_step(4 + 15 * number)
+        run.wait_for_step(4 + 12 * number)
         before = len(run.events("lost"))
         with connect(run.folder) as client:
             pids = {rank["rank"]: rank["pid"] for rank in client.status()["ranks"]}
@@ -101,18 +102,14 @@ def test_recovery_from_sigkill_sigstop_and_two_lost_ranks_is_bit_identical(nodes
             os.kill(pids[rank], how)
         run.wait_for(lambda count=number + 1: len(run.events("recovered")) == count)
         assert {row["rank"] for row in run.events("lost")[before:]} >= set(ranks)
-    assert_recovered(run, "repair", "repair", "repair")
-    assert_same(run, expected)
+    run.wait_for_step(42)
+    assert_resumes_after_its_driver_is_killed(run, overrides, expected)
+    assert [row["how"] for row in run.events("recovered")] == ["repair"] * 3, run.describe()
 
 
-def test_resuming_after_a_killed_driver_is_bit_identical(nodes, start, reference):
-    expected = reference("zb-h2", PAIR)
-    nodes.resize(2, 2, 2)
-    overrides = (*PAIR, "schedule.name=zb-h2", "checkpoint.every=10")
-    run = start(*overrides)
-    run.wait_for_step(12)
+def assert_resumes_after_its_driver_is_killed(run: Run, overrides: tuple[str, ...], expected: Outcome) -> None:
     run.stop()  # SIGKILL
-    again = Run(nodes, run.folder.parent, *SMALL, *overrides)
+    again = Run(run.cluster, run.folder.parent, *SMALL, *overrides)
     try:
         assert again.end() == 0, again.describe()
         assert "resuming from step" in again.printed.read_text()
@@ -120,6 +117,16 @@ def test_resuming_after_a_killed_driver_is_bit_identical(nodes, start, reference
         again.assert_gone()
     finally:
         again.stop()
+
+
+@slow
+def test_resuming_after_a_killed_driver_is_bit_identical(nodes, start, reference):
+    expected = reference("zb-h2", PAIR)
+    nodes.resize(2, 2, 2)
+    overrides = (*PAIR, "schedule.name=zb-h2", "checkpoint.every=10")
+    run = start(*overrides)
+    run.wait_for_step(12)
+    assert_resumes_after_its_driver_is_killed(run, overrides, expected)
 
 
 @slow
