@@ -76,28 +76,18 @@ def options(
 @app.command()
 def train(words: Words = None, as_json: Json = False) -> None:
     """Train; without CONFIG the quickstart, on this machine's GPUs if it has any, else on CPUs."""
-    from pentad.orchestrator.config.config import load
+    from pentad.orchestrator.api.configs import config_to_train
 
-    path, overrides = _split(words)
-    from pentad.orchestrator.cli.resolve import for_this_machine
-
-    overrides, note = for_this_machine(path, overrides)
-    config = load(path, overrides)
-    from pentad.orchestrator.monitoring.display import Display, print_summary
+    config, note = config_to_train(*_split(words))
+    from pentad.orchestrator.api.training import run_displayed
 
     console = Console(quiet=as_json)
-    with Display(console, config.run.name, config.run.steps, _began) as display:
-        if note:
-            display.note(note)
-        display.phase("checking the data and planning")
-        from pentad.orchestrator.run.train import prepare
-        from pentad.orchestrator.run.train import train as run
-
-        plan, fingerprint = prepare(config)
-        summary = run(config, display=display, fingerprint=fingerprint, plan=plan)
+    summary = run_displayed(config, console, note, began=_began)
     if as_json:
         print(json.dumps(summary))
     else:
+        from pentad.orchestrator.monitoring.display import print_summary
+
         print_summary(console, summary)
 
 

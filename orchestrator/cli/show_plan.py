@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pentad.orchestrator.cli.show_run import figures
+from pentad.orchestrator.api.comparison import figures
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.plan_view import layers_text, print_plan
 from pentad.orchestrator.monitoring.tables import fitted_table

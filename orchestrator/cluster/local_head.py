@@ -80,12 +80,15 @@ def launch(section: ClusterSection, ranks: int) -> Iterator[LocalHead | None]:
     """Launches the head of a local cluster with room for `ranks` and returns while it starts; None for any other
     cluster.address. The cluster listens on the loopback interface only, and ends with the block or with this process.
 
-    Raises PentadError when cluster.dashboard_port is taken.
+    Raises PentadError when cluster.dashboard_port is taken, or this process is connected to a Ray cluster already.
     """
-    if section.address != "local":
+    is_local = section.address == "local"
+    has_dashboard = is_local and section.dashboard
+    port = free_port("cluster.dashboard_port", LOOPBACK, section.dashboard_port) if has_dashboard else None
+    _require_no_session(section.address)
+    if not is_local:
         yield None
         return
-    port = free_port("cluster.dashboard_port", LOOPBACK, section.dashboard_port) if section.dashboard else None
     token = secrets.token_hex(32) if section.auth == "token" else ""
     options = {
         "num_cpus": ranks,  # Ray starts as many worker processes in advance
@@ -120,6 +123,14 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
             else:
                 os.environ[name] = value
         _reload_ray_config()
+
+
+def _require_no_session(address: str) -> None:
+    """A process is connected to one Ray cluster at a time, and that of a run needs variables of its own."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        found = f"but this process is connected to the Ray cluster at {ray.get_runtime_context().gcs_address} already"
+        raise PentadError(f"cluster.address is {address}, {found}: expected a ray.shutdown() before training")
 
 
 def _reload_ray_config() -> None:

@@ -84,8 +84,7 @@ class RunFolder:
 
     def saved(self) -> list[int]:
         """Steps of the committed checkpoints, intact or not."""
-        steps = (path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/manifest.json"))
-        return sorted(int(step) for step in steps if step.isdecimal())
+        return list(committed(self.checkpoints))
 
     def metrics(self, row: dict[str, Any]) -> dict[str, Any]:
         """Appends a step's row to metrics.jsonl with `total_tokens`, those of all steps so far, and returns that line;
@@ -151,7 +150,13 @@ def path_of(config: RunConfig) -> Path:
 
 def has_checkpoint(config: RunConfig) -> bool:
     """Whether the run has a committed checkpoint, intact or not."""
-    return any((path_of(config) / CHECKPOINTS).glob("step-*/manifest.json"))
+    return bool(committed(path_of(config) / CHECKPOINTS))
+
+
+def committed(checkpoints: Path) -> dict[int, Path]:
+    """The folders of the committed checkpoints, intact or not, by their number of steps, lowest first."""
+    folders = {path.parent.name.removeprefix("step-"): path.parent for path in checkpoints.glob("step-*/manifest.json")}
+    return dict(sorted((int(step), folder) for step, folder in folders.items() if step.isdecimal()))
 
 
 def check_not_live(config: RunConfig) -> None:
@@ -163,10 +168,15 @@ def check_not_live(config: RunConfig) -> None:
 
 
 def resolve_run(name: str, folder: Path = Path("runs"), argument: str = "RUN") -> Path:
-    """The folder of a run given by its path or by its name below `folder`. Raises PentadError if there is none."""
-    for path in (Path(name), folder / name):
-        if (path / CONFIG).is_file():
-            return path
+    """The folder of a run given by its path or by its name below `folder`. Raises PentadError if there is none that
+    can be read."""
+    try:
+        for path in (Path(name), folder / name):
+            if (path / CONFIG).is_file():
+                return path
+    except OSError as error:
+        reason = f"which cannot be read ({error.strerror}): expected a run of yours"
+        raise PentadError(f"{argument} is '{name}', {reason}") from None
     known = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""

@@ -4,7 +4,7 @@ steps are done."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.headwatch import watched_head
 from pentad.orchestrator.monitoring.plan_view import print_plan
-from pentad.orchestrator.monitoring.run_state import ControlRequests
+from pentad.orchestrator.monitoring.run_state import ControlRequests, Watcher
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, Changes, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import plan_on
 from pentad.orchestrator.run.init_from import Origin, origin_of
@@ -41,9 +41,10 @@ def drive(
     display: Display,
     interrupts: Interrupts,
     origin: Origin | None,
+    watchers: Sequence[Watcher] = (),
 ) -> int:
     """Trains on the cluster of `head`, None: the existing one, and returns the number of steps done. A run without an
-    intact checkpoint starts from `origin` (None: found here)."""
+    intact checkpoint starts from `origin` (None: found here). `watchers` are notified after those of `monitored`."""
     timeout = config.cluster.start_timeout_seconds
     with ExitStack() as stack:
         cluster = stack.enter_context(clusters.join(config.cluster, config.mesh.size, head))
@@ -57,6 +58,7 @@ def drive(
         start, changes, generation = _resume(config, folder, display, origin)
         bus, requests = EventBus(config, folder, display, start.step, cluster.dashboard), ControlRequests()
         with watched_head(cluster, bus), monitored(config, bus, requests), _failures_recorded(bus):
+            bus.watchers += watchers
             folder.begin(config)
             facts = {"checkpoint": str(start.folder) if start.folder else None, "changes": changes}
             bus.record("start", generation=generation, step=start.step, program=plan.program.hash, **facts)

@@ -32,6 +32,11 @@ class Interrupts:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
+    def stop_run(self) -> None:
+        """What the first signal does once steps run."""
+        if self.stop is not None:
+            self.stop()
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.stop is not None and not self.requested:
             self.requested = True

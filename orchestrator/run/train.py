@@ -26,6 +26,7 @@ from pentad.orchestrator.monitoring.runfolder import (
 )
 from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan
+from pentad.orchestrator.run.callbacks import OnStep, StepCallback
 from pentad.orchestrator.run.init_from import origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import typical_pace
@@ -64,13 +65,15 @@ def train(
     fingerprint: str = "",
     runner: str = RUNNER,
     plan: Plan | None = None,
+    on_step: OnStep | None = None,
 ) -> dict[str, Any]:
     """Runs the steps that the run still lacks, and returns its summary.
 
     The first Ctrl-C or SIGTERM ends the run after the steps in flight, with a checkpoint, as 'stopped'; the second
     raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError when a rank fails. However it
     ends, all files are complete and no process is left. `display`, open, shows the run (None: nothing does);
-    `fingerprint` and `plan` are those of `prepare` (None: planned here).
+    `fingerprint` and `plan` are those of `prepare` (None: planned here). `on_step` gets each row of metrics.jsonl; an
+    exception of it ends the run like the first Ctrl-C, and is raised then, unless it is StopTraining.
     """
     display = display or Display(Console(quiet=True), config.run.name, config.run.steps)
     if _is_finished(config, fingerprint):
@@ -87,7 +90,11 @@ def train(
         head = stack.enter_context(launch(config.cluster, config.mesh.size))
         from pentad.orchestrator.run.driver import drive  # imports ray
 
-        steps = drive(config, plan, head, runner, display, interrupts, origin)
+        watchers = []
+        if on_step is not None:
+            watchers = [callback := StepCallback(on_step, interrupts.stop_run)]
+            stack.enter_context(callback.raised())
+        steps = drive(config, plan, head, runner, display, interrupts, origin, watchers)
         if steps < config.run.steps:
             display.note(f"stopped after step {steps}")
         return summary(config, steps)

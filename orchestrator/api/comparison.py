@@ -1,0 +1,112 @@
+"""`pentad timeline` and `Run.compare`: a run's measured step beside the same step simulated at its measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+
+from pentad.orchestrator.api.rendering import as_text
+from pentad.orchestrator.monitoring.comparison import comparison_page, comparison_svg, simulate_steps
+from pentad.orchestrator.monitoring.plan_view import bubble_text
+from pentad.orchestrator.monitoring.runfolder import PROGRAM, TIMELINE, process_names, saved_config
+from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
+from pentad.orchestrator.planning.estimate import read_costs
+from pentad.orchestrator.planning.formatting import format_duration
+from pentad.orchestrator.planning.planning import plan_with
+from pentad.schedules.draw.trace import write_trace
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.plan import Plan
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """All measured steps of a run beside the same steps simulated, of which `step` is shown, two rows per rank."""
+
+    plan: Plan
+    all_measured: Timeline
+    all_simulated: Timeline
+    step: int
+
+    @property
+    def measured(self) -> Timeline:
+        return self.all_measured.of_step(self.step)
+
+    @property
+    def simulated(self) -> Timeline:
+        return self.all_simulated.of_step(self.step)
+
+    def facts(self) -> dict[str, Any]:
+        """Makespan, longest and bubble of both, in seconds and shares, and each rank's seconds of compute."""
+        busy = {rank: seconds for rank, (_, _, seconds) in self.measured.busy_by_rank().items()}
+        return {
+            "step": self.step,
+            "measured": figures(self.measured),
+            "simulated": figures(self.simulated),
+            "busy_seconds": [busy.get(rank, 0.0) for rank in range(self.plan.mesh.size)],
+        }
+
+    def html(self) -> str:
+        """An interactive page of all measured steps."""
+        return comparison_page(self.plan, self.all_measured, self.all_simulated)
+
+    def svg(self) -> str:
+        """A figure of the step."""
+        return comparison_svg(self.plan, self.measured, self.simulated)
+
+    def write_trace(self, path: Path) -> None:
+        """Writes a trace that opens in Perfetto (.json.gz)."""
+        write_trace(path, [self.all_measured, self.simulated], process_names=process_names(self.plan))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        coloured, measured, simulated = is_coloured(console), self.measured, self.simulated
+        label = len(str(self.plan.mesh.size - 1)) + len(" simulated ") + 1
+        width, seconds = max(20, options.max_width - label), max(measured.makespan, simulated.makespan)
+        drawn = [bars(timeline, width, coloured=coloured, seconds=seconds) for timeline in (measured, simulated)]
+        yield Text.assemble((f" step {self.step}", "bold"), f" of {self.plan.name}, {self.plan.program.name}")
+        for rank, (above, below) in enumerate(zip(*drawn, strict=True)):
+            yield Text.assemble((f"{rank:>{label - 11}} measured  ", "dim"), above, no_wrap=True)
+            yield Text.assemble((f"{'':>{label - 11}} simulated ", "dim"), below, no_wrap=True)
+        yield Text.assemble(" " * label, legend(measured, coloured=coloured))
+        for timeline in (measured, simulated):
+            text = f"{format_duration(timeline.makespan):>8}, bubble {bubble_text(timeline.bubble())}"
+            yield Text.assemble((f" {timeline.source:<10}", "dim"), text)
+
+    def __repr__(self) -> str:
+        return as_text(self)
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+
+def compare(folder: Path, step: int | None = None) -> Comparison:
+    """Of the last run in `folder`, and of its last measured step if none is given. Raises PentadError if it has not
+    measured that step."""
+    measured = measured_timeline(folder)
+    plan = plan_with(saved_config(folder), "cpu", Program.load(folder / PROGRAM))
+    costs = read_costs(plan.program, measured)
+    if costs is None:
+        raise PentadError(f"{folder / TIMELINE} has no complete step: expected one with every stage's F, B and W")
+    step = measured.steps[-1] if step is None else step
+    if step not in measured.steps:
+        raise PentadError(f"--step is {step}: expected a measured step, {', '.join(map(str, measured.steps))}")
+    return Comparison(plan, measured, simulate_steps(plan, measured, costs), step)
+
+
+def figures(timeline: Timeline) -> dict[str, Any]:
+    """Makespan and longest in seconds, and the bubble by both."""
+    return {"makespan": timeline.makespan, "longest": timeline.longest, "bubble": asdict(timeline.bubble())}
+
+
+def measured_timeline(folder: Path) -> Timeline:
+    """Of the last steps of a run. Raises PentadError if it has none."""
+    if not (folder / TIMELINE).is_file():
+        expected = "a run that measured a step (metrics.timeline_steps) and has ended"
+        raise PentadError(f"RUN is '{folder}', which has no {TIMELINE}: expected {expected}")
+    return Timeline.load(folder / TIMELINE)

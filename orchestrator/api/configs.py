@@ -1,0 +1,40 @@
+"""What the functions take as a configuration, and the quickstart fitted to this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.planning import hardware
+
+Config = RunConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+def load_config(
+    config: Config = None, overrides: Iterable[str] = (), sections: Mapping[str, Any] = NO_SECTIONS
+) -> RunConfig:
+    """A configuration from a YAML file's path, a mapping of sections, or another configuration (None: the quickstart),
+    with `sections` merged into it and `section.key=value` overrides applied. Raises PentadError with all mistakes."""
+    source = Path(config) if isinstance(config, str | os.PathLike) else config
+    return load(source, overrides, sections)
+
+
+def config_to_train(
+    config: Config = None, overrides: Iterable[str] = (), sections: Mapping[str, Any] = NO_SECTIONS
+) -> tuple[RunConfig, str]:
+    """`load_config`, but the quickstart has a pipeline no longer than this machine has GPUs, and a note that says so.
+
+    Any other configuration, and one whose mesh or cluster is given, is left as it is."""
+    overrides, note = list(overrides), ""
+    is_given = not {"mesh", "cluster"}.isdisjoint([*sections, *(each.partition(".")[0] for each in overrides)])
+    gpus, ranks = hardware.local_gpus(), load(None).mesh.pp
+    if config is None and not is_given and 0 < gpus < ranks:
+        count = f"{gpus} GPU" + "s" * (gpus > 1)
+        note = f"this machine has {count}: the quickstart runs with mesh.pp = {gpus}, not {ranks}"
+        overrides.append(f"mesh.pp={gpus}")
+    return load_config(config, overrides, sections), note

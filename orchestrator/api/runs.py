@@ -1,0 +1,90 @@
+"""`pentad.Run`: what a run has left in its folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring import runfolder
+from pentad.orchestrator.monitoring.runfolder import read_lines, resolve_run, saved_config
+from pentad.orchestrator.planning.formatting import format_number
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from pentad.orchestrator.api.comparison import Comparison
+    from pentad.schedules.ir.program import Program
+    from pentad.schedules.simulate.timeline import Timeline
+
+
+class Run:
+    """A run, live or not, by its folder or its name under runs/. Everything is read when it is asked for.
+
+    Raises PentadError if there is no such run.
+    """
+
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        self.folder = resolve_run(os.fspath(run))
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def config(self) -> RunConfig:
+        """As of the last start."""
+        return saved_config(self.folder)
+
+    def status(self) -> dict[str, Any]:
+        """What `pentad status --json` prints: state, step (the number of steps done), loss, mesh and so on; of a live
+        run also what its ranks do. Raises PentadError if a live run does not answer within five seconds."""
+        from pentad.orchestrator.control.control_client import NotLive, connect
+
+        try:
+            with connect(self.folder) as client:
+                return client.status()
+        except NotLive as error:
+            return error.last
+
+    def metrics(self) -> pa.Table:
+        """A row a step, with the columns of metrics.jsonl (docs/observability.md). `.to_pandas()` makes a data frame of
+        it, if pandas is installed."""
+        import pyarrow as pa
+
+        rows = read_lines(self.folder / runfolder.METRICS)
+        names = dict.fromkeys([*runfolder.METRIC_KEYS, *(name for row in rows for name in row)])
+        return pa.table({name: [row.get(name) for row in rows] for name in names})
+
+    def journal(self) -> list[dict[str, Any]]:
+        """Every event of the run's ranks and checkpoints, with its Unix time."""
+        return read_lines(self.folder / runfolder.JOURNAL)
+
+    def program(self) -> Program:
+        """The instructions of each pipeline rank, of the last plan."""
+        from pentad.schedules.ir.program import Program
+
+        return Program.load(self.folder / runfolder.PROGRAM)
+
+    def timeline(self) -> Timeline:
+        """When every instruction of the last steps ran; `.to_arrow()` makes a table of it. Raises PentadError if the
+        run has measured no step or has not ended."""
+        from pentad.orchestrator.api.comparison import measured_timeline
+
+        return measured_timeline(self.folder)
+
+    def compare(self, step: int | None = None) -> Comparison:
+        """A measured step (None: the last) beside its simulation, as `pentad timeline` shows it."""
+        from pentad.orchestrator.api.comparison import compare
+
+        return compare(self.folder, step)
+
+    def checkpoints(self) -> dict[int, Path]:
+        """The folders of the committed checkpoints, by their number of steps, oldest first."""
+        return runfolder.committed(self.folder / runfolder.CHECKPOINTS)
+
+    def __repr__(self) -> str:
+        status = self.status()
+        steps, loss = f"{status['step']} of {status['steps']} steps", format_number(status["loss"], ".4f")
+        return f"<Run {self.name}: {status['state']}, {steps}, loss {loss}, in {self.folder}>"

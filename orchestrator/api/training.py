@@ -1,0 +1,52 @@
+"""`pentad.train` and `pentad train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from pentad.orchestrator.api.configs import Config, config_to_train
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring.display import Display
+
+if TYPE_CHECKING:
+    from pentad.orchestrator.api.runs import Run
+    from pentad.orchestrator.run.callbacks import OnStep
+
+
+def train(config: Config = None, *, on_step: OnStep | None = None, quiet: bool = False, **sections: Any) -> Run:
+    """Runs the steps that a run still lacks, and returns it.
+
+    `config` is a YAML file's path, a mapping of sections or a RunConfig (None: the quickstart); keywords are sections
+    that are merged into it, such as `mesh={"pp": 2}`. `quiet` prints nothing.
+
+    `on_step` is called after each step with its row of metrics.jsonl, in this thread; a step that is replayed after a
+    failure is reported again. What it returns is ignored. If it raises StopTraining, the run stops after the steps in
+    flight (about two seconds of them), with a checkpoint; after any other exception too, which is then raised here.
+
+    Ctrl-C and SIGTERM stop the run in the same way, if this is the main thread; a second one raises KeyboardInterrupt.
+    Raises PentadError for a mistake in the configuration, before anything is started or written, when this process is
+    connected to a Ray cluster already, and for ranks that fail.
+    """
+    from pentad.orchestrator.api.runs import Run
+
+    resolved, note = config_to_train(config, sections=sections)
+    return Run(Path(run_displayed(resolved, Console(quiet=quiet), note, on_step=on_step)["folder"]))
+
+
+def run_displayed(
+    config: RunConfig, console: Console, note: str = "", *, began: float | None = None, on_step: OnStep | None = None
+) -> dict[str, Any]:
+    """Trains, shows it on the console, with a note above, and returns the run's summary. `began` is the monotonic
+    second from which the start-up is counted."""
+    with Display(console, config.run.name, config.run.steps, began) as display:
+        if note:
+            display.note(note)
+        display.phase("checking the data and planning")
+        from pentad.orchestrator.run.train import prepare
+        from pentad.orchestrator.run.train import train as run
+
+        plan, fingerprint = prepare(config)
+        return run(config, display=display, fingerprint=fingerprint, plan=plan, on_step=on_step)
