@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.text import Text
 
-from pentad.orchestrator.api.rendering import as_text
+from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.monitoring.comparison import comparison_page, comparison_svg, simulate_steps
 from pentad.orchestrator.monitoring.plan_view import bubble_text
 from pentad.orchestrator.monitoring.runfolder import PROGRAM, TIMELINE, process_names, saved_config
@@ -69,14 +68,14 @@ class Comparison:
         label = len(str(self.plan.mesh.size - 1)) + len(" simulated ") + 1
         width, seconds = max(20, options.max_width - label), max(measured.makespan, simulated.makespan)
         drawn = [bars(timeline, width, coloured=coloured, seconds=seconds) for timeline in (measured, simulated)]
-        yield Text.assemble((f" step {self.step}", "bold"), f" of {self.plan.name}, {self.plan.program.name}")
+        yield line((f" step {self.step}", "bold"), f" of {self.plan.name}, {self.plan.program.name}")
         for rank, (above, below) in enumerate(zip(*drawn, strict=True)):
-            yield Text.assemble((f"{rank:>{label - 11}} measured  ", "dim"), above, no_wrap=True)
-            yield Text.assemble((f"{'':>{label - 11}} simulated ", "dim"), below, no_wrap=True)
-        yield Text.assemble(" " * label, legend(measured, coloured=coloured))
+            yield line((f"{rank:>{label - 11}} measured  ", "dim"), above)
+            yield line((f"{'':>{label - 11}} simulated ", "dim"), below)
+        yield line(" " * label, legend(measured, coloured=coloured))
         for timeline in (measured, simulated):
             text = f"{format_duration(timeline.makespan):>8}, bubble {bubble_text(timeline.bubble())}"
-            yield Text.assemble((f" {timeline.source:<10}", "dim"), text)
+            yield line((f" {timeline.source:<10}", "dim"), text)
 
     def __repr__(self) -> str:
         return as_text(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from io import StringIO
 
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 WIDTH = 100  # characters
 
@@ -13,5 +14,10 @@ def as_text(renderable: RenderableType) -> str:
     """What a console without colours shows."""
     console = Console(file=StringIO(), width=WIDTH, color_system=None)
     with console.capture() as capture:
-        console.print(renderable)
+        console.print(renderable, crop=False)
     return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
+
+
+def line(*parts: str | Text | tuple[str, str], style: str = "") -> Text:
+    """A line that is never wrapped, however narrow the console (which must not crop either)."""
+    return Text.assemble(*parts, style=style, no_wrap=True, overflow="ignore")

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from pentad.orchestrator.api.rendering import as_text
+from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.monitoring.terminal_timeline import bars, coloured_grid, is_coloured
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program, summary
@@ -135,10 +135,10 @@ class Schedule:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if self.cells <= MOST_CELLS:
-            yield from self.grid(console)
+            yield from map(line, self.grid(console))
             yield Text()
         for name, text in self.lines().items():
-            yield Text.assemble((f"{name:<12}", "dim"), text)
+            yield line((f"{name:<12}", "dim"), text)
 
     def __repr__(self) -> str:
         return as_text(self)

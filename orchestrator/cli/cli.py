@@ -105,18 +105,17 @@ def plan(
 ) -> int:
     """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
     from pentad.orchestrator.config.config import load
-    from pentad.orchestrator.planning.fit import device_memory
 
     config = load(*_split(words))
     if gpus is not None:
         from pentad.orchestrator.cli.show_meshes import show_meshes
+        from pentad.orchestrator.planning.fit import device_memory
 
         return show_meshes(config, gpus, device_memory("cuda", memory), Console(), as_json=as_json)
+    from pentad.orchestrator.api.plans import planned
     from pentad.orchestrator.cli.show_plan import show_plan
-    from pentad.orchestrator.planning.hardware import local_device
 
-    place = device or local_device(config.cluster, config.mesh.size)[0]
-    return show_plan(config, place, device_memory(place, memory), Console(), as_json=as_json)
+    return show_plan(planned(config, device, memory), Console(), as_json=as_json)
 
 
 @app.command()

@@ -35,6 +35,6 @@ def show_timeline(
     if as_json:
         print(json.dumps({"run": str(folder), **found.facts()}))
         return
-    console.print(found, soft_wrap=True)
+    console.print(found, crop=False)
     for path in files.values():
         console.print(Text(f" written to {path}"), soft_wrap=True)

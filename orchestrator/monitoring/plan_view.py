@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -23,16 +23,22 @@ from pentad.schedules.spec.tensors import num_parameters
 
 def print_plan(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankView] = ()) -> None:
     """Prints a plan with a step simulated at `costs`; `ranks` are those placed, or none."""
+    for part in plan_view(console, plan, costs, ranks):
+        console.print(part)
+
+
+def plan_view(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankView] = ()) -> Iterator[RenderableType]:
+    """What `print_plan` prints, made for this console."""
     coloured = is_coloured(console)
     timeline = simulate(plan.program, costs)
     label = len(str(plan.program.ranks - 1)) + 2
     rows = bars(timeline, max(20, console.width - label - 1), coloured=coloured)
     drawing = [Text.assemble((f"{rank:>{label - 1}} ", "dim"), row, no_wrap=True) for rank, row in enumerate(rows)]
     figures = f"  {format_duration(timeline.makespan)} of compute  bubble {bubble_text(timeline.bubble())}"
-    parts = [facts_table(plan), Text(), ranks_table(plan, ranks, console.width), memory_line(plan), Text()]
-    parts += [Text.assemble((" one step, simulated", "bold"), figures), *drawing]
-    for part in [*parts, Text.assemble(" " * label, legend(timeline, coloured=coloured))]:
-        console.print(part)
+    yield from (facts_table(plan), Text(), ranks_table(plan, ranks, console.width), memory_line(plan), Text())
+    yield Text.assemble((" one step, simulated", "bold"), figures)
+    yield from drawing
+    yield Text.assemble(" " * label, legend(timeline, coloured=coloured))
 
 
 def bubble_text(bubble: Bubble) -> str:

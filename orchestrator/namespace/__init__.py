@@ -14,16 +14,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pentad.orchestrator.api.comparison import Comparison
+    from pentad.orchestrator.api.plans import PlannedRun, plan
+    from pentad.orchestrator.api.runs import Run
+    from pentad.orchestrator.api.schedules import Schedule, schedule
+    from pentad.orchestrator.api.training import train
     from pentad.orchestrator.config.config import RunConfig
+    from pentad.orchestrator.run.callbacks import StopTraining
     from pentad.schedules.ir.errors import PentadError, ScheduleError
 
 _MODULES = {
+    "Comparison": "pentad.orchestrator.api.comparison",
     "PentadError": "pentad.schedules.ir.errors",
+    "PlannedRun": "pentad.orchestrator.api.plans",
+    "Run": "pentad.orchestrator.api.runs",
     "RunConfig": "pentad.orchestrator.config.config",
+    "Schedule": "pentad.orchestrator.api.schedules",
     "ScheduleError": "pentad.schedules.ir.errors",
+    "StopTraining": "pentad.orchestrator.run.callbacks",
+    "plan": "pentad.orchestrator.api.plans",
+    "schedule": "pentad.orchestrator.api.schedules",
+    "train": "pentad.orchestrator.api.training",
 }
 
-__all__ = ["PentadError", "RunConfig", "ScheduleError"]
+__all__ = [
+    "Comparison",
+    "PentadError",
+    "PlannedRun",
+    "Run",
+    "RunConfig",
+    "Schedule",
+    "ScheduleError",
+    "StopTraining",
+    "plan",
+    "schedule",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
+from pentad.orchestrator.api.plans import planned as planned_run
 from pentad.orchestrator.cli.show_meshes import show_meshes
 from pentad.orchestrator.cli.show_plan import show_plan
 from pentad.orchestrator.config.config import load
@@ -250,7 +251,7 @@ def test_the_tables_of_pentad_plan_drop_columns_but_no_digits(gpus: int | None) 
         if gpus:
             show_meshes(config, gpus, memory, screen, as_json=False)
         else:
-            show_plan(config, "cuda", memory, screen, as_json=False)
+            show_plan(planned_run(config, "cuda", 80.0), screen, as_json=False)
         texts.append(shown(screen))
     wide, narrow = (set(re.findall(r"(?<=\s)\d[\d.,]*(?=\s)", text)) for text in texts)
     assert "…" not in texts[1] and narrow <= wide

@@ -1,0 +1,188 @@
+"""`pentad.plan` and `pentad plan`: what a run will do, what it needs, and what its ranks will send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+
+from pentad.orchestrator.api.comparison import figures
+from pentad.orchestrator.api.configs import Config, load_config
+from pentad.orchestrator.api.rendering import as_text, line
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring.plan_view import layers_text, plan_view
+from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
+from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
+from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of
+from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
+from pentad.orchestrator.planning.hardware import known_gpu, local_device, require_tp_on_node
+from pentad.orchestrator.planning.planning import make_plan, require_shards
+from pentad.schedules.draw.svg import svg_grid
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpLayout, imbalance
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import num_parameters
+from pentad.workers.data.sources import check_data
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, repr=False)
+class PlannedRun:
+    """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, and what is
+    wrong with the data, '' if nothing is."""
+
+    plan: Plan
+    costs: Costs
+    fit: Fit
+    data_error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it fits and the data can be read here."""
+        return self.fit.ok and not self.data_error
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """A step simulated at the guessed costs."""
+        return simulate(self.plan.program, self.costs)
+
+    @property
+    def step_seconds(self) -> float:
+        return step_seconds(self.timeline)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.plan.batch.tokens / self.step_seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the GPUs' peak FLOP/s, None on CPUs."""
+        return mfu(self.tokens_per_second, self.plan, known_gpu()) if self.plan.device == "cuda" else None
+
+    def facts(self) -> dict[str, Any]:
+        """What `pentad plan --json` prints, in bytes and seconds."""
+        plan, each = self.plan, memories(self.plan)
+        ranks = [
+            {
+                "rank": rank,
+                "coordinates": plan.mesh.coordinates(rank)._asdict(),
+                "stages": list(plan.stages_of(rank)),
+                "layers": [list(plan.layers[stage]) for stage in plan.stages_of(rank)],
+                "memory": each[rank],
+                "traffic": collective_bytes(plan, rank),
+            }
+            for rank in range(plan.mesh.size)
+        ]
+        fit = self.fit
+        sent = [{**of._asdict(), **sent._asdict()} for of, sent in sorted(comm_volume(plan, fit.rank).items())]
+        pace = {"step_seconds": self.step_seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+        fits = {"ok": fit.ok, "needed": fit.needed, "available": fit.device.bytes, "where": fit.device.where}
+        return {
+            "run": plan.name,
+            "device": plan.device,
+            "dtype": plan.dtype,
+            "transport": plan.transport,
+            "mesh": asdict(plan.mesh),
+            "parameters": num_parameters(plan.model),
+            "tokens": plan.batch.tokens,
+            "schedule": plan.program.name,
+            "microbatches": plan.program.microbatches,
+            "hash": plan.program.hash,
+            "ranks": ranks,
+            "fullest": {"rank": fit.rank, "stages": stage_memory(plan, fit.rank), "sends": sent},
+            "cp_imbalance": _imbalance(plan),
+            "predicted": {**figures(self.timeline), **pace},
+            "costs": asdict(self.costs),
+            "fits": {**fits, "rank": fit.rank},
+            "data": {"ok": not self.data_error, "error": self.data_error},
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from plan_view(console, self.plan, self.costs)
+        used = "" if self.mfu is None else f", {format_percent(self.mfu)} MFU"
+        pace = f"{format_duration(self.step_seconds)} a step, {format_count(self.tokens_per_second)} tokens/s{used}"
+        yield line(f" {pace}: from assumed rates, which a run measures")
+        yield from _rank_view(self.plan, self.fit.rank, console.width)
+        yield line(f" {self.fit.sentence}", style="green" if self.fit.ok else "bold red")
+        if self.data_error:
+            yield line(f" the data cannot be used on this machine: {self.data_error}", style="bold red")
+
+    def __repr__(self) -> str:
+        return as_text(self)
+
+    def _repr_svg_(self) -> str:
+        program = self.plan.program
+        title = f"{self.plan.name}: {program.name}, {program.microbatches} microbatches, {self.plan.mesh}, simulated"
+        return svg_grid(self.timeline, title=title, timed=True)
+
+
+def plan(
+    config: Config = None, *, device: Device | None = None, memory: float | None = None, **sections: Any
+) -> PlannedRun:
+    """What `pentad.train` would run, from guessed costs; starts and writes nothing, and needs neither torch nor Ray.
+
+    `config` and `sections` are those of `train`. `device` is that of the ranks (None: as found here), `memory` its GiB
+    (None: as here, else an H200's). Raises PentadError for a mistake in the configuration.
+    """
+    return planned(load_config(config, sections=sections), device, memory)
+
+
+def planned(config: RunConfig, device: Device | None = None, memory: float | None = None) -> PlannedRun:
+    """`plan` of a configuration."""
+    place = device or local_device(config.cluster, config.mesh.size)[0]
+    if place == "cuda":
+        require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
+    found = make_plan(config, place)
+    require_shards(config, found)
+    return PlannedRun(found, costs_of(found), fit_of(found, device_memory(place, memory)), _data_error(config))
+
+
+def _data_error(config: RunConfig) -> str:
+    """What `train` would say of the corpus, '' if it could be read."""
+    try:
+        check_data(config.data.path, config.model.vocab, config.batch.sequence_length, config.data.cache)
+    except PentadError as error:
+        return str(error)
+    return ""
+
+
+def _rank_view(plan: Plan, rank: int, width: int) -> Iterator[RenderableType]:
+    """What the stages of a rank need, and what the rank sends."""
+    kinds = ("parameters", "gradients", "optimizer", "saved", "deferred")
+    heads: tuple[str, ...] = ("stage", "layers", "parameters>", "gradients>", "optimizer>", "F keeps>", "B keeps>")
+    drop: tuple[str, ...] = ("gradients", "B keeps", "parameters", "layers")
+    rows = [
+        (str(of["stage"]), layers_text(plan, of["stage"]), *(format_bytes(of[kind]) for kind in kinds))
+        for of in stage_memory(plan, rank)
+    ]
+    yield Text(f"\n rank {rank}", "bold")
+    yield fitted_table(heads, rows, width, drop=drop, wrapped="layers")
+    if sent := comm_volume(plan, rank):
+        heads, drop = ("sends along", "by", "operations>", "a step>"), ("operations", "by")
+        rows = [
+            (axis, kind.lower().replace("_", " "), f"{operations:,}", format_bytes(nbytes))
+            for (axis, kind), (operations, nbytes) in sorted(sent.items())
+        ]
+        yield Text()
+        yield fitted_table(heads, rows, width, drop=drop)
+    if plan.mesh.cp > 1:
+        text = f" cp ranks have {_layout(plan)} parts: the busiest computes {_imbalance(plan):.3f} times the least"
+        yield Text(text)
+    yield Text()
+
+
+def _layout(plan: Plan) -> CpLayout:
+    return CP_LAYOUTS[plan.cp_method]
+
+
+def _imbalance(plan: Plan) -> float:
+    return 1.0 if plan.cp_method == "ulysses" else imbalance(plan.batch.sequence_length, plan.mesh.cp, _layout(plan))
