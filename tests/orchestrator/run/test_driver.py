@@ -22,6 +22,7 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.run.callbacks import OnStep
 from pentad.orchestrator.run.train import FILES
 from pentad.orchestrator.run.train import train as run_training
 from pentad.schedules.ir.errors import PentadError
@@ -39,10 +40,10 @@ SMALL = [*SIZES, "cluster.device=cpu", "cluster.dashboard=false", "elastic.max_f
 def train(cluster: clusters.Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
     """Trains on the module's cluster in the test's folder; returns the summary and the output."""
 
-    def do(*overrides: str, behaviour: str = "fake:") -> tuple[dict[str, Any], str]:
+    def do(*overrides: str, behaviour: str = "fake:", on_step: OnStep | None = None) -> tuple[dict[str, Any], str]:
         config = config_of(tmp_path, behaviour, *overrides)
         display = Display(Console(width=200), config.run.name, config.run.steps)
-        result = run_training(config, display=display, runner=FAKE)
+        result = run_training(config, display=display, runner=FAKE, on_step=on_step)
         return result, capsys.readouterr().out
 
     return do
@@ -114,6 +115,24 @@ def test_a_finished_run_does_nothing(train: Train, tmp_path: Path) -> None:
     assert "all of its run.steps = 3" in printed
     assert (result["state"], result["steps"]) == ("finished", 3)
     assert events(tmp_path) == before
+
+
+def test_a_callback_that_raises_ends_the_run_with_a_checkpoint_and_it_resumes(train: Train, tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def on_step(row: dict[str, Any]) -> None:
+        assert row in metrics(tmp_path)  # written before
+        seen.append(row)
+        if row["step"] == 5:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train("run.steps=100000", on_step=on_step)
+    done = len(metrics(tmp_path))
+    assert [row["step"] for row in seen] == [0, 1, 2, 3, 4, 5] and 5 < done < 100000
+    assert events(tmp_path)[-2:] == [("checkpoint", done), ("stop", done)]
+    assert train(f"run.steps={done + 2}", on_step=seen.append)[0]["state"] == "finished"
+    assert [row["step"] for row in seen[6:]] == [done, done + 1]
 
 
 def test_a_step_with_a_non_finite_norm_is_reported(train: Train) -> None:
