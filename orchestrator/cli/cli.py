@@ -119,6 +119,30 @@ def plan(
 
 
 @app.command()
+def init(
+    out: Annotated[Path | None, Argument(help="A new file (default: stdout).")] = None,
+    model: Annotated[
+        str, Option(metavar="NAME|DIR", help="A published size such as llama-8b, or a Hugging Face model's folder.")
+    ] = "llama-8b",
+    gpus: Annotated[int | None, Option(min=1, help="GPUs to train on (default: those here, else 8).")] = None,
+    data: Annotated[str, Option(metavar="PATH", help="A corpus that `pentad data build` wrote.")] = "builtin:pydoc",
+    sequence_length: Annotated[int | None, Option(min=1, help="Tokens of a sequence (default: 4096).")] = None,
+    global_batch_size: Annotated[int | None, Option(min=1, help="Sequences of a step (default: 2^20 tokens).")] = None,
+    memory: Annotated[float | None, Option(min=0.001, help="GiB per GPU (default: as here, else an H200's).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a commented configuration of a model for a number of GPUs, with the fastest mesh that fits."""
+    from pentad.orchestrator.api.starting_config import starting_config
+    from pentad.orchestrator.cli.show_meshes import show_init
+    from pentad.orchestrator.planning.fit import device_memory
+    from pentad.orchestrator.planning.hardware import NODE_GPUS, local_gpus
+
+    device, gpus = device_memory("cuda", memory), gpus or local_gpus() or NODE_GPUS
+    found = starting_config(model, gpus, device, data=data, length=sequence_length, sequences=global_batch_size)
+    show_init(found, out, as_json=as_json)
+
+
+@app.command()
 def schedule(**arguments: Any) -> None:
     """Build, prove, simulate and draw a program. Needs no torch, Ray or GPU."""
     from pentad.orchestrator.cli.show_schedule import show_schedule

@@ -1,14 +1,17 @@
-"""`pentad plan --gpus N`: the meshes that fit, the fastest first, and why others are rejected."""
+"""`pentad plan --gpus N`: the meshes that fit, the fastest first, and why others are rejected; `pentad init`: a
+configuration with the first of them."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from pentad.orchestrator.api.starting_config import StartingConfig
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.estimate import mfu
@@ -16,6 +19,7 @@ from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import known_gpu
 from pentad.orchestrator.planning.mesh_search import MeshChoice, overrides_of, search_meshes
+from pentad.schedules.ir.errors import PentadError
 
 
 def show_meshes(config: RunConfig, gpus: int, device: DeviceMemory, console: Console, *, as_json: bool) -> int:
@@ -39,6 +43,24 @@ def show_meshes(config: RunConfig, gpus: int, device: DeviceMemory, console: Con
         more = f", and {number - 1} more for this reason" if number > 1 else ""
         console.print(Text(f" rejected: {sentence}{more}", "dim"), soft_wrap=True)
     return int(not search.choices)
+
+
+def show_init(found: StartingConfig, out: Path | None, *, as_json: bool) -> None:
+    """Writes the configuration to a new file, or prints it. Raises PentadError if the file exists."""
+    if out is not None:
+        try:
+            with out.open("x", encoding="utf-8") as file:
+                file.write(found.text)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise PentadError(f"OUT is '{out}', which cannot be written ({reason}): expected a new file") from None
+    if as_json:
+        facts = {"file": str(out) if out else None, "config": found.config.model_dump(), **_facts(found.choice)}
+        print(json.dumps(facts))
+    elif out is None:
+        print(found.text, end="")
+    else:
+        print(f"{out}: see what it would run with `pentad plan {out} --device cuda`")
 
 
 def _cells(choice: MeshChoice) -> list[str]:

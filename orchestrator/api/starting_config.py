@@ -1,0 +1,116 @@
+"""`pentad init`: a first configuration of a model for a number of GPUs, with the fastest mesh that fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pentad.orchestrator.config.commented_yaml import commented_yaml
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.errors import nearest
+from pentad.orchestrator.config.model_section import ModelSection
+from pentad.orchestrator.config.model_sizes import MODEL_SIZES
+from pentad.orchestrator.planning.fit import DeviceMemory
+from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
+from pentad.orchestrator.planning.mesh_search import MeshChoice, overrides_of, search_meshes
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.tensors import num_parameters
+
+SCHEDULE = "zb-h1"  # the memory of 1f1b, and two thirds less bubble
+BATCH_TOKENS = 2**20
+LENGTH = 4096
+# Peak learning rates by most parameters: the quickstart's, and those of LLaMA (arXiv 2302.13971, table 2).
+LEARNING_RATES = ((2e8, 3e-3), (15e9, 3e-4), (float("inf"), 1.5e-4))
+
+
+@dataclass(frozen=True)
+class StartingConfig:
+    """A configuration, the choice of its mesh, and its commented YAML."""
+
+    config: RunConfig
+    choice: MeshChoice
+    text: str
+
+
+def starting_config(
+    model: str, gpus: int, device: DeviceMemory, *, data: str, length: int | None, sequences: int | None
+) -> StartingConfig:
+    """Of a model by one of MODEL_SIZES or the folder of a Hugging Face model, and the fastest mesh that fits.
+
+    `length` is that of sequences (None: 4096, or the model's longest), `sequences` are those of a step (None: of about
+    a million tokens). Raises PentadError for an unknown model, and if no mesh fits.
+    """
+    section, longest = _model(model)
+    length = length or min(LENGTH, longest)
+    batch = {"global_batch_size": sequences or max(gpus, BATCH_TOKENS // length), "sequence_length": length}
+    values: dict[str, Any] = {
+        "run": {"name": _run_name(model), "seed": 0, "steps": 1000},
+        "model": section,
+        "mesh": {},
+        "schedule": {"name": SCHEDULE, "microbatches": 1},
+        "batch": batch,
+        "data": {"path": data},
+        "optimizer": {},
+        "memory": {},
+        "zero": {},
+        "checkpoint": {"every": 100, "keep": 2},
+    }
+    base = load(values)
+    parameters = num_parameters(base.model.spec)
+    rate = next(rate for most, rate in LEARNING_RATES if parameters <= most)
+    values["optimizer"] = {"learning_rate": rate, "warmup_steps": 100}
+    choice = _fastest(base, gpus, device)
+    for key, value in overrides_of(choice.plan).items():
+        part, _, name = key.partition(".")
+        values[part] = {**values[part], name: value}
+    config = load(values)
+    return StartingConfig(config, choice, _heading(model, gpus, parameters, choice, device) + commented_yaml(values))
+
+
+def _model(model: str) -> tuple[dict[str, Any], int]:
+    """The model section, without keys that have their default, and the longest sequence."""
+    if model in MODEL_SIZES:
+        return dict(MODEL_SIZES[model]), LENGTH
+    if not Path(model).is_dir():
+        near = nearest(model, MODEL_SIZES)
+        hint = f" (did you mean {near}?)" if near else ""
+        names = ", ".join(MODEL_SIZES)
+        raise PentadError(f"--model is '{model}'{hint}: expected the folder of a Hugging Face model, or one of {names}")
+    from pentad.workers.hf.config import make_section, parse_config
+    from pentad.workers.hf.folder import read_config
+
+    raw = read_config(Path(model))
+    section = ModelSection.model_validate(make_section(*parse_config(raw)))
+    longest = raw.get("max_position_embeddings")
+    return section.model_dump(exclude_defaults=True) | {"family": section.family}, (
+        longest if isinstance(longest, int) and longest > 0 else LENGTH
+    )
+
+
+def _fastest(config: RunConfig, gpus: int, device: DeviceMemory) -> MeshChoice:
+    search = search_meshes(config, gpus, device)
+    if search.choices:
+        return search.choices[0]
+    reason = next(iter(search.rejected), "no mesh is possible")
+    raise PentadError(
+        f"--gpus is {gpus}, of which no mesh fits in the {format_bytes(device.bytes)} {device.where}: {reason}"
+    )
+
+
+def _run_name(model: str) -> str:
+    """The model's name as a run's: letters, digits, '_', '.' and '-'."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(model).absolute().name).lstrip(".-")
+    return name[:100] or "run"
+
+
+def _heading(model: str, gpus: int, parameters: int, choice: MeshChoice, device: DeviceMemory) -> str:
+    size = f"{format_count(parameters)} parameters on {gpus} GPU{'s' * (gpus > 1)}"
+    memory = f"{format_bytes(choice.bytes)} of the {format_bytes(device.bytes)} {device.where}"
+    pace = f"{format_duration(choice.seconds)} a step, {format_count(choice.tokens_per_second)} tokens/s"
+    return (
+        f"# {model}: {size}, written by `pentad init`; docs/configuration.md has all keys.\n"
+        f"# Predicted from assumed rates: {pace}.\n"
+        f"# The fullest rank needs {memory}.\n\n"
+    )
