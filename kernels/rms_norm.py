@@ -1,7 +1,7 @@
 """RMSNorm with a fused residual addition, forward and backward.
 
-summed = x + residual, y = summed * rstd * weight with rstd = 1 / sqrt(mean(summed^2) + eps). `y` is computed from the
-*rounded* sum, as that is what the next layer and the backward see.
+summed = x + residual, y = summed * rstd * (weight + offset) with rstd = 1 / sqrt(mean(summed^2) + eps). `y` is computed
+from the *rounded* sum, as that is what the next layer and the backward see.
 """
 
 import torch
@@ -11,8 +11,11 @@ from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
 
 
 @triton_on_gpu
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Divides the rows of x [T, H] (+ residual [T, H]) by their root mean square and multiplies them by weight [H].
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Divides the rows of x [T, H] (+ residual [T, H]) by their root mean square and multiplies them by weight [H] +
+    offset. Gemma stores weights minus 1, which keeps their digits in 16 bits.
 
     Returns (y [T, H], summed [T, H], rstd [T] float32, or float64 for float64 x). Without a residual `summed` is x
     itself. All inputs must be contiguous.
@@ -20,13 +23,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     summed = x if residual is None else x + residual
     wide = summed.to(accumulation_dtype(x.dtype))
     rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-    y = wide * rstd[:, None] * weight.to(wide.dtype)
+    y = wide * rstd[:, None] * (weight.to(wide.dtype) + offset)
     return y.to(x.dtype), summed, rstd
 
 
 @triton_on_gpu
 def rms_norm_backward(
-    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm`: (dx [T, H] with respect to `summed`, dweight [H] in the dtype of rstd).
 
@@ -35,7 +38,7 @@ def rms_norm_backward(
     """
     wide = dy.to(rstd.dtype)
     normed = summed.to(rstd.dtype) * rstd[:, None]
-    g = wide * weight.to(rstd.dtype)
+    g = wide * (weight.to(rstd.dtype) + offset)
     dx = rstd[:, None] * (g - normed * (g * normed).mean(-1, keepdim=True))
     if dresidual is not None:
         dx = dx + dresidual

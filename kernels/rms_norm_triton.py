@@ -21,7 +21,7 @@ PROGRAMS = 264
 @triton.jit
 def _forward(
     x, residual, weight, y, summed, rstd, T, eps,
-    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -33,7 +33,7 @@ def _forward(
         rounded = s.to(summed.dtype.element_ty)
         tl.store(summed + offsets, rounded, mask=mask)
         s = rounded.to(tl.float32)
-    w = tl.load(weight + columns, mask=columns < H, other=0.0).to(tl.float32)
+    w = tl.load(weight + columns, mask=columns < H, other=0.0).to(tl.float32) + OFFSET
     r = tl.rsqrt(tl.sum(s * s, axis=1) / H + eps)
     tl.store(rstd + rows, r, mask=rows < T)
     tl.store(y + offsets, (s * r[:, None] * w[None, :]).to(y.dtype.element_ty), mask=mask)
@@ -42,11 +42,12 @@ def _forward(
 @triton.jit
 def _backward(
     dy, summed, weight, rstd, dresidual, dx, partial, T,
-    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
-    w = tl.load(weight + columns, mask=columns < H, other=0.0).to(tl.float32)
+    w = tl.load(weight + columns, mask=columns < H, other=0.0).to(tl.float32) + OFFSET
     dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     for start in tl.range(program * ROWS, T, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
@@ -83,7 +84,9 @@ def _shape(width: int, per_thread: int) -> tuple[int, int, int]:
     return rows, block, min(32, rows * block // (32 * per_thread))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the forward kernel; see `pentad.kernels.rms_norm.rms_norm`."""
     assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     tokens, width = x.shape
@@ -93,13 +96,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     _forward[(triton.cdiv(tokens, rows),)](
         x, residual, weight, y, summed, rstd, tokens, eps,
-        H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, num_warps=warps,
+        H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset, num_warps=warps,
     )  # fmt: skip
     return y, summed, rstd
 
 
 def rms_norm_backward(
-    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Launches the backward kernel and the sum of its partial rows; see `pentad.kernels.rms_norm.rms_norm_backward`."""
     assert dy.is_contiguous() and summed.is_contiguous() and weight.is_contiguous()
@@ -113,7 +116,8 @@ def rms_norm_backward(
     dweight = torch.empty(width, dtype=torch.float32, device=dy.device)
     _backward[(programs,)](
         dy, summed, weight, rstd, dresidual, dx, partial, tokens,
-        H=width, ROWS=rows, BLOCK=block, ADD=dresidual is not None, STAGES=stages, num_warps=warps,
+        H=width, ROWS=rows, BLOCK=block, ADD=dresidual is not None, OFFSET=offset, STAGES=stages,
+        num_warps=warps,
     )  # fmt: skip
     _sum_rows[(triton.cdiv(width, 32),)](partial, dweight, programs, width, ROWS=64, BLOCK=32, num_warps=4)
     return dx, dweight

@@ -7,6 +7,7 @@ the full probability, and the parts do not need each other.
 
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +30,10 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider) of q [B, N, S, D], k [B, M, K, D] and v [B, M, K, Dv].
 
     Every query must see at least one key. On a GPU, 16-bit inputs take cuDNN, or flash attention where cuDNN does not
-    support the shape or would not be deterministic; all others take the reference, whose memory grows with S K.
+    support the shape or window or would not be deterministic; all others, and soft-capped scores, take the reference,
+    whose memory grows with S K.
     """
-    if not has_fused_kernel(q, v):
+    if options.softcap or not has_fused_kernel(q, v):
         return partial_attention_reference(q, k, v, options)
     return _cudnn(q, k, v, options) if _cudnn_supports(q, k, v, options) else _flash(q, k, v, options)
 
@@ -40,7 +42,7 @@ def partial_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
 ) -> QKVGrads:
     """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention for its queries."""
-    if not has_fused_kernel(q, v):
+    if options.softcap or not has_fused_kernel(q, v):
         return partial_attention_backward_reference(dout, q, k, v, out, lse, options)
     if _cudnn_supports(q, k, v, options):
         return _cudnn_backward(dout, q, k, v, out, lse, options)
@@ -56,7 +58,8 @@ def has_fused_kernel(q: Tensor, v: Tensor) -> bool:
 def _cudnn_supports(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """cuDNN's causal mask is aligned at the first key, and its backward sums dq in varying order."""
     aligned = not options.causal or q.shape[2] == k.shape[2]
-    if options.deterministic or options.lengths is not None or not options.fixed_shape or not aligned:
+    is_plain = options.lengths is None and options.window_left is None
+    if options.deterministic or not is_plain or not options.fixed_shape or not aligned:
         return False
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, options.causal, q.shape[1] != k.shape[1]))
 
@@ -102,7 +105,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[
     width, packed = _padded_width(q, v), options.lengths is not None
     tokens = (_token_major(x, width, packed) for x in (q, k, v))
     call = torch.ops.aten._flash_attention_forward.default
-    out, lse, *_ = call(*tokens, *_seqlens(q, k, options), 0.0, options.causal, False, scale=options.scale)
+    out, lse, *_ = call(*tokens, *_seqlens(q, k, options), 0.0, options.causal, False, **_scores_options(options))
     if packed:  # lse [N, B S]
         lse = lse.view(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
     return _head_major(out, q, v.shape[3]), lse
@@ -117,8 +120,13 @@ def _flash_backward(
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of unused dropout
     unused = torch.empty(0, device=q.device)
     call = torch.ops.aten._flash_attention_backward.default
-    dq, dk, dv = call(*tokens, lse, *_seqlens(q, k, options), 0.0, options.causal, seed, unused, scale=options.scale)
+    sizes = _seqlens(q, k, options)
+    dq, dk, dv = call(*tokens, lse, *sizes, 0.0, options.causal, seed, unused, **_scores_options(options))
     return _head_major(dq, q, q.shape[3]), _head_major(dk, k, k.shape[3]), _head_major(dv, v, v.shape[3])
+
+
+def _scores_options(options: AttentionOptions) -> dict[str, Any]:
+    return {"scale": options.scale, "window_size_left": options.window_left}
 
 
 def _padded_width(q: Tensor, v: Tensor) -> int:

@@ -1,5 +1,7 @@
 """Partial attention and its backward in torch operations, for any dtype and device."""
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 
@@ -20,6 +22,8 @@ class PackedLengths(NamedTuple):
 class AttentionOptions(NamedTuple):
     """With `causal`, the queries (of each segment) are at the last keys' positions, and see keys up to their own.
 
+    A query does not see keys that are more than `window_left` before its diagonal, on which the last query (of each
+    segment) sees the last key. With `softcap` c > 0 a score s becomes c tanh(s / c).
     Without `fixed_shape`, every call may have another shape: cuDNN, which makes a plan for each, is then not used.
     """
 
@@ -28,6 +32,12 @@ class AttentionOptions(NamedTuple):
     deterministic: bool
     lengths: PackedLengths | None = None
     fixed_shape: bool = True
+    window_left: int | None = None
+    softcap: float = 0.0
+
+    def within(self, window: int) -> AttentionOptions:
+        """These, for queries that see the last `window` keys up to their own position; 0: all."""
+        return self._replace(window_left=window - 1) if window else self
 
 
 def softmax_scale(q: Tensor, scale: float | None) -> float:
@@ -37,7 +47,7 @@ def softmax_scale(q: Tensor, scale: float | None) -> float:
 
 def partial_attention_reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider); memory grows with S K."""
-    scores = _scores(q, k, options)
+    scores = _masked(_scores(q, k, options), q, k, options)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ _expand_kv(v)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
@@ -48,11 +58,16 @@ def partial_attention_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention."""
     groups = k.shape[1]
-    p = (_scores(q, k, options) - _group_heads(lse.unsqueeze(-1), groups)).exp()  # [B, M, N / M, S, K]
+    scores = _scores(q, k, options)
+    slope = 1.0 - (scores / options.softcap).square() if options.softcap else None
+    p = (_masked(scores, q, k, options) - _group_heads(lse.unsqueeze(-1), groups)).exp()  # [B, M, N / M, S, K]
+    del scores  # as large as p
     wide = _group_heads(dout, groups)
     dv = p.transpose(-1, -2) @ wide
     delta = (wide * _group_heads(out, groups)).sum(-1, keepdim=True)
     ds = p * (wide @ _expand_kv(v).transpose(-1, -2) - delta) * options.scale
+    if slope is not None:
+        ds *= slope
     dq = ds @ _expand_kv(k)
     dk = ds.transpose(-1, -2) @ _group_heads(q, groups)
     return dq.flatten(1, 2).to(q.dtype), dk.sum(2).to(k.dtype), dv.sum(2).to(v.dtype)
@@ -71,17 +86,30 @@ def _expand_kv(x: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
     """[B, M, N / M, S, K]"""
     scores = _group_heads(q, k.shape[1]) @ _expand_kv(k).transpose(-1, -2) * options.scale
-    return scores.masked_fill(~_visible(q, k, options.lengths), -math.inf) if options.causal else scores
+    return options.softcap * (scores / options.softcap).tanh() if options.softcap else scores
 
 
-def _visible(q: Tensor, k: Tensor, lengths: PackedLengths | None) -> Tensor:
+def _masked(scores: Tensor, q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
+    if not options.causal and options.window_left is None:
+        return scores
+    return scores.masked_fill(~_visible(q, k, options), -math.inf)
+
+
+def _visible(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
     """[S, K], or [B, 1, 1, S, K] with segments."""
-    if lengths is None:
-        full = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        return full.tril(k.shape[2] - q.shape[2])
-    q_segment, q_left = _segments(lengths.cu_seqlens_q, q)
-    k_segment, k_left = _segments(lengths.cu_seqlens_k, k)
-    return (q_segment.unsqueeze(-1) == k_segment.unsqueeze(-2)) & (q_left.unsqueeze(-1) <= k_left.unsqueeze(-2))
+    if options.lengths is None:
+        q_left = torch.arange(q.shape[2], 0, -1, device=q.device).unsqueeze(-1)  # distance to the end
+        k_left = torch.arange(k.shape[2], 0, -1, device=q.device)
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    else:
+        q_segment, q_left = (x.unsqueeze(-1) for x in _segments(options.lengths.cu_seqlens_q, q))
+        k_segment, k_left = (x.unsqueeze(-2) for x in _segments(options.lengths.cu_seqlens_k, k))
+        visible = q_segment == k_segment
+    if options.causal:
+        visible = visible & (q_left <= k_left)
+    if options.window_left is not None:
+        visible = visible & (k_left - q_left <= options.window_left)
+    return visible
 
 
 def _segments(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 
 from pentad.orchestrator.config.errors import Broken
 from pentad.orchestrator.config.sections import Count, Section
-from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.model import LayerType, ModelSpec
 from pentad.workers.hf.config import parse_section
-from pentad.workers.hf.config_families import FAMILIES
+from pentad.workers.hf.config_families import FAMILIES, OPTIONAL
 
 CUSTOM_SIZES = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn")  # arguments of a custom model's function
-Family = Literal["llama", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3"]
+Family = Literal["llama", "qwen2", "qwen3", "mistral", "olmo2", "phi3", "mixtral", "qwen3-moe", "deepseek-v3"]
 
 
 class ExpertsSection(Section):
@@ -92,6 +92,11 @@ class ModelSection(Section):
     tie_word_embeddings: bool = Field(default=False, description="use the embedding as the output head")
     rope_scaling: RopeScalingSection | None = None
     """rotary embedding for longer sequences; null: unscaled"""
+    sliding_window: NonNegativeInt = 0
+    """tokens that a token attends to, itself included, in layers of type sliding_attention; 0: all before it, in every
+    layer"""
+    layer_types: list[LayerType] | None = Field(default=None, min_length=1)
+    """full_attention or sliding_attention, repeated over the layers; null: as in the family's models"""
     mla: MLASection | None = Field(default=None, description="multi-head latent attention, of deepseek-v3")
     experts: ExpertsSection | None = None
     """mixture of experts, of mixtral, qwen3-moe and deepseek-v3"""
@@ -116,6 +121,10 @@ class ModelSection(Section):
         for name, expected in (("experts", family.experts is not None), ("mla", family.mla)):
             if expected != (getattr(self, name) is not None):
                 yield Broken(name, f"{'a mapping' if expected else 'null'} for model.family = {self.family}")
+        for key in OPTIONAL:
+            default = type(self).model_fields[key].default
+            if key not in family.keys and getattr(self, key) != default:
+                yield Broken(key, f"{'null' if default is None else default} for model.family = {self.family}")
         if self.experts is not None and self.experts.first_k_dense >= self.layers:
             yield Broken("experts.first_k_dense", f"less than model.layers = {self.layers}")
         if self.mtp_layers and not family.mla:

@@ -19,6 +19,7 @@ INDEX = 8  # bytes of an int64
 PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most so many parts
 
 OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the layer or stage behind unless gathered
+POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm follows, which allocates it
 # The operation that a workspace exists in, or the ones that allocate and free a tensor.
 Life = Literal["F", "B", "W", "F-B", "F-W", "B-W"]
 
@@ -122,19 +123,42 @@ def piece_of(plan: Plan) -> Piece:
     return Piece(*sizes, plan.mesh, plan.cp_method, plan.document_mask, plan.deterministic)
 
 
-def sublayers(model: ModelSpec, has_experts: bool, piece: Piece) -> list[list[Allocation]]:
-    """Of a layer: a norm, attention, a norm, a feed-forward network."""
-    mixer = attention(model, piece) if model.mla is None else latent_attention(model, model.mla, piece)
+def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piece) -> list[list[list[Allocation]]]:
+    """Of attention and of the feed-forward network of a layer: the norm before it, itself, the norm after it."""
+    mixer = attention(model, has_window, piece) if model.mla is None else latent_attention(model, model.mla, piece)
     if has_experts and model.experts is not None:
         network = moe(model.hidden, model.experts, piece)
     else:
         network = mlp(model.hidden, model.ffn, piece)
     return [
-        list(norm(model.hidden, piece, reused=model.mla is not None or not piece.is_gathered)),
-        list(mixer),
-        list(norm(model.hidden, piece, reused=not piece.is_gathered)),
-        list(network),
+        _residual(model, mixer, piece, reused=model.mla is not None or not piece.is_gathered),
+        _residual(model, network, piece, reused=not piece.is_gathered),
     ]
+
+
+def _residual(
+    model: ModelSpec, sublayer: Iterable[Allocation], piece: Piece, *, reused: bool
+) -> list[list[Allocation]]:
+    """`reused`: W reads the sublayer's input as it is."""
+    before, own, after = residual_stream(model.hidden, piece, reused=reused), list(sublayer), list[Allocation]()
+    if model.norms != "after":
+        before = norm(model.hidden, piece, reused=reused)
+    if model.norms != "before":
+        after = list(post_norm(model.hidden, piece))
+        own = [each._replace(what=POST_NORM_GRADIENT) if each.what == OUTPUT_GRADIENT else each for each in own]
+    return [list(before), own, after]
+
+
+def residual_stream(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:
+    """The input of a sublayer without a norm before it."""
+    yield Allocation("residual stream", "F-W" if reused else "F-B", piece.stream(hidden))
+
+
+def post_norm(hidden: int, piece: Piece) -> Iterator[Allocation]:
+    """RMSNorm of a sublayer's result."""
+    yield Allocation("result", "F-B", piece.stream(hidden))
+    yield Allocation("scale", "F-B", piece.sequence_parallel_tokens * piece.wide, offload=False)
+    yield Allocation("gradient of the weight", "B-W", hidden * piece.wide)
 
 
 def norm(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:
@@ -146,19 +170,25 @@ def norm(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:
     yield Allocation("gradient of the weight", "B-W", hidden * piece.wide)
 
 
-def attention(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
+def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allocation]:
     """Grouped-query attention: queries, keys and values are parts of one tensor."""
     shape = attention_shape(model, piece)
-    saved, forward, backward = attention_core(shape)
+    saved, forward, backward = attention_core(
+        shape, has_window=has_window, has_softcap=model.attn_logit_softcapping > 0
+    )
     out, qkv = shape.output, shape.inputs
     stream, copy = piece.full_stream(model.hidden), piece.copy(model.hidden)
     yield from saved
     yield Allocation("heads' output", "F-W", out)
     if model.qk_norm:
-        normed, width = piece.tokens * (shape.heads + shape.kv_heads), shape.query
-        yield Allocation("heads before their norm", "F-B", normed * width * piece.itemsize)
-        yield Allocation("heads' scales", "F-B", normed * piece.wide, offload=False)
-        yield Allocation("gradients of the heads' norms", "B-W", 2 * width * piece.wide)
+        width, heads, norms = shape.query, shape.heads + shape.kv_heads, 2
+        yield Allocation("heads before their norm", "F-B", piece.tokens * heads * width * piece.itemsize)
+        if model.qk_norm == "all_heads":
+            heads, norms = 2, heads
+        yield Allocation("heads' scales", "F-B", piece.tokens * heads * piece.wide, offload=False)
+        yield Allocation("gradients of the heads' norms", "B-W", norms * width * piece.wide)
+    if model.qkv_bias:
+        yield Allocation("gradient of the bias", "B-W", (shape.heads + 2 * shape.kv_heads) * shape.query * piece.wide)
     yield Allocation(OUTPUT_GRADIENT, "B-W", stream)
     yield Allocation("gradients of queries, keys and values", "B-W", qkv)
     yield Allocation("gathered input", "B-W", copy)
@@ -243,7 +273,8 @@ def heads_and_mtp(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     yield from head(model, piece)
     for _ in range(model.mtp_layers):
         yield from mtp_input(model, piece)
-        yield from chain.from_iterable(sublayers(model, model.experts is not None, piece))
+        has_window = model.layer_kind(model.layers).window > 0
+        yield from chain(*chain(*sublayers(model, model.experts is not None, has_window, piece)))
         yield from head(model, piece)
 
 
@@ -320,12 +351,15 @@ def attention_shape(model: ModelSpec, piece: Piece) -> AttentionShape:
     return AttentionShape(piece, heads, kv_heads, query, value, piece.tokens * inputs * piece.itemsize)
 
 
-def attention_core(shape: AttentionShape) -> tuple[list[Allocation], int, int]:
+def attention_core(
+    shape: AttentionShape, *, has_window: bool = False, has_softcap: bool = False
+) -> tuple[list[Allocation], int, int]:
     """(what scaled dot-product attention saves, bytes of its workspaces in F and B), by the kernel that computes it
     (kernels/attention)."""
     piece, cp, is_exchanged = shape.piece, shape.piece.mesh.cp, shape.is_exchanged
     is_split = cp > 1 and not is_exchanged
-    is_flash = piece.device == "cuda" and piece.dtype == "bfloat16"
+    is_flash = piece.device == "cuda" and piece.dtype == "bfloat16" and not has_softcap
+    is_blocks = is_split or piece.document_mask or has_window or has_softcap
     is_fused = piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)
     inputs = shape.exchanged * piece.itemsize if is_exchanged else shape.inputs
     log_sum_exps = other = Allocation("log-sum-exps", "F-B", piece.tokens * shape.heads * piece.wide)
@@ -334,7 +368,7 @@ def attention_core(shape: AttentionShape) -> tuple[list[Allocation], int, int]:
     # keys and values in flight between cp ranks, in blocks
     blocks = {"ring": 3, "all_gather": cp + 1, "ulysses": 4}[piece.cp_method] if cp > 1 else 0
     forward = backward = blocks * shape.keys_values * piece.itemsize
-    if is_flash or piece.document_mask or is_split:
+    if is_flash or is_blocks:
         # blocks of a sequence, merged by their log-sum-exps: flash attention on a GPU, else products in float32
         saves_output = not is_flash
         backward *= {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.cp_method]  # gradients in flight are float32

@@ -89,21 +89,23 @@ class LayerEffects(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layer_effects(model: ModelSpec, has_experts: bool, piece: Piece) -> LayerEffects:
-    stream, sublayers = piece.stream(model.hidden), memory.sublayers(model, has_experts, piece)
-    totals, parts = total(chain(*sublayers)), [total(part) for part in sublayers]
-    received = sum(each.bytes for each in sublayers[-1] if each.what == memory.OUTPUT_GRADIENT)
+def layer_effects(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piece) -> LayerEffects:
+    stream, sublayers = piece.stream(model.hidden), memory.sublayers(model, has_experts, has_window, piece)
+    parts = [[total(part) for part in sublayer] for sublayer in sublayers]
+    totals = total(chain(*chain(*sublayers)))
+    received = sum(each.bytes for each in chain(*sublayers[-1]) if each.what == memory.OUTPUT_GRADIENT)
     forward = sequence(
         allocate(2 * stream),  # the branch that came in, and what attention adds
-        *(sequence(allocate(part.saved), workspace(part.forward)) for part in parts),
+        *(sequence(allocate(part.saved), workspace(part.forward)) for part in chain(*parts)),
         allocate(-2 * stream),
     )
-    norm, mixer, second_norm, network = (
-        sequence(allocate(part.deferred - part.reused), workspace(part.backward)) for part in parts
+    mixer, network = (
+        [sequence(allocate(part.deferred - part.reused), workspace(part.backward)) for part in reversed(sublayer)]
+        for sublayer in parts
     )
-    gradient = allocate(stream)  # of the second norm's result
+    gradient = allocate(stream)  # of the stream between the sublayers
     freed = allocate(totals.reused - totals.saved - stream)
-    backward = sequence(network, second_norm, gradient, mixer, norm, freed)
+    backward = sequence(*network, gradient, *mixer, freed)
     return LayerEffects(totals, 0 if piece.is_gathered else received, forward, backward)
 
 
@@ -118,8 +120,12 @@ def stage_activations(
 @lru_cache(maxsize=4096)
 def _stage(model: ModelSpec, span: tuple[int, int], first: bool, last: bool, piece: Piece) -> StageActivations:
     dense = 0 if model.experts is None else model.experts.first_k_dense
-    layers = [layer_effects(model, model.experts is not None and number >= dense, piece) for number in range(*span)]
+    layers = [
+        layer_effects(model, model.experts is not None and number >= dense, model.layer_kind(number).window > 0, piece)
+        for number in range(*span)
+    ]
     stream = piece.stream(model.hidden)
+    copy = stream if model.norms == "after" and not first else 0  # of the input, which W reads
     end = total(memory.heads_and_mtp(model, piece) if last else ())
     embedding = total(memory.lookup(model, piece) if first else ())
     parts = [*(layer.totals for layer in layers), end, embedding]
@@ -130,9 +136,11 @@ def _stage(model: ModelSpec, span: tuple[int, int], first: bool, last: bool, pie
     kv = len(layers) * attention_shape(model, piece).keys_values if piece.slices > 1 else 0
     end_backward = sequence(allocate(end.deferred - end.reused), allocate(end.reused - end.saved))
     forward = {
-        "none": sequence(*(layer.forward for layer in layers), allocate(end.saved)),
+        "none": sequence(allocate(copy), *(layer.forward for layer in layers), allocate(end.saved)),
         "selective": sequence(
-            *(sequence(layer.forward, allocate(-layer.totals.recomputable)) for layer in layers), allocate(end.saved)
+            allocate(copy),
+            *(sequence(layer.forward, allocate(-layer.totals.recomputable)) for layer in layers),
+            allocate(end.saved),
         ),
         "full": sequence(
             *(sequence(layer.forward, allocate(-layer.totals.saved)) for layer in layers),
@@ -143,9 +151,10 @@ def _stage(model: ModelSpec, span: tuple[int, int], first: bool, last: bool, pie
     }
     blocks = [(end_backward, end.deferred, lookup if model.mtp_layers and last else 0)]
     blocks += [(layer.backward, layer.totals.deferred, layer.totals.weight) for layer in reversed(layers)]
+    blocks.append((allocate(-copy), 0, 0))
     blocks.append((allocate(embedding.deferred), embedding.deferred, lookup if first else 0))
     return StageActivations(
-        saved=sum(part.saved for part in parts),
+        saved=copy + sum(part.saved for part in parts),
         recomputable=sum(layer.totals.recomputable for layer in layers),
         not_offloadable=sum(part.not_offloadable for part in parts),
         input=stream,

@@ -115,6 +115,8 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: Phase
             _add_latent_attention(found, piece, phase, model.hidden, model.mla)
         elif phase != "selective":
             _add_sublayer(found, piece, phase, model.hidden, tiles)
+        if phase != "selective" and model.qk_norm == "all_heads":  # means of queries and keys
+            _add_tp(found, piece, "all_gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.wide)
         _add_sublayer(found, piece, phase, model.hidden, 1 if has_experts else tiles)
     if phase != "selective":
         if piece.mesh.cp > 1:

@@ -99,8 +99,9 @@ def _compute_seconds(model: ModelSpec, span: tuple[int, int], piece: Piece, rate
     count, tokens, flops = end - first, piece.tokens, rates.flops * piece.mesh.tp
     length = piece.length * piece.slices * piece.mesh.cp
     value = model.qk_head_dim if model.mla is None else model.mla.v_head_dim
-    # scores and weighted values of one layer
-    attention = tokens * length * model.heads * (model.qk_head_dim + value) / flops
+    # scores and weighted values of all layers
+    attended = sum(model.attended_length(layer, length) for layer in range(first, end))
+    attention = tokens * attended * model.heads * (model.qk_head_dim + value) / flops
     linear = 2 * tokens * sum(_active_parameters(model, layer) for layer in range(first, end)) / flops
     width = model.ffn  # of all networks that a token passes in a layer
     if experts is not None:
@@ -113,8 +114,8 @@ def _compute_seconds(model: ModelSpec, span: tuple[int, int], piece: Piece, rate
     # memory traffic of norms, residual sums and activations
     elementwise = count * tokens * piece.itemsize * (8 * model.hidden + 3 * width) / piece.mesh.tp / rates.memory
     return StageSeconds(
-        forward=linear + count * attention + head + elementwise,
-        backward=linear + count * 2.5 * attention + head + 1.5 * elementwise,  # five products of scores instead of two
+        forward=linear + attention + head + elementwise,
+        backward=linear + 2.5 * attention + head + 1.5 * elementwise,  # five products of scores instead of two
         weight=linear + head,
         selective=4 * tokens * count * model.hidden * width / flops + elementwise / 2,
     )

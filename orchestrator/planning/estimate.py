@@ -75,14 +75,16 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
 
 def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True) -> float:
     """Useful FLOPs of forward and backward: 6 for each active parameter except the input embedding, and 6 L A S of
-    attention for L layers of A = heads x head size and sequences of S = `length` (PaLM, arXiv 2204.02311, appendix B).
+    attention for L layers of A = heads x head size and sequences of S = `length` (PaLM, arXiv 2204.02311, appendix B),
+    less where there are sliding windows.
 
     Recomputation does not count. With `causal` false the masked half of attention does, 12 L A S, as in many reports.
     """
     if model.custom is not None:  # all scores of attention count, since nothing says which are masked
         return 3.0 * sum(layer.flops for layer in model.custom.layers) / length
     layers, value = model.layers + model.mtp_layers, model.mla.v_head_dim if model.mla else model.qk_head_dim
-    attention = layers * model.heads * (model.qk_head_dim + value) / 2 * length
+    attended = sum(model.attended_length(layer, length) for layer in range(layers))
+    attention = model.heads * (model.qk_head_dim + value) / 2 * attended
     parameters = sum(active_parameters(model, layer) for layer in range(layers)) + model.hidden
     parameters += (1 + model.mtp_layers) * model.vocab * model.hidden + 2 * model.mtp_layers * model.hidden**2
     return 6.0 * parameters + (6.0 if causal else 12.0) * attention
@@ -152,11 +154,15 @@ def stage_memory(plan: Plan, rank: int) -> list[dict[str, int]]:
 def _tables(plan: Plan, rank: int) -> int:
     """Rotary tables of each stage, the tokens of a step on ranks that read them, and cuBLAS's workspace."""
     model, stages = plan.model, plan.stages_of(rank)
-    width = model.mla.qk_rope_head_dim if model.mla is not None else model.qk_head_dim
     length = plan.batch.sequence_length // plan.mesh.cp
     tokens = (2 + model.mtp_layers) * plan.batch.micro_batch_size * length * plan.batch.microbatches * INDEX
     reads_tokens = {0, plan.program.stages - 1} & set(stages)
-    rotary = len(stages) * length * width * wide_bytes(plan.dtype)
+    tables = 0  # a stage has one for every kind of its layers
+    for stage in stages:
+        first, end = plan.layers[stage]
+        end += model.mtp_layers if end == model.layers else 0
+        tables += len({model.layer_kind(layer) for layer in range(first, end)})
+    rotary = tables * length * model.rotary_width * wide_bytes(plan.dtype)
     return rotary + (tokens if reads_tokens else 0) + (CUBLAS if plan.device == "cuda" else 0)
 
 

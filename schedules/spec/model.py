@@ -6,6 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+QKNorm = Literal["head", "all_heads"]
+NormPlacement = Literal["before", "after", "both"]
+HiddenAct = Literal["silu", "gelu_pytorch_tanh"]
+LayerType = Literal["full_attention", "sliding_attention"]
+
 
 @dataclass(frozen=True)
 class MLA:
@@ -70,6 +75,16 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """What differs between the layers of a model. A token attends to the last `window` tokens, itself included, or to
+    all before it (0)."""
+
+    window: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+
+
+@dataclass(frozen=True)
 class CustomLayer:
     """A layer of a custom model: its parameters by name and shape, the FLOPs of matrix products in the forward of one
     sequence, and whether it draws random numbers."""
@@ -93,9 +108,19 @@ class CustomModel:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder with pre-norms, rotary positions and gated MLPs; `heads` query heads share `kv_heads` key-value heads.
+    """A decoder with RMSNorms, rotary positions and gated MLPs; `heads` query heads share `kv_heads` key-value heads.
 
-    `head_dim` 0 means hidden / heads. With `qk_norm`, queries and keys are normalized per head (Qwen3).
+    `head_dim` 0 means hidden / heads, `query_pre_attn_scalar` 0 the width of a query: attention scores are divided by
+    its square root. With `attn_logit_softcapping` c > 0 a score s becomes c tanh(s / c), with `final_logit_softcapping`
+    a logit (Gemma 2, arXiv 2408.00118, section 2). `qkv_bias` adds biases to the projections of queries, keys and
+    values. `qk_norm` normalizes queries and keys, each head by itself (Qwen3) or all heads as one vector (OLMo 2,
+    arXiv 2501.00656, section 3.2). `norms` are before a sublayer, after it (before the addition to the residual
+    stream), or both; their weights are stored minus `norm_offset`. With `scale_embedding` the embedding is multiplied
+    by the square root of `hidden`, rounded to the dtype of compute.
+
+    `layer_types`, repeated over the layers, says which of them attend to the last `sliding_window` tokens only; those
+    have rotary embeddings of base `rope_local_base_freq`, unscaled, unless it is 0.
+
     `mtp_layers` layers predict one further token each (multi-token prediction, arXiv 2412.19437, section 2.2); their
     losses are averaged and weighted by `mtp_loss_weight`. For a `custom` model, `layers` is the length of its list of
     layers, and of the other fields only `hidden` and `vocab` have a meaning.
@@ -110,14 +135,25 @@ class ModelSpec:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     head_dim: int = 0
-    qk_norm: bool = False
     tie_word_embeddings: bool = False
     rope_scaling: RopeScaling | None = None
+    sliding_window: int = 0
+    layer_types: tuple[LayerType, ...] = ("full_attention",)
+    rope_local_base_freq: float = 0.0
+    query_pre_attn_scalar: float = 0.0
+    attn_logit_softcapping: float = 0.0
+    final_logit_softcapping: float = 0.0
     mla: MLA | None = None
     experts: Experts | None = None
     mtp_layers: int = 0
     mtp_loss_weight: float = 0.3
     custom: CustomModel | None = None
+    qkv_bias: bool = False
+    qk_norm: QKNorm | None = None
+    norms: NormPlacement = "before"
+    norm_offset: float = 0.0
+    hidden_act: HiddenAct = "silu"
+    scale_embedding: bool = False
 
     @property
     def qk_head_dim(self) -> int:
@@ -127,8 +163,25 @@ class ModelSpec:
         return self.head_dim or self.hidden // self.heads
 
     @property
-    def softmax_scale(self) -> float | None:
-        """Factor on attention scores; None: 1 / sqrt(qk_head_dim)."""
-        if self.rope_scaling is None or self.rope_scaling.softmax_factor == 1.0:
-            return None
-        return self.rope_scaling.softmax_factor / math.sqrt(self.qk_head_dim)
+    def rotary_width(self) -> int:
+        """Width of the part of a head's query and key with rotary positions."""
+        return self.qk_head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on attention scores."""
+        factor = 1.0 if self.rope_scaling is None else self.rope_scaling.softmax_factor
+        return factor / math.sqrt(self.query_pre_attn_scalar or self.qk_head_dim)
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        if not self.sliding_window or self.layer_types[layer % len(self.layer_types)] == "full_attention":
+            return LayerKind(0, self.rope_theta, self.rope_scaling)
+        if self.rope_local_base_freq:
+            return LayerKind(self.sliding_window, self.rope_local_base_freq, None)
+        return LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling)
+
+    def attended_length(self, layer: int, length: int) -> float:
+        """The length of sequences for which full causal attention does the work of this layer's: for windows of w
+        tokens 2 w - w^2 / length."""
+        window = min(self.layer_kind(layer).window or length, length)
+        return 2 * window - window**2 / length

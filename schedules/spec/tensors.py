@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 from typing import Literal, NamedTuple
 
 from pentad.schedules.spec.mesh import Mesh
@@ -45,8 +46,9 @@ class Split(NamedTuple):
 class Tensor(NamedTuple):
     """A parameter. A dimension without a split is whole on every rank.
 
-    `scale` is the standard deviation of the initial values; 0 means ones. Tensors with `experts` are held by one ep
-    coordinate only. `tied_to` names the tensor of another stage that this one is a copy of (tied embeddings).
+    `scale` is the standard deviation of the initial values; 0 means that all are `constant`. Tensors with `experts` are
+    held by one ep coordinate only. `tied_to` names the tensor of another stage that this one is a copy of (tied
+    embeddings).
     """
 
     name: str
@@ -55,6 +57,7 @@ class Tensor(NamedTuple):
     splits: tuple[Split, ...] = ()
     experts: bool = False
     tied_to: str = ""
+    constant: float = 1.0
 
     def ranges(self, mesh: Mesh, rank: int) -> list[list[Range]]:
         """By dimension: the ranges that a rank holds."""
@@ -97,7 +100,8 @@ def active_parameters(model: ModelSpec, layer: int) -> int:
 def head_in_layers(model: ModelSpec, length: int) -> float:
     """FLOPs of the output head and the multi-token prediction layers, relative to one decoder layer, at a sequence
     length (causal attention)."""
-    layer = active_parameters(model, model.layers - 1) + length * model.heads * model.qk_head_dim
+    attended = model.attended_length(model.layers - 1, length)
+    layer = active_parameters(model, model.layers - 1) + attended * model.heads * model.qk_head_dim
     head = model.vocab * model.hidden / layer
     return head + model.mtp_layers * (1 + head)
 
@@ -117,7 +121,7 @@ def _decoder(model: ModelSpec, first: int, end: int) -> Iterator[Tensor]:
     if end == model.layers:
         if not model.tie_word_embeddings or first > 0:
             yield _embedding(model, "head", tied_to="embedding" if model.tie_word_embeddings else "")
-        yield Tensor("norm", (model.hidden,), 0.0)
+        yield _norm(model, "norm", model.hidden)
         yield from _mtp(model, has_embedding=first == 0 or model.tie_word_embeddings)
 
 
@@ -128,7 +132,7 @@ def _mtp(model: ModelSpec, *, has_embedding: bool) -> Iterator[Tensor]:
         at = f"predicted.{number}"
         yield Tensor(f"{at}.join", (h, 2 * h), 0.02)
         for name in ("hidden_norm", "embedding_norm", "norm"):
-            yield Tensor(f"{at}.{name}", (h,), 0.0)
+            yield _norm(model, f"{at}.{name}", h)
         yield from _layer(model, model.layers + number)
     if model.mtp_layers and not has_embedding:
         yield _embedding(model, "predicted.embedding", tied_to="embedding")
@@ -157,8 +161,9 @@ def _layer(model: ModelSpec, layer: int) -> Iterator[Tensor]:
         yield from _mlp(f"{at}.mlp", h, model.ffn, deep)
     else:
         yield from _experts(model.experts, at, h, deep)
-    yield Tensor(f"{at}.attention_norm", (h,), 0.0)
-    yield Tensor(f"{at}.mlp_norm", (h,), 0.0)
+    suffixes = {"before": ("norm",), "after": ("post_norm",), "both": ("norm", "post_norm")}[model.norms]
+    for sublayer, suffix in product(("attention", "mlp"), suffixes):
+        yield _norm(model, f"{at}.{sublayer}_{suffix}", h)
 
 
 def _attention(model: ModelSpec, at: str, deep: float) -> Iterator[Tensor]:
@@ -166,9 +171,18 @@ def _attention(model: ModelSpec, at: str, deep: float) -> Iterator[Tensor]:
     qkv = Segment(n * d, n), Segment(m * d, m), Segment(m * d, m)
     yield Tensor(f"{at}.qkv", ((n + 2 * m) * d, h), 0.02, (Split("tp", 0, qkv),))
     yield Tensor(f"{at}.out", (h, n * d), deep, (_split_columns(n * d, n),))
-    if model.qk_norm:
-        yield Tensor(f"{at}.query_norm", (d,), 0.0)
-        yield Tensor(f"{at}.key_norm", (d,), 0.0)
+    if model.qkv_bias:
+        yield Tensor(f"{at}.qkv_bias", ((n + 2 * m) * d,), 0.0, (Split("tp", 0, qkv),), constant=0.0)
+    if model.qk_norm == "head":
+        yield _norm(model, f"{at}.query_norm", d)
+        yield _norm(model, f"{at}.key_norm", d)
+    elif model.qk_norm == "all_heads":
+        yield _norm(model, f"{at}.query_norm", n * d, _split_rows(n * d, n))
+        yield _norm(model, f"{at}.key_norm", m * d, _split_rows(m * d, m))
+
+
+def _norm(model: ModelSpec, name: str, width: int, *splits: Split) -> Tensor:
+    return Tensor(name, (width,), 0.0, splits, constant=1.0 - model.norm_offset)
 
 
 def _mla(model: ModelSpec, mla: MLA, at: str, deep: float) -> Iterator[Tensor]:
@@ -176,10 +190,10 @@ def _mla(model: ModelSpec, mla: MLA, at: str, deep: float) -> Iterator[Tensor]:
     queries, keys_values = n * model.qk_head_dim, n * (mla.qk_nope_head_dim + mla.v_head_dim)
     if mla.q_lora_rank:
         yield Tensor(f"{at}.query_down", (mla.q_lora_rank, h), 0.02)
-        yield Tensor(f"{at}.query_norm", (mla.q_lora_rank,), 0.0)
+        yield _norm(model, f"{at}.query_norm", mla.q_lora_rank)
     yield Tensor(f"{at}.query", (queries, mla.q_lora_rank or h), 0.02, (_split_rows(queries, n),))
     yield Tensor(f"{at}.latent", (mla.kv_lora_rank + mla.qk_rope_head_dim, h), 0.02)
-    yield Tensor(f"{at}.latent_norm", (mla.kv_lora_rank,), 0.0)
+    yield _norm(model, f"{at}.latent_norm", mla.kv_lora_rank)
     yield Tensor(f"{at}.keys_values", (keys_values, mla.kv_lora_rank), 0.02, (_split_rows(keys_values, n),))
     yield Tensor(f"{at}.out", (h, n * mla.v_head_dim), deep, (_split_columns(n * mla.v_head_dim, n),))
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ranks import spawn
 from record import write
 
+from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpMethod, attention_pairs
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
@@ -54,11 +55,12 @@ def measure(
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
     starts = range(0, args.length, args.length // args.documents)
     documents = context.document_mask([starts] * args.rows, args.length, device)
+    options = AttentionOptions(True, args.width**-0.5, deterministic)
     times: list[list[float]] = [[], []]
     for _ in range(WARMUP + TIMED):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         events[0].record()
-        out, saved = run_to_completion(context.attend(q, k, v, documents, deterministic))
+        out, saved = run_to_completion(context.attend(q, k, v, options, documents))
         events[1].record()
         run_to_completion(context.attend_backward(out, saved))
         events[2].record()

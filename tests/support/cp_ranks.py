@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ from gpus import gpu_of
 from pool import Pool, answer_orders
 from torch import Tensor
 
+from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpMethod, positions
 from pentad.workers.parallel import cp_ring
 from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
@@ -40,6 +42,8 @@ class Case:
     value_dim: int = 8
     documents: tuple[tuple[int, ...], ...] | None = None
     scale: float | None = None
+    window: int = 0
+    softcap: float = 0.0
     dtype: torch.dtype = torch.float64
     deterministic: bool = True
     repeats: int = 1
@@ -65,7 +69,7 @@ class Case:
         q, k, v, dout = (x.double() for x in self.inputs())
         q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         indices = None if self.documents is None else document_indices(self.documents, self.length)
-        out = dense_attention(q, k, v, self.scale, indices)
+        out = dense_attention(q, k, v, self.scale, indices, self.window, self.softcap)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     def join(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -100,8 +104,12 @@ class Answer:
 def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> Answer:
     """Forward and backward of one rank, `case.repeats` times."""
     own = case.positions(rank).to(device)
-    cp_group = ContextParallelGroup(group, case.cp, rank, case.method, case.scale)
-    documents = None if case.documents is None else cp_group.document_mask(case.documents, case.length, device)
+    cp_group = ContextParallelGroup(group, case.cp, rank, case.method)
+    scale = case.scale or 1.0 / math.sqrt(case.head_dim)
+    options = AttentionOptions(True, scale, case.deterministic, softcap=case.softcap).within(case.window)
+    documents = None
+    if case.documents is not None:
+        documents = cp_group.document_mask(case.documents, case.length, device, case.window)
     log: list[str] = []
     buffers: set[int] = set()
     keys: set[int] = set()  # addresses of keys in this pass: those sent first, and all receive buffers
@@ -134,7 +142,7 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
         for _ in range(case.repeats):
             log.clear()
             q, k, v, dout = (x.to(device)[:, :, own] for x in case.inputs())
-            out, saved = run_to_completion(cp_group.attend(q, k, v, documents, case.deterministic))
+            out, saved = run_to_completion(cp_group.attend(q, k, v, options, documents))
             size = num_elements(saved)
             most = max(most, len(buffers))
             buffers.clear()

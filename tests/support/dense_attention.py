@@ -7,12 +7,18 @@ from torch import Tensor
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, documents: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    documents: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """softmax(q k^T / sqrt(D) under the causal mask) v of q [B, N, S, D], k [B, M, K, D], v [B, M, K, Dv].
 
     Queries are the last S positions. `scale` replaces 1 / sqrt(D). Positions with different indices in `documents` [B,
-    K] do not attend to each other.
+    K] do not attend to each other; with a `window`, queries see that many keys up to their own.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -20,4 +26,8 @@ def dense_attention(
     hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
     if documents is not None:
         hidden = hidden | (documents[:, None, -q.shape[2] :, None] != documents[:, None, None, :])
+    if window:
+        hidden = hidden | torch.ones_like(hidden).tril(k.shape[2] - q.shape[2] - window)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v

@@ -40,7 +40,10 @@ LATENT = MLA(kv_lora_rank=6, q_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_di
 SMALL = replace(MODEL, layers=4, hidden=32, heads=16, kv_heads=8)  # several heads per rank on every mesh
 FAMILIES = {
     "llama": SMALL,
-    "qwen3": replace(SMALL, qk_norm=True, head_dim=6),
+    "qwen3": replace(SMALL, qk_norm="head", head_dim=6),
+    "qwen2": replace(SMALL, qkv_bias=True),
+    "mistral": replace(SMALL, sliding_window=3, layer_types=("sliding_attention", "full_attention")),
+    "olmo2": replace(SMALL, qk_norm="all_heads", norms="after"),
     "mixtral": replace(SMALL, experts=MIXTRAL),
     "deepseek": replace(SMALL, experts=DEEPSEEK, mla=LATENT),
     "deepseek with mtp": replace(SMALL, experts=DEEPSEEK, mla=LATENT, mtp_layers=2),

@@ -109,10 +109,13 @@ def route(experts: Experts, router: Tensor, bias: Tensor | None, x: Tensor) -> R
     return Routes(scores, chosen, weights * experts.routed_scaling_factor)
 
 
-def rope_table(model: ModelSpec, length: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [length, pairs], float64."""
+def rope_table(model: ModelSpec, length: int, *, local: bool = False) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [length, pairs], float64; `local`: of layers with a sliding window that have their own base."""
     width, scaling = model.mla.qk_rope_head_dim if model.mla is not None else model.qk_head_dim, model.rope_scaling
-    frequencies = [_frequency(model.rope_theta, width, pair, scaling) for pair in range(width // 2)]
+    theta = model.rope_theta
+    if local and model.rope_local_base_freq:
+        theta, scaling = model.rope_local_base_freq, None
+    frequencies = [_frequency(theta, width, pair, scaling) for pair in range(width // 2)]
     angle = torch.outer(torch.arange(length, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
     factor = scaling.attention_factor if scaling is not None else 1.0
     return factor * angle.cos(), factor * angle.sin()
@@ -144,10 +147,12 @@ def _frequency(theta: float, width: int, pair: int, scaling: RopeScaling | None)
 def _hidden(model: ModelSpec, t: Tensors, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, list[Routes]]:
     """The normed residual stream [B, S, H] after the last layer, and the routes of layers with experts."""
     x, routes = t["embedding"][tokens], list[Routes]()
+    if model.scale_embedding:
+        x = x * math.sqrt(model.hidden)
     for layer in range(model.layers):
         x, more = _layer(model, t, layer, x, documents)
         routes += more
-    return _norm(x, t["norm"], model.norm_eps), routes
+    return _norm(model, t["norm"], x), routes
 
 
 def _mtp(
@@ -157,15 +162,15 @@ def _mtp(
 
     A layer reads the normed stream of the layer before, and the next token (0 where the sequence has ended).
     """
-    found, eps = [], model.norm_eps
+    found = []
     for number in range(model.mtp_layers):
         prefix = f"predicted.{number}"
         tokens = torch.cat([targets[:, number:], targets.new_zeros(len(targets), number)], 1)
-        embedded = _norm(t["embedding"][tokens], t[f"{prefix}.embedding_norm"], eps)
-        hidden = _norm(hidden, t[f"{prefix}.hidden_norm"], eps)
+        embedded = _norm(model, t[f"{prefix}.embedding_norm"], t["embedding"][tokens])
+        hidden = _norm(model, t[f"{prefix}.hidden_norm"], hidden)
         joined = torch.cat([embedded, hidden], -1) @ t[f"{prefix}.join"].T
         x, routes = _layer(model, t, model.layers + number, joined, documents)
-        hidden = _norm(x, t[f"{prefix}.norm"], eps)
+        hidden = _norm(model, t[f"{prefix}.norm"], x)
         found.append((hidden, routes))
     return found
 
@@ -173,15 +178,22 @@ def _mtp(
 def _layer(
     model: ModelSpec, t: Tensors, layer: int, x: Tensor, documents: Tensor | None
 ) -> tuple[Tensor, list[Routes]]:
-    prefix, experts = f"layers.{layer}", model.experts
-    normed = _norm(x, t[f"{prefix}.attention_norm"], model.norm_eps)
-    attention = _attention if model.mla is None else _latent_attention
-    x = x + attention(model, t, f"{prefix}.attention", normed, documents)
-    normed = _norm(x, t[f"{prefix}.mlp_norm"], model.norm_eps)
+    prefix, experts, routes = f"layers.{layer}", model.experts, list[Routes]()
+    types = model.layer_types
+    is_local = model.sliding_window > 0 and types[layer % len(types)] == "sliding_attention"
+    mixed = _norm(model, t.get(f"{prefix}.attention_norm"), x)
+    if model.mla is None:
+        mixed = _attention(model, t, f"{prefix}.attention", mixed, documents, is_local)
+    else:
+        mixed = _latent_attention(model, t, f"{prefix}.attention", mixed, documents)
+    x = x + _norm(model, t.get(f"{prefix}.attention_post_norm"), mixed)
+    y = _norm(model, t.get(f"{prefix}.mlp_norm"), x)
     if experts is None or layer < experts.first_k_dense:
-        return x + _gated_mlp(normed, t[f"{prefix}.mlp.gate_up"], t[f"{prefix}.mlp.down"]), []
-    y, routes = _moe(experts, t, prefix, normed.flatten(0, 1))
-    return x + y.view_as(x), [routes]
+        y = _gated_mlp(y, t[f"{prefix}.mlp.gate_up"], t[f"{prefix}.mlp.down"], model.hidden_act)
+    else:
+        flat, found = _moe(experts, t, prefix, y.flatten(0, 1))
+        y, routes = flat.view_as(x), [found]
+    return x + _norm(model, t.get(f"{prefix}.mlp_post_norm"), y), routes
 
 
 def _moe(experts: Experts, t: Tensors, prefix: str, x: Tensor) -> tuple[Tensor, Routes]:
@@ -196,57 +208,73 @@ def _moe(experts: Experts, t: Tensors, prefix: str, x: Tensor) -> tuple[Tensor, 
     return out, routes
 
 
-def _attention(model: ModelSpec, t: Tensors, prefix: str, x: Tensor, documents: Tensor | None) -> Tensor:
+def _attention(
+    model: ModelSpec, t: Tensors, prefix: str, x: Tensor, documents: Tensor | None, is_local: bool
+) -> Tensor:
     n, m, d = model.heads, model.kv_heads, model.qk_head_dim
-    q, k, v = (x @ t[f"{prefix}.qkv"].T).unflatten(-1, (n + 2 * m, d)).transpose(1, 2).split([n, m, m], 1)
-    if model.qk_norm:
-        q = _norm(q, t[f"{prefix}.query_norm"], model.norm_eps)
-        k = _norm(k, t[f"{prefix}.key_norm"], model.norm_eps)
-    q, k = _rotate(model, q), _rotate(model, k)
+    qkv = x @ t[f"{prefix}.qkv"].T
+    if model.qkv_bias:
+        qkv = qkv + t[f"{prefix}.qkv_bias"]
+    q, k, v = qkv.split([n * d, m * d, m * d], -1)
+    if model.qk_norm == "all_heads":
+        q, k = _norm(model, t[f"{prefix}.query_norm"], q), _norm(model, t[f"{prefix}.key_norm"], k)
+    q, k, v = (each.unflatten(-1, (-1, d)).transpose(1, 2) for each in (q, k, v))
+    if model.qk_norm == "head":
+        q, k = _norm(model, t[f"{prefix}.query_norm"], q), _norm(model, t[f"{prefix}.key_norm"], k)
+    q, k = (_rotate(model, each, local=is_local) for each in (q, k))
     k, v = (each.repeat_interleave(n // m, 1) for each in (k, v))
-    return _attend(model, q, k, v, documents) @ t[f"{prefix}.out"].T
+    return _attend(model, q, k, v, documents, model.sliding_window if is_local else 0) @ t[f"{prefix}.out"].T
 
 
 def _latent_attention(model: ModelSpec, t: Tensors, prefix: str, x: Tensor, documents: Tensor | None) -> Tensor:
-    mla, eps = model.mla, model.norm_eps
+    mla = model.mla
     assert isinstance(mla, MLA)
     q_input = x
     if mla.q_lora_rank:
-        q_input = _norm(x @ t[f"{prefix}.query_down"].T, t[f"{prefix}.query_norm"], eps)
+        q_input = _norm(model, t[f"{prefix}.query_norm"], x @ t[f"{prefix}.query_down"].T)
     q = (q_input @ t[f"{prefix}.query"].T).unflatten(-1, (model.heads, -1)).transpose(1, 2)
     q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
     latent, k_rope = (x @ t[f"{prefix}.latent"].T).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
-    kv = _norm(latent, t[f"{prefix}.latent_norm"], eps) @ t[f"{prefix}.keys_values"].T
+    kv = _norm(model, t[f"{prefix}.latent_norm"], latent) @ t[f"{prefix}.keys_values"].T
     k_nope, v = kv.unflatten(-1, (model.heads, -1)).transpose(1, 2).split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
     k_rope = _rotate(model, k_rope[:, None]).expand(-1, model.heads, -1, -1)
     q, k = torch.cat([q_nope, _rotate(model, q_rope)], -1), torch.cat([k_nope, k_rope], -1)
     return _attend(model, q, k, v, documents) @ t[f"{prefix}.out"].T
 
 
-def _attend(model: ModelSpec, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+def _attend(model: ModelSpec, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int = 0) -> Tensor:
     """Causal attention of [B, N, S, D], its heads side by side: [B, S, N D]."""
     factor = model.rope_scaling.softmax_factor if model.rope_scaling is not None else 1.0
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     if documents is not None:
         hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
-    scores = (factor / math.sqrt(model.qk_head_dim) * (q @ k.transpose(-1, -2))).masked_fill(hidden, -math.inf)
+    if window:
+        hidden = hidden | torch.ones_like(hidden).tril(-window)
+    scores = factor / math.sqrt(model.query_pre_attn_scalar or model.qk_head_dim) * (q @ k.transpose(-1, -2))
+    if model.attn_logit_softcapping:
+        scores = model.attn_logit_softcapping * torch.tanh(scores / model.attn_logit_softcapping)
+    scores = scores.masked_fill(hidden, -math.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def _rotate(model: ModelSpec, x: Tensor) -> Tensor:
+def _rotate(model: ModelSpec, x: Tensor, *, local: bool = False) -> Tensor:
     """[B, heads, S, D]: pair i is (x[i], x[i + D/2])."""
-    cos, sin = (each.to(x) for each in rope_table(model, x.shape[2]))
+    cos, sin = (each.to(x) for each in rope_table(model, x.shape[2], local=local))
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, act: str = "silu") -> Tensor:
     gate, up = (x @ gate_up.T).chunk(2, -1)
-    return (F.silu(gate) * up) @ down.T
+    activated = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")
+    return (activated * up) @ down.T
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+def _norm(model: ModelSpec, weight: Tensor | None, x: Tensor) -> Tensor:
+    """x itself where the model has no norm."""
+    if weight is None:
+        return x
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.norm_eps) * (weight + model.norm_offset)
 
 
 def _head(model: ModelSpec, t: Tensors) -> Tensor:

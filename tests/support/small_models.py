@@ -21,9 +21,12 @@ ROUTED = Experts(
 MOE = replace(MODEL, experts=ROUTED)
 FAMILIES = {
     "llama 3.1": replace(MODEL, rope_scaling=RopeScaling("llama3", 4.0, 4, 1.0, 4.0)),
-    "qwen3": replace(MODEL, head_dim=6, qk_norm=True, tie_word_embeddings=True),
+    "qwen2": replace(MODEL, qkv_bias=True),
+    "mistral": replace(MODEL, sliding_window=3, layer_types=("sliding_attention",)),
+    "olmo2": replace(MODEL, qk_norm="all_heads", norms="after"),
+    "qwen3": replace(MODEL, head_dim=6, qk_norm="head", tie_word_embeddings=True),
     "mixtral": replace(MODEL, experts=Experts(num_experts=4, top_k=2, intermediate_size=12)),
-    "qwen3-moe": replace(MODEL, head_dim=6, qk_norm=True, experts=Experts(4, 3, 8, norm_topk_prob=False)),
+    "qwen3-moe": replace(MODEL, head_dim=6, qk_norm="head", experts=Experts(4, 3, 8, norm_topk_prob=False)),
     "deepseek-v3": replace(
         MODEL,
         layers=4,

@@ -12,9 +12,10 @@ from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec, RopeScaling
-from pentad.workers.hf.config_families import CHECKED, DEFAULTS, FAMILIES, MODEL, WRITTEN, Family
+from pentad.workers.hf.config_families import CHECKED, DEFAULTS, FAMILIES, MODEL, TRAITS, WRITTEN, Family
 from pentad.workers.hf.config_keys import Keys, json_text
 from pentad.workers.hf.config_rope import parse_rope, rope_config
+from pentad.workers.hf.config_window import normal_window, parse_window, window_config
 
 _BIAS_UPDATE_RATE = 0.001  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2); config.json does not have it
 # Fields that config.json lacks or has in another form: in all families, and in DeepSeek-V3.
@@ -32,7 +33,7 @@ def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
     family = FAMILIES[name]
     keys = Keys(config, defaults={**DEFAULTS, **family.defaults})
     _refuse_unsupported(keys, family)
-    model = {field: keys.read(key) for field, key in MODEL.items()}
+    model = {field: keys.read(key) for field, key in {**MODEL, **family.optional}.items()}
     heads, hidden = model["heads"], model["hidden"]
     if family.mla:
         keys.require("num_key_value_heads", heads)
@@ -42,10 +43,11 @@ def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
         head_dim = keys.count("head_dim", default=family.defaults.get("head_dim", hidden // heads))
         model["head_dim"] = 0 if head_dim * heads == hidden else head_dim
     model["rope_theta"], model["rope_scaling"] = parse_rope(keys, scales_softmax=family.mla)
+    model["sliding_window"], model["layer_types"] = parse_window(keys, family, model["layers"])
     return name, ModelSpec(
         **model,
+        **family.traits,
         kv_heads=keys.count("num_key_value_heads", default=heads),
-        qk_norm=family.qk_norm,
         experts=_parse_experts(keys, family, model["layers"]),
     )
 
@@ -67,6 +69,7 @@ def make_config(family: str, model: ModelSpec, *, positions: int, dtype: str = "
         "architectures": [traits.architecture],
         "model_type": traits.model_type,
         **{key: getattr(model, field) for field, key in MODEL.items()},
+        **{key: getattr(model, field) or None for field, key in traits.optional.items()},
         "num_key_value_heads": model.heads if traits.mla else model.kv_heads,
         "max_position_embeddings": positions,
         "torch_dtype": dtype,
@@ -75,8 +78,8 @@ def make_config(family: str, model: ModelSpec, *, positions: int, dtype: str = "
     }
     if model.experts is not None:
         config |= _experts_config(traits, model.experts)
-    if traits.qk_norm:
-        config |= {"use_sliding_window": False, "sliding_window": None}
+    if traits.layer_types:
+        config |= window_config(traits, model)
     if model.mla is not None:
         config |= asdict(model.mla) | {"q_lora_rank": model.mla.q_lora_rank or None, "rope_interleave": True}
         config["num_nextn_predict_layers"] = model.mtp_layers
@@ -94,7 +97,8 @@ def is_interleaved(config: dict[str, Any]) -> bool:
 
 def make_section(family: str, model: ModelSpec) -> dict[str, Any]:
     """The model section of a run's configuration, as plain data."""
-    return {"family": family, **{key: value for key, value in asdict(model).items() if key != "qk_norm"}}
+    given = {key: value for key, value in asdict(model).items() if key not in TRAITS}
+    return {"family": family, **given, "layer_types": list(model.layer_types)}
 
 
 def parse_section(section: dict[str, Any]) -> tuple[str, ModelSpec]:
@@ -103,13 +107,16 @@ def parse_section(section: dict[str, Any]) -> tuple[str, ModelSpec]:
     if (custom := values.get("custom")) is not None:
         raise PentadError(f"model.custom is {custom}: expected null (only families have Hugging Face files)")
     family = str(values.pop("family", "llama"))
-    values["qk_norm"] = family in FAMILIES and FAMILIES[family].qk_norm
+    traits = FAMILIES.get(family, FAMILIES["llama"])
+    values |= traits.traits
     try:
+        given = values.get("layer_types") or traits.layer_types
+        values |= normal_window(values.get("sliding_window", 0), given, values["layers"])._asdict()
         for key, kind in (("rope_scaling", RopeScaling), ("mla", MLA), ("experts", Experts)):
             if values.get(key) is not None:
                 values[key] = kind(**values[key])
         return family, ModelSpec(**values)
-    except TypeError as error:
+    except (KeyError, TypeError) as error:
         expected = "expected one that this version of pentad wrote"
         raise PentadError(f"the model section cannot be used ({error}): {expected}") from None
 
@@ -128,9 +135,6 @@ def _refuse_unsupported(keys: Keys, family: Family) -> None:
     """Raises PentadError for features of these transformers classes that pentad does not have."""
     for key, expected in {**WRITTEN, **CHECKED, **family.fixed}.items():
         keys.require(key, expected)
-    for kind in keys.get("layer_types") or ():
-        if kind != "full_attention":
-            raise PentadError(f"config.json has {kind} in layer_types: expected full_attention only")
 
 
 def _parse_experts(keys: Keys, family: Family, layers: int) -> Experts | None:

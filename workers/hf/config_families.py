@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from pentad.schedules.spec.model import LayerType
+
 Names = Mapping[str, str]  # field of a spec -> key of config.json
 Values = Mapping[str, Any]  # by key of config.json
 
@@ -22,30 +24,64 @@ DEFAULTS: Values = {
     **{"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "q_lora_rank": 0},
     **{"num_experts_per_tok": 2, "norm_topk_prob": True, "router_aux_loss_coef": 0.001, "routed_scaling_factor": 2.5},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    **{"query_pre_attn_scalar": 256.0, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0},
 }
 # What pentad supports, in all families: keys that are written, and others that are only checked.
-WRITTEN: Values = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
-CHECKED: Values = {"mlp_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1, "router_jitter_noise": 0}
+WRITTEN: Values = {"hidden_act": "silu", "attention_dropout": 0.0}
+CHECKED: Values = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "router_jitter_noise": 0}
+# Fields of a model that its family implies.
+TRAITS = ("qkv_bias", "qk_norm", "norms", "norm_offset", "hidden_act", "scale_embedding")
+FULL: LayerType = "full_attention"
+SLIDING: LayerType = "sliding_attention"
 
 
 class Family(NamedTuple):
     """A family of models by its names in transformers; `experts` are the keys of fields of `Experts`.
 
-    `defaults` are those that differ from DEFAULTS. `fixed` keys have one value that pentad supports; it is written too.
+    `traits` are fields of `ModelSpec` in TRAITS that differ from their defaults, `optional` the keys of fields that
+    only some families have. `layer_types` are repeated over the layers where there is a `sliding_window`, unless
+    config.json says otherwise; without them the family has no windows. `defaults` are those that differ from DEFAULTS.
+    `fixed` keys have one value that pentad supports; it is written too.
     """
 
     model_type: str
     architecture: str
     experts: Names | None = None
-    qk_norm: bool = False
     mla: bool = False
+    traits: Values = MappingProxyType({})
+    optional: Names = MappingProxyType({})
+    layer_types: tuple[LayerType, ...] = ()
     defaults: Values = MappingProxyType({})
     fixed: Values = MappingProxyType({})
 
+    @property
+    def keys(self) -> set[str]:
+        """Fields of a model section that this family has and some others do not."""
+        return {*self.optional, *(("sliding_window", "layer_types") if self.layer_types else ())}
 
+
+# Fields of a model section that only some families have.
+OPTIONAL = ("sliding_window", "layer_types")
 FAMILIES = {
     "llama": Family("llama", "LlamaForCausalLM"),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, defaults={"head_dim": 128}),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", traits={"qkv_bias": True}, layer_types=(SLIDING,)),
+    "qwen3": Family(
+        "qwen3", "Qwen3ForCausalLM", traits={"qk_norm": "head"}, layer_types=(SLIDING,), defaults={"head_dim": 128}
+    ),
+    "mistral": Family("mistral", "MistralForCausalLM", layer_types=(SLIDING,), defaults={"sliding_window": 4096}),
+    "olmo2": Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        traits={"qk_norm": "all_heads", "norms": "after"},
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "phi3": Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        layer_types=(SLIDING,),
+        defaults={"rms_norm_eps": 1e-5},
+        fixed={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    ),
     "mixtral": Family(
         "mixtral",
         "MixtralForCausalLM",
@@ -68,7 +104,7 @@ FAMILIES = {
             "norm_topk_prob": "norm_topk_prob",
             "aux_loss_coef": "router_aux_loss_coef",
         },
-        qk_norm=True,
+        traits={"qk_norm": "head"},
         defaults={"num_experts_per_tok": 8, "norm_topk_prob": False},
     ),
     "deepseek-v3": Family(

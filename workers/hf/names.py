@@ -20,6 +20,7 @@ MODEL_FILE = "model.yaml"  # the model section that an import writes
 _LAYER = {
     "attention_norm": ["input_layernorm.weight"],
     "attention.qkv": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    "attention.qkv_bias": ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"],
     "attention.query_down": ["self_attn.q_a_proj.weight"],
     "attention.query_norm": ["self_attn.q_norm.weight"],
     "attention.key_norm": ["self_attn.k_norm.weight"],
@@ -41,11 +42,18 @@ _LAYER = {
 _MLA = {"attention.query_norm": ["self_attn.q_a_layernorm.weight"]}
 _MLA_WITHOUT_QUERY_DOWN = {"attention.query": ["self_attn.q_proj.weight"]}
 _FUSED = {"experts.gate_up": ["mlp.experts.gate_up_proj"], "experts.down": ["mlp.experts.down_proj"]}
+_POST_NORMS = {
+    "attention_post_norm": ["post_attention_layernorm.weight"],
+    "mlp_norm": ["pre_feedforward_layernorm.weight"],
+    "mlp_post_norm": ["post_feedforward_layernorm.weight"],
+}
+_PHI3 = {"attention.qkv": ["self_attn.qkv_proj.weight"], "mlp.gate_up": ["mlp.gate_up_proj.weight"]}
 _MIXTRAL = {
     "experts.router": ["block_sparse_moe.gate.weight"],
     "experts.gate_up": ["block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"],
     "experts.down": ["block_sparse_moe.experts.*.w2.weight"],
 }
+_OF_FAMILY = {"olmo2": _POST_NORMS, "phi3": _PHI3, "gemma2": _POST_NORMS, "gemma3": _POST_NORMS}
 # The same after `predicted.N.`
 _MTP = {
     "hidden_norm": ["hnorm.weight"],
@@ -131,7 +139,7 @@ def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> Te
 
 
 def _layer_names(family: str, model: ModelSpec, layout: Layout) -> dict[str, list[str]]:
-    names = dict(_LAYER)
+    names = _LAYER | _OF_FAMILY.get(family, {})
     if model.mla is not None:
         names |= _MLA if model.mla.q_lora_rank else _MLA_WITHOUT_QUERY_DOWN
     if layout.fused_experts:
@@ -155,5 +163,5 @@ def _entry(tensor: Tensor, names: Sequence[str], rotary: Rotary | None) -> Entry
         parts = [FileTensor(names[0], tensor.shape, rotary)]
     else:
         rows_of_each = (segment.size for segment in tensor.splits[0].segments)
-        parts = [FileTensor(name, (size, tensor.shape[1])) for name, size in zip(names, rows_of_each, strict=True)]
+        parts = [FileTensor(name, (size, *tensor.shape[1:])) for name, size in zip(names, rows_of_each, strict=True)]
     return Entry(tensor.name, tensor.shape, tuple(parts))

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.attention.attention_partial import QKVGrads
+from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.kernels.attention.rope import rope_
+from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
-from pentad.workers.model.norm import SavedNorm, norm, norm_backward
-from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
+from pentad.workers.model.qk_norm import QKNorm, QKNormSaved
+from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.parallel.async_ops import Task, gather2
 from pentad.workers.parallel.context_parallel import SavedContext
 
@@ -23,33 +25,35 @@ from pentad.workers.parallel.context_parallel import SavedContext
 class AttentionSaved(NamedTuple):
     context: SavedContext
     out: Tensor  # [T, N D]
-    query_norm: SavedNorm | None  # of rows [T N, D]
-    key_norm: SavedNorm | None  # of rows [T M, D]
+    qk_norm: QKNormSaved | None
 
 
 class Attention(NamedTuple):
     qkv: Param  # [(N + 2M) D, H]
     out: Param  # [H, N D]
-    query_norm: Param | None  # [D]
-    key_norm: Param | None  # [D]
+    qkv_bias: Param | None  # [(N + 2M) D]
+    qk_norm: QKNorm | None
 
     @classmethod
-    def bind(cls, params: Params, prefix: str) -> Attention:
-        norms = (params.get(f"{prefix}.attention.{name}") for name in ("query_norm", "key_norm"))
-        return cls(params[f"{prefix}.attention.qkv"], params[f"{prefix}.attention.out"], *norms)
+    def bind(cls, params: Params, prefix: str, model: ModelSpec) -> Attention:
+        at = f"{prefix}.attention"
+        qk_norm = QKNorm.bind(params, at, model) if model.qk_norm else None
+        return cls(params[f"{at}.qkv"], params[f"{at}.out"], params.get(f"{at}.qkv_bias"), qk_norm)
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[Tensor, AttentionSaved, Tensor]]:
         rotary, heads, kv_heads = sequence.rotary, *self._head_counts(context)
         full = yield from context.tp.all_gather(x)
-        qkv = torch.mm(full, self.qkv.weight.t()).view(full.shape[0], -1, context.model.qk_head_dim)  # [T, N + 2M, D]
-        query_norm = _norm_heads_(qkv[:, :heads], self.query_norm, context)
-        key_norm = _norm_heads_(qkv[:, heads : heads + kv_heads], self.key_norm, context)
+        qkv = self._project(full).view(full.shape[0], -1, context.model.qk_head_dim)  # [T, N + 2M, D]
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        qk_norm = None
+        if self.qk_norm is not None:
+            qk_norm = yield from self.qk_norm.forward_(context.tp, q, k)
         rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
-        out, saved = yield from attend(context, sequence, *qkv.split((heads, kv_heads, kv_heads), dim=1))
+        out, saved = yield from attend(context, sequence, q, k, v)
         y = yield from context.tp.matmul_reduce_scatter(out, self.out.weight.t())
-        return y, AttentionSaved(saved, out, query_norm, key_norm), x
+        return y, AttentionSaved(saved, out, qk_norm), x
 
     def recompute(self, context: LayerContext, x: Tensor, saved: AttentionSaved) -> Tensor:
         """Only the input: none of the activations is cheap to recompute."""
@@ -66,14 +70,19 @@ class Attention(NamedTuple):
         dqkv = torch.cat(grads, dim=2).flatten(0, 1)  # [T, N + 2M, D]
         del grads  # free before the products
         rope_(dqkv[:, : heads + kv_heads], rotary.cos, rotary.sin, inverse=True)
-        norm_work = [
-            *_norm_heads_backward_(dqkv[:, :heads], self.query_norm, saved.query_norm),
-            *_norm_heads_backward_(dqkv[:, heads : heads + kv_heads], self.key_norm, saved.key_norm),
-        ]
+        tp, vectors = context.tp, list[Wgrad]()
+        if self.qk_norm is not None and saved.qk_norm is not None:
+            dq, dk, _ = dqkv.split((heads, kv_heads, kv_heads), dim=1)
+            vectors += yield from self.qk_norm.backward_(tp, dq, dk, saved.qk_norm)
         dqkv = dqkv.view(dqkv.shape[0], -1)
-        tp = context.tp
+        if self.qkv_bias is not None:
+            vectors.append(bias_wgrad(self.qkv_bias, dqkv))
         x, dx = yield from gather2(tp.all_gather(x), tp.matmul_reduce_scatter(dqkv, self.qkv.weight))
-        return dx, [LinearWgrad(self.out.gradient, dy, saved.out), LinearWgrad(self.qkv.gradient, dqkv, x), *norm_work]
+        return dx, [LinearWgrad(self.out.gradient, dy, saved.out), LinearWgrad(self.qkv.gradient, dqkv, x), *vectors]
+
+    def _project(self, x: Tensor) -> Tensor:
+        weight = self.qkv.weight.t()
+        return torch.mm(x, weight) if self.qkv_bias is None else torch.addmm(self.qkv_bias.weight, x, weight)
 
     def _head_counts(self, context: LayerContext) -> tuple[int, int]:
         """Query heads and key-value heads of this rank."""
@@ -87,7 +96,11 @@ def attend(
     """(out [T, N D], what B needs) of queries [T, N, D], keys and values [T, M, D], after those of earlier slices."""
     q, k, v = (_by_sequence(each, sequence) for each in (q, k, v))
     k, v = sequence.kv_cache.extend((k, v), sequence.rotary.start)  # [B, M, start + S, D]
-    out, saved = yield from context.cp.attend(q, k, v, sequence.documents, context.deterministic)  # [B, N, S, D]
+    model = context.model
+    options = AttentionOptions(
+        True, model.softmax_scale, context.deterministic, softcap=model.attn_logit_softcapping
+    ).within(sequence.window)
+    out, saved = yield from context.cp.attend(q, k, v, options, sequence.documents)  # [B, N, S, D]
     return out.transpose(1, 2).flatten(2).flatten(0, 1), saved
 
 
@@ -104,26 +117,3 @@ def attend_backward(
 def _by_sequence(x: Tensor, sequence: SequenceContext) -> Tensor:
     """[T, N, D] as [B, N, S, D]."""
     return x.view(-1, sequence.rotary.cos.shape[0], *x.shape[1:]).transpose(1, 2)
-
-
-def _norm_heads_(heads: Tensor, param: Param | None, context: LayerContext) -> SavedNorm | None:
-    """Norms each head of [T, heads, D] by itself, in place."""
-    if param is None:
-        return None
-    normed, saved = norm(_flatten_heads(heads), param, context.model.norm_eps)
-    heads.copy_(normed.view(heads.shape))
-    return saved
-
-
-def _norm_heads_backward_(dheads: Tensor, param: Param | None, saved: SavedNorm | None) -> list[Wgrad]:
-    """The work for W; the gradient [T, heads, D] of the normed heads becomes that of their input, in place."""
-    if param is None or saved is None:
-        return []
-    dinput, work = norm_backward(_flatten_heads(dheads), param, saved)
-    dheads.copy_(dinput.view(dheads.shape))
-    return [work]
-
-
-def _flatten_heads(heads: Tensor) -> Tensor:
-    """A copy [T heads, D], also of a single head, where `reshape` would return a view."""
-    return heads.clone(memory_format=torch.contiguous_format).view(-1, heads.shape[2])

@@ -21,7 +21,6 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.model.weight_grad import Param, Params, Wgrad, accumulate_wgrads
 from pentad.workers.parallel.async_ops import Task
-from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.process_groups import LayerGroups
 from pentad.workers.params.param_buffers import BoundBuffers, ParamBuffers
 from pentad.workers.params.router_bias import LoadBalancer
@@ -46,8 +45,7 @@ class BaseStage(ABC):
         self.plan, self.model, self.param_buffers = plan, plan.model, param_buffers
         self.first, self.last, self.is_local = index == 0, index == plan.program.stages - 1, True
         self.recompute_mode, self.layer_numbers = plan.recompute_mode(index), range(*plan.layers[index])
-        cp = ContextParallelGroup(scale=plan.model.softmax_scale)
-        self.layer_context = LayerContext(plan.model, plan.deterministic, 1.0 / plan.batch.tokens, cp=cp)
+        self.layer_context = LayerContext(plan.model, plan.deterministic, 1.0 / plan.batch.tokens)
         self.device = param_buffers[0].parameters.master.device
         self._bound: dict[tuple[BoundBuffers, ...], Any] = {}
         self.saved: dict[int, Any] = {}

@@ -1,7 +1,7 @@
 """A decoder layer with a hand-written backward: F, B and W are three calls without autograd between them.
 
-Two sublayers, attention and feed-forward, each after an RMSNorm and added to the residual stream. T tokens of this
-rank's part of the stream, H hidden.
+Two sublayers, attention and feed-forward, each added to the residual stream, with RMSNorms before or after it. T tokens
+of this rank's part of the stream, H hidden.
 """
 
 from __future__ import annotations
@@ -16,18 +16,70 @@ from pentad.workers.model.layer_context import LayerContext, SequenceContext, Su
 from pentad.workers.model.mla import MLA
 from pentad.workers.model.mlp import MLP
 from pentad.workers.model.moe import MoE
-from pentad.workers.model.norm import SavedNorm, norm, norm_backward
-from pentad.workers.model.weight_grad import Param, Params, Wgrad
+from pentad.workers.model.norm import Norm, SavedNorm
+from pentad.workers.model.weight_grad import Params, Wgrad
 from pentad.workers.parallel.async_ops import Task
 
 
-class LayerSaved(NamedTuple):
-    """Activations that B needs and RECOMPUTE cannot rebuild cheaply; the norms' inputs are the residual stream."""
+class ResidualSaved(NamedTuple):
+    """Activations that B needs and RECOMPUTE cannot rebuild cheaply."""
 
-    attention_norm: SavedNorm  # of rows [T, H]
-    attention: Any
-    mlp_norm: SavedNorm  # of rows [T, H]
-    mlp: Any
+    stream: Tensor  # [T, H], the residual stream before the sublayer
+    rstd: Tensor | None  # [T], of the norm before it
+    sublayer: Any
+    post_norm: SavedNorm | None  # of rows [T, H]
+
+
+class Residual(NamedTuple):
+    """A sublayer and the addition of its result to the residual stream."""
+
+    norm: Norm | None
+    sublayer: Sublayer
+    post_norm: Norm | None
+
+    def forward(
+        self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None
+    ) -> Task[tuple[Tensor, Tensor, ResidualSaved, Any]]:
+        """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and
+        after.
+
+        A norm adds them, since it reads both anyway.
+        """
+        if self.norm is not None:
+            x, (stream, rstd) = self.norm.forward(branch, stream)
+        else:
+            # W reads x, when the buffer of a stage's input may hold the next one.
+            x = stream = branch.clone() if stream is None else branch + stream
+            rstd = None
+        branch, saved, recomputable = yield from self.sublayer.forward(context, sequence, x)
+        post_norm = None
+        if self.post_norm is not None:
+            branch, post_norm = self.post_norm.forward(branch)
+        return branch, stream, ResidualSaved(stream, rstd, saved, post_norm), recomputable
+
+    def recompute(self, context: LayerContext, saved: ResidualSaved) -> Any:
+        """RECOMPUTE, by the kernels of the forward."""
+        x = saved.stream if self.norm is None else self.norm.forward(saved.stream)[0]
+        return self.sublayer.recompute(context, x, saved.sublayer)
+
+    def backward(
+        self, context: LayerContext, sequence: SequenceContext, saved: ResidualSaved, recomputable: Any, dy: Tensor
+    ) -> Task[tuple[Tensor, list[Wgrad]]]:
+        """B: (gradient of the residual stream before, work for W) from the gradient after, both [T, H]."""
+        dbranch, norm_work = dy, list[Wgrad]()
+        if self.post_norm is not None and saved.post_norm is not None:
+            dbranch, work = self.post_norm.backward(dy, saved.post_norm)
+            norm_work.append(work)
+        dx, sublayer_work = yield from self.sublayer.backward(context, sequence, saved.sublayer, recomputable, dbranch)
+        if self.norm is None or saved.rstd is None:
+            return dx + dy, [*sublayer_work, *norm_work]
+        dy, work = self.norm.backward(dx, SavedNorm(saved.stream, saved.rstd), dy)
+        return dy, [*sublayer_work, *norm_work, work]
+
+
+class LayerSaved(NamedTuple):
+    attention: ResidualSaved
+    mlp: ResidualSaved
 
 
 class LayerRecomputable(NamedTuple):
@@ -38,43 +90,37 @@ class LayerRecomputable(NamedTuple):
 
 
 class Layer(NamedTuple):
-    attention_norm: Param  # [H]
-    attention: Sublayer
-    mlp_norm: Param  # [H]
-    mlp: Sublayer
+    attention: Residual
+    mlp: Residual
 
     @classmethod
     def bind(cls, params: Params, model: ModelSpec, number: int) -> Layer:
         """Layer `number` of a model, with its part of the parameters."""
         prefix = f"layers.{number}"
+
+        def residual(name: str, sublayer: Sublayer) -> Residual:
+            norms = (Norm.bind_optional(params, f"{prefix}.{name}_{kind}", model) for kind in ("norm", "post_norm"))
+            before, after = norms
+            return Residual(before, sublayer, after)
+
         has_experts = model.experts is not None and number >= model.experts.first_k_dense
-        attention = Attention.bind(params, prefix) if model.mla is None else MLA.bind(params, prefix)
+        attention = Attention if model.mla is None else MLA
         mlp = MoE.bind(params, prefix) if has_experts else MLP.bind(params, f"{prefix}.mlp")
-        return cls(params[f"{prefix}.attention_norm"], attention, params[f"{prefix}.mlp_norm"], mlp)
+        return cls(residual("attention", attention.bind(params, prefix, model)), residual("mlp", mlp))
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None
     ) -> Task[tuple[Tensor, Tensor, LayerSaved, LayerRecomputable]]:
-        """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and
-        after.
-
-        They are added inside the next norm, which reads both anyway.
-        """
-        eps = context.model.norm_eps
-        x, attention_norm = norm(branch, self.attention_norm, eps, stream)
-        branch, *attention = yield from self.attention.forward(context, sequence, x)
-        x, mlp_norm = norm(branch, self.mlp_norm, eps, attention_norm.input)
-        branch, *mlp = yield from self.mlp.forward(context, sequence, x)
-        saved = LayerSaved(attention_norm, attention[0], mlp_norm, mlp[0])
-        return branch, mlp_norm.input, saved, LayerRecomputable(attention[1], mlp[1])
+        """(branch, stream, saved, recomputable), as of `Residual.forward`."""
+        branch, stream, *attention = yield from self.attention.forward(context, sequence, branch, stream)
+        branch, stream, *mlp = yield from self.mlp.forward(context, sequence, branch, stream)
+        return branch, stream, LayerSaved(attention[0], mlp[0]), LayerRecomputable(attention[1], mlp[1])
 
     def recompute(self, context: LayerContext, saved: LayerSaved) -> LayerRecomputable:
         """RECOMPUTE, by the kernels of the forward."""
-        eps = context.model.norm_eps
-        x, _ = norm(saved.attention_norm.input, self.attention_norm, eps)
-        attention = self.attention.recompute(context, x, saved.attention)
-        x, _ = norm(saved.mlp_norm.input, self.mlp_norm, eps)
-        return LayerRecomputable(attention, self.mlp.recompute(context, x, saved.mlp))
+        return LayerRecomputable(
+            self.attention.recompute(context, saved.attention), self.mlp.recompute(context, saved.mlp)
+        )
 
     def backward(
         self,
@@ -85,10 +131,8 @@ class Layer(NamedTuple):
         dy: Tensor,
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         """B: (gradient of the residual stream before the layer, work for W) from the gradient after it, both [T, H]."""
-        dx, mlp_work = yield from self.mlp.backward(context, sequence, saved.mlp, recomputable.mlp, dy)
-        dy, mlp_norm = norm_backward(dx, self.mlp_norm, saved.mlp_norm, dy)
-        dx, attention_work = yield from self.attention.backward(
+        dy, mlp_work = yield from self.mlp.backward(context, sequence, saved.mlp, recomputable.mlp, dy)
+        dy, attention_work = yield from self.attention.backward(
             context, sequence, saved.attention, recomputable.attention, dy
         )
-        dy, attention_norm = norm_backward(dx, self.attention_norm, saved.attention_norm, dy)
-        return dy, [*mlp_work, mlp_norm, *attention_work, attention_norm]
+        return dy, [*mlp_work, *attention_work]

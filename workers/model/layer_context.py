@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pentad.kernels.attention.rope_tables import rope_tables
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, positions
-from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.model import LayerKind, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.sliced_kv_cache import SlicedKVCache
 from pentad.workers.model.weight_grad import Wgrad
@@ -45,6 +45,7 @@ class SequenceContext(NamedTuple):
 
     rotary: RotaryTable
     kv_cache: SlicedKVCache
+    window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     documents: DocumentMask | None = None  # of packed sequences
 
 
@@ -74,11 +75,12 @@ def local_positions(plan: Plan, rank: int) -> Tensor:
     return torch.from_numpy(positions(length, plan.mesh.cp, cp_rank, CP_LAYOUTS[plan.cp_method]))
 
 
-def rotary_tables(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype) -> list[RotaryTable]:
-    """One table for each sequence slice of a rank."""
-    model = plan.model
-    width = model.mla.qk_rope_head_dim if model.mla is not None else model.qk_head_dim
-    tables = rope_tables(plan.batch.sequence_length, width, model.rope_theta, device, dtype, model.rope_scaling)
+def rotary_tables(
+    plan: Plan, rank: int, kind: LayerKind, device: torch.device, dtype: torch.dtype
+) -> list[RotaryTable]:
+    """One table for each sequence slice of a rank, for layers of a kind."""
+    length, width = plan.batch.sequence_length, plan.model.rotary_width
+    tables = rope_tables(length, width, kind.rope_theta, device, dtype, kind.rope_scaling)
     local = local_positions(plan, rank).to(device)
     cos, sin = (table[local] for table in tables)
     size = len(local) // plan.program.slices

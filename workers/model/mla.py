@@ -15,9 +15,10 @@ from torch import Tensor
 
 from pentad.kernels.attention.rope import rope_
 from pentad.schedules.spec import model
+from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.model.attention import attend, attend_backward
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
-from pentad.workers.model.norm import SavedNorm, norm, norm_backward
+from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, gather2
 from pentad.workers.parallel.context_parallel import SavedContext
@@ -25,7 +26,7 @@ from pentad.workers.parallel.context_parallel import SavedContext
 
 class QueryLatent(NamedTuple):
     down: Param  # [Q, H]
-    norm: Param  # [Q]
+    norm: Norm  # [Q]
 
 
 class SavedLatent(NamedTuple):
@@ -44,17 +45,17 @@ class MLA(NamedTuple):
     query_latent: QueryLatent | None
     query: Param  # [N (P + O), Q], or [N (P + O), H] without a query latent
     latent: Param  # [R + O, H]
-    latent_norm: Param  # [R]
+    latent_norm: Norm  # [R]
     keys_values: Param  # [N (P + E), R]
     out: Param  # [H, N E]
 
     @classmethod
-    def bind(cls, params: Params, prefix: str) -> MLA:
-        at = f"{prefix}.attention"
-        has_latent = f"{at}.query_down" in params
-        query_latent = QueryLatent(params[f"{at}.query_down"], params[f"{at}.query_norm"]) if has_latent else None
-        names = ("query", "latent", "latent_norm", "keys_values", "out")
-        return cls(query_latent, *(params[f"{at}.{name}"] for name in names))
+    def bind(cls, params: Params, prefix: str, model: ModelSpec) -> MLA:
+        at, query_latent = f"{prefix}.attention", None
+        if f"{at}.query_down" in params:
+            query_latent = QueryLatent(params[f"{at}.query_down"], Norm.bind(params, f"{at}.query_norm", model))
+        query, latent, keys_values, out = (params[f"{at}.{name}"] for name in ("query", "latent", "keys_values", "out"))
+        return cls(query_latent, query, latent, Norm.bind(params, f"{at}.latent_norm", model), keys_values, out)
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
@@ -63,10 +64,10 @@ class MLA(NamedTuple):
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
         q_latent = None
         if self.query_latent is not None:
-            q_latent = _norm_latent(torch.mm(x, self.query_latent.down.weight.t()), self.query_latent.norm, context)
+            q_latent = _norm_latent(torch.mm(x, self.query_latent.down.weight.t()), self.query_latent.norm)
         q_gather = tp.all_gather(x if q_latent is None else q_latent.normed)
         latent = torch.mm(x, self.latent.weight.t())  # [t, R + O]
-        kv_latent = _norm_latent(latent[:, :rank].contiguous(), self.latent_norm, context)
+        kv_latent = _norm_latent(latent[:, :rank].contiguous(), self.latent_norm)
         latent = torch.cat((kv_latent.normed, latent[:, rank:]), dim=1)
         q_input, latent = yield from gather2(q_gather, tp.all_gather(latent))  # [T, Q], [T, R + O]
         q = torch.mm(q_input, self.query.weight.t())
@@ -105,7 +106,7 @@ class MLA(NamedTuple):
         q_gather = tp.all_gather(x if saved.q_latent is None else saved.q_latent.normed)
         in_flight = gather2(gather2(latent_gather, q_gather), gather2(dlatent_scatter, dq_scatter))
         (kv_latent, q_input), (dlatent, dq_input) = yield from in_flight  # dlatent [t, R + O], dq_input [t, Q]
-        dinput, latent_norm = norm_backward(dlatent[:, :rank].contiguous(), self.latent_norm, latent.norm)
+        dinput, latent_norm = self.latent_norm.backward(dlatent[:, :rank].contiguous(), latent.norm)
         dlatent = torch.cat((dinput, dlatent[:, rank:]), dim=1)
         work: list[Wgrad] = [
             LinearWgrad(self.out.gradient, dy, saved.out),
@@ -123,13 +124,13 @@ class MLA(NamedTuple):
         """(gradient of x by way of the queries, work for W) from that of the input of the query projection."""
         if self.query_latent is None or saved is None:
             return dq_input, []
-        down, param = self.query_latent
-        dlatent, query_norm = norm_backward(dq_input, param, saved.norm)
+        down, norm = self.query_latent
+        dlatent, query_norm = norm.backward(dq_input, saved.norm)
         return torch.mm(dlatent, down.weight), [LinearWgrad(down.gradient, dlatent, x), query_norm]
 
 
-def _norm_latent(x: Tensor, param: Param, context: LayerContext) -> SavedLatent:
-    return SavedLatent(*norm(x, param, context.model.norm_eps))
+def _norm_latent(x: Tensor, norm: Norm) -> SavedLatent:
+    return SavedLatent(*norm.forward(x))
 
 
 def _shape(context: LayerContext) -> model.MLA:

@@ -15,7 +15,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.model import lm_head
 from pentad.workers.model.layer import Layer, LayerRecomputable, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
-from pentad.workers.model.norm import SavedNorm, norm, norm_backward
+from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import run_to_completion
 
@@ -36,10 +36,10 @@ class MTPSaved(NamedTuple):
 class MTPLayer(NamedTuple):
     """`embedding` and `head` are the model's."""
 
-    hidden_norm: Param  # [H]
-    embedding_norm: Param  # [H]
+    hidden_norm: Norm  # [H]
+    embedding_norm: Norm  # [H]
+    norm: Norm  # [H]
     join: Param  # [H, 2H], of the embedding and then the stream
-    norm: Param  # [H]
     layer: Layer
     embedding: Param  # [V / tp, H]
     head: Param  # [V / tp, H]
@@ -47,10 +47,10 @@ class MTPLayer(NamedTuple):
     @classmethod
     def bind(cls, params: Params, model: ModelSpec, index: int, embedding: str, head: str) -> MTPLayer:
         """MTP layer `index`; the last two are the names of the embedding and the head on this stage."""
-        names = ("hidden_norm", "embedding_norm", "join", "norm")
-        own = {name: params[f"predicted.{index}.{name}"] for name in names}
+        at, names = f"predicted.{index}", ("hidden_norm", "embedding_norm", "norm")
+        norms = {name: Norm.bind(params, f"{at}.{name}", model) for name in names}
         layer = Layer.bind(params, model, model.layers + index)
-        return cls(**own, layer=layer, embedding=params[embedding], head=params[head])
+        return cls(**norms, join=params[f"{at}.join"], layer=layer, embedding=params[embedding], head=params[head])
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, hidden: Tensor, tokens: Tensor, targets: Tensor
@@ -59,15 +59,15 @@ class MTPLayer(NamedTuple):
 
         `tokens` [T] are the next tokens, `targets` [T] the ones after them; -100 where a sequence has ended.
         """
-        eps, tp = context.model.norm_eps, context.tp
+        tp = context.tp
         tokens = tokens.clamp(min=0)  # the target of an unknown token is -100 too
-        embedded, embedding_norm = norm(lm_head.embed(self.embedding, tokens, tp), self.embedding_norm, eps)
-        normed, hidden_norm = norm(hidden, self.hidden_norm, eps)
+        embedded, embedding_norm = self.embedding_norm.forward(lm_head.embed(self.embedding, tokens, tp))
+        normed, hidden_norm = self.hidden_norm.forward(hidden)
         joined = torch.cat((embedded, normed), dim=1)
         branch, stream, saved, recomputable = run_to_completion(
             self.layer.forward(context, sequence, torch.mm(joined, self.join.weight.t()), None)
         )
-        normed, last_norm = norm(branch, self.norm, eps, stream)
+        normed, last_norm = self.norm.forward(branch, stream)
         loss, _ = lm_head.head_loss(self.head, normed, targets, tp)
         return normed, MTPSaved(tokens, embedding_norm, hidden_norm, joined, saved, recomputable, last_norm, loss)
 
@@ -82,13 +82,13 @@ class MTPLayer(NamedTuple):
         scale = context.loss_scale * model.mtp_loss_weight / model.mtp_layers
         dhead, head_work = lm_head.head_loss_backward(self.head, saved.loss, scale, tp)
         dhead = dhead if dnormed is None else dhead + dnormed
-        dstream, last_norm = norm_backward(dhead, self.norm, saved.norm)
+        dstream, last_norm = self.norm.backward(dhead, saved.norm)
         djoin, layer_work = run_to_completion(
             self.layer.backward(context, sequence, saved.saved, saved.recomputable, dstream)
         )
         dembedded, dhidden = (half.contiguous() for half in torch.mm(djoin, self.join.weight).chunk(2, dim=1))
-        dembedding, embedding_norm = norm_backward(dembedded, self.embedding_norm, saved.embedding_norm)
-        dhidden, hidden_norm = norm_backward(dhidden, self.hidden_norm, saved.hidden_norm)
+        dembedding, embedding_norm = self.embedding_norm.backward(dembedded, saved.embedding_norm)
+        dhidden, hidden_norm = self.hidden_norm.backward(dhidden, saved.hidden_norm)
         join = LinearWgrad(self.join.gradient, djoin, saved.joined)
         embedding = lm_head.embed_backward(self.embedding, dembedding, saved.tokens, tp)
         return dhidden, [head_work, *layer_work, join, last_norm, embedding_norm, hidden_norm, embedding]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
-from pentad.workers.model.weight_grad import AddWgrad, Param
+from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.model.weight_grad import AddWgrad, Param, Params
 
 
 class SavedNorm(NamedTuple):
@@ -15,15 +16,28 @@ class SavedNorm(NamedTuple):
     rstd: Tensor  # [rows]
 
 
-def norm(x: Tensor, param: Param, eps: float, residual: Tensor | None = None) -> tuple[Tensor, SavedNorm]:
-    """(normed rows of x + residual [rows, D], what B needs)."""
-    normed, *saved = rms_norm(x, param.weight, eps, residual)
-    return normed, SavedNorm(*saved)
+class Norm(NamedTuple):
+    """Multiplies normed rows by the weight + `offset`."""
 
+    param: Param  # [D]
+    eps: float
+    offset: float
 
-def norm_backward(
-    dy: Tensor, param: Param, saved: SavedNorm, dresidual: Tensor | None = None
-) -> tuple[Tensor, AddWgrad]:
-    """(gradient [rows, D] of the input, plus `dresidual`, work for W) from the gradient of the normed rows."""
-    dx, dweight = rms_norm_backward(dy, saved.input, param.weight, saved.rstd, dresidual)
-    return dx, AddWgrad(param.gradient, dweight)
+    @classmethod
+    def bind(cls, params: Params, name: str, model: ModelSpec) -> Norm:
+        return cls(params[name], model.norm_eps, model.norm_offset)
+
+    @classmethod
+    def bind_optional(cls, params: Params, name: str, model: ModelSpec) -> Norm | None:
+        """None for a model without this norm."""
+        return cls.bind(params, name, model) if name in params else None
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, SavedNorm]:
+        """(normed rows of x + residual [rows, D], what B needs)."""
+        normed, *saved = rms_norm(x, self.param.weight, self.eps, residual, self.offset)
+        return normed, SavedNorm(*saved)
+
+    def backward(self, dy: Tensor, saved: SavedNorm, dresidual: Tensor | None = None) -> tuple[Tensor, AddWgrad]:
+        """(gradient [rows, D] of the input, plus `dresidual`, work for W) from the gradient of the normed rows."""
+        dx, dweight = rms_norm_backward(dy, saved.input, self.param.weight, saved.rstd, dresidual, self.offset)
+        return dx, AddWgrad(self.param.gradient, dweight)

@@ -14,13 +14,16 @@ from pentad.workers.model.base_stage import BaseStage, activation_storages, stor
 from pentad.workers.model.layer import Layer, LayerRecomputable, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, rotary_tables
 from pentad.workers.model.mtp import MTPLayer, MTPSaved
-from pentad.workers.model.norm import SavedNorm, norm, norm_backward
+from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.model.sliced_kv_cache import SlicedKVCache
 from pentad.workers.model.weight_grad import Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, run_to_completion
 from pentad.workers.parallel.document_mask import DocumentMask
 from pentad.workers.params.param_buffers import ParamBuffers
+from pentad.workers.params.parameters import DTYPES
 from pentad.workers.params.router_bias import LoadBalancer
+
+Documents = dict[int, DocumentMask | None]  # the mask of packed sequences, by the window of a layer
 
 
 class StageInputs(NamedTuple):
@@ -30,7 +33,7 @@ class StageInputs(NamedTuple):
     tokens: Tensor | None  # [T], first stage
     targets: Tensor | None  # [T], last stage
     mtp_targets: Tensor | None  # [mtp_layers, T], last stage
-    documents: DocumentMask | None
+    documents: Documents
 
 
 class HeadSaved(NamedTuple):
@@ -55,6 +58,7 @@ class BoundParams(NamedTuple):
 
     by_name: Params
     layers: list[Layer]
+    norm: Norm | None  # last stage
     mtp: list[MTPLayer]
 
 
@@ -67,9 +71,17 @@ class Stage(BaseStage):
         super().__init__(plan, index, param_buffers)
         self.length, self.slices = plan.batch.sequence_length // plan.mesh.cp, plan.program.slices
         parameters, experts = param_buffers[0].parameters, plan.model.experts
-        self.rotary_tables = rotary_tables(plan, rank, self.device, parameters.master.dtype)
+        mtp_layers = range(plan.model.layers, plan.model.layers + plan.model.mtp_layers if self.last else 0)
+        self.layer_kinds = {number: plan.model.layer_kind(number) for number in (*self.layer_numbers, *mtp_layers)}
+        self.rotary_tables = {
+            kind: rotary_tables(plan, rank, kind, self.device, parameters.master.dtype)
+            for kind in dict.fromkeys(self.layer_kinds.values())
+        }
         if experts is not None and parameters.router_bias.layers:
             self.load_balancer = LoadBalancer(parameters.router_bias, experts.bias_update_rate)
+        self.embedding_scale = 1.0
+        if plan.model.scale_embedding:
+            self.embedding_scale = torch.tensor(plan.model.hidden**0.5, dtype=DTYPES[plan.dtype]).item()
         # A tied head is the embedding itself on the first stage, and a copy of it called "head" on any other one.
         tied = plan.model.tie_word_embeddings
         self.head_name = "embedding" if tied and self.first else "head"
@@ -79,7 +91,7 @@ class Stage(BaseStage):
 
     def _bind(self, params: Params) -> BoundParams:
         if not params:
-            return BoundParams({}, [], [])
+            return BoundParams({}, [], None, [])
         biases = self.load_balancer.bias_and_load if self.load_balancer else {}
         params |= {name: Param(*tensors) for name, tensors in biases.items()}
         mtp_layers = range(self.model.mtp_layers if self.last else 0)
@@ -87,6 +99,7 @@ class Stage(BaseStage):
         return BoundParams(
             params,
             [Layer.bind(params, self.model, number) for number in self.layer_numbers],
+            Norm.bind_optional(params, "norm", self.model),
             [MTPLayer.bind(params, self.model, index, *ends) for index in mtp_layers],
         )
 
@@ -100,10 +113,7 @@ class Stage(BaseStage):
         document_starts: Sequence[Sequence[int]] = (),
     ) -> Task[Tensor | None]:
         microbatch, slice_number = divmod(slice_index, self.slices)
-        cp, documents = self.layer_context.cp, None
-        if document_starts:
-            documents = cp.document_mask(document_starts, self.length * cp.size, self.device)
-        inputs = StageInputs(received, tokens, targets, mtp_targets, documents)
+        inputs = StageInputs(received, tokens, targets, mtp_targets, self._documents(document_starts))
         if slice_number == 0:
             self.kv_caches[microbatch] = [SlicedKVCache(self.length) for _ in self.layer_numbers]
         branch, stream, self.saved[slice_index], losses = yield from self._run_layers(
@@ -136,7 +146,7 @@ class Stage(BaseStage):
         assert dy is not None
         layers = list(zip(self.layer_numbers, self.bound.layers, kv_caches, strict=True))
         for number, layer, kv_cache in reversed(layers):
-            sequence = SequenceContext(self.rotary_tables[slice_number], kv_cache, saved.inputs.documents)
+            sequence = self._sequence(number, slice_number, kv_cache, saved.inputs.documents)
             # Popped and deleted: what W does not need is free before the next layer allocates.
             activations = saved.layers.pop(), saved.recomputable.pop()
             dy, work = yield from layer.backward(self.layer_context, sequence, *activations, dy)
@@ -145,6 +155,8 @@ class Stage(BaseStage):
         if saved.inputs.tokens is None:
             return dy
         embedding = self.bound.by_name["embedding"]
+        if self.embedding_scale != 1.0:
+            dy = dy * self.embedding_scale
         work = [lm_head.embed_backward(embedding, dy, saved.inputs.tokens, self.layer_context.tp)]
         yield from self._defer(slice_index, work, -1)
         return None
@@ -172,13 +184,16 @@ class Stage(BaseStage):
         microbatch, slice_number = divmod(slice_index, self.slices)
         if inputs.tokens is not None:
             branch = lm_head.embed(self.bound.by_name["embedding"], inputs.tokens, context.tp)
+            if self.embedding_scale != 1.0:
+                branch = branch * self.embedding_scale
         else:
             assert inputs.received is not None
             branch = inputs.received
         stream: Tensor | None = None
         saved = StageSaved(inputs, [], [], None)
-        for layer, kv_cache in zip(self.bound.layers, self.kv_caches[microbatch], strict=True):
-            sequence = SequenceContext(self.rotary_tables[slice_number], kv_cache, inputs.documents)
+        layers = zip(self.layer_numbers, self.bound.layers, self.kv_caches[microbatch], strict=True)
+        for number, layer, kv_cache in layers:
+            sequence = self._sequence(number, slice_number, kv_cache, inputs.documents)
             branch, stream, layer_saved, recomputable = yield from layer.forward(context, sequence, branch, stream)
             if recompute_mode != "full":
                 saved.layers.append(layer_saved)
@@ -196,7 +211,8 @@ class Stage(BaseStage):
     ) -> tuple[HeadSaved, Tensor]:
         """(what B needs, losses [T])."""
         params, mtp = self.bound.by_name, list[MTPSaved]()
-        normed, saved_norm = norm(branch, params["norm"], self.model.norm_eps, stream)
+        assert self.bound.norm is not None
+        normed, saved_norm = self.bound.norm.forward(branch, stream)
         loss, losses = lm_head.head_loss(params[self.head_name], normed, targets, context.tp)
         mtp_targets = () if inputs.mtp_targets is None else inputs.mtp_targets
         for layer, further in zip(self.bound.mtp, mtp_targets, strict=True):
@@ -216,12 +232,30 @@ class Stage(BaseStage):
             params[self.head_name], head.loss, context.loss_scale, context.tp
         )
         dnormed = dnormed if dhidden is None else dnormed + dhidden
-        dstream, norm_work = norm_backward(dnormed, params["norm"], head.norm)
+        assert self.bound.norm is not None
+        dstream, norm_work = self.bound.norm.backward(dnormed, head.norm)
         return dstream, [*work, head_work, norm_work]
 
     def _mtp_sequence(self, inputs: StageInputs) -> SequenceContext:
         """MTP layers run on sequences that are not cut into slices."""
-        return SequenceContext(self.rotary_tables[0], SlicedKVCache(self.length), inputs.documents)
+        return self._sequence(self.model.layers, 0, SlicedKVCache(self.length), inputs.documents)
+
+    def _sequence(
+        self, number: int, slice_number: int, kv_cache: SlicedKVCache, documents: Documents
+    ) -> SequenceContext:
+        """What a slice is for layer `number`."""
+        kind = self.layer_kinds[number]
+        return SequenceContext(
+            self.rotary_tables[kind][slice_number], kv_cache, kind.window, documents.get(kind.window)
+        )
+
+    def _documents(self, starts: Sequence[Sequence[int]]) -> Documents:
+        """The masks of rows in which documents begin at `starts`."""
+        if not starts:
+            return {}
+        cp, windows = self.layer_context.cp, {kind.window for kind in self.layer_kinds.values()}
+        length = self.length * cp.size
+        return {window: cp.document_mask(starts, length, self.device, window) for window in windows}
 
 
 def _tensors(nested: object) -> Iterator[Tensor]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pentad.kernels.backend import accumulation_dtype
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_
 from pentad.kernels.moe.moe_permute import gather_rows
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
@@ -58,6 +59,11 @@ class GroupedWgrad(NamedTuple):
 
 
 Wgrad = LinearWgrad | AddWgrad | EmbeddingWgrad | GroupedWgrad
+
+
+def bias_wgrad(bias: Param, dy: Tensor) -> AddWgrad:
+    """The work for W of a bias [N], from the gradient dy [T, N] of what it is added to."""
+    return AddWgrad(bias.gradient, dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
 
 
 def accumulate_wgrads(work: list[Wgrad]) -> None:

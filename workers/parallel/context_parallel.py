@@ -13,12 +13,13 @@ from torch import Tensor
 
 from pentad.kernels.attention.attention import SavedAttention, attention, attention_backward
 from pentad.kernels.attention.attention_partial import QKVGrads
+from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.workers.parallel import cp_all_gather, cp_ring
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward
 from pentad.workers.parallel.cp_ulysses import sum_repeated, to_heads, to_positions
-from pentad.workers.parallel.document_mask import DocumentMask, plan_steps
+from pentad.workers.parallel.document_mask import Block, DocumentMask, plan_steps
 
 
 class SavedUlysses(NamedTuple):
@@ -34,44 +35,44 @@ SavedContext = SavedAttention | SavedBlocks | SavedUlysses
 
 @dataclass(frozen=True)
 class ContextParallelGroup:
-    """The cp group of a rank. All its ranks call `attend` and `attend_backward` in the same order.
-
-    `scale` multiplies the scores: 1 / sqrt(D) if None.
-    """
+    """The cp group of a rank. All its ranks call `attend` and `attend_backward` in the same order."""
 
     group: dist.ProcessGroup | None = None
     size: int = 1
     rank: int = 0
     method: CpMethod = "ring"
-    scale: float | None = None
 
     def document_mask(
-        self, rows: Sequence[Sequence[int]], length: int, device: torch.device | str = "cpu"
+        self, rows: Sequence[Sequence[int]], length: int, device: torch.device | str = "cpu", window: int = 0
     ) -> DocumentMask | None:
         """The mask for rows of `length` tokens (of the full sequence), in which documents begin at the positions
-        `rows[b]`, the first at 0; None if every row is one document. Copies to the device without waiting for it."""
+        `rows[b]`, the first at 0; None if every row is one document. A token sees the last `window` tokens, or all (0).
+        Copies to the device without waiting for it."""
         if all(len(starts) == 1 for starts in rows):
             return None
         assert all(starts[0] == 0 and starts[-1] < length for starts in rows)
         slices = [(slice(b, b + 1), tuple(starts)) for b, starts in enumerate(rows)]
-        return plan_steps(self.method, self.size, self.rank, length, slices, device)
+        return plan_steps(self.method, self.size, self.rank, length, slices, device, window)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: DocumentMask | None = None, deterministic: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, documents: DocumentMask | None = None
     ) -> Task[tuple[Tensor, SavedContext]]:
         """(out [B, N, S / cp, Dv], what B needs) of this rank's q [B, N, S / cp, D], k [B, M, S / cp, D] and
-        v [B, M, S / cp, Dv], in the order of its positions. The inputs must stay unchanged until B."""
+        v [B, M, S / cp, Dv], in the order of its positions. The inputs must stay unchanged until B.
+
+        `options` are those of full sequences; `documents` were made for the same window."""
         group = self.group
         if group is None or self.size == 1:
-            return self._attend_local(q, k, v, documents, deterministic)
+            return _attend_local(q, k, v, options, documents)
         if self.method == "ulysses":
             heads = yield from to_heads(group, q, k, v)
-            out, saved = self._attend_local(heads[0], heads[1], heads[2], documents, deterministic)
-            rows = yield from to_positions(group, out)
-            return rows[0], SavedUlysses(saved, k.shape[1])
-        steps = documents or _steps_without_mask(self.method, self.size, self.rank, q.shape[2] * self.size)
-        inputs = Inputs(q, k, v, steps, self.scale, deterministic)
-        blocks = yield from BLOCKWISE[self.method].forward(group, inputs)
+            out, saved = _attend_local(heads[0], heads[1], heads[2], options, documents)
+            positions = yield from to_positions(group, out)
+            return positions[0], SavedUlysses(saved, k.shape[1])
+        rows, length = q.shape[0], q.shape[2] * self.size
+        window = 0 if options.window_left is None else options.window_left + 1
+        steps = documents or _steps_without_mask(self.method, self.size, self.rank, rows, length, q.device, window)
+        blocks = yield from BLOCKWISE[self.method].forward(group, Inputs(q, k, v, steps, options))
         return blocks.out, blocks
 
     def attend_backward(self, dout: Tensor, saved: SavedContext) -> Task[QKVGrads]:
@@ -86,25 +87,30 @@ class ContextParallelGroup:
             return _attend_local_backward(dout, saved)
         return (yield from BLOCKWISE[self.method].backward(group, saved, dout))
 
-    def _attend_local(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: DocumentMask | None, deterministic: bool
-    ) -> tuple[Tensor, SavedAttention | SavedBlocks]:
-        """Attention of full sequences, without communication."""
-        if steps is None:
-            return attention(q, k, v, deterministic, self.scale)
-        inputs = Inputs(q, k, v, steps, self.scale, deterministic)
-        saved = SavedBlocks(inputs, *block_forward(inputs, steps[0][0], k, v))
-        return saved.out, saved
+
+def _attend_local(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, steps: DocumentMask | None
+) -> tuple[Tensor, SavedAttention | SavedBlocks]:
+    """Attention of full sequences, without communication."""
+    if steps is None and options.window_left is None and not options.softcap:
+        return attention(q, k, v, options.deterministic, options.scale)
+    every = slice(None)
+    at = steps[0][0] if steps else Block(every, every, every, True, window_left=options.window_left)
+    inputs = Inputs(q, k, v, ((at,),), options)
+    saved = SavedBlocks(inputs, *block_forward(inputs, at, k, v))
+    return saved.out, saved
 
 
 def _attend_local_backward(dout: Tensor, saved: SavedAttention | SavedBlocks) -> QKVGrads:
     if isinstance(saved, SavedAttention):
         return attention_backward(dout, saved)
-    _, k, v, steps, *_ = saved.inputs
+    _, k, v, steps, _ = saved.inputs
     return block_backward(saved, dout, steps[0][0], k, v)
 
 
 @lru_cache
-def _steps_without_mask(method: CpMethod, size: int, rank: int, length: int) -> DocumentMask:
+def _steps_without_mask(
+    method: CpMethod, size: int, rank: int, rows: int, length: int, device: torch.device, window: int
+) -> DocumentMask:
     """The blocks of rows that are one document each."""
-    return plan_steps(method, size, rank, length, [(slice(None), (0,))])
+    return plan_steps(method, size, rank, length, [(slice(b, b + 1), (0,)) for b in range(rows)], device, window)

@@ -28,7 +28,7 @@ def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
     out, lse = block_forward(inputs, steps[0][0], k, v)  # overlaps with the all-gather
     out = out.to(accumulation_dtype(q.dtype))
     kv_by_rank = yield from in_flight
-    for at, source in _remote_blocks(group, steps):
+    for at, source in _further_blocks(group, steps):
         partial = block_forward(inputs, at, *kv_by_rank[source])
         merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
     return SavedBlocks(inputs, out.to(q.dtype), lse)
@@ -46,7 +46,7 @@ def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: Tensor) -> Task
     dkv_by_rank = [unpack_kv(each, k, v) for each in packed]
     for total, gradient in zip(dkv_by_rank[group.rank()], own, strict=True):
         total.copy_(gradient)
-    for at, source in _remote_blocks(group, steps):
+    for at, source in _further_blocks(group, steps):
         block_dq, *block_dkv = block_backward(saved, dout, at, *kv_by_rank[source])
         dq[at.rows, :, at.queries] += block_dq
         for total, gradient in zip(dkv_by_rank[source], block_dkv, strict=True):
@@ -62,8 +62,8 @@ def _gather_kv(group: dist.ProcessGroup, k: Tensor, v: Tensor) -> AsyncResult[li
     return packed.then(lambda by_rank: [unpack_kv(each, k, v) for each in by_rank])
 
 
-def _remote_blocks(group: dist.ProcessGroup, steps: Sequence[Step]) -> Iterator[tuple[Block, int]]:
-    """Blocks with keys of other ranks, each with that rank."""
-    for number, blocks in enumerate(steps[1:], 1):
+def _further_blocks(group: dist.ProcessGroup, steps: Sequence[Step]) -> Iterator[tuple[Block, int]]:
+    """The blocks after the first, each with the rank whose keys it has."""
+    for number, blocks in enumerate((steps[0][1:], *steps[1:])):
         for at in blocks:
             yield at, (group.rank() - number) % group.size()

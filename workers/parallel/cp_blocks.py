@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.attention.attention_partial import QKVGrads, partial_attention, partial_attention_backward
-from pentad.kernels.attention.attention_reference import AttentionOptions, softmax_scale
+from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.workers.parallel.document_mask import Block, Step
 
 
@@ -19,12 +19,12 @@ class Inputs(NamedTuple):
     k: Tensor  # [B, M, S, D]
     v: Tensor  # [B, M, S, Dv]
     steps: tuple[Step, ...]
-    scale: float | None
-    deterministic: bool
+    options: AttentionOptions
 
-    def options(self, at: Block) -> AttentionOptions:
-        scale = softmax_scale(self.q, self.scale)
-        return AttentionOptions(at.causal, scale, self.deterministic, at.lengths, at.fixed_shape)
+    def options_at(self, at: Block) -> AttentionOptions:
+        return self.options._replace(
+            causal=at.causal, lengths=at.lengths, fixed_shape=at.fixed_shape, window_left=at.window_left
+        )
 
 
 class SavedBlocks(NamedTuple):
@@ -38,14 +38,14 @@ class SavedBlocks(NamedTuple):
 def block_forward(inputs: Inputs, at: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one block, with the keys and values of the rank it belongs to."""
     q, k, v = inputs.q[at.rows, :, at.queries], k[at.rows, :, at.keys], v[at.rows, :, at.keys]
-    return partial_attention(q, k, v, inputs.options(at))
+    return partial_attention(q, k, v, inputs.options_at(at))
 
 
 def block_backward(saved: SavedBlocks, dout: Tensor, at: Block, k: Tensor, v: Tensor) -> QKVGrads:
     """(dq, dk, dv) of one block."""
     dout, q, out, lse = (x[at.rows, :, at.queries] for x in (dout, saved.inputs.q, saved.out, saved.lse))
     k, v = k[at.rows, :, at.keys], v[at.rows, :, at.keys]
-    return partial_attention_backward(dout, q, k, v, out, lse, saved.inputs.options(at))
+    return partial_attention_backward(dout, q, k, v, out, lse, saved.inputs.options_at(at))
 
 
 def pack_kv(k: Tensor, v: Tensor) -> Tensor:

@@ -27,11 +27,11 @@ def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
         if number == 0:
             out, lse = block_forward(inputs, blocks[0], k, v)
             out = out.to(accumulation_dtype(q.dtype))
-        else:
-            keys, values = unpack_kv(packed, k, v)
-            for at in blocks:
-                partial = block_forward(inputs, at, keys, values)
-                merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
+            blocks = blocks[1:]
+        keys, values = unpack_kv(packed, k, v)
+        for at in blocks:
+            partial = block_forward(inputs, at, keys, values)
+            merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
         if in_flight:
             packed = yield from in_flight
     return SavedBlocks(inputs, out.to(q.dtype), lse)

@@ -167,7 +167,7 @@ def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
 
     return LayerGroups(
         TensorParallelGroup(along("tp"), mesh.tp, at.tp),
-        ContextParallelGroup(along("cp"), mesh.cp, at.cp, plan.cp_method, plan.model.softmax_scale),
+        ContextParallelGroup(along("cp"), mesh.cp, at.cp, plan.cp_method),
         # A GPU's host must not wait for the routing.
         ExpertParallelGroup(along("ep"), at.ep, "all_gather" if plan.device == "cuda" else "all_to_all"),
     )

@@ -26,7 +26,7 @@ def initial_values(
     ranges = ranges or [[(0, size)] for size in tensor.shape]
     indices = [torch.cat([torch.arange(*each, device=device) for each in dim]) for dim in ranges]
     if tensor.scale == 0.0:
-        return torch.ones([len(dim) for dim in indices], device=device)
+        return torch.full([len(dim) for dim in indices], tensor.constant, device=device)
     key = derive_seed(seed, tensor.tied_to or tensor.name)
     inner = torch.zeros(1, dtype=torch.int64, device=device)  # position in a row
     for dim, size in zip(indices[1:], tensor.shape[1:], strict=True):

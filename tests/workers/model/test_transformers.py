@@ -59,7 +59,9 @@ def run_transformers(name: str, corpus: str, folder: Path) -> Theirs:
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     tensors = tensors_of(take(hf_models.save(model, folder / "gradient files"), folder / "gradients"))
-    gradients = {key.removeprefix("model."): tensor for key, tensor in tensors.items() if "bias" not in key}
+    gradients = {
+        key.removeprefix("model."): tensor for key, tensor in tensors.items() if not key.endswith("experts.bias")
+    }
     experts = imported.model.experts and replace(imported.model.experts, aux_loss_coef=0.0)
     return Theirs(replace(imported.model, experts=experts), imported.folder, logits.detach(), loss.item(), gradients)
 

@@ -26,6 +26,10 @@ SHAPES = {
     "packed": Case(2, "ring", batch=3, heads=4, kv_heads=2, documents=PACKED),
     "packed, narrow values": Case(2, "ring", batch=3, heads=4, kv_heads=4, head_dim=12, value_dim=4, documents=PACKED),
     "packed, equal rows": Case(2, "ring", batch=3, documents=((0, 17), (0, 17), (0,)), length=48),
+    "window": Case(2, "ring", batch=2, window=5),
+    "window of two tokens": Case(2, "ring", window=2),
+    "window over several chunks": Case(2, "ring", batch=1, window=13, softcap=0.7),
+    "packed, window": Case(2, "ring", batch=3, heads=4, kv_heads=2, documents=PACKED, window=6),
     "documents of one token": Case(2, "ring", batch=1, documents=((0, *range(3, 32)),)),
 }
 

@@ -44,6 +44,7 @@ EXPERT = [
 ]
 FAMILY = [
     *((name, "gpipe", {}) for name in FAMILIES),
+    ("olmo2", "zb-h2", {"tp": 4}),
     pytest.param("llama 3.1", "zb-h2", {"pp": 2, "cp": 2}, marks=slow),
     ("qwen3", "zb-h2", {"tp": 4}),
     pytest.param("qwen3", "1f1b", {"tp": 2, "pp": 2}, marks=slow),

@@ -1,0 +1,35 @@
+"""Law 1 for the parts of layers that only some families have, on meshes of every axis. All are slow; test_axes.py has a
+selection that always runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from exactness import assert_equals_one_process
+from plans import plan_on_mesh
+from small_models import FAMILIES
+
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+ZERO_3 = MemoryOptions(zero=3)
+NAMES = ("qwen2", "mistral", "olmo2")
+MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "zb-h2 pp2": ("zb-h2", {"pp": 2}, {"recompute": "selective"}),
+    "dualpipev pp2 tp2": ("dualpipev", {"pp": 2, "tp": 2}, {}),
+    "tp4": ("1f1b", {"tp": 4}, {}),
+    "cp2 tp2 ring": ("1f1b", {"cp": 2, "tp": 2}, {}),
+    "cp4 ring, masked": ("gpipe", {"cp": 4}, {"document_mask": True}),
+    "cp2 pp2 all_gather, masked": ("zb-h2", {"cp": 2, "pp": 2}, {"cp_method": "all_gather", "document_mask": True}),
+    "cp2 ulysses": ("gpipe", {"cp": 2}, {"cp_method": "ulysses", "document_mask": True}),
+    "dp2 tp2, ZeRO-3": ("1f1b", {"dp": 2, "tp": 2}, {"memory_options": ZERO_3, "recompute": "full"}),
+    "seq-1f1b pp2": ("seq-1f1b", {"pp": 2}, {"slices": 4}),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", NAMES)
+def test_a_family_equals_one_process(fleet, corpus, family, mesh):
+    name, sizes, more = MESHES[mesh]
+    assert_equals_one_process(fleet, plan_on_mesh(corpus, name, sizes, model=FAMILIES[family], **more))
