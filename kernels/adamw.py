@@ -34,6 +34,7 @@ def coefficients(lr: float, beta1: float, beta2: float, eps: float, weight_decay
 
 
 def _updated(master: Tensor, m: Tensor, v: Tensor, g: Tensor, c: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+    m, v = m.to(master.dtype), v.to(master.dtype)
     new_m = m + (g - m) * c.first
     new_v = v + (g * g - v) * c.second
     step = c.size * new_m / (new_v.sqrt() * c.unbias + c.eps)
@@ -44,7 +45,8 @@ def _updated(master: Tensor, m: Tensor, v: Tensor, g: Tensor, c: Coefficients) -
 def adamw_(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: Coefficients
 ) -> None:
-    """Updates master, m, v (each [n] float32) from grad [n] * scale, and writes the new master to out [n] in its dtype.
+    """Updates master [n], m and v from grad [n] * scale, and writes the new master to out [n] in its dtype. Gradients
+    and master are float32; m and v are too, or bfloat16, to which they are rounded after the update.
 
     As torch.optim.AdamW: decoupled weight decay, bias correction, eps outside the root. `scale` [1] is on the same
     device; if it is not finite nothing changes, which skips a step without the host.
@@ -52,7 +54,7 @@ def adamw_(
     finite = torch.isfinite(scale)
     new_m, new_v, new_master = _updated(master, m, v, grad.to(master.dtype) * scale.to(master.dtype), c)
     for tensor, new in ((m, new_m), (v, new_v), (master, new_master)):
-        tensor.copy_(torch.where(finite, new, tensor))
+        tensor.copy_(torch.where(finite, new.to(tensor.dtype), tensor))
     if out is not None:
         out.copy_(torch.where(finite, new_master.to(out.dtype), out))
 

@@ -15,15 +15,15 @@ def _update(
     CAST: tl.constexpr, OPTIMISTIC: tl.constexpr,
 ):  # fmt: skip
     g = tl.load(grad, mask=mask).to(tl.float32) * s
-    new_m = tl.load(m, mask=mask)
-    new_v = tl.load(v, mask=mask)
+    new_m = tl.load(m, mask=mask).to(tl.float32)
+    new_v = tl.load(v, mask=mask).to(tl.float32)
     p = tl.load(master, mask=mask)
     new_m += (g - new_m) * first
     new_v += (g * g - new_v) * second
     p = p - decay * p - size * new_m / (tl.sqrt(new_v) * unbias + eps)
     if not OPTIMISTIC:
-        tl.store(m, new_m, mask=mask)
-        tl.store(v, new_v, mask=mask)
+        tl.store(m, new_m.to(m.dtype.element_ty), mask=mask)
+        tl.store(v, new_v.to(v.dtype.element_ty), mask=mask)
         tl.store(master, p, mask=mask)
     if CAST:
         tl.store(out, p.to(out.dtype.element_ty), mask=mask)

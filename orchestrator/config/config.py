@@ -29,6 +29,8 @@ from pentad.schedules.spec.plan import split_layers
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 from pentad.schedules.spec.validate import check_divisibility
 
+BFLOAT16_ROUNDING = 2**-8  # relative, at most
+
 
 class Layout(NamedTuple):
     """Stages of each pipeline rank, and slices of a sequence, of a schedule."""
@@ -113,6 +115,7 @@ class RunConfig(sections.Section):
             yield Broken("batch.global_batch_size", f"a multiple of {' x '.join(sizes)} = {product}")
         if self.optimizer.decay_steps is None:
             yield from self.optimizer.phase_rules("run.steps", self.run.steps, "optimizer.")
+        yield from self._state_rules()
         if self.schedule.name == AUTO and self.memory.recompute_stages:
             found = f"{self.memory.recompute_stages}, but schedule.name auto places them"
             yield Broken("memory.recompute_stages", "null", found)
@@ -125,12 +128,23 @@ class RunConfig(sections.Section):
         if layout is not None and self.model.custom is None:
             yield from self._layout_rules(layout, self.model.spec)
 
+    def _state_rules(self) -> Iterator[Broken]:
+        """A moment in bfloat16 must change by more than half a bit when a gradient vanishes."""
+        if self.precision.optimizer_state != "bfloat16":
+            return
+        decays = ("momentum", "beta2") if self.optimizer.name == "muon" else ("beta1", "beta2")
+        for key in decays:
+            if getattr(self.optimizer, key) > 1 - BFLOAT16_ROUNDING:
+                expected = f"at most {1 - BFLOAT16_ROUNDING:g} with precision.optimizer_state bfloat16, whose rounding"
+                yield Broken(f"optimizer.{key}", f"{expected} would undo a step's change")
+
     def _layout_rules(self, layout: Layout, model: ModelSpec) -> Iterator[str]:
         stages, slices, length = layout.stages, layout.slices, self.batch.sequence_length
         recompute_stages = self.memory.recompute_stages or []
         if self.schedule.name != AUTO and max(recompute_stages, default=0) >= stages:
             expected = f"stages 0 to {stages - 1} of schedule {self.schedule.name}"
             yield f"memory.recompute_stages is {recompute_stages}: expected {expected}"
+        yield from self.optimizer.group_rules(model)
         if model.custom is not None:
             yield from self._custom_rules(model.custom.text, model.layers, layout)
             return
@@ -155,6 +169,9 @@ class RunConfig(sections.Section):
             mtp: model.mtp_layers > 0,
             "model.experts.aux_loss_coef > 0": experts is not None and experts.aux_loss_coef > 0,
         }
+        if self.schedule.post_validation and self.optimizer.name == "muon":
+            expected = "false for optimizer.name = muon, whose momentum takes in gradients that have been clipped"
+            yield f"schedule.post_validation is true: expected {expected}"
         for name, holds in sums_before_norm.items():
             if self.schedule.post_validation and holds:
                 expected = f"false for {name}, which sums over ranks before the norm"
@@ -168,6 +185,9 @@ class RunConfig(sections.Section):
         for axis, why in (("tp", "splits weights"), ("cp", "splits sequences"), ("ep", "splits experts")):
             if (size := getattr(self.mesh, axis)) > 1:
                 yield f"mesh.{axis} is {size}: expected 1 for model {text}: nothing defines how it {why}"
+        if self.optimizer.name == "muon":
+            why = "nothing says which of its matrices are embeddings"
+            yield f"optimizer.name is muon: expected adamw for model {text}: {why}"
         if layout.slices > 1:
             yield f"schedule.slices is {layout.slices}: expected 1 for model {text}, which gets whole sequences"
         if self.data.document_mask:

@@ -1,22 +1,40 @@
-"""The optimizer section: learning rates, AdamW, clipping (docs/optimizers.md)."""
+"""The optimizer section: AdamW or Muon, learning rates, groups of parameters, clipping (docs/optimizers.md)."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from pentad.orchestrator.config.errors import Broken
-from pentad.orchestrator.config.sections import Count, Section
+from pentad.orchestrator.config.errors import Broken, shown
+from pentad.orchestrator.config.sections import Count, Section, Text
 from pentad.schedules.spec.learning_rate import DecayShape, ScheduleName
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.optimizer import AdjustLrFn, Method, original_name
+from pentad.schedules.spec.tensors import tensors
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerSection(Section):
-    """AdamW and its learning rate (docs/optimizers.md)."""
+class GroupSection(Section):
+    """A group of parameters."""
 
+    pattern: Text
+    """names of tensors, with * and ? as in a shell"""
+    learning_rate_scale: PositiveFloat = 1.0
+    """factor of the learning rate"""
+    weight_decay: NonNegativeFloat | None = None
+    """decoupled weight decay; null: optimizer.weight_decay for matrices, 0 for norms"""
+
+
+class OptimizerSection(Section):
+    """The optimizer and its learning rate (docs/optimizers.md)."""
+
+    name: Method = "adamw"
+    """adamw, or muon for the matrices inside layers and adamw for all else"""
     learning_rate: PositiveFloat = Field(default=3e-3, description="peak learning rate")
     min_learning_rate: NonNegativeFloat | None = None
     """learning rate at the end of the schedule; null: a tenth of learning_rate"""
@@ -36,6 +54,14 @@ class OptimizerSection(Section):
     beta2: Decay = Field(default=0.95, description="decay of the second moment")
     eps: PositiveFloat = Field(default=1e-8, description="added to the square root of the second moment")
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay of matrices")
+    groups: list[GroupSection] | None = None
+    """tensors with another learning rate or weight decay, as mappings of pattern, learning_rate_scale and weight_decay;
+    the first one whose pattern matches counts"""
+    momentum: Decay = Field(default=0.95, description="decay of Muon's momentum")
+    nesterov: bool = Field(default=True, description="Nesterov's momentum in Muon")
+    adjust_lr_fn: AdjustLrFn = "match_rms_adamw"
+    """Muon's learning rate by a matrix's shape: match_rms_adamw makes updates as large as AdamW's, so that both share
+    learning_rate; original is sqrt(max(1, rows / columns))"""
     clip_norm: PositiveFloat | None = 1.0
     """largest global norm of the gradients, which are scaled down to it; null: no clipping"""
 
@@ -51,8 +77,22 @@ class OptimizerSection(Section):
             yield Broken("cycles", "the number of cosines of optimizer.schedule cosine_with_restarts")
         if self.schedule != "cosine_with_restarts" and self.cycles is not None:
             yield Broken("cycles", f"null for optimizer.schedule {self.schedule}: it belongs to cosine_with_restarts")
+        if self.name != "muon":
+            for key in ("momentum", "nesterov", "adjust_lr_fn"):
+                value, default = getattr(self, key), type(self).model_fields[key].default
+                if value != default:
+                    yield Broken(key, f"{shown(default)} for optimizer.name {self.name}: it belongs to muon")
         if self.decay_steps is not None:
             yield from self.phase_rules("optimizer.decay_steps", self.decay_steps)
+
+    def group_rules(self, model: ModelSpec) -> Iterator[str]:
+        """Every pattern matches a tensor of the model."""
+        names = sorted({original_name(each) for each in tensors(model, 0, model.layers)})
+        for number, group in enumerate(self.groups or ()):
+            if not any(fnmatchcase(name, group.pattern) for name in names):
+                near = difflib.get_close_matches(group.pattern, names, n=3, cutoff=0.3) or names[:3]
+                expected = f"a pattern that matches a tensor of the model, such as {', '.join(near)}"
+                yield f"optimizer.groups.{number}.pattern is {shown(group.pattern)}: expected {expected}"
 
     def phase_rules(self, name: str, decay_steps: int, prefix: str = "") -> Iterator[Broken]:
         """The phases must fit into a schedule of `decay_steps`, which the key `name` gives."""

@@ -137,6 +137,8 @@ class PrecisionSection(Section):
     compute: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
     """dtype of compute; auto: bfloat16 on GPUs and float32 on CPUs. Master weights, gradients and optimizer state are
     float32 (float64 if compute is)"""
+    optimizer_state: Literal["auto", "bfloat16"] = "auto"
+    """dtype of moments and momentum; auto: that of the master weights"""
     deterministic: bool = True
     """use kernels whose results are bit-identical in every run, at some cost in speed"""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.schedules.spec.learning_rate import LearningRate
-from pentad.schedules.spec.optimizer import OptimizerSpec
+from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 
 
 def optimizer_spec(config: RunConfig) -> OptimizerSpec:
@@ -16,6 +16,12 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
         eps=given.eps,
         weight_decay=given.weight_decay,
         clip_norm=given.clip_norm,
+        name=given.name,
+        groups=tuple(ParamGroup(**group.model_dump()) for group in given.groups or ()),
+        bf16_state=config.precision.optimizer_state == "bfloat16",
+        momentum=given.momentum,
+        nesterov=given.nesterov,
+        adjust_lr_fn=given.adjust_lr_fn,
     )
 
 

@@ -135,6 +135,11 @@ class Plan:
         held = product(range(self.mesh.dp), pps, range(self.mesh.cp), (shard.tp,), eps)
         return tuple(sorted(self.mesh.rank(Coordinates(*at)) for at in held))
 
+    def tp_holders(self, shard: ParamShard) -> tuple[int, ...]:
+        """Ranks of the mesh that hold a part of the tensors of a shard, in ascending order: `holders` for every tp."""
+        shards = (shard._replace(tp=tp) for tp in range(self.mesh.tp))
+        return tuple(sorted(rank for each in shards for rank in self.holders(each)))
+
     def owner(self, shard: ParamShard) -> int:
         """The rank that saves a shard to checkpoints: its first holder."""
         return self.holders(shard)[0]

@@ -51,5 +51,5 @@ def with_tied_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 def state_like(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors by name with the shapes of weights and optimizer state."""
-    kinds = ("model", "optimizer.m", "optimizer.v")
+    kinds = ("model", "optimizer.m", "optimizer.v", "optimizer.momentum")
     return {f"{kind}.{name}": weight for kind in kinds for name, weight in with_tied_copies(weights).items()}

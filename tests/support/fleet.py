@@ -33,19 +33,24 @@ class Outcome:
     bytes: dict[str, int]
 
 
-def tensors_by_name(parameters, flat: torch.Tensor, kind: str = "") -> dict[str, torch.Tensor]:
+def tensors_by_name(parameters, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors of a flat buffer; parts of tensors are flat and called 'NAME@RANGES@FIRST ELEMENT'."""
+    return dict(_named("", *part) for part in parameters.shard_parts(flat))
+
+
+def state_by_name(parameters) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state, in the same way; names begin with the kind."""
+    return dict(_named(f"{kind}.", *part) for kind, *part in parameters.state_parts())
+
+
+def _named(prefix: str, local, span: slice, values: torch.Tensor) -> tuple[str, torch.Tensor]:
     from pentad.workers.params.sharded_state import stored_name
 
-    found = {}
-    for local, span, values in parameters.shard_parts(flat):
-        value = values.cpu().clone()
-        if local.is_full and values.numel() == torch.Size(local.shape).numel():
-            found[kind + local.name] = value.view(local.shape)
-        else:
-            ranges = stored_name(local).partition("@")[2]
-            found[f"{kind}{local.name}@{ranges}@{span.start}"] = value
-    return found
+    value = values.cpu().clone()
+    if local.is_full and values.numel() == torch.Size(local.shape).numel():
+        return prefix + local.name, value.view(local.shape)
+    ranges = stored_name(local).partition("@")[2]
+    return f"{prefix}{local.name}@{ranges}@{span.start}", value
 
 
 def assemble(parts: list[dict[str, torch.Tensor]], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -112,10 +117,12 @@ class Fleet:
 
 def _serve(end: Connection, *_: object) -> None:
     from pentad.schedules.spec import plan
+    from pentad.workers.params import muon
 
     torch.set_num_threads(1)
     faulthandler.enable()
     plan.TILE_TOKENS = TILE
+    muon.ROUND_ELEMENTS = 512  # small models then have several rounds
     while True:
         try:
             order = end.recv()
@@ -150,11 +157,11 @@ def _run(
         plan.num_zero_shards(share) > 1 or plan.owner(share) == rank for share in plan.param_shards_of(rank)
     )
 
-    def recording_step(parameters, spec, number, scale):
+    def recording_step(parameters, spec, number, scale, directions=None):
         while len(gradients) <= number - calls[0][0]:
             gradients.append({})
         gradients[number - calls[0][0]] |= tensors_by_name(parameters, parameters.gradient)
-        real_step(parameters, spec, number, scale)
+        real_step(parameters, spec, number, scale, directions)
 
     def faulty_sum(parameters, counted):
         nonlocal sums
@@ -178,8 +185,7 @@ def _run(
             shards = runner.save(save, sum(calls[-1][:2])) if save else []
             state: dict[str, torch.Tensor] = {}
             for parameters in runner.state.parameters.values():
-                for kind, flat in parameters.state().items():
-                    state |= tensors_by_name(parameters, flat, f"{kind}.")
+                state |= state_by_name(parameters)
             sizes = buffer_bytes(runner.state.parameters, runner.shards)
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum

@@ -96,12 +96,14 @@ def plan_on_mesh(data: str, name: str, sizes: dict[str, int], **more: Any) -> Pl
 def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in a single process, independent of how the mesh divides the batch."""
     rows = plan.batch.micro_batch_size if is_balanced(plan) else 2
-    return _reference(plan.data, plan.batch.global_batch_size, plan.model, plan.document_mask, rows)
+    return _reference(plan.data, plan.batch.global_batch_size, plan.model, plan.document_mask, rows, plan.optimizer)
 
 
 @functools.cache
-def _reference(data: str, sequences: int, model: ModelSpec, document_mask: bool, micro_batch_size: int) -> Trained:
-    plan = plan_of("gpipe", 1, 1, sequences // 2, data, model=model)
+def _reference(
+    data: str, sequences: int, model: ModelSpec, document_mask: bool, micro_batch_size: int, optimizer: OptimizerSpec
+) -> Trained:
+    plan = replace(plan_of("gpipe", 1, 1, sequences // 2, data, model=model), optimizer=optimizer)
     assert plan.batch.micro_batch_size == micro_batch_size
     corpus, batches, documents = open_corpus(data, False), [], []
     for step in range(STEPS):

@@ -1,12 +1,15 @@
-"""Single-process training with autograd and torch's AdamW: the reference for every mesh and schedule."""
+"""Single-process training with autograd and torch's AdamW, or Muon: the reference for every mesh and schedule."""
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 
 import reference_families
 import torch
+from reference_muon import ReferenceMuon, is_muons
 
+from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import tensors
 from pentad.workers.params.param_init import initial_values
@@ -42,16 +45,23 @@ def optimize(
 ) -> Trained:
     """Runs the plan's optimizer on (loss to report, loss to minimize) of each step."""
     spec = plan.optimizer
+    scales = {name: _group_of(spec, name).learning_rate_scale for name in p}
+    decays = {name: _weight_decay(spec, name, t) for name, t in p.items()}
+    muons = {name: t for name, t in p.items() if spec.name == "muon" and is_muons(name, t)}
+    muon = ReferenceMuon(spec, plan.model, muons)
     groups = [
-        {"params": [t for t in p.values() if t.dim() > 1], "weight_decay": spec.weight_decay},
-        {"params": [t for t in p.values() if t.dim() < 2], "weight_decay": 0.0},
+        {"params": [t], "weight_decay": decays[name], "scale": scales[name]}
+        for name, t in p.items()
+        if name not in muons
     ]
     adam = torch.optim.AdamW(groups, lr=1.0, betas=(spec.beta1, spec.beta2), eps=spec.eps)
     losses, gradients, norms = [], [], []
     for step in range(steps):
+        rate = spec.learning_rate.at(step)
         for group in adam.param_groups:
-            group["lr"] = spec.learning_rate.at(step)
-        adam.zero_grad()
+            group["lr"] = rate * group["scale"]
+        for t in p.values():
+            t.grad = None
         reported, total = losses_of(step)
         total.backward()
         losses.append(reported.item())
@@ -62,7 +72,20 @@ def optimize(
         for gradient in found.values():
             gradient *= 1.0 if spec.clip_norm is None else min(1.0, spec.clip_norm / norms[-1])
         adam.step()
+        for name in muons:
+            muon.step(name, rate * scales[name], decays[name])
     return losses, gradients, norms, {name: t.detach() for name, t in p.items()}
+
+
+def _group_of(spec: OptimizerSpec, name: str) -> ParamGroup:
+    return next((group for group in spec.groups if fnmatch.fnmatch(name, group.pattern)), ParamGroup(name))
+
+
+def _weight_decay(spec: OptimizerSpec, name: str, tensor: torch.Tensor) -> float:
+    given = _group_of(spec, name).weight_decay
+    if given is not None:
+        return given
+    return spec.weight_decay if tensor.dim() > 1 else 0.0
 
 
 def _mean_losses(

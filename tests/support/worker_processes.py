@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import tensors_by_name
+from fleet import state_by_name
 from gpus import RANKS_A_GPU, gpu_of
 from pool import process_context
 
@@ -263,8 +263,7 @@ def _serve(end: Any) -> None:
 def _state(runner: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for parameters in runner.state.parameters.values():
-        for kind, flat in parameters.state().items():
-            found |= tensors_by_name(parameters, flat, f"{kind}.")
+        found |= state_by_name(parameters)
         found |= {name: bias.cpu() for name, bias in parameters.router_bias.by_name.items()}
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -45,13 +45,15 @@ class ProcessGroups:
     `channels[kind, source, target]` carries the transfers of one direction between two ranks (gloo has one group for
     all and distinguishes them by tag; peer copies need none). `gradients[stage]` are the holders of a stage and of its
     experts, if it has any; `weights[stage]` are the same ranks with communicators for ZeRO's all-gathers, which run
-    beside reductions. `world` is all ranks of the mesh, `tied` the holders of the embedding where the head shares it.
+    beside reductions. `matrices[stage]` are the ranks that hold parts of the same matrices, for Muon. `world` is all
+    ranks of the mesh, `tied` the holders of the embedding where the head shares it.
     """
 
     rank: int
     channels: dict[Channel, dist.ProcessGroup | None]
     gradients: GroupsByStage
     weights: GroupsByStage
+    matrices: GroupsByStage
     world: dist.ProcessGroup | None
     layers: LayerGroups
     tied: dist.ProcessGroup | None
@@ -91,11 +93,12 @@ def connect(
     )
     world = _connected_group(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
     channels = _channels(plan, rank, world, device)
-    gradients = _holder_groups(plan, rank)
-    weights = _holder_groups(plan, rank) if plan.zero else {}
+    gradients = _groups_by_stage(plan, rank, plan.holders)
+    weights = _groups_by_stage(plan, rank, plan.holders) if plan.zero else {}
+    matrices = _groups_by_stage(plan, rank, plan.tp_holders) if plan.optimizer.name == "muon" else {}
     tied = [_connected_group(ranks) for ranks in _embedding_ranks(plan)]
     tied_group = tied[plan.mesh.coordinates(rank).tp] if tied else None
-    return ProcessGroups(rank, channels, gradients, weights, world, _layer_groups(plan, rank), tied_group)
+    return ProcessGroups(rank, channels, gradients, weights, matrices, world, _layer_groups(plan, rank), tied_group)
 
 
 def first_stage_ranks(mesh: Mesh) -> list[int]:
@@ -139,12 +142,12 @@ def _channels(
     return channels
 
 
-def _holder_groups(plan: Plan, rank: int) -> GroupsByStage:
-    """New groups of the holders of each shard of this rank's stages."""
-    made = _new_groups(map(plan.holders, plan.param_shards))
+def _groups_by_stage(plan: Plan, rank: int, ranks_of: Callable[[ParamShard], tuple[int, ...]]) -> GroupsByStage:
+    """New groups of the ranks of each shard of this rank's stages."""
+    made = _new_groups(map(ranks_of, plan.param_shards))
     found: GroupsByStage = {stage: [] for stage in plan.stages_of(rank)}
     for shard in plan.param_shards_of(rank):
-        found[shard.stage].append(made.get(plan.holders(shard)))
+        found[shard.stage].append(made.get(ranks_of(shard)))
     return found
 
 

@@ -1,15 +1,15 @@
-"""The optimizer step on one rank: the gradient norm, clipping and AdamW."""
+"""The optimizer step on one rank: the gradient norm, clipping, AdamW and Muon."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 
 from pentad.kernels.adamw import Coefficients, adamw_, adamw_optimistic_, coefficients
+from pentad.kernels.muon import MuonCoefficients, muon_, muon_coefficients, muon_direction_
 from pentad.schedules.spec.optimizer import OptimizerSpec
+from pentad.schedules.spec.zero_layout import ShardIndex
 from pentad.workers.params.parameters import Parameters
-from pentad.workers.params.zero_layout import ShardIndex
+from pentad.workers.params.update_layout import Run
 
 ROW = 4096  # elements of a partial norm
 
@@ -37,26 +37,53 @@ def clip_scale(norm: torch.Tensor, limit: float | None, dtype: torch.dtype) -> t
     return torch.where(torch.isfinite(norm), factor, torch.nan).to(dtype).view(1)
 
 
-def step(parameters: Parameters, spec: OptimizerSpec, number: int, scale: torch.Tensor) -> None:
-    """AdamW step `number` (from 0), with gradients times `scale` [1]."""
-    has_copy = parameters.compute is not parameters.master
-    for (master, m, v, gradient, compute), group in _groups(parameters, spec, number):
-        adamw_(master, m, v, gradient, compute if has_copy else None, scale, group)
+def step(
+    parameters: Parameters,
+    spec: OptimizerSpec,
+    number: int,
+    scale: torch.Tensor,
+    directions: torch.Tensor | None = None,
+) -> None:
+    """Step `number` (from 0), with gradients times `scale` [1]. Muon needs the orthogonalized `directions`."""
+    compute = parameters.compute if parameters.compute is not parameters.master else None
+    for run in parameters.updates.runs:
+        index = run.where
+        master, m, gradient = parameters.master[index], parameters.m[index], parameters.gradient[index]
+        out = None if compute is None else compute[index]
+        if run.rule.method == "adamw":
+            adamw_(master, m, parameters.v[run.place], gradient, out, scale, _adamw(spec, run, number))
+        else:
+            assert directions is not None
+            muon_(master, m, gradient, directions[run.place], out, scale, _muon(spec, run, number))
 
 
 def optimistic_step(parameters: Parameters, spec: OptimizerSpec, number: int) -> None:
-    """Writes the compute weights as `step` would with a scale of 1; nothing else changes."""
+    """Writes the compute weights as `step` would with a scale of 1; nothing else changes. AdamW only."""
     assert parameters.compute is not parameters.master
-    for (master, m, v, gradient, compute), group in _groups(parameters, spec, number):
-        adamw_optimistic_(compute, master, m, v, gradient, group)
+    for run in parameters.updates.runs:
+        assert run.rule.method == "adamw"
+        buffers = parameters.compute, parameters.master, parameters.m
+        compute, master, m = (buffer[run.where] for buffer in buffers)
+        v, gradient = parameters.v[run.place], parameters.gradient[run.where]
+        adamw_optimistic_(compute, master, m, v, gradient, _adamw(spec, run, number))
 
 
-def _groups(
-    parameters: Parameters, spec: OptimizerSpec, number: int
-) -> Iterator[tuple[list[torch.Tensor], Coefficients]]:
-    """([master, m, v, gradient, compute], coefficients) of every part. Weight decay applies to matrices only."""
-    buffers = (parameters.master, parameters.m, parameters.v, parameters.gradient, parameters.compute)
-    for index, is_matrix in parameters.decay_groups:
-        weight_decay, learning_rate = spec.weight_decay if is_matrix else 0.0, spec.learning_rate.at(number)
-        group = coefficients(learning_rate, spec.beta1, spec.beta2, spec.eps, weight_decay, step=number + 1)
-        yield [buffer[index] for buffer in buffers], group
+def muon_directions(parameters: Parameters, spec: OptimizerSpec, number: int, scale: torch.Tensor) -> torch.Tensor:
+    """What step `number` will orthogonalize [num_muon], in the dtype of compute, from gradients times `scale` [1]."""
+    updates = parameters.updates
+    found = parameters.compute.new_empty(updates.num_muon)
+    for run in updates.runs:
+        if run.rule.method == "muon":
+            m, gradient = parameters.m[run.where], parameters.gradient[run.where]
+            muon_direction_(found[run.place], m, gradient, scale, _muon(spec, run, number))
+    return found
+
+
+def _adamw(spec: OptimizerSpec, run: Run, number: int) -> Coefficients:
+    rate = spec.learning_rate.at(number) * run.rule.learning_rate_scale
+    return coefficients(rate, spec.beta1, spec.beta2, spec.eps, run.rule.weight_decay, step=number + 1)
+
+
+def _muon(spec: OptimizerSpec, run: Run, number: int) -> MuonCoefficients:
+    rate = spec.learning_rate.at(number) * run.rule.learning_rate_scale
+    return muon_coefficients(rate, spec.momentum, run.rule.weight_decay, run.adjustment, nesterov=spec.nesterov)

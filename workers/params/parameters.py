@@ -2,67 +2,42 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
 from pentad.schedules.passes.post_validation import has_post_validation
+from pentad.schedules.spec.optimizer import STATE_KINDS
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.tensors import Range, Tensor, tensors
+from pentad.schedules.spec.zero_layout import ShardIndex, ZeroLayout, zero_layout
+from pentad.workers.params.local_tensor import LocalTensor, local_tensors
 from pentad.workers.params.param_init import initial_values
 from pentad.workers.params.router_bias import RouterBias
-from pentad.workers.params.zero_layout import ShardIndex, ZeroLayout
+from pentad.workers.params.update_layout import UpdateLayout, spans, update_layout
 
+FullTensor = tuple[str, LocalTensor, torch.Tensor]  # the kind of state, a rank's part of a tensor, its values, flat
+BUFFERS = ("master", "m", "v")
+BUFFER_OF = {"model": "master", "optimizer.m": "m", "optimizer.v": "v", "optimizer.momentum": "m"}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-
-
-class LocalTensor(NamedTuple):
-    """A rank's part of a tensor: the `ranges` of every dimension, joined, have the shape `shape`."""
-
-    tensor: Tensor
-    ranges: list[list[Range]]
-
-    @property
-    def name(self) -> str:
-        return self.tensor.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(sum(end - start for start, end in ranges) for ranges in self.ranges)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def is_full(self) -> bool:
-        return self.shape == self.tensor.shape
-
-    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
-        """This part of the full tensor."""
-        for dim, ranges in enumerate(self.ranges):
-            if ranges != [(0, full.shape[dim])]:
-                full = torch.cat([full.narrow(dim, start, end - start) for start, end in ranges], dim)
-        return full
 
 
 @dataclass(frozen=True)
 class Parameters:
     """What a rank holds of a stage's parameters, experts and all else separately, in the order of `local_tensors`.
 
-    `master`, `compute`, `gradient`, `m` and `v` are its ZeRO shard, [buckets, part] ([1, size] without ZeRO); all but
-    `compute` are float32 (float64 when compute is). `compute` is a copy of `master` in the compute dtype, or `master`
-    itself. Layers read `full_weights` and add to `full_gradients`, flat; `compute` and `gradient` are views of them.
-    Both are None where stages share buffers (workers/runtime/zero.py). `router_bias` is not sharded; it comes with the
-    parameters that are not experts', as every rank of the stage needs it.
+    `master`, `compute`, `gradient` and `m` are its ZeRO shard, [buckets, part] ([1, size] without ZeRO). `m` holds
+    first moments, or Muon's momentum, and `v` [num_adamw] second moments; `updates` says which elements have which.
+    Both have the dtype of optimizer state; `master` and `gradient` are float32 (float64 when compute is). `compute` is
+    a copy of `master` in the compute dtype, or `master` itself. Layers read `full_weights` and add to `full_gradients`,
+    flat; `compute` and `gradient` are views of them. Both are None where stages share buffers
+    (workers/runtime/zero.py). `router_bias` is not sharded; it comes with the parameters that are not experts', as
+    every rank of the stage needs it.
     """
 
     local_tensors: tuple[LocalTensor, ...]
     layout: ZeroLayout
+    updates: UpdateLayout
     master: torch.Tensor
     compute: torch.Tensor
     gradient: torch.Tensor
@@ -72,19 +47,9 @@ class Parameters:
     full_gradients: torch.Tensor | None
     router_bias: RouterBias
 
-    @cached_property
-    def decay_groups(self) -> list[tuple[ShardIndex, bool]]:
-        """All parts of the shard, with whether they hold matrices (which have weight decay) or norms."""
-        norms = sum(local.size for local in self.local_tensors if len(local.shape) < 2)
-        ends = (0, norms, False), (norms, self.layout.padded_size, True)
-        return [(index, matrices) for start, end, matrices in ends for index, _ in self.layout.overlap(start, end)]
-
     def spans(self) -> Iterator[tuple[LocalTensor, int, int]]:
         """The local tensors with where each starts and ends in a full buffer."""
-        start = 0
-        for local in self.local_tensors:
-            yield local, start, start + local.size
-            start += local.size
+        return spans(self.local_tensors)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The local tensors in a full buffer, by name."""
@@ -101,13 +66,44 @@ class Parameters:
         """The elements of tensors that a ZeRO shard holds: a tensor, which of its elements in C order, their values."""
         return ((local, span, shard[index]) for local, index, span in self.shard_spans())
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: master weights and both moments, by kind."""
-        return {"model": self.master, "optimizer.m": self.m, "optimizer.v": self.v}
+    def window(self, buffer: str, bucket: int, start: int, end: int) -> torch.Tensor:
+        """Elements of the shard of one of BUFFERS; where `v` has none there are zeros."""
+        if buffer != "v":
+            found: torch.Tensor = getattr(self, buffer)[bucket, start:end]
+            return found
+        found = self.v.new_zeros(end - start)
+        for (number, at), rule, _, place in self.updates.runs:
+            first, last = max(start, at.start), min(end, at.stop)
+            if number == bucket and first < last and rule.method == "adamw":
+                offset = place.start - at.start
+                found[first - start : last - start] = self.v[first + offset : last + offset]
+        return found
+
+    def full_tensors(self, buffer: str, full: torch.Tensor) -> list[FullTensor]:
+        """What a full buffer, gathered from all shards, holds of the state."""
+        rules = zip(self.spans(), self.updates.rules, strict=True)
+        return [
+            (kind, local, full[start:end])
+            for (local, start, end), rule in rules
+            for kind in ("model", *STATE_KINDS[rule.method])
+            if BUFFER_OF[kind] == buffer
+        ]
+
+    def state_parts(self) -> Iterator[tuple[str, LocalTensor, slice, torch.Tensor]]:
+        """All that a checkpoint holds, kind by kind, tensor by tensor: the kind ('model', 'optimizer.m', ...), the
+        tensor, which of its elements in C order, their values."""
+        for local, span, values in self.shard_parts(self.master):
+            yield "model", local, span, values
+        for method, kinds in STATE_KINDS.items():
+            for kind in kinds:
+                for part in self.updates.parts:
+                    if part.rule.method == method:
+                        values = self.v[part.place] if kind == "optimizer.v" else self.m[part.where]
+                        yield kind, part.local, part.span, values
 
     def state_tensors(self) -> list[torch.Tensor]:
         """All that another rank needs to continue with the same parameters."""
-        return [*self.state().values(), *([self.router_bias.values] if self.router_bias.layers else [])]
+        return [self.master, self.m, self.v, *([self.router_bias.values] if self.router_bias.layers else [])]
 
     def refresh(self) -> None:
         """Writes the compute copy from the master weights."""
@@ -130,8 +126,9 @@ def create_parameters(
     buffers are zeros, for state that comes from a checkpoint or another rank.
     """
     layout, experts = zero_layout(plan, shard, rank), plan.model.experts
-    narrow = DTYPES[plan.dtype]
+    local, narrow = local_tensors(plan, shard), DTYPES[plan.dtype]
     wide = torch.float64 if narrow is torch.float64 else torch.float32
+    state, updates = torch.bfloat16 if plan.optimizer.bf16_state else wide, update_layout(plan.optimizer, local, layout)
 
     def zeros(*shape: int, dtype: torch.dtype = wide) -> torch.Tensor:
         return torch.zeros(shape or (layout.buckets, layout.part), dtype=dtype, device=device)
@@ -139,42 +136,33 @@ def create_parameters(
     unsharded = layout.num_shards == 1
     full_weights = zeros(layout.padded_size, dtype=narrow) if unsharded or plan.zero < 3 else None
     full_gradients = zeros(layout.padded_size) if unsharded or plan.zero < 2 else None
-    compute = zeros(dtype=narrow) if full_weights is None else layout.shard_of(full_weights)
+    compute = zeros(dtype=narrow) if full_weights is None else shard_of(layout, full_weights)
     # With post-validation the compute weights can be a step ahead, so they need memory of their own.
     shared = narrow is wide and not has_post_validation(plan.program)
     bias_layers = () if shard.experts else plan.router_bias_layers(shard.stage)
     parameters = Parameters(
-        local_tensors=local_tensors(plan, shard),
+        local_tensors=local,
         layout=layout,
+        updates=updates,
         master=compute if shared else zeros(),
         compute=compute,
-        gradient=zeros() if full_gradients is None else layout.shard_of(full_gradients),
-        m=zeros(),
-        v=zeros(),
+        gradient=zeros() if full_gradients is None else shard_of(layout, full_gradients),
+        m=zeros(dtype=state),
+        v=zeros(updates.num_adamw, dtype=state),
         full_weights=full_weights,
         full_gradients=full_gradients,
         router_bias=RouterBias(bias_layers, zeros(len(bias_layers), experts.num_experts if experts else 0)),
     )
-    for local, span, values in () if blank else parameters.shard_parts(parameters.master):
+    for part, span, values in () if blank else parameters.shard_parts(parameters.master):
         if initial is not None:
-            value = local.slice_of(initial[local.name])
+            value = part.slice_of(initial[part.name])
         else:
-            value = initial_values(local.tensor, plan.seed, local.ranges, device)
+            value = initial_values(part.tensor, plan.seed, part.ranges, device)
         values.copy_(value.flatten()[span])
     parameters.refresh()
     return parameters
 
 
-def local_tensors(plan: Plan, shard: ParamShard) -> tuple[LocalTensor, ...]:
-    """A rank's parts of the tensors in a parameter shard."""
-    rank = plan.owner(shard)
-    found = tensors(plan.model, *plan.layers[shard.stage])
-    return tuple(LocalTensor(each, each.ranges(plan.mesh, rank)) for each in found if each.experts is shard.experts)
-
-
-def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
-    """How a parameter shard is cut over its holders."""
-    size, num_shards = plan.size(shard), plan.num_zero_shards(shard)
-    if num_shards == 1:
-        return ZeroLayout(size)
-    return ZeroLayout(size, num_shards, plan.holders(shard).index(rank), plan.buckets(shard))
+def shard_of(layout: ZeroLayout, full: torch.Tensor) -> torch.Tensor:
+    """The shard [buckets, part], a view of a full buffer [padded_size]."""
+    return full.view(layout.buckets, layout.num_shards, layout.part)[:, layout.shard_index]

@@ -6,7 +6,7 @@ ranges of a dimension are joined by `+`. Any mesh can assemble the parts that an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import torch
@@ -16,7 +16,9 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import Range
 from pentad.workers.checkpoint import shards
 from pentad.workers.checkpoint.checkpoint import Checkpoint
-from pentad.workers.params.parameters import LocalTensor, Parameters
+from pentad.workers.params.local_tensor import LocalTensor
+from pentad.workers.params.parameters import FullTensor
+from pentad.workers.params.router_bias import RouterBias
 
 
 def shard_file(plan: Plan, shard: ParamShard) -> str:
@@ -27,30 +29,28 @@ def shard_file(plan: Plan, shard: ParamShard) -> str:
 
 
 def checkpoint_tensors(
-    parameters: Parameters, state: dict[str, torch.Tensor], shard: ParamShard
+    state: Iterable[FullTensor], router_bias: RouterBias, shard: ParamShard
 ) -> dict[str, torch.Tensor]:
-    """The tensors to store, by kind and name, from full flat buffers by kind; with router biases.
+    """The tensors to store, by kind and name; with router biases.
 
     Tensors replicated over tp are stored by the first rank, tied copies not at all.
     """
     result = {}
-    for kind, flat in state.items():
-        views = parameters.views(flat)
-        for local in parameters.local_tensors:
-            if not local.tensor.tied_to and (shard.tp == 0 or any(split.axis == "tp" for split in local.tensor.splits)):
-                result[f"{kind}.{stored_name(local)}"] = views[local.name]
+    for kind, local, values in state:
+        if not local.tensor.tied_to and (shard.tp == 0 or any(split.axis == "tp" for split in local.tensor.splits)):
+            result[f"{kind}.{stored_name(local)}"] = values.view(local.shape)
     if shard.tp == 0:
-        result |= {f"model.{name}": bias for name, bias in parameters.router_bias.by_name.items()}
+        result |= {f"model.{name}": bias for name, bias in router_bias.by_name.items()}
     return result
 
 
 def read_full(source: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A full tensor, whatever parts it was stored in.
 
-    Moments of the optimizer are zeros if the checkpoint has none, as an imported one. Raises PentadError where a part
-    is missing or has another shape.
+    Optimizer state is zeros if the checkpoint has none, as an imported one, or has that of another optimizer for this
+    tensor. Raises PentadError where a part is missing or has another shape.
     """
-    if name.startswith("optimizer.") and not any(stored.startswith("optimizer.") for stored in source.files):
+    if name.startswith("optimizer.") and not _has_state(source, name):
         return torch.zeros(shape)
     if name in source.files:
         tensor = shards.read(source, [name])[name]
@@ -66,6 +66,13 @@ def read_full(source: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Te
     if assembly.missing:
         raise PentadError(f"tensor {name} of checkpoint {source.folder} lacks {assembly.missing} of its elements")
     return assembly.tensor
+
+
+def _has_state(source: Checkpoint, name: str) -> bool:
+    """Whether a checkpoint should have this optimizer state: it has some, and none of another kind for the tensor."""
+    stored = {key.partition("@")[0] for key in source.files if key.startswith("optimizer.")}
+    tensor = name.split(".", 2)[2]
+    return name in stored or (bool(stored) and not any(key.split(".", 2)[2] == tensor for key in stored))
 
 
 class TensorAssembly:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.params.parameters import LocalTensor, Parameters
-from pentad.workers.params.zero_layout import ShardIndex
+from pentad.schedules.spec.zero_layout import ShardIndex
+from pentad.workers.params.local_tensor import LocalTensor
+from pentad.workers.params.parameters import Parameters
 
 
 class ReplicatedSlice(NamedTuple):

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import optimizer
+from pentad.workers.params.muon import MuonExchange
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.runtime.streams import Check
 from pentad.workers.runtime.tied import TiedEmbedding
@@ -80,9 +81,9 @@ class StepTotals:
         return totals[self.num_squares :].view(self.loss_shape)
 
 
-class LocalGradients(NamedTuple):
-    """A step's gradients on this rank; `complete` is a bool scalar, false if an abort may have interrupted their
-    reduction."""
+class LocalUpdate(NamedTuple):
+    """What a step needs of this rank: its gradients, and with Muon their directions. `complete` is a bool scalar, false
+    if an abort may have interrupted the exchange with other ranks."""
 
     step: int
     complete: torch.Tensor
@@ -117,12 +118,14 @@ class _StepBase:
     def close(self) -> None:
         """Ends background work."""
 
-    def _parameters(self) -> list[Parameters]:
-        return [buffers.parameters for stage in self.stages.values() for buffers in stage.param_buffers]
+    def _parameters(self) -> dict[ParamShard, Parameters]:
+        shards = self.plan.param_shards_of(self.totals.rank)
+        return {shard: self.stages[shard.stage].param_buffers[shard.experts].parameters for shard in shards}
 
 
 class BarrierStep(_StepBase):
-    """All ranks of the mesh meet at NORM: once one rank has the norm, the gradients of every rank are complete.
+    """All ranks of the mesh meet at NORM: once one rank has the norm, the gradients of every rank are complete. With
+    Muon they meet again when they have the orthogonalized directions, so that STEP needs no other rank.
 
     After `cancel`, a GPU that is behind its host changes no weight at STEP, and the gradients stay: the host issues no
     W of the next step before this one has ended.
@@ -137,13 +140,18 @@ class BarrierStep(_StepBase):
         self.balances = [(balance, group) for balance, group in balances if balance is not None]
         on_gpu = self.device.type == "cuda"
         self.cancelled = torch.zeros((), dtype=torch.float64, pin_memory=on_gpu)  # nan after `cancel`
-        self.gradients: LocalGradients | None = None
+        self.muon = {
+            shard: MuonExchange(plan, groups.rank, shard, groups.matrices[shard.stage][shard.experts])
+            for shard in sorted(self._parameters() if groups.matrices else ())
+        }
+        self.directions: dict[ParamShard, torch.Tensor] = {}
+        self.update: LocalUpdate | None = None
         self.global_norm: GlobalNorm | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next step lacks only its global norm."""
-        found = self.gradients
+        """Whether the next step lacks only its global norm, or with Muon that all ranks are as far."""
+        found = self.update
         return found is not None and bool(found.complete) and int(self.version) == found.step
 
     def reduce_norm(self, step: int, check: Check) -> None:
@@ -152,13 +160,30 @@ class BarrierStep(_StepBase):
         for balance, group in self.balances:
             balance.reduce(group)
         totals = self.totals.fill()
-        self.gradients = LocalGradients(step, self._not_cancelled())
-        if self.world is not None:
-            dist.all_reduce(totals, group=self.world)
-        check()
+        if not self.muon:
+            self.update = LocalUpdate(step, self._not_cancelled())
+        self._sum(totals, check)
+        if self.muon:
+            self._orthogonalize(step, self.totals.norm(totals))
+            self.update = LocalUpdate(step, self._not_cancelled())
+            self._sum(torch.zeros_like(self.norm), check)
         accepted = self._not_cancelled()
         norm = torch.where(accepted, self.totals.norm(totals), torch.nan)
         self.global_norm = GlobalNorm(step, accepted, norm, self.totals.losses(totals))
+
+    def _sum(self, values: torch.Tensor, check: Check) -> None:
+        """Over all ranks, in place."""
+        if self.world is not None:
+            dist.all_reduce(values, group=self.world)
+        check()
+
+    def _orthogonalize(self, step: int, norm: torch.Tensor) -> None:
+        parameters, spec = self._parameters(), self.plan.optimizer
+        for shard, exchange in self.muon.items():  # in the same order on every rank
+            each = parameters[shard]
+            scale = optimizer.clip_scale(norm, spec.clip_norm, each.master.dtype)
+            self.directions[shard] = optimizer.muon_directions(each, spec, step, scale)
+            exchange.run(self.directions[shard])
 
     def step(self, step: int) -> None:
         """STEP, scaled by the norm; changes nothing if the norm is not finite."""
@@ -175,9 +200,10 @@ class BarrierStep(_StepBase):
         self.cancelled.fill_(math.nan)
 
     def _commit(self, result: GlobalNorm) -> None:
-        for parameters in self._parameters():
-            scale = optimizer.clip_scale(result.norm, self.plan.optimizer.clip_norm, parameters.master.dtype)
-            optimizer.step(parameters, self.plan.optimizer, result.step, scale)
+        spec = self.plan.optimizer
+        for shard, parameters in self._parameters().items():
+            scale = optimizer.clip_scale(result.norm, spec.clip_norm, parameters.master.dtype)
+            optimizer.step(parameters, spec, result.step, scale, self.directions.pop(shard, None))
         for balance, _ in self.balances:
             balance.update(result.accepted & result.norm.isfinite())
         self.version = torch.where(result.accepted, result.step + 1, self.version)
@@ -216,7 +242,7 @@ class PostValidatedStep(_StepBase):
 
     def step(self, step: int) -> None:
         """STEP, as if the norm were within the limit."""
-        for parameters in self._parameters():
+        for parameters in self._parameters().values():
             optimizer.optimistic_step(parameters, self.plan.optimizer, step)
 
     def validate(self, check: Check) -> bool:
@@ -234,7 +260,7 @@ class PostValidatedStep(_StepBase):
         self.reducer.close()
 
     def _commit(self, step: int, norm: torch.Tensor, losses: torch.Tensor) -> bool:
-        parameters = self._parameters()
+        parameters = list(self._parameters().values())
         factor = optimizer.clip_scale(norm, self.plan.optimizer.clip_norm, parameters[0].master.dtype)
         finite, unscaled = bool(factor.isfinite()), bool(factor == 1)
         scale = factor.to(self.device, non_blocking=True)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.zero_layout import zero_layout
 from pentad.workers.checkpoint import checkpoint, shards
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.parallel.process_groups import ProcessGroups
-from pentad.workers.params.parameters import Parameters, create_parameters, zero_layout
+from pentad.workers.params.parameters import Parameters, create_parameters
 from pentad.workers.params.sharded_state import checkpoint_tensors, read_full, shard_file
 from pentad.workers.runtime.abort import Fence
 from pentad.workers.runtime.zero import gather_state
@@ -54,14 +55,13 @@ class RankState:
         """
         source = checkpoint.open_checkpoint(folder)
         for parameters in self.parameters.values():
-            for kind, shard in parameters.state().items():
+            for kind, local, span, values in parameters.state_parts():
                 if kind.startswith("optimizer.") and not optimizer:
-                    shard.zero_()
+                    values.zero_()
                     continue
-                for local, span, values in parameters.shard_parts(shard):
-                    # One tensor at a time: a rank with a shard need not have memory for more.
-                    full = read_full(source, f"{kind}.{local.tensor.tied_to or local.name}", local.tensor.shape)
-                    values.copy_(local.slice_of(full).flatten()[span])
+                # One tensor at a time: a rank with a shard need not have memory for more.
+                full = read_full(source, f"{kind}.{local.tensor.tied_to or local.name}", local.tensor.shape)
+                values.copy_(local.slice_of(full).flatten()[span])
             for name, bias in parameters.router_bias.by_name.items():
                 bias.copy_(read_full(source, f"model.{name}", tuple(bias.shape)))
 
@@ -93,7 +93,7 @@ class RankState:
                 state = gather_state(parameters, owner, self.rank, group)
             try:
                 if state is not None:
-                    tensors = checkpoint_tensors(parameters, state, param_shard)
+                    tensors = checkpoint_tensors(state, parameters.router_bias, param_shard)
                     written.append(shards.write_shard(folder, shard_file(self.plan, param_shard), tensors).plain())
             except PentadError as error:
                 failures.append(error)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.zero_layout import ShardIndex
 from pentad.workers.model.base_stage import BaseStage
-from pentad.workers.params.zero_layout import ShardIndex
 
 
 class EmbeddingPart(NamedTuple):

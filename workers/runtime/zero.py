@@ -19,7 +19,7 @@ from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import all_gather, reduce_scatter
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.param_buffers import ParamBuffers
-from pentad.workers.params.parameters import Parameters
+from pentad.workers.params.parameters import BUFFERS, FullTensor, Parameters
 
 MESSAGE_ELEMENTS = 2**24  # of a shard, in one message to the rank that saves it
 BufferKey = tuple[int, int]  # the slot, and which of a stage's parameter buffers (dense, experts)
@@ -84,25 +84,26 @@ class ZeroShards:
 
 def gather_state(
     parameters: Parameters, owner: int, rank: int, group: dist.ProcessGroup | None
-) -> dict[str, torch.Tensor] | None:
-    """The full state of one parameter shard by kind, flat, on the host of its `owner`; None on other ranks.
+) -> list[FullTensor] | None:
+    """The full state of one parameter shard, on the host of its `owner` if it is sharded; None on other ranks.
 
     All holders must call it. Messages are small, so no device needs memory for a full buffer.
     """
-    layout, found = parameters.layout, dict[str, torch.Tensor]()
+    layout, is_owner = parameters.layout, rank == owner
     if layout.num_shards == 1:
-        return parameters.state() if rank == owner else None
-    for kind, shard in parameters.state().items():
-        size = layout.part if rank == owner else 0
-        full = torch.empty(layout.buckets, layout.num_shards, size, dtype=shard.dtype)
+        return [(kind, local, values) for kind, local, _, values in parameters.state_parts()] if is_owner else None
+    found: list[FullTensor] = []
+    for buffer in BUFFERS:
+        dtype, size = getattr(parameters, buffer).dtype, layout.part if is_owner else 0
+        full = torch.empty(layout.buckets, layout.num_shards, size, dtype=dtype)
         for bucket, start in product(range(layout.buckets), range(0, layout.part, MESSAGE_ELEMENTS)):
-            message = shard[bucket, start : start + MESSAGE_ELEMENTS]
-            received = [torch.empty_like(message) for _ in range(layout.num_shards)] if rank == owner else None
+            message = parameters.window(buffer, bucket, start, min(start + MESSAGE_ELEMENTS, layout.part))
+            received = [torch.empty_like(message) for _ in range(layout.num_shards)] if is_owner else None
             dist.gather(message, received, dst=owner, group=group)
             for index, part in enumerate(received or ()):
                 full[bucket, index, start : start + part.numel()] = part
-        found[kind] = full.flatten()
-    return found if rank == owner else None
+        found += parameters.full_tensors(buffer, full.flatten()) if is_owner else []
+    return found if is_owner else None
 
 
 def _allocate(slots: BufferSlots, stages: Mapping[int, BaseStage], like: str) -> dict[BufferKey, torch.Tensor]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-
-from pentad.schedules.spec.plan import aligned_part
+from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
 
 ShardIndex = tuple[int, slice]  # indexes a shard [buckets, part]: a bucket, and elements of the shard's part of it
 
@@ -30,10 +28,6 @@ class ZeroLayout(NamedTuple):
     def padded_size(self) -> int:
         return self.buckets * self.num_shards * self.part
 
-    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """The shard [buckets, part], a view of a full buffer [padded_size]."""
-        return full.view(self.buckets, self.num_shards, self.part)[:, self.shard_index]
-
     def overlap(self, start: int, end: int) -> Iterator[tuple[ShardIndex, slice]]:
         """Where the shard holds elements `start` to `end` of a full buffer, and which, relative to `start`."""
         for bucket in range(self.buckets):
@@ -41,3 +35,11 @@ class ZeroLayout(NamedTuple):
             first, last = max(start, own), min(end, own + self.part)
             if first < last:
                 yield (bucket, slice(first - own, last - own)), slice(first - start, last - start)
+
+
+def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
+    """How a parameter shard is cut over its holders."""
+    size, num_shards = plan.size(shard), plan.num_zero_shards(shard)
+    if num_shards == 1:
+        return ZeroLayout(size)
+    return ZeroLayout(size, num_shards, plan.holders(shard).index(rank), plan.buckets(shard))

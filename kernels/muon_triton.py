@@ -1,0 +1,64 @@
+"""Muon's element-wise updates in Triton: one launch each over a flat shard."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pentad.kernels.muon import MuonCoefficients
+
+BLOCK = 1024
+
+
+@triton.jit
+def _direction(out, momentum, grad, scale, n, first, blend, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    g = tl.load(grad + at, mask=mask).to(tl.float32) * tl.load(scale).to(tl.float32)
+    b = tl.load(momentum + at, mask=mask).to(tl.float32)
+    b += (g - b) * first
+    tl.store(out + at, (g + (b - g) * blend).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _step(
+    master, momentum, grad, direction, out, scale, n, decay, first, size,
+    BLOCK: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    s = tl.load(scale).to(tl.float32)
+    if tl.abs(s) < float("inf"):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < n
+        g = tl.load(grad + at, mask=mask).to(tl.float32) * s
+        b = tl.load(momentum + at, mask=mask).to(tl.float32)
+        p = tl.load(master + at, mask=mask)
+        p = p - decay * p - size * tl.load(direction + at, mask=mask).to(tl.float32)
+        b += (g - b) * first
+        tl.store(momentum + at, b.to(momentum.dtype.element_ty), mask=mask)
+        tl.store(master + at, p, mask=mask)
+        if CAST:
+            tl.store(out + at, p.to(out.dtype.element_ty), mask=mask)
+
+
+def muon_direction_(out: Tensor, momentum: Tensor, grad: Tensor, scale: Tensor, c: MuonCoefficients) -> None:
+    """Launches the kernel; see `pentad.kernels.muon.muon_direction_`."""
+    assert all(t.is_contiguous() for t in (out, momentum, grad))
+    n = out.numel()
+    _direction[(triton.cdiv(n, BLOCK),)](out, momentum, grad, scale, n, c.first, c.blend, BLOCK=BLOCK)
+
+
+def muon_(
+    master: Tensor,
+    momentum: Tensor,
+    grad: Tensor,
+    direction: Tensor,
+    out: Tensor | None,
+    scale: Tensor,
+    c: MuonCoefficients,
+) -> None:
+    """Launches the kernel; see `pentad.kernels.muon.muon_`."""
+    assert all(t.is_contiguous() for t in (master, momentum, grad, direction))
+    assert out is None or out.is_contiguous()
+    n = master.numel()
+    _step[(triton.cdiv(n, BLOCK),)](
+        master, momentum, grad, direction, out, scale, n, c.decay, c.first, c.size, BLOCK=BLOCK, CAST=out is not None
+    )

@@ -1,0 +1,94 @@
+"""Law 1 for every optimizer: on any mesh, the weights of one process with torch.optim.AdamW or a float64 Muon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from exactness import assert_equals_one_process
+from plans import plan_on_mesh
+from small_models import FAMILIES, HEADS, MOE
+
+from pentad.schedules.spec.learning_rate import LearningRate
+from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+
+slow = pytest.mark.slow
+ADAMW = OptimizerSpec(LearningRate(1e-2, 1e-3, 2, 3), 0.9, 0.95, 1e-8, 0.1, clip_norm=0.5)
+MUON = replace(ADAMW, name="muon")
+ORIGINAL = replace(MUON, adjust_lr_fn="original", nesterov=False, momentum=0.8, clip_norm=None)
+GROUPS = (
+    ParamGroup("embedding", learning_rate_scale=0.5),
+    ParamGroup("layers.*.attention.*", learning_rate_scale=2.0, weight_decay=0.0),
+    ParamGroup("*norm", weight_decay=0.3),
+)
+
+
+def plan_with(corpus: str, optimizer: OptimizerSpec, name: str, sizes: dict[str, int], **more: Any) -> Plan:
+    return replace(plan_on_mesh(corpus, name, sizes, **more), optimizer=optimizer)
+
+
+DENSE = [
+    ("gpipe", {}, 0),
+    ("zb-h2", {"tp": 2, "pp": 2}, 0),
+    ("1f1b", {"tp": 2, "dp": 2}, 3),
+    pytest.param("dualpipev", {"pp": 2, "dp": 2}, 0, marks=slow),
+    pytest.param("dualpipe", {"pp": 2, "tp": 2}, 1, marks=slow),
+    pytest.param("1f1b", {"tp": 4}, 0, marks=slow),
+    pytest.param("1f1b", {"cp": 2, "dp": 2}, 1, marks=slow),
+    pytest.param("zb-v", {"pp": 2, "dp": 2}, 2, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "zero"), DENSE)
+def test_muon_on_dense_models(fleet, corpus, name, sizes, zero):
+    plan = plan_with(corpus, MUON, name, sizes, model=HEADS, memory_options=MemoryOptions(zero=zero))
+    assert_equals_one_process(fleet, plan)
+
+
+EXPERTS = [
+    ("moe", "1f1b", {"ep": 2, "tp": 2}, 0),
+    pytest.param("moe", "gpipe", {"ep": 4}, 0, marks=slow),
+    pytest.param("moe", "1f1b", {"ep": 2, "dp": 2}, 3, marks=slow),
+    pytest.param("moe", "dualpipe", {"ep": 2, "pp": 2}, 1, marks=slow),
+    pytest.param("moe", "zb-h2", {"pp": 2, "cp": 2}, 0, marks=slow),
+    pytest.param("deepseek-v3", "zb-h2", {"tp": 2, "pp": 2}, 0, marks=slow),
+    pytest.param("deepseek-v3", "1f1b", {"ep": 2, "cp": 2}, 2, marks=slow),
+    pytest.param("qwen3-moe", "1f1b", {"tp": 4}, 0, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "sizes", "zero"), EXPERTS)
+def test_muon_on_experts(fleet, corpus, family, name, sizes, zero):
+    model, options = MOE if family == "moe" else FAMILIES[family], MemoryOptions(zero=zero)
+    assert_equals_one_process(fleet, plan_with(corpus, MUON, name, sizes, model=model, memory_options=options))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        replace(MUON, groups=GROUPS, clip_norm=None),
+        pytest.param(ORIGINAL, marks=slow),
+        pytest.param(replace(ADAMW, groups=GROUPS), marks=slow),
+        pytest.param(replace(ADAMW, clip_norm=None), marks=slow),
+    ],
+    ids=["muon groups", "muon original", "adamw groups", "adamw without clipping"],
+)
+def test_options_of_the_optimizer(fleet, corpus, optimizer):
+    sizes, options = {"tp": 2, "dp": 2}, MemoryOptions(zero=1)
+    assert_equals_one_process(fleet, plan_with(corpus, optimizer, "1f1b", sizes, memory_options=options))
+
+
+@slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_with_copies_of_the_embedding(fleet, corpus, tied):
+    model = replace(FAMILIES["deepseek-v3"], mtp_layers=2, tie_word_embeddings=tied)
+    assert_equals_one_process(fleet, plan_with(corpus, MUON, "zb-v", {"pp": 2, "tp": 2}, model=model))
+
+
+@slow
+def test_clipping_can_be_off_with_post_validation(fleet, corpus):
+    plan = plan_with(corpus, replace(ADAMW, clip_norm=None), "zb-h2", {"pp": 2}, post_validation=True)
+    assert_equals_one_process(fleet, plan)

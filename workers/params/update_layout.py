@@ -1,0 +1,107 @@
+"""Which elements of a shard the optimizer updates alike, and where it keeps their state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pentad.schedules.spec.optimizer import OptimizerSpec, UpdateRule
+from pentad.schedules.spec.zero_layout import ShardIndex, ZeroLayout
+from pentad.workers.params.local_tensor import LocalTensor, local_matrices
+
+
+class TensorPart(NamedTuple):
+    """Elements `span` of a local tensor, which a shard holds at `where`.
+
+    With AdamW their second moments are at `place` in the second moments of the shard, which Muon's elements do not
+    have; with Muon their directions are at `place` in its directions, which only Muon's elements have.
+    """
+
+    local: LocalTensor
+    where: ShardIndex
+    span: slice
+    rule: UpdateRule
+    place: slice
+
+
+class Run(NamedTuple):
+    """Consecutive elements of a shard that are updated alike; `place` is as in TensorPart. The learning rate of Muon's
+    counts `adjustment` times."""
+
+    where: ShardIndex
+    rule: UpdateRule
+    adjustment: float
+    place: slice
+
+
+class UpdateLayout(NamedTuple):
+    """`rules` are those of the local tensors; `parts` and `runs` are in the order of the shard, whose elements are
+    `num_adamw`, padding included, and `num_muon`."""
+
+    rules: tuple[UpdateRule, ...]
+    parts: tuple[TensorPart, ...]
+    runs: tuple[Run, ...]
+    num_adamw: int
+    num_muon: int
+
+
+def update_layout(spec: OptimizerSpec, local_tensors: Sequence[LocalTensor], layout: ZeroLayout) -> UpdateLayout:
+    parts, runs, used = [], list[Run](), {"adamw": 0, "muon": 0}
+
+    def place_of(rule: UpdateRule, size: int) -> slice:
+        used[rule.method] += size
+        return slice(used[rule.method] - size, used[rule.method])
+
+    found = []
+    for local, start, end in spans(local_tensors):
+        found += [(index, span, local) for index, span in layout.overlap(start, end)]
+    for index, span, local in sorted(found, key=lambda each: (each[0][0], each[0][1].start)):
+        rule = spec.rule_of(local.tensor)
+        parts.append(TensorPart(local, index, span, rule, place_of(rule, span.stop - span.start)))
+        runs += _runs(spec, parts[-1])
+    last = parts[-1].rule if parts else UpdateRule("adamw", 1.0, 0.0)
+    for index, span in layout.overlap(layout.size, layout.padded_size):
+        rule = last._replace(method="adamw")  # keeps the zeros of the padding
+        runs.append(Run(index, rule, 1.0, place_of(rule, span.stop - span.start)))
+    rules = tuple(spec.rule_of(local.tensor) for local in local_tensors)
+    return UpdateLayout(rules, tuple(parts), tuple(_merged(runs)), used["adamw"], used["muon"])
+
+
+def spans(local_tensors: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, int, int]]:
+    """The local tensors with where each starts and ends in a full buffer."""
+    start = 0
+    for local in local_tensors:
+        yield local, start, start + local.size
+        start += local.size
+
+
+def _runs(spec: OptimizerSpec, part: TensorPart) -> Iterator[Run]:
+    """Those of one part: matrices that are fused into a tensor can have different adjustments."""
+    (bucket, at), span, place = part.where, part.span, part.place
+    if part.rule.method == "adamw":
+        yield Run(part.where, part.rule, 1.0, place)
+        return
+    for matrix in local_matrices(part.local):
+        first, last = max(matrix.start, span.start) - span.start, min(matrix.end, span.stop) - span.start
+        if first < last:
+            index = bucket, slice(at.start + first, at.start + last)
+            adjustment = spec.adjustment(matrix.rows, matrix.columns)
+            yield Run(index, part.rule, adjustment, slice(place.start + first, place.start + last))
+
+
+def _merged(runs: Sequence[Run]) -> Iterator[Run]:
+    """Neighbours that are updated alike become one run."""
+    if not runs:
+        return
+    current = runs[0]
+    for run in runs[1:]:
+        (bucket, at), (next_bucket, next_at) = current.where, run.where
+        is_next = bucket == next_bucket and at.stop == next_at.start
+        if is_next and (current.rule, current.adjustment) == (run.rule, run.adjustment):
+            current = current._replace(
+                where=(bucket, slice(at.start, next_at.stop)), place=slice(current.place.start, run.place.stop)
+            )
+        else:
+            yield current
+            current = run
+    yield current
