@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from statistics import median
 
 from pentad.orchestrator.planning.activation_memory import BYTES, INDEX, piece_of, wide_bytes
@@ -13,7 +14,7 @@ from pentad.orchestrator.planning.hardware import DEVICES
 from pentad.schedules.ir.instruction import RECEIVES, REDUCTIONS, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import has_post_validation
-from pentad.schedules.passes.zero import BufferSlots, gradient_slots, weight_slots
+from pentad.schedules.passes.zero import BufferSlots, gradient_slots, sharded_stages, weight_slots
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
 from pentad.schedules.spec.model import ModelSpec
@@ -111,23 +112,25 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     workspaces. 'tables' are tokens, rotary tables and cuBLAS's workspace. 'host' is offloaded, and not part of 'total'.
     """
     pp = plan.mesh.coordinates(rank).pp
-    stream = plan.program.streams[pp]
     compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
     shards = sum(map(plan.zero_shard_size, plan.param_shards_of(rank)))
     weights = gradients = sum(padded_elements(plan, shard) for shard in plan.param_shards_of(rank))
     if plan.zero == 3:
-        weights = shards + _pool_elements(plan, rank, weight_slots(plan.program, pp))
+        sharded = sharded_stages(plan.program, pp)
+        slots = [weight_slots(program, pp, sharded) for program in plan.programs]
+        weights = shards + _pool_elements(plan, rank, slots)
     if plan.zero > 1:
-        gradients = shards + _pool_elements(plan, rank, gradient_slots(plan.program, pp)[0])
+        gradients = shards + _pool_elements(plan, rank, [gradient_slots(plan.program, pp)[0]])
     activations, host = activation_peaks(plan, rank)
-    slots = len({(part.op, part.slot) for part in instructions_of(stream) if part.op in RECEIVES})
+    streams = chain.from_iterable(instructions_of(program.streams[pp]) for program in plan.programs)
+    received = len({(part.op, part.slot) for part in streams if part.op in RECEIVES})
     found = {
         "parameters": weights * compute,
         "master": shards * wide if wide != compute or has_post_validation(plan.program) else 0,
         "gradients": gradients * wide,
         "optimizer": 2 * shards * wide,
         "activations": activations,
-        "slots": slots * plan.sequence_parallel_tokens * plan.model.hidden * compute,
+        "slots": received * plan.sequence_parallel_tokens * plan.model.hidden * compute,
         "tables": _tables(plan, rank),
     }
     return {**found, "total": sum(found.values()), "host": host}
@@ -166,10 +169,10 @@ def _tables(plan: Plan, rank: int) -> int:
     return rotary + (tokens if reads_tokens else 0) + (CUBLAS if plan.device == "cuda" else 0)
 
 
-def _pool_elements(plan: Plan, rank: int, slots: BufferSlots) -> int:
-    """Elements of buffers that stages share one after another, each as long as its longest stage."""
+def _pool_elements(plan: Plan, rank: int, slots: list[BufferSlots]) -> int:
+    """Elements of buffers that stages, of one program after another, share: each as long as its longest stage."""
     longest: Counter[tuple[int, bool]] = Counter()
-    for (stage, _), slot in slots.items():
+    for (stage, _), slot in chain.from_iterable(each.items() for each in slots):
         for shard in param_shards_at(plan, rank, stage):
             at = slot, shard.experts
             longest[at] = max(longest[at], padded_elements(plan, shard))

@@ -61,10 +61,10 @@ class Key(NamedTuple):
 class Instruction(NamedTuple):
     """One instruction of a rank.
 
-    `stage` and `microbatch` are -1 for ops without one (NORM, STEP, LOSS). Lowering fills in the rest: `peer` is the pipeline
-    rank at the other end of a transfer, `group` names the ranks of a collective, `slot` is the receive buffer that a
-    transfer fills, and `waits` are the keys of earlier instructions in the stream, on other lanes, that must end before
-    this one starts. The first wait of a send is the result that it sends.
+    `stage` and `microbatch` are -1 for ops without one (NORM, STEP, LOSS). Lowering fills in the rest: `peer` is the
+    pipeline rank at the other end of a transfer, `group` names the ranks of a collective, `slot` is the receive buffer
+    that a transfer fills, and `waits` are the keys of earlier instructions in the stream, on other lanes, that must end
+    before this one starts. The first wait of a send is the result that it sends.
     """
 
     op: Op

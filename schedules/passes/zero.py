@@ -125,9 +125,9 @@ def _check_room(program: Program, max_gathered: int) -> None:
             raise PentadError(f"zero.max_gathered is {max_gathered}: expected at least {least}, because {why}")
 
 
-def weight_slots(program: Program, rank: int) -> BufferSlots:
-    """The buffer of each gather on a rank, which is its own from ALL_GATHER to FREE."""
-    sharded, free, slots = sharded_stages(program, rank), list[int](), BufferSlots()
+def weight_slots(program: Program, rank: int, sharded: set[int]) -> BufferSlots:
+    """The buffer of each gather of `sharded` stages on a rank, which is its own from ALL_GATHER to FREE."""
+    free, slots = list[int](), BufferSlots()
     for part in instructions_of(program.streams[rank]):
         if part.stage not in sharded:
             continue

@@ -25,8 +25,8 @@ class Costs:
     microbatch; so do `recompute` (empty: as `forward`) and `offload`, the time of one OFFLOAD or RELOAD (empty: 0).
     With sliced sequences an entry is for one slice: all slices cost the same, although under a causal mask later ones
     attend to more tokens. `transfer` is one activation or gradient sent to another rank, `reduce` the all-reduce of a
-    stage's gradients in however many buckets, `norm` and `step` the end of a step (`norm` also that of an evaluation); `launch` is added to every compute
-    instruction.
+    stage's gradients in however many buckets, `norm` and `step` the end of a step (`norm` also that of an evaluation);
+    `launch` is added to every compute instruction.
 
     `slowdown` holds a factor per pipeline rank for its compute, launches included (empty: 1), and
     `links[source][target]` the time of a transfer between two pipeline ranks (empty: `transfer`).

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.cp_layout import CpMethod
+from pentad.schedules.spec.eval_spec import EvalSpec
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
@@ -91,6 +92,13 @@ class Plan:
     cp_method: CpMethod = "ring"
     tp_across_nodes: bool = False
     document_mask: bool = False
+    holdout: float = 0.0
+    eval: EvalSpec | None = None
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """All that the ranks run: the training step, and the evaluation if there is one."""
+        return (self.program,) if self.eval is None else (self.program, self.eval.program)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""

@@ -90,7 +90,8 @@ def _not_received(program: Program, reader: int, producer: int, receive: int) ->
 
 
 def prove_slots(program: Program) -> None:
-    """A slot is received into again only after its last reader: B (or F, if that is all) for an activation, W for a gradient."""
+    """A slot is received into again only after its last reader: W for a gradient, B for an activation (F, if there is
+    no B)."""
     columns, lookup = program.columns, program.lookup
     receives = columns.rows_of(IS_RECEIVE)
     refuse(program, receives, columns.slot[receives] < 0, lambda k: f"{columns.key(receives[k])} has no slot")

@@ -139,7 +139,7 @@ def _prove_accumulation(program: Program) -> None:
 
 
 def _prove_complete(program: Program) -> None:
-    """Every stage runs every microbatch on one rank: as F and BW or as F, B and W, or as F in a forward-only program."""
+    """Every stage runs every microbatch on one rank: as F and BW, as F, B and W, or as F in a forward-only program."""
     columns, lookup, compute = program.columns, program.lookup, program.columns.rows_of(IS_COMPUTE)
     bits = np.bincount(lookup.cell(compute), _BIT[columns.op[compute]], program.stages * program.total_slices)
     complete = bits == 1 if program.forward_only else (bits == 1 + 8) | (bits == 1 + 2 + 4)

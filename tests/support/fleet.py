@@ -17,20 +17,23 @@ from plans import TILE
 from pool import Pool
 
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.runtime.results import EvalResult
 
-Call = tuple[int, int] | tuple[int, int, bool]  # first step, number of steps, whether more calls follow
+# First step, number of steps, whether more calls follow; or an evaluation after so many steps.
+Call = tuple[int, int] | tuple[int, int, bool] | tuple[int]
 
 
 @dataclass
 class Outcome:
-    """One rank's results, its gradients of every step before clipping, its last state, its manifest entries, and the
-    bytes of its buffers by kind. Tensors are by global name; a ZeRO rank holds parts of them (see `assemble`)."""
+    """One rank's results, its gradients of every step before clipping, its last state, its manifest entries, the bytes
+    of its buffers by kind, and its evaluations. Tensors are by global name; a ZeRO rank holds parts of them (see `assemble`)."""
 
     results: list
     gradients: list[dict[str, torch.Tensor]]
     state: dict[str, torch.Tensor]
     shards: list[dict]
     bytes: dict[str, int]
+    evaluations: list[list[EvalResult]]
 
 
 def tensors_by_name(parameters, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -181,7 +184,12 @@ def _run(
                 assert runner.executor is not None
                 watch_early_releases(runner.executor)
             runner.restore(restore)
-            results = [result for call in calls for result in runner.run(*call)]
+            results, evaluations = [], []
+            for call in calls:
+                if len(call) == 1:
+                    evaluations.append(runner.evaluate(*call))
+                else:
+                    results += runner.run(*call)
             shards = runner.save(save, sum(calls[-1][:2])) if save else []
             state: dict[str, torch.Tensor] = {}
             for parameters in runner.state.parameters.values():
@@ -190,7 +198,7 @@ def _run(
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
             runner.close()
-    return Outcome(results, gradients, state, shards, sizes)
+    return Outcome(results, gradients, state, shards, sizes, evaluations)
 
 
 def buffer_bytes(parameters, shards) -> dict[str, int]:

@@ -27,7 +27,7 @@ def train(plan: Plan, batches: Batches, documents: list[torch.Tensor] | None = N
     """
     found = [each for each in tensors(plan.model, 0, plan.model.layers) if not each.tied_to]
     p = {each.name: initial_values(each, plan.seed).double().requires_grad_() for each in found}
-    bias = _zero_biases(plan)
+    bias = zero_biases(plan)
 
     def losses_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = batches[step]
@@ -105,7 +105,7 @@ def is_balanced(plan: Plan) -> bool:
     return plan.model.experts is not None and plan.model.experts.aux_loss_coef > 0
 
 
-def _zero_biases(plan: Plan) -> State:
+def zero_biases(plan: Plan) -> State:
     experts = plan.model.experts
     if experts is None or not experts.bias_update_rate:
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -97,9 +97,27 @@ class CustomStage(BaseStage, ParameterOwner):
             result, losses, saved = self._record(slice_index, saved)
         self.saved[slice_index] = saved
         if losses is None:
-            result = result.detach().reshape(-1, result.shape[-1])
-            return result.clone() if received is not None and storage_id(result) == storage_id(received) else result
+            return _output(result, received)
         self.loss_sums[slice_index].add_(losses.detach().sum())
+        return None
+
+    def evaluate(
+        self,
+        slice_index: int,
+        received: Tensor | None,
+        tokens: Tensor | None,
+        targets: Tensor | None,
+        document_starts: Sequence[Sequence[int]] = (),
+    ) -> Task[Tensor | None]:
+        """Modules are in evaluation mode meanwhile: without dropout, for example."""
+        yield from ()
+        known = targets if targets is None or self.loss is None else targets.clamp(min=0)  # as in training
+        with torch.no_grad(), _evaluation_mode([*self.layers, self.loss]):
+            x = self._input(CustomSaved((received, tokens, None)))
+            result, losses, _ = self._run_layers(slice_index, x, known, step=-1)
+        if losses is None or targets is None:
+            return _output(result, received)
+        self.loss_sums[slice_index].add_(losses.flatten().masked_fill(targets < 0, 0).sum())
         return None
 
     def recompute(self, slice_index: int) -> None:
@@ -152,14 +170,16 @@ class CustomStage(BaseStage, ParameterOwner):
         return result.detach(), losses, saved
 
     def _run_layers(
-        self, slice_index: int, x: Tensor, targets: Tensor | None
+        self, slice_index: int, x: Tensor, targets: Tensor | None, step: int | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(result of the last layer, losses, log-sum-exp of the logits if the loss is not the user's)."""
+        """(result of the last layer, losses, log-sum-exp of the logits if the loss is not the user's). Random numbers
+        are those of `step`, None: the present one."""
+        step = self.step if step is None else step
         microbatch = self.dp_rank * self.plan.batch.microbatches + slice_index
         with self._deterministic():
             for number, layer in zip(self.layer_numbers, self.layers, strict=True):
                 if self.custom.layers[number].is_random:
-                    self._seed(derive_seed(self.plan.seed, "draw", self.step, microbatch, number))
+                    self._seed(derive_seed(self.plan.seed, "draw", step, microbatch, number))
                 x = self._call(f"layer {number}", layer, x)
             if targets is None:
                 return x, None, None
@@ -199,3 +219,22 @@ class CustomStage(BaseStage, ParameterOwner):
             return
         with deterministic_algorithms("warn"), sdpa_kernel(DETERMINISTIC_ATTENTION, set_priority=True):
             yield
+
+
+def _output(result: Tensor, received: Tensor | None) -> Tensor:
+    """What F returns of a layer's result: [T, H], and no memory of the transport's."""
+    result = result.detach().reshape(-1, result.shape[-1])
+    return result.clone() if received is not None and storage_id(result) == storage_id(received) else result
+
+
+@contextmanager
+def _evaluation_mode(layers: Iterable[object]) -> Iterator[None]:
+    modules = [module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
+    training = [module for module in modules if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,14 @@ class Tokens(NamedTuple):
     document_starts: tuple[tuple[int, ...], ...]
 
 
+class Samples(NamedTuple):
+    """Rows of a batch: inputs and targets are [rows, positions] int64, -100 is no target; `document_starts` by row."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    document_starts: tuple[tuple[int, ...], ...]
+
+
 class BatchLoader:
     """One rank's tokens of any step; their content depends only on seed, step and sequence index."""
 
@@ -46,15 +56,18 @@ class BatchLoader:
 
     def __call__(self, step: int) -> dict[int, Tokens]:
         """Tokens by slice of this replica: slice s of microbatch m has the key m * slices + s."""
+        return self.load(partial(self._samples, step))
+
+    def load(self, read: Callable[[range], Samples]) -> dict[int, Tokens]:
+        """Tokens by slice of this replica, where `read` returns the samples of these rows of the global batch."""
         if not self.microbatches:
             return {}
-        batch, model, seed = self.plan.batch, self.plan.model, self.plan.seed
+        batch, model = self.plan.batch, self.plan.model
         loaded, starts = [], []
         for index in self.microbatches.values():
-            rows = range(index * batch.micro_batch_size, (index + 1) * batch.micro_batch_size)
-            inputs, targets = microbatch(self.corpus, seed, step, batch.global_batch_size, rows, batch.sequence_length)
-            loaded.append([inputs, targets, *_shifted(targets, model.mtp_layers)])
-            starts.append(self._document_starts(step, rows) if self.plan.document_mask else ())
+            samples = read(range(index * batch.micro_batch_size, (index + 1) * batch.micro_batch_size))
+            loaded.append([samples.inputs, samples.targets, *_shifted(samples.targets, model.mtp_layers)])
+            starts.append(samples.document_starts if self.plan.document_mask else ())
         # [microbatches, kinds, rows, positions] -> [microbatches, slices, kinds, T]
         local = torch.from_numpy(np.array(loaded))[..., self.positions]
         sliced = local.unflatten(3, (self.slices, -1)).permute(0, 3, 1, 2, 4).flatten(3)
@@ -66,10 +79,12 @@ class BatchLoader:
             for number, tokens in enumerate(slices)
         }
 
-    def _document_starts(self, step: int, rows: range) -> tuple[tuple[int, ...], ...]:
+    def _samples(self, step: int, rows: range) -> Samples:
         batch, seed = self.plan.batch, self.plan.seed
-        indices = (step * batch.global_batch_size + row for row in rows)
-        return tuple(document_starts(self.corpus, seed, index, batch.sequence_length) for index in indices)
+        inputs, targets = microbatch(self.corpus, seed, step, batch.global_batch_size, rows, batch.sequence_length)
+        indices = (step * batch.global_batch_size + row for row in rows) if self.plan.document_mask else ()
+        starts = tuple(document_starts(self.corpus, seed, index, batch.sequence_length) for index in indices)
+        return Samples(inputs, targets, starts)
 
 
 def _shifted(targets: np.ndarray, count: int) -> list[np.ndarray]:

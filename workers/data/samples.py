@@ -42,12 +42,12 @@ def microbatch(
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def window_count(corpus: Corpus, length: int) -> int:
+def window_count(corpus: Corpus, length: int, argument: str = "data.path") -> int:
     """Windows of `length` inputs in the corpus: the sequences of one epoch. Raises PentadError if there is none."""
     windows = (corpus.tokens - 1) // length
     if windows < 1:
         raise PentadError(
-            f"data.path is '{corpus.path}', which holds {corpus.tokens} tokens: "
+            f"{argument} is '{corpus.path}', which holds {corpus.tokens} tokens: "
             f"expected at least {length + 1} (batch.sequence_length + 1)"
         )
     return windows

@@ -12,9 +12,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.eval_spec import EvalData
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.corpus_index import INDEX_FILE, VERSION, require_vocab
+from pentad.workers.data.holdout import Part, evaluation_part, training_part
 from pentad.workers.data.samples import window_count
 
 _BUILTIN_VOCAB = 4096  # half a megabyte of text does not train more tokens well
@@ -24,22 +26,48 @@ _VERIFIED_TOKENS = 2**28  # checked within a second; what is larger is checked w
 _TEXTS: dict[str, Callable[[], list[str]]] = {"pydoc": lambda: [topics[name] for name in sorted(topics)]}
 
 
-def open_data(data: str, vocab: int, length: int, cache: str, *, verify: bool = False, fingerprint: str = "") -> Corpus:
+def open_data(
+    data: str,
+    vocab: int,
+    length: int,
+    cache: str,
+    *,
+    verify: bool = False,
+    fingerprint: str = "",
+    holdout: float = 0.0,
+    argument: str = "data.path",
+) -> Corpus:
     """Opens the corpus `data`, building a built-in one below the folder `cache` on first use.
 
-    `verify` checks the content of a small corpus too, before a rank reads it; `fingerprint` is the expected one. Raises
-    PentadError for a corpus that is missing, damaged, another one than expected, shorter than one sequence of `length`
-    tokens, or with more token ids than a model of `vocab` has.
+    `verify` checks the content of a small corpus too, before a rank reads it; `fingerprint` is the expected one. The
+    share `holdout` of it is left out. `argument` is what the user calls it. Raises PentadError for a corpus that is
+    missing, damaged, another one than expected, shorter than one sequence of `length` tokens, or with more token ids
+    than a model of `vocab` has.
     """
-    corpus = open_corpus(corpus_folder(data, vocab, cache))
+    corpus = open_corpus(corpus_folder(data, vocab, cache), argument=argument)
     if verify and corpus.tokens <= _VERIFIED_TOKENS:
         corpus.verify()
     if corpus.vocab_size > vocab:
         raise PentadError(f"model.vocab is {vocab}: expected at least {corpus.vocab_size}, the vocabulary of {data}")
     if fingerprint:
         require_fingerprint(data, corpus.fingerprint, fingerprint)
-    window_count(corpus, length)
+    corpus = training_part(corpus, holdout)
+    window_count(corpus, length, argument)
     return corpus
+
+
+def open_eval_data(
+    data_set: EvalData, vocab: int, length: int, cache: str, *, verify: bool = False, argument: str = "eval.data"
+) -> Part:
+    """What a data set is evaluated on. Raises PentadError as `open_data` does."""
+    fingerprint = data_set.fingerprint
+    corpus = open_data(data_set.data, vocab, length, cache, verify=verify, fingerprint=fingerprint, argument=argument)
+    part = evaluation_part(corpus, data_set.holdout)
+    if not part.windows(length):
+        found = f"which holds {part.end - part.first} tokens of '{corpus.path}' out"
+        expected = f"at least {length + 1} (batch.sequence_length + 1)"
+        raise PentadError(f"data.holdout is {data_set.holdout:g}, {found}: expected {expected}")
+    return part
 
 
 def require_fingerprint(data: str, found: str, expected: str) -> None:

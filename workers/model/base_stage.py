@@ -79,6 +79,10 @@ class BaseStage(ABC):
         for buffers in self.param_buffers:
             buffers.stale = True
 
+    def begin_evaluation(self) -> None:
+        """Starts a round of an evaluation, while no step is open: its loss sums are zero."""
+        self.loss_sums.zero_()
+
     @abstractmethod
     def forward(
         self,
@@ -95,6 +99,17 @@ class BaseStage(ABC):
         last one also needs `targets` [T] and `mtp_targets` [mtp_layers, T], the tokens after them. `document_starts` of
         packed sequences are positions, by row of the batch.
         """
+
+    @abstractmethod
+    def evaluate(
+        self,
+        slice_index: int,
+        received: Tensor | None,
+        tokens: Tensor | None,
+        targets: Tensor | None,
+        document_starts: Sequence[Sequence[int]] = (),
+    ) -> Task[Tensor | None]:
+        """F of an evaluation: result and loss sums of `forward`, but nothing is saved or counted."""
 
     @abstractmethod
     def recompute(self, slice_index: int) -> None:

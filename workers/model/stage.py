@@ -32,7 +32,7 @@ class StageInputs(NamedTuple):
     received: Tensor | None  # [T / tp, H], not on the first stage
     tokens: Tensor | None  # [T], first stage
     targets: Tensor | None  # [T], last stage
-    mtp_targets: Tensor | None  # [mtp_layers, T], last stage
+    mtp_targets: Tensor | None  # [mtp_layers, T], last stage; None in an evaluation, which runs no MTP layers
     documents: Documents
 
 
@@ -112,17 +112,38 @@ class Stage(BaseStage):
         mtp_targets: Tensor | None = None,
         document_starts: Sequence[Sequence[int]] = (),
     ) -> Task[Tensor | None]:
-        microbatch, slice_number = divmod(slice_index, self.slices)
         inputs = StageInputs(received, tokens, targets, mtp_targets, self._documents(document_starts))
-        if slice_number == 0:
-            self.kv_caches[microbatch] = [SlicedKVCache(self.length) for _ in self.layer_numbers]
-        branch, stream, self.saved[slice_index], losses = yield from self._run_layers(
+        result, self.saved[slice_index] = yield from self._forward(
             slice_index, inputs, self.recompute_mode, self.layer_context
         )
+        return result
+
+    def evaluate(
+        self,
+        slice_index: int,
+        received: Tensor | None,
+        tokens: Tensor | None,
+        targets: Tensor | None,
+        document_starts: Sequence[Sequence[int]] = (),
+    ) -> Task[Tensor | None]:
+        inputs = StageInputs(received, tokens, targets, None, self._documents(document_starts))
+        result, _ = yield from self._forward(slice_index, inputs, "full", self.layer_context._replace(count_load=False))
+        if (slice_index + 1) % self.slices == 0:
+            del self.kv_caches[slice_index // self.slices]
+        return result
+
+    def _forward(
+        self, slice_index: int, inputs: StageInputs, recompute_mode: str, context: LayerContext
+    ) -> Task[tuple[Tensor | None, StageSaved]]:
+        """(what F returns, what this mode saves)."""
+        microbatch, slice_number = divmod(slice_index, self.slices)
+        if slice_number == 0:
+            self.kv_caches[microbatch] = [SlicedKVCache(self.length) for _ in self.layer_numbers]
+        branch, stream, saved, losses = yield from self._run_layers(slice_index, inputs, recompute_mode, context)
         if losses is None:
-            return branch + stream
+            return branch + stream, saved
         self.loss_sums[microbatch].add_(losses.sum())
-        return None
+        return None, saved
 
     def recompute(self, slice_index: int) -> None:
         saved = self.saved[slice_index]
@@ -214,8 +235,8 @@ class Stage(BaseStage):
         assert self.bound.norm is not None
         normed, saved_norm = self.bound.norm.forward(branch, stream)
         loss, losses = lm_head.head_loss(params[self.head_name], normed, targets, context.tp)
-        mtp_targets = () if inputs.mtp_targets is None else inputs.mtp_targets
-        for layer, further in zip(self.bound.mtp, mtp_targets, strict=True):
+        mtp_layers = [] if inputs.mtp_targets is None else zip(self.bound.mtp, inputs.mtp_targets, strict=True)
+        for layer, further in mtp_layers:
             normed, saved = layer.forward(context, self._mtp_sequence(inputs), normed, targets, further)
             mtp.append(saved)
             targets = further

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -107,8 +107,9 @@ def first_stage_ranks(mesh: Mesh) -> list[int]:
 
 
 def transfer_edges(plan: Plan) -> list[tuple[Op, int, int]]:
-    """Every (kind of send, source, target) of the program, in pipeline ranks; sorted, so equal on all ranks."""
-    parts = ((rank, part) for rank, stream in enumerate(plan.program.streams) for part in instructions_of(stream))
+    """Every (kind of send, source, target) of the programs, in pipeline ranks; sorted, so equal on all ranks."""
+    streams = chain.from_iterable(enumerate(program.streams) for program in plan.programs)
+    parts = ((rank, part) for rank, stream in streams for part in instructions_of(stream))
     return sorted({(part.op, rank, part.peer) for rank, part in parts if part.op in SENDS})
 
 

@@ -10,9 +10,11 @@ from typing import assert_never
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Key, Op, instructions_of
+from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Action, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Stream
+from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.batch_loader import Tokens
+from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.process_groups import ProcessGroups
@@ -25,56 +27,96 @@ from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 
 
+@dataclass(frozen=True)
+class RankProgram:
+    """One rank's stream of a program, which is number `number` of those of the plan, and what the executor looks up in
+    it."""
+
+    number: int
+    stream: Stream
+    forward_only: bool
+    sources: dict[Key, Key]
+    reductions: dict[Key, list[Instruction]]
+
+    @staticmethod
+    def of(plan: Plan, number: int, rank: int) -> RankProgram:
+        """What a rank of the mesh runs of a program of the plan."""
+        program = plan.programs[number]
+        stream = program.streams[plan.mesh.coordinates(rank).pp]
+        return RankProgram(number, stream, program.forward_only, resolve_inputs(stream), bucket_reductions(stream))
+
+
 @dataclass(eq=False)
 class Executor:
-    """Runs steps with the stages, process groups and lanes of one rank.
+    """Runs programs with the stages, process groups and lanes of one rank.
 
     `host_seconds[step]` is how long the host took to issue a step. Before every instruction, and while
     it waits, the host calls `check`, which raises Aborted once the generation is over.
     """
 
-    stream: Stream
     stages: dict[int, BaseStage]
     groups: ProcessGroups
     transport: P2PTransport | IpcTransport
     lanes: Lanes
     progress: ProgressFile
     optimizer_step: OptimizerStep
+    losses: LossTotals
     shards: ZeroShards
     check: Check
 
     def __post_init__(self) -> None:
         self.activations = ActivationOffload(self.lanes)
-        self.sources, self.reductions = resolve_inputs(self.stream), bucket_reductions(self.stream)
+        self.running: RankProgram | None = None
         self.results: dict[Key, torch.Tensor | None] = {}
-        self.step, self.host_seconds = 0, dict[int, float]()
+        self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
         self.valid, self.restart = True, False
 
-    def run(self, step: int, tokens: dict[int, Tokens]) -> None:
+    def run(self, program: RankProgram, step: int, tokens: dict[int, Tokens]) -> None:
         """Issues one step. `tokens` are those of the microbatches (or slices) whose first or last stage is here.
 
         Raises Aborted if the generation ends.
         """
-        self.step, self.tokens = step, tokens
-        self.lanes.begin_step()
-        self.transport.begin_step()
+        self._begin(program, step, tokens)
         for stage in self.stages.values():
             stage.begin(step)
         started = time.monotonic()
         counter = 0
-        while counter < len(self.stream):
+        while counter < len(program.stream):
             self.progress.write(step, counter)
-            self.check()
-            self.lanes.throttle(self.check)
-            # The backward of an overlapped pair goes first: it communicates before it computes.
-            interleave(*map(self._issue, reversed(self.stream[counter].parts)))
+            self._run_action(program.stream[counter])
             counter += 1
             if self.restart:
-                self._restart_step()
+                self._restart_step(program)
                 counter = 0
         self.transport.finish_sends()
         self.host_seconds[step] = time.monotonic() - started
         self.progress.write(step, -1)
+
+    def evaluate(self, program: RankProgram, step: int, number: int, data_set: int, tokens: dict[int, Tokens]) -> None:
+        """Issues round `number` of an evaluation of the weights after `step` steps, on sequences of one data set.
+
+        Raises Aborted if the generation ends.
+        """
+        self._begin(program, step, tokens)
+        self.round = number
+        self.losses.begin(data_set)
+        for stage in self.stages.values():
+            stage.begin_evaluation()
+        for counter, action in enumerate(program.stream, number * len(program.stream)):
+            self.progress.write(step, counter, evaluating=True)
+            self._run_action(action)
+        self.transport.finish_sends()
+
+    def _begin(self, program: RankProgram, step: int, tokens: dict[int, Tokens]) -> None:
+        self.running, self.step, self.tokens = program, step, tokens
+        self.lanes.begin_step()
+        self.transport.begin_step(program.number)
+
+    def _run_action(self, action: Action) -> None:
+        self.check()
+        self.lanes.throttle(self.check)
+        # The backward of an overlapped pair goes first: it communicates before it computes.
+        interleave(*map(self._issue, reversed(action.parts)))
 
     def _issue(self, part: Instruction) -> Task[None]:
         with self.lanes.issue(part):
@@ -107,11 +149,13 @@ class Executor:
             case Op.ALL_REDUCE:
                 self.lanes.end_with(part, self._all_reduce(part))
             case Op.ALL_GATHER:
-                self.lanes.end_with(part, self.shards.gather(part, self.groups))
+                self.lanes.end_with(part, self.shards.gather(part, self.groups, self._running.number))
             case Op.FREE:
                 self.shards.free(part)
             case Op.REDUCE_SCATTER:
                 self.lanes.end_with(part, self.shards.scatter(part, self.groups))
+            case Op.LOSS:
+                self.losses.reduce()
             case Op.NORM:
                 self.optimizer_step.reduce_norm(self.step, self.check)
             case Op.STEP:
@@ -125,14 +169,17 @@ class Executor:
 
     def _forward(self, part: Instruction) -> Task[None]:
         stage, tokens = self.stages[part.stage], self.tokens.get(part.microbatch)
-        self.results[part.key] = yield from stage.forward(
-            part.microbatch,
-            self._input(part),
-            tokens.inputs if tokens and part.stage == 0 else None,
-            tokens.targets if tokens and stage.last else None,
-            tokens.mtp_targets if tokens and stage.last else None,
-            tokens.document_starts if tokens else (),
-        )
+        received, starts = self._input(part), tokens.document_starts if tokens else ()
+        inputs = tokens.inputs if tokens and part.stage == 0 else None
+        targets = tokens.targets if tokens and stage.last else None
+        if self._running.forward_only:
+            task = stage.evaluate(part.microbatch, received, inputs, targets, starts)
+            if targets is not None:
+                self.losses.count(part.microbatch // self.losses.slices, targets)
+        else:
+            mtp_targets = tokens.mtp_targets if tokens and stage.last else None
+            task = stage.forward(part.microbatch, received, inputs, targets, mtp_targets, starts)
+        self.results[part.key] = yield from task
 
     def _backward(self, part: Instruction) -> Task[None]:
         stage = self.stages[part.stage]
@@ -147,7 +194,7 @@ class Executor:
         stage = self.stages[part.stage]
         self.lanes.wait_previous_step(self.check)  # that step may still need its gradients (BarrierStep.commit)
         stage.backward_weight(part.microbatch)
-        for reduction in self.reductions.get(part.key, ()):
+        for reduction in self._running.reductions.get(part.key, ()):
             if all(each.buckets[reduction.microbatch].layer >= stage.wgrad_layer for each in stage.param_buffers):
                 self.lanes.release_early(part, reduction)
 
@@ -162,14 +209,19 @@ class Executor:
         return works
 
     def _input(self, part: Instruction) -> torch.Tensor | None:
-        source = self.sources.get(part.key)
+        source = self._running.sources.get(part.key)
         return None if source is None else self.results.pop(source)
 
-    def _restart_step(self) -> None:
+    @property
+    def _running(self) -> RankProgram:
+        assert self.running is not None
+        return self.running
+
+    def _restart_step(self, program: RankProgram) -> None:
         """ROLLBACK: discards what the step has computed; the other ends of its transfers do the same."""
         self.transport.finish_sends()
         self.lanes.discard_step(self.check)
-        self.transport.begin_step()
+        self.transport.begin_step(program.number)
         self.results.clear()
         self.activations.discard()
         for stage in self.stages.values():

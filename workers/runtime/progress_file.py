@@ -1,4 +1,4 @@
-"""A rank's progress in a memory-mapped file of 32 bytes, readable while its interpreter is blocked or gone."""
+"""A rank's progress in a memory-mapped file of 40 bytes, readable while its interpreter is blocked or gone."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-_FORMAT = struct.Struct("<qqqd")
+_FORMAT = struct.Struct("<qqqdq")
 
 
 class Progress(NamedTuple):
     """`counter` is the index in the rank's stream (-1 between steps), `since` the time it was reached, in seconds of
-    the host's monotonic clock."""
+    the host's monotonic clock. While the rank is `evaluating` the weights of `step` steps, it counts the actions of all
+    rounds of the forward-only stream."""
 
     generation: int
     step: int
     counter: int
     since: float
+    evaluating: bool = False
 
 
 class ProgressFile:
-    """Written by the train thread before every instruction, at the cost of copying 32 bytes."""
+    """Written by the train thread before every instruction, at the cost of copying 40 bytes."""
 
     def __init__(self, path: Path, generation: int) -> None:
         path.write_bytes(bytes(_FORMAT.size))
@@ -34,10 +36,11 @@ class ProgressFile:
         self.generation = generation
         self.write(-1, -1)
 
-    def write(self, step: int, counter: int) -> None:
-        _FORMAT.pack_into(self.memory, 0, self.generation, step, counter, time.monotonic())
+    def write(self, step: int, counter: int, *, evaluating: bool = False) -> None:
+        _FORMAT.pack_into(self.memory, 0, self.generation, step, counter, time.monotonic(), evaluating)
 
 
 def read_progress(path: Path) -> Progress:
     """The last state that a rank wrote, even if the rank is gone."""
-    return Progress(*_FORMAT.unpack(path.read_bytes()))
+    *fields, evaluating = _FORMAT.unpack(path.read_bytes())
+    return Progress(*fields, bool(evaluating))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import instructions_of
-from pentad.schedules.ir.program import Stream
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader
-from pentad.workers.data.sources import open_data
+from pentad.workers.data.sources import open_data, open_eval_data
+from pentad.workers.evaluation.eval_loader import EvalLoader
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.process_groups import ProcessGroups, first_stage_ranks, join_store
@@ -54,14 +55,24 @@ def make_stages(plan: Plan, rank: int, parameters: dict[ParamShard, Parameters])
 
 def make_batch_loader(plan: Plan, rank: int, device: torch.device) -> BatchLoader:
     length, fingerprint = plan.batch.sequence_length, plan.fingerprint
-    corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint)
+    corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint, holdout=plan.holdout)
     return BatchLoader(plan, rank, corpus, device)
+
+
+def make_eval_loader(plan: Plan, loader: BatchLoader) -> EvalLoader | None:
+    """None if the plan has no evaluation."""
+    if plan.eval is None:
+        return None
+    sizes = plan.model.vocab, plan.batch.sequence_length, plan.cache
+    return EvalLoader(plan, [open_eval_data(each, *sizes) for each in plan.eval.data_sets], loader)
 
 
 def make_lanes(plan: Plan, rank: int, device: torch.device) -> Lanes:
     if device.type == "cpu":
         return HostStreams()
-    return CudaStreams(device, {part.lane for part in instructions_of(stream_of(plan, rank))})
+    pp = plan.mesh.coordinates(rank).pp
+    streams = chain.from_iterable(instructions_of(program.streams[pp]) for program in plan.programs)
+    return CudaStreams(device, {part.lane for part in streams})
 
 
 def make_transport(
@@ -85,7 +96,3 @@ def make_optimizer_step(
     store = join_store(address, mesh.size, timeout_seconds)
     reducer = NormReducer(store, pipeline, mesh.coordinates(groups.rank).pp, len(first_ranks), mesh.pp)
     return PostValidatedStep(plan, groups.rank, stages, reducer)
-
-
-def stream_of(plan: Plan, rank: int) -> Stream:
-    return plan.program.streams[plan.mesh.coordinates(rank).pp]

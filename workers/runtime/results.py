@@ -29,6 +29,17 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class EvalResult:
+    """An evaluation of one data set: the sum of the losses of its `tokens` targets, of `sequences` sequences. The same
+    on all ranks."""
+
+    name: str
+    loss_sum: float
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True)
 class RankSnapshot:
     """The state of a rank after its generation was aborted.
 

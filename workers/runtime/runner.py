@@ -13,15 +13,16 @@ import torch.distributed as dist
 
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.parallel.process_groups import abort_nccl, connect, join_store, start_store
 from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.abort import Fence, SocketRegistry
-from pentad.workers.runtime.executor import Executor
+from pentad.workers.runtime.executor import Executor, RankProgram
 from pentad.workers.runtime.gpu_timer import StepTimes
 from pentad.workers.runtime.optimizer_step import CommittedStep
 from pentad.workers.runtime.progress_file import Progress, ProgressFile
 from pentad.workers.runtime.rank_state import RankState
-from pentad.workers.runtime.results import RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, RankSnapshot, StepResult
 from pentad.workers.runtime.streams import CudaStreams
 from pentad.workers.runtime.zero import ZeroShards
 
@@ -56,10 +57,12 @@ class Runner:
             previous.stages.clear()
             previous.shards.clear()
         self.shards: ZeroShards = ZeroShards(plan, rank, self.stages)
+        self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
         self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
+        self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)
         self.recent_calls: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
-        self.last_position = (0, -1, 0.0)  # steps behind the host, counter, and since when
+        self.last_position = (0, -1, 0.0)  # step, counter, and since when
         self.store: dist.TCPStore | None = None
         self.sockets: SocketRegistry | None = None
         self.executor: Executor | None = None
@@ -85,9 +88,9 @@ class Runner:
                 self.sockets.exchange(store, rank, size)
             lanes = rank_setup.make_lanes(plan, rank, self.device)
             transport = rank_setup.make_transport(plan, groups, store, self.device, self.generation)
-            stream, check = rank_setup.stream_of(plan, rank), self.fence_flag.check
+            losses, check = LossTotals(plan, rank, self.stages, groups.world), self.fence_flag.check
             self.executor = Executor(
-                stream, self.stages, groups, transport, lanes, self.progress, end, self.shards, check
+                self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, check
             )
 
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
@@ -117,7 +120,7 @@ class Runner:
         """
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
-                self._connected.run(step, self.load_batch(step))
+                self._connected.run(self.programs[0], step, self.load_batch(step))
             if more:
                 self._collect_results(num_open=1)
             else:
@@ -125,6 +128,20 @@ class Runner:
             results, self.unreported = self.unreported, []
             self.recent_calls.append(results)
             return results
+
+    def evaluate(self, step: int) -> list[EvalResult]:
+        """Evaluates the weights after `step` steps, none of which is open, on every data set of the plan. Changes
+        nothing. Raises Aborted if the generation ends."""
+        executor, loader = self._connected, self.eval_loader
+        assert loader is not None and self.plan.eval is not None and not executor.lanes.has_unread_steps
+        with self.fence_flag.guard():
+            executor.losses.clear()
+            for number, at in enumerate(loader.rounds):
+                executor.evaluate(self.programs[1], step, number, at.data_set, loader(at))
+            executor.lanes.read_times(self.fence_flag.check)  # waits until all is done
+            self.progress.write(step, -1, evaluating=True)
+            found = zip(self.plan.eval.data_sets, executor.losses.read(), loader.counts, strict=True)
+            return [EvalResult(each.name, *sums, count) for each, sums, count in found]
 
     def save(self, folder: str, step: int, param_shards: tuple[ParamShard, ...] | None = None) -> list[dict]:
         """Writes the parameter shards that this rank owns, or the given ones, after `step` steps, including the open
@@ -156,14 +173,19 @@ class Runner:
         executor = self.executor
         if executor is None or self.fence_flag.is_set or not isinstance(executor.lanes, CudaStreams):
             return None
-        found = executor.lanes.position()
-        if found is None:
+        program, number, found = executor.running, executor.round, executor.lanes.position()
+        if program is None or found is None:
             return None
         behind, part = found
-        counter = next(i for i, action in enumerate(executor.stream) if part in action.parts)
-        if (behind, counter) != self.last_position[:2]:
-            self.last_position = (behind, counter, time.monotonic())
-        return Progress(self.generation, executor.step - behind, counter, self.last_position[2])
+        counter = next((i for i, action in enumerate(program.stream) if part in action.parts), None)
+        if counter is None:  # another program has begun meanwhile
+            return None
+        step = executor.step - behind
+        if program.forward_only:
+            step, counter = executor.step, counter + max(0, number - behind) * len(program.stream)
+        if (step, counter) != self.last_position[:2]:
+            self.last_position = (step, counter, time.monotonic())
+        return Progress(self.generation, step, counter, self.last_position[2], program.forward_only)
 
     def abort(self) -> None:
         """Aborts the collectives of a fenced GPU, once all ranks are fenced."""

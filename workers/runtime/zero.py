@@ -7,13 +7,13 @@ DualPipe's mirror ranks alike. The full buffers that stages share (schedules/pas
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
+from itertools import chain, product
 
 import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction
-from pentad.schedules.passes.zero import BufferSlots, gradient_slots, weight_slots
+from pentad.schedules.passes.zero import BufferSlots, gradient_slots, sharded_stages, weight_slots
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import all_gather, reduce_scatter
@@ -30,18 +30,19 @@ class ZeroShards:
 
     def __init__(self, plan: Plan, rank: int, stages: Mapping[int, BaseStage]) -> None:
         self.stages, program, pp = stages, plan.program, plan.mesh.coordinates(rank).pp
-        self.weight_slots = weight_slots(program, pp) if plan.zero == 3 else {}
+        sharded = sharded_stages(program, pp) if plan.zero == 3 else set[int]()
+        self.weight_slots = [weight_slots(each, pp, sharded) for each in plan.programs]  # by program
         self.weights = _allocate(self.weight_slots, stages, like="compute")
         slots = gradient_slots(program, pp)[0] if plan.zero > 1 else {}
-        self.gradients = _allocate(slots, stages, like="gradient")
+        self.gradients = _allocate([slots], stages, like="gradient")
         for (stage, _), slot in slots.items():
             for kind, buffers in enumerate(stages[stage].param_buffers):
                 if buffers.parameters.full_gradients is None:
                     buffers.set_gradients(_fitted(self.gradients[slot, kind], buffers))
             stages[stage].bind()
 
-    def gather(self, part: Instruction, groups: ProcessGroups) -> list[dist.Work]:
-        """ALL_GATHER: fills a stage's full weights, in the slot that this gather has been assigned."""
+    def gather(self, part: Instruction, groups: ProcessGroups, program: int) -> list[dist.Work]:
+        """ALL_GATHER: fills a stage's full weights, in the slot that this gather of a program has been assigned."""
         stage, works = self.stages[part.stage], []
         for kind, (buffers, group) in enumerate(zip(stage.param_buffers, groups.weights[part.stage], strict=True)):
             if group is None:
@@ -49,7 +50,8 @@ class ZeroShards:
             parameters = buffers.parameters
             full = parameters.full_weights
             if full is None:
-                full = _fitted(self.weights[self.weight_slots[part.stage, part.microbatch], kind], buffers)
+                slot = self.weight_slots[program][part.stage, part.microbatch]
+                full = _fitted(self.weights[slot, kind], buffers)
                 buffers.set_weights(full)
             for bucket, shard in zip(full.chunk(parameters.layout.buckets), parameters.compute, strict=True):
                 works.append(all_gather(bucket, shard, group=group, async_op=True))
@@ -106,10 +108,11 @@ def gather_state(
     return found if is_owner else None
 
 
-def _allocate(slots: BufferSlots, stages: Mapping[int, BaseStage], like: str) -> dict[BufferKey, torch.Tensor]:
+def _allocate(slots: list[BufferSlots], stages: Mapping[int, BaseStage], like: str) -> dict[BufferKey, torch.Tensor]:
     """A buffer for each slot and kind of parameters, as large as the largest stage that uses it."""
     users: dict[BufferKey, list[Parameters]] = {}
-    for (stage, _), slot in sorted(slots.items(), key=lambda item: item[1]):
+    found = chain.from_iterable(each.items() for each in slots)
+    for (stage, _), slot in sorted(found, key=lambda item: item[1]):
         for kind, buffers in enumerate(stages[stage].param_buffers):
             users.setdefault((slot, kind), []).append(buffers.parameters)
     return {

@@ -29,7 +29,7 @@ class P2PTransport:
         self.slots: dict[Op, dict[int, torch.Tensor]] = defaultdict(dict)
         self.sends: list[tuple[dist.Work, torch.Tensor]] = []
 
-    def begin_step(self) -> None:
+    def begin_step(self, program: int) -> None:
         """Nothing to do: tags tell transfers apart."""
 
     def send(self, part: Instruction, tensor: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ waits for the grant. The transfers of a channel are ordered by the program, so a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -43,24 +44,27 @@ class IpcTransport:
         self.pp = plan.mesh.coordinates(rank).pp
         self.slot_bytes = -(-shape[0] * shape[1] * dtype.itemsize // FLAG_STRIDE) * FLAG_STRIDE
         counts = [slot_counts(plan, pp) for pp in range(plan.mesh.pp)]
+        self.program = 0  # that of the present step
         self.first_gradient = [count[Op.RECV_F] for count in counts]
         self.channels = channel_numbers(plan)
         size = max(1, counts[self.pp].total()) * self.slot_bytes
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         store.set(f"slots/{rank}", export_memory(self.buffer).hex())
         self.target_slots = self._target_slots()
-        receivers = sorted({channel[2] for channel in self.target_slots})
+        receivers = sorted({channel[2] for slots in self.target_slots for channel in slots})
         self.mapped = {peer: MappedMemory(bytes.fromhex(store.get(f"slots/{peer}").decode())) for peer in receivers}
         self.transfers: Counter[Channel] = Counter()  # since the start
         self.step_sends: Counter[Channel] = Counter()  # in this step
 
-    def begin_step(self) -> None:
+    def begin_step(self, program: int) -> None:
+        """The next transfers are those of this program of the plan."""
+        self.program = program
         self.step_sends.clear()
 
     def send(self, part: Instruction, tensor: torch.Tensor) -> None:
         """On the lane: waits for the grant, copies [T, H] into the slot, notifies the receiver."""
         channel = channel_of(part, self.rank, self._peer(part))
-        slot = self.target_slots[channel][self.step_sends[channel]]
+        slot = self.target_slots[self.program][channel][self.step_sends[channel]]
         self.transfers[channel] += 1
         self.step_sends[channel] += 1
         self.flags.wait(self._granted(channel), self.transfers[channel])
@@ -103,14 +107,15 @@ class IpcTransport:
     def _peer(self, part: Instruction) -> int:
         return self.plan.mesh.move(self.rank, pp=part.peer)
 
-    def _target_slots(self) -> dict[Channel, list[int]]:
-        """For every channel this rank sends on, the slots its receiver grants in one step, in order."""
-        found: dict[Channel, list[int]] = defaultdict(list)
-        for pp, stream in enumerate(self.plan.program.streams):
-            for part in instructions_of(stream):
-                if part.op in RECEIVES and part.peer == self.pp:
-                    target = self.plan.mesh.move(self.rank, pp=pp)
-                    found[RECEIVES[part.op], self.rank, target].append(self._slot_index(pp, part))
+    def _target_slots(self) -> list[dict[Channel, list[int]]]:
+        """By program, for every channel this rank sends on: the slots its receiver grants in one step, in order."""
+        found: list[dict[Channel, list[int]]] = [defaultdict(list) for _ in self.plan.programs]
+        for slots, program in zip(found, self.plan.programs, strict=True):
+            for pp, stream in enumerate(program.streams):
+                for part in instructions_of(stream):
+                    if part.op in RECEIVES and part.peer == self.pp:
+                        target = self.plan.mesh.move(self.rank, pp=pp)
+                        slots[RECEIVES[part.op], self.rank, target].append(self._slot_index(pp, part))
         return found
 
 
@@ -149,9 +154,9 @@ def export_memory(tensor: torch.Tensor) -> bytes:
 
 
 def slot_counts(plan: Plan, pp: int) -> Counter[Op]:
-    """How many receive slots a pipeline rank's program uses, by kind of receive."""
+    """How many receive slots a pipeline rank's programs use, by kind of receive: one program runs after the other."""
     counts: Counter[Op] = Counter()
-    for part in instructions_of(plan.program.streams[pp]):
+    for part in chain.from_iterable(instructions_of(program.streams[pp]) for program in plan.programs):
         if part.op in RECEIVES:
             counts[part.op] = max(counts[part.op], part.slot + 1)
     return counts

@@ -151,10 +151,11 @@ def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path):
     optimizer_step = executor.optimizer_step
     real = optimizer_step.reduce_norm
     optimizer_step.reduce_norm = lambda step, _: real(step, optimizer_step.cancel)
-    executor.run(2, late.load_batch(2))
-    executor.stream = executor.stream[:1]
-    assert executor.stream[0].op is Op.F
-    executor.run(3, late.load_batch(3))
+    (program,) = late.programs
+    executor.run(program, 2, late.load_batch(2))
+    first = replace(program, stream=program.stream[:1])
+    assert first.stream[0].parts[0].op is Op.F
+    executor.run(first, 3, late.load_batch(3))
     snapshot = late.leave()
     assert (snapshot.version, snapshot.ready, snapshot.norm) == (2, True, newest.grad_norm)
     late.advance(norm)

@@ -19,7 +19,7 @@ from pentad.orchestrator.run.fence import RecoveryState, is_complete
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
-from pentad.schedules.passes.zero import gradient_slots, weight_slots
+from pentad.schedules.passes.zero import gradient_slots, sharded_stages, weight_slots
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.tensors import num_parameters
@@ -155,7 +155,8 @@ def test_no_two_stages_use_a_buffer_at_once(name, p, m, chunks, max_gathered, po
         post_validation=post_validation,
     )
     for rank, stream in enumerate(program.streams):
-        weights, (gradients, _) = weight_slots(program, rank), gradient_slots(program, rank)
+        weights = weight_slots(program, rank, sharded_stages(program, rank))
+        gradients, _ = gradient_slots(program, rank)
         gathered: dict[int, tuple[int, int]] = {}
         accumulating: dict[int, tuple[int, Key | None]] = {}  # stage, and its reduction once that has been issued
         peak = [0, 0]

@@ -1,0 +1,30 @@
+"""What a run evaluates besides training, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pentad.schedules.ir.program import Program
+
+HOLDOUT = "holdout"  # the data set that is held out from the training data
+
+
+class EvalData(NamedTuple):
+    """A data set: the corpus `data` (see Plan), or its last documents, the share `holdout` of its tokens. `fingerprint`
+    identifies the corpus."""
+
+    name: str
+    data: str
+    holdout: float = 0.0
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """`program` is forward-only, with the placement and the microbatches of the plan's program. Of every data set it
+    reads the first `sequences` sequences (None: all)."""
+
+    program: Program
+    data_sets: tuple[EvalData, ...]
+    sequences: int | None

@@ -1,0 +1,69 @@
+"""Plans that evaluate, and the same evaluations in a single process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import reference_families
+import torch
+from fleet import Fleet, Outcome
+from plans import STEPS, reference
+from pytest import approx
+from reference_model import State, zero_biases
+
+from pentad.schedules.compiler import compile_forward_only
+from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.schedules.spec.tensors import tensors
+from pentad.workers.data.corpus import open_corpus
+from pentad.workers.data.holdout import first_held_out
+from pentad.workers.params.param_init import initial_values
+
+HOLDOUT = 0.1
+EVALUATED = [(0,), (0, 2), (2,), (2, STEPS - 2), (STEPS,)]  # the calls of a run
+
+
+def with_eval(plan: Plan, sequences: int, *, max_gathered: int | None = None) -> Plan:
+    """Evaluates that many sequences of the held-out documents, and of the same corpus as a whole."""
+    options = MemoryOptions(zero=plan.zero, max_gathered=max_gathered)
+    program = compile_forward_only(plan.program, memory_options=options)
+    data_sets = EvalData("holdout", plan.data, HOLDOUT), EvalData("all", plan.data)
+    return replace(plan, eval=EvalSpec(program, data_sets, sequences))
+
+
+def assert_evaluates_like_one_process(fleet: Fleet, plan: Plan) -> list[Outcome]:
+    """Evaluates before the first step and after the last, in float64, and compares to 1e-10."""
+    outcomes = fleet.run(plan, EVALUATED)
+    weights = {
+        each.name: initial_values(each, plan.seed).double()
+        for each in tensors(plan.model, 0, plan.model.layers)
+        if not each.tied_to
+    }
+    first, _, last = outcomes[0].evaluations
+    assert all(outcome.evaluations == outcomes[0].evaluations for outcome in outcomes)
+    for evaluation, state in ((first, weights | zero_biases(plan)), (last, reference(plan)[3])):
+        for found, expected in zip(evaluation, expected_losses(plan, state), strict=True):
+            assert found.loss_sum == approx(expected, rel=1e-10)
+            assert found.tokens == found.sequences * plan.batch.sequence_length
+    return outcomes
+
+
+def expected_losses(plan: Plan, state: State) -> list[float]:
+    """Sums of token losses by data set, sequence by sequence."""
+    assert plan.eval is not None
+    found = []
+    for data_set in plan.eval.data_sets:
+        corpus, length = open_corpus(data_set.data, False), plan.batch.sequence_length
+        begin = first_held_out(corpus, data_set.holdout) if data_set.holdout else 0
+        total = 0.0
+        for number in range(plan.eval.sequences or 0):
+            start = begin + number * length
+            tokens = torch.from_numpy(corpus.read(start, length + 1))[None]
+            documents = torch.zeros(1, length, dtype=torch.int64)
+            if plan.document_mask:
+                documents[0, corpus.boundaries(start, length)] = 1
+            arguments = state, tokens[:, :-1], tokens[:, 1:], documents.cumsum(1)
+            total += length * reference_families.losses(plan.model, *arguments).main.item()
+        found.append(total)
+    return found

@@ -1,0 +1,1 @@
+"""What evaluations read, and what they add up."""
