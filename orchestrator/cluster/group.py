@@ -17,9 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pentad.orchestrator.cluster.faults import Failure, WorkerError, grace_seconds
 from pentad.orchestrator.cluster.placement import Place, bundle_places, order_places, release
-from pentad.orchestrator.cluster.worker import Actor, Status, WorkerPlace, read_status
+from pentad.orchestrator.cluster.worker import Actor, Status, WorkerPlace, read_status, streams_of
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import Start
 
@@ -125,8 +124,15 @@ class WorkerGroup:
             return self._call_runners("save", str(folder), step)
         return {rank: self.call_runner(rank, "save", str(folder), step, its) for rank, its in shards.items()}
 
-    def submit_commit(self, folder: Path, step: int, shards: list[dict[str, Any]], keep: int, rank: int = 0) -> Refs:
-        """Has a rank commit a checkpoint and delete older ones, beside training."""
+    def submit_evaluate(self, step: int) -> Refs:
+        """Queues the evaluation of the weights after `step` steps, none of which is open. The answers are lists of
+        EvalResult, one for each data set."""
+        return self._call_runners("evaluate", step)
+
+    def submit_commit(
+        self, folder: Path, step: int, shards: list[dict[str, Any]], keep: int, best: int | None = None, rank: int = 0
+    ) -> Refs:
+        """Has a rank commit a checkpoint, and delete older ones but the one after `best` steps, beside training."""
         plan = self.plan
         meta = {
             "run": plan.name,
@@ -135,7 +141,7 @@ class WorkerGroup:
             "mesh": asdict(plan.mesh),
             "data": plan.fingerprint,
         }
-        return {rank: self.actors[rank].commit.remote(str(folder), step, shards, meta, keep)}
+        return {rank: self.actors[rank].commit.remote(str(folder), step, shards, meta, keep, best)}
 
     def is_ready(self, refs: Refs) -> bool:
         """Whether `collect` would return at once."""
@@ -225,8 +231,8 @@ class WorkerGroup:
             return None  # a GPU rank's progress file says what its host has issued
         if (status := self._read_progress(rank)) is not None:
             return status
-        stream, file = self._stream(rank), self.places[rank].progress_file
-        refs = {other: self.actors[other].read_progress_of.remote(file, stream) for other in self.neighbours(rank)}
+        streams, file = streams_of(self.plan, rank), self.places[rank].progress_file
+        refs = {other: self.actors[other].read_progress_of.remote(file, streams) for other in self.neighbours(rank)}
         answers, _ = self.gather(refs, LAST_STATUS_SECONDS)
         return next(iter(answers.values()), None)
 
@@ -287,15 +293,12 @@ class WorkerGroup:
     def _call_runners(self, method: str, *arguments: Any) -> Refs:
         return {rank: self.call_runner(rank, method, *arguments) for rank in range(len(self.actors))}
 
-    def _stream(self, rank: int) -> tuple[Action, ...]:
-        return self.plan.program.streams[self.plan.mesh.coordinates(rank).pp]
-
     def _read_progress(self, rank: int) -> Status | None:
         """The status in a rank's progress file, if that is on this node: even that of a process that is gone."""
         if not self.places or self.places[rank].node != ray.get_runtime_context().get_node_id():
             return None
         with suppress(OSError, struct.error):
-            return read_status(Path(self.places[rank].progress_file), self._stream(rank))
+            return read_status(Path(self.places[rank].progress_file), streams_of(self.plan, rank))
         return None
 
     def _error_of(self, failures: list[Failure]) -> PentadError:

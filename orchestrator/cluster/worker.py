@@ -25,6 +25,7 @@ from pentad.workers.runtime.progress_file import Progress, read_progress
 from pentad.workers.runtime.results import RankSnapshot
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
 
+Streams = tuple[tuple[Action, ...], ...]  # of a rank, by program of the plan
 GPU_SECONDS = 5.0  # between two readings of a GPU
 
 
@@ -41,7 +42,8 @@ class WorkerPlace(NamedTuple):
 
 class Status(NamedTuple):
     """What a rank is doing: `counter` is the index in its stream, -1 between steps, `instruction` that instruction's
-    text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU."""
+    text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. While the rank
+    is `evaluating`, the stream is that of the evaluation, and `counter` counts the actions of all rounds."""
 
     generation: int
     step: int
@@ -49,6 +51,7 @@ class Status(NamedTuple):
     age: float
     counter: int = -1
     gpu: GpuState | None = None
+    evaluating: bool = False
 
 
 class StaleGeneration(Exception):
@@ -63,7 +66,7 @@ class Worker:
         # torch takes a second to import: meanwhile the driver collects where the workers are.
         threading.Thread(target=self._preload, daemon=True).start()
         session = ray._private.worker.global_worker.node.get_session_dir_path()
-        self.stream: tuple[Action, ...] = ()
+        self.streams: Streams = ()
         self.generation, self.changing = 0, threading.Lock()
         self.gpu, self.gpu_read = -1, 0.0
         self.gpu_state: GpuState | None = None
@@ -88,12 +91,12 @@ class Worker:
             if generation < self.generation:
                 raise StaleGeneration(f"generation {generation} is over")
             self.generation, self.runner = generation, runner
-            self.stream = plan.program.streams[plan.mesh.coordinates(rank).pp]
+            self.streams = streams_of(plan, rank)
         return _device_name(gpu) if plan.device == "cuda" else ""
 
     @ray.method(concurrency_group="train")
     def call(self, generation: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of the runner: serve, connect, restore, receive, advance, run or save."""
+        """Calls a method of the runner: serve, connect, restore, receive, advance, run, evaluate or save."""
         if generation != self.generation:
             raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
         return getattr(self.runner, method)(*arguments)
@@ -120,9 +123,9 @@ class Worker:
             self.runner.abort()
 
     @ray.method(concurrency_group="control")
-    def read_progress_of(self, progress_file: str, stream: tuple[Action, ...]) -> Status:
+    def read_progress_of(self, progress_file: str, streams: Streams) -> Status:
         """The status of another rank of this node, which does not answer."""
-        return read_status(Path(progress_file), stream)
+        return read_status(Path(progress_file), streams)
 
     @ray.method(concurrency_group="control")
     def kill(self, pid: int) -> None:
@@ -130,11 +133,13 @@ class Worker:
         os.kill(pid, signal.SIGKILL)
 
     @ray.method(concurrency_group="control")
-    def commit(self, folder: str, step: int, shards: list[dict[str, Any]], meta: dict[str, Any], keep: int) -> None:
-        """Commits a checkpoint and deletes older ones, beside training."""
+    def commit(
+        self, folder: str, step: int, shards: list[dict[str, Any]], meta: dict[str, Any], keep: int, best: int | None
+    ) -> None:
+        """Commits a checkpoint and deletes older ones but the `best`, beside training."""
         path = Path(folder)
         checkpoint.commit(path, step=step, shards=[checkpoint.Shard.from_plain(shard) for shard in shards], meta=meta)
-        checkpoint.delete_older(path.parent, keep)
+        checkpoint.delete_older(path.parent, keep, best)
 
     @ray.method(concurrency_group="train")
     def close(self) -> None:
@@ -159,7 +164,7 @@ class Worker:
         if self.runner is None or not self.progress_file.exists():
             return Status(self.generation, -1, "", 0.0)
         state = self.runner.position() or read_progress(self.progress_file)
-        return status_of(state, self.stream)._replace(gpu=self._telemetry())
+        return status_of(state, self.streams)._replace(gpu=self._telemetry())
 
     @ray.method(concurrency_group="control")
     def clock(self) -> float:
@@ -184,14 +189,20 @@ Actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_g
 )
 
 
-def read_status(progress_file: Path, stream: tuple[Action, ...]) -> Status:
+def streams_of(plan: Plan, rank: int) -> Streams:
+    """What a rank of the mesh runs of each program of the plan."""
+    return tuple(program.streams[plan.mesh.coordinates(rank).pp] for program in plan.programs)
+
+
+def read_status(progress_file: Path, streams: Streams) -> Status:
     """The status in a progress file of this host, even of a process that is gone."""
-    return status_of(read_progress(progress_file), stream)
+    return status_of(read_progress(progress_file), streams)
 
 
-def status_of(state: Progress, stream: tuple[Action, ...]) -> Status:
-    text = instruction_text(stream[state.counter]) if state.counter >= 0 else ""
-    return Status(state.generation, state.step, text, time.monotonic() - state.since, state.counter)
+def status_of(state: Progress, streams: Streams) -> Status:
+    stream, age = streams[state.evaluating], time.monotonic() - state.since
+    text = instruction_text(stream[state.counter % len(stream)]) if state.counter >= 0 else ""
+    return Status(state.generation, state.step, text, age, state.counter, evaluating=state.evaluating)
 
 
 def instruction_text(action: Action) -> str:

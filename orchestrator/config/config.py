@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from pentad.orchestrator.config import errors, sections
 from pentad.orchestrator.config.errors import Broken, ConfigError
+from pentad.orchestrator.config.eval_section import EvalSection
 from pentad.orchestrator.config.includes import Layers, leaves, merged, read_file, with_includes
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
 from pentad.orchestrator.config.optimizer_section import OptimizerSection
@@ -24,6 +25,7 @@ from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.auto import AUTO, check_auto_options
+from pentad.schedules.spec.eval_spec import HOLDOUT
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import split_layers
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
@@ -68,6 +70,7 @@ class RunConfig(sections.Section):
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     elastic: sections.ElasticSection = sections.ElasticSection()
     metrics: sections.MetricsSection = sections.MetricsSection()
+    eval: EvalSection = EvalSection()
     cluster: sections.ClusterSection = sections.ClusterSection()
 
     @property
@@ -79,6 +82,11 @@ class RunConfig(sections.Section):
             return given
         length = self.batch.sequence_length
         return given._replace(slices=next(k for k in range(entry.slices, 0, -1) if length % k == 0))
+
+    @property
+    def data_sets(self) -> list[str]:
+        """The names of what is evaluated."""
+        return [HOLDOUT] * (self.data.holdout > 0) + [each.name for each in self.eval.data or ()]
 
     def model_spec(self, dtype: str = "float32") -> ModelSpec:
         """The model's sizes; builds a custom model, in the dtype of compute. Raises PentadError if it is invalid."""
@@ -116,6 +124,7 @@ class RunConfig(sections.Section):
         if self.optimizer.decay_steps is None:
             yield from self.optimizer.phase_rules("run.steps", self.run.steps, "optimizer.")
         yield from self._state_rules()
+        yield from self._eval_rules()
         if self.schedule.name == AUTO and self.memory.recompute_stages:
             found = f"{self.memory.recompute_stages}, but schedule.name auto places them"
             yield Broken("memory.recompute_stages", "null", found)
@@ -137,6 +146,25 @@ class RunConfig(sections.Section):
             if getattr(self.optimizer, key) > 1 - BFLOAT16_ROUNDING:
                 expected = f"at most {1 - BFLOAT16_ROUNDING:g} with precision.optimizer_state bfloat16, whose rounding"
                 yield Broken(f"optimizer.{key}", f"{expected} would undo a step's change")
+
+    def _eval_rules(self) -> Iterator[Broken]:
+        """What is evaluated, when, and which checkpoint is the best: one that was evaluated."""
+        names, best = self.data_sets, self.checkpoint.keep_best
+        for key in ("every", "at_start"):
+            if getattr(self.eval, key) and not names:
+                yield Broken(f"eval.{key}", "data to evaluate on: data.holdout above 0, or eval.data")
+        if len(set(names)) < len(names) and self.data.holdout:
+            found = f"a list with the name {HOLDOUT}"
+            yield Broken("eval.data", "another name than that of what data.holdout holds out", found)
+        if best is False:
+            return
+        if not names or (best is not True and best not in names):
+            expected = f"false, true or {', '.join(names)}" if names else "false without data.holdout or eval.data"
+            yield Broken("checkpoint.keep_best", expected)
+        saved, evaluated = self.checkpoint.every, self.eval.every
+        if not saved or not evaluated or saved % evaluated:
+            expected = f"a multiple of eval.every = {evaluated}" if evaluated else "eval.every above 0 as well"
+            yield Broken("checkpoint.every", f"{expected}, so that checkpoint.keep_best has evaluated checkpoints")
 
     def _layout_rules(self, layout: Layout, model: ModelSpec) -> Iterator[str]:
         stages, slices, length = layout.stages, layout.slices, self.batch.sequence_length

@@ -68,13 +68,15 @@ class RuleErrors(ValueError):
 
 @cache
 def sections_of(config: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    """The JSON schemas of a configuration's sections by dotted key, outer ones first; the configuration's own is ''."""
+    """The JSON schemas of a configuration's sections by dotted key, outer ones first; the configuration's own is ''.
+    Those in a list have the key of the list."""
     root = config.model_json_schema()
 
     def walk(path: str, section: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield path, section
         for name, field in section["properties"].items():
-            for kind in (field, *field.get("anyOf", ())):
+            kinds = (field, *field.get("anyOf", ()))
+            for kind in (*kinds, *(each["items"] for each in kinds if "items" in each)):
                 if "$ref" in kind:
                     yield from walk(f"{path}.{name}".lstrip("."), root["$defs"][kind["$ref"].rpartition("/")[2]])
 
@@ -98,6 +100,8 @@ def sentences(error: ValidationError, config: type[BaseModel]) -> Iterator[str]:
 
 def unknown_key(key: str, config: type[BaseModel]) -> str:
     """Names the nearest key: of the same section, of a section with a similar name, or of any if it is unambiguous."""
+    first, *others = key.split(".")
+    key = ".".join([first, *(part for part in others if not part.isdecimal())])  # without places in a list
     known = {path: list(section["properties"]) for path, section in sections_of(config).items()}
     top = known.pop("")
     given = key.rpartition(".")[0]
@@ -156,7 +160,7 @@ def _sentence(error: ErrorDetails, config: type[BaseModel]) -> str:
         case "missing" if key in schemas:
             return f"section {key} is missing: expected one with keys such as {example_key(key, config)}"
         case "missing":
-            section, _, name = key.rpartition(".")
+            section, _, name = _dotted(*(part for part in error["loc"] if isinstance(part, str))).rpartition(".")
             meaning = " ".join(schemas[section]["properties"][name]["description"].split())
             return f"{key} is missing: expected a value: {meaning}"
         case "invalid_key":
@@ -172,7 +176,8 @@ def _expected(error: ErrorDetails, config: type[BaseModel]) -> str:
     limits = error.get("ctx", {})
     match error["type"]:
         case "model_type":
-            return f"a mapping with keys such as {example_key(_dotted(*error['loc']), config)}"
+            section = _dotted(*(part for part in error["loc"] if isinstance(part, str)))
+            return f"a mapping with keys such as {example_key(section, config)}"
         case "literal_error":
             options = limits["expected"].replace("'", "")
             near = nearest(str(error["input"]), options.replace(" or ", ", ").split(", "))

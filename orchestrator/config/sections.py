@@ -125,6 +125,8 @@ class DataSection(Section):
     """The corpus."""
 
     path: Text = Field(description="folder that `pentad data build` wrote, or builtin:pydoc")
+    holdout: float = Field(default=0.0, ge=0, le=0.5)
+    """share of the tokens that is held out from training for evaluation: the corpus's last documents"""
     document_mask: bool = False
     """attend only within a document where a sequence holds several"""
     cache: Text = "~/.cache/pentad"
@@ -223,6 +225,9 @@ class CheckpointSection(Section):
     """seconds of training after which a checkpoint is saved, whatever the step; 0: none by time. A run also saves at
     its end and when it is stopped"""
     keep: Count = Field(default=2, description="newest checkpoints to keep; older ones are deleted")
+    keep_best: bool | Text = False
+    """besides those, keep the checkpoint with the lowest evaluation loss: of the data set of this name, or with true
+    their mean"""
 
 
 class ElasticSection(Section):

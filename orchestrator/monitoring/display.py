@@ -42,6 +42,7 @@ class Display:
         self.phases: list[Text] = []
         self.rows: deque[dict[str, Any]] = deque(maxlen=_STEPS)
         self.losses: list[float] = []
+        self.evaluations: Sequence[dict[str, Any]] = ()
         self.ranks: Sequence[RankView] = ()
         self.state = "starting"
         self.live: Live | None = None
@@ -75,6 +76,13 @@ class Display:
         self._draw()
         if not self.is_live:
             self.console.print(Text(step_line(row, self.steps)), soft_wrap=True)
+
+    def evaluation(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Shows a finished evaluation, by the rows of its data sets in eval.jsonl."""
+        self.evaluations = rows
+        self._draw()
+        if not self.is_live:
+            self.console.print(Text(f"{evaluation_line(rows)}  {format_duration(rows[0]['seconds'])}"), soft_wrap=True)
 
     def set_state(self, state: str) -> None:
         self.state = state
@@ -110,6 +118,8 @@ class Display:
             parts.append(self._header(width))
             if len(self.losses) > 1 and not self.console.options.ascii_only:
                 parts.append(self._loss_curve(width))
+            if self.evaluations:
+                parts.append(Text(f" {evaluation_line(self.evaluations)}", no_wrap=True, overflow="ellipsis"))
             parts += [Text(), steps_table(self.rows, width)]
         else:
             clock = f" {time.monotonic() - self.began:5.1f} s  "
@@ -163,6 +173,8 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     facts = {
         summary["state"]: f"{summary['steps']} steps",
         "loss": f"{format_number(summary['first_loss'], '.4f')} at first, {format_number(summary['loss'], '.4f')} now",
+        "evaluation": _evaluated(summary["evaluations"]),
+        "best": _best(summary["best"]),
         "pace": f"{format_number(summary['tokens_per_second'], ',.0f')} tokens/s",
         "bubble": f"{measured} measured, {planned} planned",
         "folder": summary["folder"],
@@ -172,7 +184,20 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     console.print()
     for name, fact in facts.items():
         if fact is not None:
-            console.print(Text.assemble((f" {name:<9} ", "dim"), fact), soft_wrap=True)
+            console.print(Text.assemble((f" {name:<10} ", "dim"), fact), soft_wrap=True)
+
+
+def _evaluated(rows: Sequence[dict[str, Any]]) -> str | None:
+    found = (f"{row['data']} {format_number(row['loss'], '.4f')} after {row['step']} steps" for row in rows)
+    return ", ".join(found) or None
+
+
+def _best(best: dict[str, Any] | None) -> str | None:
+    return (
+        None
+        if best is None
+        else f"{format_number(best['loss'], '.4f')} after {best['step']} steps, {best['checkpoint']}"
+    )
 
 
 def steps_table(rows: deque[dict[str, Any]], width: int) -> Table:
@@ -198,6 +223,16 @@ def step_line(row: dict[str, Any], steps: int) -> str:
     step, loss, norm, lr, tokens, seconds, bubble, planned = _figures(row).values()
     parts = [f"step {step:>{len(str(steps))}}", f"loss {loss}", f"grad norm {norm}", f"lr {lr}", f"{tokens} tokens/s"]
     return "  ".join([*parts, seconds, f"bubble {bubble} (planned {planned})"])
+
+
+def evaluation_line(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of an evaluation as one line."""
+    losses = (
+        f"{row['data']} loss {format_number(row['loss'], '.4f')} "
+        f"(perplexity {format_number(row['perplexity'], ',.1f')})"
+        for row in rows
+    )
+    return "  ".join([f"evaluation after {rows[0]['step']} steps", *losses])
 
 
 def _figures(row: dict[str, Any]) -> dict[str, str]:

@@ -95,6 +95,17 @@ class EventBus:
         last = rows[-1]
         self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=last["tokens_per_second"], verdict="")
 
+    def evaluated(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Records a completed evaluation: its rows of eval.jsonl."""
+        for row in rows:
+            self.folder.evaluated(row)
+        self.display.evaluation(rows)
+        for watcher in self.watchers:
+            watcher.on_evaluation(rows)
+        losses = {row["data"]: row["loss"] for row in rows}
+        facts = {"generation": rows[0]["generation"], "step": rows[0]["step"], "seconds": rows[0]["seconds"]}
+        self.record("evaluation", **facts, losses=losses)
+
     def record(self, event: str, **facts: Any) -> None:
         """Writes a line of the journal."""
         entry = self.folder.event(event, **facts)

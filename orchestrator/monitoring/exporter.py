@@ -72,6 +72,10 @@ METRICS = {
     "pentad_nonfinite_values_total": Metric(
         "counter", "Steps with a non-finite loss or gradient norm; the latter skip their update.", ("tensor",)
     ),
+    # evaluation
+    "pentad_eval_loss": Metric(
+        "gauge", "Loss per token of the last evaluation, NaN when it was not finite.", ("data",)
+    ),
     # the program
     "pentad_bubble_ratio": Metric(
         "gauge", "Idle share of the ranks' time in the last step's makespan, measured.", row="bubble_measured"
@@ -221,6 +225,11 @@ class Exporter(Watcher, Collector):
                 for labels, state in known
                 if state.ecc_errors is not None
             }
+
+    def on_evaluation(self, rows: Sequence[dict[str, Any]]) -> None:
+        with self._lock:
+            for row in rows:
+                self._put("pentad_eval_loss", nan if row["loss"] is None else row["loss"], row["data"])
 
     def close(self) -> None:
         self._server.close()

@@ -67,6 +67,9 @@ class Watcher:
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         """Completed steps: their rows of metrics.jsonl, and the spans of each on this host's monotonic clock."""
 
+    def on_evaluation(self, rows: Sequence[dict[str, Any]]) -> None:
+        """A completed evaluation: its rows of eval.jsonl."""
+
     def on_view(self, view: RunView) -> None:
         """About twice a second, and whenever the run's state changes."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.monitoring.comparison import comparison_page, simulate_steps
+from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
@@ -25,13 +26,14 @@ from pentad.workers.hf import kept_files
 from pentad.workers.hf.names import MODEL_FILE
 
 CONFIG, PROGRAM, METRICS, JOURNAL = "config.yaml", "program.arrow", "metrics.jsonl", "journal.jsonl"
+EVALUATIONS = "eval.jsonl"
 TIMELINE, TRACE, PAGE, CHECKPOINTS = "timeline.arrow", "trace.json.gz", "timeline.html", "checkpoints"
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
     *("step", "time", "loss", "grad_norm", "lr", "tokens", "total_tokens", "step_seconds", "tokens_per_second"),
     *("mfu", "bubble_planned", "bubble_measured", "generation"),
 )
-_FIXED = ("model.", "batch.", "data.path", "run.seed")  # what a resumed run may not change
+_FIXED = ("model.", "batch.", "data.path", "data.holdout", "run.seed")  # what a resumed run may not change
 _OWN = ("run.name", "run.folder")
 Changes = dict[str, tuple[Any, Any]]  # the values before and now, by key
 
@@ -48,7 +50,7 @@ class RunFolder:
         Raises PentadError when another live run has locked it, or it holds a run that cannot resume with `config`.
         """
         self.path = path_of(config)
-        self.plan = plan
+        self.plan, self.keep_best = plan, config.checkpoint.keep_best
         self.total_tokens = 0  # of the steps in metrics.jsonl, once `rewind` has been called
         self.resumed = (self.path / CONFIG).exists()
         check_resumable(config)
@@ -60,7 +62,7 @@ class RunFolder:
             text = f"run.folder is '{config.run.folder}', where {self.path} cannot be written ({error.strerror})"
             raise PentadError(f"{text}: expected a folder of your own") from None
         try:
-            for name in (METRICS, JOURNAL):
+            for name in (METRICS, EVALUATIONS, JOURNAL):
                 _trim(self.path / name)
             if not self.resumed:
                 self.begin(config)
@@ -96,6 +98,18 @@ class RunFolder:
         _append(self.path / METRICS, row)
         return row
 
+    def evaluated(self, row: dict[str, Any]) -> None:
+        """Appends a line to eval.jsonl."""
+        _append(self.path / EVALUATIONS, row)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of eval.jsonl."""
+        return read_lines(self.path / EVALUATIONS, EVAL_KEYS)
+
+    def best(self, saving: int) -> Best | None:
+        """The checkpoint that checkpoint.keep_best keeps once that after `saving` steps is committed, too."""
+        return best_of(self.evaluations(), self.keep_best, {*self.saved(), saving}) if self.keep_best else None
+
     def event(self, event: str, **facts: Any) -> dict[str, Any]:
         """Appends an event of the run's ranks or checkpoints to journal.jsonl, with its Unix time, and returns it."""
         entry = {"time": time.time(), "event": event, **facts}
@@ -115,7 +129,10 @@ class RunFolder:
         _replace(self.path / PROGRAM, plan.program.to_bytes())
 
     def rewind(self, step: int) -> None:
-        """Drops the metrics of `step` and later, which the run will replay."""
+        """Drops the metrics of `step` and later, which the run will replay, and what was evaluated after more steps."""
+        if (evaluations := self.evaluations()) and max(row["step"] for row in evaluations) > step:
+            kept = [row for row in evaluations if row["step"] <= step]
+            _replace(self.path / EVALUATIONS, "".join(json.dumps(row) + "\n" for row in kept))
         kept = [row for row in read_lines(self.path / METRICS, METRIC_KEYS) if row["step"] < step]
         self.total_tokens = kept[-1]["total_tokens"] if kept else 0
         _replace(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))

@@ -17,13 +17,14 @@ from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.hardware import DEVICES, NODE_GPUS, gpu_name, local_device
 from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
 from pentad.schedules.catalogue import CATALOGUE, generate
-from pentad.schedules.compiler import compile_program
+from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.eval_spec import HOLDOUT, EvalData, EvalSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers, split_layers_by_cost
@@ -63,7 +64,8 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, model: ModelSpe
         # a user's function may plan with costs, and so is called again now that they are known
         order=None if order is None or ":" in order.name else order,
     )
-    return draft(config, model, device, program, layers, transport=transport, zero=options.zero)
+    plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
+    return replace(plan, eval=_eval(config, program, costs, transport, options))
 
 
 def first_plan(config: RunConfig) -> Plan:
@@ -96,7 +98,7 @@ def plan_on(config: RunConfig, device: str, *, hosts: int, expected: Plan) -> Pl
     """The plan of ranks that have been placed: the `expected` one, if they are as it was made for."""
     if expected.device == device and expected.transport == transport_of(config, device, hosts):
         return expected
-    return replace(make_plan(config, device, hosts=hosts), fingerprint=expected.fingerprint)
+    return _with_data_of(make_plan(config, device, hosts=hosts), expected)
 
 
 def plan_with(config: RunConfig, device: str, program: Program) -> Plan:
@@ -135,9 +137,20 @@ def draft(
         zero=zero,
         cp_method=config.mesh.cp_method,
         document_mask=config.data.document_mask,
+        holdout=config.data.holdout,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.stages),
     )
+
+
+def _eval(config: RunConfig, program: Program, costs: Costs, transport: str, options: MemoryOptions) -> EvalSpec | None:
+    """The evaluation of a run, if it has data for that."""
+    held_out = [EvalData(HOLDOUT, _data(config.data.path), config.data.holdout)] if config.data.holdout else []
+    data_sets = *held_out, *(EvalData(each.name, _data(each.path)) for each in config.eval.data or ())
+    if not data_sets:
+        return None
+    forward = compile_forward_only(program, costs, gated=transport == "nccl", memory_options=options)
+    return EvalSpec(forward, data_sets, config.eval.sequences)
 
 
 def require_shards(config: RunConfig, plan: Plan) -> None:
@@ -235,8 +248,16 @@ def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
         with suppress(ValidationError, PentadError):  # too few layers or microbatches, or an odd pipeline
             smaller = RunConfig.model_validate(changed)
             plan = make_plan(smaller, full.device, hosts=hosts, model=full.model)
-            return replace(plan, fingerprint=full.fingerprint)
+            return _with_data_of(plan, full)
     return None
+
+
+def _with_data_of(plan: Plan, other: Plan) -> Plan:
+    """The plan with the fingerprints of another plan of the same run."""
+    found = replace(plan, fingerprint=other.fingerprint)
+    if plan.eval is None or other.eval is None:
+        return found
+    return replace(found, eval=replace(plan.eval, data_sets=other.eval.data_sets))
 
 
 def to_mesh_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import STATUS_SECONDS, Tick, WorkerGroup
-from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.cluster.worker import Status, streams_of
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.plan import Plan
 from pentad.schedules.verify.hang_diagnosis import Diagnosis, Position, find_cause
 
 SILENT_SECONDS = 2.0  # a healthy rank answers within milliseconds
@@ -33,7 +36,7 @@ class HangDetector:
 
     def __init__(self, group: WorkerGroup, hang_seconds: float, first_seconds: float) -> None:
         self.group, self.hang_seconds, self.first_seconds = group, hang_seconds, first_seconds
-        self.positions: dict[int, tuple[int, int]] = {}
+        self.positions: dict[int, tuple[int, int, bool]] = {}
         self.stalled, self.checked, self.stepping = 0.0, time.monotonic(), False
 
     def deadline(self, costs: Costs | None) -> float:
@@ -47,7 +50,7 @@ class HangDetector:
         """None while there is progress. `stepping`: the ranks have steps to run."""
         now = time.monotonic()
         passed, self.checked = min(now - self.checked, 2 * STATUS_SECONDS), now
-        positions = {rank: (status.step, status.counter) for rank, status in statuses.items()}
+        positions = {rank: (status.step, status.counter, status.evaluating) for rank, status in statuses.items()}
         moved = positions != self.positions or stepping != self.stepping
         self.positions, self.stepping = positions, stepping
         silent = self._silent(now)
@@ -74,7 +77,34 @@ class HangDetector:
         plan = self.group.plan
         unknown = Status(self.group.generation, -1, "", 0.0)
         found = [self.group.peek(rank) or statuses.get(rank, unknown) for rank in range(plan.mesh.size)]
-        return find_cause(plan.program, plan.mesh, [Position(s.step, s.counter, s.age) for s in found])
+        number, positions = positions_in_program(plan, found)
+        return find_cause(plan.programs[number], plan.mesh, positions)
+
+
+def positions_in_program(plan: Plan, statuses: Sequence[Status]) -> tuple[int, list[Position]]:
+    """(number of the program that the ranks furthest behind are in, every rank's position in it).
+
+    An evaluation after `step` steps comes before that step, and its rounds are the steps of its program. Ranks that
+    have yet to begin it, or have left it, are between steps.
+    """
+    places = [(status.step, not status.evaluating) for status in statuses]
+    behind = min((place for place, s in zip(places, statuses, strict=True) if s.counter >= 0), default=(0, True))
+    if behind[1] and not any(status.evaluating for status in statuses):
+        return 0, [Position(status.step, status.counter, status.age) for status in statuses]
+    number, positions = 1 - behind[1], []
+    for rank, (place, status) in enumerate(zip(places, statuses, strict=True)):
+        step, counter = status.step, -1
+        if not behind[1]:
+            actions = len(streams_of(plan, rank)[1])
+            step, counter = divmod(status.counter, actions) if status.counter >= 0 else (sys.maxsize, -1)
+        if place < behind:
+            step = -1 if number else behind[0] - 1
+        elif place > behind:
+            step, counter = (sys.maxsize if number else behind[0] + 1), -1
+        elif not number:
+            counter = status.counter
+        positions.append(Position(step, counter if place == behind else -1, status.age))
+    return number, positions
 
 
 def check_answers(group: WorkerGroup, seconds: float) -> Tick:

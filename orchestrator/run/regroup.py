@@ -152,6 +152,8 @@ class Regroup:
             rank: tuple(shard for shard, owner in owners.items() if owner == rank) for rank in set(owners.values())
         }
         shards = [shard for its in group.collect(group.submit_save(path, state.version, owned)) for shard in its]
-        group.collect(group.submit_commit(path, state.version, shards, self.config.checkpoint.keep, min(owned)))
+        keep, best = self.config.checkpoint.keep, self.bus.folder.best(state.version)
+        commit = group.submit_commit(path, state.version, shards, keep, best and best.step, min(owned))
+        group.collect(commit)
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
         self.bus.record("checkpoint", generation=group.generation, step=state.version, seconds=seconds, bytes=size)

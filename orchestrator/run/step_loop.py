@@ -12,6 +12,7 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import Refs, WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring.evaluations import evaluation_rows
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.run.hang_detection import HangDetector
@@ -25,20 +26,23 @@ PAUSE_SECONDS = 0.5
 
 
 class Call(NamedTuple):
-    """A call in flight on all ranks: steps, which returns the results of those that are complete, or, with `saves`, the
-    checkpoint of `bytes` after `step` steps. `step` is the number of steps submitted up to and including this call."""
+    """A call in flight on all ranks: steps, which returns the results of those that are complete, or, with `evaluates`,
+    the evaluation after `step` steps, or, with `saves`, the checkpoint of `bytes` after them. `step` is the number of
+    steps submitted up to and including this call."""
 
     refs: Refs
     step: int
     saves: bool = False
     began: float = 0.0
     bytes: int = 0
+    evaluates: bool = False
 
 
 class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
     asked about once a second, says that the ranks should be placed again. `done` steps are complete, `durable` steps
-    are in a committed checkpoint; at the monotonic second `saved_at` the newest one was submitted or committed."""
+    are in a committed checkpoint; at the monotonic second `saved_at` the newest one was submitted or committed. The newest
+    evaluation was after `evaluated` steps."""
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class StepLoop:
         self.first = self.done = self.submitted = first
         self.saved = self.durable = saved  # steps in the newest checkpoint submitted, and committed
         self.saved_at = saved_at
+        self.evaluated = max((row["step"] for row in bus.folder.evaluations()), default=-1)
         self.steps_per_call = 1
         self.in_flight: deque[Call] = deque()
         self.committing: Call | None = None
@@ -74,6 +79,8 @@ class StepLoop:
                 call = self.in_flight.popleft()
                 if call.saves:
                     self._commit(call)
+                elif call.evaluates:
+                    self._collect_evaluation(call)
                 else:
                     self._collect(call)
             elif self.requests.paused and not self.ending:
@@ -97,9 +104,13 @@ class StepLoop:
         late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at
         ending, paused, requested = self.ending, self.requests.paused, self.requests.wants_checkpoint
         due = step > self.saved and (ending or (every and step % every == 0) or late or requested)
-        if self.open and (due or ending or paused):  # nothing but a run call may follow an open step
+        evaluates = self._evaluation_due(step)
+        if self.open and (due or evaluates or ending or paused):  # nothing but a run call may follow an open step
             self.open = False
             return Call(self.group.submit_run(step, 0), step)
+        if evaluates:  # before the checkpoint, which may turn out to be the best
+            self.evaluated = step
+            return Call(self.group.submit_evaluate(step), step, evaluates=True, began=time.monotonic())
         if due:
             self.saved, self.saved_at = step, time.monotonic()
             refs = self.group.submit_save(self.bus.folder.checkpoint(step), step)
@@ -108,7 +119,8 @@ class StepLoop:
             self.requests.checkpoint_saved(step)
         if ending or paused:
             return None
-        limit = min(self.config.run.steps, (step // every + 1) * every if every else self.config.run.steps)
+        stops = [(step // each + 1) * each for each in (every, self.evaluates_every) if each]
+        limit = min([self.config.run.steps, *stops])
         count = min(self.steps_per_call, limit - step)
         self.submitted += count
         # The first call is closed, so that its results arrive before the second call is done.
@@ -125,6 +137,24 @@ class StepLoop:
             seconds = sum(row["step_seconds"] for row in rows) / len(rows)
             self.steps_per_call = max(1, min(4 * self.steps_per_call, int(CALL_SECONDS / seconds)))
 
+    @property
+    def evaluates_every(self) -> int:
+        return 0 if self.group.plan.eval is None else self.config.eval.every
+
+    def _evaluation_due(self, step: int) -> bool:
+        """Whether to evaluate the weights after `step` steps. A run that stops or regroups leaves that to the next."""
+        if self.group.plan.eval is None or step <= self.evaluated or self.requests.stopping or self.regrouping:
+            return False
+        if step == 0:
+            return self.config.eval.at_start
+        return step == self.config.run.steps or (self.evaluates_every > 0 and step % self.evaluates_every == 0)
+
+    def _collect_evaluation(self, call: Call) -> None:
+        """Waits for an evaluation and records it. Its time is not part of the next step."""
+        results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))[0]
+        self.history.pause()
+        self.bus.evaluated(evaluation_rows(call.step, results, time.monotonic() - call.began, self.group.generation))
+
     def _record(self, rows: list[dict[str, Any]]) -> None:
         self.done = rows[-1]["step"] + 1
         self.bus.steps_done(rows, list(self.history.recent)[-len(rows) :])
@@ -137,7 +167,8 @@ class StepLoop:
         if answers is not None:
             shards = [shard for its in answers for shard in its]
             path, keep = self.bus.folder.checkpoint(call.step), self.config.checkpoint.keep
-            refs = self.group.submit_commit(path, call.step, shards, keep)
+            best = self.bus.folder.best(call.step)
+            refs = self.group.submit_commit(path, call.step, shards, keep, best and best.step)
             self.committing = call._replace(refs=refs, bytes=sum(shard["bytes"] for shard in shards))
 
     def _finish_commit(self, *, wait: bool) -> None:
@@ -151,6 +182,9 @@ class StepLoop:
         seconds, generation = round(time.monotonic() - call.began, 3), self.group.generation
         self.bus.record("checkpoint", generation=generation, step=call.step, seconds=seconds, bytes=call.bytes)
         self.durable = call.step
+        if (best := self.bus.folder.best(call.step)) and best.step == call.step:
+            self.bus.record("best", generation=generation, step=best.step, loss=best.loss)
+            self.bus.display.note(f"the checkpoint of step {best.step} is the best so far: loss {best.loss:.4f}")
         self.requests.checkpoint_saved(call.step)
 
     def _collect_checkpoint(self, call: Call) -> list[Any] | None:

@@ -17,6 +17,7 @@ from pentad.orchestrator.cluster.ports import free_port
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
 from pentad.orchestrator.monitoring.runfolder import (
     check_not_live,
     check_resumable,
@@ -35,13 +36,14 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.manifest import decode
-from pentad.workers.data.sources import check_data, open_data, require_fingerprint
+from pentad.workers.data.sources import check_data, open_data, open_eval_data, require_fingerprint
 
 RUNNER = "pentad.workers.runtime.runner:Runner"
 FILES = {
     "config": runfolder.CONFIG,
     "program": runfolder.PROGRAM,
     "metrics": runfolder.METRICS,
+    "evaluations": runfolder.EVALUATIONS,
     "journal": runfolder.JOURNAL,
     "timeline": runfolder.TIMELINE,
     "trace": runfolder.TRACE,
@@ -52,10 +54,22 @@ FILES = {
 def prepare(config: RunConfig) -> tuple[Plan, str]:
     """The plan of a run and its corpus's fingerprint, before anything is started or written, except for a built-in
     corpus. Raises PentadError."""
-    data = config.data.path, config.model.vocab, config.batch.sequence_length, config.data.cache
-    check_data(*data)
+    sizes = config.model.vocab, config.batch.sequence_length, config.data.cache
+    check_data(config.data.path, *sizes)
     plan = first_plan(config)
-    return plan, open_data(*data, verify=True).fingerprint
+    corpus = open_data(config.data.path, *sizes, verify=True, holdout=config.data.holdout)
+    return with_eval_fingerprints(plan), corpus.fingerprint
+
+
+def with_eval_fingerprints(plan: Plan) -> Plan:
+    """The plan with the fingerprints of what it evaluates. Raises PentadError for data that cannot be read."""
+    if plan.eval is None:
+        return plan
+    sizes, found = (plan.model.vocab, plan.batch.sequence_length, plan.cache), []
+    for each in plan.eval.data_sets:
+        part = open_eval_data(each, *sizes, verify=not each.holdout)  # the training data has been verified
+        found.append(each._replace(fingerprint=part.corpus.fingerprint))
+    return replace(plan, eval=replace(plan.eval, data_sets=tuple(found)))
 
 
 def train(
@@ -115,9 +129,24 @@ def summary(config: RunConfig, steps: int) -> dict[str, Any]:
         "tokens_per_second": typical_pace(newest) if newest else None,
         "bubble_planned": last.get("bubble_planned"),
         "bubble_measured": last.get("bubble_measured"),
+        "evaluations": _last_evaluation(folder),
+        "best": _best(config, folder),
         "state": "finished" if steps == config.run.steps else "stopped",
         "files": {name: str(folder / file) for name, file in FILES.items() if (folder / file).exists()},
     }
+
+
+def _last_evaluation(folder: Path) -> list[dict[str, Any]]:
+    rows = read_lines(folder / runfolder.EVALUATIONS, EVAL_KEYS)
+    return [row for row in rows if row["step"] == rows[-1]["step"]]
+
+
+def _best(config: RunConfig, folder: Path) -> dict[str, Any] | None:
+    """The checkpoint that checkpoint.keep_best has kept."""
+    checkpoints = {path.parent for path in (folder / runfolder.CHECKPOINTS).glob("step-*/manifest.json")}
+    by_step = {int(path.name.removeprefix("step-")): path for path in checkpoints if path.name[5:].isdecimal()}
+    best = best_of(read_lines(folder / runfolder.EVALUATIONS, EVAL_KEYS), config.checkpoint.keep_best, by_step)
+    return best and {**best._asdict(), "checkpoint": str(by_step[best.step])}
 
 
 def _is_finished(config: RunConfig, fingerprint: str) -> bool:

@@ -112,8 +112,7 @@ class Program:
     def hash(self) -> str:
         """SHA-256 of everything but the name; equal programs have equal hashes."""
         sizes = (VERSION, self.placement, self.microbatches, self.chunks, self.slices, self.columns.groups)
-        sizes += (True,) if self.forward_only else ()
-        digest = hashlib.sha256(repr(sizes).encode())
+        digest = hashlib.sha256(repr((*sizes, "forward_only") if self.forward_only else sizes).encode())
         for column in self.columns.arrays():
             digest.update(column.tobytes())
         return digest.hexdigest()

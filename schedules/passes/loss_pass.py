@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from pentad.schedules.ir.instruction import Instruction, Op
+from pentad.schedules.ir.instruction import Instruction, Key, Op
 from pentad.schedules.ir.lookup import IS_COMPUTE
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import insert
+
+LOSS = Key(Op.LOSS, -1, -1)
 
 
 def add_loss(program: Program) -> Program:
@@ -17,7 +19,7 @@ def add_loss(program: Program) -> Program:
     last = compute[np.searchsorted(compute, columns.rank_offsets[1:]) - 1].tolist()
     ends = np.diff(columns.action_offsets).tolist()
     additions = [
-        (rank, end, Instruction(Op.LOSS, group="pp", waits=(columns.key(row),)))
+        (rank, end, Instruction(*LOSS, group="pp", waits=(columns.key(row),)))
         for rank, (end, row) in enumerate(zip(ends, last, strict=True))
     ]
     return insert(program, additions)

@@ -1,9 +1,9 @@
 """Diagnoses a run that hangs: which ranks wait for which, and which rank is the cause, from every rank's position.
 
 Each rank reports the action that it is at. SEND, RECV and ALL_REDUCE are only launched: an action that waits for one
-blocks until the other ranks have launched it too. NORM blocks until every rank of the mesh has reached it; with
-post-validation VALIDATE blocks instead, until every rank has reached the NORM of the step before. Ranks that share
-layers (tp, cp, ep) block each other inside compute actions.
+blocks until the other ranks have launched it too. NORM (LOSS, in an evaluation) blocks until every rank of the mesh has
+reached it; with post-validation VALIDATE blocks instead, until every rank has reached the NORM of the step before.
+Ranks that share layers (tp, cp, ep) block each other inside compute actions.
 
 So a rank is blocked if another rank has yet to launch something, and a rank that stays at an action without being
 blocked is a cause.
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, Action, Key, Op
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.loss_pass import LOSS
 from pentad.schedules.passes.post_validation import NORM, VALIDATE, has_post_validation
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 
@@ -79,6 +80,7 @@ class _Run:
 
     def __init__(self, program: Program, mesh: Mesh, positions: Sequence[Position]) -> None:
         self.program, self.mesh, self.positions = program, mesh, positions
+        self.end = LOSS if program.forward_only else NORM  # which all ranks join
         self.coordinates = tuple(map(mesh.coordinates, range(mesh.size)))
         self.rank_of = {at: rank for rank, at in enumerate(self.coordinates)}
         self._not_joined: dict[tuple[Coordinates, Key, int], tuple[int, ...]] = {}
@@ -119,7 +121,7 @@ class _Run:
         return self._not_joined[group, key, step]
 
     def _members(self, group: Coordinates, key: Key) -> list[Coordinates]:
-        if key == NORM:
+        if key == self.end:
             return list(self.coordinates)
         mesh, holders = self.mesh, self.program.holders(key.stage)
         places = product(range(mesh.dp), holders, range(mesh.cp), range(mesh.ep))
@@ -142,25 +144,25 @@ def _progress(at: Position) -> tuple[int, float]:
 def _blocked(run: _Run) -> dict[int, tuple[Key, tuple[int, ...]]]:
     """Blocked rank -> what it waits for, and the peers it waits for."""
     found: dict[int, tuple[Key, tuple[int, ...]]] = {}
-    at_norm = []
+    at_end = []
     for rank in range(run.mesh.size):
         action = run.action(rank)
         if action is None:
             continue
-        keys = (key for key in action.waits if key != NORM)  # NORM blocks at NORM: a later action has it
+        keys = (key for key in action.waits if key != NORM)  # that blocks at NORM: a later action has it
         if first := next(((key, peers) for key in keys if (peers := run.missing_peers(rank, key))), None):
             found[rank] = first
         elif action.key == VALIDATE and (late := run.missing_peers(rank, NORM, steps_ago=1)):
             found[rank] = (NORM, late)
-        elif action.key == NORM and not has_post_validation(run.program):
-            at_norm.append(rank)
+        elif action.key == run.end and not has_post_validation(run.program):
+            at_end.append(rank)
         elif (action.parts[0].op in COMPUTE or action.key.op is Op.RECOMPUTE) and (late := run.inner_stragglers(rank)):
             found[rank] = (action.key, late)
-    joined = set(at_norm)  # without ranks that are at NORM but wait for gradients
-    for rank in at_norm:
-        absent = tuple(peer for peer in run.missing_peers(rank, NORM) if peer not in joined)
+    joined = set(at_end)  # without ranks that are at NORM but wait for gradients
+    for rank in at_end:
+        absent = tuple(peer for peer in run.missing_peers(rank, run.end) if peer not in joined)
         if absent:
-            found[rank] = (NORM, absent)
+            found[rank] = (run.end, absent)
     return found
 
 
@@ -190,7 +192,7 @@ def _blame(run: _Run, causes: Sequence[int]) -> str:
     if len(causes) == 1:
         return f"{_ranks(causes)} is the cause"
     one_group = all(set(causes) <= set(run.inner_group(rank)) for rank in causes)  # any may wait for the others
-    undecided = one_group or any(run.name_of_action(rank) == str(NORM) for rank in causes)
+    undecided = one_group or any(run.name_of_action(rank) == str(run.end) for rank in causes)
     return f"the cause is among {_ranks(causes)}" if undecided else f"{_ranks(causes)} are the causes"
 
 

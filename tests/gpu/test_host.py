@@ -38,7 +38,7 @@ def test_no_step_waits_for_the_device(corpus, tmp_path, name):
         runner.run(0, 2)
         tokens = runner.load_batch(2)
         torch.cuda.set_sync_debug_mode("error")
-        runner.executor.run(2, tokens)
+        runner.executor.run(runner.programs[0], 2, tokens)
 
 
 @pytest.mark.parametrize("post_validation", [True, False])

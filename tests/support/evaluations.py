@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import reference_families
 import torch
-from fleet import Fleet, Outcome
+from fleet import Call, Fleet, Outcome
 from plans import STEPS, reference
-from pytest import approx
 from reference_model import State, zero_biases
 
 from pentad.schedules.compiler import compile_forward_only
@@ -21,7 +21,7 @@ from pentad.workers.data.holdout import first_held_out
 from pentad.workers.params.param_init import initial_values
 
 HOLDOUT = 0.1
-EVALUATED = [(0,), (0, 2), (2,), (2, STEPS - 2), (STEPS,)]  # the calls of a run
+EVALUATED: list[Call] = [(0,), (0, 2), (2,), (2, STEPS - 2), (STEPS,)]  # the calls of a run
 
 
 def with_eval(plan: Plan, sequences: int, *, max_gathered: int | None = None) -> Plan:
@@ -44,7 +44,7 @@ def assert_evaluates_like_one_process(fleet: Fleet, plan: Plan) -> list[Outcome]
     assert all(outcome.evaluations == outcomes[0].evaluations for outcome in outcomes)
     for evaluation, state in ((first, weights | zero_biases(plan)), (last, reference(plan)[3])):
         for found, expected in zip(evaluation, expected_losses(plan, state), strict=True):
-            assert found.loss_sum == approx(expected, rel=1e-10)
+            assert found.loss_sum == pytest.approx(expected, rel=1e-10)
             assert found.tokens == found.sequences * plan.batch.sequence_length
     return outcomes
 

@@ -106,7 +106,7 @@ class Rank:
         self.fake.written.setdefault(step, []).extend(shards)
         return [{"bytes": 1}] * len(shards)
 
-    def commit(self, folder: str, step: int, shards: Any, meta: Any, keep: int) -> None:
+    def commit(self, folder: str, step: int, shards: Any, meta: Any, keep: int, best: int | None) -> None:
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "manifest.json").touch()
 

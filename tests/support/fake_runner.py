@@ -7,6 +7,7 @@
 | slow | seconds that `__init__` takes |
 | full | 1: every save finds the disk full |
 | nan | 1: the gradient norm of step 1 is not a number |
+| evaluation | instead of a step: the evaluation after so many steps, in which `rank` obeys `how` |
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.runtime.abort import Aborted
 from pentad.workers.runtime.progress_file import ProgressFile
-from pentad.workers.runtime.results import RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, RankSnapshot, StepResult
 
 
 class FakeRunner:
@@ -88,6 +89,16 @@ class FakeRunner:
         self.results, self.open = (results[:-1], results[-1:]) if more else (results, [])
         return self.results
 
+    def evaluate(self, step: int) -> list[EvalResult]:
+        assert not self.open, "nothing is evaluated while a step is open"
+        assert self.plan.eval is not None and (self.rank or self.steps == step)
+        for counter in range(len(self.plan.eval.program.streams[self.pp])):
+            self.board.write(step, counter, evaluating=True)
+            if step == int(self.orders.get("evaluation", -1)) and counter == 2:
+                self._obey(self.rank == int(self.orders["rank"]), self.orders["how"])
+        self.board.write(step, -1, evaluating=True)
+        return [EvalResult(each.name, 64 * eval_loss_of(step), 64, 2) for each in self.plan.eval.data_sets]
+
     def save(self, folder: str, step: int, stages: tuple[int, ...] | None = None) -> list[dict]:
         assert not self.open, "whoever asks for a checkpoint knows the steps in it"
         if "full" in self.orders:
@@ -140,6 +151,11 @@ class FakeRunner:
         if how != "none":
             self.freed.wait(3600)  # as in a collective that another member never joins
             raise Aborted
+
+
+def eval_loss_of(step: int) -> float:
+    """The loss per token after so many steps, least after 6."""
+    return 1.0 + (step - 6) ** 2
 
 
 def loss_of(step: int, number: int) -> float:

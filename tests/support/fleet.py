@@ -26,7 +26,8 @@ Call = tuple[int, int] | tuple[int, int, bool] | tuple[int]
 @dataclass
 class Outcome:
     """One rank's results, its gradients of every step before clipping, its last state, its manifest entries, the bytes
-    of its buffers by kind, and its evaluations. Tensors are by global name; a ZeRO rank holds parts of them (see `assemble`)."""
+    of its buffers by kind, and its evaluations. Tensors are by global name; a ZeRO rank holds parts of them (see
+    `assemble`)."""
 
     results: list
     gradients: list[dict[str, torch.Tensor]]

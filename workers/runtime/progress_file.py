@@ -42,5 +42,5 @@ class ProgressFile:
 
 def read_progress(path: Path) -> Progress:
     """The last state that a rank wrote, even if the rank is gone."""
-    *fields, evaluating = _FORMAT.unpack(path.read_bytes())
-    return Progress(*fields, bool(evaluating))
+    generation, step, counter, since, evaluating = _FORMAT.unpack(path.read_bytes())
+    return Progress(generation, step, counter, since, bool(evaluating))

@@ -355,7 +355,10 @@ def test_the_summary_names_the_files() -> None:
     screen = console(terminal=False, width=20)
     facts = {"run": "trial", "folder": "runs/trial", "steps": 60, "loss": 5.1, "first_loss": 8.3, "state": "finished"}
     rates = {"tokens_per_second": 34120.0, "bubble_planned": 0.1, "bubble_measured": None}
-    print_summary(screen, {**facts, **rates, "files": {"page": "runs/trial/timeline.html"}})
-    assert " finished  60 steps\n" in shown(screen)
-    assert " timeline  runs/trial/timeline.html\n" in shown(screen)
+    evaluated = {"evaluations": [{"step": 60, "data": "holdout", "loss": 5.25}], "best": None}
+    print_summary(screen, {**facts, **rates, **evaluated, "files": {"page": "runs/trial/timeline.html"}})
+    assert " finished   60 steps\n" in shown(screen)
+    assert " evaluation holdout 5.2500 after 60 steps\n" in shown(screen)
+    assert " timeline   runs/trial/timeline.html\n" in shown(screen)
+    assert "best" not in shown(screen)
     assert "trace" not in shown(screen)

@@ -1,5 +1,6 @@
 """Prometheus scrapes what the exporter was given, under the agreed names and labels."""
 
+import math
 import os
 import re
 import socket
@@ -88,6 +89,7 @@ def full(exporter: Exporter) -> Exporter:
     """An exporter that has received every kind of update."""
     exporter.on_ranks_placed(view_of(Mesh(pp=4)))
     exporter.on_steps([ROW], [spans_of(4, 100)])
+    exporter.on_evaluation([{"data": "holdout", "loss": 3.5}, {"data": "code", "loss": None}])
     exporter.on_gpu_states(dict.fromkeys(range(4), GPU))
     for entry in (CHECKPOINT, RECOVERED, {"event": "lost", "rank": 1, "fault": "hang", "detector": "deadline"}):
         exporter.on_event(entry)
@@ -107,7 +109,7 @@ def test_promtool_accepts_names_units_and_help(full: Exporter) -> None:
 
 
 def test_labels_have_few_values(full: Exporter) -> None:
-    own = {"version", "schedule_hash", "state", "tensor", "op", "fault", "detector", "phase", "stage", "tier"}
+    own = {"version", "schedule_hash", "state", "tensor", "data", "op", "fault", "detector", "phase", "stage", "tier"}
     assert {label for metric in METRICS.values() for label in metric.labels} <= {*RANK, *own, "reason", "type"}
     assert len(Op) * (len(COARSE) + 3) < 500
     assert len(FINE) < 100
@@ -126,6 +128,11 @@ def test_a_step_exports_the_values_of_its_row(full: Exporter) -> None:
     assert value(samples, "pentad_tokens_total") == 2048
     assert value(samples, "pentad_step_duration_seconds_sum") == 0.3
     assert value(samples, "pentad_gpu_memory_peak_bytes") == 5 << 30
+
+
+def test_an_evaluation_exports_a_loss_for_each_data_set(full: Exporter) -> None:
+    losses = {sample.labels["data"]: sample.value for sample in scrape(full)["pentad_eval_loss"]}
+    assert losses["holdout"] == 3.5 and math.isnan(losses["code"])
 
 
 def test_unmeasured_values_are_not_exported(exporter: Exporter) -> None:

@@ -57,7 +57,7 @@ class Ranks:
         assert folder.name == f"step-{step:08d}"
         return self._submit("save", step, False)
 
-    def submit_commit(self, folder: Path, step: int, shards: list, keep: int) -> list[tuple]:
+    def submit_commit(self, folder: Path, step: int, shards: list, keep: int, best: int | None) -> list[tuple]:
         assert [shard["of"] for shard in shards] == [0, 1]
         return self._submit("commit", step)
 

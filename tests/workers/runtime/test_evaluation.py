@@ -2,24 +2,68 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from bits import assert_same_runs
-from evaluations import assert_evaluates_like_one_process, with_eval
+from evaluations import EVALUATED, assert_evaluates_like_one_process, with_eval
 from plans import STEPS, plan_of, plan_on_mesh
-from small_models import HEADS, MOE
+from resume import save_and_resume
+from small_models import FAMILIES, HEADS, MOE
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.checkpoint import checkpoint
 
 slow = pytest.mark.slow
+SEQUENCES = 21  # no multiple of a batch: the last one is padded
+CASES = [
+    ("dualpipe", {"pp": 2, "ep": 2}, MOE, {"memory_options": MemoryOptions(zero=3)}),
+    pytest.param("gpipe", {}, MOE, {}, marks=slow),
+    pytest.param("zb-h2", {"pp": 4}, MOE, {}, marks=slow),
+    pytest.param("dualpipev", {"pp": 2, "dp": 2}, MOE, {}, marks=slow),
+    pytest.param("v-min", {"pp": 4}, HEADS, {}, marks=slow),
+    pytest.param("interleaved", {"pp": 2, "dp": 2}, HEADS, {"memory_options": MemoryOptions(3, 1, 1)}, marks=slow),
+    pytest.param("zb-h2", {"pp": 2, "dp": 2}, MOE, {"memory_options": MemoryOptions(zero=1)}, marks=slow),
+    pytest.param("1f1b", {"dp": 4}, HEADS, {"memory_options": MemoryOptions(zero=2)}, marks=slow),
+    pytest.param("seq-1f1b", {"pp": 2, "tp": 2}, HEADS, {"slices": 2}, marks=slow),
+    pytest.param("1f1b", {"tp": 4}, MOE, {}, marks=slow),
+    pytest.param("1f1b", {"ep": 4}, MOE, {}, marks=slow),
+    pytest.param("zb-h2", {"cp": 2, "pp": 2}, HEADS, {"cp_method": "all_gather"}, marks=slow),
+    pytest.param("1f1b", {"cp": 2, "tp": 2}, HEADS, {"cp_method": "ulysses"}, marks=slow),
+    pytest.param("1f1b", {"cp": 4}, MOE, {"cp_method": "ring"}, marks=slow),
+    pytest.param("1f1b", {"cp": 2, "pp": 2}, HEADS, {"document_mask": True}, marks=slow),
+    pytest.param("zb-h1", {"pp": 2, "dp": 2}, HEADS, {"recompute": "full"}, marks=slow),
+    pytest.param("dualpipe", {"pp": 4}, HEADS, {"max_resident": 3.0}, marks=slow),
+    pytest.param("1f1b", {"pp": 4}, replace(FAMILIES["deepseek-v3"], mtp_layers=1), {}, marks=slow),
+    pytest.param("zb-v", {"pp": 2, "tp": 2}, FAMILIES["qwen3"], {}, marks=slow),
+    pytest.param("zb-h2", {"pp": 2, "dp": 2}, HEADS, {"post_validation": True}, marks=slow),
+    pytest.param("zb-h2", {"pp": 4}, HEADS, {"post_validation": True, "clip": 1e9}, marks=slow),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "zero"),
-    [
-        ("dualpipe", {"pp": 2, "ep": 2}, 3),
-    ],
-)
-def test_evaluations_have_the_losses_of_one_process_and_change_nothing(fleet, corpus, name, sizes, zero):
-    plan = plan_on_mesh(corpus, name, sizes, model=MOE, memory_options=MemoryOptions(zero=zero))
-    evaluated = assert_evaluates_like_one_process(fleet, with_eval(plan, 21))
-    assert_same_runs(evaluated, fleet.run(plan, [(0, 2), (2, STEPS - 2)]))
+@pytest.mark.parametrize(("name", "sizes", "model", "more"), CASES)
+def test_evaluations_have_the_losses_of_one_process_and_change_nothing(fleet, corpus, name, sizes, model, more):
+    plan = plan_on_mesh(corpus, name, sizes, model=model, **more)
+    max_gathered = more.get("memory_options", MemoryOptions()).max_gathered
+    with_evaluations = with_eval(plan, SEQUENCES, max_gathered=max_gathered)
+    if more.get("clip") == 1e9:  # the reference clips
+        evaluated = fleet.run(with_evaluations, EVALUATED)
+    else:
+        evaluated = assert_evaluates_like_one_process(fleet, with_evaluations)
+    trained = fleet.run(plan, [(0, 2), (2, STEPS - 2)])
+    assert_same_runs(evaluated, trained)
+    for one, other in zip(evaluated, trained, strict=True):
+        for a, b in zip(one.gradients, other.gradients, strict=True):
+            assert a.keys() == b.keys() and all(a[key].equal(b[key]) for key in a)
+
+
+@slow
+@pytest.mark.parametrize("name", ["zb-h2", "dualpipe"])
+def test_a_resumed_run_has_the_same_evaluations(fleet, corpus, tmp_path, name):
+    plan = with_eval(plan_of(name, 1, 4, 8, corpus, dtype="float32", model=MOE), SEQUENCES)
+    whole = fleet.run(plan, EVALUATED)
+    calls = [(2,), (2, STEPS - 2), (STEPS,)]
+    resumed = save_and_resume(fleet, plan, checkpoint.folder_of(tmp_path, 2), 2, calls)
+    for one, other in zip(whole, resumed, strict=True):
+        assert one.evaluations[1:] == other.evaluations
+        assert one.results[2].losses == other.results[0].losses
