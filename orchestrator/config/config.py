@@ -18,6 +18,7 @@ from pentad.orchestrator.config import errors, sections
 from pentad.orchestrator.config.errors import Broken, ConfigError
 from pentad.orchestrator.config.eval_section import EvalSection
 from pentad.orchestrator.config.includes import Layers, leaves, merged, read_file, with_includes
+from pentad.orchestrator.config.loggers_section import LoggersSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
 from pentad.orchestrator.config.optimizer_section import OptimizerSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
@@ -71,6 +72,7 @@ class RunConfig(sections.Section):
     elastic: sections.ElasticSection = sections.ElasticSection()
     metrics: sections.MetricsSection = sections.MetricsSection()
     eval: EvalSection = EvalSection()
+    loggers: LoggersSection = LoggersSection()
     cluster: sections.ClusterSection = sections.ClusterSection()
 
     @property

@@ -106,6 +106,12 @@ class EventBus:
         facts = {"generation": rows[0]["generation"], "step": rows[0]["step"], "seconds": rows[0]["seconds"]}
         self.record("evaluation", **facts, losses=losses)
 
+    def rewind(self, step: int) -> None:
+        """Step `step` and later ones will run again."""
+        self.folder.rewind(step)
+        for watcher in self.watchers:
+            watcher.on_rewind(step)
+
     def record(self, event: str, **facts: Any) -> None:
         """Writes a line of the journal."""
         entry = self.folder.event(event, **facts)

@@ -70,6 +70,9 @@ class Watcher:
     def on_evaluation(self, rows: Sequence[dict[str, Any]]) -> None:
         """A completed evaluation: its rows of eval.jsonl."""
 
+    def on_rewind(self, step: int) -> None:
+        """This step and later ones run again; their rows have left metrics.jsonl."""
+
     def on_view(self, view: RunView) -> None:
         """About twice a second, and whenever the run's state changes."""
 

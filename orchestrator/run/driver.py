@@ -111,7 +111,7 @@ def _run_generations(
         replayed = sorted(step for step in state.results if steps.done <= step < state.version)
         steps.add([list(state.results[step].values()) for step in replayed])
         if state.version < steps.done:
-            bus.folder.rewind(state.version)
+            bus.rewind(state.version)
         first, saved_at = state.version, steps.saved_at
         saved = max(steps.durable, *(s for s in bus.folder.saved() if s <= state.version), 0)
 

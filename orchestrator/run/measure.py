@@ -42,7 +42,7 @@ class History:
         return self._last(self.keep)
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
-        """Adds the results of a call, [rank][step]; returns a row of metrics.jsonl for each step, without `total_tokens`.
+        """Adds the results of a call, [rank][step]; returns the row of each step, without `total_tokens`.
 
         The results of lost ranks may be missing.
         """

@@ -1,4 +1,4 @@
-"""Starts what watches a run: its control service, the Prometheus exporter, and Ray's dashboard and metrics."""
+"""Starts what watches a run: its control service, the Prometheus exporter, Ray's dashboard and metrics, and loggers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.control.server import ControlServer
+from pentad.orchestrator.loggers.loggers import Loggers
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.exporter import Exporter
 from pentad.orchestrator.monitoring.ray_job import announce
@@ -29,4 +30,5 @@ def monitored(config: RunConfig, bus: EventBus, requests: ControlRequests) -> It
         endpoints = {"control": control.address, "metrics": exporter.address}
         bus.update(endpoints=bus.view.endpoints | endpoints)
         announce(bus.view.endpoints)
+        bus.watchers.append(stack.enter_context(closing(Loggers(config, bus.folder, bus.view.step, bus.display.note))))
         yield

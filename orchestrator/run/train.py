@@ -15,6 +15,7 @@ from rich.console import Console
 from pentad.orchestrator.cluster.local_head import launch
 from pentad.orchestrator.cluster.ports import free_port
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.loggers.loggers import check_loggers
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
@@ -56,6 +57,7 @@ def prepare(config: RunConfig) -> tuple[Plan, str]:
     corpus. Raises PentadError."""
     sizes = config.model.vocab, config.batch.sequence_length, config.data.cache
     check_data(config.data.path, *sizes)
+    check_loggers(config.loggers.use)
     plan = first_plan(config)
     corpus = open_data(config.data.path, *sizes, verify=True, holdout=config.data.holdout)
     return with_eval_fingerprints(plan), corpus.fingerprint

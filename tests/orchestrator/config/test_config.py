@@ -1,5 +1,6 @@
 """Configurations are complete and strictly checked, and every error is one sentence."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from pentad.schedules.ir.program import Program
 
 def text(**changes: str | None) -> str:
     """The quickstart's YAML with entire sections replaced, removed (None) or added."""
-    lines = dict(line.split(": ", 1) for line in dump(load(None, [])).splitlines()) | changes
+    lines = {name: json.dumps(section) for name, section in load(None, []).model_dump().items()} | changes
     return "".join(f"{name}: {value}\n" for name, value in lines.items() if value is not None)
 
 

@@ -1,0 +1,49 @@
+"""The section of loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from pentad.orchestrator.config.errors import Broken
+from pentad.orchestrator.config.sections import Section, Text
+
+
+class WandbSection(Section):
+    """Weights & Biases. `wandb login` or WANDB_API_KEY gives the key; without one, or without a network, a run logs
+    offline."""
+
+    project: Text = Field(default="pentad", description="project of the run")
+    entity: Text | None = Field(default=None, description="user or team; null: that of the key")
+    mode: Literal["online", "offline"] = "online"
+    """offline: log to the folder wandb of the run's only, for `wandb sync`"""
+
+
+class MlflowSection(Section):
+    """MLflow."""
+
+    tracking_uri: Text | None = None
+    """address of the tracking server; null: MLFLOW_TRACKING_URI, or the folder mlruns in run.folder"""
+    experiment: Text = Field(default="pentad", description="experiment of the run")
+
+
+class LoggersSection(Section):
+    """Where metrics go beside the run's folder (docs/observability.md)."""
+
+    use: list[Literal["csv", "tensorboard", "wandb", "mlflow"]] = Field(default=[], description="loggers of the run")
+    wandb: WandbSection | None = Field(default=None, description="settings of that logger; null: the defaults")
+    mlflow: MlflowSection | None = Field(default=None, description="settings of that logger; null: the defaults")
+
+    def settings(self, kind: str) -> dict[str, Any]:
+        """The section of one logger, with its defaults."""
+        sections: dict[str, type[Section]] = {"wandb": WandbSection, "mlflow": MlflowSection}
+        return (getattr(self, kind) or sections[kind]()).model_dump() if kind in sections else {}
+
+    def rules(self) -> Iterator[Broken | str]:
+        if len(set(self.use)) < len(self.use):
+            yield Broken("use", "each logger once")
+        for kind in ("wandb", "mlflow"):
+            if getattr(self, kind) is not None and kind not in self.use:
+                yield f"loggers.{kind} has keys, but loggers.use is {self.use}: expected {kind} in loggers.use"

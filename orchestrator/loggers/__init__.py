@@ -1,0 +1,1 @@
+"""Where metrics go beside the run's folder: TensorBoard, Weights & Biases, MLflow, CSV; a process for each."""

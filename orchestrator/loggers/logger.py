@@ -1,0 +1,48 @@
+"""What a logger is, and what it is told of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+Note = Callable[[str], None]  # shows a sentence on the run's terminal
+
+
+class LoggedRun(NamedTuple):
+    """A run as its loggers know it from the start. `folder` is an absolute path, `first` the first step to come,
+    `settings` the logger's own section of `config`."""
+
+    name: str
+    folder: str
+    first: int
+    config: dict[str, Any]
+    settings: dict[str, Any]
+
+
+class Logger(Protocol):
+    """One place that metrics go to. What it raises ends the logger, never the run."""
+
+    def log(self, step: int, time: float, values: dict[str, float]) -> None:
+        """The values of a step that ended at this Unix time."""
+
+    def rewind(self, step: int) -> None:
+        """This step and later ones are logged again."""
+
+    def checkpoint(self, step: int, folder: str) -> None:
+        """A checkpoint after `step` steps has been committed."""
+
+    def close(self, state: str) -> None:
+        """The run is over: 'finished', 'stopped' or 'failed'. Its pages and pictures are in its folder."""
+
+
+def scalars(row: dict[str, Any], prefix: str = "train") -> dict[str, float]:
+    """The numbers of a row of metrics.jsonl as 'train/loss', those of mappings as 'train/sources/web'."""
+    return dict(_numbers({key: value for key, value in row.items() if key not in ("step", "time")}, prefix))
+
+
+def _numbers(row: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}/{key}")
+        elif isinstance(value, bool | int | float):
+            yield f"{prefix}/{key}", value

@@ -1,0 +1,67 @@
+"""The process of one logger: reads messages from its standard input until that ends.
+
+A library that prints, hangs or crashes harms nothing but its logger. If the driver dies, its end of the pipe closes,
+and everything that it has sent is still logged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import signal
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from pentad.orchestrator.loggers.logger import LoggedRun, Logger, Note, scalars
+
+LOGGERS = {
+    "csv": "pentad.orchestrator.loggers.csv_file:CsvFile",
+    "tensorboard": "pentad.orchestrator.loggers.tensorboard:TensorBoard",
+    "wandb": "pentad.orchestrator.loggers.wandb:Wandb",
+    "mlflow": "pentad.orchestrator.loggers.mlflow:Mlflow",
+}
+
+
+def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
+    """Creates the logger of the first message, a LoggedRun, and passes the others to it."""
+    remaining = iter(messages)
+    logger: Logger = pkgutil.resolve_name(LOGGERS[kind])(LoggedRun(**next(remaining)), note)
+    end = "failed"  # a driver that dies says nothing
+    for message in remaining:
+        match message:
+            case {"row": row}:
+                logger.log(row["step"], row["time"], scalars(row))
+            case {"rewind": step}:
+                logger.rewind(step)
+            case {"checkpoint": folder, "step": step}:
+                logger.checkpoint(step, folder)
+            case {"end": state}:
+                end = state
+    logger.close(end)
+
+
+def main(kind: str) -> None:
+    """Standard output carries notes to the driver; what libraries print goes to standard error."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the driver, which then closes the pipe
+        signal.signal(number, signal.SIG_IGN)
+    sys.modules["torch"] = None  # type: ignore[assignment]  # no logger needs it, and importing it takes a second
+    notes = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def note(text: str) -> None:
+        notes.write(f"{text}\n")
+
+    try:
+        serve(kind, map(json.loads, sys.stdin), note)
+    except Exception as error:
+        traceback.print_exc()
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        note(f"logger {kind} has failed and logs nothing more ({reason})")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

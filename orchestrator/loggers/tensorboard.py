@@ -1,0 +1,43 @@
+"""TensorBoard's event files, in the folder `tensorboard` of the run's."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from tensorboardX import SummaryWriter
+
+from pentad.orchestrator.loggers.logger import LoggedRun, Note
+
+FOLDER = "tensorboard"
+FLUSH_SECONDS = 10
+
+
+class TensorBoard:
+    """After a rewind a new file hides the steps of the older ones that are logged again."""
+
+    def __init__(self, run: LoggedRun, note: Note) -> None:
+        self.folder = Path(run.folder, FOLDER)
+        self.writer = _writer(self.folder, run.first)
+        text = json.dumps(run.config, indent=2)
+        self.writer.add_text("config", f"```\n{text}\n```", run.first)
+
+    def log(self, step: int, time: float, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step, walltime=time)
+
+    def rewind(self, step: int) -> None:
+        self.writer.close()
+        self.writer = _writer(self.folder, step)
+
+    def checkpoint(self, step: int, folder: str) -> None:
+        self.writer.add_text("checkpoint", folder, step)
+
+    def close(self, state: str) -> None:
+        self.writer.close()
+
+
+def _writer(folder: Path, first: int) -> SummaryWriter:
+    suffix = f".{time.time_ns()}"  # two files of the same second need different names
+    return SummaryWriter(str(folder), purge_step=first, flush_secs=FLUSH_SECONDS, filename_suffix=suffix)

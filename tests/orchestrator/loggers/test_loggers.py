@@ -1,0 +1,168 @@
+"""Loggers get every step once, at its own step and time, whatever happens to the run, and can do nothing to it."""
+
+import csv
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_files import Scalar, scalars, texts
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.loggers import loggers
+from pentad.orchestrator.loggers.csv_file import CsvFile
+from pentad.orchestrator.loggers.logger import LoggedRun
+from pentad.orchestrator.loggers.logger import scalars as numbers_of
+from pentad.orchestrator.loggers.loggers import Loggers, check_loggers
+from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.errors import PentadError
+
+Start = Callable[..., Loggers]
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {**dict.fromkeys(METRIC_KEYS, 0.5), "step": step, "time": 1e9 + step, "mfu": None, "skipped": False, **more}
+
+
+def csv_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def start(tmp_path: Path, notes: list[str]) -> Iterator[Start]:
+    """Starts the loggers of run `trial` from a step on; they are closed at the end of the test."""
+    config = load(None, [f"run.folder={tmp_path}", "run.name=trial", "cluster.device=cpu"])
+    opened: list[Loggers] = []
+    with RunFolder(config, make_plan(config, "cpu")) as folder:
+
+        def do(use: str, first: int = 0) -> Loggers:
+            with_loggers = load(None, [f"run.folder={tmp_path}", "run.name=trial", f"loggers.use=[{use}]"])
+            opened.append(Loggers(with_loggers, folder, first, notes.append))
+            return opened[-1]
+
+        yield do
+        for each in opened:
+            each.close()
+
+
+def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp_path: Path, notes: list[str]) -> None:
+    first = start("csv, tensorboard")
+    first.on_steps([row(0, loss=9.0), row(1, loss=8.0), row(2, loss=7.0)], [])
+    first.on_event({"event": "checkpoint", "step": 2})
+    first.on_rewind(1)
+    first.on_steps([row(1, loss=6.0), row(2, loss=5.0), row(3, loss=4.0)], [])
+    first.close()
+    resumed = start("csv, tensorboard", 2)
+    resumed.on_steps([row(2, loss=3.0, sources={"web": 1.5, "code": None}), row(3, loss=None)], [])
+    resumed.close()
+    run = tmp_path / "trial"
+    expected = [Scalar("train/loss", 0, 1e9, 9.0), Scalar("train/loss", 1, 1e9 + 1, 6.0)]
+    expected.append(Scalar("train/loss", 2, 1e9 + 2, 3.0))
+    shown = scalars(run / "tensorboard")
+    assert [each for each in shown if each.tag == "train/loss"] == expected
+    assert [each for each in shown if each.tag == "train/sources/web"] == [Scalar("train/sources/web", 2, 1e9 + 2, 1.5)]
+    found = [(each["step"], each["train/loss"], each["train/sources/web"]) for each in csv_rows(run)]
+    assert found == [("0", "9.0", ""), ("1", "6.0", ""), ("2", "3.0", "1.5"), ("3", "", "")]
+    described = texts(run / "tensorboard")
+    assert described["checkpoint/text_summary"] == str(run / "checkpoints" / "step-00000002")
+    assert '"steps": 60' in described["config/text_summary"]
+    assert notes == []
+
+
+def test_a_driver_that_dies_has_logged_what_it_sent(start: Start, tmp_path: Path) -> None:
+    (process,) = start("csv")._processes
+    for step in range(50):
+        process.send_row(row(step))
+    process.finish()  # closes the pipe, as the end of the driver's process does
+    assert process.process.wait(20) == 0
+    assert len(csv_rows(tmp_path / "trial")) == 50
+
+
+def test_a_logger_that_fails_costs_one_note(start: Start, tmp_path: Path, notes: list[str]) -> None:
+    (tmp_path / "trial" / "metrics.csv").mkdir()
+    broken = start("csv")
+    broken._processes[0].process.wait(20)
+    for step in range(100):
+        broken.on_steps([row(step)], [])
+    broken.close()
+    (note,) = notes
+    assert note.startswith("logger csv has failed and logs nothing more ([Errno 21] Is a directory")
+    assert "Traceback" in (tmp_path / "trial" / "loggers" / "csv.log").read_text()
+
+
+def test_a_logger_that_is_killed_costs_one_note(start: Start, notes: list[str]) -> None:
+    killed = start("csv")
+    killed._processes[0].process.kill()
+    killed.close()
+    (note,) = notes
+    assert note.startswith("logger csv was killed and logs nothing more; see ")
+
+
+def test_a_logger_that_hangs_neither_slows_the_run_nor_lives_on(
+    start: Start, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(loggers, "MOST_QUEUED", 100)
+    hung = start("csv")
+    process = hung._processes[0].process
+    process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    for step in range(2000):
+        hung.on_steps([row(step)], [])
+    assert time.monotonic() - began < 1.0
+    hung.close()
+    assert process.poll() == -signal.SIGKILL
+    late, missed = (note for note in notes if "was killed" not in note)
+    assert late.startswith("logger csv did not finish in 0.2 s and was ended")
+    assert missed.startswith("logger csv was too slow and misses 1")
+
+
+def test_the_numbers_of_a_row_are_logged_by_name() -> None:
+    given = row(7, loss=2.5, grad_norm=None, skipped=True, sources={"web": {"loss": 1.0}, "name": "text"})
+    found = numbers_of(given)
+    assert (found["train/loss"], found["train/skipped"], found["train/sources/web/loss"]) == (2.5, True, 1.0)
+    assert not {"train/grad_norm", "train/mfu", "train/step", "train/time", "train/sources/name"} & found.keys()
+
+
+def test_a_line_that_a_crash_has_cut_off_is_dropped(tmp_path: Path) -> None:
+    run = LoggedRun("trial", str(tmp_path), 0, {}, {})
+    table = CsvFile(run, print)
+    table.log(0, 1.0, {"train/loss": 2.0, "train/lr": 0.1})
+    with table.path.open("a") as file:
+        file.write("1,2.0")
+    CsvFile(run._replace(first=1), print).log(1, 2.0, {"train/loss": 1.0})
+    assert [(each["step"], each["train/loss"]) for each in csv_rows(tmp_path)] == [("0", "2.0"), ("1", "1.0")]
+
+
+def test_a_logger_without_its_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    with pytest.raises(PentadError) as error:
+        check_loggers(["tensorboard", "wandb"])
+    assert str(error.value) == (
+        "loggers.use has tensorboard,wandb: expected loggers whose packages are installed "
+        "(pip install 'pentad[tensorboard,wandb]')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("loggers.use=[csv, csv]", "loggers.use is ['csv', 'csv']: expected each logger once"),
+        ("loggers.wandb.mode=offline", "loggers.wandb has keys, but loggers.use is []: expected wandb in loggers.use"),
+        ("loggers.use=[tensorbord]", "(did you mean tensorboard?)"),
+        ("loggers.use=csv", "loggers.use is 'csv': expected a list"),
+    ],
+)
+def test_wrong_loggers_are_refused(override: str, sentence: str) -> None:
+    with pytest.raises(PentadError) as error:
+        load(None, [override])
+    assert sentence in str(error.value)
