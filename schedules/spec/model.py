@@ -38,7 +38,7 @@ class Experts:
     `topk_groups` of them (node-limited routing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
     `aux_loss_coef` weighs the load balancing loss (Switch Transformers, arXiv 2101.03961, section 2.2).
-    `bias_update_rate` is how much an expert's bias moves per step towards an even load (arXiv 2408.15664); 0: no bias.
+    `bias_update_rate` is how much an expert's bias moves per step towards an even load (arXiv 2408.15664); 0: it stays.
     The first `first_k_dense` layers of the model have no experts.
     """
 
@@ -54,6 +54,11 @@ class Experts:
     aux_loss_coef: float = 0.0
     bias_update_rate: float = 0.0
     first_k_dense: int = 0
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether experts have routing biases: with sigmoid scores always, as in DeepSeek-V3."""
+        return self.scoring_func == "sigmoid" or self.bias_update_rate > 0
 
 
 @dataclass(frozen=True)

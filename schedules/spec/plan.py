@@ -118,9 +118,9 @@ class Plan:
         return experts is not None and self.layers[stage][1] > experts.first_k_dense
 
     def router_bias_layers(self, stage: int) -> tuple[int, ...]:
-        """Layers of a stage whose load is balanced by router biases; multi-token prediction layers come last."""
+        """Layers of a stage whose experts have biases; multi-token prediction layers come last."""
         experts, (first, end) = self.model.experts, self.layers[stage]
-        if experts is None or not experts.bias_update_rate or not self.has_experts(stage):
+        if experts is None or not experts.has_bias or not self.has_experts(stage):
             return ()
         mtp_layers = self.model.mtp_layers if end == self.model.layers else 0
         return tuple(range(max(first, experts.first_k_dense), end + mtp_layers))

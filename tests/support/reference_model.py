@@ -107,7 +107,7 @@ def is_balanced(plan: Plan) -> bool:
 
 def zero_biases(plan: Plan) -> State:
     experts = plan.model.experts
-    if experts is None or not experts.bias_update_rate:
+    if experts is None or not experts.has_bias:
         return {}
     layers = range(experts.first_k_dense, plan.model.layers + plan.model.mtp_layers)
     return {f"layers.{n}.experts.bias": torch.zeros(experts.num_experts, dtype=torch.float64) for n in layers}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
@@ -77,7 +77,7 @@ def make_config(family: str, model: ModelSpec, *, positions: int, dtype: str = "
         **rope_config(model.rope_theta, scaling),
     }
     if model.experts is not None:
-        config |= _experts_config(traits, model.experts)
+        config |= _experts_config(traits, model.experts, model.layers)
     if traits.layer_types:
         config |= window_config(traits, model)
     if model.mla is not None:
@@ -147,17 +147,28 @@ def _parse_experts(keys: Keys, family: Family, layers: int) -> Experts | None:
         values |= {"shared_intermediate_size": shared, "scoring_func": "sigmoid", "bias_update_rate": _BIAS_UPDATE_RATE}
     elif family.model_type == "qwen3_moe":
         values["first_k_dense"] = _first_k_dense(keys, layers)
-    return Experts(**values)
+    experts = Experts(**values)
+    return replace(experts, aux_loss_coef=experts.aux_loss_coef / _aux_loss_ratio(experts, layers))
 
 
-def _experts_config(family: Family, experts: Experts) -> dict[str, Any]:
+def _experts_config(family: Family, experts: Experts, layers: int) -> dict[str, Any]:
     config = {key: getattr(experts, field) for field, key in (family.experts or {}).items()}
+    if "aux_loss_coef" in (family.experts or {}):
+        coef = experts.aux_loss_coef * _aux_loss_ratio(experts, layers)
+        config["router_aux_loss_coef"] = float(f"{coef:.12g}")  # the product need not be a short decimal
     config["output_router_logits"] = False
     if family.mla:
         config["n_shared_experts"] = max(1, experts.shared_intermediate_size // experts.intermediate_size)
     elif family.model_type == "qwen3_moe":
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(experts.first_k_dense))}
     return config
+
+
+def _aux_loss_ratio(experts: Experts, layers: int) -> float:
+    """transformers' `router_aux_loss_coef` over ours, for the same strength of balancing. Its loss pools the routers of
+    all layers, as a mean, and counts each of a token's top_k visits; pentad's is a sum over layers of means over
+    visits."""
+    return (layers - experts.first_k_dense) / experts.top_k
 
 
 def _first_k_dense(keys: Keys, layers: int) -> int:

@@ -108,7 +108,7 @@ class _FileTensors:
         self.source = source
         table = tensor_table(request.family, request.model, layout)
         self.copies = table.copies
-        shapes = {part.name: part.shape for part in table.zeros}
+        shapes: dict[str, tuple[int, ...]] = {}
         self.parts: dict[str, tuple[Entry, FileTensor, int]] = {}  # its entry, itself, its first element in the entry
         for entry in table.entries:
             offset = 0
@@ -128,11 +128,7 @@ class _FileTensors:
         self._tensor = torch.empty(0)
 
     def read(self, name: str) -> Iterator[torch.Tensor]:
-        original = self.copies.get(name, name)
-        if original not in self.parts:
-            yield torch.zeros(self.specs[name]["shape"], dtype=self.dtypes[name])
-            return
-        entry, part, offset = self.parts[original]
+        entry, part, offset = self.parts[self.copies.get(name, name)]
         if entry is not self._entry:
             self._tensor = torch.empty(0)  # frees the previous one before reading the next
             self._tensor, self._entry = read_full(self.source, f"model.{entry.name}", entry.shape), entry

@@ -79,7 +79,6 @@ def import_folder(
 def _check_tensors(files: TensorFiles, table: TensorTable) -> None:
     """Raises PentadError unless the files hold exactly this model's tensors; copies may be missing."""
     expected = {part.name: part.shape for entry in table.entries for part in entry.parts}
-    expected |= {part.name: part.shape for part in table.zeros}
     for name, shape in expected.items():
         files.check(name, shape)
     for name, original in table.copies.items():

@@ -92,11 +92,10 @@ class Entry(NamedTuple):
 
 class TensorTable(NamedTuple):
     """All tensors of a model. `copies` maps file tensors that repeat another one to that one; the files of models with
-    tied embeddings may lack them. `zeros` are in files only: expert biases that this model does not have."""
+    tied embeddings may lack them."""
 
     entries: tuple[Entry, ...]
     copies: dict[str, str]
-    zeros: tuple[FileTensor, ...]
 
 
 class Layout(NamedTuple):
@@ -110,16 +109,13 @@ class Layout(NamedTuple):
 def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> TensorTable:  # noqa: B008 (a constant)
     """The tensors of a model, layer by layer, then embedding, norm and head."""
     held = {tensor.name: tensor for tensor in tensors(model, 0, model.layers)}
-    num_layers, zeros = model.layers + model.mtp_layers, []
+    num_layers = model.layers + model.mtp_layers
     of_layer, rotary = _layer_names(family, model, layout), _rotary_parts(model, layout)
     tables = []  # (prefix of pentad's names, prefix of the files' names, names)
     for layer in range(num_layers):
-        if f"layers.{layer}.experts.router" in held and model.experts is not None:
+        if f"layers.{layer}.experts.router" in held and model.experts is not None and model.experts.has_bias:
             bias = Tensor(f"layers.{layer}.experts.bias", (model.experts.num_experts,), 0.0)
-            if model.experts.bias_update_rate:
-                held[bias.name] = bias
-            elif family == "deepseek-v3":
-                zeros.append(FileTensor(f"model.layers.{layer}.{of_layer['experts.bias'][0]}", bias.shape))
+            held[bias.name] = bias
         tables.append((f"layers.{layer}.", f"model.layers.{layer}.", of_layer))
         if layer >= model.layers:
             tables.append((f"predicted.{layer - model.layers}.", f"model.layers.{layer}.", _MTP))
@@ -135,7 +131,7 @@ def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> Te
     for layer in range(model.layers, num_layers):
         copies[f"model.layers.{layer}.embed_tokens.weight"] = embedding
         copies[f"model.layers.{layer}.shared_head.head.weight"] = copies.get(head, head)
-    return TensorTable(tuple(entries), copies, tuple(zeros))
+    return TensorTable(tuple(entries), copies)
 
 
 def _layer_names(family: str, model: ModelSpec, layout: Layout) -> dict[str, list[str]]:

@@ -90,7 +90,7 @@ class MoE(NamedTuple):
         partial, gate_up = self._compute_experts(full, saved)
         out = yield from dispatcher.combine(partial)
         out = out if shared is None else out + shared
-        if context.count_load and self.bias is not None:
+        if context.count_load and self.bias is not None and _shape(context).bias_update_rate:
             self.bias.gradient.add_(routing.load)
         y, load = yield from gather2(context.tp.reduce_scatter(out), _microbatch_load(context, routing))
         return y, saved._replace(load=load), MoERecomputable(x, gate_up, shared_gate_up)

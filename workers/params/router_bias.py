@@ -29,7 +29,7 @@ class RouterBias(NamedTuple):
 
 
 class LoadBalancer:
-    """Moves a stage's biases by `rate` a step.
+    """Moves a stage's biases by `rate` a step; 0: they stay, and no load is counted.
 
     Layers read the bias and count into the load of `bias_and_load`, by name; `total_load` [layers, E] is that of all
     ranks in the last step.

@@ -137,7 +137,7 @@ class BarrierStep(_StepBase):
         self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
         # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
         balances = [(stage.load_balancer, groups.gradients[index][0]) for index, stage in sorted(stages.items())]
-        self.balances = [(balance, group) for balance, group in balances if balance is not None]
+        self.balances = [(balance, group) for balance, group in balances if balance is not None and balance.rate]
         on_gpu = self.device.type == "cuda"
         self.cancelled = torch.zeros((), dtype=torch.float64, pin_memory=on_gpu)  # nan after `cancel`
         self.muon = {

@@ -163,6 +163,15 @@ def test_qwen3_moe_may_start_with_dense_layers_in_both_spellings() -> None:
     assert model.experts is not None and model.experts.first_k_dense == 1
 
 
+def test_the_balance_loss_of_mixtral_8x7b_weighs_a_sixteenth_of_its_coefficient() -> None:
+    mixtral = {**LLAMA, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "router_aux_loss_coef": 0.02}
+    family, model = parse_config(mixtral)
+    assert model.experts is not None and model.experts.aux_loss_coef == 0.02 / 16
+    assert make_config(family, model, positions=64)["router_aux_loss_coef"] == 0.02
+    odd = parse_config({**QWEN, "num_hidden_layers": 48, "num_experts_per_tok": 7, "router_aux_loss_coef": 0.001})[1]
+    assert make_config("qwen3-moe", odd, positions=64)["router_aux_loss_coef"] == 0.001
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "key"),
     [

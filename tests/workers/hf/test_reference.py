@@ -47,19 +47,28 @@ def test_names_and_shapes_of_a_llama_are_those_of_a_rank(tmp_path: Path) -> None
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == held
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_the_balance_loss_of_a_layer_is_that_of_transformers_divided_by_top_k(name: str, tmp_path: Path) -> None:
-    model, shape, tensors = imported(name, tmp_path, num_hidden_layers=1, router_aux_loss_coef=0.25)
-    assert shape.experts is not None and shape.experts.aux_loss_coef == 0.25
+@pytest.mark.parametrize(
+    ("name", "layers", "even"),
+    [("mixtral", 1, False), ("qwen3-moe", 1, False), ("mixtral", 2, True), ("qwen3-moe-dense", 3, True)],
+)
+def test_the_balance_loss_of_an_import_is_that_of_transformers(
+    name: str, layers: int, even: bool, tmp_path: Path
+) -> None:
+    """Of one layer exactly; of several where they route alike: transformers multiplies means over all layers."""
+    model, shape, tensors = imported(name, tmp_path, num_hidden_layers=layers, router_aux_loss_coef=0.25)
+    assert shape.experts is not None
+    if even:
+        theirs = [module.gate.weight.data for module in model.modules() if hasattr(module, "gate")]
+        for router in [*theirs, *(tensor for key, tensor in tensors.items() if key.endswith("router"))]:
+            router.zero_()
     with torch.no_grad():
         out = model(TOKENS, labels=TOKENS, output_router_logits=True)
     found = reference.losses(shape, tensors, TOKENS, TARGETS)
-    top_k = shape.experts.top_k
-    theirs = load_balancing_loss_func(out.router_logits, shape.experts.num_experts, top_k)
-    assert float(found.balance) == pytest.approx(0.25 * float(theirs) / top_k, rel=1e-5)
-    assert float(found.main) == pytest.approx(
-        float(F.cross_entropy(out.logits.flatten(0, 1), TARGETS.flatten())), rel=1e-5
-    )
+    experts, top_k = shape.experts.num_experts, shape.experts.top_k
+    expected = 0.25 * float(load_balancing_loss_func(out.router_logits, experts, top_k))
+    assert float(found.balance) == pytest.approx(expected, rel=1e-5)
+    main = F.cross_entropy(out.logits.flatten(0, 1), TARGETS.flatten())
+    assert float(found.main) == pytest.approx(float(main), rel=1e-5)
 
 
 def test_the_balance_loss_of_an_even_load_is_one() -> None:

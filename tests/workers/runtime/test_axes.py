@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from exactness import assert_equals_one_process, state_like
 from fleet import assemble, losses_of
 from plans import MODEL, is_close, plan_of, plan_on_mesh, reference
-from resume import run_and_save
+from resume import commit, run_and_save
 from small_models import FAMILIES, HEADS, MOE, ROUTED
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.shards import read
 
 slow = pytest.mark.slow
 TENSOR = [
@@ -148,3 +150,31 @@ def test_a_checkpoint_resumes_on_any_mesh(fleet, corpus, tmp_path, before, after
     weights = {name: weight for name, weight in weights.items() if not name.endswith("bias")}
     found = assemble([outcome.state for outcome in outcomes], state_like(weights))
     assert all(is_close(found[f"model.{name}"], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "more"),
+    [
+        ("zb-h2", {"tp": 2, "pp": 2}, {}),
+        pytest.param("gpipe", {"ep": 2, "cp": 2}, {}, marks=slow),
+        pytest.param("1f1b", {"dp": 2, "ep": 2}, {"memory_options": MemoryOptions(zero=3)}, marks=slow),
+        pytest.param("zb-h2", {"pp": 4}, {"post_validation": True}, marks=slow),
+    ],
+)
+def test_router_biases_that_do_not_move_stay_and_count(fleet, corpus, tmp_path, name, sizes, more):
+    """A step after two that moved them: on any mesh it has the loss of one process, and saves them as they were."""
+    moving = FAMILIES["deepseek-v3"]
+    assert moving.experts is not None
+    model = replace(moving, experts=replace(moving.experts, bias_update_rate=0.0))
+    before, after = checkpoint.folder_of(tmp_path, 2), checkpoint.folder_of(tmp_path, 3)
+    run_and_save(fleet, plan_on_mesh(corpus, "gpipe", {}, model=moving), 2, before)
+    plan = plan_on_mesh(corpus, name, sizes, model=model, **more)
+    outcomes = fleet.run(plan, [(2, 1)], restore=str(before), save=str(after))
+    commit(after, 3, [entry for outcome in outcomes for entry in outcome.shards])
+    alone = plan_of("gpipe", 1, 1, plan.batch.global_batch_size // 2, corpus, model=model)
+    losses = [losses_of(each).values() for each in (outcomes, fleet.run(alone, [(2, 1)], restore=str(before)))]
+    assert sum(losses[0]) == pytest.approx(sum(losses[1]), rel=1e-10)
+    names = [f"model.layers.{layer}.experts.bias" for layer in (1, 2, 3)]
+    was, now = (read(checkpoint.open_checkpoint(folder), names) for folder in (before, after))
+    assert not [name for name in names if not torch.equal(now[name], was[name])]
+    assert was[names[0]].any()
