@@ -33,7 +33,7 @@ class ExpertsSection(Section):
     topk_groups: Count = Field(default=1, description="groups that a token's experts are chosen from")
     aux_loss_coef: NonNegativeFloat = Field(default=0.0, description="weight of the load balancing loss")
     bias_update_rate: NonNegativeFloat = 0.0
-    """step by which routing biases balance the load without a loss; 0: they stay (sigmoid), or there are none (softmax)"""
+    """step by which routing biases balance the load without a loss; 0: they stay as they are"""
     first_k_dense: NonNegativeInt = Field(default=0, description="first layers, which have no experts")
 
     def rules(self) -> Iterator[Broken | str]:
