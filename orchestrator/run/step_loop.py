@@ -41,8 +41,8 @@ class Call(NamedTuple):
 class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
     asked about once a second, says that the ranks should be placed again. `done` steps are complete, `durable` steps
-    are in a committed checkpoint; at the monotonic second `saved_at` the newest one was submitted or committed. The newest
-    evaluation was after `evaluated` steps."""
+    are in a committed checkpoint; at the monotonic second `saved_at` the newest one was submitted or committed. The
+    newest evaluation was after `evaluated` steps."""
 
     def __init__(
         self,

@@ -155,7 +155,7 @@ def test_overrides_replace_the_file_and_earlier_overrides(file: Callable[[str | 
         ("optimizer.learning_rat=1", "did you mean optimizer.learning_rate?"),
         ("model.learning_rate=1", "did you mean optimizer.learning_rate?"),
         ("optimizer.lr=1", "optimizer.lr is unknown; did you mean optimizer.learning_rate?"),
-        ("optimizer.name=adam", "optimizer.name is unknown: expected one of optimizer.{learning_rate, min_"),
+        ("optimizer.name=adam", "optimizer.name is 'adam': expected one of adamw or muon (did you mean adamw?)"),
         ("model.num_layers=8", "model.num_layers is unknown; did you mean model.layers?"),
         ("model.hidden_size=8", "model.hidden_size is unknown; did you mean model.hidden?"),
         ("model.head=8", "model.head is unknown; did you mean model.heads?"),
