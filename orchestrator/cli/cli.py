@@ -277,6 +277,38 @@ def jobs(address: Address = None, as_json: Json = False) -> int:
     return show_jobs(address, Console(), as_json=as_json)
 
 
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[str, Argument(help="A checkpoint's folder; or a run or an imported model: its newest one.")],
+    overrides: Annotated[list[str] | None, Argument(metavar="[a.b=value ...]", help="Overrides of its run.")] = None,
+    data: Annotated[
+        list[str] | None, Option(metavar="PATH", help="A corpus, or NAME=PATH; may be repeated (default: the run's).")
+    ] = None,
+    sequences: Annotated[int | None, Option(min=1, help="Sequences of each (default: as in the run).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the loss and perplexity of a checkpoint; on the mesh of its run unless an override says otherwise."""
+    from pentad.orchestrator.monitoring.display import Display, print_evaluation
+    from pentad.orchestrator.monitoring.runfolder import find_checkpoint
+    from pentad.orchestrator.run.evaluate import eval_config
+    from pentad.orchestrator.run.evaluate import evaluate as run
+
+    path, changes = _split(overrides)
+    if path is not None:
+        raise typer.BadParameter(f"{path} is no override: expected section.key=VALUE")
+    found = find_checkpoint(checkpoint, "CHECKPOINT")
+    config = eval_config(found, data or (), sequences, changes)
+    console = Console(quiet=as_json)
+    with Display(console, config.run.name, config.run.steps, _began) as display:
+        rows = run(config, found, display)
+    if as_json:
+        keys = ("data", "loss", "perplexity", "tokens", "sequences")
+        facts = {"checkpoint": str(found.folder), "step": found.step, "seconds": rows[0]["seconds"]}
+        print(json.dumps({**facts, "evaluations": [{key: row[key] for key in keys} for row in rows]}))
+    else:
+        print_evaluation(console, str(found.folder), rows)
+
+
 @app.command(name="import-hf")
 def import_hf(
     source: Annotated[Path, Argument(metavar="DIR", help="config.json and safetensors files.")],

@@ -100,6 +100,7 @@ def sentences(error: ValidationError, config: type[BaseModel]) -> Iterator[str]:
 
 def unknown_key(key: str, config: type[BaseModel]) -> str:
     """Names the nearest key: of the same section, of a section with a similar name, or of any if it is unambiguous."""
+    text = f"{key or repr(key)} is unknown"
     first, *others = key.split(".")
     key = ".".join([first, *(part for part in others if not part.isdecimal())])  # without places in a list
     known = {path: list(section["properties"]) for path, section in sections_of(config).items()}
@@ -110,7 +111,6 @@ def unknown_key(key: str, config: type[BaseModel]) -> str:
     first, _, rest = key.partition(".")
     section, name = (given, key.removeprefix(f"{given}.")) if given else (nearest(first, top), rest)
     elsewhere = [f"{path}.{name}" for path, names in known.items() if name in names]
-    text = f"{key or repr(key)} is unknown"
     if section and (near := nearest(name, known[section])):
         return f"{text}; did you mean {section}.{near}?"
     if section and not given:

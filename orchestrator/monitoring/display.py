@@ -187,6 +187,19 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
             console.print(Text.assemble((f" {name:<10} ", "dim"), fact), soft_wrap=True)
 
 
+def print_evaluation(console: Console, checkpoint: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Prints what `pentad eval` has found, by the rows of eval.jsonl."""
+    console.print(Text(f" {checkpoint}: after {rows[0]['step']} steps, {format_duration(rows[0]['seconds'])}\n"))
+    cells = [
+        [Text(row["data"]), Text(format_number(row["loss"], ".4f"), "bold")]
+        + [Text(format_number(row[key], form)) for key, form in (("perplexity", ",.2f"), ("tokens", ","))]
+        + [Text(format_number(row["sequences"], ","))]
+        for row in rows
+    ]
+    heads = ("data", "loss>", "perplexity>", "tokens>", "sequences>")
+    console.print(fitted_table(heads, cells, console.width, drop=("sequences", "tokens")))
+
+
 def _evaluated(rows: Sequence[dict[str, Any]]) -> str | None:
     found = (f"{row['data']} {format_number(row['loss'], '.4f')} after {row['step']} steps" for row in rows)
     return ", ".join(found) or None

@@ -65,6 +65,7 @@ class StepLoop:
         self.evaluated = max((row["step"] for row in bus.folder.evaluations()), default=-1)
         self.steps_per_call = 1
         self.in_flight: deque[Call] = deque()
+        self.collected_at = time.monotonic()  # when the last call ended
         self.committing: Call | None = None
         self.open = False  # the last step submitted is open: another run call must follow
         self.stop_announced = self.regrouping = self.stall_reported = False
@@ -83,6 +84,7 @@ class StepLoop:
                     self._collect_evaluation(call)
                 else:
                     self._collect(call)
+                self.collected_at = time.monotonic()  # the ranks are at the next call
             elif self.requests.paused and not self.ending:
                 self._pause()
             else:
@@ -153,7 +155,8 @@ class StepLoop:
         """Waits for an evaluation and records it. Its time is not part of the next step."""
         results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))[0]
         self.history.pause()
-        self.bus.evaluated(evaluation_rows(call.step, results, time.monotonic() - call.began, self.group.generation))
+        seconds = time.monotonic() - max(call.began, self.collected_at)
+        self.bus.evaluated(evaluation_rows(call.step, results, seconds, self.group.generation))
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
         self.done = rows[-1]["step"] + 1

@@ -24,7 +24,7 @@ from pentad.orchestrator.run import fence, hang_detection, recovery, regroup, st
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start
-from pentad.workers.runtime.results import RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, RankSnapshot, StepResult
 
 DRIVER_NODE = "node0"
 STEP_SECONDS = 0.3
@@ -99,6 +99,13 @@ class Rank:
         if more:
             self.open = [results.pop()]
         return results
+
+    def evaluate(self, step: int) -> list[EvalResult]:
+        if self.fake.is_broken(self.generation) and self.version != step:
+            raise Blocked
+        assert self.version == step and not self.open and self.plan.eval is not None
+        self.fake.strike_evaluation(self, step)
+        return [EvalResult(each.name, 64.0 * step, 64, 1) for each in self.plan.eval.data_sets]
 
     def save(self, folder: str, step: int, shards: Any = None) -> list[dict[str, Any]]:
         assert self.version == step
@@ -182,7 +189,8 @@ class FakeRay:
     """A cluster of `nodes[bundle]`. Replaces, with `patch`, all that a WorkerGroup and a recovery use of Ray.
 
     `faults[step]` are the ranks that die in a step, or the node that is lost with its ranks; lost nodes return in the
-    steps `returns`. In a step of `commits` one survivor has taken the step by then, and the others lack only the norm.
+    steps `returns`. `eval_faults[step]` are the ranks that die in the evaluation after so many steps. In a step of
+    `commits` one survivor has taken the step by then, and the others lack only the norm.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
@@ -192,6 +200,7 @@ class FakeRay:
         self.draining: dict[str, int] = {}
         self.faults: dict[int, tuple[int, ...] | str] = {}
         self.returns: set[int] = set()
+        self.eval_faults: dict[int, tuple[int, ...]] = {}
         self.commits: set[int] = set()
         self.written: dict[int, list[Any]] = {}  # shards by the steps of their checkpoint
         self.killed: list[int] = []
@@ -264,6 +273,14 @@ class FakeRay:
             self._first = survivors[0] if survivors and step in self.commits else None
         has_taken = rank is self._first and step == self._broken[1]
         if self.is_broken(rank.generation) and step >= self._broken[1] and not has_taken:
+            raise Blocked
+
+    def strike_evaluation(self, rank: Rank, step: int) -> None:
+        if (fault := self.eval_faults.pop(step, None)) is not None:
+            self._broken, self._first, members = (rank.generation, step), None, self.members()
+            for number in fault:
+                members[number].is_alive = False
+        if self.is_broken(rank.generation):
             raise Blocked
 
     def is_broken(self, generation: int) -> bool:

@@ -51,5 +51,8 @@ class EvalLoader:
         corpus, first, _ = self.parts[data_set]
         start = first + index * self.length
         tokens = corpus.read(start, self.length + 1)
+        inputs, targets = tokens[:-1], tokens[1:]
+        if corpus.has_loss_mask:
+            targets = np.where(corpus.loss_mask(start + 1, self.length), targets, IGNORE_INDEX)
         boundaries = corpus.boundaries(start, self.length).tolist() if self.loader.plan.document_mask else []
-        return tokens[:-1], tokens[1:], (0, *(boundary for boundary in boundaries if boundary))
+        return inputs, targets, (0, *(boundary for boundary in boundaries if boundary))

@@ -10,7 +10,8 @@ import pytest
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.run.hang_detection import HangDetector
+from pentad.orchestrator.run.hang_detection import HangDetector, positions_in_program
+from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.costs import Costs
 
 PLAN = make_plan(load(None, ["mesh.pp=2", "model.layers=4", "schedule.name=1f1b"]), "cpu")
@@ -101,3 +102,39 @@ def test_a_suspended_machine_has_no_late_rank(clock: Clock) -> None:
     clock.look(1, moving=True)
     clock.now += 3600.0
     assert not any(stall.late for stall in clock.look(1))
+
+
+EVALUATES = make_plan(load(None, ["mesh.pp=2", "model.layers=4", "data.holdout=0.1", "eval.every=2"]), "cpu")
+
+
+def status(step: int, counter: int, *, evaluating: bool = False) -> Status:
+    return Status(1, step, "x", 5.0, counter, evaluating=evaluating)
+
+
+def test_positions_are_those_in_the_program_of_the_ranks_furthest_behind() -> None:
+    assert EVALUATES.eval is not None
+    actions = len(EVALUATES.eval.program.streams[0])
+    inside = status(2, actions + 3, evaluating=True)
+    number, positions = positions_in_program(EVALUATES, [inside, status(1, -1)])
+    assert (number, [at[:2] for at in positions]) == (1, [(1, 3), (-1, -1)])  # rank 1 has yet to begin
+    number, positions = positions_in_program(EVALUATES, [inside, status(1, 4)])
+    assert (number, [at[:2] for at in positions]) == (0, [(2, -1), (1, 4)])  # rank 1 is in the step before
+    number, positions = positions_in_program(EVALUATES, [inside, status(2, 1)])
+    assert (number, positions[0][:2], positions[1].counter) == (1, (1, 3), -1)  # rank 1 has left
+    assert positions[1].step > 10**6
+    number, positions = positions_in_program(EVALUATES, [inside, status(2, -1, evaluating=True)])
+    assert (number, positions[1].counter) == (1, -1) and positions[1].step > 10**6
+    number, positions = positions_in_program(EVALUATES, [status(7, 3), status(6, -1)])
+    assert (number, [at[:2] for at in positions]) == (0, [(7, 3), (6, -1)])
+
+
+def test_a_rank_that_an_evaluation_waits_for_is_the_cause(clock: Clock) -> None:
+    assert EVALUATES.eval is not None
+    clock.group.plan = EVALUATES
+    first = next(i for i, action in enumerate(EVALUATES.eval.program.streams[1]) if action.parts[0].op is Op.F)
+    stuck = {0: status(2, 0, evaluating=True), 1: status(2, first, evaluating=True)}
+    for _ in range(20):
+        clock.now += 0.5
+        clock.heard.update({0: clock.now, 1: clock.now})
+        stall = clock.hangs.check(stuck, COSTS, stepping=True)
+    assert stall is not None and stall.causes == (0,) and "in 0F0" in stall.verdict.sentence

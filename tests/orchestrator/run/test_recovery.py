@@ -366,19 +366,25 @@ def test_an_abort_ends_the_run_during_a_step(start: StartRun) -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("mesh", [SQUARE, LINE])
 def test_every_step_is_recorded_once_whatever_dies(start: StartRun, mesh: tuple[str, ...], seed: int) -> None:
-    """One or two ranks die, then a node, which returns, and then one of the ranks that are left; with checkpoints or
-    without."""
-    run = start(*mesh, *SHRINKS, f"checkpoint.every={5 * (seed % 3)}")
+    """One or two ranks die, then a node, which returns, and then one of the ranks that are left; one dies in an
+    evaluation; with checkpoints or without."""
+    run = start(*mesh, *SHRINKS, f"checkpoint.every={5 * (seed % 3)}", "data.holdout=0.1", "eval.every=4")
     rng = random.Random(seed)
     steps = sorted(rng.sample(range(8, 30), 4))
     run.fake.faults = {step: rng.choice([(0,), (1,)]) for step in steps}
     run.fake.faults |= {steps[0]: rng.choice([(0, 1), (2, 3), (3,)]), steps[1]: "node1"}
     run.fake.returns = {rng.randrange(steps[1] + 1, 31)}
     run.fake.commits = {step for step in steps if rng.random() < 0.5}
+    run.fake.eval_faults = {rng.choice([8, 24, 36]): (rng.randrange(2),)}
     run.group.restore(Start())
     assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == run.config.run.steps
     assert [row["step"] for row in read_lines(run.folder.path / "metrics.jsonl")] == list(range(run.config.run.steps))
-    assert not run.fake.faults and run.versions() == [run.config.run.steps] * len(run.fake.members())
+    assert [row["step"] for row in run.folder.evaluations()] == list(range(4, run.config.run.steps + 1, 4))
+    assert (
+        not run.fake.faults
+        and not run.fake.eval_faults
+        and run.versions() == [run.config.run.steps] * len(run.fake.members())
+    )
     recovered = run.events("recovered")
     assert {"shrink", "grow"} <= {row["how"] for row in recovered}
     generations = [row["generation"] for row in recovered]

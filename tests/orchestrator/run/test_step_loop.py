@@ -14,14 +14,14 @@ from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.monitoring.runfolder import METRICS, RunFolder, read_lines
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run import step_loop
 from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.results import StepResult
+from pentad.workers.runtime.results import EvalResult, StepResult
 
 
 class Ranks:
@@ -39,6 +39,8 @@ class Ranks:
         self.at: dict[int, Callable[[StepLoop], None]] = {}  # step -> what to do during it
         self.calls: StepLoop | None = None
         self.rests = 0
+        self.best: list[int | None] = []  # what each commit keeps
+        self.losses: dict[int, float] = {}  # of evaluations, else 1
 
     def _submit(self, *call: Any) -> list[tuple]:
         if call[0] != "commit":
@@ -57,8 +59,14 @@ class Ranks:
         assert folder.name == f"step-{step:08d}"
         return self._submit("save", step, False)
 
+    def submit_evaluate(self, step: int) -> list[tuple]:
+        return self._submit("evaluate", step, False)
+
     def submit_commit(self, folder: Path, step: int, shards: list, keep: int, best: int | None) -> list[tuple]:
         assert [shard["of"] for shard in shards] == [0, 1]
+        self.best.append(best)
+        folder.mkdir()
+        (folder / "manifest.json").touch()
         return self._submit("commit", step)
 
     def ping(self, tick: Any) -> None:
@@ -78,6 +86,9 @@ class Ranks:
             raise self.broken[call[:2]]
         if call[0] == "save":
             assert not self.kept, "a checkpoint is of steps that are accounted for"
+        if call[0] == "evaluate":
+            self.now += self.seconds
+            return [[EvalResult("holdout", 8 * self.losses.get(call[1], 1.0), 8, 1)]] * self.plan.mesh.size
         if call[0] != "run":
             return [[{"of": 0, "bytes": 1}], [{"of": 1, "bytes": 2}]] if call[0] == "save" else [None]
         steps = [*self.kept, *(self._step(step) for step in range(call[1], call[1] + call[2]))]
@@ -100,7 +111,12 @@ def run(tmp_path: Path) -> Run:
     """Runs all calls of a configuration; returns the ranks, which list their calls, and the step loop."""
 
     def do(
-        *overrides: str, seconds: float = 0.3, first: int = 0, saved_at: float | None = None, prepare: Any = None
+        *overrides: str,
+        seconds: float = 0.3,
+        first: int = 0,
+        saved_at: float | None = None,
+        prepare: Any = None,
+        metrics: bool = True,
     ) -> tuple[Ranks, StepLoop]:
         sizes = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8"]
         config: RunConfig = load(None, [f"run.folder={tmp_path}", *sizes, *overrides])
@@ -118,7 +134,7 @@ def run(tmp_path: Path) -> Run:
             calls.run()
         assert not ranks.kept and not calls.in_flight and not calls.open
         steps = [row["step"] for row in read_lines(folder.path / METRICS)]
-        assert steps == list(range(first, calls.done))
+        assert steps == list(range(first if metrics else 0, calls.done))
         return ranks, calls
 
     return do
@@ -257,3 +273,58 @@ def test_checkpoints_are_saved_by_steps_and_by_time(
     else:
         assert len(saves) == (3 if every else 1)
     assert calls.durable == 40
+
+
+HELD_OUT = ("data.holdout=0.1",)
+
+
+def evaluations(ranks: Ranks) -> list[int]:
+    return [call[1] for call in ranks.log if call[0] == "evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("every", "at_start", "expected"),
+    [(5, "false", [5, 10, 12]), (4, "true", [0, 4, 8, 12]), (0, "false", [12]), (100, "true", [0, 12])],
+)
+def test_evaluations_are_after_every_so_many_steps_and_at_the_end(
+    run: Run, every: int, at_start: str, expected: list[int]
+) -> None:
+    overrides = f"eval.every={every}", f"eval.at_start={at_start}", "checkpoint.every=5"
+    ranks, calls = run("run.steps=12", *HELD_OUT, *overrides)
+    assert evaluations(ranks) == expected
+    assert [step for first, count in runs(ranks) for step in range(first, first + count)] == list(range(12))
+    saved = [call[1] for call in ranks.log if call[0] == "save"]
+    for step in {*expected} & {*saved}:
+        assert ranks.log.index(("evaluate", step, False)) < ranks.log.index(("save", step, False))
+    rows = calls.bus.folder.evaluations()
+    assert [(row["step"], row["data"], row["loss"]) for row in rows] == [(step, "holdout", 1.0) for step in expected]
+
+
+def test_the_time_of_an_evaluation_counts_for_no_step(run: Run) -> None:
+    _, calls = run("run.steps=12", *HELD_OUT, "eval.every=2", seconds=0.5)
+    rows = read_lines(calls.bus.folder.path / METRICS)
+    assert [row["step_seconds"] for row in rows] == pytest.approx([0.5] * 12)
+
+
+def test_a_resumed_run_evaluates_what_is_missing_only(run: Run) -> None:
+    run("run.steps=8", *HELD_OUT, "eval.every=4")
+    ranks, _ = run("run.steps=16", *HELD_OUT, "eval.every=4", first=8, metrics=False)
+    assert evaluations(ranks) == [12, 16]
+
+
+def test_a_run_that_stops_leaves_the_evaluation_to_the_next(run: Run) -> None:
+    prepare = lambda ranks: ranks.at.update({3: lambda loop: loop.requests.stop()})  # noqa: E731
+    ranks, calls = run("run.steps=100", *HELD_OUT, "eval.every=1", seconds=3.0, prepare=prepare)
+    assert evaluations(ranks) == list(range(1, max(evaluations(ranks)) + 1))
+    assert max(evaluations(ranks)) <= calls.done
+
+
+def test_commits_keep_the_best_checkpoint(run: Run) -> None:
+    losses = {4: 3.0, 8: 1.0, 12: 2.0, 16: 0.5}
+    ranks, calls = run(
+        "run.steps=18", *HELD_OUT, "eval.every=2", "checkpoint.every=4", "checkpoint.keep_best=true",
+        prepare=lambda ranks: ranks.losses.update(losses),
+    )  # fmt: skip
+    assert ranks.best == [4, 8, 8, 16, 16]
+    events = read_lines(calls.bus.folder.path / JOURNAL)
+    assert [row["step"] for row in events if row["event"] == "best"] == [4, 8, 16]

@@ -1,0 +1,84 @@
+"""`pentad eval`: evaluates a checkpoint alone, on a mesh of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pentad.orchestrator.cluster.local_head import launch
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.includes import read_file
+from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.monitoring.runfolder import CONFIG, home_of
+from pentad.orchestrator.planning.planning import first_plan
+from pentad.orchestrator.run.interrupts import Interrupts
+from pentad.orchestrator.run.train import RUNNER, with_eval_fingerprints
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import Checkpoint, Start
+from pentad.workers.hf.names import MODEL_FILE
+
+IMPORTED_LENGTH = 2048  # tokens of a sequence, if the model was trained on more
+
+
+def eval_config(
+    checkpoint: Checkpoint, data: Sequence[str], sequences: int | None, overrides: Sequence[str]
+) -> RunConfig:
+    """The configuration that evaluates a checkpoint: that of its run, or for an imported model a single rank.
+
+    `data` are corpora, PATH or NAME=PATH; without any, those of the run. Raises PentadError.
+    """
+    home = home_of(checkpoint.folder)
+    sections: dict[str, Any] = {"checkpoint": {"keep_best": False}, "eval": {}}
+    if sequences is not None:
+        sections["eval"]["sequences"] = sequences
+    if data:
+        named = [_named(each) for each in data]
+        sections["eval"]["data"] = named
+        sections["data"] = {"path": named[0]["path"], "holdout": 0.0}
+    if (home / CONFIG).is_file():
+        config = load(home / CONFIG, overrides, sections)
+    elif data:
+        config = load(_imported(checkpoint, home), overrides, sections)
+    else:
+        raise PentadError(f"--data is missing: expected a corpus, since {home} was not trained here")
+    if not config.data_sets:
+        raise PentadError(
+            "--data is missing: expected a corpus, since the run evaluates none (data.holdout, eval.data)"
+        )
+    return config
+
+
+def _named(data: str) -> dict[str, str]:
+    name, _, path = data.rpartition("=")
+    return {"name": name or Path(path.removeprefix("builtin:")).name or path, "path": path}
+
+
+def _imported(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:
+    """A configuration for an imported model, of one rank and one sequence at a time."""
+    positions = (checkpoint.meta.get("hugging_face") or {}).get("max_position_embeddings") or IMPORTED_LENGTH
+    model = checkpoint.meta.get("model") or read_file(home / MODEL_FILE).values["model"]
+    return {
+        "run": {"name": "eval", "steps": 1},
+        "model": model,
+        "schedule": {"name": "gpipe", "microbatches": 1},
+        "batch": {"global_batch_size": 1, "sequence_length": min(positions, IMPORTED_LENGTH)},
+    }
+
+
+def evaluate(config: RunConfig, checkpoint: Checkpoint, display: Display, runner: str = RUNNER) -> list[dict[str, Any]]:
+    """Evaluates the weights of a checkpoint: a row as in eval.jsonl for each data set. Changes no file.
+
+    Raises PentadError for a user's mistake and WorkerError when a rank fails; no process is left.
+    """
+    display.phase("checking the data and planning")
+    plan = with_eval_fingerprints(first_plan(config))
+    with ExitStack() as stack:
+        stack.enter_context(Interrupts())
+        display.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")
+        head = stack.enter_context(launch(config.cluster, config.mesh.size))
+        from pentad.orchestrator.run.eval_ranks import evaluate_on  # imports ray
+
+        start = Start(checkpoint.folder.absolute(), checkpoint.step, optimizer=False)
+        return evaluate_on(config, plan, start, head, runner, display)
