@@ -126,7 +126,7 @@ class DataSection(Section):
 
     path: Text = Field(description="folder that `pentad data build` wrote, or builtin:pydoc")
     holdout: float = Field(default=0.0, ge=0, le=0.5)
-    """share of the tokens that is held out from training for evaluation: the corpus's last documents"""
+    """share of the tokens, at the corpus's end, that is held out from training for evaluation"""
     document_mask: bool = False
     """attend only within a document where a sequence holds several"""
     cache: Text = "~/.cache/pentad"

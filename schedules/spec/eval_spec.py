@@ -11,8 +11,8 @@ HOLDOUT = "holdout"  # the data set that is held out from the training data
 
 
 class EvalData(NamedTuple):
-    """A data set: the corpus `data` (see Plan), or its last documents, the share `holdout` of its tokens. `fingerprint`
-    identifies the corpus."""
+    """A data set: the corpus `data` (see Plan), or its end, the share `holdout` of its tokens. `fingerprint` identifies
+    the corpus."""
 
     name: str
     data: str

@@ -63,7 +63,8 @@ class Plan:
     activations: 'gloo' on CPU, 'peer' (copies between the GPUs of one host) or 'nccl'.
 
     `data` is a corpus folder, or 'builtin:NAME', which is built in the folder `cache`; `fingerprint` identifies the
-    corpus. `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels.
+    corpus, and the share `holdout` of it, at its end, is not trained on. `eval` is what the run evaluates, if anything.
+    `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels.
 
     `recompute[stage]` is 'full' (F saves only its input), 'selective' (all but norms and the widest product is saved)
     or 'none'; empty means none everywhere. `zero` is the ZeRO stage (arXiv 1910.02054): from 1 on the holders of a

@@ -45,8 +45,8 @@ class Block(nn.Module):
         parts = self.qkv(self.norm(x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + F.dropout(self.out(attended), self.dropout)
-        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout)
+        x = x + F.dropout(self.out(attended), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
 class Head(nn.Module):

@@ -7,6 +7,7 @@ SHARED_CLUSTER = (
     "tests/orchestrator/cluster/test_group.py",
     "tests/orchestrator/run/test_driver.py",
     "tests/orchestrator/run/test_training.py",
+    "tests/orchestrator/run/test_evaluation.py",
     "tests/orchestrator/jobs/test_jobs.py",
 )
 CLUSTERS = (

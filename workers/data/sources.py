@@ -65,7 +65,7 @@ def open_eval_data(
     part = evaluation_part(corpus, data_set.holdout)
     if not part.windows(length):
         found = f"which holds {part.end - part.first} tokens of '{corpus.path}' out"
-        expected = f"at least {length + 1} (batch.sequence_length + 1)"
+        expected = f"a share of at least {length + 1} (batch.sequence_length + 1)"
         raise PentadError(f"data.holdout is {data_set.holdout:g}, {found}: expected {expected}")
     return part
 

@@ -14,6 +14,7 @@ def cluster() -> Iterator[clusters.Cluster]:
     """Runs of this process join the shared cluster."""
     running = shared_cluster()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pentad.orchestrator.run.train.launch", lambda section, ranks: nullcontext())
+        for command in ("train", "evaluate"):
+            patch.setattr(f"pentad.orchestrator.run.{command}.launch", lambda section, ranks: nullcontext())
         patch.setattr(clusters, "join", lambda section, ranks, head: nullcontext(running))
         yield running

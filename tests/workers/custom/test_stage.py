@@ -150,3 +150,27 @@ def test_initial_values_do_not_depend_on_the_stage(tmp_path: Path, corpus: str) 
         for index in range(3):
             part = parameters_of(plan, index)
             assert all(torch.equal(value, expected[key]) for key, value in part.views(part.master).items())
+
+
+@pytest.mark.parametrize("name", ["gpt_dropout", "conv"])
+def test_an_evaluation_has_no_dropout_saves_nothing_and_skips_rows_without_targets(
+    tmp_path: Path, corpus: str, name: str
+) -> None:
+    plan = plan_for(tmp_path, corpus, name, stages=1)
+    stage, length = stage_of(plan, 0), plan.batch.sequence_length
+    _, tokens, targets = inputs_of(plan, 0)
+    assert tokens is not None and targets is not None
+    padded = torch.where(torch.arange(len(targets)) < length, targets, -100)
+    stage.begin(3)
+    losses = []
+    for mb, given in enumerate((targets, padded)):
+        run_to_completion(stage.evaluate(mb, None, tokens, given))
+        losses.append(stage.loss_sums[mb].item())
+    assert not stage.saved and all(module.training for layer in stage.layers for module in layer.modules())
+    x = tokens.view(-1, length)
+    with torch.no_grad():
+        for layer in stage.layers:
+            x = layer.eval()(x)
+        each = stage.loss or (lambda x, y: torch.nn.functional.cross_entropy(x.mT, y, reduction="none"))
+        expected = each(x, targets.view(-1, length))
+    assert losses == pytest.approx([expected.sum().item(), expected[0].sum().item()], rel=1e-12)
