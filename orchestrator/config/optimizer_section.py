@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from pentad.orchestrator.config.errors import Broken, shown
 from pentad.orchestrator.config.sections import Count, Section, Text
-from pentad.schedules.spec.learning_rate import DecayShape, ScheduleName
+from pentad.schedules.spec.learning_rate import DecayShape, LearningRate, ScheduleName
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import AdjustLrFn, Method, original_name
 from pentad.schedules.spec.tensors import tensors
@@ -96,9 +96,25 @@ class OptimizerSection(Section):
 
     def phase_rules(self, name: str, decay_steps: int, prefix: str = "") -> Iterator[Broken]:
         """The phases must fit into a schedule of `decay_steps`, which the key `name` gives."""
-        warmup, stable = self.warmup_steps or 0, self.stable_steps or 0
-        if warmup > decay_steps:
+        curve = self.curve(decay_steps)
+        if curve.warmup_steps > decay_steps:
             yield Broken(f"{prefix}warmup_steps", f"at most {name} = {decay_steps}")
-        elif warmup + stable > decay_steps:
-            expected = f"at most {name} - optimizer.warmup_steps = {decay_steps - warmup}"
+        elif curve.warmup_steps + curve.stable_steps > decay_steps:
+            expected = f"at most {name} - optimizer.warmup_steps = {decay_steps - curve.warmup_steps}"
             yield Broken(f"{prefix}stable_steps", expected)
+
+    def curve(self, run_steps: int) -> LearningRate:
+        """The learning rates of a run that first started with so many steps."""
+        steps = self.decay_steps or run_steps
+        warmup = min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
+        stable = max(0, steps - steps // 5 - warmup) if self.stable_steps is None else self.stable_steps
+        return LearningRate(
+            peak=self.learning_rate,
+            minimum=self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate,
+            warmup_steps=warmup,
+            decay_steps=steps,
+            schedule=self.schedule,
+            stable_steps=stable if self.schedule == "wsd" else 0,
+            decay_shape=self.decay_shape or "linear",
+            cycles=self.cycles or 1,
+        )

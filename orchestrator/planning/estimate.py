@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from itertools import chain
+from operator import mul
 from statistics import median
 
 from pentad.orchestrator.planning.activation_memory import BYTES, INDEX, piece_of, wide_bytes
@@ -18,8 +20,10 @@ from pentad.schedules.passes.zero import BufferSlots, gradient_slots, sharded_st
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.optimizer import ROUND_ELEMENTS
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import active_parameters
+from pentad.schedules.spec.zero_layout import num_muon_elements
 
 CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
@@ -109,7 +113,8 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
 
     'parameters' are in the dtype of compute; 'master' is 0 if those are the master weights themselves. With ZeRO,
     'parameters', 'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include
-    workspaces. 'tables' are tokens, rotary tables and cuBLAS's workspace. 'host' is offloaded, and not part of 'total'.
+    workspaces; where Muon's step needs more than they do, they are its own. 'tables' are tokens, rotary tables and
+    cuBLAS's workspace. 'host' is offloaded, and not part of 'total'.
     """
     pp = plan.mesh.coordinates(rank).pp
     compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
@@ -128,8 +133,8 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         "parameters": weights * compute,
         "master": shards * wide if wide != compute or has_post_validation(plan.program) else 0,
         "gradients": gradients * wide,
-        "optimizer": 2 * shards * wide,
-        "activations": activations,
+        "optimizer": sum(optimizer_bytes(plan, shard, rank) for shard in plan.param_shards_of(rank)),
+        "activations": max(activations, _muon_workspace(plan, rank)),
         "slots": received * plan.sequence_parallel_tokens * plan.model.hidden * compute,
         "tables": _tables(plan, rank),
     }
@@ -137,9 +142,29 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def memories(plan: Plan) -> list[dict[str, int]]:
-    """`memory` of every rank; those with the same stages need the same."""
-    first = {pp: memory(plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)}
-    return [first[plan.mesh.coordinates(rank).pp] for rank in range(plan.mesh.size)]
+    """`memory` of every rank; those with the same stages need the same, except that Muon's ZeRO shards differ."""
+    differ = plan.optimizer.name == "muon" and plan.zero > 0
+
+    @cache
+    def found(rank: int) -> dict[str, int]:
+        return memory(plan, rank)
+
+    pipeline = (plan.mesh.coordinates(rank).pp for rank in range(plan.mesh.size))
+    return [found(rank if differ else plan.mesh.move(0, pp=pp)) for rank, pp in enumerate(pipeline)]
+
+
+def optimizer_bytes(plan: Plan, shard: ParamShard, rank: int) -> int:
+    """Of the moments in a rank's ZeRO shard: two for each element, or one where Muon updates."""
+    moments = 2 * plan.zero_shard_size(shard) - num_muon_elements(plan, shard, rank)
+    return moments * (BYTES["bfloat16"] if plan.optimizer.bf16_state else wide_bytes(plan.dtype))
+
+
+def _muon_workspace(plan: Plan, rank: int) -> int:
+    """At most: the directions of all matrices, and eight times the largest round of an exchange (received, returned,
+    and in Newton-Schulz)."""
+    directions = [num_muon_elements(plan, shard, rank) for shard in plan.param_shards_of(rank)]
+    largest = max(map(mul, directions, map(plan.num_zero_shards, plan.param_shards_of(rank))))
+    return BYTES[plan.dtype] * (sum(directions) + 8 * min(ROUND_ELEMENTS, largest))
 
 
 def stage_memory(plan: Plan, rank: int) -> list[dict[str, int]]:
@@ -148,8 +173,8 @@ def stage_memory(plan: Plan, rank: int) -> list[dict[str, int]]:
     wide, found = wide_bytes(plan.dtype), []
     for stage in plan.stages_of(rank):
         shards, activations = param_shards_at(plan, rank, stage), activations_of(plan, stage)
-        full, own = sum(map(plan.size, shards)), sum(map(plan.zero_shard_size, shards))
-        state = {"parameters": full * BYTES[plan.dtype], "gradients": full * wide, "optimizer": 2 * own * wide}
+        full, own = sum(map(plan.size, shards)), sum(optimizer_bytes(plan, shard, rank) for shard in shards)
+        state = {"parameters": full * BYTES[plan.dtype], "gradients": full * wide, "optimizer": own}
         found.append({"stage": stage, **state, "saved": activations.saved, "deferred": activations.deferred})
     return found
 

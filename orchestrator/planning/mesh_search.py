@@ -131,13 +131,14 @@ def _fastest(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> MeshChoice:
 
 def _require_state_fits(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> None:
     """Raises PentadError if the average rank has no room for weights and gradients (6 bytes a parameter) and for shards
-    of master weights and moments (12 bytes)."""
+    of master weights (4 bytes) and moments, of which Muon has one."""
     model = config.model_spec("bfloat16")
     if model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
         raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
     check_divisibility(model, mesh, config.batch.sequence_length, mesh.tp, cp_method=config.mesh.cp_method)
     parameters = sum(local_parameters(model, 0, model.layers, mesh)) / mesh.pp
-    least = parameters * (6 + 12 / (mesh.size / mesh.tp / mesh.pp))
+    moments = (1 if config.optimizer.name == "muon" else 2) * (4 if config.precision.optimizer_state == "auto" else 2)
+    least = parameters * (6 + (4 + moments) / (mesh.size / mesh.tp / mesh.pp))
     if least > device.bytes and not config.zero.max_gathered:
         raise _does_not_fit(mesh, device, least)
 

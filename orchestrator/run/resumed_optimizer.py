@@ -7,7 +7,6 @@ from pydantic import ValidationError
 from pentad.orchestrator.config import errors
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.runfolder import CONFIG, path_of, saved_config
-from pentad.orchestrator.planning.optimizer_spec import learning_rate
 
 
 def with_decay_steps(config: RunConfig) -> tuple[RunConfig, str]:
@@ -23,7 +22,7 @@ def with_decay_steps(config: RunConfig) -> tuple[RunConfig, str]:
         config = _with(config, steps or config.run.steps)
     if saved is None:
         return config, ""
-    before, now = learning_rate(saved), learning_rate(config)
+    before, now = saved.optimizer.curve(saved.run.steps), config.optimizer.curve(config.run.steps)
     if before != now:
         return config, f"the learning rate has changed: now {_shown(config)}, before {_shown(saved)}"
     if now.schedule != "constant" and now.decay_steps < config.run.steps:
@@ -42,5 +41,5 @@ def _with(config: RunConfig, decay_steps: int) -> RunConfig:
 
 
 def _shown(config: RunConfig) -> str:
-    rate = learning_rate(config)
+    rate = config.optimizer.curve(config.run.steps)
     return f"{rate.schedule} to {rate.minimum:g} over {rate.decay_steps} steps from {rate.peak:g}"

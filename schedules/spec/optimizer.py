@@ -12,6 +12,7 @@ from pentad.schedules.spec.tensors import Tensor
 
 Method = Literal["adamw", "muon"]
 AdjustLrFn = Literal["original", "match_rms_adamw"]
+ROUND_ELEMENTS = 2**25  # of the matrices that Muon exchanges at once, for each rank that holds them
 STATE_KINDS: dict[Method, tuple[str, ...]] = {
     "adamw": ("optimizer.m", "optimizer.v"),
     "muon": ("optimizer.momentum",),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
+from pentad.schedules.spec.tensors import tensors
 
 ShardIndex = tuple[int, slice]  # indexes a shard [buckets, part]: a bucket, and elements of the shard's part of it
 
@@ -43,3 +45,16 @@ def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
     if num_shards == 1:
         return ZeroLayout(size)
     return ZeroLayout(size, num_shards, plan.holders(shard).index(rank), plan.buckets(shard))
+
+
+def num_muon_elements(plan: Plan, shard: ParamShard, rank: int) -> int:
+    """Elements of a rank's ZeRO shard that Muon updates: they have one moment, all others have two."""
+    if plan.optimizer.name != "muon":
+        return 0
+    layout, end, found = zero_layout(plan, shard, rank), 0, 0
+    for tensor in tensors(plan.model, *plan.layers[shard.stage]):
+        if tensor.experts is shard.experts:
+            start, end = end, end + math.prod(tensor.local_shape(plan.mesh))
+            if plan.optimizer.rule_of(tensor).method == "muon":
+                found += sum(span.stop - span.start for _, span in layout.overlap(start, end))
+    return found

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from pentad.kernels.newton_schulz import newton_schulz
+from pentad.schedules.spec.optimizer import ROUND_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import ZeroLayout, zero_layout
 from pentad.workers.params.local_tensor import LocalMatrix, local_matrices, local_tensors
 from pentad.workers.params.update_layout import spans
 
-ROUND_ELEMENTS = 2**25  # of the matrices of a round, for each rank of the group
-LARGEST_ROUND = 2**28
+LARGEST_ROUND = 2**28  # elements; otherwise ROUND_ELEMENTS for each rank of the group
 
 
 class Member(NamedTuple):

@@ -10,10 +10,11 @@ from bits import same_bits
 from fleet import assemble, buffer_bytes
 from plans import plan_of
 from resume import run_and_save
+from small_models import MOE
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.comm_volume import collective_bytes
-from pentad.orchestrator.planning.estimate import memory
+from pentad.orchestrator.planning.estimate import memories, memory
 from pentad.orchestrator.planning.planning import make_plan, shrunk_plan
 from pentad.orchestrator.run.fence import RecoveryState, is_complete
 from pentad.schedules.compiler import compile_program
@@ -95,6 +96,23 @@ def test_allocated_bytes_are_the_planned_ones(corpus, name, dp, pp, m, chunks, z
         assert buffer_bytes(parameters, shards) == {
             kind: planned[kind] for kind in ("parameters", "gradients", "optimizer", "master")
         }
+
+
+OPTIMIZERS = [{"name": "muon"}, {"bf16_state": True}, {"name": "muon", "bf16_state": True}]
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_every_optimizers_state_has_the_planned_bytes(corpus, zero, options):
+    plan = plan_of("zb-v", 2, 2, 4, corpus, "bfloat16", model=MOE, memory_options=MemoryOptions(zero=zero))
+    plan = replace(plan, optimizer=replace(plan.optimizer, **options))
+    for rank in range(plan.mesh.size):
+        state = [
+            create_parameters(plan, share, torch.device("cpu"), rank=rank, blank=True)
+            for share in plan.param_shards_of(rank)
+        ]
+        assert memory(plan, rank)["optimizer"] == sum(each.m.nbytes + each.v.nbytes for each in state)
+    assert max(memory(plan, rank)["total"] for rank in range(4)) == max(each["total"] for each in memories(plan))
 
 
 @pytest.mark.parametrize("holders", [1, 2, 4])
