@@ -96,3 +96,19 @@ def test_an_optimistic_step_writes_the_bits_of_the_step_and_changes_nothing_else
     assert all(torch.equal(a, b) for a, b in zip((master, m, v, grad), before, strict=True))
     adamw_(master, m, v, grad, out, torch.ones(1, device=device), coefficients(step=3, **SETTINGS))
     assert torch.equal(optimistic, out)
+
+
+def test_moments_in_bfloat16_are_rounded_after_the_update() -> None:
+    """The update itself uses the new moments before they are rounded."""
+    torch.manual_seed(0)
+    master = torch.randn(64, dtype=torch.float64)
+    found = master, torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
+    expected = [t.double() for t in found]
+    for step in range(1, 6):
+        grad, scale = torch.randn(64, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        c = coefficients(step=step, **SETTINGS)
+        adamw_(*found, grad, None, scale, c)
+        adamw_(*expected, grad, None, scale, c)
+        for moment in expected[1:]:
+            moment.copy_(moment.bfloat16())
+        assert all(torch.equal(a.double(), b) for a, b in zip(found, expected, strict=True))

@@ -16,7 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("runs without a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from pentad.kernels import adamw_triton, cross_entropy_triton, rms_norm_triton, swiglu_triton
+from pentad.kernels import adamw_triton, cross_entropy_triton, muon_triton, rms_norm_triton, swiglu_triton
 from pentad.kernels.adamw import adamw_, adamw_optimistic_, coefficients
 from pentad.kernels.attention import rope_triton
 from pentad.kernels.attention.attention_merge import merge_partials_
@@ -26,6 +26,7 @@ from pentad.kernels.backend import IGNORE_INDEX
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
 from pentad.kernels.moe.moe_permute import gather_rows, sum_rows, weighted_swiglu, weighted_swiglu_backward
+from pentad.kernels.muon import muon_, muon_coefficients, muon_direction_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.swiglu import swiglu, swiglu_backward
 
@@ -38,7 +39,7 @@ DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
     [
         *(adamw_, adamw_optimistic_, cross_entropy, cross_entropy_backward_, rms_norm, rms_norm_backward, rope_),
         *(swiglu, swiglu_backward, merge_partials_, grouped_gemm, accumulate_grouped_gradient_),
-        *(gather_rows, sum_rows, weighted_swiglu, weighted_swiglu_backward),
+        *(gather_rows, sum_rows, weighted_swiglu, weighted_swiglu_backward, muon_, muon_direction_),
     ],
     ids=lambda operation: operation.__name__,
 )
@@ -112,20 +113,45 @@ def test_cross_entropy(vocabulary: int, dtype: torch.dtype, bound: float) -> Non
     assert torch.allclose(logits.double(), expected, rtol=bound, atol=bound * 0.5)
 
 
+STATES = [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)]  # the interpreter truncates to bf16 where a GPU rounds
+
+
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize(("state", "bound"), STATES)
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("n", [1, 1024, 2049])
-def test_adamw(n: int, cast: bool, bad: float | None) -> None:
+def test_adamw(n: int, cast: bool, state: torch.dtype, bound: float, bad: float | None) -> None:
     c = coefficients(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=2)
-    master, m, grad = torch.randn(3, n)
-    v, out = torch.rand(n), torch.zeros(n, dtype=torch.bfloat16)
+    master, grad = torch.randn(2, n)
+    m, v, out = torch.randn(n).to(state), torch.rand(n).to(state), torch.zeros(n, dtype=torch.bfloat16)
     scale = torch.tensor([0.5 if bad is None else bad])
     expected = p64, m64, v64 = master.double(), m.double(), v.double()
     adamw_(p64, m64, v64, grad.double(), None, scale.double(), c)
     adamw_triton.adamw_(master, m, v, grad, out if cast else None, scale, c)
-    for found, exact in zip((master, m, v), expected, strict=True):
-        assert relative_error(found, exact) < 1e-6
-    if cast and bad is None:  # the interpreter truncates to bf16 where a GPU rounds
+    for found, exact, most in zip((master, m, v), expected, (1e-6, bound, bound), strict=True):
+        assert relative_error(found, exact) < most
+    if cast and bad is None:
         assert torch.allclose(out.float(), master, rtol=2**-7)
     else:
         assert not out.any()
+
+
+@pytest.mark.parametrize("bad", [None, float("nan")])
+@pytest.mark.parametrize(("state", "bound"), STATES)
+@pytest.mark.parametrize("n", [1, 1025])
+def test_muon(n: int, state: torch.dtype, bound: float, bad: float | None) -> None:
+    c = muon_coefficients(3e-3, 0.95, 0.1, 1.5, nesterov=True)
+    master, grad, direction, found = torch.randn(4, n)
+    momentum, out = torch.randn(n).to(state), torch.zeros(n, dtype=torch.bfloat16)
+    scale = torch.tensor([0.5 if bad is None else bad])
+    wide = [t.double() for t in (master, momentum, grad, direction)]
+    if bad is None:
+        expected = torch.empty_like(wide[0])
+        muon_direction_(expected, wide[1], wide[2], scale.double(), c)
+        muon_triton.muon_direction_(found, momentum, grad, scale, c)
+        assert relative_error(found, expected) < 1e-6
+    muon_(*wide, None, scale.double(), c)
+    muon_triton.muon_(master, momentum, grad, direction, out, scale, c)
+    assert relative_error(master, wide[0]) < 1e-6
+    assert relative_error(momentum, wide[1]) < bound
+    assert torch.allclose(out.float(), master, rtol=2**-7) if bad is None else not out.any()
