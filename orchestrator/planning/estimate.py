@@ -113,8 +113,8 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
 
     'parameters' are in the dtype of compute; 'master' is 0 if those are the master weights themselves. With ZeRO,
     'parameters', 'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include
-    workspaces; where Muon's step needs more than they do, they are its own. 'tables' are tokens, rotary tables and
-    cuBLAS's workspace. 'host' is offloaded, and not part of 'total'.
+    workspaces, and those of Muon. 'tables' are tokens, rotary tables and cuBLAS's workspace. 'host' is offloaded, and
+    not part of 'total'.
     """
     pp = plan.mesh.coordinates(rank).pp
     compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
@@ -134,7 +134,7 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         "master": shards * wide if wide != compute or has_post_validation(plan.program) else 0,
         "gradients": gradients * wide,
         "optimizer": sum(optimizer_bytes(plan, shard, rank) for shard in plan.param_shards_of(rank)),
-        "activations": max(activations, _muon_workspace(plan, rank)),
+        "activations": _with_muon(plan, rank, activations),
         "slots": received * plan.sequence_parallel_tokens * plan.model.hidden * compute,
         "tables": _tables(plan, rank),
     }
@@ -159,12 +159,13 @@ def optimizer_bytes(plan: Plan, shard: ParamShard, rank: int) -> int:
     return moments * (BYTES["bfloat16"] if plan.optimizer.bf16_state else wide_bytes(plan.dtype))
 
 
-def _muon_workspace(plan: Plan, rank: int) -> int:
-    """At most: the directions of all matrices, and eight times the largest round of an exchange (received, returned,
-    and in Newton-Schulz)."""
+def _with_muon(plan: Plan, rank: int, activations: int) -> int:
+    """Activations with Muon's directions of all matrices, which the first forwards of the next step still hold, or with
+    the buffers of its exchanges: at most eight times the largest round."""
     directions = [num_muon_elements(plan, shard, rank) for shard in plan.param_shards_of(rank)]
     largest = max(map(mul, directions, map(plan.num_zero_shards, plan.param_shards_of(rank))))
-    return BYTES[plan.dtype] * (sum(directions) + 8 * min(ROUND_ELEMENTS, largest))
+    exchange = 8 * min(ROUND_ELEMENTS, largest) * BYTES[plan.dtype]
+    return sum(directions) * BYTES[plan.dtype] + max(activations, exchange)
 
 
 def stage_memory(plan: Plan, rank: int) -> list[dict[str, int]]:

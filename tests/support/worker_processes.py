@@ -269,11 +269,12 @@ def _state(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def _fail_at(runner: Any, step: int) -> None:
-    """Makes the rank fail in NORM of a step, when its gradients are complete and the other ranks have the norm."""
+    """Makes the rank fail at the end of NORM of a step, when its part is complete and the other ranks know that."""
     optimizer_step = runner.executor.optimizer_step
     real = optimizer_step.reduce_norm
 
     def fail() -> None:
-        raise RuntimeError("Connection closed by peer")
+        if optimizer_step.is_ready:
+            raise RuntimeError("Connection closed by peer")
 
     optimizer_step.reduce_norm = lambda number, check: real(number, fail if number == step else check)

@@ -193,6 +193,7 @@ class Executor:
         """W, for the layers that B has passed. Reductions of the buckets it completes may start right away."""
         stage = self.stages[part.stage]
         self.lanes.wait_previous_step(self.check)  # that step may still need its gradients (BarrierStep.commit)
+        self.optimizer_step.forget()
         stage.backward_weight(part.microbatch)
         for reduction in self._running.reductions.get(part.key, ()):
             if all(each.buckets[reduction.microbatch].layer >= stage.wgrad_layer for each in stage.param_buffers):

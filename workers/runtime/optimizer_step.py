@@ -115,6 +115,9 @@ class _StepBase:
     def cancel(self) -> None:
         """Prevents every commit that the GPU has not reached yet. From any thread; writes host memory only."""
 
+    def forget(self) -> None:
+        """Frees what only a commit of the last step needs. Called when W is about to overwrite its gradients."""
+
     def close(self) -> None:
         """Ends background work."""
 
@@ -199,11 +202,14 @@ class BarrierStep(_StepBase):
     def cancel(self) -> None:
         self.cancelled.fill_(math.nan)
 
+    def forget(self) -> None:
+        self.directions.clear()
+
     def _commit(self, result: GlobalNorm) -> None:
         spec = self.plan.optimizer
         for shard, parameters in self._parameters().items():
             scale = optimizer.clip_scale(result.norm, spec.clip_norm, parameters.master.dtype)
-            optimizer.step(parameters, spec, result.step, scale, self.directions.pop(shard, None))
+            optimizer.step(parameters, spec, result.step, scale, self.directions.get(shard))
         for balance, _ in self.balances:
             balance.update(result.accepted & result.norm.isfinite())
         self.version = torch.where(result.accepted, result.step + 1, self.version)

@@ -31,7 +31,10 @@ STEPS = 16
 
 
 def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
-    return plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **axes})
+    optimizer = axes.get("optimizer", "adamw")
+    sizes = {key: value for key, value in axes.items() if key != "optimizer"}
+    plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **sizes})
+    return replace(plan, optimizer=replace(plan.optimizer, name=optimizer))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,7 @@ def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
         pytest.param("zb-v", {"pp": 2, "tp": 2, "microbatches": 4}, marks=slow),
         ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MOE}),
         pytest.param("1f1b", {"pp": 2, "cp": 2, "microbatches": 2, "model": FAMILIES["qwen3"]}, marks=slow),
+        pytest.param("1f1b", {**SQUARE, "optimizer": "muon"}, marks=slow),
     ],
 )
 def test_a_call_queued_behind_a_failed_one_does_nothing(workers, corpus, name, axes):
@@ -133,12 +137,13 @@ def test_a_blank_rank_that_has_received_nothing_is_not_ready(corpus, tmp_path):
     assert (snapshot.version, snapshot.ready) == (-1, False)
 
 
-def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path, optimizer):
     """A GPU behind its host still runs NORM, STEP and a forward of the next step after the generation has ended. Its
     partners may have received the norm and committed the step."""
     runners = []
     for number in (0, 1):
-        plan = make_plan("1f1b", corpus, {"microbatches": 2, "model": MOE})
+        plan = make_plan("1f1b", corpus, {"microbatches": 2, "model": MOE, "optimizer": optimizer})
         runners.append(Runner(plan, 0, tmp_path / str(number)))
         runners[-1].connect(runners[-1].serve("127.0.0.1", 30.0), 30.0)
         runners[-1].restore(None)
@@ -150,7 +155,7 @@ def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path):
     executor: Any = late.executor
     optimizer_step = executor.optimizer_step
     real = optimizer_step.reduce_norm
-    optimizer_step.reduce_norm = lambda step, _: real(step, optimizer_step.cancel)
+    optimizer_step.reduce_norm = lambda step, _: real(step, lambda: optimizer_step.is_ready and optimizer_step.cancel())
     (program,) = late.programs
     executor.run(program, 2, late.load_batch(2))
     first = replace(program, stream=program.stream[:1])
@@ -176,6 +181,7 @@ def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path):
         pytest.param(signal.SIGKILL, "1f1b", SQUARE, marks=slow),
         pytest.param(signal.SIGSTOP, "1f1b", SQUARE, marks=slow),
         pytest.param(None, "1f1b", SQUARE, marks=slow),
+        pytest.param(signal.SIGKILL, "zb-h2", {**SQUARE, "optimizer": "muon"}, marks=slow),
     ],
 )
 def test_a_run_that_loses_a_rank_ends_with_the_same_bits(workers, corpus, name, axes, fault):

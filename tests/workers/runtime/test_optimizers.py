@@ -6,14 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from bits import same_bits
 from exactness import assert_equals_one_process
+from fleet import assemble
 from plans import plan_on_mesh
+from resume import run_and_save, save_and_resume
 from small_models import FAMILIES, HEADS, MOE
 
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.checkpoint import checkpoint, shards
+from pentad.workers.params.sharded_state import TensorAssembly
 
 slow = pytest.mark.slow
 ADAMW = OptimizerSpec(LearningRate(1e-2, 1e-3, 2, 3), 0.9, 0.95, 1e-8, 0.1, clip_norm=0.5)
@@ -92,3 +98,69 @@ def test_muon_with_copies_of_the_embedding(fleet, corpus, tied):
 def test_clipping_can_be_off_with_post_validation(fleet, corpus):
     plan = plan_with(corpus, replace(ADAMW, clip_norm=None), "zb-h2", {"pp": 2}, post_validation=True)
     assert_equals_one_process(fleet, plan)
+
+
+def narrow_plan(corpus: str, zero: int, sizes: dict[str, int], optimizer: OptimizerSpec) -> Plan:
+    options = MemoryOptions(zero=zero)
+    return plan_with(corpus, optimizer, "1f1b", sizes, model=MOE, dtype="float32", memory_options=options)
+
+
+@pytest.mark.parametrize(
+    ("zero", "optimizer"),
+    [
+        (1, replace(MUON, bf16_state=True)),
+        pytest.param(3, MUON, marks=slow),
+        pytest.param(0, MUON, marks=slow),
+        pytest.param(2, replace(ADAMW, bf16_state=True), marks=slow),
+    ],
+)
+def test_stopped_and_resumed_runs_have_the_same_bits(fleet, corpus, tmp_path, zero, optimizer):
+    plan = narrow_plan(corpus, zero, {"tp": 2, "dp": 2}, optimizer)
+    once = fleet.run(plan, [(0, 4)])
+    resumed = save_and_resume(fleet, plan, checkpoint.folder_of(tmp_path, 2), 2, [(2, 2)])
+    for one, other in zip(once, resumed, strict=True):
+        assert same_bits(one.state, other.state)
+        kinds = {name.rpartition("layers")[0] for name in one.state if "attention.qkv" in name}
+        assert ("optimizer.momentum." in kinds) == (optimizer.name == "muon")
+        narrow = {value.dtype for name, value in one.state.items() if name.startswith("optimizer.")}
+        assert narrow == {torch.bfloat16 if optimizer.bf16_state else torch.float32}
+
+
+@pytest.mark.parametrize("zero", [3, pytest.param(0, marks=slow)])
+def test_state_moves_to_any_mesh_and_only_a_changed_optimizers_is_dropped(fleet, corpus, tmp_path, zero):
+    before = narrow_plan(corpus, zero, {"ep": 2, "dp": 2}, MUON)
+    folder = checkpoint.folder_of(tmp_path, 2)
+    run_and_save(fleet, before, 2, folder)
+    opened = checkpoint.open_checkpoint(folder)
+    stored = shards.read(opened, opened.files)
+    like = {name: tensor for name, tensor in full_tensors(stored).items() if not name.endswith(".bias")}
+    after = narrow_plan(corpus, 1, {"tp": 2, "pp": 2, "dp": 1}, MUON)
+    moved = assemble([outcome.state for outcome in fleet.run(after, [(2, 0)], restore=str(folder))], like)
+    assert same_bits(moved, like)
+    changed = replace(after, optimizer=ADAMW)
+    outcomes = fleet.run(changed, [(2, 0)], restore=str(folder))
+    zeros = {
+        f"optimizer.{k}.{name[19:]}": t
+        for name, t in like.items()
+        if name.startswith("optimizer.momentum.")
+        for k in "mv"
+    }
+    found = assemble([outcome.state for outcome in outcomes], like | zeros)
+    assert all(not found[name].any() for name in zeros)
+    assert all(torch.equal(found[name], like[name]) for name in found.keys() - zeros.keys())
+
+
+def full_tensors(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, whatever parts they were stored in."""
+    parts: dict[str, list[str]] = {}
+    for key in stored:
+        parts.setdefault(key.partition("@")[0], []).append(key)
+    found = {}
+    for name, keys in parts.items():
+        ends = [[int(dim.rpartition("-")[2]) for dim in key.partition("@")[2].split(",")] for key in keys if "@" in key]
+        shape = tuple(map(max, zip(*ends, strict=True))) if ends else tuple(stored[name].shape)
+        assembly = TensorAssembly(shape)
+        for key in keys:
+            assembly.add(stored[key], key)
+        found[name] = assembly.tensor
+    return found
