@@ -11,14 +11,19 @@ def _clamp_targets(targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     return targets.clamp(0, vocabulary - 1), (targets >= 0) & (targets < vocabulary)
 
 
+def _capped(logits: Tensor, softcap: float) -> Tensor:
+    return softcap * (logits / softcap).tanh() if softcap else logits
+
+
 @triton_on_gpu
-def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss [T], lse [T]) of logits [T, V] and targets [T] int64, in float32 (float64 for float64 logits).
+def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """(loss [T], lse [T]) of logits [T, V] and targets [T] int64, in float32 (float64 for float64 logits). With
+    `softcap` c > 0 a logit x counts as c tanh(x / c).
 
     The loss of a token is lse - logits[target], with lse the log-sum-exp of the row, and 0 for a target of -100. Any
     other target outside [0, V) belongs to another shard of the vocabulary: the loss is then lse.
     """
-    wide = logits.to(accumulation_dtype(logits.dtype))
+    wide = _capped(logits.to(accumulation_dtype(logits.dtype)), softcap)
     lse = torch.logsumexp(wide, dim=-1)
     column, inside = _clamp_targets(targets, logits.shape[1])
     chosen = wide.gather(1, column[:, None])[:, 0]
@@ -27,13 +32,16 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton_on_gpu
-def cross_entropy_backward_(logits: Tensor, targets: Tensor, lse: Tensor, scale: float) -> None:
+def cross_entropy_backward_(logits: Tensor, targets: Tensor, lse: Tensor, scale: float, softcap: float = 0.0) -> None:
     """Overwrites logits [T, V] with their gradient (softmax - onehot) * scale; rows with a target of -100 become 0.
 
     The one-hot vector of a target outside [0, V) is 0. `lse` may be that of the full, sharded vocabulary.
     """
-    grad = torch.exp(logits.to(lse.dtype) - lse[:, None])
+    capped = _capped(logits.to(lse.dtype), softcap)
+    grad = torch.exp(capped - lse[:, None])
     column, inside = _clamp_targets(targets, logits.shape[1])
     grad.scatter_add_(1, column[:, None], -inside.to(grad.dtype)[:, None])
+    if softcap:
+        grad *= 1.0 - (capped / softcap).square()
     grad.mul_(scale).masked_fill_((targets == IGNORE_INDEX)[:, None], 0.0)
     logits.copy_(grad)

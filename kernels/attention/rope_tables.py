@@ -1,4 +1,5 @@
-"""Tables of rotary angles, position * theta^(-2 i / width) for pair i, with the scaling of Llama 3.1 and YaRN.
+"""Tables of rotary angles, position * theta^(-2 i / width) for pair i, with the scaling of Llama 3.1 and YaRN, or of
+all pairs alike.
 
 Scaling lengthens wavelengths, so that a model reads longer texts than it was first trained on.
 """
@@ -53,6 +54,8 @@ def inverse_frequencies(
     plain = theta ** (-2.0 * pair / width)
     if scaling is None:
         return plain
+    if scaling.rope_type == "linear":
+        return plain / scaling.factor
     is_llama = scaling.rope_type == "llama3"
     unscaled = _unscaled_llama3(plain, scaling) if is_llama else _unscaled_yarn(width, theta, scaling, pair)
     return unscaled * plain + (1 - unscaled) * plain / scaling.factor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
-from pentad.kernels.swiglu import swiglu_backward
+from pentad.kernels.glu import Activation, glu, glu_backward
 
 
 class ExpertRows(NamedTuple):
@@ -55,17 +55,16 @@ def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
 
 
 @triton_on_gpu
-def weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """[R, I]: SwiGLU of gate_up [R, 2I], times the weights [R], up to the last offset."""
-    gate, up = gate_up.to(weights.dtype).chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up * weights[:, None]).to(gate_up.dtype)
+def weighted_glu(gate_up: Tensor, weights: Tensor, offsets: Tensor, act: Activation = "silu") -> Tensor:
+    """[R, I]: the gated linear units (see `glu`) of gate_up [R, 2I], times the weights [R], up to the last offset."""
+    return (glu(gate_up.to(weights.dtype), act) * weights[:, None]).to(gate_up.dtype)
 
 
 @triton_on_gpu
-def weighted_swiglu_backward(
-    dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor
+def weighted_glu_backward(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor, act: Activation = "silu"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dgate_up [R, 2I], y [R, I], dweights [R]) from dy [R, I]; y is recomputed."""
     wide, weight = dy.to(weights.dtype), weights[:, None]
-    dgate_up, y = swiglu_backward(wide * weight, gate_up.to(weights.dtype))
+    dgate_up, y = glu_backward(wide * weight, gate_up.to(weights.dtype), act)
     return dgate_up.to(dy.dtype), (y * weight).to(dy.dtype), (wide * y).sum(1)

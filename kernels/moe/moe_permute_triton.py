@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.swiglu_triton import row_blocks
+from pentad.kernels.glu import Activation
+from pentad.kernels.glu_triton import activate, row_blocks
 
 
 @triton.jit
@@ -32,7 +33,9 @@ def _sum(y, positions, out, H, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _weighted_swiglu(gate_up, weights, offsets, y, I, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+def _weighted_glu(
+    gate_up, weights, offsets, y, I, EXPERTS: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: E741
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(offsets + EXPERTS - 1):
         return
@@ -41,12 +44,14 @@ def _weighted_swiglu(gate_up, weights, offsets, y, I, EXPERTS: tl.constexpr, BLO
     mask = columns < I
     gate = tl.load(gate_up + row * (2 * I) + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * I) + I + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + row * I + columns, (gate * tl.sigmoid(gate) * up * weight).to(y.dtype.element_ty), mask=mask)
+    activated, _, factor, _ = activate(gate, up, ACT)
+    tl.store(y + row * I + columns, (activated * factor * weight).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _weighted_swiglu_backward(
-    dy, gate_up, weights, offsets, dgate_up, y, dweights, I, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: E741
+def _weighted_glu_backward(
+    dy, gate_up, weights, offsets, dgate_up, y, dweights, I,  # noqa: E741
+    EXPERTS: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(offsets + EXPERTS - 1):
@@ -59,14 +64,13 @@ def _weighted_swiglu_backward(
         gate = tl.load(gate_up + row * (2 * I) + columns, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_up + row * (2 * I) + I + columns, mask=mask, other=0.0).to(tl.float32)
         d = tl.load(dy + row * I + columns, mask=mask, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        dweight += d * silu * up
+        activated, slope, factor, factor_slope = activate(gate, up, ACT)
+        dweight += d * activated * factor
         d *= weight
-        dgate = d * up * (sigmoid + silu * (1.0 - sigmoid))
-        tl.store(dgate_up + row * (2 * I) + columns, dgate.to(y.dtype.element_ty), mask=mask)
-        tl.store(dgate_up + row * (2 * I) + I + columns, (d * silu).to(y.dtype.element_ty), mask=mask)
-        tl.store(y + row * I + columns, (silu * up * weight).to(y.dtype.element_ty), mask=mask)
+        tl.store(dgate_up + row * (2 * I) + columns, (d * factor * slope).to(y.dtype.element_ty), mask=mask)
+        dup = d * activated * factor_slope
+        tl.store(dgate_up + row * (2 * I) + I + columns, dup.to(y.dtype.element_ty), mask=mask)
+        tl.store(y + row * I + columns, (activated * factor * weight).to(y.dtype.element_ty), mask=mask)
     tl.store(dweights + row, tl.sum(dweight, 0))
 
 
@@ -92,29 +96,40 @@ def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
     return out
 
 
-def weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Launches the kernel; see `pentad.kernels.moe.moe_permute.weighted_swiglu`."""
+def weighted_glu(gate_up: Tensor, weights: Tensor, offsets: Tensor, act: Activation = "silu") -> Tensor:
+    """Launches the kernel; see `pentad.kernels.moe.moe_permute.weighted_glu`."""
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     block, blocks, warps = row_blocks(width)
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _weighted_swiglu[(rows, blocks)](
-            gate_up, weights, offsets, y, width, offsets.shape[0], BLOCK=block, num_warps=warps
+        _weighted_glu[(rows, blocks)](
+            gate_up, weights, offsets, y, width, offsets.shape[0], ACT=act, BLOCK=block, num_warps=warps
         )
     return y
 
 
-def weighted_swiglu_backward(
-    dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor
+def weighted_glu_backward(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor, act: Activation = "silu"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernel; see `pentad.kernels.moe.moe_permute.weighted_swiglu_backward`."""
+    """Launches the kernel; see `pentad.kernels.moe.moe_permute.weighted_glu_backward`."""
     assert dy.is_contiguous() and gate_up.is_contiguous()
     rows, width = dy.shape
     block, _, warps = row_blocks(width)
     dgate_up, y, dweights = torch.empty_like(gate_up), torch.empty_like(dy), torch.empty_like(weights)
     if rows:
-        _weighted_swiglu_backward[(rows,)](
-            dy, gate_up, weights, offsets, dgate_up, y, dweights, width, offsets.shape[0], BLOCK=block, num_warps=warps
+        _weighted_glu_backward[(rows,)](
+            dy,
+            gate_up,
+            weights,
+            offsets,
+            dgate_up,
+            y,
+            dweights,
+            width,
+            offsets.shape[0],
+            ACT=act,
+            BLOCK=block,
+            num_warps=warps,
         )
     return dgate_up, y, dweights

@@ -14,7 +14,8 @@ from pentad.workers.hf.config import parse_section
 from pentad.workers.hf.config_families import FAMILIES, OPTIONAL
 
 CUSTOM_SIZES = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn")  # arguments of a custom model's function
-Family = Literal["llama", "qwen2", "qwen3", "mistral", "olmo2", "phi3", "mixtral", "qwen3-moe", "deepseek-v3"]
+DenseFamily = Literal["llama", "qwen2", "qwen3", "mistral", "olmo2", "phi3", "gemma2", "gemma3"]
+Family = Literal[DenseFamily, "mixtral", "qwen3-moe", "deepseek-v3"]
 
 
 class ExpertsSection(Section):
@@ -64,13 +65,19 @@ class MLASection(Section):
 class RopeScalingSection(Section):
     """Rotary embedding for longer sequences."""
 
-    rope_type: Literal["llama3", "yarn"] = Field(description="rule that scales wavelengths: Llama 3.1's or YaRN")
+    rope_type: Literal["linear", "llama3", "yarn"] = Field(
+        description="rule that scales wavelengths: all alike, Llama 3.1's or YaRN"
+    )
     factor: PositiveFloat = Field(description="ratio of the new to the original sequence length")
-    original_max_position_embeddings: Count = Field(description="sequence length of the original training")
-    low_freq_factor: PositiveFloat = Field(description="Llama's low_freq_factor, or YaRN's beta_slow")
-    high_freq_factor: PositiveFloat = Field(description="Llama's high_freq_factor, or YaRN's beta_fast")
+    original_max_position_embeddings: Count = Field(default=1, description="sequence length of the original training")
+    low_freq_factor: PositiveFloat = Field(default=1.0, description="Llama's low_freq_factor, or YaRN's beta_slow")
+    high_freq_factor: PositiveFloat = Field(default=1.0, description="Llama's high_freq_factor, or YaRN's beta_fast")
     attention_factor: PositiveFloat = Field(default=1.0, description="factor on rotary cosines and sines (YaRN)")
     softmax_factor: PositiveFloat = Field(default=1.0, description="factor on attention scores (YaRN)")
+
+    def rules(self) -> Iterator[Broken | str]:
+        if self.rope_type != "linear" and self.high_freq_factor <= self.low_freq_factor:
+            yield Broken("high_freq_factor", f"more than low_freq_factor = {self.low_freq_factor:g}")
 
 
 class ModelSection(Section):
@@ -97,6 +104,13 @@ class ModelSection(Section):
     layer"""
     layer_types: list[LayerType] | None = Field(default=None, min_length=1)
     """full_attention or sliding_attention, repeated over the layers; null: as in the family's models"""
+    rope_local_base_freq: NonNegativeFloat = 0.0
+    """base of the rotary embedding's wavelengths, unscaled, in layers with a sliding window; 0: as in all layers"""
+    query_pre_attn_scalar: NonNegativeFloat = 0.0
+    """attention scores are divided by its square root; 0: the width of a query"""
+    attn_logit_softcapping: NonNegativeFloat = 0.0
+    """attention scores s become c tanh(s / c); 0: they stay as they are"""
+    final_logit_softcapping: NonNegativeFloat = Field(default=0.0, description="the same for the model's logits")
     mla: MLASection | None = Field(default=None, description="multi-head latent attention, of deepseek-v3")
     experts: ExpertsSection | None = None
     """mixture of experts, of mixtral, qwen3-moe and deepseek-v3"""
@@ -124,7 +138,7 @@ class ModelSection(Section):
         for key in OPTIONAL:
             default = type(self).model_fields[key].default
             if key not in family.keys and getattr(self, key) != default:
-                yield Broken(key, f"{'null' if default is None else default} for model.family = {self.family}")
+                yield Broken(key, f"{'null' if default is None else f'{default:g}'} for model.family = {self.family}")
         if self.experts is not None and self.experts.first_k_dense >= self.layers:
             yield Broken("experts.first_k_dense", f"less than model.layers = {self.layers}")
         if self.mtp_layers and not family.mla:

@@ -63,18 +63,19 @@ class Experts:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Longer wavelengths of the rotary embedding, as in Llama 3.1 ('llama3') or YaRN (arXiv 2309.00071, 'yarn').
+    """Longer wavelengths of the rotary embedding: all of them ('linear'), or as in Llama 3.1 ('llama3') or YaRN
+    (arXiv 2309.00071, 'yarn').
 
     `original_max_position_embeddings` is the sequence length of the first training. `low_freq_factor` and
     `high_freq_factor` are Llama's, or YaRN's beta_slow and beta_fast. YaRN multiplies cos and sin by
     `attention_factor` and attention scores by `softmax_factor`.
     """
 
-    rope_type: Literal["llama3", "yarn"]
+    rope_type: Literal["linear", "llama3", "yarn"]
     factor: float
-    original_max_position_embeddings: int
-    low_freq_factor: float
-    high_freq_factor: float
+    original_max_position_embeddings: int = 1
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
     attention_factor: float = 1.0
     softmax_factor: float = 1.0
 
@@ -145,7 +146,7 @@ class ModelSpec:
     sliding_window: int = 0
     layer_types: tuple[LayerType, ...] = ("full_attention",)
     rope_local_base_freq: float = 0.0
-    query_pre_attn_scalar: float = 0.0
+    query_pre_attn_scalar: int = 0
     attn_logit_softcapping: float = 0.0
     final_logit_softcapping: float = 0.0
     mla: MLA | None = None

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from record import stamp, write
 from torch import Tensor
 
-from pentad.kernels import adamw, cross_entropy, rms_norm, swiglu, wgrad_gemm
+from pentad.kernels import adamw, cross_entropy, glu, rms_norm, wgrad_gemm
 from pentad.kernels.attention import attention, rope, rope_tables
 
 Calls = list[Callable[[], object]]
@@ -160,9 +160,9 @@ def silu_product(x: Tensor) -> Tensor:
 def swiglu_forward(tokens: int, width: int) -> Case:
     data = sets(lambda: (random(tokens, 2 * width),))
     return Case(
-        3 * tokens * width * 2, each(swiglu.swiglu, data), each(silu_product, data),
+        3 * tokens * width * 2, each(glu.glu, data), each(silu_product, data),
         lambda: each(liger_op("swiglu", "swiglu_fused_gate_up_forward"), data),
-        lambda: error([swiglu.swiglu(*data[0])], [silu_product(data[0][0].double())]),
+        lambda: error([glu.glu(*data[0])], [silu_product(data[0][0].double())]),
     )  # fmt: skip
 
 
@@ -179,8 +179,8 @@ def swiglu_backward(tokens: int, width: int) -> Case:
         return each(lambda dy, x: (backward(x, dy), forward(x)), data)  # ours recomputes y as well
 
     return Case(
-        6 * tokens * width * 2, each(swiglu.swiglu_backward, data), each(by_torch, graphs), liger,
-        lambda: error(swiglu.swiglu_backward(*data[0]), swiglu.swiglu_backward(*float64(*data[0]))),
+        6 * tokens * width * 2, each(glu.glu_backward, data), each(by_torch, graphs), liger,
+        lambda: error(glu.glu_backward(*data[0]), glu.glu_backward(*float64(*data[0]))),
     )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from pentad.kernels.moe.moe_permute import (
     gather_rows,
     sort_by_expert,
     sum_rows,
-    weighted_swiglu,
-    weighted_swiglu_backward,
+    weighted_glu,
+    weighted_glu_backward,
 )
 from pentad.schedules.spec.model import Experts
 from pentad.workers.model.weight_grad import accumulate_wgrads
@@ -90,10 +90,10 @@ def test_rows(dtype: torch.dtype, close: float, width: int) -> None:
     assert relative_error(sum_rows(y, rows.positions), sum_rows(y.double(), rows.positions)) < close
     gate_up = torch.randn(len(rows.tokens), 2 * width, device="cuda", dtype=dtype)
     dy = torch.randn(len(rows.tokens), width, device="cuda", dtype=dtype)
-    found = weighted_swiglu_backward(dy, gate_up, rows.weights, rows.offsets)
-    expected = weighted_swiglu_backward(dy.double(), gate_up.double(), rows.weights.double(), rows.offsets)
+    found = weighted_glu_backward(dy, gate_up, rows.weights, rows.offsets)
+    expected = weighted_glu_backward(dy.double(), gate_up.double(), rows.weights.double(), rows.offsets)
     for mine, exact in zip(
-        (*found, weighted_swiglu(gate_up, rows.weights, rows.offsets)), (*expected, expected[1]), strict=True
+        (*found, weighted_glu(gate_up, rows.weights, rows.offsets)), (*expected, expected[1]), strict=True
     ):
         assert relative_error(mine[:total], exact[:total]) < close
 

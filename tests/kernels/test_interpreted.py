@@ -16,7 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("runs without a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from pentad.kernels import adamw_triton, cross_entropy_triton, muon_triton, rms_norm_triton, swiglu_triton
+from pentad.kernels import adamw_triton, cross_entropy_triton, glu_triton, muon_triton, rms_norm_triton
 from pentad.kernels.adamw import adamw_, adamw_optimistic_, coefficients
 from pentad.kernels.attention import rope_triton
 from pentad.kernels.attention.attention_merge import merge_partials_
@@ -24,11 +24,11 @@ from pentad.kernels.attention.rope import rope_
 from pentad.kernels.attention.rope_tables import rope_tables
 from pentad.kernels.backend import IGNORE_INDEX
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
+from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
-from pentad.kernels.moe.moe_permute import gather_rows, sum_rows, weighted_swiglu, weighted_swiglu_backward
+from pentad.kernels.moe.moe_permute import gather_rows, sum_rows, weighted_glu, weighted_glu_backward
 from pentad.kernels.muon import muon_, muon_coefficients, muon_direction_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
-from pentad.kernels.swiglu import swiglu, swiglu_backward
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
@@ -38,8 +38,8 @@ DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
     "operation",
     [
         *(adamw_, adamw_optimistic_, cross_entropy, cross_entropy_backward_, rms_norm, rms_norm_backward, rope_),
-        *(swiglu, swiglu_backward, merge_partials_, grouped_gemm, accumulate_grouped_gradient_),
-        *(gather_rows, sum_rows, weighted_swiglu, weighted_swiglu_backward, muon_, muon_direction_),
+        *(glu, glu_backward, merge_partials_, grouped_gemm, accumulate_grouped_gradient_),
+        *(gather_rows, sum_rows, weighted_glu, weighted_glu_backward, muon_, muon_direction_),
     ],
     ids=lambda operation: operation.__name__,
 )
@@ -88,28 +88,31 @@ def test_rope(tokens: int, length: int, head_dim: int, inverse: bool, dtype: tor
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 33), (2, 2100)])
-def test_swiglu(rows: int, width: int, dtype: torch.dtype, bound: float) -> None:
-    gate_up, dy = torch.randn(rows, 2 * width, dtype=dtype), torch.randn(rows, width, dtype=dtype)
-    dgate_up, recomputed = swiglu_triton.swiglu_backward(dy, gate_up)
-    expected_dgate_up, expected_y = swiglu_backward(dy.double(), gate_up.double())
-    assert relative_error(swiglu_triton.swiglu(gate_up), expected_y) < bound
+@pytest.mark.parametrize(
+    ("rows", "width", "act"),
+    [(1, 1, "silu"), (3, 33, "silu"), (2, 2100, "silu"), (3, 33, "gelu_pytorch_tanh"), (3, 33, "clamped_silu")],
+)
+def test_glu(rows: int, width: int, act: Activation, dtype: torch.dtype, bound: float) -> None:
+    gate_up, dy = 4 * torch.randn(rows, 2 * width, dtype=dtype), torch.randn(rows, width, dtype=dtype)
+    dgate_up, recomputed = glu_triton.glu_backward(dy, gate_up, act)
+    expected_dgate_up, expected_y = glu_backward(dy.double(), gate_up.double(), act)
+    assert relative_error(glu_triton.glu(gate_up, act), expected_y) < bound
     assert relative_error(recomputed, expected_y) < bound
     assert relative_error(dgate_up, expected_dgate_up) < bound
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
-@pytest.mark.parametrize("vocabulary", [1, 5, 8193])
-def test_cross_entropy(vocabulary: int, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize(("vocabulary", "softcap"), [(1, 0.0), (5, 0.0), (8193, 0.0), (8193, 3.0)])
+def test_cross_entropy(vocabulary: int, softcap: float, dtype: torch.dtype, bound: float) -> None:
     logits = 4 * torch.randn(4, vocabulary, dtype=dtype)
     targets = torch.tensor([0, IGNORE_INDEX, vocabulary - 1, -1])
-    expected_loss, expected_lse = cross_entropy(logits.double(), targets)
+    expected_loss, expected_lse = cross_entropy(logits.double(), targets, softcap)
     expected = logits.double()
-    cross_entropy_backward_(expected, targets, expected_lse, 0.5)
-    loss, lse = cross_entropy_triton.cross_entropy(logits, targets)
+    cross_entropy_backward_(expected, targets, expected_lse, 0.5, softcap)
+    loss, lse = cross_entropy_triton.cross_entropy(logits, targets, softcap)
     assert torch.allclose(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
     assert torch.allclose(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
-    cross_entropy_triton.cross_entropy_backward_(logits, targets, lse, 0.5)
+    cross_entropy_triton.cross_entropy_backward_(logits, targets, lse, 0.5, softcap)
     assert torch.allclose(logits.double(), expected, rtol=bound, atol=bound * 0.5)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from plans import MODEL, plan_of
+from small_models import GEMMA
 
 from pentad.schedules.spec.model import MLA, Experts
 from pentad.schedules.spec.plan import Plan
@@ -44,6 +45,7 @@ FAMILIES = {
     "qwen2": replace(SMALL, qkv_bias=True),
     "mistral": replace(SMALL, sliding_window=3, layer_types=("sliding_attention", "full_attention")),
     "olmo2": replace(SMALL, qk_norm="all_heads", norms="after"),
+    "gemma2": replace(SMALL, **GEMMA, attn_logit_softcapping=0.5, final_logit_softcapping=1.5),
     "mixtral": replace(SMALL, experts=MIXTRAL),
     "deepseek": replace(SMALL, experts=DEEPSEEK, mla=LATENT),
     "deepseek with mtp": replace(SMALL, experts=DEEPSEEK, mla=LATENT, mtp_layers=2),

@@ -39,6 +39,13 @@ DEEP = {
 DENSE = {**SIZES, "num_hidden_layers": 2, "intermediate_size": 48, "num_key_value_heads": 2}
 QWEN_MOE = {**DENSE, "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2}
 
+# A hidden size whose square root is exact in every dtype.
+GEMMA = {**DENSE, "hidden_size": 64, "head_dim": 8, "sliding_window": 6, "num_hidden_layers": 3}
+GEMMA_3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
 # Name of a model -> (class prefix in transformers, values of its config).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", DENSE),
@@ -50,6 +57,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**DENSE, "head_dim": 16, "sliding_window": 5}),
     "mistral-full": ("Mistral", {**DENSE, "sliding_window": None}),
     "olmo2": ("Olmo2", DENSE),
+    "gemma2": ("Gemma2", {**GEMMA, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}),
+    "gemma2-uncapped": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("Gemma3", {**GEMMA, "query_pre_attn_scalar": 8, "rope_parameters": GEMMA_3_ROPE}),
     "phi3": ("Phi3", {**DENSE, "sliding_window": 6, "pad_token_id": 0}),
     "qwen3": ("Qwen3", {**DENSE, "head_dim": 12, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {**DENSE, "num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -76,10 +86,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name is not that of the model class
+
+
 def make(name: str, **other: Any) -> Any:
     """A model with random weights, norms and biases included, whose logits are of order 1."""
     family, values = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**values, **other})
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**{**values, **other})
     model = getattr(transformers, f"{family}ForCausalLM")._from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     )

@@ -37,7 +37,7 @@ class Routes(NamedTuple):
 def forward(model: ModelSpec, t: Tensors, tokens: Tensor) -> Tensor:
     """Logits [B, S, V] of the next tokens."""
     hidden, _ = _hidden(model, t, tokens, None)
-    return hidden @ _head(model, t).T
+    return _logits(model, t, hidden)
 
 
 def predictions(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor) -> list[Tensor]:
@@ -61,7 +61,7 @@ def losses(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor, docume
     """
     hidden, routes = _hidden(model, t, tokens, documents)
     head = _head(model, t)
-    main = F.cross_entropy((hidden @ head.T).flatten(0, 1), targets.flatten())
+    main = F.cross_entropy(_logits(model, t, hidden).flatten(0, 1), targets.flatten())
     mtp = main.new_zeros(())
     for number, (normed, more) in enumerate(_mtp(model, t, hidden, targets, documents)):
         expected = targets[:, number + 1 :]
@@ -125,6 +125,8 @@ def _frequency(theta: float, width: int, pair: int, scaling: RopeScaling | None)
     plain = theta ** (-2 * pair / width)
     if scaling is None:
         return plain
+    if scaling.rope_type == "linear":
+        return plain / scaling.factor
     long, original = plain / scaling.factor, scaling.original_max_position_embeddings
     if scaling.rope_type == "llama3":
         wavelength = 2 * math.pi / plain
@@ -275,6 +277,11 @@ def _norm(model: ModelSpec, weight: Tensor | None, x: Tensor) -> Tensor:
     if weight is None:
         return x
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.norm_eps) * (weight + model.norm_offset)
+
+
+def _logits(model: ModelSpec, t: Tensors, hidden: Tensor) -> Tensor:
+    logits, cap = hidden @ _head(model, t).T, model.final_logit_softcapping
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def _head(model: ModelSpec, t: Tensors) -> Tensor:

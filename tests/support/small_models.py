@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from plans import MODEL
 
@@ -19,11 +20,30 @@ ROUTED = Experts(
     first_k_dense=1,
 )
 MOE = replace(MODEL, experts=ROUTED)
+GEMMA: dict[str, Any] = {
+    "norms": "both",
+    "norm_offset": 1.0,
+    "hidden_act": "gelu_pytorch_tanh",
+    "scale_embedding": True,
+    "sliding_window": 3,
+    "layer_types": ("sliding_attention", "full_attention"),
+}
 FAMILIES = {
     "llama 3.1": replace(MODEL, rope_scaling=RopeScaling("llama3", 4.0, 4, 1.0, 4.0)),
     "qwen2": replace(MODEL, qkv_bias=True),
     "mistral": replace(MODEL, sliding_window=3, layer_types=("sliding_attention",)),
     "olmo2": replace(MODEL, qk_norm="all_heads", norms="after"),
+    "gemma2": replace(
+        MODEL,
+        **GEMMA,
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=3,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=1.5,
+    ),
+    "gemma3": replace(
+        MODEL, **GEMMA, qk_norm="head", rope_local_base_freq=50.0, rope_scaling=RopeScaling("linear", 4.0)
+    ),
     "qwen3": replace(MODEL, head_dim=6, qk_norm="head", tie_word_embeddings=True),
     "mixtral": replace(MODEL, experts=Experts(num_experts=4, top_k=2, intermediate_size=12)),
     "qwen3-moe": replace(MODEL, head_dim=6, qk_norm="head", experts=Experts(4, 3, 8, norm_topk_prob=False)),

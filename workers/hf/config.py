@@ -14,7 +14,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec, RopeScaling
 from pentad.workers.hf.config_families import CHECKED, DEFAULTS, FAMILIES, MODEL, TRAITS, WRITTEN, Family
 from pentad.workers.hf.config_keys import Keys, json_text
-from pentad.workers.hf.config_rope import parse_rope, rope_config
+from pentad.workers.hf.config_rope import parse_local_rope, parse_rope, rope_config
 from pentad.workers.hf.config_window import normal_window, parse_window, window_config
 
 _BIAS_UPDATE_RATE = 0.001  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2); config.json does not have it
@@ -33,7 +33,7 @@ def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
     family = FAMILIES[name]
     keys = Keys(config, defaults={**DEFAULTS, **family.defaults})
     _refuse_unsupported(keys, family)
-    model = {field: keys.read(key) for field, key in {**MODEL, **family.optional}.items()}
+    model = {field: keys.read(key) for field, key in MODEL.items()} | _parse_optional(keys, family)
     heads, hidden = model["heads"], model["hidden"]
     if family.mla:
         keys.require("num_key_value_heads", heads)
@@ -42,6 +42,8 @@ def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
     else:
         head_dim = keys.count("head_dim", default=family.defaults.get("head_dim", hidden // heads))
         model["head_dim"] = 0 if head_dim * heads == hidden else head_dim
+        if model.get("query_pre_attn_scalar") == head_dim:
+            model["query_pre_attn_scalar"] = 0
     model["rope_theta"], model["rope_scaling"] = parse_rope(keys, scales_softmax=family.mla)
     model["sliding_window"], model["layer_types"] = parse_window(keys, family, model["layers"])
     return name, ModelSpec(
@@ -50,6 +52,16 @@ def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
         kv_heads=keys.count("num_key_value_heads", default=heads),
         experts=_parse_experts(keys, family, model["layers"]),
     )
+
+
+def _parse_optional(keys: Keys, family: Family) -> dict[str, Any]:
+    """Null turns a feature off, which the default may not do."""
+    found = {}
+    for field, key in family.optional.items():
+        found[field] = 0.0 if keys.values.get(key, 0.0) is None else keys.read(key)
+    if "rope_local_base_freq" in found:
+        found["rope_local_base_freq"] = parse_local_rope(keys)
+    return found
 
 
 def make_config(family: str, model: ModelSpec, *, positions: int, dtype: str = "float32") -> dict[str, Any]:
@@ -85,6 +97,8 @@ def make_config(family: str, model: ModelSpec, *, positions: int, dtype: str = "
         config["num_nextn_predict_layers"] = model.mtp_layers
     else:
         config["head_dim"] = model.qk_head_dim
+    if "query_pre_attn_scalar" in traits.optional:
+        config["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.qk_head_dim
     config |= traits.fixed
     require_same(family, model, parse_config(config)[1])
     return config

@@ -24,11 +24,14 @@ DEFAULTS: Values = {
     **{"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "q_lora_rank": 0},
     **{"num_experts_per_tok": 2, "norm_topk_prob": True, "router_aux_loss_coef": 0.001, "routed_scaling_factor": 2.5},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
-    **{"query_pre_attn_scalar": 256.0, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0},
+    **{"query_pre_attn_scalar": 256, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0},
 }
 # What pentad supports, in all families: keys that are written, and others that are only checked.
 WRITTEN: Values = {"hidden_act": "silu", "attention_dropout": 0.0}
-CHECKED: Values = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "router_jitter_noise": 0}
+CHECKED: Values = {
+    **{"attention_bias": False, "mlp_bias": False, "use_bidirectional_attention": False},
+    **{"partial_rotary_factor": 1, "router_jitter_noise": 0},
+}
 # Fields of a model that its family implies.
 TRAITS = ("qkv_bias", "qk_norm", "norms", "norm_offset", "hidden_act", "scale_embedding")
 FULL: LayerType = "full_attention"
@@ -61,7 +64,17 @@ class Family(NamedTuple):
 
 
 # Fields of a model section that only some families have.
-OPTIONAL = ("sliding_window", "layer_types")
+OPTIONAL = (
+    *("sliding_window", "layer_types", "rope_local_base_freq"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+)
+_GEMMA: Values = {
+    **{"norms": "both", "norm_offset": 1.0},
+    **{"hidden_act": "gelu_pytorch_tanh", "scale_embedding": True},
+}
+_GEMMA_KEYS = {name: name for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")}
+_GEMMA_DEFAULTS: Values = {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096}
+_GEMMA_FIXED: Values = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 FAMILIES = {
     "llama": Family("llama", "LlamaForCausalLM"),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", traits={"qkv_bias": True}, layer_types=(SLIDING,)),
@@ -74,6 +87,28 @@ FAMILIES = {
         "Olmo2ForCausalLM",
         traits={"qk_norm": "all_heads", "norms": "after"},
         defaults={"rms_norm_eps": 1e-5},
+    ),
+    "gemma2": Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        traits=_GEMMA,
+        optional=_GEMMA_KEYS,
+        layer_types=(SLIDING, FULL),
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        fixed=_GEMMA_FIXED,
+    ),
+    "gemma3": Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        traits={**_GEMMA, "qk_norm": "head"},
+        optional={"query_pre_attn_scalar": "query_pre_attn_scalar", "rope_local_base_freq": "rope_local_base_freq"},
+        layer_types=(*(SLIDING,) * 5, FULL),
+        defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        fixed={**_GEMMA_FIXED, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     ),
     "phi3": Family(
         "phi3",

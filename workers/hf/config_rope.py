@@ -16,22 +16,20 @@ def parse_rope(keys: Keys, *, scales_softmax: bool) -> tuple[float, RopeScaling 
 
     With `scales_softmax` YaRN scales attention scores too, as only DeepSeek-V3's attention does.
     """
-    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
-    given = keys.get(name) or {}
-    if not isinstance(given, dict):
-        raise keys.wrong((name,), given, "a mapping")
-    rope = Keys(given, f"{name}.")
+    rope = _rope_keys(keys, "full_attention")
     rope.require("partial_rotary_factor", 1)
     theta = rope.number("rope_theta", default=keys.read("rope_theta"))
     kind = rope.get("rope_type", "type") or "default"
     if kind == "default":
         return theta, None
-    if kind not in ("llama3", "yarn"):
-        raise rope.wrong(("rope_type", "type"), kind, "default, llama3 or yarn")
+    if kind not in ("linear", "llama3", "yarn"):
+        raise rope.wrong(("rope_type", "type"), kind, "default, linear, llama3 or yarn")
     factor = rope.number("factor")
     # A length next to the mapping is the model's own, and takes precedence over one inside it.
     outer = keys if keys.get(_ORIGINAL) else rope
     original = outer.count(_ORIGINAL, default=keys.count("max_position_embeddings", default=2048))
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         return theta, RopeScaling("llama3", factor, original, low, high)
@@ -45,6 +43,27 @@ def parse_rope(keys: Keys, *, scales_softmax: bool) -> tuple[float, RopeScaling 
     return theta, RopeScaling("yarn", factor, original, low, high, attention, softmax)
 
 
+def parse_local_rope(keys: Keys) -> float:
+    """The base of layers with sliding windows (Gemma 3), which have no scaling."""
+    rope = _rope_keys(keys, "sliding_attention")
+    rope.require("rope_type", "default")
+    return rope.number("rope_theta", default=keys.read("rope_local_base_freq"))
+
+
+def _rope_keys(keys: Keys, layer_type: str) -> Keys:
+    """The keys of layers of one type: transformers 5 may nest them by type."""
+    nested = keys.get("rope_parameters")
+    if isinstance(nested, dict) and isinstance(nested.get(layer_type), dict):
+        return Keys(nested[layer_type], f"rope_parameters.{layer_type}.")
+    if layer_type != "full_attention":
+        return Keys({})
+    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    given = keys.get(name) or {}
+    if not isinstance(given, dict):
+        raise keys.wrong((name,), given, "a mapping")
+    return Keys(given, f"{name}.")
+
+
 def rope_config(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     """The inverse of `parse_rope`, in the spelling that both transformers 4 and 5 read."""
     return {"rope_theta": theta, "rope_scaling": None if scaling is None else _scaling_config(scaling)}
@@ -52,6 +71,8 @@ def rope_config(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
 
 def _scaling_config(scaling: RopeScaling) -> dict[str, Any]:
     low, high = ("low_freq_factor", "high_freq_factor") if scaling.rope_type == "llama3" else ("beta_slow", "beta_fast")
+    if scaling.rope_type == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
     config = {
         "rope_type": scaling.rope_type,
         "factor": scaling.factor,

@@ -105,7 +105,7 @@ class Layer(NamedTuple):
 
         has_experts = model.experts is not None and number >= model.experts.first_k_dense
         attention = Attention if model.mla is None else MLA
-        mlp = MoE.bind(params, prefix) if has_experts else MLP.bind(params, f"{prefix}.mlp")
+        mlp = MoE.bind(params, prefix, model) if has_experts else MLP.bind(params, f"{prefix}.mlp", model)
         return cls(residual("attention", attention.bind(params, prefix, model)), residual("mlp", mlp))
 
     def forward(

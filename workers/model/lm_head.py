@@ -43,10 +43,12 @@ def embed_backward(param: Param, dy: Tensor, tokens: Tensor, tp: TensorParallelG
     return EmbeddingWgrad(param.gradient, dy, tokens)
 
 
-def head_loss(param: Param, normed: Tensor, targets: Tensor, tp: TensorParallelGroup) -> tuple[LossSaved, Tensor]:
+def head_loss(
+    param: Param, normed: Tensor, targets: Tensor, tp: TensorParallelGroup, softcap: float = 0.0
+) -> tuple[LossSaved, Tensor]:
     """(what B needs, losses [T], the same on every rank); `param` [V / tp, H] is this rank's part of the vocabulary.
 
-    A target of -100 has no loss.
+    A target of -100 has no loss. `softcap` is that of `cross_entropy`.
     """
     weight = param.weight
     logits = torch.mm(tp.all_gather(normed).wait(), weight.t())
@@ -54,21 +56,21 @@ def head_loss(param: Param, normed: Tensor, targets: Tensor, tp: TensorParallelG
         first = tp.rank * weight.shape[0]
         # -1 is outside of every rank's vocabulary, and -100 stays as it is.
         targets = torch.where(targets < 0, targets, (targets - first).masked_fill(targets < first, -1))
-    losses, lse = cross_entropy(logits, targets)
+    losses, lse = cross_entropy(logits, targets, softcap)
     if tp.size > 1:
         losses, lse = _reduce_losses(losses, lse, targets, tp)
     return LossSaved(normed, logits, lse, targets), losses
 
 
 def head_loss_backward(
-    param: Param, saved: LossSaved, scale: float, tp: TensorParallelGroup
+    param: Param, saved: LossSaved, scale: float, tp: TensorParallelGroup, softcap: float = 0.0
 ) -> tuple[Tensor, LinearWgrad]:
     """(gradient [T / tp, H] of the normed stream, work for W), each token's loss times `scale`.
 
     The saved logits become their gradient in place.
     """
     dlogits = saved.logits
-    cross_entropy_backward_(dlogits, saved.targets, saved.lse, scale)
+    cross_entropy_backward_(dlogits, saved.targets, saved.lse, scale, softcap)
     dnormed, normed = gather2(tp.matmul_reduce_scatter(dlogits, param.weight), tp.all_gather(saved.normed)).wait()
     return dnormed, LinearWgrad(param.gradient, dlogits, normed)
 

@@ -1,4 +1,4 @@
-"""The dense feed-forward sublayer: down(silu(gate x) * up x), its intermediate size split over the tp ranks."""
+"""The dense feed-forward sublayer: down(act(gate x) * up x), its intermediate size split over the tp ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pentad.kernels.swiglu import swiglu, swiglu_backward
+from pentad.kernels.glu import Activation, glu, glu_backward
+from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, gather2
@@ -23,17 +24,18 @@ class MLP(NamedTuple):
 
     gate_up: Param  # [2I, H]
     down: Param  # [H, I]
+    act: Activation
 
     @classmethod
-    def bind(cls, params: Params, prefix: str) -> MLP:
-        return cls(params[f"{prefix}.gate_up"], params[f"{prefix}.down"])
+    def bind(cls, params: Params, prefix: str, model: ModelSpec) -> MLP:
+        return cls(params[f"{prefix}.gate_up"], params[f"{prefix}.down"], model.hidden_act)
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[Tensor, None, MLPRecomputable]]:
         full = yield from context.tp.all_gather(x)
         gate_up = torch.mm(full, self.gate_up.weight.t())
-        y = yield from context.tp.matmul_reduce_scatter(swiglu(gate_up), self.down.weight.t())
+        y = yield from context.tp.matmul_reduce_scatter(glu(gate_up, self.act), self.down.weight.t())
         return y, None, MLPRecomputable(x, gate_up)
 
     def recompute(self, context: LayerContext, x: Tensor, saved: None) -> MLPRecomputable:
@@ -44,6 +46,6 @@ class MLP(NamedTuple):
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         (x, gate_up), tp = recomputable, context.tp
         dy = yield from tp.all_gather(dy)
-        dgate_up, gated = swiglu_backward(torch.mm(dy, self.down.weight), gate_up)
+        dgate_up, gated = glu_backward(torch.mm(dy, self.down.weight), gate_up, self.act)
         x, dx = yield from gather2(tp.all_gather(x), tp.matmul_reduce_scatter(dgate_up, self.gate_up.weight))
         return dx, [LinearWgrad(self.down.gradient, dy, gated), LinearWgrad(self.gate_up.gradient, dgate_up, x)]

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.kernels.moe.grouped_gemm import grouped_gemm
 from pentad.kernels.moe.moe_permute import (
     ExpertRows,
     gather_rows,
     sort_by_expert,
     sum_rows,
-    weighted_swiglu,
-    weighted_swiglu_backward,
+    weighted_glu,
+    weighted_glu_backward,
 )
-from pentad.kernels.swiglu import swiglu, swiglu_backward
-from pentad.schedules.spec.model import Experts
+from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.workers.model import router
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.mlp import MLP
@@ -67,13 +67,14 @@ class MoE(NamedTuple):
     gate_up: Param  # [local, 2I, H]
     down: Param  # [local, H, I]
     shared: MLP | None  # of intermediate size Is
+    act: Activation
     bias: Param | None = None  # [E], added to the scores for the choice of experts; its "gradient" counts visits, int64
 
     @classmethod
-    def bind(cls, params: Params, prefix: str) -> MoE:
+    def bind(cls, params: Params, prefix: str, model: ModelSpec) -> MoE:
         router, gate_up, down = (params[f"{prefix}.experts.{name}"] for name in ("router", "gate_up", "down"))
-        shared = MLP.bind(params, f"{prefix}.shared") if f"{prefix}.shared.down" in params else None
-        return cls(router, gate_up, down, shared, params.get(f"{prefix}.experts.bias"))
+        shared = MLP.bind(params, f"{prefix}.shared", model) if f"{prefix}.shared.down" in params else None
+        return cls(router, gate_up, down, shared, model.hidden_act, params.get(f"{prefix}.experts.bias"))
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
@@ -85,7 +86,7 @@ class MoE(NamedTuple):
         in_flight = self._dispatch(full, routing, dispatcher, context.ep)
         shared_gate_up, shared = self._shared_gate_up(full), None
         if shared_gate_up is not None and self.shared is not None:
-            shared = torch.mm(swiglu(shared_gate_up), self.shared.down.weight.t())
+            shared = torch.mm(glu(shared_gate_up, self.act), self.shared.down.weight.t())
         saved = yield from in_flight
         partial, gate_up = self._compute_experts(full, saved)
         out = yield from dispatcher.combine(partial)
@@ -144,7 +145,7 @@ class MoE(NamedTuple):
         """(sum [T', H] over the local experts of each received token, gate_up [R, 2I])."""
         gate_up = self._gate_up(x, saved)
         # Weights are applied before the down projection, where activations are narrower than after it.
-        gated = weighted_swiglu(gate_up, saved.rows.weights, saved.rows.offsets)
+        gated = weighted_glu(gate_up, saved.rows.weights, saved.rows.offsets, self.act)
         out = grouped_gemm(gated, self.down.weight, saved.rows.offsets)
         return sum_rows(out, saved.rows.positions), gate_up
 
@@ -155,7 +156,7 @@ class MoE(NamedTuple):
         rows, tokens = saved.rows, x if saved.received is None else saved.received
         down, up = self.down.weight.transpose(1, 2), self.gate_up.weight.transpose(1, 2)
         dgated = grouped_gemm(gather_rows(dout, rows.tokens, rows.offsets), down, rows.offsets)
-        dgate_up, gated, drow_weights = weighted_swiglu_backward(dgated, gate_up, rows.weights, rows.offsets)
+        dgate_up, gated, drow_weights = weighted_glu_backward(dgated, gate_up, rows.weights, rows.offsets, self.act)
         drows = grouped_gemm(dgate_up, up, rows.offsets)
         dweights = torch.where(rows.positions >= 0, drow_weights[rows.positions.clamp(min=0)], 0)
         work: list[Wgrad] = [
@@ -168,8 +169,8 @@ class MoE(NamedTuple):
         """(gradient of the shared expert's gate_up [T, 2Is], work for W); nothing without a shared expert."""
         if gate_up is None or self.shared is None:
             return None, []
-        up, down = self.shared
-        dgate_up, gated = swiglu_backward(torch.mm(dy, down.weight), gate_up)
+        up, down, _ = self.shared
+        dgate_up, gated = glu_backward(torch.mm(dy, down.weight), gate_up, self.act)
         return dgate_up, [LinearWgrad(down.gradient, dy, gated), LinearWgrad(up.gradient, dgate_up, x)]
 
     def _gate_up(self, x: Tensor, saved: MoESaved) -> Tensor:

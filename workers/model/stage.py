@@ -234,7 +234,9 @@ class Stage(BaseStage):
         params, mtp = self.bound.by_name, list[MTPSaved]()
         assert self.bound.norm is not None
         normed, saved_norm = self.bound.norm.forward(branch, stream)
-        loss, losses = lm_head.head_loss(params[self.head_name], normed, targets, context.tp)
+        loss, losses = lm_head.head_loss(
+            params[self.head_name], normed, targets, context.tp, self.model.final_logit_softcapping
+        )
         mtp_layers = [] if inputs.mtp_targets is None else zip(self.bound.mtp, inputs.mtp_targets, strict=True)
         for layer, further in mtp_layers:
             normed, saved = layer.forward(context, self._mtp_sequence(inputs), normed, targets, further)
@@ -250,7 +252,7 @@ class Stage(BaseStage):
             dhidden, mtp_work = layer.backward(context, self._mtp_sequence(inputs), saved, dhidden)
             work += mtp_work
         dnormed, head_work = lm_head.head_loss_backward(
-            params[self.head_name], head.loss, context.loss_scale, context.tp
+            params[self.head_name], head.loss, context.loss_scale, context.tp, self.model.final_logit_softcapping
         )
         dnormed = dnormed if dhidden is None else dnormed + dhidden
         assert self.bound.norm is not None

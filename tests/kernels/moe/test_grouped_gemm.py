@@ -14,8 +14,8 @@ from pentad.kernels.moe.moe_permute import (
     gather_rows,
     sort_by_expert,
     sum_rows,
-    weighted_swiglu,
-    weighted_swiglu_backward,
+    weighted_glu,
+    weighted_glu_backward,
 )
 from pentad.workers.model.weight_grad import GroupedWgrad, accumulate_wgrads
 
@@ -74,7 +74,7 @@ def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
     assert torch.equal(sum_rows(y, rows.positions), x * torch.tensor([1.0, 2, 0, 1])[:, None])
 
 
-def test_swiglu_is_weighted() -> None:
+def test_glu_is_weighted() -> None:
     rows = sort_by_expert(torch.tensor([[1, 0], [0, 2]]), torch.rand(2, 2, dtype=torch.float64), 0, 3)
     gate_up = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
     weights = rows.weights.clone().requires_grad_()
@@ -83,8 +83,8 @@ def test_swiglu_is_weighted() -> None:
     dy = torch.randn(4, 5, dtype=torch.float64)
     dgate_up, dweights = torch.autograd.grad(expected, (gate_up, weights), dy)
     weighting = rows.weights, rows.offsets
-    assert torch.allclose(weighted_swiglu(gate_up.detach(), *weighting), expected)
-    back = weighted_swiglu_backward(dy, gate_up.detach(), *weighting)
+    assert torch.allclose(weighted_glu(gate_up.detach(), *weighting), expected)
+    back = weighted_glu_backward(dy, gate_up.detach(), *weighting)
     for found, there in zip(back, (dgate_up, expected, dweights), strict=True):
         assert torch.allclose(found, there)
 

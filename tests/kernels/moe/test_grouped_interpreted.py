@@ -16,8 +16,8 @@ from pentad.kernels.moe.moe_permute import (
     gather_rows,
     sort_by_expert,
     sum_rows,
-    weighted_swiglu,
-    weighted_swiglu_backward,
+    weighted_glu,
+    weighted_glu_backward,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
@@ -63,10 +63,10 @@ def test_rows(width: int, dtype: torch.dtype, bound: float) -> None:
     summed = moe_permute_triton.sum_rows(gathered, rows.positions)
     assert relative_error(summed, sum_rows(gathered, rows.positions)) < bound
     gate_up, dy = torch.randn(8, 2 * width, dtype=dtype), torch.randn(8, width, dtype=dtype)
-    expected = weighted_swiglu(gate_up.double(), rows.weights.double(), rows.offsets)
-    found = moe_permute_triton.weighted_swiglu(gate_up, rows.weights, rows.offsets)
+    expected = weighted_glu(gate_up.double(), rows.weights.double(), rows.offsets)
+    found = moe_permute_triton.weighted_glu(gate_up, rows.weights, rows.offsets)
     assert relative_error(found[:total], expected[:total]) < bound
-    back = moe_permute_triton.weighted_swiglu_backward(dy, gate_up, rows.weights, rows.offsets)
-    there = weighted_swiglu_backward(dy.double(), gate_up.double(), rows.weights.double(), rows.offsets)
+    back = moe_permute_triton.weighted_glu_backward(dy, gate_up, rows.weights, rows.offsets)
+    there = weighted_glu_backward(dy.double(), gate_up.double(), rows.weights.double(), rows.offsets)
     for mine, other in zip(back, there, strict=True):
         assert relative_error(mine[:total], other[:total]) < bound

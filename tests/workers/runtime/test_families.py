@@ -14,7 +14,7 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 ZERO_3 = MemoryOptions(zero=3)
-NAMES = ("qwen2", "mistral", "olmo2")
+NAMES = ("qwen2", "mistral", "olmo2", "gemma2", "gemma3")
 MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "zb-h2 pp2": ("zb-h2", {"pp": 2}, {"recompute": "selective"}),
     "dualpipev pp2 tp2": ("dualpipev", {"pp": 2, "tp": 2}, {}),
