@@ -313,12 +313,13 @@ def evaluate(
 def import_hf(
     source: Annotated[Path, Argument(metavar="DIR", help="config.json and safetensors files.")],
     out: Annotated[Path, Argument(help="A new or empty folder.")],
+    optimizer: Annotated[bool, Option("--optimizer", help="With the optimizer's state and step of an export.")] = False,
     as_json: Json = False,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint of step 0 and a model section."""
     from pentad.orchestrator.cli.show_hf import show_import
 
-    show_import(source, out, as_json=as_json)
+    show_import(source, out, optimizer=optimizer, as_json=as_json)
 
 
 @app.command(name="export-hf")
@@ -327,12 +328,37 @@ def export_hf(
     out: Annotated[Path, Argument(help="A new or empty folder.")],
     dtype: Annotated[Literal["bfloat16", "float32"], Option(help="Dtype of the weights.")] = "float32",
     max_shard_size: Annotated[float, Option(min=0.000001, help="Largest file, in GB.")] = 5.0,
+    optimizer: Annotated[bool, Option("--optimizer", help="With the optimizer's state.")] = False,
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint, of any mesh, to a Hugging Face model."""
-    from pentad.orchestrator.cli.show_hf import show_export
+    from pentad.orchestrator.cli.show_hf import Output, show_export
 
-    show_export(checkpoint, out, dtype, max_shard_size, as_json=as_json)
+    show_export(checkpoint, Output(out, "hf", dtype, max_shard_size, optimizer), as_json=as_json)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, Argument(help="A run, a checkpoint, a Hugging Face folder, or one that torch's DCP wrote.")],
+    out: Annotated[Path, Argument(help="A new or empty folder.")],
+    to: Annotated[
+        Literal["pentad", "hf", "dcp", "torchtitan"],
+        Option(help="dcp: for torch.distributed.checkpoint, with transformers' names; torchtitan: with torchtitan's."),
+    ],
+    model: Annotated[
+        Path | None,
+        Option(help="What a DCP checkpoint holds: a folder with config.json, or YAML with a model."),
+    ] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None, Option(help="Dtype of the weights (default: as they are; hf: float32).")
+    ] = None,
+    optimizer: Annotated[bool, Option("--optimizer", help="With the optimizer's state.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Convert checkpoints between pentad, Hugging Face, torch.distributed.checkpoint and torchtitan."""
+    from pentad.orchestrator.cli.show_hf import Output, show_convert
+
+    show_convert(source, Output(out, to, dtype, optimizer=optimizer), model, as_json=as_json)
 
 
 def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:

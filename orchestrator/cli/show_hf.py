@@ -1,4 +1,4 @@
-"""`pentad import-hf` and `pentad export-hf`: Hugging Face files to a checkpoint and back."""
+"""`pentad import-hf`, `export-hf` and `convert`: checkpoints from and to Hugging Face and torch."""
 
 from __future__ import annotations
 
@@ -7,32 +7,98 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple
 
+from pydantic import ValidationError
+
+from pentad.orchestrator.config.errors import ConfigError, sentences
+from pentad.orchestrator.config.model_section import ModelSection
+from pentad.orchestrator.config.sections import Section
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.orchestrator.monitoring.runfolder import CONFIG, find_checkpoint, home_of
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import Checkpoint
+from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from pentad.workers.data.corpus_index import INDEX_FILE, parse_index
 from pentad.workers.data.sources import corpus_folder
 from pentad.workers.data.tokenizer import end_token, load_tokenizer
-from pentad.workers.hf.config import parse_section
+from pentad.workers.dcp import reader
+from pentad.workers.dcp.importer import import_dcp
+from pentad.workers.hf.config import parse_config, parse_section
 from pentad.workers.hf.exporter import Dtype, Request, export_checkpoint
-from pentad.workers.hf.importer import import_folder
+from pentad.workers.hf.folder import read_config
+from pentad.workers.hf.importer import Imported, Target, import_folder
 from pentad.workers.hf.kept_files import FOLDER, read_files
+from pentad.workers.hf.names import CONFIG as HF_CONFIG
 from pentad.workers.hf.names import MODEL_FILE
 
 GIGABYTE = 10**9
+Format = Literal["pentad", "hf", "dcp", "torchtitan"]
 
 
-def show_import(source: Path, out: Path, *, as_json: bool) -> None:
+class Output(NamedTuple):
+    """What a command writes: to OUT, in `dtype` (None: as in the source, in float32 for hf), with the optimizer's state
+    if asked."""
+
+    out: Path
+    to: Format
+    dtype: Dtype | None = None
+    gigabytes: float = 5.0
+    optimizer: bool = False
+
+
+class _ModelFile(Section):
+    model: ModelSection
+
+
+def show_import(source: Path, out: Path, *, optimizer: bool, as_json: bool) -> None:
     """Imports the files in `source` and prints a summary."""
-    done = import_folder(source, out, render=dump_yaml, progress=_progress("read"))
+    done = import_folder(source, Target(out, dump_yaml, _progress("read")), optimizer=optimizer)
+    _print_imported(done, out, as_json=as_json)
+
+
+def show_export(path: str, output: Output, *, as_json: bool) -> None:
+    """Exports a checkpoint, or the newest one of a run, and prints a summary."""
+    _export(find_checkpoint(path, "CHECKPOINT"), output, as_json=as_json)
+
+
+def show_convert(source: str, output: Output, model: Path | None, *, as_json: bool) -> None:
+    """Converts what `source` holds to another format, and prints a summary.
+
+    Anything else than pentad's own checkpoints becomes one first; unless that is the result, in a temporary folder.
+    """
+    folder, given = Path(source), output.optimizer
+    is_dcp = folder.is_dir() and reader.is_dcp(folder)
+    if model is not None and not is_dcp:
+        raise PentadError(f"--model is '{model}': expected none, as {source} says what model it is")
+    if not is_dcp and not (folder / HF_CONFIG).is_file():
+        if output.to == "pentad":
+            raise PentadError(f"--to is pentad: expected another format than that of '{source}'")
+        return show_export(source, output, as_json=as_json)
+
+    def take(out: Path) -> Imported:
+        target = Target(out, dump_yaml, _progress("read"))
+        if not is_dcp:
+            return import_folder(folder, target, optimizer=given)
+        family, spec, kept = _described(model or folder, folder)
+        return import_dcp(folder, family, spec, kept, target, optimizer=given)
+
+    if output.to == "pentad":
+        return _print_imported(take(output.out), output.out, as_json=as_json)
+    parent = next(path for path in output.out.absolute().parents if path.is_dir())
+    with TemporaryDirectory(prefix=".convert-", dir=parent) as temporary:
+        done = take(Path(temporary) / "checkpoint")
+        return _export(open_checkpoint(done.folder), output, as_json=as_json)
+
+
+def _print_imported(done: Imported, out: Path, *, as_json: bool) -> None:
     if as_json:
         summary = {
             "folder": str(out),
             "checkpoint": str(done.folder),
+            "step": done.step,
             "family": done.family,
             "parameters": done.parameters,
             "tensors": done.tensors,
@@ -42,20 +108,48 @@ def show_import(source: Path, out: Path, *, as_json: bool) -> None:
         }
         print(json.dumps(summary))
         return
-    print(f"{done.folder}: {done.family}, {done.parameters:,} parameters, {format_bytes(done.bytes)} in float32")
+    print(f"{done.folder}: {done.family}, {done.parameters:,} parameters, {format_bytes(done.bytes)}")
     print(f"{out / MODEL_FILE}: the model section for a configuration")
 
 
-def show_export(path: str, out: Path, dtype: Dtype, gigabytes: float, *, as_json: bool) -> None:
-    """Exports a checkpoint, or the newest one of a run, and prints a summary."""
-    checkpoint = find_checkpoint(path, "CHECKPOINT")
-    request = _request(checkpoint, dtype, max(1, round(gigabytes * GIGABYTE)))
-    done, family = export_checkpoint(checkpoint, out, request, _progress("written")), request.family
+def _export(checkpoint: Checkpoint, output: Output, *, as_json: bool) -> None:
+    out, optimizer = output.out, output.optimizer
+    if optimizer and output.dtype == "bfloat16":
+        raise PentadError("--dtype is bfloat16: expected float32 with --optimizer, as training continues from both")
+    request = _request(checkpoint, output.dtype or "float32", max(1, round(output.gigabytes * GIGABYTE)))
+    request, family = request._replace(optimizer=optimizer), request.family
+    if output.to == "hf":
+        done = export_checkpoint(checkpoint, out, request, _progress("written"))
+    else:
+        from pentad.workers.dcp.exporter import export_dcp  # imports torch.distributed.checkpoint, which takes a second
+
+        titan, dtype = output.to == "torchtitan", output.dtype
+        done = export_dcp(checkpoint, out, request, _progress("written"), titan=titan, dtype=dtype)
     if as_json:
         summary = {"folder": str(out), "checkpoint": str(checkpoint.folder), "step": checkpoint.step, "family": family}
-        print(json.dumps({**summary, "dtype": dtype, **done._asdict(), "model": asdict(request.model)}))
+        print(json.dumps({**summary, **done._asdict(), "model": asdict(request.model)}))
         return
-    print(f"{out}: {family} of step {checkpoint.step}, {done.tensors} tensors, {format_bytes(done.bytes)} in {dtype}")
+    what = f"{family} of step {checkpoint.step}, {done.tensors} tensors"
+    print(f"{out}: {what}, {format_bytes(done.bytes)} in {done.dtype}")
+
+
+def _described(path: Path, source: Path) -> tuple[str, ModelSpec, dict[str, bytes]]:
+    """(family, model, files that go along), from a folder with a config.json or a YAML file."""
+    if path.is_dir() and (path / HF_CONFIG).is_file():
+        return *parse_config(read_config(path)), read_files(path)
+    if path == source:
+        raise PentadError(
+            f"SOURCE is '{source}', which has no {HF_CONFIG}: expected --model, which says what model it is"
+        )
+    if not path.is_file():
+        expected = f"a folder with {HF_CONFIG}, or a YAML file with a model section"
+        raise PentadError(f"--model is '{path}': expected {expected}")
+    raw = load_yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        section = _ModelFile.model_validate({"model": raw.get("model") if isinstance(raw, dict) else None}).model
+    except ValidationError as error:
+        raise ConfigError(sentences(error, _ModelFile)) from None
+    return section.family, section.spec, {}
 
 
 def _request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> Request:
@@ -66,7 +160,7 @@ def _request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> Request:
     section = checkpoint.meta.get("model") or config.get("model")
     if not isinstance(section, dict):
         raise PentadError(f"CHECKPOINT is '{checkpoint.folder}', whose model is unknown: expected {home / CONFIG}")
-    kept, special_tokens = read_files(home / FOLDER), {}
+    kept, special_tokens = read_files(home / FOLDER), dict[str, int]()
     data, has_tokenizer = config.get("data"), any(name.startswith("tokenizer") for name in kept)
     if not has_tokenizer and isinstance(data, dict) and (file := _corpus_tokenizer(data, section)) is not None:
         files, special_tokens = _tokenizer_files(file)

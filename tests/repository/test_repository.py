@@ -45,7 +45,7 @@ MAY_IMPORT = {
 LAYERS = {
     "schedules": ("search", "", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
     "kernels": ("attention", "moe", ""),
-    "workers": ("runtime", "hf", "data", "custom", "model", "transport", "parallel", "params", "checkpoint", ""),
+    "workers": ("runtime", "dcp", "hf", "data", "custom", "model", "transport", "parallel", "params", "checkpoint", ""),
     "orchestrator": (
         "namespace",
         "cli",

@@ -16,7 +16,7 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import open_checkpoint
 from pentad.workers.checkpoint.shards import read
 from pentad.workers.hf.exporter import Exported, Request, export_checkpoint
-from pentad.workers.hf.importer import Imported, import_folder
+from pentad.workers.hf.importer import FILE_BYTES, Imported, Target, import_folder
 from pentad.workers.model.stage import Stage
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import create_parameters
@@ -25,8 +25,12 @@ from pentad.workers.params.sharded_state import read_full
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def take(source: Path, out: Path, **how: Any) -> Imported:
-    return import_folder(source, out, render=json.dumps, progress=lambda done, total: None, **how)
+def target(out: Path, limit: int = FILE_BYTES) -> Target:
+    return Target(out, json.dumps, lambda done, total: None, limit)
+
+
+def take(source: Path, out: Path, limit: int = FILE_BYTES, **how: Any) -> Imported:
+    return import_folder(source, target(out, limit), **how)
 
 
 def give(checkpoint: Path, out: Path, family: str, model: ModelSpec, **how: Any) -> Exported:

@@ -14,6 +14,8 @@ from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, unreadabl
 from pentad.workers.checkpoint.manifest import Shard, Spec, is_file_name
 from pentad.workers.checkpoint.safetensors_io import DTYPES, header, num_bytes, write_tensors
 
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
 
 def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Shard:
     """Writes `tensors`, of any device and layout, to `folder/file` as safetensors; complete and durable on return.
@@ -41,6 +43,16 @@ def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Sh
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         make_folder(folder)
         return write_tensors(folder / file, specs, (tensors[name] for name in order))
+
+
+def dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
+    """The dtype of a tensor that the checkpoint has."""
+    file = checkpoint.files[name]
+    try:
+        with safe_open(checkpoint.folder / file, framework="pt") as shard:
+            return _TORCH[shard.get_slice(name).get_dtype()]
+    except (OSError, SafetensorError) as error:
+        raise unreadable(f"checkpoint {checkpoint.folder}: {file}", error) from error
 
 
 def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.hf.layout import FP8_DTYPE, SCALE_SUFFIX, BlockSize, dequantized, scales_shape
-from pentad.workers.hf.names import CONFIG, INDEX, SINGLE
+from pentad.workers.hf.names import CONFIG, INDEX, OPTIMIZER, SINGLE, STATE
 
 _READABLE = ("F32", "F16", "BF16")
 
@@ -22,6 +24,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise PentadError(f"DIR is '{folder}', which is not a folder: expected one with {CONFIG} and safetensors files")
     return _read_json(folder / CONFIG)
+
+
+def read_optimizer(folder: Path, stack: ExitStack) -> tuple[int, dict[str, TensorFiles]]:
+    """(step, tensors by kind) of the optimizer's state that an export wrote; the files are open as long as `stack`."""
+    if not (folder / OPTIMIZER / STATE).is_file():
+        raise PentadError(f"DIR is '{folder}', which has no {OPTIMIZER}/{STATE}: expected an export with --optimizer")
+    match _read_json(folder / OPTIMIZER / STATE):
+        case {"step": int(step), "kinds": [*kinds]} if step >= 0 and all(re.fullmatch(r"\w+", str(k)) for k in kinds):
+            folders = {str(kind): folder / OPTIMIZER / str(kind) for kind in kinds}
+            return step, {kind: stack.enter_context(TensorFiles(path)) for kind, path in folders.items()}
+    raise PentadError(f"{folder / OPTIMIZER / STATE} has no valid step and kinds: expected what an export wrote")
 
 
 class TensorFiles(ExitStack):
@@ -45,6 +58,16 @@ class TensorFiles(ExitStack):
             if Path(file).name != file:
                 raise PentadError(f"{folder / INDEX} names the file {file!r}: expected a plain name in its folder")
         self.files = files
+
+    @property
+    def names(self) -> Collection[str]:
+        """Without the scales of quantized tensors, which belong to those."""
+        scale = SCALE_SUFFIX if self.block is not None else None
+        return [name for name in self.files if scale is None or not name.endswith(scale)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What `read` returns."""
+        return torch.float32
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises PentadError unless there is a tensor of this name and shape in a dtype that float32 can represent."""

@@ -1,12 +1,13 @@
-"""Converts Hugging Face files to a checkpoint of step 0, with about two file tensors in memory at a time."""
+"""Converts weights in other formats to a checkpoint, with about two of their tensors in memory at a time."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,15 +16,14 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.atomic_io import make_folder, new_folder
 from pentad.workers.checkpoint.manifest import Spec
-from pentad.workers.checkpoint.safetensors_io import Progress, num_bytes, write_files
+from pentad.workers.checkpoint.safetensors_io import DTYPES, Progress, num_bytes, write_files
 from pentad.workers.hf.config import is_interleaved, make_section, parse_config
-from pentad.workers.hf.folder import TensorFiles, read_config
+from pentad.workers.hf.folder import TensorFiles, read_config, read_optimizer
 from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.kept_files import write_files as write_kept
-from pentad.workers.hf.layout import SCALE_SUFFIX, fp8_block_size, to_half_split
-from pentad.workers.hf.names import MODEL_FILE, Layout, TensorTable, tensor_table
+from pentad.workers.hf.layout import fp8_block_size, to_half_split
+from pentad.workers.hf.names import MODEL_FILE, Entry, Layout, TensorTable, tensor_table
 
-CHECKPOINT = checkpoint.folder_of(Path("checkpoints"), 0)
 FILE_BYTES = 4 << 30
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # buffers in old files
 
@@ -35,58 +35,132 @@ class Imported(NamedTuple):
     folder: Path
     family: str
     model: ModelSpec
+    step: int
     tensors: int
     parameters: int
     bytes: int
     kept: tuple[str, ...]
 
 
-def import_folder(
-    source: Path, out: Path, *, render: Callable[[dict[str, Any]], str], progress: Progress, limit: int = FILE_BYTES
-) -> Imported:
-    """Writes OUT/checkpoints/step-00000000 with float32 weights and no optimizer state, in files of at most `limit`
-    bytes, OUT/model.yaml (the model section, as text from `render`), and all files but the weights, in OUT/hf.
+class Target(NamedTuple):
+    """Where a checkpoint goes: OUT, as a new folder, in files of at most `limit` bytes; OUT/model.yaml is the text that
+    `render` makes of the model section."""
+
+    out: Path
+    render: Callable[[dict[str, Any]], str]
+    progress: Progress
+    limit: int = FILE_BYTES
+
+
+class Source(Protocol):
+    """Tensors by name, of which `read` gives float32, or float64 where `dtype` says so."""
+
+    folder: Path
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises PentadError unless it can be read and has this shape."""
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class Found(NamedTuple):
+    """What is imported: a model's weights, the state of its optimizer by kind after `step` steps (none: step 0), the
+    table of their names, and the files beside them."""
+
+    family: str
+    model: ModelSpec
+    table: TensorTable
+    weights: Source
+    moments: Mapping[str, Source]
+    step: int
+    kept: Mapping[str, bytes]
+
+
+def import_folder(source: Path, target: Target, *, optimizer: bool = False) -> Imported:
+    """Writes OUT/checkpoints/step-00000000 with the weights of Hugging Face files in float32, OUT/model.yaml, and all
+    files but the weights, in OUT/hf. With `optimizer`, its state too, and the step is that of the export.
 
     Raises PentadError, with nothing left behind, for a folder that is incomplete or of an unsupported model.
     """
     config, kept = read_config(source), read_files(source)
     family, model = parse_config(config)
-    with TensorFiles(source, fp8_block_size(config)) as files:
-        if not any(f"model.layers.{model.layers}." in name for name in files.files):
+    with ExitStack() as stack:
+        files = stack.enter_context(TensorFiles(source, fp8_block_size(config)))
+        if not any(f"model.layers.{model.layers}." in name for name in files.names):
             model = replace(model, mtp_layers=0)  # transformers does not save those layers
-        fused = any(name.endswith(".experts.gate_up_proj") for name in files.files)
+        fused = any(name.endswith(".experts.gate_up_proj") for name in files.names)
         table = tensor_table(family, model, Layout(fused, is_interleaved(config)))
-        _check_tensors(files, table)
-        with new_folder(out) as folder:
-            section = make_section(family, model)
-            make_folder(folder / CHECKPOINT)
-            entries = {f"model.{entry.name}": entry for entry in table.entries}
-            specs = {name: Spec(dtype="F32", shape=list(entry.shape)) for name, entry in entries.items()}
-
-            def read(name: str) -> Iterator[torch.Tensor]:
-                return (to_half_split(files.read(part.name), part.rotary) for part in entries[name].parts)
-
-            shards = write_files(
-                folder / CHECKPOINT, specs, limit, lambda number, _: f"model-{number:03d}.safetensors", read, progress
-            )
-            checkpoint.commit(folder / CHECKPOINT, step=0, shards=shards, meta={"model": section})
-            (folder / MODEL_FILE).write_text(render({"model": section}), encoding="utf-8")
-            write_kept(folder / FOLDER, kept)
-    parameters = sum(torch.Size(entry.shape).numel() for entry in table.entries)
-    return Imported(out / CHECKPOINT, family, model, len(specs), parameters, num_bytes(specs.values()), tuple(kept))
+        step, moments = read_optimizer(source, stack) if optimizer else (0, {})
+        return write_import(Found(family, model, table, files, moments, step, kept), target)
 
 
-def _check_tensors(files: TensorFiles, table: TensorTable) -> None:
-    """Raises PentadError unless the files hold exactly this model's tensors; copies may be missing."""
-    expected = {part.name: part.shape for entry in table.entries for part in entry.parts}
-    for name, shape in expected.items():
-        files.check(name, shape)
-    for name, original in table.copies.items():
-        if name in files.files:
-            files.check(name, expected[original])
-            if not torch.equal(files.read(name), files.read(original)):
-                raise PentadError(f"tensor {name} in {files.folder} differs from {original}: expected a copy of it")
-    for name in files.files:
-        known = name.removesuffix(SCALE_SUFFIX) if files.block is not None else name
-        if known not in expected and known not in table.copies and not _IGNORED.fullmatch(name):
-            raise PentadError(f"tensor {name} is in {files.folder}: expected only those that its config.json implies")
+def write_import(found: Found, target: Target) -> Imported:
+    """Writes OUT. Raises PentadError, with nothing left behind, for a tensor that is missing or wrong."""
+    sources = {"model": found.weights} | {f"optimizer.{kind}": source for kind, source in found.moments.items()}
+    entries = {f"{kind}.{entry.name}": (source, entry) for kind, source, entry in _stored(found, sources)}
+    _refuse_unknown(found)
+    _check_copies(found)
+    wide = any(source.dtype(part.name) == torch.float64 for source, entry in entries.values() for part in entry.parts)
+    dtype = torch.float64 if wide else torch.float32
+    specs = {name: Spec(dtype=DTYPES[dtype], shape=list(entry.shape)) for name, (_, entry) in entries.items()}
+
+    def read(name: str) -> Iterator[torch.Tensor]:
+        source, entry = entries[name]
+        return (to_half_split(source.read(part.name), part.rotary).to(dtype) for part in entry.parts)
+
+    place, section = checkpoint.folder_of(Path("checkpoints"), found.step), make_section(found.family, found.model)
+    with new_folder(target.out) as folder:
+        make_folder(folder / place)
+        shards = write_files(folder / place, specs, target.limit, _file_name, read, target.progress)
+        checkpoint.commit(folder / place, step=found.step, shards=shards, meta={"model": section})
+        (folder / MODEL_FILE).write_text(target.render({"model": section}), encoding="utf-8")
+        write_kept(folder / FOLDER, found.kept)
+    parameters = sum(torch.Size(entry.shape).numel() for entry in found.table.entries)
+    return Imported(
+        folder=target.out / place,
+        family=found.family,
+        model=found.model,
+        step=found.step,
+        tensors=len(specs),
+        parameters=parameters,
+        bytes=num_bytes(specs.values()),
+        kept=tuple(found.kept),
+    )
+
+
+def _stored(found: Found, sources: Mapping[str, Source]) -> Iterator[tuple[str, Source, Entry]]:
+    """All weights, and what the optimizer has of them. Raises PentadError for a tensor that is missing or wrong."""
+    for kind, source in sources.items():
+        for entry in found.table.entries:
+            if kind == "model" or any(part.name in source.names for part in entry.parts):
+                for part in entry.parts:
+                    source.check(part.name, part.shape)
+                yield kind, source, entry
+
+
+def _check_copies(found: Found) -> None:
+    """Raises PentadError for a copy of a tensor that differs from it; copies may be missing."""
+    source, shapes = found.weights, {part.name: part.shape for entry in found.table.entries for part in entry.parts}
+    for name, original in found.table.copies.items():
+        if name in source.names:
+            source.check(name, shapes[original])
+            if not torch.equal(source.read(name), source.read(original)):
+                raise PentadError(f"tensor {name} in {source.folder} differs from {original}: expected a copy of it")
+
+
+def _refuse_unknown(found: Found) -> None:
+    """Raises PentadError for a tensor that the model does not have."""
+    expected = {part.name for entry in found.table.entries for part in entry.parts} | found.table.copies.keys()
+    for name in found.weights.names:
+        if name not in expected and not _IGNORED.fullmatch(name):
+            text = f"tensor {name} is in {found.weights.folder}"
+            raise PentadError(f"{text}: expected only those that its config.json implies")
+
+
+def _file_name(number: int, _: int) -> str:
+    return f"model-{number:03d}.safetensors"

@@ -15,6 +15,7 @@ from pentad.schedules.spec.tensors import Tensor, tensors
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_FILE = "model.yaml"  # the model section that an import writes
+OPTIMIZER, STATE = "optimizer", "state.json"  # the folder of an export's optimizer state; its step and kinds
 
 # pentad's name after `layers.N.` -> the files' names after `model.layers.N.`; * is the number of an expert.
 _LAYER = {

@@ -75,6 +75,17 @@ def _has_state(source: Checkpoint, name: str) -> bool:
     return name in stored or (bool(stored) and not any(key.split(".", 2)[2] == tensor for key in stored))
 
 
+def stored_dtype(source: Checkpoint, name: str) -> torch.dtype | None:
+    """That of a tensor or of its parts; None if the checkpoint has neither."""
+    stored = next((key for key in source.files if key.partition("@")[0] == name), None)
+    return None if stored is None else shards.dtype_of(source, stored)
+
+
+def optimizer_kinds(source: Checkpoint) -> list[str]:
+    """Of the optimizer's state, without the prefix: m, v."""
+    return sorted({name.split(".")[1] for name in source.files if name.startswith("optimizer.")})
+
+
 class TensorAssembly:
     """A tensor put together from its parts."""
 

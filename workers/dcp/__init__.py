@@ -1,0 +1,1 @@
+"""Checkpoints of torch.distributed.checkpoint in and out."""

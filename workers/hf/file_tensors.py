@@ -1,0 +1,54 @@
+"""The tensors of a checkpoint as files of other formats have them: by their names there, cut and reordered."""
+
+from __future__ import annotations
+
+import torch
+
+from pentad.workers.checkpoint.checkpoint import Checkpoint
+from pentad.workers.hf.layout import to_interleaved
+from pentad.workers.hf.names import Entry, FileTensor, TensorTable
+from pentad.workers.params.sharded_state import read_full, stored_dtype
+
+BIAS = "experts.bias"
+
+
+class FileTensors:
+    """Those of one kind ('model', 'optimizer.m', ...) by name; with their `dtypes` and `shapes`.
+
+    `dtype` None: as in the checkpoint. Keeps the checkpoint tensor read last in memory, because the file tensors that
+    it contains are read in a row.
+    """
+
+    def __init__(self, source: Checkpoint, kind: str, table: TensorTable, dtype: torch.dtype | None) -> None:
+        self.source, self.kind = source, kind
+        self.parts: dict[str, tuple[Entry, FileTensor, int]] = {}  # its entry, itself, its first element in the entry
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for entry in table.entries:
+            stored = stored_dtype(source, f"{kind}.{entry.name}")
+            if stored is None and kind != "model":  # an optimizer need not have a state of each kind for all tensors
+                continue
+            offset = 0
+            for part in entry.parts:
+                self.parts[part.name] = entry, part, offset
+                self.shapes[part.name] = part.shape
+                # An expert bias is never rounded, since its steps are small.
+                keeps = entry.name.endswith(BIAS) and dtype in (torch.bfloat16, torch.float16)
+                self.dtypes[part.name] = torch.float32 if keeps else dtype or stored or torch.float32
+                offset += torch.Size(part.shape).numel()
+        if kind == "model":
+            for copy, original in table.copies.items():
+                self.parts[copy], self.shapes[copy] = self.parts[original], self.shapes[original]
+                self.dtypes[copy] = self.dtypes[original]
+        self._entry: Entry | None = None
+        self._tensor = torch.empty(0)
+
+    def read(self, name: str) -> torch.Tensor:
+        """[shapes[name]] in dtypes[name]. Raises PentadError if the checkpoint holds another model."""
+        entry, part, offset = self.parts[name]
+        if entry is not self._entry:
+            self._tensor = torch.empty(0)  # frees the previous one before reading the next
+            self._tensor, self._entry = read_full(self.source, f"{self.kind}.{entry.name}", entry.shape), entry
+        end = offset + torch.Size(part.shape).numel()
+        tensor = self._tensor.view(-1)[offset:end].view(part.shape)
+        return to_interleaved(tensor, part.rotary).to(self.dtypes[name])
