@@ -20,12 +20,14 @@ from pentad.orchestrator.monitoring.runfolder import CONFIG, find_checkpoint, ho
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.checkpoint.atomic_io import require_empty
 from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from pentad.workers.data.corpus_index import INDEX_FILE, parse_index
 from pentad.workers.data.sources import corpus_folder
 from pentad.workers.data.tokenizer import end_token, load_tokenizer
 from pentad.workers.dcp import reader
 from pentad.workers.dcp.importer import import_dcp
+from pentad.workers.dcp.titan_names import require_family
 from pentad.workers.hf.config import parse_config, parse_section
 from pentad.workers.hf.exporter import Dtype, Request, export_checkpoint
 from pentad.workers.hf.folder import read_config
@@ -61,6 +63,7 @@ def show_import(source: Path, out: Path, *, optimizer: bool, as_json: bool) -> N
 
 def show_export(path: str, output: Output, *, as_json: bool) -> None:
     """Exports a checkpoint, or the newest one of a run, and prints a summary."""
+    _check(output)
     _export(find_checkpoint(path, "CHECKPOINT"), output, as_json=as_json)
 
 
@@ -70,6 +73,7 @@ def show_convert(source: str, output: Output, model: Path | None, *, as_json: bo
     Anything else than pentad's own checkpoints becomes one first; unless that is the result, in a temporary folder.
     """
     folder, given = Path(source), output.optimizer
+    _check(output)
     is_dcp = folder.is_dir() and reader.is_dcp(folder)
     if model is not None and not is_dcp:
         raise PentadError(f"--model is '{model}': expected none, as {source} says what model it is")
@@ -83,6 +87,8 @@ def show_convert(source: str, output: Output, model: Path | None, *, as_json: bo
         if not is_dcp:
             return import_folder(folder, target, optimizer=given)
         family, spec, kept = _described(model or folder, folder)
+        if output.to == "torchtitan":
+            require_family(family)
         return import_dcp(folder, family, spec, kept, target, optimizer=given)
 
     if output.to == "pentad":
@@ -91,6 +97,13 @@ def show_convert(source: str, output: Output, model: Path | None, *, as_json: bo
     with TemporaryDirectory(prefix=".convert-", dir=parent) as temporary:
         done = take(Path(temporary) / "checkpoint")
         return _export(open_checkpoint(done.folder), output, as_json=as_json)
+
+
+def _check(output: Output) -> None:
+    """Raises PentadError for what can be known to fail before anything is read."""
+    require_empty(output.out)
+    if output.optimizer and output.dtype == "bfloat16":
+        raise PentadError("--dtype is bfloat16: expected float32 with --optimizer, as training continues from both")
 
 
 def _print_imported(done: Imported, out: Path, *, as_json: bool) -> None:
@@ -113,11 +126,9 @@ def _print_imported(done: Imported, out: Path, *, as_json: bool) -> None:
 
 
 def _export(checkpoint: Checkpoint, output: Output, *, as_json: bool) -> None:
-    out, optimizer = output.out, output.optimizer
-    if optimizer and output.dtype == "bfloat16":
-        raise PentadError("--dtype is bfloat16: expected float32 with --optimizer, as training continues from both")
+    out = output.out
     request = _request(checkpoint, output.dtype or "float32", max(1, round(output.gigabytes * GIGABYTE)))
-    request, family = request._replace(optimizer=optimizer), request.family
+    request, family = request._replace(optimizer=output.optimizer), request.family
     if output.to == "hf":
         done = export_checkpoint(checkpoint, out, request, _progress("written"))
     else:

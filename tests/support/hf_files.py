@@ -74,9 +74,9 @@ def change(files: Path, **tensors: torch.Tensor | None) -> None:
     save_file(state, files / SINGLE, metadata={"format": "pt"})
 
 
-def refused(source: Path, out: Path, *words: str) -> None:
+def refused(source: Path, out: Path, *words: str, **how: Any) -> None:
     with pytest.raises(PentadError) as caught:
-        take(source, out / "deep" / "out")
+        take(source, out / "deep" / "out", **how)
     text = str(caught.value)
     assert all(word in text for word in words), text
     assert "\n" not in text and ": expected " in text

@@ -48,7 +48,7 @@ def new_folder(out: Path, argument: str = "OUT") -> Iterator[Path]:
     If the block fails, `out` is as before and nothing else is left. Raises PentadError, which names `argument`, if
     `out` has content, also when another process creates it meanwhile, and for every OSError.
     """
-    _require_empty(out, argument)
+    require_empty(out, argument)
     existed = out.is_dir()
     folder = out if existed else out.parent / f".{out.name}.{secrets.token_hex(8)}"
     created = [parent for parent in out.parents if not os.path.lexists(parent)]
@@ -68,12 +68,13 @@ def new_folder(out: Path, argument: str = "OUT") -> Iterator[Path]:
                 parent.rmdir()
         if not isinstance(error, OSError):
             raise
-        _require_empty(out, argument)
+        require_empty(out, argument)
         fault = f"which cannot be written ({error.strerror or error})"
         raise PentadError(f"{argument} is '{out}', {fault}: expected a writable folder with free space") from None
 
 
-def _require_empty(out: Path, argument: str) -> None:
+def require_empty(out: Path, argument: str = "OUT") -> None:
+    """Raises PentadError, which names `argument`, unless `out` is an empty folder or does not exist."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise PentadError(f"{argument} is '{out}', which exists and is not empty: expected a new or empty folder")
 

@@ -34,13 +34,18 @@ _PARTS = {
 _OLD_PARTS = {"attention.qkv_linear.": "attention.", "lm_head.": "output."}
 
 
+def require_family(family: str) -> None:
+    """Raises PentadError for a family whose tensors have another form in torchtitan."""
+    if family not in FAMILIES:
+        raise PentadError(f"model.family is {family}: expected {' or '.join(FAMILIES)} for torchtitan's names")
+
+
 def titan_table(family: str, model: ModelSpec, names: Collection[str] = ()) -> TensorTable:
     """The tensors of a model; if `names` are those of an old checkpoint, as they were called then.
 
     Raises PentadError for a family that is stored in another form.
     """
-    if family not in FAMILIES:
-        raise PentadError(f"model.family is {family}: expected {' or '.join(FAMILIES)} for torchtitan's names")
+    require_family(family)
     old = {new: was for new, was in _OLD_PARTS.items() if names and not any(new in name for name in names)}
     heads = {"self_attn.q_proj": model.heads, "self_attn.k_proj": model.kv_heads} if family == "llama" else {}
 
