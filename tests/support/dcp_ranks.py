@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 RANKS = 4
-PLACEMENTS = {
+PLACEMENTS: dict[str, tuple[torch.dtype, tuple[int, ...], list[Placement]]] = {
     "rows": (torch.float64, (7, 5), [Shard(0), Replicate()]),
     "columns": (torch.float32, (5, 7), [Replicate(), Shard(1)]),
     "both": (torch.float32, (6, 9), [Shard(0), Shard(1)]),

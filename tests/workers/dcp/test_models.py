@@ -151,7 +151,7 @@ def test_the_moments_of_torchs_adam_come_in_and_go_out(name: str, saved: Saved, 
     model = model_of(saved(name))
     weights = model.state_dict()
     trained = dict(model.named_parameters())
-    state, expected = {}, {}
+    state, expected = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for kind, theirs in (("m", "exp_avg"), ("v", "exp_avg_sq")):
         moment = {key: torch.randn_like(tensor) for key, tensor in trained.items()}
         state |= {f"{key}.{theirs}": tensor for key, tensor in moment.items()}
