@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pentad.orchestrator.config.reference import configuration_page
+from pentad.orchestrator.config.reference import completion_keys, configuration_page
 from pentad.orchestrator.monitoring.exporter import METRICS
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
@@ -22,6 +22,7 @@ RANKS, MICROBATCHES = 4, 8
 def files() -> Iterator[tuple[Path, str]]:
     """Every file that is generated, or has generated parts, and what it should hold."""
     yield DOCS / "configuration.md", configuration_page()
+    yield DOCS.parent / "orchestrator" / "config" / "keys.txt", completion_keys()
     schedules, observability = DOCS / "schedules.md", DOCS / "observability.md"
     yield schedules, _filled(schedules, catalogue=_catalogue(), pictures=_pictures())
     yield observability, _filled(observability, metrics=_metrics())

@@ -8,20 +8,28 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from pentad.orchestrator.cli.completion import SCHEDULE_NAMES, config_words, run_names, schedule_names
+
 Words = Annotated[
     list[str] | None,
-    Argument(metavar="[CONFIG] [a.b=value ...]", help="YAML file (default: the quickstart); overrides."),
+    Argument(
+        metavar="[CONFIG] [a.b=value ...]",
+        help="YAML file (default: the quickstart); overrides.",
+        autocompletion=config_words,
+    ),
 ]
 Address = Annotated[
     str | None,
     Option(metavar="URL", help="The cluster's dashboard (default: RAY_ADDRESS, else http://127.0.0.1:8265)."),
 ]
-Run = Annotated[str, Argument(help="A run's folder or its name under runs/; or the ID of a submitted job.")]
+Run = Annotated[
+    str,
+    Argument(help="A run's folder or its name under runs/; or the ID of a submitted job.", autocompletion=run_names),
+]
 Timeout = Annotated[float, Option(min=0.01, help="Seconds to wait for the answer.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object on stdout.")]
 _SCHEDULES = (
-    "gpipe, 1f1b, 1f1b-eager, seq-1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-1p, zb-2p, interleaved-zb, zb-v, "
-    "v-half, v-min, dualpipe, dualpipev; auto, the fastest of them or faster; FILE.py:FUNCTION, one of your own; or "
+    f"{', '.join(SCHEDULE_NAMES)}; auto, the fastest of them or faster; FILE.py:FUNCTION, one of your own; or "
     "FILE.csv or FILE.arrow, as --csv and --arrow write them."
 )
 
@@ -30,7 +38,7 @@ _SCHEDULES = (
 class ScheduleArguments:
     """What to build, at which costs, and what to write and print of it."""
 
-    name: Annotated[str, Argument(help=_SCHEDULES)]
+    name: Annotated[str, Argument(help=_SCHEDULES, autocompletion=schedule_names)]
     ranks: Annotated[int, Option(help="Pipeline ranks.")]
     microbatches: Annotated[int, Option(help="Microbatches of a step.")]
     chunks: Annotated[int | None, Option(help="Parts that a rank's layers are cut into.")] = None
@@ -48,7 +56,10 @@ class ScheduleArguments:
     grid: Annotated[bool, Option("--grid", help="Print the grid (default: if narrow and no file is written).")] = False
     svg: Annotated[Path | None, Option(help="Write a figure.")] = None
     html: Annotated[Path | None, Option(help="Write an interactive page.")] = None
-    beside: Annotated[str | None, Option(metavar="NAME", help="Another schedule, drawn on the page too.")] = None
+    beside: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Another schedule, drawn on the page too.", autocompletion=schedule_names),
+    ] = None
     arrow: Annotated[Path | None, Option(help="Write the program as an Arrow file.")] = None
     csv: Annotated[Path | None, Option(help="Write the compute order for torch.distributed.pipelining.")] = None
     what_if: Annotated[bool, Option("--what-if", help="Show what limits a step and what would help.")] = False

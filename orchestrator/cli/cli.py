@@ -15,6 +15,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArguments, Timeout, Words, files_by_option
+from pentad.orchestrator.cli.completion import run_names
 from pentad.orchestrator.cli.data_commands import data
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 
@@ -155,7 +156,7 @@ schedule.__signature__ = inspect.signature(ScheduleArguments, eval_str=True)  # 
 
 @app.command()
 def timeline(
-    run: Annotated[str, Argument(help="A run's folder, or its name under runs/.")],
+    run: Annotated[str, Argument(help="A run's folder, or its name under runs/.", autocompletion=run_names)],
     step: Annotated[int | None, Option(help="The measured step to compare (default: the last).")] = None,
     html: Annotated[Path | None, Option(help="Write an interactive page of all measured steps.")] = None,
     svg: Annotated[Path | None, Option(help="Write a figure of the step.")] = None,

@@ -10,29 +10,20 @@ Section = Mapping[str, Any]
 _NONE: Section = MappingProxyType({})
 
 
-def _model(
-    family: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    vocab: int,
-    *,
-    rope_theta: float = 1e4,
-    norm_eps: float = 1e-5,
-    **others: Any,
-) -> Section:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
-    return {"family": family, **sizes, "rope_theta": rope_theta, "norm_eps": norm_eps, **others}
+Sizes = tuple[int, ...]  # layers, hidden, heads, kv_heads, ffn
+
+
+def _model(family: str, sizes: Sizes, vocab: int, rope_theta: float, norm_eps: float, **others: Any) -> Section:
+    keys = dict(zip(("layers", "hidden", "heads", "kv_heads", "ffn"), sizes, strict=True))
+    return {"family": family, **keys, "vocab": vocab, "rope_theta": rope_theta, "norm_eps": norm_eps, **others}
 
 
 def _llama(*sizes: int, tied: bool = False) -> Section:
-    return _model("llama", *sizes, 128256, rope_theta=5e5, **_tied(tied))
+    return _model("llama", sizes, 128256, 5e5, 1e-5, **_tied(tied))
 
 
 def _qwen3(*sizes: int, family: str = "qwen3", tied: bool = False, **others: Any) -> Section:
-    return _model(family, *sizes, 151936, rope_theta=1e6, norm_eps=1e-6, head_dim=128, **_tied(tied), **others)
+    return _model(family, sizes, 151936, 1e6, 1e-6, head_dim=128, **_tied(tied), **others)
 
 
 def _qwen3_moe(*sizes: int, width: int) -> Section:
@@ -42,7 +33,7 @@ def _qwen3_moe(*sizes: int, width: int) -> Section:
 
 def _mixtral(*sizes: int, aux_loss_coef: float) -> Section:
     experts = {"num_experts": 8, "top_k": 2, "intermediate_size": sizes[4], "aux_loss_coef": aux_loss_coef}
-    return _model("mixtral", *sizes, 32000, rope_theta=1e6, experts=experts)
+    return _model("mixtral", sizes, 32000, 1e6, 1e-5, experts=experts)
 
 
 def _tied(tied: bool) -> Section:
@@ -86,6 +77,8 @@ MODEL_SIZES: Mapping[str, Section] = {
     "mixtral-8x7b": _mixtral(32, 4096, 32, 8, 14336, aux_loss_coef=0.02),
     "mixtral-8x22b": _mixtral(56, 6144, 48, 8, 16384, aux_loss_coef=0.001),
     "deepseek-v3": _model(
-        *("deepseek-v3", 61, 7168, 128, 128, 18432, 129280), norm_eps=1e-6, mla=_DEEPSEEK_MLA, experts=_DEEPSEEK_EXPERTS
+        *("deepseek-v3", (61, 7168, 128, 128, 18432), 129280, 1e4, 1e-6),
+        mla=_DEEPSEEK_MLA,
+        experts=_DEEPSEEK_EXPERTS,
     ),
 }

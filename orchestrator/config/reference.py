@@ -8,6 +8,8 @@ from typing import Any
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.errors import sections_of, shown
+from pentad.schedules.catalogue import CATALOGUE
+from pentad.schedules.search.auto import AUTO
 
 INTRODUCTION = """\
 # Configuration
@@ -33,6 +35,31 @@ def configuration_page() -> str:
         if path:
             parts += _section(path, schema)
     return "\n".join(parts)
+
+
+def completion_keys() -> str:
+    """Every key with its values if they are few, else with its default: what the shell completes (config/keys.txt)."""
+    lines = []
+    for path, schema in sections_of(RunConfig).items():
+        for name, field in schema["properties"].items() if path else ():
+            if not any("$ref" in kind for kind in (field, *field.get("anyOf", ()))):
+                default = [] if name in schema.get("required", ()) else [shown(field.get("default")).strip("'")]
+                values = [*CATALOGUE, AUTO] if (path, name) == ("schedule", "name") else _choices(field) or default
+                lines.append(" ".join([f"{path}.{name}", *(value for value in values if " " not in value)]))
+    return "\n".join(lines) + "\n"
+
+
+def _choices(schema: dict[str, Any]) -> list[str]:
+    """The values of a key that has few."""
+    match schema:
+        case {"enum": values}:
+            return list(values)
+        case {"type": "boolean"}:
+            return ["false", "true"]
+        case {"type": "null"}:
+            return ["null"]
+    found = [_choices(kind) for kind in schema.get("anyOf", ())]
+    return [value for values in found for value in values] if all(found) else []
 
 
 def _section(path: str, schema: dict[str, Any]) -> Iterator[str]:
