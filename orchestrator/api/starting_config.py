@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.config.commented_yaml import commented_yaml
+from pentad.orchestrator.api.commented_yaml import commented_yaml
+from pentad.orchestrator.api.model_sizes import MODEL_SIZES
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.config.model_section import ModelSection
-from pentad.orchestrator.config.model_sizes import MODEL_SIZES
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
 from pentad.orchestrator.planning.mesh_search import MeshChoice, overrides_of, search_meshes

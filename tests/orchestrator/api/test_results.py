@@ -18,7 +18,7 @@ from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.planning import make_plan, to_mesh_ranks
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.simulate.timeline import Span, Timeline
 
 OPTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("zb-h2", {}, ()),
@@ -73,7 +73,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.Run:
     monkeypatch.chdir(tmp_path)
     config = load(None, ["run.name=trial", "run.steps=4"])
     plan = make_plan(config, "cpu")
-    costs, spans = costs_of(plan), []
+    costs = costs_of(plan)
+    spans: list[Span] = []
     for step in (2, 3):
         spans += to_mesh_ranks(simulate(plan.program, costs, step=step), plan.mesh).spans
     with RunFolder(config, plan) as folder:

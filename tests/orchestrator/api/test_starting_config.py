@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from commands import Pentad
 
+from pentad.orchestrator.api.commented_yaml import commented_yaml
+from pentad.orchestrator.api.model_sizes import MODEL_SIZES
 from pentad.orchestrator.api.plans import planned
 from pentad.orchestrator.api.starting_config import starting_config
-from pentad.orchestrator.config.commented_yaml import commented_yaml
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.config.errors import sections_of
 from pentad.orchestrator.config.model_section import ModelSection
-from pentad.orchestrator.config.model_sizes import MODEL_SIZES
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.orchestrator.planning.fit import device_memory
 from pentad.schedules.ir.errors import PentadError

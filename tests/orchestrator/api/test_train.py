@@ -93,7 +93,7 @@ def test_a_process_with_a_ray_session_is_refused_before_anything_is_written(
     monkeypatch.setattr("pentad.orchestrator.run.train.open_data", lambda *_, **__: SimpleNamespace(fingerprint=""))
     context = SimpleNamespace(gcs_address="10.0.0.1:6379")
     ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
-    monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray", ray)
     found = (
         f"^cluster.address is {address}, but this process is connected to the Ray cluster at 10.0.0.1:6379 already: "
     )
