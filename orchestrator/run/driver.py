@@ -25,6 +25,7 @@ from pentad.orchestrator.planning.planning import plan_on
 from pentad.orchestrator.run.init_from import Origin, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.recovery import Recovery
+from pentad.orchestrator.run.resumed_optimizer import dropped_state
 from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.spec.plan import Plan
@@ -140,6 +141,8 @@ def _resume(
     if found.checkpoint:
         start, changes = Start(found.checkpoint.folder, found.checkpoint.step), folder.changes
         display.note(f"resuming from step {start.step}")
+        if note := dropped_state(folder.plan, found.checkpoint.files):
+            display.note(note)
     else:
         start, changes = origin or origin_of(config)
         if start.folder or found.refused:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import ValidationError
 
 from pentad.orchestrator.config import errors
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.runfolder import CONFIG, path_of, saved_config
+from pentad.schedules.spec.optimizer import STATE_KINDS
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import tensors
 
 
 def with_decay_steps(config: RunConfig) -> tuple[RunConfig, str]:
@@ -43,3 +48,26 @@ def _with(config: RunConfig, decay_steps: int) -> RunConfig:
 def _shown(config: RunConfig) -> str:
     rate = config.optimizer.curve(config.run.steps)
     return f"{rate.schedule} to {rate.minimum:g} over {rate.decay_steps} steps from {rate.peak:g}"
+
+
+def dropped_state(plan: Plan, stored: Iterable[str]) -> str:
+    """A sentence about the optimizer state that a checkpoint of these tensors has for another optimizer than the
+    plan's, or '' if they agree. A checkpoint without any, as an import, has nothing to drop."""
+    model, spec = plan.model, plan.optimizer
+    names = {name.partition("@")[0] for name in stored if name.startswith("optimizer.")}
+    expected = {
+        f"{kind}.{tensor.name}"
+        for tensor in tensors(model, 0, model.layers)
+        if not tensor.tied_to
+        for kind in STATE_KINDS[spec.rule_of(tensor).method]
+    }
+    dropped, new = names - expected, expected - names
+    if not names or not dropped | new:
+        return ""
+    num_tensors = len({name.split(".", 2)[2] for name in dropped | new})
+    changed = f"{num_tensors} tensors change their optimizer"
+    return f"{changed}: the old state ({_kinds(dropped)}) is dropped, and the new one ({_kinds(new)}) begins at 0"
+
+
+def _kinds(names: Iterable[str]) -> str:
+    return " and ".join(sorted({".".join(name.split(".", 2)[:2]) for name in names}))

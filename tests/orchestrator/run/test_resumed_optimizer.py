@@ -8,8 +8,11 @@ import pytest
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.monitoring.runfolder import CONFIG
-from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.run.resumed_optimizer import dropped_state, with_decay_steps
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.optimizer import STATE_KINDS
+from pentad.schedules.spec.tensors import tensors
 
 SCHEDULES = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
@@ -55,3 +58,29 @@ def test_the_saved_length_must_fit_the_new_warm_up(tmp_path: Path) -> None:
         PentadError, match=r"^optimizer\.warmup_steps is 50: expected at most optimizer\.decay_steps = 40$"
     ):
         with_decay_steps(configuration(tmp_path, "run.steps=80", "optimizer.warmup_steps=50"))
+
+
+def stored_by(*overrides: str) -> list[str]:
+    """Names of the optimizer state in a checkpoint; some parts of tensors."""
+    plan = make_plan(load(None, list(overrides)), "cpu")
+    spec = plan.optimizer
+    return [
+        f"{kind}.{tensor.name}{'@0-8,0-8' if 'down' in tensor.name else ''}"
+        for tensor in tensors(plan.model, 0, plan.model.layers)
+        for kind in STATE_KINDS[spec.rule_of(tensor).method]
+    ]
+
+
+def test_state_of_another_optimizer_is_dropped_and_that_is_said() -> None:
+    adamw, muon = (make_plan(load(None, [f"optimizer.name={name}"]), "cpu") for name in ("adamw", "muon"))
+    stored = {name: stored_by(f"optimizer.name={name}") for name in ("adamw", "muon")}
+    assert dropped_state(adamw, stored["adamw"]) == dropped_state(muon, stored["muon"]) == dropped_state(muon, []) == ""
+    matrices = 4 * 8  # qkv, out, gate_up and down of every layer
+    assert dropped_state(muon, stored["adamw"]) == (
+        f"{matrices} tensors change their optimizer: the old state (optimizer.m and optimizer.v) is dropped, "
+        "and the new one (optimizer.momentum) begins at 0"
+    )
+    assert dropped_state(adamw, stored["muon"]) == (
+        f"{matrices} tensors change their optimizer: the old state (optimizer.momentum) is dropped, "
+        "and the new one (optimizer.m and optimizer.v) begins at 0"
+    )

@@ -97,3 +97,21 @@ def test_the_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(train: Tra
     for resumed, same in zip(c[stopped : stopped + 20], a[stopped : stopped + 20], strict=True):
         assert resumed["loss"] == pytest.approx(same["loss"], rel=1e-4)
         assert resumed["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_optimizer_and_more_steps(train: Train, tmp_path: Path) -> None:
+    """Learning rates stay those of the first start; state of the old optimizer is dropped, and the user hears of it."""
+    small = "optimizer.schedule=wsd", "mesh.tp=2", "zero.stage=1"
+    train("first", *small, "run.steps=10")
+    summary, printed = train("first", *small, "run.steps=20", "optimizer.name=muon")
+    assert summary["steps"] == 20
+    assert "keeps its schedule of optimizer.decay_steps = 10" in printed
+    assert "the old state (optimizer.m and optimizer.v) is dropped" in printed
+    rows = read_lines(tmp_path / "first" / "metrics.jsonl")
+    assert [row["lr"] for row in rows[10:]] == pytest.approx([3e-4] * 10)
+    assert rows[-1]["loss"] < rows[9]["loss"] < rows[0]["loss"]
+    train("again", *small, "run.steps=10")
+    train("again", *small, "run.steps=20", "optimizer.name=muon")
+    again = read_lines(tmp_path / "again" / "metrics.jsonl")
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows]
