@@ -73,7 +73,7 @@ def evaluate(config: RunConfig, checkpoint: Checkpoint, display: Display, runner
     Raises PentadError for a user's mistake and WorkerError when a rank fails; no process is left.
     """
     display.phase("checking the data and planning")
-    plan = with_eval_fingerprints(first_plan(config))
+    plan = with_eval_fingerprints(first_plan(config), "--data")
     with ExitStack() as stack:
         stack.enter_context(Interrupts())
         display.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")

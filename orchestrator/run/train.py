@@ -63,13 +63,16 @@ def prepare(config: RunConfig) -> tuple[Plan, str]:
     return with_eval_fingerprints(plan), corpus.fingerprint
 
 
-def with_eval_fingerprints(plan: Plan) -> Plan:
-    """The plan with the fingerprints of what it evaluates. Raises PentadError for data that cannot be read."""
+def with_eval_fingerprints(plan: Plan, argument: str = "eval.data") -> Plan:
+    """The plan with the fingerprints of what it evaluates. Raises PentadError for data that cannot be read; `argument`
+    is what the user calls it."""
     if plan.eval is None:
         return plan
     sizes, found = (plan.model.vocab, plan.batch.sequence_length, plan.cache), []
     for each in plan.eval.data_sets:
-        part = open_eval_data(each, *sizes, verify=not each.holdout)  # the training data has been verified
+        named = "data.path" if each.holdout else argument
+        verify = not each.holdout  # else that of training has been
+        part = open_eval_data(each, *sizes, verify=verify, argument=named)
         found.append(each._replace(fingerprint=part.corpus.fingerprint))
     return replace(plan, eval=replace(plan.eval, data_sets=tuple(found)))
 

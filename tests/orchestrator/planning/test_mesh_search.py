@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from commands import Pentad
@@ -50,6 +50,7 @@ def test_the_overrides_of_a_mesh_give_its_plan_and_its_peak_memory(found: MeshSe
     best = found.choices[0]
     overrides = [f"{key}={value}" for key, value in overrides_of(best.plan).items()]
     plan = make_plan(config(*overrides), "cuda")
+    plan = replace(plan, eval=None)  # which does not decide on a mesh
     assert plan == best.plan
     assert max(each["total"] for each in memories(plan)) == best.bytes
 

@@ -206,7 +206,7 @@ def test_every_replica_gets_the_same_spans() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h2", "zb-1p", "auto", "dualpipe"])
 def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path: Path, name: str) -> None:
-    """A program is compiled and checked once between the command line and the placed ranks."""
+    """Each program is compiled and checked once between the command line and the placed ranks."""
     calls: Counter[str] = Counter()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +216,8 @@ def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path
 
         return call
 
-    for module, function in ((planning, "choose"), (planning, "compile_program"), (compiler, "check")):
+    compiled = "compile_program", "compile_forward_only"
+    for module, function in ((planning, "choose"), *((planning, each) for each in compiled), (compiler, "check")):
         monkeypatch.setattr(module, function, counted(getattr(module, function)))
     placed = []
 
@@ -228,7 +229,7 @@ def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path
     overrides = f"run.folder={tmp_path}", f"data.path={corpus}", "cluster.device=cpu", f"schedule.name={name}"
     assert main(["train", *overrides]) == 1
     assert len(placed[0].fingerprint) == 64
-    assert calls == {"compile_program": 1, "check": 1} | ({"choose": 1} if name == "auto" else {})
+    assert calls == dict.fromkeys(compiled, 1) | {"check": 2} | ({"choose": 1} if name == "auto" else {})
 
 
 def test_a_plan_is_remade_for_other_devices_or_hosts() -> None:
