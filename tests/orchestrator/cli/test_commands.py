@@ -155,9 +155,8 @@ def test_the_quickstart_uses_the_available_gpus(
 
     monkeypatch.setattr(hardware, "local_gpus", lambda: gpus)
     monkeypatch.setattr("pentad.orchestrator.run.train.train", fake_train)
-    corpus = SimpleNamespace(fingerprint="")
-    monkeypatch.setattr(sources, "open_data", lambda *_, **__: corpus)
-    monkeypatch.setattr(sources, "open_eval_data", lambda *_, **__: SimpleNamespace(corpus=corpus))
+    monkeypatch.setattr("pentad.orchestrator.run.train.with_eval_fingerprints", lambda plan: plan)
+    monkeypatch.setattr(sources, "open_data", lambda *_, **__: SimpleNamespace(fingerprint=""))
     _, out, _ = pentad("train", *arguments)
     assert configs[0].mesh.pp == pp
     assert ("the quickstart runs with mesh.pp = 2, not 4" in out) == (pp == 2)
