@@ -138,7 +138,8 @@ class Runner:
             executor.losses.clear()
             for number, at in enumerate(loader.rounds):
                 executor.evaluate(self.programs[1], step, number, at.data_set, loader(at))
-            executor.lanes.read_times(self.fence_flag.check)  # waits until all is done
+            executor.lanes.finish(self.fence_flag.check)
+            executor.lanes.read_times(self.fence_flag.check)  # which nobody reports
             self.progress.write(step, -1, evaluating=True)
             found = zip(self.plan.eval.data_sets, executor.losses.read(), loader.counts, strict=True)
             return [EvalResult(each.name, *sums, count) for each, sums, count in found]

@@ -59,6 +59,9 @@ class HostStreams:
     def wait_previous_step(self, check: Check) -> None:
         """Nothing to do: compute is synchronous."""
 
+    def finish(self, check: Check) -> None:
+        """Nothing to do: the last instruction of a step waits for all others."""
+
     def discard_step(self, check: Check) -> None:
         for key in list(self.running):
             self._wait_for(key)
@@ -148,6 +151,10 @@ class CudaStreams:
     def wait_previous_step(self, check: Check) -> None:
         """Waits until the compute lane has completed the previous step."""
         self.progress.wait_previous_step(check)
+
+    def finish(self, check: Check) -> None:
+        """Waits for everything issued."""
+        self.progress.wait_all(check)
 
     def discard_step(self, check: Check) -> None:
         """Waits for everything issued, and forgets the instructions of the newest step."""

@@ -74,7 +74,8 @@ def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
     losses = [sum(loss_of(step, number) for number in range(4)) / 1024 for step in range(5)]
     assert [row["loss"] for row in rows] == pytest.approx(losses)
     assert events(tmp_path) == [
-        ("start", 0), ("place", None), ("checkpoint", 2), ("checkpoint", 4), ("checkpoint", 5), ("end", 5),
+        ("start", 0), ("place", None), ("checkpoint", 2), ("checkpoint", 4), ("evaluation", 5), ("checkpoint", 5),
+        ("end", 5),
     ]  # fmt: skip
     assert result["state"] == "finished"
     assert (result["run"], result["folder"], result["steps"]) == ("quickstart", str(folder), 5)
@@ -97,7 +98,8 @@ def test_a_run_resumes_from_its_newest_checkpoint_without_duplicate_metrics(trai
     result, printed = train("run.steps=7")
     assert "resuming from step 4" in printed
     assert [(row["step"], row["generation"]) for row in metrics(tmp_path)] == [(s, 1 if s < 4 else 2) for s in range(7)]
-    assert events(tmp_path)[-4:] == [("start", 4), ("place", None), ("checkpoint", 7), ("end", 7)]
+    last = [("start", 4), ("place", None), ("evaluation", 7), ("checkpoint", 7), ("end", 7)]
+    assert events(tmp_path)[-5:] == last
     assert result["steps"] == 7
 
     shard = tmp_path / "quickstart" / "checkpoints" / "step-00000007" / "stage-000.safetensors"
