@@ -84,7 +84,7 @@ def test_a_yaml_file_says_what_the_model_is(pentad: Pentad, files: Path, sharded
         (["DCP", "out", "--to", "hf", "--model", "list.yaml"], ["model"]),
         (["DCP", "out", "--to", "pentad", "--model", "wide.yaml"], ["has shape [32]: expected [64]"]),
         (["HF", "out", "--to", "dcp", "--model", "bad.yaml"], ["--model is 'bad.yaml': expected none"]),
-        (["nowhere", "out", "--to", "dcp"], ["RUN is 'nowhere'"]),
+        (["nowhere", "out", "--to", "dcp"], ["CHECKPOINT is 'nowhere'"]),
         (["mine", "out", "--to", "pentad"], ["--to is pentad: expected another format"]),
         (["mine", "out", "--to", "dcp", "--optimizer"], ["has nothing of the optimizer: expected m and v"]),
         (["mine", "out", "--to", "hf", "--optimizer", "--dtype", "bfloat16"], ["--dtype is bfloat16: expected"]),
