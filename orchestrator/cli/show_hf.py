@@ -145,7 +145,8 @@ def _export(checkpoint: Checkpoint, output: Output, *, as_json: bool) -> None:
 
 
 def _described(path: Path, source: Path) -> tuple[str, ModelSpec, dict[str, bytes]]:
-    """(family, model, files that go along), from a folder with a config.json or a YAML file."""
+    """(family, model, files that go along), from a config.json, its folder, or a YAML file."""
+    path = path.parent if path.name == HF_CONFIG else path
     if path.is_dir() and (path / HF_CONFIG).is_file():
         return *parse_config(read_config(path)), read_files(path)
     if path == source:
