@@ -12,7 +12,7 @@ from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec, RopeScaling
-from pentad.workers.hf.config_families import CHECKED, DEFAULTS, FAMILIES, MODEL, TRAITS, WRITTEN, Family
+from pentad.workers.hf.config_families import CHECKED, DEFAULTS, FAMILIES, MODEL, OPTIONAL, TRAITS, WRITTEN, Family
 from pentad.workers.hf.config_keys import Keys, json_text
 from pentad.workers.hf.config_rope import parse_local_rope, parse_rope, rope_config
 from pentad.workers.hf.config_window import normal_window, parse_window, window_config
@@ -110,9 +110,10 @@ def is_interleaved(config: dict[str, Any]) -> bool:
 
 
 def make_section(family: str, model: ModelSpec) -> dict[str, Any]:
-    """The model section of a run's configuration, as plain data."""
-    given = {key: value for key, value in asdict(model).items() if key not in TRAITS}
-    return {"family": family, **given, "layer_types": list(model.layer_types)}
+    """The model section of a run's configuration, as plain data, without keys that only other families have."""
+    omitted = {*TRAITS, *OPTIONAL} - FAMILIES[family].keys
+    given = {"family": family} | {key: value for key, value in asdict(model).items() if key not in omitted}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
 
 
 def parse_section(section: dict[str, Any]) -> tuple[str, ModelSpec]:
