@@ -26,6 +26,8 @@ class RopeScalingLike(Protocol):
     def high_freq_factor(self) -> float: ...
     @property
     def attention_factor(self) -> float: ...
+    @property
+    def truncate(self) -> bool: ...
 
 
 def rope_tables(
@@ -69,12 +71,14 @@ def _unscaled_llama3(plain: Tensor, scaling: RopeScalingLike) -> Tensor:
 
 
 def _unscaled_yarn(width: int, theta: float, scaling: RopeScalingLike, pair: Tensor) -> Tensor:
-    """The same, but linear in the index of the pair, between rounded ends (arXiv 2309.00071, section 3.2)."""
+    """The same, but linear in the index of the pair, between two ends (arXiv 2309.00071, section 3.2)."""
 
     def pair_with(rotations: float) -> float:
         wavelength = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(wavelength) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_with(scaling.high_freq_factor)), 0)
-    last = min(math.ceil(pair_with(scaling.low_freq_factor)), width - 1)
+    first, last = pair_with(scaling.high_freq_factor), pair_with(scaling.low_freq_factor)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     return 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)

@@ -15,7 +15,7 @@ from pentad.workers.hf.config_families import FAMILIES, OPTIONAL
 
 CUSTOM_SIZES = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn")  # arguments of a custom model's function
 DenseFamily = Literal["llama", "qwen2", "qwen3", "mistral", "olmo2", "phi3", "gemma2", "gemma3"]
-Family = Literal[DenseFamily, "mixtral", "qwen3-moe", "deepseek-v3"]
+Family = Literal[DenseFamily, "mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"]
 
 
 class ExpertsSection(Section):
@@ -74,6 +74,7 @@ class RopeScalingSection(Section):
     high_freq_factor: PositiveFloat = Field(default=1.0, description="Llama's high_freq_factor, or YaRN's beta_fast")
     attention_factor: PositiveFloat = Field(default=1.0, description="factor on rotary cosines and sines (YaRN)")
     softmax_factor: PositiveFloat = Field(default=1.0, description="factor on attention scores (YaRN)")
+    truncate: bool = Field(default=True, description="round the ends of the ramp between wavelengths (YaRN)")
 
     def rules(self) -> Iterator[Broken | str]:
         if self.rope_type != "linear" and self.high_freq_factor <= self.low_freq_factor:
@@ -113,7 +114,7 @@ class ModelSection(Section):
     final_logit_softcapping: NonNegativeFloat = Field(default=0.0, description="the same for the model's logits")
     mla: MLASection | None = Field(default=None, description="multi-head latent attention, of deepseek-v3")
     experts: ExpertsSection | None = None
-    """mixture of experts, of mixtral, qwen3-moe and deepseek-v3"""
+    """mixture of experts, of mixtral, qwen3-moe, deepseek-v3 and gpt-oss"""
     mtp_layers: NonNegativeInt = 0
     """layers for multi-token prediction, one for each token beyond the next (deepseek-v3)"""
     mtp_loss_weight: PositiveFloat = Field(default=0.3, description="weight of the loss of those tokens")

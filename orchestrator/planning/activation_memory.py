@@ -127,7 +127,7 @@ def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piec
     """Of attention and of the feed-forward network of a layer: the norm before it, itself, the norm after it."""
     mixer = attention(model, has_window, piece) if model.mla is None else latent_attention(model, model.mla, piece)
     if has_experts and model.experts is not None:
-        network = moe(model.hidden, model.experts, piece)
+        network = moe(model.hidden, model.experts, piece, has_biases=model.expert_biases)
     else:
         network = mlp(model.hidden, model.ffn, piece)
     return [
@@ -173,9 +173,8 @@ def norm(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:
 def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allocation]:
     """Grouped-query attention: queries, keys and values are parts of one tensor."""
     shape = attention_shape(model, piece)
-    saved, forward, backward = attention_core(
-        shape, has_window=has_window, has_softcap=model.attn_logit_softcapping > 0
-    )
+    is_plain = not (has_window or model.attn_logit_softcapping or model.attention_sinks)
+    saved, forward, backward = attention_core(shape, is_plain=is_plain, has_softcap=model.attn_logit_softcapping > 0)
     out, qkv = shape.output, shape.inputs
     stream, copy = piece.full_stream(model.hidden), piece.copy(model.hidden)
     yield from saved
@@ -187,8 +186,10 @@ def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allo
             heads, norms = 2, heads
         yield Allocation("heads' scales", "F-B", piece.tokens * heads * piece.wide, offload=False)
         yield Allocation("gradients of the heads' norms", "B-W", norms * width * piece.wide)
-    if model.qkv_bias:
-        yield Allocation("gradient of the bias", "B-W", (shape.heads + 2 * shape.kv_heads) * shape.query * piece.wide)
+    biases = model.qkv_bias * (shape.heads + 2 * shape.kv_heads) * shape.query + model.out_bias * model.hidden
+    yield Allocation(
+        "gradients of biases and sinks", "B-W", (biases + model.attention_sinks * shape.heads) * piece.wide
+    )
     yield Allocation(OUTPUT_GRADIENT, "B-W", stream)
     yield Allocation("gradients of queries, keys and values", "B-W", qkv)
     yield Allocation("gathered input", "B-W", copy)
@@ -236,7 +237,7 @@ def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
     yield Allocation("gradient of the input", "B", piece.stream(hidden) + copy)
 
 
-def moe(hidden: int, experts: Experts, piece: Piece) -> Iterator[Allocation]:
+def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False) -> Iterator[Allocation]:
     """Mixture of experts, with as many rows as there can be: ep groups that gather tokens (GPUs) allocate them all, and
     those that exchange tokens (CPUs) get no more."""
     tokens, c, wide, ep = piece.tokens, piece.itemsize, piece.wide, piece.mesh.ep
@@ -266,6 +267,10 @@ def moe(hidden: int, experts: Experts, piece: Piece) -> Iterator[Allocation]:
     yield Allocation("sorted rows and results", "F", sorted_rows + copy)
     yield Allocation("sorted rows and gradients", "B", sorted_rows + copy)
     yield Allocation("sorted rows", "W", rows * hidden * c)
+    if has_biases:
+        yield Allocation("gradient of the router's bias", "B-W", experts.num_experts * wide)
+        yield Allocation("factors of the gradients of biases", "B-W", 2 * rows * c)
+        yield Allocation("biases of rows", "F", rows * (2 * width + hidden) * c)
 
 
 def heads_and_mtp(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
@@ -352,14 +357,14 @@ def attention_shape(model: ModelSpec, piece: Piece) -> AttentionShape:
 
 
 def attention_core(
-    shape: AttentionShape, *, has_window: bool = False, has_softcap: bool = False
+    shape: AttentionShape, *, is_plain: bool = True, has_softcap: bool = False
 ) -> tuple[list[Allocation], int, int]:
     """(what scaled dot-product attention saves, bytes of its workspaces in F and B), by the kernel that computes it
-    (kernels/attention)."""
+    (kernels/attention). `is_plain` attention has no windows, soft caps or sinks."""
     piece, cp, is_exchanged = shape.piece, shape.piece.mesh.cp, shape.is_exchanged
     is_split = cp > 1 and not is_exchanged
     is_flash = piece.device == "cuda" and piece.dtype == "bfloat16" and not has_softcap
-    is_blocks = is_split or piece.document_mask or has_window or has_softcap
+    is_blocks = is_split or piece.document_mask or not is_plain
     is_fused = piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)
     inputs = shape.exchanged * piece.itemsize if is_exchanged else shape.inputs
     log_sum_exps = other = Allocation("log-sum-exps", "F-B", piece.tokens * shape.heads * piece.wide)

@@ -8,7 +8,7 @@ from typing import Literal
 
 QKNorm = Literal["head", "all_heads"]
 NormPlacement = Literal["before", "after", "both"]
-HiddenAct = Literal["silu", "gelu_pytorch_tanh"]
+HiddenAct = Literal["silu", "gelu_pytorch_tanh", "clamped_silu"]
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
@@ -68,7 +68,8 @@ class RopeScaling:
 
     `original_max_position_embeddings` is the sequence length of the first training. `low_freq_factor` and
     `high_freq_factor` are Llama's, or YaRN's beta_slow and beta_fast. YaRN multiplies cos and sin by
-    `attention_factor` and attention scores by `softmax_factor`.
+    `attention_factor` and attention scores by `softmax_factor`, and rounds the ends of its ramp to whole pairs with
+    `truncate`.
     """
 
     rope_type: Literal["linear", "llama3", "yarn"]
@@ -78,6 +79,7 @@ class RopeScaling:
     high_freq_factor: float = 1.0
     attention_factor: float = 1.0
     softmax_factor: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,14 @@ class ModelSpec:
 
     `head_dim` 0 means hidden / heads, `query_pre_attn_scalar` 0 the width of a query: attention scores are divided by
     its square root. With `attn_logit_softcapping` c > 0 a score s becomes c tanh(s / c), with `final_logit_softcapping`
-    a logit (Gemma 2, arXiv 2408.00118, section 2). `qkv_bias` adds biases to the projections of queries, keys and
-    values. `qk_norm` normalizes queries and keys, each head by itself (Qwen3) or all heads as one vector (OLMo 2,
-    arXiv 2501.00656, section 3.2). `norms` are before a sublayer, after it (before the addition to the residual
-    stream), or both; their weights are stored minus `norm_offset`. With `scale_embedding` the embedding is multiplied
-    by the square root of `hidden`, rounded to the dtype of compute.
+    a logit (Gemma 2, arXiv 2408.00118, section 2). `attention_sinks` adds one score per head to every softmax of
+    attention, without a value (arXiv 2309.17453). `qkv_bias` adds biases to the projections of queries, keys and
+    values, `out_bias` to that of the heads' output, `expert_biases` to the router and the experts.
+
+    `qk_norm` normalizes queries and keys, each head by itself (Qwen3) or all heads as one vector (OLMo 2, arXiv
+    2501.00656, section 3.2). `norms` are before a sublayer, after it (before the addition to the residual stream), or
+    both; their weights are stored minus `norm_offset`. With `scale_embedding` the embedding is multiplied by the square
+    root of `hidden`, rounded to the dtype of compute.
 
     `layer_types`, repeated over the layers, says which of them attend to the last `sliding_window` tokens only; those
     have rotary embeddings of base `rope_local_base_freq`, unscaled, unless it is 0.
@@ -160,6 +165,9 @@ class ModelSpec:
     norm_offset: float = 0.0
     hidden_act: HiddenAct = "silu"
     scale_embedding: bool = False
+    out_bias: bool = False
+    attention_sinks: bool = False
+    expert_biases: bool = False
 
     @property
     def qk_head_dim(self) -> int:

@@ -161,6 +161,8 @@ def _layer(model: ModelSpec, layer: int) -> Iterator[Tensor]:
         yield from _mlp(f"{at}.mlp", h, model.ffn, deep)
     else:
         yield from _experts(model.experts, at, h, deep)
+        if model.expert_biases:
+            yield from _expert_biases(model.experts, at, h)
     suffixes = {"before": ("norm",), "after": ("post_norm",), "both": ("norm", "post_norm")}[model.norms]
     for sublayer, suffix in product(("attention", "mlp"), suffixes):
         yield _norm(model, f"{at}.{sublayer}_{suffix}", h)
@@ -173,6 +175,10 @@ def _attention(model: ModelSpec, at: str, deep: float) -> Iterator[Tensor]:
     yield Tensor(f"{at}.out", (h, n * d), deep, (_split_columns(n * d, n),))
     if model.qkv_bias:
         yield Tensor(f"{at}.qkv_bias", ((n + 2 * m) * d,), 0.0, (Split("tp", 0, qkv),), constant=0.0)
+    if model.out_bias:
+        yield Tensor(f"{at}.out_bias", (h,), 0.0, constant=0.0)
+    if model.attention_sinks:
+        yield Tensor(f"{at}.sinks", (n,), 0.02, (_split_rows(n, n),))
     if model.qk_norm == "head":
         yield _norm(model, f"{at}.query_norm", d)
         yield _norm(model, f"{at}.key_norm", d)
@@ -213,6 +219,15 @@ def _experts(experts: Experts, at: str, hidden: int, deep: float) -> Iterator[Te
     yield Tensor(f"{at}.experts.down", shape, deep, splits, experts=True)
     if experts.shared_intermediate_size:
         yield from _mlp(f"{at}.shared", hidden, experts.shared_intermediate_size, deep)
+
+
+def _expert_biases(experts: Experts, at: str, hidden: int) -> Iterator[Tensor]:
+    count, ffn = experts.num_experts, experts.intermediate_size
+    by_expert = Split("ep", 0, (Segment(count, count),))
+    yield Tensor(f"{at}.experts.router_bias", (count,), 0.0, constant=0.0)
+    splits = (by_expert, Split("tp", 1, 2 * (Segment(ffn, ffn),)))
+    yield Tensor(f"{at}.experts.gate_up_bias", (count, 2 * ffn), 0.0, splits, experts=True, constant=0.0)
+    yield Tensor(f"{at}.experts.down_bias", (count, hidden), 0.0, (by_expert,), experts=True, constant=0.0)
 
 
 def _split_rows(size: int, units: int) -> Split:

@@ -148,7 +148,7 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
             buffers.clear()
             keys.clear()
             log.append("backward")
-            runs.append([out, *run_to_completion(cp_group.attend_backward(dout, saved))])
+            runs.append([out, *run_to_completion(cp_group.attend_backward(dout, saved))[0]])
             most = max(most, len(buffers))
             buffers.clear()
             keys.clear()

@@ -46,6 +46,12 @@ FAMILIES = {
     "mistral": replace(SMALL, sliding_window=3, layer_types=("sliding_attention", "full_attention")),
     "olmo2": replace(SMALL, qk_norm="all_heads", norms="after"),
     "gemma2": replace(SMALL, **GEMMA, attn_logit_softcapping=0.5, final_logit_softcapping=1.5),
+    "gpt-oss": replace(
+        SMALL,
+        experts=replace(MIXTRAL, aux_loss_coef=0.0),
+        hidden_act="clamped_silu",
+        **dict.fromkeys(("qkv_bias", "out_bias", "expert_biases", "attention_sinks"), True),
+    ),
     "mixtral": replace(SMALL, experts=MIXTRAL),
     "deepseek": replace(SMALL, experts=DEEPSEEK, mla=LATENT),
     "deepseek with mtp": replace(SMALL, experts=DEEPSEEK, mla=LATENT, mtp_layers=2),

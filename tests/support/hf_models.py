@@ -46,6 +46,11 @@ GEMMA_3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 
+GPT_OSS = {
+    **{**DENSE, "hidden_size": 64, "head_dim": 16, "sliding_window": 5, "num_local_experts": 4},
+    **{"num_experts_per_tok": 2, "rope_parameters": {**YARN, **LONG, "truncate": False}},
+}
+
 # Name of a model -> (class prefix in transformers, values of its config).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", DENSE),
@@ -60,6 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**GEMMA, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}),
     "gemma2-uncapped": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3": ("Gemma3", {**GEMMA, "query_pre_attn_scalar": 8, "rope_parameters": GEMMA_3_ROPE}),
+    "gpt-oss": ("GptOss", GPT_OSS),
     "phi3": ("Phi3", {**DENSE, "sliding_window": 6, "pad_token_id": 0}),
     "qwen3": ("Qwen3", {**DENSE, "head_dim": 12, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {**DENSE, "num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -167,7 +173,13 @@ def rewrite(folder: Path, **values: Any) -> None:
 def widened(name: str, monkeypatch: Any) -> Iterator[None]:
     """Within the block, a family computes in float64 what it normally casts to float32: norms, softmax, router,
     angles."""
-    module = MODELS[name][0].lower().replace("qwen3moe", "qwen3_moe").replace("deepseekv3", "deepseek_v3")
+    module = (
+        MODELS[name][0]
+        .lower()
+        .replace("qwen3moe", "qwen3_moe")
+        .replace("deepseekv3", "deepseek_v3")
+        .replace("gptoss", "gpt_oss")
+    )
     modules = [importlib.import_module(f"transformers.models.{module}.modeling_{module}")]
     modules.append(importlib.import_module("transformers.modeling_rope_utils"))
     with monkeypatch.context() as patch:

@@ -92,9 +92,11 @@ def load(experts: Experts, routes: Routes) -> Tensor:
     return F.one_hot(routes.chosen, experts.num_experts).sum((0, 1))
 
 
-def route(experts: Experts, router: Tensor, bias: Tensor | None, x: Tensor) -> Routes:
-    """The experts of tokens x [T, H]; the bias affects the choice, not the weights."""
-    logits = x @ router.T
+def route(
+    experts: Experts, router: Tensor, bias: Tensor | None, x: Tensor, router_bias: Tensor | float = 0.0
+) -> Routes:
+    """The experts of tokens x [T, H]; `bias` affects the choice, not the weights."""
+    logits = x @ router.T + router_bias
     scores = logits.softmax(-1) if experts.scoring_func == "softmax" else logits.sigmoid()
     ranking = scores.detach() + (0.0 if bias is None else bias)
     if experts.num_groups > 1:
@@ -141,7 +143,9 @@ def _frequency(theta: float, width: int, pair: int, scaling: RopeScaling | None)
         width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
         for rotations in (scaling.high_freq_factor, scaling.low_freq_factor)
     ]
-    low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), width - 1)
+    if scaling.truncate:
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], width - 1)
     part = min(1.0, max(0.0, (pair - low) / (high - low if high > low else 0.001)))
     return part * long + (1 - part) * plain
 
@@ -199,12 +203,17 @@ def _layer(
 
 
 def _moe(experts: Experts, t: Tensors, prefix: str, x: Tensor) -> tuple[Tensor, Routes]:
-    routes = route(experts, t[f"{prefix}.experts.router"], t.get(f"{prefix}.experts.bias"), x)
+    at = f"{prefix}.experts"
+    routes = route(experts, t[f"{at}.router"], t.get(f"{at}.bias"), x, t.get(f"{at}.router_bias", 0.0))
     weights = torch.zeros_like(routes.scores).scatter(-1, routes.chosen, routes.weights)  # [T, E]
     out = torch.zeros_like(x)
     for expert in range(experts.num_experts):
         gate_up, down = t[f"{prefix}.experts.gate_up"][expert], t[f"{prefix}.experts.down"][expert]
-        out = out + weights[:, expert, None] * _gated_mlp(x, gate_up, down)
+        if f"{at}.router_bias" in t:
+            biases = t[f"{at}.gate_up_bias"][expert], t[f"{at}.down_bias"][expert]
+            out = out + weights[:, expert, None] * _clamped_mlp(x, gate_up, down, *biases)
+        else:
+            out = out + weights[:, expert, None] * _gated_mlp(x, gate_up, down)
     if experts.shared_intermediate_size:
         out = out + _gated_mlp(x, t[f"{prefix}.shared.gate_up"], t[f"{prefix}.shared.down"])
     return out, routes
@@ -225,7 +234,9 @@ def _attention(
         q, k = _norm(model, t[f"{prefix}.query_norm"], q), _norm(model, t[f"{prefix}.key_norm"], k)
     q, k = (_rotate(model, each, local=is_local) for each in (q, k))
     k, v = (each.repeat_interleave(n // m, 1) for each in (k, v))
-    return _attend(model, q, k, v, documents, model.sliding_window if is_local else 0) @ t[f"{prefix}.out"].T
+    window, sinks = model.sliding_window if is_local else 0, t.get(f"{prefix}.sinks")
+    out = _attend(model, q, k, v, documents, window, sinks) @ t[f"{prefix}.out"].T
+    return out + t[f"{prefix}.out_bias"] if model.out_bias else out
 
 
 def _latent_attention(model: ModelSpec, t: Tensors, prefix: str, x: Tensor, documents: Tensor | None) -> Tensor:
@@ -244,7 +255,15 @@ def _latent_attention(model: ModelSpec, t: Tensors, prefix: str, x: Tensor, docu
     return _attend(model, q, k, v, documents) @ t[f"{prefix}.out"].T
 
 
-def _attend(model: ModelSpec, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int = 0) -> Tensor:
+def _attend(
+    model: ModelSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of [B, N, S, D], its heads side by side: [B, S, N D]."""
     factor = model.rope_scaling.softmax_factor if model.rope_scaling is not None else 1.0
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
@@ -256,7 +275,9 @@ def _attend(model: ModelSpec, q: Tensor, k: Tensor, v: Tensor, documents: Tensor
     if model.attn_logit_softcapping:
         scores = model.attn_logit_softcapping * torch.tanh(scores / model.attn_logit_softcapping)
     scores = scores.masked_fill(hidden, -math.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2).flatten(2)
 
 
 def _rotate(model: ModelSpec, x: Tensor, *, local: bool = False) -> Tensor:
@@ -270,6 +291,13 @@ def _gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, act: str = "silu") -> T
     gate, up = (x @ gate_up.T).chunk(2, -1)
     activated = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")
     return (activated * up) @ down.T
+
+
+def _clamped_mlp(x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor, down_bias: Tensor) -> Tensor:
+    """An expert of gpt-oss."""
+    gate, up = (x @ gate_up.T + gate_up_bias).chunk(2, -1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ down.T + down_bias
 
 
 def _norm(model: ModelSpec, weight: Tensor | None, x: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ def _weight_decay(spec: OptimizerSpec, name: str, tensor: torch.Tensor) -> float
     given = _group_of(spec, name).weight_decay
     if given is not None:
         return given
-    return spec.weight_decay if tensor.dim() > 1 else 0.0
+    is_expert_bias = name.endswith(("experts.gate_up_bias", "experts.down_bias"))
+    return spec.weight_decay if tensor.dim() > 1 + is_expert_bias else 0.0
 
 
 def _mean_losses(

@@ -44,6 +44,18 @@ FAMILIES = {
     "gemma3": replace(
         MODEL, **GEMMA, qk_norm="head", rope_local_base_freq=50.0, rope_scaling=RopeScaling("linear", 4.0)
     ),
+    "gpt-oss": replace(
+        MODEL,
+        qkv_bias=True,
+        out_bias=True,
+        attention_sinks=True,
+        expert_biases=True,
+        hidden_act="clamped_silu",
+        sliding_window=3,
+        layer_types=("sliding_attention", "full_attention"),
+        experts=Experts(num_experts=4, top_k=2, intermediate_size=12),
+        rope_scaling=RopeScaling("yarn", 4.0, 4, 1.0, 32.0, attention_factor=1.2, truncate=False),
+    ),
     "qwen3": replace(MODEL, head_dim=6, qk_norm="head", tie_word_embeddings=True),
     "mixtral": replace(MODEL, experts=Experts(num_experts=4, top_k=2, intermediate_size=12)),
     "qwen3-moe": replace(MODEL, head_dim=6, qk_norm="head", experts=Experts(4, 3, 8, norm_topk_prob=False)),

@@ -33,7 +33,10 @@ CHECKED: Values = {
     **{"partial_rotary_factor": 1, "router_jitter_noise": 0},
 }
 # Fields of a model that its family implies.
-TRAITS = ("qkv_bias", "qk_norm", "norms", "norm_offset", "hidden_act", "scale_embedding")
+TRAITS = (
+    *("qkv_bias", "out_bias", "expert_biases", "attention_sinks", "qk_norm"),
+    *("norms", "norm_offset", "hidden_act", "scale_embedding"),
+)
 FULL: LayerType = "full_attention"
 SLIDING: LayerType = "sliding_attention"
 
@@ -128,6 +131,26 @@ FAMILIES = {
         },
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         fixed={"sliding_window": None},
+    ),
+    "gpt-oss": Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {
+            "num_experts": "num_local_experts",
+            "top_k": "num_experts_per_tok",
+            "intermediate_size": "intermediate_size",
+            "aux_loss_coef": "router_aux_loss_coef",
+        },
+        traits={
+            **dict.fromkeys(("qkv_bias", "out_bias", "expert_biases", "attention_sinks"), True),
+            "hidden_act": "clamped_silu",
+        },
+        layer_types=(SLIDING, FULL),
+        defaults={
+            **{"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, "sliding_window": 128},
+            "num_experts_per_tok": 4,
+        },
+        fixed={"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     ),
     "qwen3-moe": Family(
         "qwen3_moe",

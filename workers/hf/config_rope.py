@@ -33,14 +33,14 @@ def parse_rope(keys: Keys, *, scales_softmax: bool) -> tuple[float, RopeScaling 
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         return theta, RopeScaling("llama3", factor, original, low, high)
-    rope.require("truncate", True)
     low, high = rope.number("beta_slow", default=1.0), rope.number("beta_fast", default=32.0)
     mscale, mscale_all = rope.number("mscale", default=0.0), rope.number("mscale_all_dim", default=0.0)
     both = mscale and mscale_all
     default = _mscale(factor, mscale) / _mscale(factor, mscale_all) if both else _mscale(factor, 1.0)
     attention = rope.number("attention_factor", default=default)
     softmax = _mscale(factor, mscale_all) ** 2 if scales_softmax and mscale_all else 1.0
-    return theta, RopeScaling("yarn", factor, original, low, high, attention, softmax)
+    truncate = rope.flag("truncate", default=True)
+    return theta, RopeScaling("yarn", factor, original, low, high, attention, softmax, truncate)
 
 
 def parse_local_rope(keys: Keys) -> float:
@@ -81,7 +81,7 @@ def _scaling_config(scaling: RopeScaling) -> dict[str, Any]:
         high: scaling.high_freq_factor,
     }
     if scaling.rope_type == "yarn":
-        config["attention_factor"] = scaling.attention_factor
+        config |= {"attention_factor": scaling.attention_factor, "truncate": scaling.truncate}
     if scaling.softmax_factor != 1.0:
         root = math.sqrt(scaling.softmax_factor)
         config["mscale"] = _mscale_weight(scaling.factor, scaling.attention_factor * root)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pentad.workers.checkpoint.checkpoint import Checkpoint
-from pentad.workers.hf.layout import to_interleaved
+from pentad.workers.hf.layout import to_file
 from pentad.workers.hf.names import Entry, FileTensor, TensorTable
 from pentad.workers.params.sharded_state import read_full, stored_dtype
 
@@ -50,5 +50,4 @@ class FileTensors:
             self._tensor = torch.empty(0)  # frees the previous one before reading the next
             self._tensor, self._entry = read_full(self.source, f"{self.kind}.{entry.name}", entry.shape), entry
         end = offset + torch.Size(part.shape).numel()
-        tensor = self._tensor.view(-1)[offset:end].view(part.shape)
-        return to_interleaved(tensor, part.rotary).to(self.dtypes[name])
+        return to_file(self._tensor.view(-1)[offset:end], part).to(self.dtypes[name])

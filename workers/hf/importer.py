@@ -21,7 +21,7 @@ from pentad.workers.hf.config import is_interleaved, make_section, parse_config
 from pentad.workers.hf.folder import TensorFiles, read_config, read_optimizer
 from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.kept_files import write_files as write_kept
-from pentad.workers.hf.layout import fp8_block_size, to_half_split
+from pentad.workers.hf.layout import fp8_block_size, from_file
 from pentad.workers.hf.names import MODEL_FILE, Entry, Layout, TensorTable, tensor_table
 
 FILE_BYTES = 4 << 30
@@ -111,7 +111,7 @@ def write_import(found: Found, target: Target) -> Imported:
 
     def read(name: str) -> Iterator[torch.Tensor]:
         source, entry = entries[name]
-        return (to_half_split(source.read(part.name), part.rotary).to(dtype) for part in entry.parts)
+        return (from_file(source.read(part.name), part).to(dtype) for part in entry.parts)
 
     place, section = checkpoint.folder_of(Path("checkpoints"), found.step), make_section(found.family, found.model)
     with new_folder(target.out) as folder:

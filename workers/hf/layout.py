@@ -10,12 +10,32 @@ from typing import Any
 import torch
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.hf.names import Rotary
+from pentad.workers.hf.names import FileTensor, Rotary
 
 FP8_DTYPE = "F8_E4M3"  # in safetensors
 SCALE_SUFFIX = "_scale_inv"  # a weight's name + this: the name of its scales
 
 BlockSize = tuple[int, int]  # rows and columns
+
+
+def from_file(tensor: torch.Tensor, part: FileTensor) -> torch.Tensor:
+    """A tensor of the files in pentad's form."""
+    if part.stack is None:
+        return to_half_split(tensor, part.rotary)
+    if part.stack.is_transposed:
+        tensor = tensor.transpose(1, 2)
+    return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1) if part.stack.alternates else tensor.contiguous()
+
+
+def to_file(tensor: torch.Tensor, part: FileTensor) -> torch.Tensor:
+    """The inverse of `from_file`, of the tensor's elements in any shape."""
+    if part.stack is None:
+        return to_interleaved(tensor.view(part.shape), part.rotary)
+    experts, *rows = part.shape
+    tensor = tensor.view(experts, *(reversed(rows) if part.stack.is_transposed else rows))
+    if part.stack.alternates:
+        tensor = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)
+    return tensor.transpose(1, 2).contiguous() if part.stack.is_transposed else tensor
 
 
 def to_half_split(matrix: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:

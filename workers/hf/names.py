@@ -49,12 +49,22 @@ _POST_NORMS = {
     "mlp_post_norm": ["post_feedforward_layernorm.weight"],
 }
 _PHI3 = {"attention.qkv": ["self_attn.qkv_proj.weight"], "mlp.gate_up": ["mlp.gate_up_proj.weight"]}
+_GPT_OSS = {
+    "attention.out_bias": ["self_attn.o_proj.bias"],
+    "attention.sinks": ["self_attn.sinks"],
+    "experts.router": ["mlp.router.weight"],
+    "experts.router_bias": ["mlp.router.bias"],
+    "experts.gate_up": ["mlp.experts.gate_up_proj"],
+    "experts.gate_up_bias": ["mlp.experts.gate_up_proj_bias"],
+    "experts.down": ["mlp.experts.down_proj"],
+    "experts.down_bias": ["mlp.experts.down_proj_bias"],
+}
 _MIXTRAL = {
     "experts.router": ["block_sparse_moe.gate.weight"],
     "experts.gate_up": ["block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"],
     "experts.down": ["block_sparse_moe.experts.*.w2.weight"],
 }
-_OF_FAMILY = {"olmo2": _POST_NORMS, "phi3": _PHI3, "gemma2": _POST_NORMS, "gemma3": _POST_NORMS}
+_OF_FAMILY = {"olmo2": _POST_NORMS, "phi3": _PHI3, "gemma2": _POST_NORMS, "gemma3": _POST_NORMS, "gpt-oss": _GPT_OSS}
 # The same after `predicted.N.`
 _MTP = {
     "hidden_norm": ["hnorm.weight"],
@@ -75,12 +85,27 @@ class Rotary(NamedTuple):
     width: int
 
 
+class Stack(NamedTuple):
+    """A tensor of all experts, whose matrices are transposed, or whose rows of gate and up alternate."""
+
+    is_transposed: bool
+    alternates: bool
+
+
+_GPT_OSS_STACKS = {
+    "experts.gate_up": Stack(is_transposed=True, alternates=True),
+    "experts.gate_up_bias": Stack(is_transposed=False, alternates=True),
+    "experts.down": Stack(is_transposed=True, alternates=False),
+}
+
+
 class FileTensor(NamedTuple):
-    """A tensor in the files."""
+    """A tensor in the files; `stack` is the form of gpt-oss's experts there."""
 
     name: str
     shape: Sizes
     rotary: Rotary | None = None
+    stack: Stack | None = None
 
 
 class Entry(NamedTuple):
@@ -112,6 +137,7 @@ def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> Te
     held = {tensor.name: tensor for tensor in tensors(model, 0, model.layers)}
     num_layers = model.layers + model.mtp_layers
     of_layer, rotary = _layer_names(family, model, layout), _rotary_parts(model, layout)
+    stacks = _GPT_OSS_STACKS if family == "gpt-oss" else {}
     tables = []  # (prefix of pentad's names, prefix of the files' names, names)
     for layer in range(num_layers):
         if f"layers.{layer}.experts.router" in held and model.experts is not None and model.experts.has_bias:
@@ -122,7 +148,7 @@ def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> Te
             tables.append((f"predicted.{layer - model.layers}.", f"model.layers.{layer}.", _MTP))
     tables.append(("", "", _ENDS))
     entries = [
-        _entry(held[ours + name], [theirs + each for each in names], rotary.get(name))
+        _entry(held[ours + name], [theirs + each for each in names], rotary.get(name), stacks.get(name))
         for ours, theirs, table in tables
         for name, names in table.items()
         if ours + name in held
@@ -136,12 +162,14 @@ def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> Te
 
 
 def _layer_names(family: str, model: ModelSpec, layout: Layout) -> dict[str, list[str]]:
-    names = _LAYER | _OF_FAMILY.get(family, {})
+    names = dict(_LAYER)
     if model.mla is not None:
         names |= _MLA if model.mla.q_lora_rank else _MLA_WITHOUT_QUERY_DOWN
     if layout.fused_experts:
-        return names | _FUSED
-    return names | _MIXTRAL if family == "mixtral" else names
+        names |= _FUSED
+    elif family == "mixtral":
+        names |= _MIXTRAL
+    return names | _OF_FAMILY.get(family, {})
 
 
 def _rotary_parts(model: ModelSpec, layout: Layout) -> dict[str, Rotary]:
@@ -151,13 +179,15 @@ def _rotary_parts(model: ModelSpec, layout: Layout) -> dict[str, Rotary]:
     return {"attention.query": Rotary(model.heads, width), "attention.latent": Rotary(1, width)}
 
 
-def _entry(tensor: Tensor, names: Sequence[str], rotary: Rotary | None) -> Entry:
+def _entry(tensor: Tensor, names: Sequence[str], rotary: Rotary | None, stack: Stack | None) -> Entry:
     if "*" in names[0]:
         count, rows, columns = tensor.shape
         shape = rows // len(names), columns
         parts = [FileTensor(name.replace("*", str(expert)), shape) for expert in range(count) for name in names]
     elif len(names) == 1:
-        parts = [FileTensor(names[0], tensor.shape, rotary)]
+        is_transposed = stack is not None and stack.is_transposed
+        sizes = (tensor.shape[0], tensor.shape[2], tensor.shape[1]) if is_transposed else tensor.shape
+        parts = [FileTensor(names[0], sizes, rotary, stack)]
     else:
         rows_of_each = (segment.size for segment in tensor.splits[0].segments)
         parts = [FileTensor(name, (size, *tensor.shape[1:])) for name, size in zip(names, rows_of_each, strict=True)]

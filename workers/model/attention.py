@@ -17,7 +17,7 @@ from pentad.kernels.attention.rope import rope_
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.qk_norm import QKNorm, QKNormSaved
-from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad, bias_wgrad
+from pentad.workers.model.weight_grad import AddWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.parallel.async_ops import Task, gather2
 from pentad.workers.parallel.context_parallel import SavedContext
 
@@ -32,13 +32,16 @@ class Attention(NamedTuple):
     qkv: Param  # [(N + 2M) D, H]
     out: Param  # [H, N D]
     qkv_bias: Param | None  # [(N + 2M) D]
+    out_bias: Param | None  # [H]
+    sinks: Param | None  # [N]
     qk_norm: QKNorm | None
 
     @classmethod
     def bind(cls, params: Params, prefix: str, model: ModelSpec) -> Attention:
         at = f"{prefix}.attention"
         qk_norm = QKNorm.bind(params, at, model) if model.qk_norm else None
-        return cls(params[f"{at}.qkv"], params[f"{at}.out"], params.get(f"{at}.qkv_bias"), qk_norm)
+        qkv_bias, out_bias, sinks = (params.get(f"{at}.{name}") for name in ("qkv_bias", "out_bias", "sinks"))
+        return cls(params[f"{at}.qkv"], params[f"{at}.out"], qkv_bias, out_bias, sinks, qk_norm)
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
@@ -51,8 +54,10 @@ class Attention(NamedTuple):
         if self.qk_norm is not None:
             qk_norm = yield from self.qk_norm.forward_(context.tp, q, k)
         rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
-        out, saved = yield from attend(context, sequence, q, k, v)
+        out, saved = yield from attend(context, sequence, q, k, v, self.sinks and self.sinks.weight)
         y = yield from context.tp.matmul_reduce_scatter(out, self.out.weight.t())
+        if self.out_bias is not None:
+            y += self.out_bias.weight
         return y, AttentionSaved(saved, out, qk_norm), x
 
     def recompute(self, context: LayerContext, x: Tensor, saved: AttentionSaved) -> Tensor:
@@ -63,20 +68,30 @@ class Attention(NamedTuple):
         self, context: LayerContext, sequence: SequenceContext, saved: AttentionSaved, x: Tensor, dy: Tensor
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         rotary, heads, kv_heads = sequence.rotary, *self._head_counts(context)
+        vectors = list[Wgrad]()
+        if self.out_bias is not None:
+            vectors.append(bias_wgrad(self.out_bias, dy))
         dy = yield from context.tp.all_gather(dy)
-        grads = yield from attend_backward(
-            context, sequence, saved.context, torch.mm(dy, self.out.weight), context.model.qk_head_dim
+        grads, dsinks = yield from attend_backward(
+            context,
+            sequence,
+            saved.context,
+            torch.mm(dy, self.out.weight),
+            context.model.qk_head_dim,
+            self.sinks and self.sinks.weight,
         )
         dqkv = torch.cat(grads, dim=2).flatten(0, 1)  # [T, N + 2M, D]
         del grads  # free before the products
         rope_(dqkv[:, : heads + kv_heads], rotary.cos, rotary.sin, inverse=True)
-        tp, vectors = context.tp, list[Wgrad]()
+        tp = context.tp
         if self.qk_norm is not None and saved.qk_norm is not None:
             dq, dk, _ = dqkv.split((heads, kv_heads, kv_heads), dim=1)
             vectors += yield from self.qk_norm.backward_(tp, dq, dk, saved.qk_norm)
         dqkv = dqkv.view(dqkv.shape[0], -1)
         if self.qkv_bias is not None:
             vectors.append(bias_wgrad(self.qkv_bias, dqkv))
+        if self.sinks is not None and dsinks is not None:
+            vectors.append(AddWgrad(self.sinks.gradient, dsinks))
         x, dx = yield from gather2(tp.all_gather(x), tp.matmul_reduce_scatter(dqkv, self.qkv.weight))
         return dx, [LinearWgrad(self.out.gradient, dy, saved.out), LinearWgrad(self.qkv.gradient, dqkv, x), *vectors]
 
@@ -91,27 +106,34 @@ class Attention(NamedTuple):
 
 
 def attend(
-    context: LayerContext, sequence: SequenceContext, q: Tensor, k: Tensor, v: Tensor
+    context: LayerContext, sequence: SequenceContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Task[tuple[Tensor, SavedContext]]:
-    """(out [T, N D], what B needs) of queries [T, N, D], keys and values [T, M, D], after those of earlier slices."""
+    """(out [T, N D], what B needs) of queries [T, N, D], keys and values [T, M, D], after those of earlier slices, and
+    sinks [N]."""
     q, k, v = (_by_sequence(each, sequence) for each in (q, k, v))
     k, v = sequence.kv_cache.extend((k, v), sequence.rotary.start)  # [B, M, start + S, D]
     model = context.model
     options = AttentionOptions(
         True, model.softmax_scale, context.deterministic, softcap=model.attn_logit_softcapping
     ).within(sequence.window)
-    out, saved = yield from context.cp.attend(q, k, v, options, sequence.documents)  # [B, N, S, D]
+    out, saved = yield from context.cp.attend(q, k, v, options, sequence.documents, sinks)  # [B, N, S, D]
     return out.transpose(1, 2).flatten(2).flatten(0, 1), saved
 
 
 def attend_backward(
-    context: LayerContext, sequence: SequenceContext, saved: SavedContext, dout: Tensor, head_dim: int
-) -> Task[QKVGrads]:
-    """Gradients [B, S, heads, D] of queries, keys and values, from that of the output [T, N head_dim]."""
+    context: LayerContext,
+    sequence: SequenceContext,
+    saved: SavedContext,
+    dout: Tensor,
+    head_dim: int,
+    sinks: Tensor | None = None,
+) -> Task[tuple[QKVGrads, Tensor | None]]:
+    """(gradients [B, S, heads, D] of queries, keys and values, that of the sinks [N]) from that of the output
+    [T, N head_dim], with the same sinks as forward."""
     dout = _by_sequence(dout.unflatten(1, (-1, head_dim)), sequence)
-    dq, dk, dv = yield from context.cp.attend_backward(dout, saved)
+    (dq, dk, dv), dsinks = yield from context.cp.attend_backward(dout, saved, sinks)
     dk, dv = sequence.kv_cache.slice_grads((dk, dv), sequence.rotary.start)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return (dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)), dsinks
 
 
 def _by_sequence(x: Tensor, sequence: SequenceContext) -> Tensor:

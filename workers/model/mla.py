@@ -91,7 +91,7 @@ class MLA(NamedTuple):
         shape, tp, latent = _shape(context), context.tp, saved.kv_latent
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
         dy = yield from tp.all_gather(dy)
-        dq, dk, dv = yield from attend_backward(
+        (dq, dk, dv), _ = yield from attend_backward(
             context, sequence, saved.context, torch.mm(dy, self.out.weight), shape.v_head_dim
         )
         dq, dk, dv = (grad.flatten(0, 1) for grad in (dq, dk, dv))  # [T, N, ...]

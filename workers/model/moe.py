@@ -27,10 +27,11 @@ from pentad.kernels.moe.moe_permute import (
 )
 from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.workers.model import router
+from pentad.workers.model.expert_biases import ExpertBiases
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.mlp import MLP
 from pentad.workers.model.router import Routing
-from pentad.workers.model.weight_grad import GroupedWgrad, LinearWgrad, Param, Params, Wgrad
+from pentad.workers.model.weight_grad import GroupedWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.parallel.async_ops import AsyncResult, Task, gather2, ready
 from pentad.workers.parallel.expert_parallel import (
     Dispatcher,
@@ -68,27 +69,30 @@ class MoE(NamedTuple):
     down: Param  # [local, H, I]
     shared: MLP | None  # of intermediate size Is
     act: Activation
+    biases: ExpertBiases | None
     bias: Param | None = None  # [E], added to the scores for the choice of experts; its "gradient" counts visits, int64
 
     @classmethod
     def bind(cls, params: Params, prefix: str, model: ModelSpec) -> MoE:
         router, gate_up, down = (params[f"{prefix}.experts.{name}"] for name in ("router", "gate_up", "down"))
         shared = MLP.bind(params, f"{prefix}.shared", model) if f"{prefix}.shared.down" in params else None
-        return cls(router, gate_up, down, shared, model.hidden_act, params.get(f"{prefix}.experts.bias"))
+        biases = ExpertBiases.bind(params, prefix)
+        return cls(router, gate_up, down, shared, model.hidden_act, biases, params.get(f"{prefix}.experts.bias"))
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[Tensor, MoESaved, MoERecomputable]]:
         full = yield from context.tp.all_gather(x)
         bias, local = self.bias and self.bias.weight, self.gate_up.weight.shape[0]
-        routing = router.route(full, self.router.weight, bias, _shape(context))
+        router_bias = self.biases and self.biases.router.weight
+        routing = router.route(full, self.router.weight, bias, _shape(context), router_bias)
         dispatcher = yield from make_dispatcher(routing.experts, local, context.ep.group, context.ep.mode)
         in_flight = self._dispatch(full, routing, dispatcher, context.ep)
         shared_gate_up, shared = self._shared_gate_up(full), None
         if shared_gate_up is not None and self.shared is not None:
             shared = torch.mm(glu(shared_gate_up, self.act), self.shared.down.weight.t())
         saved = yield from in_flight
-        partial, gate_up = self._compute_experts(full, saved)
+        partial, gate_up = self._compute_experts(full, saved, 1.0 / context.tp.size)
         out = yield from dispatcher.combine(partial)
         out = out if shared is None else out + shared
         if context.count_load and self.bias is not None and _shape(context).bias_update_rate:
@@ -111,13 +115,16 @@ class MoE(NamedTuple):
         shape, scale = _shape(context), context.loss_scale / context.tp.size  # dx is summed over the tp ranks
         x, dy = yield from gather2(context.tp.all_gather(recomputable.x), context.tp.all_gather(dy))
         dout = yield from saved.dispatcher.dispatch(dy)
-        dtokens, dweights, work = self._experts_backward(x, saved, recomputable.gate_up, dout)
+        share = 1.0 / context.tp.size
+        dtokens, dweights, work = self._experts_backward(x, saved, recomputable.gate_up, dout, share)
         in_flight = gather2(saved.dispatcher.combine(dtokens), saved.dispatcher.combine(dweights))
         dshared_gate_up, shared_work = self._shared_backward(x, recomputable.shared_gate_up, dy)
         dtokens, dweights = yield from in_flight
         has_aux_loss = shape.aux_loss_coef and scale
         dshares = router.aux_loss_grad(saved.routing, shape, scale, saved.load) if has_aux_loss else None
         dlogits, dx = router.backward(saved.routing, self.router.weight, shape, dweights, dshares)
+        if self.biases is not None:
+            work.append(bias_wgrad(self.biases.router, dlogits))
         dx += dtokens
         if dshared_gate_up is not None and self.shared is not None:
             dx.addmm_(dshared_gate_up, self.shared.gate_up.weight)
@@ -141,28 +148,37 @@ class MoE(NamedTuple):
 
         return gather2(choices, dispatcher.dispatch(x)).then(received)
 
-    def _compute_experts(self, x: Tensor, saved: MoESaved) -> tuple[Tensor, Tensor]:
-        """(sum [T', H] over the local experts of each received token, gate_up [R, 2I])."""
+    def _compute_experts(self, x: Tensor, saved: MoESaved, share: float) -> tuple[Tensor, Tensor]:
+        """(sum [T', H] over the local experts of each received token, gate_up [R, 2I]); `share` of it is this rank's
+        part of biases."""
         gate_up = self._gate_up(x, saved)
         # Weights are applied before the down projection, where activations are narrower than after it.
         gated = weighted_glu(gate_up, saved.rows.weights, saved.rows.offsets, self.act)
         out = grouped_gemm(gated, self.down.weight, saved.rows.offsets)
+        if self.biases is not None:
+            self.biases.add_down_(out, saved.rows, share)
         return sum_rows(out, saved.rows.positions), gate_up
 
     def _experts_backward(
-        self, x: Tensor, saved: MoESaved, gate_up: Tensor, dout: Tensor
+        self, x: Tensor, saved: MoESaved, gate_up: Tensor, dout: Tensor, share: float
     ) -> tuple[Tensor, Tensor, list[Wgrad]]:
         """(gradients of the received tokens [T', H] and of their weights [T', K], work for W) from `dout` [T', H]."""
         rows, tokens = saved.rows, x if saved.received is None else saved.received
         down, up = self.down.weight.transpose(1, 2), self.gate_up.weight.transpose(1, 2)
-        dgated = grouped_gemm(gather_rows(dout, rows.tokens, rows.offsets), down, rows.offsets)
+        dout_rows = gather_rows(dout, rows.tokens, rows.offsets)
+        dgated = grouped_gemm(dout_rows, down, rows.offsets)
         dgate_up, gated, drow_weights = weighted_glu_backward(dgated, gate_up, rows.weights, rows.offsets, self.act)
+        if self.biases is not None:
+            drow_weights = drow_weights + self.biases.weights_backward(dout_rows, rows, share)
+        del dout_rows  # free before the next product
         drows = grouped_gemm(dgate_up, up, rows.offsets)
         dweights = torch.where(rows.positions >= 0, drow_weights[rows.positions.clamp(min=0)], 0)
         work: list[Wgrad] = [
             GroupedWgrad(self.down.gradient, dout, gated, rows.offsets, rows.tokens, None),
             GroupedWgrad(self.gate_up.gradient, dgate_up, tokens, rows.offsets, None, rows.tokens),
         ]
+        if self.biases is not None:
+            work += self.biases.wgrads(dgate_up, dout, rows, share)
         return sum_rows(drows, rows.positions), dweights, work
 
     def _shared_backward(self, x: Tensor, gate_up: Tensor | None, dy: Tensor) -> tuple[Tensor | None, list[Wgrad]]:
@@ -175,7 +191,10 @@ class MoE(NamedTuple):
 
     def _gate_up(self, x: Tensor, saved: MoESaved) -> Tensor:
         tokens, rows = x if saved.received is None else saved.received, saved.rows
-        return grouped_gemm(gather_rows(tokens, rows.tokens, rows.offsets), self.gate_up.weight, rows.offsets)
+        gate_up = grouped_gemm(gather_rows(tokens, rows.tokens, rows.offsets), self.gate_up.weight, rows.offsets)
+        if self.biases is not None:
+            self.biases.add_gate_up_(gate_up, rows)
+        return gate_up
 
     def _shared_gate_up(self, x: Tensor) -> Tensor | None:
         return None if self.shared is None else torch.mm(x, self.shared.gate_up.weight.t())

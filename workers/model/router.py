@@ -25,12 +25,15 @@ class Routing(NamedTuple):
     load: Tensor  # [E] int64, tokens that visit each expert
 
 
-def route(x: Tensor, router: Tensor, bias: Tensor | None, shape: Experts) -> Routing:
+def route(x: Tensor, router: Tensor, bias: Tensor | None, shape: Experts, router_bias: Tensor | None = None) -> Routing:
     """Routes tokens x [T, H] by `router` [E, H].
 
-    `bias` [E] is added to the scores for the choice of experts, not for their weights (arXiv 2408.15664).
+    `bias` [E] is added to the scores for the choice of experts, not for their weights (arXiv 2408.15664), `router_bias`
+    [E] to the logits.
     """
     logits = router_logits(x, router)
+    if router_bias is not None:
+        logits = logits + router_bias
     scores = logits.softmax(-1) if shape.scoring_func == "softmax" else logits.sigmoid()
     experts = top_experts(scores if bias is None else scores + bias, shape)
     weights = scores.gather(1, experts)

@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from pentad.kernels.attention.attention import SavedAttention, attention, attention_backward
 from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.attention.attention_reference import AttentionOptions
+from pentad.kernels.attention.attention_sinks import add_sinks, sinks_backward
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.workers.parallel import cp_all_gather, cp_ring
 from pentad.workers.parallel.async_ops import Task
@@ -55,49 +57,85 @@ class ContextParallelGroup:
         return plan_steps(self.method, self.size, self.rank, length, slices, device, window)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, documents: DocumentMask | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        documents: DocumentMask | None = None,
+        sinks: Tensor | None = None,
     ) -> Task[tuple[Tensor, SavedContext]]:
         """(out [B, N, S / cp, Dv], what B needs) of this rank's q [B, N, S / cp, D], k [B, M, S / cp, D] and
-        v [B, M, S / cp, Dv], in the order of its positions. The inputs must stay unchanged until B.
+        v [B, M, S / cp, Dv], in the order of its positions, and sinks [N]. The inputs must stay unchanged until B.
 
         `options` are those of full sequences; `documents` were made for the same window."""
         group = self.group
         if group is None or self.size == 1:
-            return _attend_local(q, k, v, options, documents)
+            return _attend_local(q, k, v, options, documents, sinks)
         if self.method == "ulysses":
             heads = yield from to_heads(group, q, k, v)
-            out, saved = _attend_local(heads[0], heads[1], heads[2], options, documents)
+            out, saved = _attend_local(heads[0], heads[1], heads[2], options, documents, self._own_heads(sinks))
             positions = yield from to_positions(group, out)
             return positions[0], SavedUlysses(saved, k.shape[1])
         rows, length = q.shape[0], q.shape[2] * self.size
         window = 0 if options.window_left is None else options.window_left + 1
         steps = documents or _steps_without_mask(self.method, self.size, self.rank, rows, length, q.device, window)
         blocks = yield from BLOCKWISE[self.method].forward(group, Inputs(q, k, v, steps, options))
+        blocks = _with_sinks(blocks, sinks)
         return blocks.out, blocks
 
-    def attend_backward(self, dout: Tensor, saved: SavedContext) -> Task[QKVGrads]:
-        """(dq, dk, dv) of this rank's inputs, from dout [B, N, S / cp, Dv]."""
+    def attend_backward(
+        self, dout: Tensor, saved: SavedContext, sinks: Tensor | None = None
+    ) -> Task[tuple[QKVGrads, Tensor | None]]:
+        """((dq, dk, dv) of this rank's inputs, its part of the gradient [N] of the sinks) from dout [B, N, S / cp, Dv],
+        with the same sinks as forward."""
         group = self.group
         if isinstance(saved, SavedUlysses):
             assert group is not None
             heads = yield from to_heads(group, dout)
-            grads = yield from to_positions(group, *_attend_local_backward(heads[0], saved.saved))
-            return grads[0], sum_repeated(grads[1], saved.kv_heads), sum_repeated(grads[2], saved.kv_heads)
+            dsinks = _sinks_grad(heads[0], saved.saved, self._own_heads(sinks))
+            if dsinks is not None:  # of this rank's heads
+                before, after = self.rank * len(dsinks), (self.size - 1 - self.rank) * len(dsinks)
+                dsinks = F.pad(dsinks, (before, after))
+            dq, dk, dv = yield from to_positions(group, *_attend_local_backward(heads[0], saved.saved))
+            return (dq, sum_repeated(dk, saved.kv_heads), sum_repeated(dv, saved.kv_heads)), dsinks
+        dsinks = _sinks_grad(dout, saved, sinks)
         if group is None or isinstance(saved, SavedAttention):
-            return _attend_local_backward(dout, saved)
-        return (yield from BLOCKWISE[self.method].backward(group, saved, dout))
+            return _attend_local_backward(dout, saved), dsinks
+        return (yield from BLOCKWISE[self.method].backward(group, saved, dout)), dsinks
+
+    def _own_heads(self, sinks: Tensor | None) -> Tensor | None:
+        """The sinks of the heads that this rank has after the exchange of Ulysses."""
+        return None if sinks is None else sinks.chunk(self.size)[self.rank]
+
+
+def _with_sinks(saved: SavedBlocks, sinks: Tensor | None) -> SavedBlocks:
+    if sinks is None:
+        return saved
+    return SavedBlocks(saved.inputs, *add_sinks(saved.out, saved.lse, sinks))
+
+
+def _sinks_grad(dout: Tensor, saved: SavedAttention | SavedBlocks, sinks: Tensor | None) -> Tensor | None:
+    if isinstance(saved, SavedAttention) or sinks is None:
+        return None
+    return sinks_backward(dout, saved.out, saved.lse, sinks)
 
 
 def _attend_local(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, steps: DocumentMask | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    steps: DocumentMask | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, SavedAttention | SavedBlocks]:
     """Attention of full sequences, without communication."""
-    if steps is None and options.window_left is None and not options.softcap:
+    if steps is None and options.window_left is None and not options.softcap and sinks is None:
         return attention(q, k, v, options.deterministic, options.scale)
     every = slice(None)
     at = steps[0][0] if steps else Block(every, every, every, True, window_left=options.window_left)
     inputs = Inputs(q, k, v, ((at,),), options)
-    saved = SavedBlocks(inputs, *block_forward(inputs, at, k, v))
+    saved = _with_sinks(SavedBlocks(inputs, *block_forward(inputs, at, k, v)), sinks)
     return saved.out, saved
 
 

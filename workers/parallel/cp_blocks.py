@@ -32,7 +32,7 @@ class SavedBlocks(NamedTuple):
 
     inputs: Inputs
     out: Tensor  # [B, N, S, Dv]
-    lse: Tensor  # [B, N, S], of the softmax over the keys of all ranks; float32 or wider
+    lse: Tensor  # [B, N, S], of the softmax over the keys of all ranks and the sinks; float32 or wider
 
 
 def block_forward(inputs: Inputs, at: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,7 @@ def test_deepseek_v3_is_parsed_as_released() -> None:
         (LLAMA, "rope_scaling", "linear"),
         (LLAMA, "rope_scaling", {"type": "dynamic", "factor": 2.0}),
         (LLAMA, "rope_scaling", {"rope_type": "llama3", "factor": 2.0}),
-        (LLAMA, "rope_parameters", {"rope_type": "yarn", "factor": 2.0, "truncate": False}),
+        (LLAMA, "rope_parameters", {"rope_type": "yarn", "factor": 2.0, "truncate": 0}),
         ({**LLAMA, "architectures": ["MixtralForCausalLM"]}, "sliding_window", 4096),
         ({**LLAMA, "architectures": ["MixtralForCausalLM"]}, "router_jitter_noise", 0.1),
         (QWEN, "mlp_only_layers", [3]),
