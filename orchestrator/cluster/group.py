@@ -44,6 +44,7 @@ class WorkerGroup:
         self.places: tuple[WorkerPlace, ...] = ()
         self.offsets: tuple[float, ...] = ()
         self.device_name = ""
+        self.skipped_batches: tuple[tuple[int, int], ...] = ()  # see `batch_of`
         self._requested: dict[int, Any] = {}  # pending status calls
         self._statuses: dict[int, Status] = {}
         self.last_heard: dict[int, float] = {}  # monotonic second of each rank's last answer
@@ -115,7 +116,7 @@ class WorkerGroup:
         With `more` the last step stays open, so that no rank waits at its end: another run, perhaps of no step, must
         follow and returns its results.
         """
-        return self._call_runners("run", first_step, count, more)
+        return self._call_runners("run", first_step, count, more, self.skipped_batches)
 
     def submit_save(self, folder: Path, step: int, shards: dict[int, tuple[ParamShard, ...]] | None = None) -> Refs:
         """Has every rank write its shards of a checkpoint after `step` steps; or, in a generation that not all ranks
@@ -130,9 +131,15 @@ class WorkerGroup:
         return self._call_runners("evaluate", step)
 
     def submit_commit(
-        self, folder: Path, step: int, shards: list[dict[str, Any]], keep: int, best: int | None = None, rank: int = 0
+        self,
+        folder: Path,
+        step: int,
+        shards: list[dict[str, Any]],
+        keep: int,
+        pinned: Sequence[int] = (),
+        rank: int = 0,
     ) -> Refs:
-        """Has a rank commit a checkpoint, and delete older ones but the one after `best` steps, beside training."""
+        """Has a rank commit a checkpoint, and delete older ones but those of `pinned` steps, beside training."""
         plan = self.plan
         meta = {
             "run": plan.name,
@@ -140,8 +147,9 @@ class WorkerGroup:
             "program": plan.program.hash,
             "mesh": asdict(plan.mesh),
             "data": plan.fingerprint,
+            "skipped_batches": list(map(list, self.skipped_batches)),
         }
-        return {rank: self.actors[rank].commit.remote(str(folder), step, shards, meta, keep, best)}
+        return {rank: self.actors[rank].commit.remote(str(folder), step, shards, meta, keep, tuple(pinned))}
 
     def is_ready(self, refs: Refs) -> bool:
         """Whether `collect` would return at once."""

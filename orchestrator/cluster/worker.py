@@ -134,12 +134,18 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def commit(
-        self, folder: str, step: int, shards: list[dict[str, Any]], meta: dict[str, Any], keep: int, best: int | None
+        self,
+        folder: str,
+        step: int,
+        shards: list[dict[str, Any]],
+        meta: dict[str, Any],
+        keep: int,
+        pinned: tuple[int, ...],
     ) -> None:
-        """Commits a checkpoint and deletes older ones but the `best`, beside training."""
+        """Commits a checkpoint and deletes older ones but those of `pinned` steps, beside training."""
         path = Path(folder)
         checkpoint.commit(path, step=step, shards=[checkpoint.Shard.from_plain(shard) for shard in shards], meta=meta)
-        checkpoint.delete_older(path.parent, keep, best)
+        checkpoint.delete_older(path.parent, keep, pinned)
 
     @ray.method(concurrency_group="train")
     def close(self) -> None:

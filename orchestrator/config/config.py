@@ -21,6 +21,7 @@ from pentad.orchestrator.config.includes import Layers, leaves, merged, read_fil
 from pentad.orchestrator.config.loggers_section import LoggersSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
 from pentad.orchestrator.config.optimizer_section import OptimizerSection
+from pentad.orchestrator.config.spikes_section import SpikesSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
@@ -70,6 +71,7 @@ class RunConfig(sections.Section):
     zero: sections.ZeroSection = sections.ZeroSection()
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     elastic: sections.ElasticSection = sections.ElasticSection()
+    spikes: SpikesSection = SpikesSection()
     metrics: sections.MetricsSection = sections.MetricsSection()
     eval: EvalSection = EvalSection()
     loggers: LoggersSection = LoggersSection()
@@ -127,6 +129,8 @@ class RunConfig(sections.Section):
             yield from self.optimizer.phase_rules("run.steps", self.run.steps, "optimizer.")
         yield from self._state_rules()
         yield from self._eval_rules()
+        if self.spikes.policy == "rollback" and not self.checkpoint.every:
+            yield Broken("checkpoint.every", "at least 1 for spikes.policy = rollback, which goes back to such a step")
         if self.schedule.name == AUTO and self.memory.recompute_stages:
             found = f"{self.memory.recompute_stages}, but schedule.name auto places them"
             yield Broken("memory.recompute_stages", "null", found)

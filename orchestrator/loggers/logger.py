@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Note = Callable[[str], None]  # shows a sentence on the run's terminal
@@ -23,7 +23,7 @@ class Logger(Protocol):
     """One place that metrics go to. What it raises ends the logger, never the run."""
 
     def log(self, step: int, time: float, values: dict[str, float]) -> None:
-        """The values of a step that ended at this Unix time."""
+        """The values of a step that ended at this Unix time, or of the evaluation after `step` steps."""
 
     def rewind(self, step: int) -> None:
         """This step and later ones are logged again."""
@@ -38,6 +38,15 @@ class Logger(Protocol):
 def scalars(row: dict[str, Any], prefix: str = "train") -> dict[str, float]:
     """The numbers of a row of metrics.jsonl as 'train/loss', those of mappings as 'train/sources/web'."""
     return dict(_numbers({key: value for key, value in row.items() if key not in ("step", "time")}, prefix))
+
+
+def evaluation_scalars(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The losses in the rows of an evaluation as 'eval/NAME/loss', and their perplexities."""
+    return dict(
+        pair
+        for row in rows
+        for pair in _numbers({key: row[key] for key in ("loss", "perplexity")}, f"eval/{row['data']}")
+    )
 
 
 def _numbers(row: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:

@@ -56,7 +56,11 @@ class Loggers(Watcher):
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         for process in self._processes:
             for row in rows:
-                process.send_row(row)
+                process.offer({"row": row})
+
+    def on_evaluation(self, rows: Sequence[dict[str, Any]]) -> None:
+        for process in self._processes:
+            process.offer({"evaluation": list(rows)})
 
     def on_rewind(self, step: int) -> None:
         self._send({"rewind": step})
@@ -105,11 +109,11 @@ class LoggerProcess:
         for thread in self.threads:
             thread.start()
 
-    def send_row(self, row: dict[str, Any]) -> None:
-        """Drops the row if the logger is too far behind."""
+    def offer(self, message: dict[str, Any]) -> None:
+        """Drops it if the logger is too far behind."""
         self.rows += 1
         if self.queue.qsize() < MOST_QUEUED:
-            self.send({"row": row})
+            self.send(message)
         else:
             self.dropped += 1
 

@@ -13,10 +13,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.loggers.logger import LoggedRun, Logger, Note, scalars
+from pentad.orchestrator.loggers.logger import LoggedRun, Logger, Note, evaluation_scalars, scalars
 
+EVALUATIONS = "eval.jsonl"
 LOGGERS = {
     "csv": "pentad.orchestrator.loggers.csv_file:CsvFile",
     "tensorboard": "pentad.orchestrator.loggers.tensorboard:TensorBoard",
@@ -28,19 +30,33 @@ LOGGERS = {
 def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
     """Creates the logger of the first message, a LoggedRun, and passes the others to it."""
     remaining = iter(messages)
-    logger: Logger = pkgutil.resolve_name(LOGGERS[kind])(LoggedRun(**next(remaining)), note)
+    run = LoggedRun(**next(remaining))
+    logger: Logger = pkgutil.resolve_name(LOGGERS[kind])(run, note)
     end = "failed"  # a driver that dies says nothing
+    _evaluations_again(logger, run, run.first)
     for message in remaining:
         match message:
             case {"row": row}:
                 logger.log(row["step"], row["time"], scalars(row))
+            case {"evaluation": rows}:
+                logger.log(rows[0]["step"], rows[0]["time"], evaluation_scalars(rows))
             case {"rewind": step}:
                 logger.rewind(step)
+                _evaluations_again(logger, run, step)
             case {"checkpoint": folder, "step": step}:
                 logger.checkpoint(step, folder)
             case {"end": state}:
                 end = state
     logger.close(end)
+
+
+def _evaluations_again(logger: Logger, run: LoggedRun, step: int) -> None:
+    """The evaluation after `step` steps still counts when step `step`, the next one, is logged again."""
+    path = Path(run.folder, EVALUATIONS)
+    rows = map(json.loads, path.read_bytes().splitlines()) if path.exists() else ()
+    for row in rows:
+        if row["step"] == step:
+            logger.log(step, row["time"], evaluation_scalars([row]))
 
 
 def main(kind: str) -> None:

@@ -87,7 +87,9 @@ class EventBus:
         for row in rows:
             self.display.step(row)
             if row["skipped"]:
-                self.display.note(f"step {row['step']} had a non-finite gradient norm: its update was skipped")
+                self.display.note(f"step {row['step']} {_skip_reason(row)}: its update was skipped")
+                facts = {key: row[key] for key in ("generation", "step", "loss", "grad_norm")}
+                self.record("skip", **facts)
         self.on_first_step()
         self.on_first_step = lambda: None
         for watcher in self.watchers:
@@ -121,6 +123,14 @@ class EventBus:
     def _set_ranks(self, views: tuple[RankView, ...]) -> None:
         self.update(ranks=views)
         self.display.set_ranks(views)
+
+
+def _skip_reason(row: dict[str, Any]) -> str:
+    if row["grad_norm"] is None:
+        return "had a non-finite gradient norm"
+    if row["loss"] is None:
+        return "had a non-finite loss"
+    return f"was a spike (loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g})"
 
 
 def _state(status: Status) -> str:

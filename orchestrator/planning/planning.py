@@ -137,6 +137,7 @@ def draft(
         zero=zero,
         cp_method=config.mesh.cp_method,
         document_mask=config.data.document_mask,
+        spikes=config.spikes.spec,
         holdout=config.data.holdout,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.stages),

@@ -22,10 +22,12 @@ from pentad.orchestrator.monitoring.plan_view import print_plan
 from pentad.orchestrator.monitoring.run_state import ControlRequests, Watcher
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, Changes, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import plan_on
+from pentad.orchestrator.run.fence import RecoveryState
 from pentad.orchestrator.run.init_from import Origin, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.recovery import Recovery
 from pentad.orchestrator.run.resumed_optimizer import dropped_state
+from pentad.orchestrator.run.spikes import roll_back, rollback_target, skipped_batches
 from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.spec.plan import Plan
@@ -72,6 +74,7 @@ def drive(
             bus.record("place", generation=generation, ranks=_ranks(group))
             group.check_folder(folder.path.resolve())
             group.restore(start)
+            group.skipped_batches = skipped_batches(folder, start)
             interrupts.stop = requests.stop
             done = _run_generations(config, group, bus, requests, start)
             state = "finished" if done == config.run.steps else "stopped"
@@ -87,6 +90,8 @@ def _run_generations(
     many are done."""
     recovery, shown = Recovery(config, group, bus, requests, start), None
     first = saved = start.step
+    if rollback_target(config, first) == 0 and first not in bus.folder.saved():
+        saved = -1  # the initial weights are something to go back to as well
     saved_at = time.monotonic()
     while True:
         steps = StepLoop(config, group, bus, requests, first, saved, saved_at, recovery.should_regroup)
@@ -105,16 +110,20 @@ def _run_generations(
             bus.folder.timelines(steps.history.timeline, steps.history.costs)  # of this plan: the next may be another
         if fault is not None:
             state = recovery.recover(fault, steps.done)
+        elif steps.spikes.spike is not None:
+            state = RecoveryState(version=steps.done)
         elif not steps.regrouping or requests.stopping or requests.aborted or steps.done == config.run.steps:
             return steps.done
         else:
             state = recovery.regroup(steps.done)
         replayed = sorted(step for step in state.results if steps.done <= step < state.version)
         steps.add([list(state.results[step].values()) for step in replayed])
+        if (spike := steps.spikes.spike) is not None and spike < state.version:
+            state.version = roll_back(config, group, bus, spike)
         if state.version < steps.done:
             bus.rewind(state.version)
         first, saved_at = state.version, steps.saved_at
-        saved = max(steps.durable, *(s for s in bus.folder.saved() if s <= state.version), 0)
+        saved = max(s for s in (steps.durable, *bus.folder.saved()) if s <= state.version)
 
 
 def _show_cluster(display: Display, cluster: Cluster) -> None:

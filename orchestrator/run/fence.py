@@ -67,8 +67,9 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     state.version = max(snapshot.version for snapshot in snapshots.values())
     # A rank that lacks only the last step's global norm gets it from one that has taken the step.
     late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]
-    norm = next(s.norm for s in snapshots.values() if s.version == state.version)
-    answers, _ = group.gather({rank: group.call_runner(rank, "advance", norm) for rank in late}, SNAPSHOT_SECONDS)
+    done = next(s for s in snapshots.values() if s.version == state.version)
+    calls = {rank: group.call_runner(rank, "advance", done.norm, done.losses) for rank in late}
+    answers, _ = group.gather(calls, SNAPSHOT_SECONDS)
     newest = [rank for rank, s in snapshots.items() if s.version == state.version >= 0]  # -1: no state yet
     state.current = tuple(sorted([*newest, *answers]))
     for rank, snapshot in snapshots.items():

@@ -16,6 +16,7 @@ from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.run.fence import RecoveryState, is_complete, kill, sources
 from pentad.orchestrator.run.hang_detection import check_answers
+from pentad.orchestrator.run.spikes import pinned_checkpoints
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start, newest
 
@@ -152,8 +153,8 @@ class Regroup:
             rank: tuple(shard for shard, owner in owners.items() if owner == rank) for rank in set(owners.values())
         }
         shards = [shard for its in group.collect(group.submit_save(path, state.version, owned)) for shard in its]
-        keep, best = self.config.checkpoint.keep, self.bus.folder.best(state.version)
-        commit = group.submit_commit(path, state.version, shards, keep, best and best.step, min(owned))
+        keep, pinned = self.config.checkpoint.keep, pinned_checkpoints(self.config, self.bus.folder, state.version)
+        commit = group.submit_commit(path, state.version, shards, keep, pinned, min(owned))
         group.collect(commit)
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
         self.bus.record("checkpoint", generation=group.generation, step=state.version, seconds=seconds, bytes=size)

@@ -17,6 +17,7 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.run.hang_detection import HangDetector
 from pentad.orchestrator.run.measure import History
+from pentad.orchestrator.run.spikes import SpikeWatch, pinned_checkpoints
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.runtime.results import StepResult
 
@@ -42,7 +43,8 @@ class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
     asked about once a second, says that the ranks should be placed again. `done` steps are complete, `durable` steps
     are in a committed checkpoint; at the monotonic second `saved_at` the newest one was submitted or committed. The
-    newest evaluation was after `evaluated` steps."""
+    newest evaluation was after `evaluated` steps. Nothing is recorded after a spike because of which the run goes
+    back."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class StepLoop:
         self.collected_at = time.monotonic()  # when the last call ended
         self.committing: Call | None = None
         self.open = False  # the last step submitted is open: another run call must follow
+        self.spikes = SpikeWatch(config.spikes, requests)
         self.stop_announced = self.regrouping = self.stall_reported = False
         self.hangs = HangDetector(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
 
@@ -97,12 +100,15 @@ class StepLoop:
 
     def add(self, steps: list[list[StepResult]]) -> None:
         """Records completed steps, [step][result], from whichever ranks have results of them."""
-        if steps:
+        if steps and self.spikes.spike is None:
             self._record([row for step in steps for row in self.history.add([[result] for result in step])])
 
     def _submit(self) -> Call | None:
         """Submits the next call, if there is one."""
         every, step = self.config.checkpoint.every, self.submitted
+        if self.spikes.spike is not None:
+            was_open, self.open = self.open, False
+            return Call(self.group.submit_run(step, 0), step) if was_open else None
         late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at
         ending, paused, requested = self.ending, self.requests.paused, self.requests.wants_checkpoint
         due = step > self.saved and (ending or (every and step % every == 0) or late or requested)
@@ -133,7 +139,7 @@ class StepLoop:
         """Waits for steps, records them, and adapts the length of a call."""
         results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))
         self._finish_commit(wait=False)
-        if results[0]:
+        if results[0] and self.spikes.spike is None:
             rows = self.history.add(results)
             self._record(rows)
             seconds = sum(row["step_seconds"] for row in rows) / len(rows)
@@ -159,8 +165,10 @@ class StepLoop:
         self.bus.evaluated(evaluation_rows(call.step, results, seconds, self.group.generation))
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
+        spans, rows = list(self.history.recent)[-len(rows) :], self.spikes.until_spike(rows)
         self.done = rows[-1]["step"] + 1
-        self.bus.steps_done(rows, list(self.history.recent)[-len(rows) :])
+        self.bus.steps_done(rows, spans[: len(rows)])
+        self.spikes.react(rows)
 
     def _commit(self, call: Call) -> None:
         """Waits for the shards and submits the commit, which runs beside training."""
@@ -170,8 +178,8 @@ class StepLoop:
         if answers is not None:
             shards = [shard for its in answers for shard in its]
             path, keep = self.bus.folder.checkpoint(call.step), self.config.checkpoint.keep
-            best = self.bus.folder.best(call.step)
-            refs = self.group.submit_commit(path, call.step, shards, keep, best and best.step)
+            pinned = pinned_checkpoints(self.config, self.bus.folder, call.step)
+            refs = self.group.submit_commit(path, call.step, shards, keep, pinned)
             self.committing = call._replace(refs=refs, bytes=sum(shard["bytes"] for shard in shards))
 
     def _finish_commit(self, *, wait: bool) -> None:

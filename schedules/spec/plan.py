@@ -14,6 +14,7 @@ from pentad.schedules.spec.eval_spec import EvalSpec
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
+from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.schedules.spec.tensors import local_size
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
@@ -70,6 +71,7 @@ class Plan:
     or 'none'; empty means none everywhere. `zero` is the ZeRO stage (arXiv 1910.02054): from 1 on the holders of a
     stage shard its master weights and optimizer state, from 2 on its gradients, with 3 its compute weights.
     `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
+    Steps that are `spikes` change no weight (None: only those with a norm that is not finite).
     With `document_mask`, documents packed into a sequence do not attend to each other.
     """
 
@@ -95,6 +97,7 @@ class Plan:
     document_mask: bool = False
     holdout: float = 0.0
     eval: EvalSpec | None = None
+    spikes: SpikeSpec | None = None
 
     @property
     def programs(self) -> tuple[Program, ...]:

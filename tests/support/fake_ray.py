@@ -23,6 +23,7 @@ from pentad.orchestrator.monitoring.runfolder import RunFolder, read_lines
 from pentad.orchestrator.run import fence, hang_detection, recovery, regroup, step_loop
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
 from pentad.workers.runtime.results import EvalResult, RankSnapshot, StepResult
 
@@ -87,13 +88,14 @@ class Rank:
             assert set(self.plan.param_shards_of(self.number)) <= set(sources)
         self.version = step
 
-    def run(self, first: int, count: int, more: bool) -> list[StepResult]:
+    def run(self, first: int, count: int, more: bool, skipped_batches: tuple = ()) -> list[StepResult]:
         if self.fake.is_broken(self.generation) and self.version != first:
             raise Blocked
         results, self.open = self.open, []
         for step in range(first, first + count):
             assert self.version == step, "steps come in order"
             self.fake.strike(self, step)
+            self.fake.trained[step] = batch_of(step, skipped_batches)
             results.append(self._result(step))
             self.version, self.results = step + 1, [*self.results[-9:], results[-1]]
         if more:
@@ -113,7 +115,7 @@ class Rank:
         self.fake.written.setdefault(step, []).extend(shards)
         return [{"bytes": 1}] * len(shards)
 
-    def commit(self, folder: str, step: int, shards: Any, meta: Any, keep: int, best: int | None) -> None:
+    def commit(self, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]) -> None:
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "manifest.json").touch()
 
@@ -127,7 +129,7 @@ class Rank:
     def leave(self, generation: int) -> RankSnapshot:
         return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results))
 
-    def advance(self, norm: float) -> None:
+    def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         assert self.ready
         self.version += 1
 
@@ -143,7 +145,8 @@ class Rank:
     def _result(self, step: int) -> StepResult:
         end = STEP_SECONDS * (step + 1)
         span = Span(step, self.number, "compute", "0F0", "F", 0, 0, -1, end - STEP_SECONDS, end)
-        return StepResult(step, {self.number: 1.0}, 1.0, 0.1, False, (span,), 0.0, 1, 0)
+        skipped = self.fake.trained[step] in self.fake.spikes
+        return StepResult(step, {self.number: 1.0}, 1.0, 0.1, skipped, (span,), 0.0, 1, 0)
 
 
 class Ref:
@@ -191,6 +194,7 @@ class FakeRay:
     `faults[step]` are the ranks that die in a step, or the node that is lost with its ranks; lost nodes return in the
     steps `returns`. `eval_faults[step]` are the ranks that die in the evaluation after so many steps. In a step of
     `commits` one survivor has taken the step by then, and the others lack only the norm.
+    A step on a batch of `spikes` is skipped; `trained[step]` is the batch that a step trained on last.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
@@ -202,6 +206,8 @@ class FakeRay:
         self.returns: set[int] = set()
         self.eval_faults: dict[int, tuple[int, ...]] = {}
         self.commits: set[int] = set()
+        self.spikes: set[int] = set()
+        self.trained: dict[int, int] = {}
         self.written: dict[int, list[Any]] = {}  # shards by the steps of their checkpoint
         self.killed: list[int] = []
         self.on_call: Callable[[Rank, str], None] = lambda rank, method: None

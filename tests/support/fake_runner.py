@@ -84,7 +84,9 @@ class FakeRunner:
             saved = int(safetensors.numpy.load_file(Path(folder, "stage-000.safetensors"))["steps"])
             assert step in (0, saved), "another run's steps count, or do not"
 
-    def run(self, first_step: int, count: int, more: bool = False) -> list[StepResult]:
+    def run(
+        self, first_step: int, count: int, more: bool = False, skipped_batches: tuple[tuple[int, int], ...] = ()
+    ) -> list[StepResult]:
         results = [*self.open, *(self._step(step) for step in range(first_step, first_step + count))]
         self.results, self.open = (results[:-1], results[-1:]) if more else (results, [])
         return self.results

@@ -145,10 +145,10 @@ def recover(workers: list[WorkerProcess], lost: list[int], plan: Plan, generatio
     asked = {rank: workers[rank].call("leave") for rank in living}
     snapshots = {rank: workers[rank].answer(number) for rank, number in asked.items()}
     version = max(snapshot.version for snapshot in snapshots.values())
-    norm = next(snapshot.norm for snapshot in snapshots.values() if snapshot.version == version)
+    done = next(snapshot for snapshot in snapshots.values() if snapshot.version == version)
     for rank, snapshot in snapshots.items():
         if snapshot.version == version - 1 and snapshot.ready:
-            workers[rank].answer(workers[rank].call("advance", norm))
+            workers[rank].answer(workers[rank].call("advance", done.norm, done.losses))
     current = [r for r, s in snapshots.items() if s.version == version or s.ready]
     for rank in lost:
         workers[rank].stop()

@@ -135,9 +135,9 @@ def delete_checkpoint(folder: Path) -> None:
         ) from error
 
 
-def delete_older(root: Path, keep: int, best: int | None = None) -> tuple[Path, ...]:
-    """Keeps the newest valid checkpoint, the `keep` - 1 complete ones before it, anything newer, and the one after
-    `best` steps; deletes the rest.
+def delete_older(root: Path, keep: int, pinned: Sequence[int] = ()) -> tuple[Path, ...]:
+    """Keeps the newest valid checkpoint, the `keep` - 1 complete ones before it, anything newer, and those of `pinned`
+    steps; deletes the rest.
 
     Returns the deleted folders, oldest first. Deletes nothing unless it has read a newer checkpoint in full and found
     it valid.
@@ -153,7 +153,7 @@ def delete_older(root: Path, keep: int, best: int | None = None) -> tuple[Path, 
     if found is None:
         return ()
     kept = [step for step in complete if step < found.step][::-1][: keep - 1]
-    deleted = tuple(folder for step, folder in folders.items() if step < found.step and step not in (*kept, best))
+    deleted = tuple(folder for step, folder in folders.items() if step < found.step and step not in (*kept, *pinned))
     for folder in deleted:
         delete_checkpoint(folder)
     return deleted

@@ -7,6 +7,7 @@ checks the norm in the next step (schedules/passes/post_validation.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import optimizer
 from pentad.workers.params.muon import MuonExchange
 from pentad.workers.params.parameters import Parameters
+from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.runtime.streams import Check
 from pentad.workers.runtime.tied import TiedEmbedding
 from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
@@ -28,12 +30,14 @@ class CommittedStep(NamedTuple):
     """A step committed to the master weights; on a GPU, once it has reached the commit.
 
     `losses` [replicas x microbatches] are sums over the tokens of all ranks, `norm` is the global gradient norm before
-    clipping, a scalar. Both are float64 on the host and valid once the step has ended.
+    clipping, a scalar; `taken` is the same, or nan if the update was skipped. All are float64 on the host, valid once
+    the step has ended.
     """
 
     step: int
     losses: torch.Tensor
     norm: torch.Tensor
+    taken: torch.Tensor
 
 
 class StepTotals:
@@ -101,8 +105,8 @@ class GlobalNorm(NamedTuple):
 class _StepBase:
     """`version` (on the device) is the number of steps in the master weights, `norm` that of the newest one."""
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage]) -> None:
-        self.plan, self.stages, self.totals = plan, stages, StepTotals(plan, rank, stages)
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage], spikes: SpikeFilter | None) -> None:
+        self.plan, self.stages, self.spikes, self.totals = plan, stages, spikes, StepTotals(plan, rank, stages)
         self.device = self.totals.values.device
         self.version = torch.zeros((), dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -121,6 +125,13 @@ class _StepBase:
     def close(self) -> None:
         """Ends background work."""
 
+    def _taken(self, norm: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+        """The norm, or nan if the step is skipped."""
+        if self.spikes is None:
+            return norm
+        assert losses.numel(), "whether a step is a spike depends on its losses"
+        return self.spikes.filtered(losses.sum() / self.plan.batch.tokens, norm)
+
     def _parameters(self) -> dict[ParamShard, Parameters]:
         shards = self.plan.param_shards_of(self.totals.rank)
         return {shard: self.stages[shard.stage].param_buffers[shard.experts].parameters for shard in shards}
@@ -134,8 +145,10 @@ class BarrierStep(_StepBase):
     W of the next step before this one has ended.
     """
 
-    def __init__(self, plan: Plan, groups: ProcessGroups, stages: dict[int, BaseStage]) -> None:
-        super().__init__(plan, groups.rank, stages)
+    def __init__(
+        self, plan: Plan, groups: ProcessGroups, stages: dict[int, BaseStage], spikes: SpikeFilter | None
+    ) -> None:
+        super().__init__(plan, groups.rank, stages, spikes)
         self.world = groups.world
         self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
         # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
@@ -193,11 +206,11 @@ class BarrierStep(_StepBase):
         assert self.global_norm is not None and self.global_norm.step == step
         self._commit(self.global_norm)
 
-    def commit(self, step: int, norm: float) -> None:
-        """Commits the step that lacked only its norm, which another rank received before the abort."""
+    def commit(self, step: int, norm: float, losses: Sequence[float]) -> None:
+        """Commits the step that lacked only its norm; another rank received that, and the losses, before the abort."""
         accepted = torch.ones((), dtype=torch.bool, device=self.device)
-        value = torch.tensor(norm, dtype=torch.float64, device=self.device)
-        self._commit(GlobalNorm(step, accepted, value, torch.zeros(0, dtype=torch.float64)))
+        values = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in (norm, losses)]
+        self._commit(GlobalNorm(step, accepted, *values))
 
     def cancel(self) -> None:
         self.cancelled.fill_(math.nan)
@@ -206,15 +219,19 @@ class BarrierStep(_StepBase):
         self.directions.clear()
 
     def _commit(self, result: GlobalNorm) -> None:
+        taken = self._taken(result.norm, result.losses)
         spec = self.plan.optimizer
         for shard, parameters in self._parameters().items():
-            scale = optimizer.clip_scale(result.norm, spec.clip_norm, parameters.master.dtype)
+            scale = optimizer.clip_scale(taken, spec.clip_norm, parameters.master.dtype)
             optimizer.step(parameters, spec, result.step, scale, self.directions.get(shard))
         for balance, _ in self.balances:
-            balance.update(result.accepted & result.norm.isfinite())
+            balance.update(result.accepted & taken.isfinite())
         self.version = torch.where(result.accepted, result.step + 1, self.version)
         self.norm = torch.where(result.accepted, result.norm, self.norm)
-        self.committed.append(CommittedStep(result.step, _to_host(result.losses), _to_host(result.norm)))
+        losses, norm = _to_host(result.losses), _to_host(result.norm)
+        self.committed.append(
+            CommittedStep(result.step, losses, norm, norm if self.spikes is None else _to_host(taken))
+        )
 
     def _not_cancelled(self) -> torch.Tensor:
         """A bool scalar; on a GPU, as of when the current stream reaches this point."""
@@ -225,8 +242,15 @@ class PostValidatedStep(_StepBase):
     """STEP updates the compute weights only; the master weights follow once the norm is known. Until then gradients and
     optimizer state stay as they were."""
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage], reducer: NormReducer) -> None:
-        super().__init__(plan, rank, stages)
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        stages: dict[int, BaseStage],
+        spikes: SpikeFilter | None,
+        reducer: NormReducer,
+    ) -> None:
+        super().__init__(plan, rank, stages, spikes)
         self.reducer = reducer
         self.unvalidated: int | None = None  # the step whose norm is not known yet
 
@@ -259,15 +283,15 @@ class PostValidatedStep(_StepBase):
         totals = self.reducer.wait(self.unvalidated, check).sum(0)
         return self._commit(self.unvalidated, self.totals.norm(totals), self.totals.losses(totals))
 
-    def commit(self, step: int, norm: float) -> None:
-        self._commit(step, torch.tensor(norm, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
+    def commit(self, step: int, norm: float, losses: Sequence[float]) -> None:
+        self._commit(step, torch.tensor(norm, dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
 
     def close(self) -> None:
         self.reducer.close()
 
     def _commit(self, step: int, norm: torch.Tensor, losses: torch.Tensor) -> bool:
-        parameters = list(self._parameters().values())
-        factor = optimizer.clip_scale(norm, self.plan.optimizer.clip_norm, parameters[0].master.dtype)
+        parameters, taken = list(self._parameters().values()), self._taken(norm, losses)
+        factor = optimizer.clip_scale(taken, self.plan.optimizer.clip_norm, parameters[0].master.dtype)
         finite, unscaled = bool(factor.isfinite()), bool(factor == 1)
         scale = factor.to(self.device, non_blocking=True)
         for each in parameters:
@@ -276,7 +300,7 @@ class PostValidatedStep(_StepBase):
             optimizer.step(each, self.plan.optimizer, step, scale)
         self.version.fill_(step + 1)
         self.norm, self.unvalidated = norm, None
-        self.committed.append(CommittedStep(step, losses, norm))
+        self.committed.append(CommittedStep(step, losses, norm, taken))
         return unscaled
 
 

@@ -20,6 +20,7 @@ from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.process_groups import ProcessGroups, first_stage_ranks, join_store
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import DTYPES, Parameters
+from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep
 from pentad.workers.runtime.streams import CudaStreams, HostStreams, Lanes
 from pentad.workers.transport.norm_reducer import NormReducer
@@ -86,13 +87,18 @@ def make_transport(
 
 
 def make_optimizer_step(
-    plan: Plan, groups: ProcessGroups, stages: dict[int, BaseStage], address: str, timeout_seconds: float
+    plan: Plan,
+    groups: ProcessGroups,
+    stages: dict[int, BaseStage],
+    spikes: SpikeFilter | None,
+    address: str,
+    timeout_seconds: float,
 ) -> OptimizerStep:
     """The barrier, or the reducer of norms with a connection of its own to the store at 'HOST:PORT'."""
     if not has_post_validation(plan.program):
-        return BarrierStep(plan, groups, stages)
+        return BarrierStep(plan, groups, stages, spikes)
     mesh, first_ranks = plan.mesh, first_stage_ranks(plan.mesh)
     pipeline = first_ranks.index(mesh.move(groups.rank, pp=0))
     store = join_store(address, mesh.size, timeout_seconds)
     reducer = NormReducer(store, pipeline, mesh.coordinates(groups.rank).pp, len(first_ranks), mesh.pp)
-    return PostValidatedStep(plan, groups.rank, stages, reducer)
+    return PostValidatedStep(plan, groups.rank, stages, spikes, reducer)

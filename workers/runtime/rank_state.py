@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import zero_layout
 from pentad.workers.checkpoint import checkpoint, shards
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.parallel.process_groups import ProcessGroups
+from pentad.workers.params import spike_filter
 from pentad.workers.params.parameters import Parameters, create_parameters
 from pentad.workers.params.sharded_state import checkpoint_tensors, read_full, shard_file
+from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.runtime.abort import Fence
 from pentad.workers.runtime.zero import gather_state
 
@@ -24,14 +27,16 @@ from pentad.workers.runtime.zero import gather_state
 class RankState:
     """The parameters and optimizer state of a rank, by parameter shard.
 
-    `version` is the number of steps in them, -1 if they hold no step's state.
+    `version` is the number of steps in them, -1 if they hold no step's state. `spikes` has those that later ones are
+    compared with, if the plan asks for it.
     """
 
     def __init__(
         self, plan: Plan, rank: int, device: torch.device, previous: RankState | None = None, *, blank: bool = False
     ) -> None:
         """Takes over what an earlier generation of this rank has; the rest is initialized, or left `blank`."""
-        self.plan, self.rank = plan, rank
+        self.plan, self.rank, self.device = plan, rank, device
+        self.spikes: SpikeFilter | None = previous.spikes if previous is not None else make_spike_filter(plan, device)
         found: dict[ParamShard, Parameters] = {}
         if previous is not None and previous.plan.layers == plan.layers:
             found = {key: each for key, each in previous.parameters.items() if _fits(plan, rank, key, each)}
@@ -64,15 +69,21 @@ class RankState:
                 values.copy_(local.slice_of(full).flatten()[span])
             for name, bias in parameters.router_bias.by_name.items():
                 bias.copy_(read_full(source, f"model.{name}", tuple(bias.shape)))
+        if self.spikes is not None:
+            names = {spike_filter.TENSOR} & source.files.keys() if optimizer else ()
+            self.spikes.load(shards.read(source, names).get(spike_filter.TENSOR))
 
     def receive(self, groups: ProcessGroups, sources: Mapping[ParamShard, int]) -> None:
         """Broadcasts parameter shards from the given ranks of the mesh to their other holders, all of which must take
-        part."""
+        part; with each shard the window of spikes, which is the same everywhere."""
+        window = [] if self.spikes is None else [self.spikes.window.to(self.device)]
         for param_shard, parameters in sorted(self.parameters.items()):  # DualPipe's mirror ranks have another order
             if param_shard in sources:
-                for tensor in parameters.state_tensors():
+                for tensor in (*parameters.state_tensors(), *window):
                     group = groups.gradients[param_shard.stage][param_shard.experts]
                     dist.broadcast(tensor, sources[param_shard], group=group)
+        if self.spikes is not None:
+            self.spikes.window.copy_(window[0])
 
     def write(
         self, folder: Path, groups: ProcessGroups, fence: Fence, param_shards: tuple[ParamShard, ...] | None
@@ -94,12 +105,21 @@ class RankState:
             try:
                 if state is not None:
                     tensors = checkpoint_tensors(state, parameters.router_bias, param_shard)
+                    if self.spikes is not None and param_shard == ParamShard(stage=0):  # which every checkpoint has
+                        tensors[spike_filter.TENSOR] = self.spikes.window
                     written.append(shards.write_shard(folder, shard_file(self.plan, param_shard), tensors).plain())
             except PentadError as error:
                 failures.append(error)
         if failures:
             raise failures[0]
         return written
+
+
+def make_spike_filter(plan: Plan, device: torch.device) -> SpikeFilter | None:
+    """Where the step ends: on the host with post-validation, which learns the norm there."""
+    if plan.spikes is None:
+        return None
+    return SpikeFilter(plan.spikes, torch.device("cpu") if has_post_validation(plan.program) else device)
 
 
 def _create(plan: Plan, param_shard: ParamShard, device: torch.device, rank: int, blank: bool) -> Parameters:

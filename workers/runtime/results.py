@@ -11,10 +11,10 @@ from pentad.schedules.simulate.timeline import Span
 class StepResult:
     """One rank's result of one step.
 
-    `losses` are sums over tokens, by microbatch of the global batch. `grad_norm` is the global norm before clipping;
-    if it was not finite, the step was `skipped` and no weight changed. `spans` are in seconds of the host's monotonic
-    clock, their ranks and peers are ranks of the mesh. The host issued `instructions` in `host_seconds`; `peak_bytes`
-    is the largest GPU memory allocated so far, 0 on a CPU.
+    `losses` are sums over tokens, by microbatch of the global batch. `grad_norm` is the global norm before clipping; if
+    it was not finite, or the step a spike, it was `skipped`: no weight changed. `spans` are in seconds of the host's
+    monotonic clock, their ranks and peers are ranks of the mesh. The host issued `instructions` in `host_seconds`;
+    `peak_bytes` is the largest GPU memory allocated so far, 0 on a CPU.
     """
 
     step: int
@@ -43,11 +43,13 @@ class EvalResult:
 class RankSnapshot:
     """The state of a rank after its generation was aborted.
 
-    Its weights have had `version` steps, the last with this global gradient `norm`. `ready`: the gradients of the next
-    step are complete and lack only their global norm. `results` are of the last steps; the driver may have some.
+    Its weights have had `version` steps, the last with this global gradient `norm` and these `losses` by microbatch.
+    `ready`: the gradients of the next step are complete and lack only their global norm. `results` are of the last
+    steps; the driver may have some.
     """
 
     version: int
     ready: bool
     norm: float
     results: tuple[StepResult, ...]
+    losses: tuple[float, ...] = ()

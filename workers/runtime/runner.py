@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.parallel.process_groups import abort_nccl, connect, join_store, start_store
 from pentad.workers.runtime import rank_setup
@@ -82,7 +83,7 @@ class Runner:
             groups = connect(plan, rank, store, timeout_seconds, self.device, self.generation)
             for stage in self.stages.values():
                 stage.join(groups.layers)
-            end = rank_setup.make_optimizer_step(plan, groups, self.stages, address, timeout_seconds)
+            end = rank_setup.make_optimizer_step(plan, groups, self.stages, self.state.spikes, address, timeout_seconds)
             end.version.fill_(self.state.version)
             if self.sockets is not None:
                 self.sockets.exchange(store, rank, size)
@@ -112,15 +113,18 @@ class Runner:
             self.state.receive(self._connected.groups, sources)
         self._set_version(step)
 
-    def run(self, first_step: int, count: int, more: bool = False) -> list[StepResult]:
+    def run(
+        self, first_step: int, count: int, more: bool = False, skipped_batches: Sequence[tuple[int, int]] = ()
+    ) -> list[StepResult]:
         """Runs `count` steps and returns the results of all steps completed since the last call.
 
         `more`: another call follows, possibly of no steps. The newest step then stays open: nothing waits for its end
-        or its norm, and a later call returns its result. Raises Aborted if the generation ends.
+        or its norm, and a later call returns its result. `skipped_batches` are left out (see `batch_of`). Raises
+        Aborted if the generation ends.
         """
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
-                self._connected.run(self.programs[0], step, self.load_batch(step))
+                self._connected.run(self.programs[0], step, self.load_batch(batch_of(step, skipped_batches)))
             if more:
                 self._collect_results(num_open=1)
             else:
@@ -203,12 +207,13 @@ class Runner:
         self.close()
         known = (result for call in (*self.recent_calls, self.unreported) for result in call)
         results = tuple(result for result in known if result.step < self.state.version)
-        return RankSnapshot(self.state.version, ready, norm, results)
+        losses = next((tuple(it.losses.values()) for it in results if it.step == self.state.version - 1), ())
+        return RankSnapshot(self.state.version, ready, norm, results, losses)
 
-    def advance(self, norm: float) -> None:
+    def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         """After `leave`: commits the step that lacked only its global norm."""
         end = self._connected.optimizer_step
-        end.commit(self.state.version, norm)
+        end.commit(self.state.version, norm, losses)
         self.state.version = int(end.version)
 
     def close(self) -> None:
@@ -244,13 +249,12 @@ class Runner:
         del committed[: len(times)]
 
     def _result(self, committed: CommittedStep, times: StepTimes) -> StepResult:
-        norm = float(committed.norm)
         return StepResult(
             step=committed.step,
             losses=dict(enumerate(committed.losses.tolist())),
-            grad_norm=norm,
+            grad_norm=float(committed.norm),
             learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
-            skipped=not math.isfinite(norm),
+            skipped=not math.isfinite(float(committed.taken)),
             spans=self._spans(committed.step, times),
             host_seconds=self._connected.host_seconds.pop(committed.step, 0.0),
             instructions=len(times),

@@ -1,6 +1,7 @@
 """Loggers get every step once, at its own step and time, whatever happens to the run, and can do nothing to it."""
 
 import csv
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +59,10 @@ def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp
     first = start("csv, tensorboard")
     first.on_steps([row(0, loss=9.0), row(1, loss=8.0), row(2, loss=7.0)], [])
     first.on_event({"event": "checkpoint", "step": 2})
-    first.on_rewind(1)
+    evaluation = {"step": 1, "time": 1e9, "data": "web", "loss": 7.5, "perplexity": 1808.0, "generation": 1}
+    (tmp_path / "trial" / "eval.jsonl").write_text(json.dumps(evaluation) + "\n")
+    first.on_evaluation([evaluation, {**evaluation, "data": "code", "loss": None}])
+    first.on_rewind(1)  # to before step 1, after the evaluation
     first.on_steps([row(1, loss=6.0), row(2, loss=5.0), row(3, loss=4.0)], [])
     first.close()
     resumed = start("csv, tensorboard", 2)
@@ -70,8 +74,13 @@ def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp
     shown = scalars(run / "tensorboard")
     assert [each for each in shown if each.tag == "train/loss"] == expected
     assert [each for each in shown if each.tag == "train/sources/web"] == [Scalar("train/sources/web", 2, 1e9 + 2, 1.5)]
-    found = [(each["step"], each["train/loss"], each["train/sources/web"]) for each in csv_rows(run)]
-    assert found == [("0", "9.0", ""), ("1", "6.0", ""), ("2", "3.0", "1.5"), ("3", "", "")]
+    assert [each for each in shown if each.tag == "eval/web/loss"] == [Scalar("eval/web/loss", 1, 1e9, 7.5)]
+    names = "step", "train/loss", "train/sources/web", "eval/web/loss"
+    found = [tuple(each[name] for name in names) for each in csv_rows(run)]
+    assert found == [
+        *[("0", "9.0", "", ""), ("1", "", "", "7.5"), ("1", "6.0", "", "")],
+        *[("2", "3.0", "1.5", ""), ("3", "", "", "")],
+    ]
     described = texts(run / "tensorboard")
     assert described["checkpoint/text_summary"] == str(run / "checkpoints" / "step-00000002")
     assert '"steps": 60' in described["config/text_summary"]
@@ -81,7 +90,7 @@ def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp
 def test_a_driver_that_dies_has_logged_what_it_sent(start: Start, tmp_path: Path) -> None:
     (process,) = start("csv")._processes
     for step in range(50):
-        process.send_row(row(step))
+        process.offer({"row": row(step)})
     process.finish()  # closes the pipe, as the end of the driver's process does
     assert process.process.wait(20) == 0
     assert len(csv_rows(tmp_path / "trial")) == 50

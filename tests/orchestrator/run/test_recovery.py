@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_ray import FakeRay, FakeRun, Rank
+from fake_ray import FakeRun, Rank
 
 from pentad.orchestrator.cluster.faults import WorkerError
-from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.monitoring.runfolder import RunFolder, read_lines
+from pentad.orchestrator.monitoring.runfolder import read_lines
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run import driver
 from pentad.orchestrator.run.fence import RecoveryState, is_complete
@@ -27,24 +24,6 @@ SMALL = ("model.layers=4", "batch.global_batch_size=8", "schedule.name=1f1b", "c
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
 LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # no rank's state is anywhere else
 SHRINKS = ("elastic.min_ranks=2", "elastic.wait_seconds=1")
-
-
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    fake = FakeRay(monkeypatch, "node0", "node0", "node1", "node1")
-    folders = []
-
-    def do(*overrides: str, device: str = "cpu", nodes: tuple[str, ...] = fake.nodes) -> FakeRun:
-        fake.nodes = nodes
-        config = load(None, [f"run.folder={tmp_path}", "run.steps=40", *SMALL, *overrides])
-        plan = replace(make_plan(config, "cpu"), device=device)
-        folders.append(RunFolder(config, plan))
-        group = WorkerGroup.start(plan, None, 100.0, runner="")
-        return FakeRun(fake, config, folders[-1], group)
-
-    yield do
-    for folder in folders:
-        folder.close()
 
 
 StartRun = Callable[..., FakeRun]

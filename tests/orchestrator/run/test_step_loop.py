@@ -39,7 +39,7 @@ class Ranks:
         self.at: dict[int, Callable[[StepLoop], None]] = {}  # step -> what to do during it
         self.calls: StepLoop | None = None
         self.rests = 0
-        self.best: list[int | None] = []  # what each commit keeps
+        self.pinned: list[tuple[int, ...]] = []  # what each commit keeps
         self.losses: dict[int, float] = {}  # of evaluations, else 1
 
     def _submit(self, *call: Any) -> list[tuple]:
@@ -62,9 +62,9 @@ class Ranks:
     def submit_evaluate(self, step: int) -> list[tuple]:
         return self._submit("evaluate", step, False)
 
-    def submit_commit(self, folder: Path, step: int, shards: list, keep: int, best: int | None) -> list[tuple]:
+    def submit_commit(self, folder: Path, step: int, shards: list, keep: int, pinned: tuple[int, ...]) -> list[tuple]:
         assert [shard["of"] for shard in shards] == [0, 1]
-        self.best.append(best)
+        self.pinned.append(pinned)
         folder.mkdir()
         (folder / "manifest.json").touch()
         return self._submit("commit", step)
@@ -325,6 +325,6 @@ def test_commits_keep_the_best_checkpoint(run: Run) -> None:
         "run.steps=18", *HELD_OUT, "eval.every=2", "checkpoint.every=4", "checkpoint.keep_best=true",
         prepare=lambda ranks: ranks.losses.update(losses),
     )  # fmt: skip
-    assert ranks.best == [4, 8, 8, 16, 16]
+    assert ranks.pinned == [(4,), (8,), (8,), (16,), (16,)]
     events = read_lines(calls.bus.folder.path / JOURNAL)
     assert [row["step"] for row in events if row["event"] == "best"] == [4, 8, 16]

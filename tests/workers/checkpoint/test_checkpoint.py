@@ -201,11 +201,11 @@ def test_delete_older_keeps_the_newest_and_deletes_the_oldest_first(tmp_path: Pa
     assert delete_older(tmp_path, keep=1) == (folder_of(tmp_path, 30),)
 
 
-def test_delete_older_keeps_the_best_one_too(tmp_path: Path) -> None:
+def test_delete_older_keeps_pinned_ones_too(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
-    assert delete_older(tmp_path, keep=1, best=20) == (folder_of(tmp_path, 10), folder_of(tmp_path, 30))
-    assert delete_older(tmp_path, keep=1, best=40) == (folder_of(tmp_path, 20),)
+    assert delete_older(tmp_path, keep=1, pinned=[20]) == (folder_of(tmp_path, 10), folder_of(tmp_path, 30))
+    assert delete_older(tmp_path, keep=1, pinned=[40]) == (folder_of(tmp_path, 20),)
 
 
 def test_delete_older_keeps_the_newest_valid_one_when_newer_ones_are_damaged(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_call_queued_behind_a_failed_one_does_nothing(workers, corpus, name, a
     committed = (failed_step + 1, False)
     versions = [(snapshot.version, snapshot.ready) for snapshot in snapshots]
     assert versions == [committed, (failed_step, True), *[committed] * (len(ranks) - 2)]
-    ranks[1].answer(ranks[1].call("advance", snapshots[0].norm))
+    ranks[1].answer(ranks[1].call("advance", snapshots[0].norm, snapshots[0].losses))
     for found, state in zip(call_all(ranks, "state"), expected, strict=True):
         assert same_bits(found, state)
 
@@ -163,7 +163,7 @@ def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path, opt
     executor.run(first, 3, late.load_batch(3))
     snapshot = late.leave()
     assert (snapshot.version, snapshot.ready, snapshot.norm) == (2, True, newest.grad_norm)
-    late.advance(norm)
+    late.advance(norm, ())
     states = [
         [tensor for parameters in runner.state.parameters.values() for tensor in parameters.state_tensors()]
         for runner in runners

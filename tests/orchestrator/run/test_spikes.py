@@ -1,0 +1,145 @@
+"""What a run does about spikes, on ranks that live in this process (`fake_ray`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection
+
+import pytest
+from fake_ray import FakeRun
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.run import driver
+from pentad.orchestrator.run.spikes import pinned_checkpoints, skipped_batches
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.spikes import batch_of
+from pentad.workers.checkpoint.checkpoint import Start
+
+STEPS = 40
+SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
+LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # no rank's state is anywhere else
+StartRun = Callable[..., FakeRun]
+
+
+def drive(run: FakeRun) -> int:
+    run.group.restore(Start())
+    return driver._run_generations(run.config, run.group, run.bus, run.requests, Start())
+
+
+def expected(spikes: Collection[int], every: int) -> tuple[list[int], list[list[int]]]:
+    """The batch of each step of a run that rolls back, and what it has left out, by playing it step by step."""
+    batches, skipped, batch = list[int](), list[list[int]](), 0
+    while len(batches) < STEPS:
+        if batch in spikes:
+            target = len(batches) // every * every
+            skipped.append([target, len(batches) + 1 - target])
+            del batches[target:]
+        else:
+            batches.append(batch)
+        batch += 1
+    return batches, skipped
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seed"),
+    [
+        pytest.param(mesh, seed, marks=[] if (mesh, seed) in ((SQUARE, 4), (LINE, 1)) else [pytest.mark.slow])
+        for mesh in (SQUARE, LINE)
+        for seed in range(12)
+    ],
+)
+def test_a_rollback_depends_on_the_spikes_alone_whatever_dies(
+    start: StartRun, mesh: tuple[str, ...], seed: int
+) -> None:
+    """Spikes on random batches, of which some follow each other, while ranks die."""
+    rng = random.Random(seed)
+    run = start(*mesh, "checkpoint.every=5", "spikes.policy=rollback")
+    spikes = set(rng.sample(range(2, 50), 5))
+    run.fake.spikes = spikes | {min(spikes) + 1}
+    run.fake.faults = {step: (rng.randrange(4),) for step in rng.sample(range(8, 40), 3)} if seed else {}
+    assert drive(run) == STEPS
+    batches, skipped = expected(run.fake.spikes, 5)
+    assert [run.fake.trained[step] for step in range(STEPS)] == batches
+    assert [batch_of(step, run.group.skipped_batches) for step in range(STEPS)] == batches
+    rows = read_lines(run.folder.path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert not any(row["skipped"] for row in rows)
+    rollbacks = run.events("rollback")
+    assert [event["skipped_batches"][-1] for event in rollbacks] == skipped
+    assert [(event["to"], event["step"] + 1 - event["to"]) for event in rollbacks] == list(map(tuple, skipped))
+    assert skipped_batches(run.folder, Start()) == tuple(map(tuple, skipped))
+
+
+def test_checkpoints_of_steps_that_no_longer_count_are_deleted(start: StartRun) -> None:
+    run = start(*SQUARE, "checkpoint.every=10", "spikes.policy=rollback")
+    run.fake.spikes = {17}
+    seen: list[list[int]] = []
+
+    def on_call(rank: object, method: str) -> None:
+        if method == "restore":
+            seen.append(run.folder.saved())
+
+    run.fake.on_call = on_call
+    run.save(13)  # by time, of the steps that will be abandoned
+    drive(run)
+    assert seen[-1] == [0, 10]
+    assert run.folder.saved() == [0, 10, 20, 30, 40]  # the fake deletes none
+
+
+def test_the_checkpoint_to_go_back_to_outlives_newer_ones(start: StartRun) -> None:
+    run = start(*SQUARE, "checkpoint.every=10", "spikes.policy=rollback")
+    assert [pinned_checkpoints(run.config, run.folder, step) for step in (0, 13, 20)] == [(0,), (10,), (20,)]
+
+
+def test_too_many_rollbacks_to_the_same_checkpoint_end_the_run(start: StartRun) -> None:
+    run = start(*SQUARE, "checkpoint.every=10", "spikes.policy=rollback", "spikes.max_consecutive=2")
+    run.fake.spikes = set(range(12, 100))
+    with pytest.raises(PentadError, match=r"^step 10 is a spike after 2 rollbacks to step 10: expected at most "):
+        drive(run)
+    assert [event["to"] for event in run.events("rollback")] == [10, 10]
+
+
+def test_without_its_checkpoint_a_rollback_is_one_sentence(start: StartRun) -> None:
+    run = start(*SQUARE, "checkpoint.every=10", "spikes.policy=rollback")
+    run.save(13)
+    run.group.restore(Start(run.folder.checkpoint(13), 13))
+    run.fake.spikes = {15}
+    words = "step 15 is a spike, and there is no checkpoint of at most 10 steps to go back to: "
+    with pytest.raises(PentadError, match=words):
+        driver._run_generations(run.config, run.group, run.bus, run.requests, Start(run.folder.checkpoint(13), 13))
+
+
+@pytest.mark.parametrize("most", [3, 4])
+def test_skipped_steps_are_in_the_journal_and_too_many_in_a_row_end_the_run(start: StartRun, most: int) -> None:
+    run = start(*SQUARE, "spikes.policy=skip", f"spikes.max_consecutive={most}")
+    run.fake.spikes = {5, 20, 21, 22}
+    if most == 3:
+        with pytest.raises(PentadError, match=r"^steps 20 to 22 were all skipped: expected fewer than spikes.max_"):
+            drive(run)
+    else:
+        assert drive(run) == STEPS
+    assert [(event["step"], event["grad_norm"]) for event in run.events("skip")] == [(s, 1.0) for s in (5, 20, 21, 22)]
+
+
+def test_a_run_stops_at_a_spike_with_a_checkpoint(start: StartRun) -> None:
+    run = start(*SQUARE, "spikes.policy=stop")
+    run.fake.spikes = {12}
+    done = drive(run)
+    assert 12 < done < 20
+    assert run.folder.saved() == [done]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["spikes.policy=rollback"], "checkpoint.every is 0: expected at least 1 for spikes.policy = rollback"),
+        (["spikes.min_steps=200"], "spikes.min_steps is 200: expected at most spikes.window = 128"),
+        (["spikes.policy=skipp"], "did you mean skip?"),
+        (["spikes.window=1"], "spikes.window is 1: expected at least 2"),
+    ],
+)
+def test_wrong_settings_are_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(PentadError) as error:
+        load(None, overrides)
+    assert sentence in str(error.value)

@@ -1,0 +1,58 @@
+"""Runs with a spike, on real Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from spiky_runner import SKIPPED, SPIKE_BATCH
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.run.train import train
+from pentad.workers.checkpoint import shards
+from pentad.workers.checkpoint.checkpoint import newest
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+SMALL = [
+    *("mesh.pp=2", "model.layers=4", "model.hidden=32", "model.heads=4", "model.ffn=48", "cluster.device=cpu"),
+    *("schedule.microbatches=4", "batch.global_batch_size=8", "batch.sequence_length=32", "run.steps=16"),
+    *("optimizer.decay_steps=16", "optimizer.warmup_steps=2"),
+]
+ROLLBACK = [
+    *("spikes.policy=rollback", "spikes.threshold=50", "spikes.window=4", "spikes.min_steps=3"),
+    "checkpoint.every=4",
+]
+
+
+def run(folder: Path, name: str, runner: str, *overrides: str) -> dict[str, torch.Tensor]:
+    """The state after a run; of several calls, the last one's."""
+    config = load(None, [f"run.folder={folder}", f"run.name={name}", *SMALL, *overrides])
+    train(config, runner=runner)
+    found = newest(folder / name / "checkpoints").checkpoint
+    assert found is not None
+    return shards.read(found, [tensor for tensor in found.files if not tensor.startswith("spikes.")])
+
+
+@pytest.mark.parametrize("post_validation", ["false", "true"])
+def test_a_rollback_has_the_bits_of_a_run_that_never_saw_the_batches(tmp_path: Path, post_validation: str) -> None:
+    schedule = f"schedule.post_validation={post_validation}"
+    found = run(tmp_path, "spiky", "spiky_runner:SpikyRunner", *ROLLBACK, schedule)
+    expected = run(tmp_path, "reference", "spiky_runner:SkippingRunner", schedule)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    (rollback,) = [row for row in read_lines(tmp_path / "spiky" / "journal.jsonl") if row["event"] == "rollback"]
+    assert (rollback["step"], rollback["to"]) == (SPIKE_BATCH, 8)
+    assert rollback["skipped_batches"] == [list(each) for each in SKIPPED]
+    rows = {name: read_lines(tmp_path / name / "metrics.jsonl") for name in ("spiky", "reference")}
+    assert [row["loss"] for row in rows["spiky"]] == [row["loss"] for row in rows["reference"]]
+    checkpoint = newest(tmp_path / "spiky" / "checkpoints").checkpoint
+    assert checkpoint is not None and checkpoint.meta["skipped_batches"] == [list(each) for each in SKIPPED]
+
+
+def test_a_run_that_is_resumed_after_a_rollback_has_the_same_bits(tmp_path: Path) -> None:
+    expected = run(tmp_path, "whole", "spiky_runner:SpikyRunner", *ROLLBACK)
+    run(tmp_path, "parts", "spiky_runner:SpikyRunner", *ROLLBACK, "run.steps=11")
+    found = run(tmp_path, "parts", "spiky_runner:SpikyRunner", *ROLLBACK)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
