@@ -15,19 +15,17 @@ Config = RunConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-def load_config(
-    config: Config = None, overrides: Iterable[str] = (), sections: Mapping[str, Any] = NO_SECTIONS
-) -> RunConfig:
+def load_config(config: Config = None, **sections: Any) -> RunConfig:
     """A configuration from a YAML file's path, a mapping of sections, or another configuration (None: the quickstart),
-    with `sections` merged into it and `section.key=value` overrides applied. Raises PentadError with all mistakes."""
-    source = Path(config) if isinstance(config, str | os.PathLike) else config
-    return load(source, overrides, sections)
+    with `sections` such as `mesh={"pp": 2}` merged into it. Raises PentadError with all mistakes."""
+    return load(_source(config), sections=sections)
 
 
 def config_to_train(
     config: Config = None, overrides: Iterable[str] = (), sections: Mapping[str, Any] = NO_SECTIONS
 ) -> tuple[RunConfig, str]:
-    """`load_config`, but the quickstart has a pipeline no longer than this machine has GPUs, and a note that says so.
+    """`load_config` with `section.key=value` overrides, but the quickstart has a pipeline no longer than this machine
+    has GPUs, and a note that says so.
 
     Any other configuration, and one whose mesh or cluster is given, is left as it is."""
     overrides, note = list(overrides), ""
@@ -37,4 +35,8 @@ def config_to_train(
         count = f"{gpus} GPU" + "s" * (gpus > 1)
         note = f"this machine has {count}: the quickstart runs with mesh.pp = {gpus}, not {ranks}"
         overrides.append(f"mesh.pp={gpus}")
-    return load_config(config, overrides, sections), note
+    return load(_source(config), overrides, sections), note
+
+
+def _source(config: Config) -> RunConfig | Mapping[str, Any] | Path | None:
+    return Path(config) if isinstance(config, str | os.PathLike) else config

@@ -126,24 +126,24 @@ class PlannedRun:
 
 
 def plan(
-    config: Config = None, *, device: Device | None = None, memory: float | None = None, **sections: Any
+    config: Config = None, *, device: Device | None = None, device_gib: float | None = None, **sections: Any
 ) -> PlannedRun:
     """What `pentad.train` would run, from guessed costs; starts and writes nothing, and needs neither torch nor Ray.
 
-    `config` and `sections` are those of `train`. `device` is that of the ranks (None: as found here), `memory` its GiB
-    (None: as here, else an H200's). Raises PentadError for a mistake in the configuration.
+    `config` and `sections` are those of `train`. `device` is that of the ranks (None: as found here), `device_gib` its
+    memory (None: as here, else an H200's). Raises PentadError for a mistake in the configuration.
     """
-    return planned(load_config(config, sections=sections), device, memory)
+    return planned(load_config(config, **sections), device, device_gib)
 
 
-def planned(config: RunConfig, device: Device | None = None, memory: float | None = None) -> PlannedRun:
+def planned(config: RunConfig, device: Device | None = None, device_gib: float | None = None) -> PlannedRun:
     """`plan` of a configuration."""
     place = device or local_device(config.cluster, config.mesh.size)[0]
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
     found = make_plan(config, place)
     require_shards(config, found)
-    return PlannedRun(found, costs_of(found), fit_of(found, device_memory(place, memory)), _data_error(config))
+    return PlannedRun(found, costs_of(found), fit_of(found, device_memory(place, device_gib)), _data_error(config))
 
 
 def _data_error(config: RunConfig) -> str:

@@ -10,6 +10,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.runfolder import read_lines, resolve_run, saved_config
 from pentad.orchestrator.planning.formatting import format_number
+from pentad.schedules.ir.errors import PentadError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,7 +27,7 @@ class Run:
     """
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
-        self.folder = resolve_run(os.fspath(run))
+        self.folder = resolve_run(os.fspath(run)).absolute()
 
     @property
     def name(self) -> str:
@@ -37,14 +38,14 @@ class Run:
         """As of the last start."""
         return saved_config(self.folder)
 
-    def status(self) -> dict[str, Any]:
+    def status(self, timeout_seconds: float = 5.0) -> dict[str, Any]:
         """What `pentad status --json` prints: state, step (the number of steps done), loss, mesh and so on; of a live
-        run also what its ranks do. Raises PentadError if a live run does not answer within five seconds."""
+        run also what its ranks do. Raises PentadError if a live run does not answer in this time."""
         from pentad.orchestrator.control.control_client import NotLive, connect
 
         try:
             with connect(self.folder) as client:
-                return client.status()
+                return client.status(timeout_seconds)
         except NotLive as error:
             return error.last
 
@@ -85,6 +86,9 @@ class Run:
         return runfolder.committed(self.folder / runfolder.CHECKPOINTS)
 
     def __repr__(self) -> str:
-        status = self.status()
+        try:
+            status = self.status()
+        except PentadError:
+            return f"<Run {self.name}: does not answer, in {self.folder}>"
         steps, loss = f"{status['step']} of {status['steps']} steps", format_number(status["loss"], ".4f")
         return f"<Run {self.name}: {status['state']}, {steps}, loss {loss}, in {self.folder}>"

@@ -11,7 +11,6 @@ from pentad.orchestrator.api.commented_yaml import commented_yaml
 from pentad.orchestrator.api.model_sizes import MODEL_SIZES
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.errors import nearest
-from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
 from pentad.orchestrator.planning.mesh_search import MeshChoice, overrides_of, search_meshes
@@ -58,6 +57,7 @@ def starting_config(
         "checkpoint": {"every": 100, "keep": 2},
     }
     base = load(values)
+    values["model"] = {"family": base.model.family, **base.model.model_dump(exclude_defaults=True)}
     parameters = num_parameters(base.model.spec)
     rate = next(rate for most, rate in LEARNING_RATES if parameters <= most)
     values["optimizer"] = {"learning_rate": rate, "warmup_steps": 100}
@@ -70,7 +70,7 @@ def starting_config(
 
 
 def _model(model: str) -> tuple[dict[str, Any], int]:
-    """The model section, without keys that have their default, and the longest sequence."""
+    """The model section and the longest sequence."""
     if model in MODEL_SIZES:
         return dict(MODEL_SIZES[model]), LENGTH
     if not Path(model).is_dir():
@@ -82,11 +82,8 @@ def _model(model: str) -> tuple[dict[str, Any], int]:
     from pentad.workers.hf.folder import read_config
 
     raw = read_config(Path(model))
-    section = ModelSection.model_validate(make_section(*parse_config(raw)))
     longest = raw.get("max_position_embeddings")
-    return section.model_dump(exclude_defaults=True) | {"family": section.family}, (
-        longest if isinstance(longest, int) and longest > 0 else LENGTH
-    )
+    return make_section(*parse_config(raw)), longest if isinstance(longest, int) and longest > 0 else LENGTH
 
 
 def _fastest(config: RunConfig, gpus: int, device: DeviceMemory) -> MeshChoice:

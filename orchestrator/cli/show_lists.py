@@ -68,16 +68,14 @@ def show_schedules(console: Console, *, as_json: bool) -> None:
 
 def _run(folder: Path) -> dict[str, Any]:
     """A line of `pentad runs`; a run that this version cannot read is listed as unreadable."""
-    from pentad.orchestrator.control.control_client import NotLive, connect, ended
+    from pentad.orchestrator.api.runs import Run
+    from pentad.orchestrator.control.control_client import ended
 
     path = folder / METRICS if (folder / METRICS).exists() else folder / CONFIG
     found = {"name": folder.name, "state": "unreadable", "step": 0, "steps": 0, "loss": None}
     try:
         try:
-            with connect(folder) as client:
-                status = client.status(1.0)
-        except NotLive as error:
-            status = error.last
+            status = Run(folder).status(1.0)
         except PentadError:  # live, but it does not answer, or only on another machine
             status = ended(folder) | {"state": "running"}
         found |= {key: status[key] for key in ("state", "step", "steps", "loss")}

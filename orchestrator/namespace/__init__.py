@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pentad.orchestrator.api.comparison import Comparison
+    from pentad.orchestrator.api.configs import load_config
     from pentad.orchestrator.api.plans import PlannedRun, plan
     from pentad.orchestrator.api.runs import Run
     from pentad.orchestrator.api.schedules import Schedule, schedule
@@ -32,6 +33,7 @@ _MODULES = {
     "Schedule": "pentad.orchestrator.api.schedules",
     "ScheduleError": "pentad.schedules.ir.errors",
     "StopTraining": "pentad.orchestrator.run.callbacks",
+    "load_config": "pentad.orchestrator.api.configs",
     "plan": "pentad.orchestrator.api.plans",
     "schedule": "pentad.orchestrator.api.schedules",
     "train": "pentad.orchestrator.api.training",
@@ -46,6 +48,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "StopTraining",
+    "load_config",
     "plan",
     "schedule",
     "train",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import subprocess
@@ -47,6 +48,11 @@ def test_every_name_is_documented_and_is_that_of_its_module(name: str) -> None:
     assert found is getattr(import_module(pentad._MODULES[name]), name) is getattr(pentad, name)
     assert found.__doc__
     assert f"pentad.{name}" in (ROOT / "docs" / "python.md").read_text()
+
+
+def test_no_option_is_called_like_a_section() -> None:
+    for function in (pentad.train, pentad.plan, pentad.load_config):
+        assert not set(inspect.signature(function).parameters) & set(pentad.RunConfig.model_fields)
 
 
 def test_other_names_do_not_exist() -> None:

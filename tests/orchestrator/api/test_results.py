@@ -58,7 +58,7 @@ def test_a_mistake_is_the_sentence_of_the_command_line(keywords: dict[str, Any],
 @pytest.mark.parametrize("overrides", [{}, {"mesh": {"pp": 2, "cp": 2}, "data": {"path": "nowhere"}}])
 def test_a_plan_is_that_of_the_command_line(pentad: Pentad, overrides: dict[str, dict[str, Any]]) -> None:
     words = [f"{section}.{key}={value}" for section, keys in overrides.items() for key, value in keys.items()]
-    found = api.plan(device="cuda", memory=80.0, **overrides)
+    found = api.plan(device="cuda", device_gib=80.0, **overrides)
     status, out, _ = pentad("plan", *words, "--device", "cuda", "--memory", "80", "--json")
     assert (json.dumps(found.facts()), int(not found.ok)) == (out.rstrip("\n"), status)
     plain = pentad("plan", *words, "--device", "cuda", "--memory", "80")[1]
@@ -102,14 +102,14 @@ def test_a_run_gives_back_what_is_in_its_folder(run: api.Run) -> None:
     assert run.program().hash == make_plan(run.config, "cpu").program.hash
     assert list(run.checkpoints()) == [2, 4] and run.checkpoints()[4].name == "step-00000004"
     assert (run.name, run.config.run.steps, run.status()["state"]) == ("trial", 4, "finished")
-    assert repr(run) == "<Run trial: finished, 4 of 4 steps, loss 1.0000, in runs/trial>"
+    assert repr(run) == f"<Run trial: finished, 4 of 4 steps, loss 1.0000, in {Path.cwd()}/runs/trial>"
     assert repr(api.Run(run.folder)) == repr(run)
 
 
 def test_a_comparison_is_what_the_command_line_prints(pentad: Pentad, run: api.Run) -> None:
     found = run.compare(2)
     facts = json.loads(pentad("timeline", "trial", "--step", "2", "--json")[1])
-    assert {"run": str(run.folder), **found.facts()} == facts and facts["step"] == 2
+    assert {"run": "runs/trial", **found.facts()} == facts and facts["step"] == 2
     assert repr(run.compare()).startswith(" step 3 of trial, zb-h2\n 0 measured ")
     assert ElementTree.fromstring(found._repr_svg_()).tag.endswith("svg")
     with pytest.raises(api.PentadError, match=r"expected a measured step, 2, 3$"):
