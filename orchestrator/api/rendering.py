@@ -12,7 +12,7 @@ WIDTH = 100  # characters
 
 def as_text(renderable: RenderableType) -> str:
     """What a console without colours shows."""
-    console = Console(file=StringIO(), width=WIDTH, color_system=None)
+    console = Console(file=StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
     with console.capture() as capture:
         console.print(renderable, crop=False)
     return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -33,7 +32,13 @@ def train(config: Config = None, *, on_step: OnStep | None = None, quiet: bool =
     from pentad.orchestrator.api.runs import Run
 
     resolved, note = config_to_train(config, sections=sections)
-    return Run(Path(run_displayed(resolved, Console(quiet=quiet), note, on_step=on_step)["folder"]))
+    return Run(run_displayed(resolved, _console(quiet), note, on_step=on_step)["folder"])
+
+
+def _console(quiet: bool) -> Console:
+    """A notebook gets the lines of a log: a live table would need a terminal, and each print would be a cell output."""
+    console = Console(quiet=quiet)
+    return Console(quiet=quiet, force_jupyter=False, force_terminal=False) if console.is_jupyter else console
 
 
 def run_displayed(
