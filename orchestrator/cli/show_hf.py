@@ -8,31 +8,29 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from pentad.orchestrator.api.exports import export_request
 from pentad.orchestrator.config.errors import ConfigError, sentences
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.sections import Section
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
-from pentad.orchestrator.monitoring.runfolder import CONFIG, find_checkpoint, home_of
+from pentad.orchestrator.monitoring.runfolder import find_checkpoint
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.checkpoint.atomic_io import require_empty
 from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from pentad.workers.data.corpus_index import INDEX_FILE, parse_index
-from pentad.workers.data.sources import corpus_folder
-from pentad.workers.data.tokenizer import end_token, load_tokenizer
 from pentad.workers.dcp import reader
 from pentad.workers.dcp.importer import import_dcp
 from pentad.workers.dcp.titan_names import require_family
-from pentad.workers.hf.config import parse_config, parse_section
-from pentad.workers.hf.exporter import Dtype, Request, export_checkpoint
+from pentad.workers.hf.config import parse_config
+from pentad.workers.hf.exporter import Dtype, export_checkpoint
 from pentad.workers.hf.folder import read_config
 from pentad.workers.hf.importer import Imported, Target, import_folder
-from pentad.workers.hf.kept_files import FOLDER, read_files
+from pentad.workers.hf.kept_files import read_files
 from pentad.workers.hf.names import CONFIG as HF_CONFIG
 from pentad.workers.hf.names import MODEL_FILE
 
@@ -127,7 +125,7 @@ def _print_imported(done: Imported, out: Path, *, as_json: bool) -> None:
 
 def _export(checkpoint: Checkpoint, output: Output, *, as_json: bool) -> None:
     out = output.out
-    request = _request(checkpoint, output.dtype or "float32", max(1, round(output.gigabytes * GIGABYTE)))
+    request = export_request(checkpoint, output.dtype or "float32", max(1, round(output.gigabytes * GIGABYTE)))
     request, family = request._replace(optimizer=output.optimizer), request.family
     if output.to == "hf":
         done = export_checkpoint(checkpoint, out, request, _progress("written"))
@@ -162,42 +160,6 @@ def _described(path: Path, source: Path) -> tuple[str, ModelSpec, dict[str, byte
     except ValidationError as error:
         raise ConfigError(sentences(error, _ModelFile)) from None
     return section.family, section.spec, {}
-
-
-def _request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> Request:
-    """Completes the manifest from the run's config.yaml or an import's model.yaml, two folders up."""
-    home = home_of(checkpoint.folder)
-    path = next((home / name for name in (CONFIG, MODEL_FILE) if (home / name).is_file()), None)
-    config = load_yaml(path.read_text(encoding="utf-8"), str(path)) if path else {}
-    section = checkpoint.meta.get("model") or config.get("model")
-    if not isinstance(section, dict):
-        raise PentadError(f"CHECKPOINT is '{checkpoint.folder}', whose model is unknown: expected {home / CONFIG}")
-    kept, special_tokens = read_files(home / FOLDER), dict[str, int]()
-    data, has_tokenizer = config.get("data"), any(name.startswith("tokenizer") for name in kept)
-    if not has_tokenizer and isinstance(data, dict) and (file := _corpus_tokenizer(data, section)) is not None:
-        files, special_tokens = _tokenizer_files(file)
-        kept |= files
-    positions = config.get("batch", {}).get("sequence_length", 0)
-    return Request(*parse_section(section), positions, kept, special_tokens, dtype, limit)
-
-
-def _tokenizer_files(file: Path) -> tuple[dict[str, bytes], dict[str, int]]:
-    """A corpus's tokenizer in the form that transformers reads, and its special tokens by key of config.json."""
-    tokenizer = load_tokenizer(file)
-    end = end_token(tokenizer)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.id_to_token(end)}
-    files = {"tokenizer.json": file.read_bytes(), "tokenizer_config.json": json.dumps(settings).encode()}
-    return files, {"eos_token_id": end}
-
-
-def _corpus_tokenizer(data: dict[str, Any], section: dict[str, Any]) -> Path | None:
-    """The tokenizer of the corpus that a run reads, if the corpus still exists."""
-    cache = str(data.get("cache", "~/.cache/pentad"))
-    folder = corpus_folder(str(data.get("path", "")), int(section["vocab"]), cache)
-    if not (folder / INDEX_FILE).is_file():
-        return None
-    index = parse_index((folder / INDEX_FILE).read_text(encoding="utf-8"), folder / INDEX_FILE)
-    return folder / index.tokenizer.file
 
 
 def _progress(verb: str) -> Callable[[int, int], None]:

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pentad.orchestrator.api.checkpoints import load_checkpoint
     from pentad.orchestrator.api.comparison import Comparison
     from pentad.orchestrator.api.configs import load_config
     from pentad.orchestrator.api.plans import PlannedRun, plan
@@ -33,6 +34,7 @@ _MODULES = {
     "Schedule": "pentad.orchestrator.api.schedules",
     "ScheduleError": "pentad.schedules.ir.errors",
     "StopTraining": "pentad.orchestrator.run.callbacks",
+    "load_checkpoint": "pentad.orchestrator.api.checkpoints",
     "load_config": "pentad.orchestrator.api.configs",
     "plan": "pentad.orchestrator.api.plans",
     "schedule": "pentad.orchestrator.api.schedules",
@@ -48,6 +50,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "StopTraining",
+    "load_checkpoint",
     "load_config",
     "plan",
     "schedule",

@@ -62,9 +62,7 @@ def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress:
     family's files cannot express it.
     """
     kept = make_files(request, request.dtype)
-    table = tensor_table(request.family, request.model, Layout(interleaved=interleaves(kept)))
-    weights = FileTensors(source, "model", table, getattr(torch, request.dtype))
-    weights.dtypes.pop(HEAD if HEAD in table.copies else "", None)  # transformers leaves out a tied head, too
+    table, weights = model_tensors(source, request, kept)
     states = _optimizer_state(source, request, table)
     total = sum(num_bytes(_specs(each).values()) for each in (weights, *states.values()))
     with new_folder(out) as folder:
@@ -78,6 +76,14 @@ def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress:
             (folder / OPTIMIZER / STATE).write_bytes(_json_bytes({"step": source.step, "kinds": list(states)}))
         write_kept(folder, kept)
     return Exported(files, request.dtype, len(weights.dtypes), num_bytes(_specs(weights).values()))
+
+
+def model_tensors(source: Checkpoint, request: Request, files: Mapping[str, bytes]) -> tuple[TensorTable, FileTensors]:
+    """The tensors of an export with these files (see `make_files`), and the table they are made by."""
+    table = tensor_table(request.family, request.model, Layout(interleaved=interleaves(files)))
+    weights = FileTensors(source, "model", table, getattr(torch, request.dtype))
+    weights.dtypes.pop(HEAD if HEAD in table.copies else "", None)  # transformers leaves out a tied head, too
+    return table, weights
 
 
 def _optimizer_state(source: Checkpoint, request: Request, table: TensorTable) -> dict[str, FileTensors]:

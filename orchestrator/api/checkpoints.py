@@ -1,0 +1,65 @@
+"""`pentad.load_checkpoint`: the weights of a checkpoint in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from pentad.orchestrator.api.runs import Run
+from pentad.orchestrator.monitoring.runfolder import find_checkpoint
+from pentad.schedules.ir.errors import PentadError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pentad.workers.hf.exporter import Dtype
+
+Source = Run | str | os.PathLike[str]
+
+
+@overload
+def load_checkpoint(
+    source: Source, form: Literal["pentad", "hf"] = "pentad", *, dtype: Dtype = "float32"
+) -> dict[str, torch.Tensor]: ...
+@overload
+def load_checkpoint(source: Source, form: Literal["transformers"], *, dtype: Dtype = "float32") -> Any: ...
+def load_checkpoint(
+    source: Source, form: Literal["pentad", "hf", "transformers"] = "pentad", *, dtype: Dtype = "float32"
+) -> dict[str, torch.Tensor] | Any:
+    """The weights of a checkpoint, of whatever mesh, on the CPU.
+
+    `source` is a checkpoint's folder, or a run or an import, whose newest checkpoint is taken. `form` is 'pentad' for
+    tensors by pentad's names, 'hf' for tensors by those of Hugging Face files, without a tied head, and 'transformers'
+    for a model of that library with its config.
+
+    Raises PentadError if there is no intact checkpoint, for a custom model, and for a family that the form cannot
+    express.
+    """
+    import torch
+
+    from pentad.orchestrator.api.exports import export_request
+    from pentad.workers.hf.exporter import FILE_BYTES, make_files, model_tensors
+    from pentad.workers.hf.names import CONFIG
+    from pentad.workers.params.sharded_state import read_full
+
+    text = str(source.folder) if isinstance(source, Run) else os.fspath(source)
+    checkpoint = find_checkpoint(text, "CHECKPOINT")
+    request = export_request(checkpoint, dtype, FILE_BYTES)
+    files = make_files(request, dtype)
+    table, tensors = model_tensors(checkpoint, request, files)
+    if form == "pentad":
+        kind = getattr(torch, dtype)
+        full = ((entry.name, read_full(checkpoint, f"model.{entry.name}", entry.shape)) for entry in table.entries)
+        return {name: tensor.to(kind) for name, tensor in full}
+    state = {name: tensors.read(name) for name in tensors.dtypes}
+    return state if form == "hf" else _transformers_model(json.loads(files[CONFIG]), state, getattr(torch, dtype))
+
+
+def _transformers_model(config: dict[str, Any], state: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise PentadError("form is transformers, which is not installed: expected `pip install transformers`") from None
+    kind = getattr(transformers, config["architectures"][0])
+    return kind.from_pretrained(None, config=kind.config_class.from_dict(config), state_dict=state, dtype=dtype)

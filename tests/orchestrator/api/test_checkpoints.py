@@ -1,0 +1,57 @@
+"""`pentad.load_checkpoint` gives the weights that were imported or trained, in each form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hf_files import take
+from hf_models import make, save
+from safetensors.torch import load_file
+
+import pentad
+from pentad.workers.checkpoint.checkpoint import open_checkpoint
+from pentad.workers.checkpoint.shards import read
+
+TOKENS = torch.arange(24).view(2, 12) % 64
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mixtral", "qwen3-moe", "deepseek-v3")),
+    ],
+)
+def test_every_form_has_the_weights_that_were_imported(name: str, tmp_path: Path) -> None:
+    model = make(name)
+    done = take(save(model, tmp_path / "files"), tmp_path / "imported")
+    transformed = pentad.load_checkpoint(tmp_path / "imported", "transformers")
+    assert type(transformed) is type(model)
+    expected = model.state_dict()
+    assert transformed.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in transformed.state_dict().items())
+    with torch.no_grad():
+        torch.testing.assert_close(transformed.eval()(TOKENS).logits, model(TOKENS).logits)
+    state = pentad.load_checkpoint(done.folder, "hf")
+    files = load_file(tmp_path / "files" / "model.safetensors")
+    assert state.keys() == files.keys()
+    assert all(torch.equal(state[key], files[key]) for key in files)
+    own, found = pentad.load_checkpoint(str(done.folder)), open_checkpoint(done.folder)
+    stored = {key.removeprefix("model."): tensor for key, tensor in read(found, found.files).items()}
+    assert own.keys() == stored.keys() and all(torch.equal(own[key], stored[key]) for key in own)
+
+
+def test_a_dtype_is_that_of_all_tensors(tmp_path: Path) -> None:
+    take(save(make("llama"), tmp_path / "files"), tmp_path / "imported")
+    exact = pentad.load_checkpoint(tmp_path / "imported")
+    for name, tensor in pentad.load_checkpoint(tmp_path / "imported", dtype="bfloat16").items():
+        assert torch.equal(tensor, exact[name].bfloat16())
+    found = pentad.load_checkpoint(tmp_path / "imported", "transformers", dtype="bfloat16")
+    assert {tensor.dtype for tensor in found.parameters()} == {torch.bfloat16}
+
+
+def test_a_source_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(pentad.PentadError, match=r"^CHECKPOINT is 'nowhere': expected a run's folder or a name"):
+        pentad.load_checkpoint("nowhere")
