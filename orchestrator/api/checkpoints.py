@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from pentad.orchestrator.api.runs import Run
 from pentad.orchestrator.monitoring.runfolder import find_checkpoint
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from pentad.workers.hf.exporter import Dtype
 
 Source = Run | str | os.PathLike[str]
+
+
+def checkpoint_of(source: Source) -> Checkpoint:
+    """A checkpoint by its folder, or the newest one of a run or an import. Raises PentadError if there is none."""
+    return find_checkpoint(str(source.folder) if isinstance(source, Run) else os.fspath(source), "CHECKPOINT")
 
 
 @overload
@@ -43,8 +49,7 @@ def load_checkpoint(
     from pentad.workers.hf.names import CONFIG
     from pentad.workers.params.sharded_state import read_full
 
-    text = str(source.folder) if isinstance(source, Run) else os.fspath(source)
-    checkpoint = find_checkpoint(text, "CHECKPOINT")
+    checkpoint = checkpoint_of(source)
     request = export_request(checkpoint, dtype, FILE_BYTES)
     files = make_files(request, dtype)
     table, tensors = model_tensors(checkpoint, request, files)

@@ -21,3 +21,9 @@ def as_text(renderable: RenderableType) -> str:
 def line(*parts: str | Text | tuple[str, str], style: str = "") -> Text:
     """A line that is never wrapped, however narrow the console (which must not crop either)."""
     return Text.assemble(*parts, style=style, no_wrap=True, overflow="ignore")
+
+
+def log_console(*, quiet: bool) -> Console:
+    """A notebook gets the lines of a log: a live table would need a terminal, and each print would be a cell output."""
+    console = Console(quiet=quiet)
+    return Console(quiet=quiet, force_jupyter=False, force_terminal=False) if console.is_jupyter else console

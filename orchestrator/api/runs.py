@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import runfolder
+from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
 from pentad.orchestrator.monitoring.runfolder import read_lines, resolve_run, saved_config
 from pentad.orchestrator.planning.formatting import format_number
 from pentad.schedules.ir.errors import PentadError
@@ -52,11 +54,11 @@ class Run:
     def metrics(self) -> pa.Table:
         """A row a step, with the columns of metrics.jsonl (docs/observability.md). `.to_pandas()` makes a data frame of
         it, if pandas is installed."""
-        import pyarrow as pa
+        return _table(read_lines(self.folder / runfolder.METRICS), runfolder.METRIC_KEYS)
 
-        rows = read_lines(self.folder / runfolder.METRICS)
-        names = dict.fromkeys([*runfolder.METRIC_KEYS, *(name for row in rows for name in row)])
-        return pa.table({name: [row.get(name) for row in rows] for name in names})
+    def evaluations(self) -> pa.Table:
+        """A row for each evaluation and data set, with the columns of eval.jsonl (docs/evaluation.md)."""
+        return _table(read_lines(self.folder / runfolder.EVALUATIONS), EVAL_KEYS)
 
     def journal(self) -> list[dict[str, Any]]:
         """Every event of the run's ranks and checkpoints, with its Unix time."""
@@ -92,3 +94,11 @@ class Run:
             return f"<Run {self.name}: does not answer, in {self.folder}>"
         steps, loss = f"{status['step']} of {status['steps']} steps", format_number(status["loss"], ".4f")
         return f"<Run {self.name}: {status['state']}, {steps}, loss {loss}, in {self.folder}>"
+
+
+def _table(rows: list[dict[str, Any]], keys: Iterable[str]) -> pa.Table:
+    """With a column for each of `keys` and each further key of a row; null where a row lacks it."""
+    import pyarrow as pa
+
+    names = dict.fromkeys([*keys, *(name for row in rows for name in row)])
+    return pa.table({name: [row.get(name) for row in rows] for name in names})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from pentad.orchestrator.api.configs import Config, config_to_train
+from pentad.orchestrator.api.rendering import log_console
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 
@@ -32,13 +33,7 @@ def train(config: Config = None, *, on_step: OnStep | None = None, quiet: bool =
     from pentad.orchestrator.api.runs import Run
 
     resolved, note = config_to_train(config, sections=sections)
-    return Run(run_displayed(resolved, _console(quiet), note, on_step=on_step)["folder"])
-
-
-def _console(quiet: bool) -> Console:
-    """A notebook gets the lines of a log: a live table would need a terminal, and each print would be a cell output."""
-    console = Console(quiet=quiet)
-    return Console(quiet=quiet, force_jupyter=False, force_terminal=False) if console.is_jupyter else console
+    return Run(run_displayed(resolved, log_console(quiet=quiet), note, on_step=on_step)["folder"])
 
 
 def run_displayed(

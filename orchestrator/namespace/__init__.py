@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pentad.orchestrator.api.checkpoints import load_checkpoint
     from pentad.orchestrator.api.comparison import Comparison
     from pentad.orchestrator.api.configs import load_config
+    from pentad.orchestrator.api.evaluation import evaluate
     from pentad.orchestrator.api.plans import PlannedRun, plan
     from pentad.orchestrator.api.runs import Run
     from pentad.orchestrator.api.schedules import Schedule, schedule
@@ -34,6 +35,7 @@ _MODULES = {
     "Schedule": "pentad.orchestrator.api.schedules",
     "ScheduleError": "pentad.schedules.ir.errors",
     "StopTraining": "pentad.orchestrator.run.callbacks",
+    "evaluate": "pentad.orchestrator.api.evaluation",
     "load_checkpoint": "pentad.orchestrator.api.checkpoints",
     "load_config": "pentad.orchestrator.api.configs",
     "plan": "pentad.orchestrator.api.plans",
@@ -50,6 +52,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "StopTraining",
+    "evaluate",
     "load_checkpoint",
     "load_config",
     "plan",

@@ -37,7 +37,7 @@ MAY_IMPORT = {
             "pydantic_core",
             "ray",
         ),
-        *("rich", "safetensors", "tensorboardX", "tokenizers", "torch", "typer", "wandb", "yaml"),
+        *("rich", "safetensors", "tensorboardX", "tokenizers", "torch", "transformers", "typer", "wandb", "yaml"),
         *("pentad.orchestrator", "pentad.workers", "pentad.schedules"),
     },
 }

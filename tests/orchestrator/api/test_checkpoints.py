@@ -11,7 +11,8 @@ from hf_models import make, save
 from safetensors.torch import load_file
 
 import pentad
-from pentad.workers.checkpoint.checkpoint import open_checkpoint
+from pentad.orchestrator.monitoring.display import Display
+from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from pentad.workers.checkpoint.shards import read
 
 TOKENS = torch.arange(24).view(2, 12) % 64
@@ -55,3 +56,24 @@ def test_a_dtype_is_that_of_all_tensors(tmp_path: Path) -> None:
 def test_a_source_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(pentad.PentadError, match=r"^CHECKPOINT is 'nowhere': expected a run's folder or a name"):
         pentad.load_checkpoint("nowhere")
+
+
+def test_an_evaluation_takes_the_run_s_configuration_with_sections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    take(save(make("llama"), tmp_path / "files"), tmp_path / "imported")
+    calls = []
+
+    def run(config: pentad.RunConfig, checkpoint: Checkpoint, display: Display) -> list[dict]:
+        display.note("evaluating")
+        calls.append((config, checkpoint))
+        return [{"data": "wiki", "loss": 4.0}]
+
+    monkeypatch.setattr("pentad.orchestrator.run.evaluate.evaluate", run)
+    found = pentad.evaluate(tmp_path / "imported", data="wiki=builtin:pydoc", sequences=3, cluster={"device": "cpu"})
+    assert (found, "evaluating" in capsys.readouterr().out) == ([{"data": "wiki", "loss": 4.0}], True)
+    (config, checkpoint), sections = calls[0], calls[0][0].model_dump()
+    assert (sections["eval"]["sequences"], config.cluster.device, checkpoint.step) == (3, "cpu", 0)
+    assert pentad.evaluate(tmp_path / "imported", data=["builtin:pydoc"], quiet=True) and not capsys.readouterr().out
+    with pytest.raises(pentad.PentadError, match="--data is missing: expected a corpus"):
+        pentad.evaluate(tmp_path / "imported")

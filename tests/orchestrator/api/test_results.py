@@ -124,3 +124,4 @@ def test_a_run_that_is_not_there_is_named(run: api.Run) -> None:
 def test_a_run_without_steps_has_an_empty_table(run: api.Run) -> None:
     (run.folder / "metrics.jsonl").unlink()
     assert run.metrics().num_rows == 0 and set(run.metrics().column_names) == set(METRIC_KEYS)
+    assert run.evaluations().num_rows == 0 and {"data", "loss"} <= set(run.evaluations().column_names)
