@@ -45,7 +45,20 @@ MAY_IMPORT = {
 LAYERS = {
     "schedules": ("search", "", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
     "kernels": ("attention", "moe", ""),
-    "workers": ("runtime", "dcp", "hf", "data", "custom", "model", "transport", "parallel", "params", "checkpoint", ""),
+    "workers": (
+        "runtime",
+        "evaluation",
+        "dcp",
+        "hf",
+        "data",
+        "custom",
+        "model",
+        "transport",
+        "parallel",
+        "params",
+        "checkpoint",
+        "",
+    ),
     "orchestrator": (
         "namespace",
         "cli",
