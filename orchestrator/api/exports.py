@@ -48,7 +48,8 @@ def _tokenizer_files(file: Path) -> tuple[dict[str, bytes], dict[str, int]]:
 def _corpus_tokenizer(data: dict[str, Any], section: dict[str, Any]) -> Path | None:
     """The tokenizer of the corpus that a run reads, if the corpus still exists."""
     cache = str(data.get("cache", "~/.cache/pentad"))
-    folder = corpus_folder(str(data.get("path", "")), int(section["vocab"]), cache)
+    path = data.get("path") or data["sources"][0]["path"]  # sources share a tokenizer
+    folder = Path(corpus_folder(str(path), int(section["vocab"]), cache))
     if not (folder / INDEX_FILE).is_file():
         return None
     index = parse_index((folder / INDEX_FILE).read_text(encoding="utf-8"), folder / INDEX_FILE)

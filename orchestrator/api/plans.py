@@ -149,7 +149,8 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
 def _data_error(config: RunConfig) -> str:
     """What `train` would say of the corpus, '' if it could be read."""
     try:
-        check_data(config.data.path, config.model.vocab, config.batch.sequence_length, config.data.cache)
+        batch, steps = config.batch, config.run.steps
+        check_data(config.data.spec, config.model.vocab, batch.sequence_length, batch.global_batch_size, steps)
     except PentadError as error:
         return str(error)
     return ""

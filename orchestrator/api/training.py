@@ -48,5 +48,4 @@ def run_displayed(
         from pentad.orchestrator.run.train import prepare
         from pentad.orchestrator.run.train import train as run
 
-        plan, fingerprint = prepare(config)
-        return run(config, display=display, fingerprint=fingerprint, plan=plan, on_step=on_step)
+        return run(config, display=display, plan=prepare(config), on_step=on_step)

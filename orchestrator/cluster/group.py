@@ -21,6 +21,7 @@ from pentad.orchestrator.cluster.worker import Actor, Status, WorkerPlace, read_
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.data.mixture import drawn_by
 
 Refs = dict[int, Any]  # pending answers by rank
 Member = tuple[Any, WorkerPlace]  # a rank's actor, and where it runs
@@ -146,7 +147,7 @@ class WorkerGroup:
             "generation": self.generation,
             "program": plan.program.hash,
             "mesh": asdict(plan.mesh),
-            "data": plan.fingerprint,
+            "data": drawn_by(plan.data, plan.batch.global_batch_size, batch_of(step, self.skipped_batches)),
             "skipped_batches": list(map(list, self.skipped_batches)),
         }
         return {rank: self.actors[rank].commit.remote(str(folder), step, shards, meta, keep, tuple(pinned))}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from pentad.orchestrator.config import errors, sections
+from pentad.orchestrator.config.data_section import DataSection
 from pentad.orchestrator.config.errors import Broken, ConfigError
 from pentad.orchestrator.config.eval_section import EvalSection
 from pentad.orchestrator.config.includes import Layers, leaves, merged, read_file, with_includes
@@ -27,7 +28,6 @@ from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.auto import AUTO, check_auto_options
-from pentad.schedules.spec.eval_spec import HOLDOUT
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import split_layers
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
@@ -64,7 +64,7 @@ class RunConfig(sections.Section):
     mesh: sections.MeshSection = sections.MeshSection()
     schedule: sections.ScheduleSection
     batch: sections.BatchSection
-    data: sections.DataSection
+    data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
     precision: sections.PrecisionSection = sections.PrecisionSection()
     memory: sections.MemorySection = sections.MemorySection()
@@ -90,7 +90,7 @@ class RunConfig(sections.Section):
     @property
     def data_sets(self) -> list[str]:
         """The names of what is evaluated."""
-        return [HOLDOUT] * (self.data.holdout > 0) + [each.name for each in self.eval.data or ()]
+        return [*self.data.held_out, *(each.name for each in self.eval.data or ())]
 
     def model_spec(self, dtype: str = "float32") -> ModelSpec:
         """The model's sizes; builds a custom model, in the dtype of compute. Raises PentadError if it is invalid."""
@@ -160,7 +160,7 @@ class RunConfig(sections.Section):
             if getattr(self.eval, key) and not names:
                 yield Broken(f"eval.{key}", "data to evaluate on: data.holdout above 0, or eval.data")
         if len(set(names)) < len(names) and self.data.holdout:
-            found = f"a list with the name {HOLDOUT}"
+            found = f"a list with the name {', '.join(self.data.held_out)}"
             yield Broken("eval.data", "another name than that of what data.holdout holds out", found)
         if best is False:
             return

@@ -68,17 +68,18 @@ class RuleErrors(ValueError):
 
 @cache
 def sections_of(config: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    """The JSON schemas of a configuration's sections by dotted key, outer ones first; the configuration's own is ''.
-    Those in a list have the key of the list."""
+    """The JSON schemas of a configuration's sections by dotted key, outer ones first; the configuration's own is '',
+    that of a list's items 'data.sources[]'."""
     root = config.model_json_schema()
 
     def walk(path: str, section: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield path, section
         for name, field in section["properties"].items():
-            kinds = (field, *field.get("anyOf", ()))
-            for kind in (*kinds, *(each["items"] for each in kinds if "items" in each)):
-                if "$ref" in kind:
-                    yield from walk(f"{path}.{name}".lstrip("."), root["$defs"][kind["$ref"].rpartition("/")[2]])
+            for kind in (field, *field.get("anyOf", ())):
+                for suffix, inner in (("", kind), ("[]", kind.get("items", {}))):
+                    if "$ref" in inner:
+                        key = f"{path}.{name}{suffix}".lstrip(".")
+                        yield from walk(key, root["$defs"][inner["$ref"].rpartition("/")[2]])
 
     return dict(walk("", root))
 
@@ -188,4 +189,6 @@ def _expected(error: ErrorDetails, config: type[BaseModel]) -> str:
 
 
 def _dotted(*path: object) -> str:
-    return ".".join(map(str, path))
+    """'data.sources[0].path'"""
+    first, *rest = path
+    return str(first) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)

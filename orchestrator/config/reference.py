@@ -81,6 +81,8 @@ def _value(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "$ref" in schema:
         return "mapping"
+    if schema["type"] == "object":
+        return f"mapping of {_value(schema['additionalProperties'])}"
     if schema["type"] == "array":
         return f"list of {_value(schema['items'])}"
     return TYPES[schema["type"]] + "".join(f", {words} {schema[key]}" for key, words in LIMITS.items() if key in schema)

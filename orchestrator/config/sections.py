@@ -121,18 +121,6 @@ class BatchSection(Section):
     sequence_length: Count = Field(description="tokens of a sequence")
 
 
-class DataSection(Section):
-    """The corpus."""
-
-    path: Text = Field(description="folder that `pentad data build` wrote, or builtin:pydoc")
-    holdout: float = Field(default=0.0, ge=0, le=0.5)
-    """share of the tokens, at the corpus's end, that is held out from training for evaluation"""
-    document_mask: bool = False
-    """attend only within a document where a sequence holds several"""
-    cache: Text = "~/.cache/pentad"
-    """folder in which built-in corpora are built"""
-
-
 class PrecisionSection(Section):
     """Dtypes and determinism."""
 

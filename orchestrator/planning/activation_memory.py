@@ -120,7 +120,7 @@ def total(allocations: Iterable[Allocation]) -> Totals:
 def piece_of(plan: Plan) -> Piece:
     length = plan.batch.sequence_length // plan.program.slices // plan.mesh.cp
     sizes = plan.batch.micro_batch_size, length, plan.dtype, plan.device, plan.program.slices
-    return Piece(*sizes, plan.mesh, plan.cp_method, plan.document_mask, plan.deterministic)
+    return Piece(*sizes, plan.mesh, plan.cp_method, plan.data.document_mask, plan.deterministic)
 
 
 def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piece) -> list[list[list[Allocation]]]:

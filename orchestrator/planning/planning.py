@@ -24,7 +24,8 @@ from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.schedules.spec.eval_spec import HOLDOUT, EvalData, EvalSpec
+from pentad.schedules.spec.data import DataSpec
+from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers, split_layers_by_cost
@@ -127,8 +128,7 @@ def draft(
         model=model,
         batch=_batch(config),
         optimizer=optimizer_spec(config),
-        data=_data(config.data.path),
-        cache=os.path.abspath(os.path.expanduser(config.data.cache)),
+        data=_with_absolute_paths(config.data.spec),
         seed=config.run.seed,
         dtype=_dtype(config, device),
         device=device,
@@ -136,9 +136,7 @@ def draft(
         deterministic=config.precision.deterministic,
         zero=zero,
         cp_method=config.mesh.cp_method,
-        document_mask=config.data.document_mask,
         spikes=config.spikes.spec,
-        holdout=config.data.holdout,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.stages),
     )
@@ -146,8 +144,8 @@ def draft(
 
 def _eval(config: RunConfig, program: Program, costs: Costs, transport: str, options: MemoryOptions) -> EvalSpec | None:
     """The evaluation of a run, if it has data for that."""
-    held_out = [EvalData(HOLDOUT, _data(config.data.path), config.data.holdout)] if config.data.holdout else []
-    data_sets = *held_out, *(EvalData(each.name, _data(each.path)) for each in config.eval.data or ())
+    held_out = [EvalData(name, _place(path), config.data.holdout) for name, path in config.data.held_out.items()]
+    data_sets = *held_out, *(EvalData(each.name, _place(each.path)) for each in config.eval.data or ())
     if not data_sets:
         return None
     forward = compile_forward_only(program, costs, gated=transport == "nccl", memory_options=options)
@@ -254,8 +252,8 @@ def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
 
 
 def _with_data_of(plan: Plan, other: Plan) -> Plan:
-    """The plan with the fingerprints of another plan of the same run."""
-    found = replace(plan, fingerprint=other.fingerprint)
+    """The plan with the opened data of another plan of the same run."""
+    found = replace(plan, data=other.data)
     if plan.eval is None or other.eval is None:
         return found
     return replace(found, eval=replace(plan.eval, data_sets=other.eval.data_sets))
@@ -273,9 +271,18 @@ def to_mesh_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:
     return Timeline(timeline.source, tuple(spans))
 
 
-def _data(path: str) -> str:
+def _with_absolute_paths(data: DataSpec) -> DataSpec:
     """Workers may have other working folders than the user."""
-    return path if path.startswith("builtin:") else os.path.abspath(os.path.expanduser(path))
+    sources = tuple(replace(source, path=_place(source.path)) for source in data.sources)
+    return replace(data, sources=sources, cache=_absolute(data.cache))
+
+
+def _place(path: str) -> str:
+    return path if ":" in path else _absolute(path)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _dtype(config: RunConfig, device: str) -> str:

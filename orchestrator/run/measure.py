@@ -14,7 +14,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.results import StepResult
+from pentad.workers.runtime.results import LossSum, StepResult
 
 COST_STEPS = 10  # steps whose spans costs are measured from
 
@@ -79,10 +79,11 @@ class History:
         return {
             "step": step[0].step,
             "time": time.time() - time.monotonic() + end,
-            "loss": finite(mean_loss(step, tokens)),
+            "loss": finite(mean_loss(step)),
             "grad_norm": finite(step[0].grad_norm),
             "lr": step[0].learning_rate,
             "tokens": tokens,
+            "target_tokens": target_tokens(step),
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "mfu": mfu(tokens / seconds, self.plan, self.device_name),
@@ -92,13 +93,33 @@ class History:
             "skipped": step[0].skipped,
             "peak_bytes": max(result.peak_bytes for result in step),
             "host_seconds": max(result.host_seconds for result in step),
+            "data_wait_seconds": max(result.data_wait_seconds for result in step),
+            **self._sources(step[0]),
         }
 
+    def _sources(self, result: StepResult) -> dict[str, Any]:
+        """Loss and target tokens by source, where there are several."""
+        if len(self.plan.data.sources) == 1:
+            return {}
+        pairs = zip(self.plan.data.sources, result.sources, strict=True)
+        return {"sources": {source.name: _source_row(part) for source, part in pairs}}
 
-def mean_loss(step: Sequence[StepResult], tokens: int) -> float:
-    """Loss per token, summed in ascending order of microbatches, so that every mesh gets the same bits."""
+
+def _source_row(part: LossSum) -> dict[str, Any]:
+    loss = finite(part.loss / part.target_tokens) if part.target_tokens else None
+    return {"loss": loss, "target_tokens": part.target_tokens}
+
+
+def target_tokens(step: Sequence[StepResult]) -> int:
+    """Tokens whose losses count; every rank knows them."""
+    return sum(part.target_tokens for part in step[0].sources)
+
+
+def mean_loss(step: Sequence[StepResult]) -> float:
+    """Loss per target token, summed in ascending order of microbatches, so that every mesh gets the same bits; 0 if no
+    token of the step counts."""
     losses = {number: loss for result in step for number, loss in result.losses.items()}
-    return sum(losses[number] for number in sorted(losses)) / tokens
+    return sum(losses[number] for number in sorted(losses)) / max(1, target_tokens(step))
 
 
 def finite(value: float) -> float | None:

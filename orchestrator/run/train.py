@@ -37,7 +37,8 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.manifest import decode
-from pentad.workers.data.sources import check_data, open_data, open_eval_data, require_fingerprint
+from pentad.workers.data.mixture import require_lasting, require_resumable
+from pentad.workers.data.sources import check_data, described, open_eval_data, open_sources
 
 RUNNER = "pentad.workers.runtime.runner:Runner"
 FILES = {
@@ -52,15 +53,16 @@ FILES = {
 }
 
 
-def prepare(config: RunConfig) -> tuple[Plan, str]:
-    """The plan of a run and its corpus's fingerprint, before anything is started or written, except for a built-in
-    corpus. Raises PentadError."""
-    sizes = config.model.vocab, config.batch.sequence_length, config.data.cache
-    check_data(config.data.path, *sizes)
+def prepare(config: RunConfig) -> Plan:
+    """The plan of a run, with its data opened, before anything is started or written, except for a built-in corpus and
+    the tables of packed documents. Raises PentadError."""
+    sizes, batch, steps = (config.model.vocab, config.batch.sequence_length), config.batch, config.run.steps
+    check_data(config.data.spec, *sizes, batch.global_batch_size, steps)
     check_loggers(config.loggers.use)
     plan = first_plan(config)
-    corpus = open_data(config.data.path, *sizes, verify=True, holdout=config.data.holdout)
-    return with_eval_fingerprints(plan), corpus.fingerprint
+    data = described(plan.data, open_sources(plan.data, *sizes, verify=True))
+    require_lasting(data, batch.global_batch_size, steps)
+    return with_eval_fingerprints(replace(plan, data=data))
 
 
 def with_eval_fingerprints(plan: Plan, argument: str = "eval.data") -> Plan:
@@ -68,7 +70,7 @@ def with_eval_fingerprints(plan: Plan, argument: str = "eval.data") -> Plan:
     is what the user calls it."""
     if plan.eval is None:
         return plan
-    sizes, found = (plan.model.vocab, plan.batch.sequence_length, plan.cache), []
+    sizes, found = (plan.model.vocab, plan.batch.sequence_length, plan.data.cache), []
     for each in plan.eval.data_sets:
         named = "data.path" if each.holdout else argument
         verify = not each.holdout  # else that of training has been
@@ -81,7 +83,6 @@ def train(
     config: RunConfig,
     *,
     display: Display | None = None,
-    fingerprint: str = "",
     runner: str = RUNNER,
     plan: Plan | None = None,
     on_step: OnStep | None = None,
@@ -91,11 +92,12 @@ def train(
     The first Ctrl-C or SIGTERM ends the run after the steps in flight, with a checkpoint, as 'stopped'; the second
     raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError when a rank fails. However it
     ends, all files are complete and no process is left. `display`, open, shows the run (None: nothing does);
-    `fingerprint` and `plan` are those of `prepare` (None: planned here). `on_step` gets each row of metrics.jsonl; an
-    exception of it ends the run like the first Ctrl-C, and is raised then, unless it is StopTraining.
+    `plan` is that of `prepare` (None: planned here, with data that nobody has opened). `on_step` gets each row of
+    metrics.jsonl; an exception of it ends the run like the first Ctrl-C, and is raised then, unless it is StopTraining.
     """
     display = display or Display(Console(quiet=True), config.run.name, config.run.steps)
-    if _is_finished(config, fingerprint):
+    plan = plan or first_plan(config)
+    if _is_finished(config, plan):
         display.note(f"the run has all of its run.steps = {config.run.steps} already")
         return summary(config, config.run.steps)
     with ExitStack() as stack:
@@ -103,7 +105,7 @@ def train(
         config, note = with_decay_steps(config)
         if note:
             display.note(note)
-        plan = replace(plan or first_plan(config), optimizer=optimizer_spec(config), fingerprint=fingerprint)
+        plan = replace(plan, optimizer=optimizer_spec(config))
         origin = None if has_checkpoint(config) else origin_of(config)  # a mistake shows before Ray starts
         display.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")
         head = stack.enter_context(launch(config.cluster, config.mesh.size))
@@ -154,8 +156,8 @@ def _best(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     return best and {**best._asdict(), "checkpoint": str(by_step[best.step])}
 
 
-def _is_finished(config: RunConfig, fingerprint: str) -> bool:
-    """Whether the run has all of its run.steps already, in a checkpoint that is intact. `fingerprint` is the corpus's.
+def _is_finished(config: RunConfig, plan: Plan) -> bool:
+    """Whether the run has all of its run.steps already, in a checkpoint that is intact.
 
     Raises PentadError when the run's folder is in use or holds another model, batch, seed or corpus, or a port is
     taken.
@@ -167,7 +169,7 @@ def _is_finished(config: RunConfig, fingerprint: str) -> bool:
     checkpoints = path_of(config) / runfolder.CHECKPOINTS
     step, meta = _newest_manifest(checkpoints)
     if meta.get("data"):
-        require_fingerprint(config.data.path, fingerprint, meta["data"])
+        require_resumable(plan.data, plan.batch.global_batch_size, step, meta["data"])
     if step < config.run.steps:
         return False
     found = newest(checkpoints).checkpoint

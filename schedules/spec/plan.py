@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.cp_layout import CpMethod
+from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalSpec
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 from pentad.schedules.spec.model import ModelSpec
@@ -63,8 +64,7 @@ class Plan:
     gradients and optimizer state are float32, or float64 if compute is. `device` is 'cuda' or 'cpu'. `transport` moves
     activations: 'gloo' on CPU, 'peer' (copies between the GPUs of one host) or 'nccl'.
 
-    `data` is a corpus folder, or 'builtin:NAME', which is built in the folder `cache`; `fingerprint` identifies the
-    corpus, and the share `holdout` of it, at its end, is not trained on. `eval` is what the run evaluates, if anything.
+    `data` is what is trained on, and `eval` what the run evaluates, if anything.
     `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels.
 
     `recompute[stage]` is 'full' (F saves only its input), 'selective' (all but norms and the widest product is saved)
@@ -72,7 +72,6 @@ class Plan:
     stage shard its master weights and optimizer state, from 2 on its gradients, with 3 its compute weights.
     `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
     Steps that are `spikes` change no weight (None: only those with a norm that is not finite).
-    With `document_mask`, documents packed into a sequence do not attend to each other.
     """
 
     name: str
@@ -82,20 +81,16 @@ class Plan:
     model: ModelSpec
     batch: BatchSpec
     optimizer: OptimizerSpec
-    data: str
-    cache: str
+    data: DataSpec
     seed: int
     dtype: str
     device: str
     transport: str
     deterministic: bool = True
-    fingerprint: str = ""
     recompute: tuple[str, ...] = ()
     zero: int = 0
     cp_method: CpMethod = "ring"
     tp_across_nodes: bool = False
-    document_mask: bool = False
-    holdout: float = 0.0
     eval: EvalSpec | None = None
     spikes: SpikeSpec | None = None
 

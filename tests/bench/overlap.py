@@ -27,6 +27,7 @@ from ranks import spawn
 from record import stamp, write
 
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Experts, ModelSpec
@@ -59,8 +60,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         model=model,
         batch=BatchSpec(3 * RANKS * args.rows, args.length, 3, RANKS),
         optimizer=OptimizerSpec(LearningRate(3e-4, 3e-5, 4, 8), 0.9, 0.95, 1e-8, 0.1, 1.0),
-        data="",
-        cache="",
+        data=DataSpec((SourceSpec("", ""),)),
         seed=0,
         dtype="bfloat16" if args.device == "cuda" else "float32",
         device=args.device,
@@ -81,7 +81,7 @@ def make_stage(args: argparse.Namespace, ep_rank: int, device: torch.device) -> 
     stage = Stage(plan, 1, make_param_buffers(plan, rank, 1, shards), rank)
     experts = ExpertParallelGroup(dist.group.WORLD, ep_rank, args.dispatch)
     stage.join(LayerGroups(TensorParallelGroup(), ContextParallelGroup(), experts))
-    stage.begin(0)
+    stage.begin(0, plan.batch.tokens)
     return stage
 
 

@@ -22,6 +22,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Instruction
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
@@ -49,8 +50,7 @@ def make_plan(args: argparse.Namespace, name: str) -> Plan:
         model=model,
         batch=BatchSpec(args.microbatches * args.rows, args.length, args.microbatches, 1),
         optimizer=OptimizerSpec(LearningRate(3e-4, 3e-5, 4, args.steps), 0.9, 0.95, 1e-8, 0.1, 1.0),
-        data="builtin:pydoc",
-        cache="~/.cache/pentad",
+        data=DataSpec((SourceSpec("pydoc", "builtin:pydoc"),), "~/.cache/pentad"),
         seed=0,
         dtype=args.dtype,
         device=args.device,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from plans import MODEL, STEPS
+from plans import MODEL, STEPS, global_batches
 from reference_model import Trained, optimize
 from torch import Tensor
 
@@ -14,8 +14,6 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.custom.inspect import inspect_model
 from pentad.workers.custom.loader import build_layers
-from pentad.workers.data.corpus import open_corpus
-from pentad.workers.data.samples import microbatch
 from pentad.workers.params.param_init import derive_seed
 
 GPT = '''
@@ -127,20 +125,21 @@ def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in one process, as the user would write them: modules and autograd."""
     custom, batch = plan.model.custom, plan.batch
     assert custom is not None
-    corpus, rows = open_corpus(plan.data, False), range(batch.global_batch_size)
+    batches = global_batches(plan)
     layers, loss = build_layers(custom, plan.seed, 0, len(custom.layers))
-    loss = loss or (lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none"))
+    loss = loss or (lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none").view(y.shape))
     parameters = torch.nn.ModuleList(layers).double().named_parameters()
 
     def loss_of(step: int) -> tuple[Tensor, Tensor]:
-        arrays = microbatch(corpus, plan.seed, step, batch.global_batch_size, rows, batch.sequence_length)
+        inputs, following, is_target, _ = batches[step]
+        arrays = inputs, following.masked_fill(~is_target, -100)
         shape = (-1, batch.micro_batch_size, batch.sequence_length)
         total = torch.zeros((), dtype=torch.float64)
-        for mb, (x, targets) in enumerate(zip(*(torch.from_numpy(each).view(shape) for each in arrays), strict=True)):
+        for mb, (x, targets) in enumerate(zip(*(each.view(shape) for each in arrays), strict=True)):
             for number, layer in enumerate(layers):
                 torch.manual_seed(derive_seed(plan.seed, "draw", step, mb, number))
                 x = layer(x)
-            total = total + loss(x, targets).sum() / batch.tokens
+            total = total + loss(x, targets)[targets >= 0].sum() / is_target.sum()
         return total, total
 
     return optimize(plan, {f"layers.{name}": parameter for name, parameter in parameters}, STEPS, loss_of)

@@ -28,7 +28,8 @@ def with_eval(plan: Plan, sequences: int, *, max_gathered: int | None = None) ->
     """Evaluates that many sequences of the held-out documents, and of the same corpus as a whole."""
     options = MemoryOptions(zero=plan.zero, max_gathered=max_gathered)
     program = compile_forward_only(plan.program, gated=plan.transport == "nccl", memory_options=options)
-    data_sets = EvalData("holdout", plan.data, HOLDOUT), EvalData("all", plan.data)
+    path = plan.data.sources[0].path
+    data_sets = EvalData("holdout", path, HOLDOUT), EvalData("all", path)
     return replace(plan, eval=EvalSpec(program, data_sets, sequences))
 
 
@@ -43,27 +44,30 @@ def assert_evaluates_like_one_process(fleet: Fleet, plan: Plan) -> list[Outcome]
     first, _, last = outcomes[0].evaluations
     assert all(outcome.evaluations == outcomes[0].evaluations for outcome in outcomes)
     for evaluation, state in ((first, weights | zero_biases(plan)), (last, reference(plan)[3])):
-        for found, expected in zip(evaluation, expected_losses(plan, state), strict=True):
+        for found, (expected, targets) in zip(evaluation, expected_losses(plan, state), strict=True):
             assert found.loss_sum == pytest.approx(expected, rel=1e-10)
-            assert found.tokens == found.sequences * plan.batch.sequence_length
+            assert found.tokens == targets <= found.sequences * plan.batch.sequence_length
     return outcomes
 
 
-def expected_losses(plan: Plan, state: State) -> list[float]:
-    """Sums of token losses by data set, sequence by sequence."""
+def expected_losses(plan: Plan, state: State) -> list[tuple[float, int]]:
+    """Sums of token losses, and target tokens, by data set, sequence by sequence."""
     assert plan.eval is not None
     found = []
     for data_set in plan.eval.data_sets:
         corpus, length = open_corpus(data_set.data, False), plan.batch.sequence_length
         begin = first_held_out(corpus, data_set.holdout) if data_set.holdout else 0
-        total = 0.0
+        total, targets = 0.0, 0
         for number in range(plan.eval.sequences or 0):
             start = begin + number * length
             tokens = torch.from_numpy(corpus.read(start, length + 1))[None]
-            documents = torch.zeros(1, length, dtype=torch.int64)
-            if plan.document_mask:
+            documents, is_target = torch.zeros(1, length, dtype=torch.int64), torch.ones(1, length, dtype=torch.bool)
+            if plan.data.document_mask:
                 documents[0, corpus.boundaries(start, length)] = 1
-            arguments = state, tokens[:, :-1], tokens[:, 1:], documents.cumsum(1)
-            total += length * reference_families.losses(plan.model, *arguments).main.item()
-        found.append(total)
+                is_target[0, corpus.boundaries(start + 1, length)] = False
+            arguments = state, tokens[:, :-1], tokens[:, 1:], is_target, documents.cumsum(1)
+            count = int(is_target.sum())
+            total += count * reference_families.losses(plan.model, *arguments).main.item()
+            targets += count
+        found.append((total, targets))
     return found

@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 def layer_context(shape: Experts, scale: float = 0.0, ep: ExpertParallelGroup | None = None) -> LayerContext:
-    return LayerContext(replace(MODEL, experts=shape), True, scale, ep=ep or ExpertParallelGroup())
+    return LayerContext(replace(MODEL, experts=shape), True, 0.0, scale, ep=ep or ExpertParallelGroup())
 
 
 def case_of(shape: Experts, ranks: int, tokens: int, bias: torch.Tensor | None = None, **options: Any) -> Case:

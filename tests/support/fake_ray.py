@@ -25,7 +25,7 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
-from pentad.workers.runtime.results import EvalResult, RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, LossSum, RankSnapshot, StepResult
 
 DRIVER_NODE = "node0"
 STEP_SECONDS = 0.3
@@ -146,7 +146,7 @@ class Rank:
         end = STEP_SECONDS * (step + 1)
         span = Span(step, self.number, "compute", "0F0", "F", 0, 0, -1, end - STEP_SECONDS, end)
         skipped = self.fake.trained[step] in self.fake.spikes
-        return StepResult(step, {self.number: 1.0}, 1.0, 0.1, skipped, (span,), 0.0, 1, 0)
+        return StepResult(step, {self.number: 1.0}, (LossSum(1.0, 1),), 1.0, 0.1, skipped, (span,), 0.0, 0.0, 1, 0)
 
 
 class Ref:

@@ -30,7 +30,7 @@ from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.runtime.abort import Aborted
 from pentad.workers.runtime.progress_file import ProgressFile
-from pentad.workers.runtime.results import EvalResult, RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, LossSum, RankSnapshot, StepResult
 
 
 class FakeRunner:
@@ -46,7 +46,9 @@ class FakeRunner:
         blank: bool = False,
     ) -> None:
         self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
-        self.orders = dict(pair.split("=") for pair in plan.data.partition("fake:")[2].split(",") if "=" in pair)
+        self.orders = dict(
+            pair.split("=") for pair in plan.data.sources[0].path.partition("fake:")[2].split(",") if "=" in pair
+        )
         self.board = ProgressFile(board, generation)
         time.sleep(float(self.orders.get("slow", 0)))
         step = simulate(plan.program, Costs.uniform(plan.program.stages))
@@ -131,10 +133,12 @@ class FakeRunner:
         return StepResult(
             step=step,
             losses={number: loss_of(step, number) for number in numbers} if last else {},
+            sources=(LossSum(0.0, self.plan.batch.tokens),),
             grad_norm=float("nan") if "nan" in self.orders and step == 1 else 1.0,
             learning_rate=self.plan.optimizer.learning_rate.at(step),
             skipped="nan" in self.orders and step == 1,
             spans=tuple(self._span(span, step, start) for span in self.spans),
+            data_wait_seconds=0.0,
             host_seconds=0.001,
             instructions=len(self.spans),
             peak_bytes=self.rank,

@@ -6,21 +6,23 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
-from reference_model import Trained, is_balanced, train
+from reference_model import GlobalBatch, Trained, is_balanced, train
 
 from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
 from pentad.schedules.ir.instruction import Overlap, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.cp_layout import CpMethod
+from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
-from pentad.workers.data.corpus import Corpus, open_corpus
-from pentad.workers.data.samples import document_starts, microbatch
+from pentad.workers.data.dataset import Dataset
+from pentad.workers.data.sources import open_dataset
 
 STEPS = 3
 TILE = 4  # tokens, in rank processes: small, so that even small models have several tiles per matrix product
@@ -32,7 +34,7 @@ def plan_of(
     dp: int,
     pp: int,
     microbatches: int,
-    data: str,
+    data: str | DataSpec,
     dtype: str = "float64",
     slices: int | None = None,
     *,
@@ -51,7 +53,8 @@ def plan_of(
 ) -> Plan:
     """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch.
 
-    `recompute` is the mode of all stages, `max_resident` turns offloading on, in microbatches.
+    `document_mask` is for `data` that is a path, and masks losses too, as by default. `recompute` is the mode of all
+    stages, `max_resident` turns offloading on, in microbatches.
     """
     mesh = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)
 
@@ -74,8 +77,7 @@ def plan_of(
         model=model,
         batch=BatchSpec(2 * dp * ep * microbatches, 8, microbatches, dp * ep),
         optimizer=OptimizerSpec(LearningRate(1e-2, 1e-3, 2, STEPS), 0.9, 0.95, 1e-8, 0.1, clip_norm=clip),
-        data=data,
-        cache="",
+        data=data if isinstance(data, DataSpec) else data_of(data, document_mask=document_mask),
         seed=7,
         dtype=dtype,
         device="cpu",
@@ -83,11 +85,16 @@ def plan_of(
         recompute=(recompute,) * program.stages if recomputed else (),
         zero=memory_options.zero,
         cp_method=cp_method,
-        document_mask=document_mask,
     )
 
 
-def plan_on_mesh(data: str, name: str, sizes: dict[str, int], **more: Any) -> Plan:
+def data_of(*paths: str, document_mask: bool = False, **more: Any) -> DataSpec:
+    """Sources of equal weight called a, b, c ..."""
+    sources = tuple(SourceSpec(chr(ord("a") + number), path) for number, path in enumerate(paths))
+    return DataSpec(sources, document_mask=document_mask, eod_mask_loss=document_mask, **more)
+
+
+def plan_on_mesh(data: str | DataSpec, name: str, sizes: dict[str, int], **more: Any) -> Plan:
     """`plan_of` with the sizes of the mesh as a dictionary and a suitable number of microbatches."""
     axes: dict[str, Any] = {"dp": 1, "pp": 1, **sizes}
     return plan_of(name, microbatches=2 * axes["pp"] if name == "dualpipe" else 4, data=data, **axes, **more)
@@ -96,30 +103,33 @@ def plan_on_mesh(data: str, name: str, sizes: dict[str, int], **more: Any) -> Pl
 def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in a single process, independent of how the mesh divides the batch."""
     rows = plan.batch.micro_batch_size if is_balanced(plan) else 2
-    return _reference(plan.data, plan.batch.global_batch_size, plan.model, plan.document_mask, rows, plan.optimizer)
+    return _reference(plan.data, plan.batch.global_batch_size, plan.model, rows, plan.optimizer)
 
 
 @functools.cache
 def _reference(
-    data: str, sequences: int, model: ModelSpec, document_mask: bool, micro_batch_size: int, optimizer: OptimizerSpec
+    data: DataSpec, sequences: int, model: ModelSpec, micro_batch_size: int, optimizer: OptimizerSpec
 ) -> Trained:
     plan = replace(plan_of("gpipe", 1, 1, sequences // 2, data, model=model), optimizer=optimizer)
     assert plan.batch.micro_batch_size == micro_batch_size
-    corpus, batches, documents = open_corpus(data, False), [], []
-    for step in range(STEPS):
-        inputs, targets = microbatch(corpus, plan.seed, step, sequences, range(sequences), plan.batch.sequence_length)
-        batches.append((torch.from_numpy(inputs), torch.from_numpy(targets)))
-        documents.append(
-            torch.stack([document_indices(corpus, plan, step * sequences + row) for row in range(sequences)])
-        )
-    return train(plan, batches, documents if document_mask else None)
+    return train(plan, global_batches(plan))
 
 
-def document_indices(corpus: Corpus, plan: Plan, number: int) -> torch.Tensor:
-    """[S]: the index of the document at every position of a sequence."""
-    begins = torch.zeros(plan.batch.sequence_length, dtype=torch.int64)
-    begins[list(document_starts(corpus, plan.seed, number, plan.batch.sequence_length))] = 1
-    return begins.cumsum(0)
+def global_batches(plan: Plan) -> list[GlobalBatch]:
+    """Those of STEPS steps."""
+    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
+    return [global_batch(dataset, step) for step in range(STEPS)]
+
+
+def global_batch(dataset: Dataset, step: int) -> GlobalBatch:
+    samples = [dataset.sample(*map(int, row)) for row in zip(*dataset.rows(step), strict=True)]
+    inputs, following, is_target, starts = zip(*samples, strict=True)
+    documents = np.zeros_like(inputs)
+    if dataset.data.document_mask:
+        for row, each in zip(documents, starts, strict=True):
+            row[list(each)] = 1
+    found = (inputs, following, is_target, documents.cumsum(1))
+    return GlobalBatch(*(torch.from_numpy(np.array(each)) for each in found))
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> bool:

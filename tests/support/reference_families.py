@@ -49,24 +49,34 @@ def predictions(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor) -
 
 def loss(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
     """The sum of `losses`."""
-    return torch.stack(losses(model, t, tokens, targets, documents)).sum()
+    return torch.stack(losses(model, t, tokens, targets, documents=documents)).sum()
 
 
-def losses(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Losses:
-    """Mean cross-entropy of `targets` [B, S], weighted load-balancing loss, weighted MTP loss.
+def losses(
+    model: ModelSpec,
+    t: Tensors,
+    tokens: Tensor,
+    following: Tensor,
+    is_target: Tensor | None = None,
+    documents: Tensor | None = None,
+    count: int = 0,
+) -> Losses:
+    """Cross-entropy of the `following` tokens [B, S], weighted load-balancing loss, weighted MTP loss.
 
     Tokens attend only to tokens with the same index in `documents` [B, S]. The balancing loss is a sum over layers
-    with experts, each over all tokens given; an MTP loss is a sum over B S although fewer tokens have one
-    (arXiv 2412.19437, eq. 24).
+    with experts, each over all tokens given; the others are sums over those `is_target` [B, S] divided by `count`
+    (default: means), an MTP loss too although fewer tokens have one (arXiv 2412.19437, eq. 24).
     """
+    is_target = torch.ones_like(tokens, dtype=torch.bool) if is_target is None else is_target
+    count, targets = count or int(is_target.sum()), following.masked_fill(~is_target, -100)
     hidden, routes = _hidden(model, t, tokens, documents)
     head = _head(model, t)
-    main = F.cross_entropy(_logits(model, t, hidden).flatten(0, 1), targets.flatten())
+    main = F.cross_entropy(_logits(model, t, hidden).flatten(0, 1), targets.flatten(), reduction="sum") / count
     mtp = main.new_zeros(())
-    for number, (normed, more) in enumerate(_mtp(model, t, hidden, targets, documents)):
+    for number, (normed, more) in enumerate(_mtp(model, t, hidden, following, documents)):
         expected = targets[:, number + 1 :]
         logits = (normed[:, : expected.shape[1]] @ head.T).flatten(0, 1)
-        mtp = mtp + F.cross_entropy(logits, expected.flatten(), reduction="sum") / targets.numel()
+        mtp = mtp + F.cross_entropy(logits, expected.flatten(), reduction="sum") / count
         routes += more
     even, weight = main.new_zeros(()), 0.0
     if model.experts is not None:

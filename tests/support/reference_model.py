@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
+from typing import NamedTuple
 
 import reference_families
 import torch
@@ -16,24 +17,29 @@ from pentad.workers.params.param_init import initial_values
 
 State = dict[str, torch.Tensor]
 Trained = tuple[list[float], list[State], list[float], State]  # losses, gradients, norms of each step; last weights
-Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def train(plan: Plan, batches: Batches, documents: list[torch.Tensor] | None = None) -> Trained:
-    """One step for each batch (inputs, targets), both [sequences, S].
+class GlobalBatch(NamedTuple):
+    """All [sequences, S]. Tokens attend to those with the same index in `documents`."""
+
+    inputs: torch.Tensor
+    following: torch.Tensor  # the tokens after them
+    is_target: torch.Tensor  # which of those have a loss
+    documents: torch.Tensor
+
+
+def train(plan: Plan, batches: list[GlobalBatch]) -> Trained:
+    """One step for each batch.
 
     Losses are those of the next token, gradients are before clipping, and the last weights include router biases.
-    `documents` [sequences, S] number the documents of each batch that do not attend to each other.
     """
     found = [each for each in tensors(plan.model, 0, plan.model.layers) if not each.tied_to]
     p = {each.name: initial_values(each, plan.seed).double().requires_grad_() for each in found}
     bias = zero_biases(plan)
 
     def losses_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = batches[step]
-        numbers = torch.zeros_like(inputs) if documents is None else documents[step]
-        losses = _mean_losses(plan, p | bias, inputs, targets, numbers)
-        _update_biases(plan, p, bias, inputs, targets)
+        losses = _mean_losses(plan, p | bias, batches[step])
+        _update_biases(plan, p, bias, batches[step].inputs, batches[step].following)
         return losses
 
     losses, gradients, norms, weights = optimize(plan, p, len(batches), losses_of)
@@ -89,17 +95,16 @@ def _weight_decay(spec: OptimizerSpec, name: str, tensor: torch.Tensor) -> float
     return spec.weight_decay if tensor.dim() > 1 + is_expert_bias else 0.0
 
 
-def _mean_losses(
-    plan: Plan, p: State, inputs: torch.Tensor, targets: torch.Tensor, documents: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss of the next token, sum of all losses): means over microbatches, each of which balances its experts."""
-    rows = plan.batch.micro_batch_size if is_balanced(plan) else len(inputs)
+def _mean_losses(plan: Plan, p: State, batch: GlobalBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss of the next token, sum of all losses): means over target tokens; experts are balanced in each microbatch,
+    and its loss is a mean over these."""
+    rows = plan.batch.micro_batch_size if is_balanced(plan) else len(batch.inputs)
     parts = [
-        torch.stack(reference_families.losses(plan.model, p, *each))
-        for each in zip(inputs.split(rows), targets.split(rows), documents.split(rows), strict=True)
+        torch.stack(reference_families.losses(plan.model, p, x, y, mask, documents, int(batch.is_target.sum())))
+        for x, y, mask, documents in zip(*(tensor.split(rows) for tensor in batch), strict=True)
     ]
-    means = torch.stack(parts).mean(0)
-    return means[0], means.sum()
+    main, balance, mtp = torch.stack(parts).sum(0)
+    return main, main + balance / len(parts) + mtp
 
 
 def is_balanced(plan: Plan) -> bool:

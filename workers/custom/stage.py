@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pentad.kernels.backend import deterministic_algorithms
+from pentad.kernels.backend import IGNORE_INDEX, deterministic_algorithms
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.schedules.generators.user_file import describe_error
 from pentad.schedules.spec.plan import Plan
@@ -75,8 +75,8 @@ class CustomStage(BaseStage, ParameterOwner):
     def _bind(self, params: Params) -> BoundParameters:
         return bind_parameters(params, self)
 
-    def begin(self, step: int) -> None:
-        super().begin(step)
+    def begin(self, step: int, target_tokens: int) -> None:
+        super().begin(step, target_tokens)
         self.step = step
 
     def forward(
@@ -87,6 +87,7 @@ class CustomStage(BaseStage, ParameterOwner):
         targets: Tensor | None,
         mtp_targets: Tensor | None = None,
         document_starts: Sequence[Sequence[int]] = (),
+        mtp_inputs: Tensor | None = None,
     ) -> Task[Tensor | None]:
         yield from ()  # layers need no communication
         saved = CustomSaved((received, tokens, targets))
@@ -98,7 +99,7 @@ class CustomStage(BaseStage, ParameterOwner):
         self.saved[slice_index] = saved
         if losses is None:
             return _output(result, received)
-        self.loss_sums[slice_index].add_(losses.detach().sum())
+        self.loss_sums[slice_index].add_(losses.detach().view(self.loss_sums.shape[1], -1).sum(1))
         return None
 
     def evaluate(
@@ -117,7 +118,8 @@ class CustomStage(BaseStage, ParameterOwner):
             result, losses, _ = self._run_layers(slice_index, x, known, step=-1)
         if losses is None or targets is None:
             return _output(result, received)
-        self.loss_sums[slice_index].add_(losses.flatten().masked_fill(targets < 0, 0).sum())
+        masked = losses.flatten().masked_fill(targets < 0, 0)
+        self.loss_sums[slice_index].add_(masked.view(self.loss_sums.shape[1], -1).sum(1))
         return None
 
     def recompute(self, slice_index: int) -> None:
@@ -184,7 +186,9 @@ class CustomStage(BaseStage, ParameterOwner):
             if targets is None:
                 return x, None, None
             if self.loss is not None:
-                return x, self._call("the loss", self.loss, x, targets.view(x.shape[0], -1)), None
+                targets = targets.view(x.shape[0], -1)
+                losses = self._call("the loss", self.loss, x, targets)
+                return x, losses.masked_fill(targets == IGNORE_INDEX, 0.0), None
         losses, lse = cross_entropy(x.detach().reshape(-1, x.shape[-1]), targets)
         return x, losses, lse
 

@@ -1,9 +1,9 @@
-"""Loads the tokens that one rank needs for a step."""
+"""Loads the tokens that one rank needs for a step, ahead of time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -11,41 +11,63 @@ import torch
 
 from pentad.kernels.backend import IGNORE_INDEX
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.data.corpus import Corpus
-from pentad.workers.data.samples import document_starts, microbatch
+from pentad.workers.data.dataset import Dataset
+from pentad.workers.data.prefetch import Prefetcher
+from pentad.workers.data.samples import Sample
 from pentad.workers.model.layer_context import local_positions
+
+READERS = 8  # threads, so that what a step reads from disk or over a network is requested at once
+AHEAD_BYTES = 2**26
 
 
 class Tokens(NamedTuple):
     """One slice of a microbatch, its rows concatenated: T = rows x positions of this (context) rank in the slice.
 
-    All tensors are int64 on the device. `document_starts` are, by row, the positions in the full sequence at which a
-    document starts, the first one 0; empty without document masks.
+    All tensors are int64 on the device; a target of -100 has no loss. `document_starts` are, by row, the positions in
+    the full sequence at which a document starts, the first one 0; empty without document masks. `mtp_inputs` are the
+    next tokens as they are, None where no target is masked: `targets` and `mtp_targets` are the same then.
     """
 
     inputs: torch.Tensor  # [T]
     targets: torch.Tensor  # [T]
     mtp_targets: torch.Tensor  # [mtp_layers, T]: the 1st, 2nd, ... token after the target, -100 past the sequence's end
+    mtp_inputs: torch.Tensor | None  # [mtp_layers, T]: the 1st, 2nd, ... token after the input
     document_starts: tuple[tuple[int, ...], ...]
 
 
-class Samples(NamedTuple):
-    """Rows of a batch: inputs and targets are [rows, positions] int64, -100 is no target; `document_starts` by row."""
+class Batch(NamedTuple):
+    """A rank's part of a step: its tokens by slice (slice s of microbatch m has the key m * slices + s).
 
-    inputs: np.ndarray
-    targets: np.ndarray
-    document_starts: tuple[tuple[int, ...], ...]
+    A rank that computes losses knows how many target tokens the global batch has: in all, and by source of the data
+    ([sources] float64 on the device); the others have 0.
+    """
+
+    tokens: dict[int, Tokens]
+    target_tokens: int
+    target_tokens_by_source: torch.Tensor
+
+
+class HostBatch(NamedTuple):
+    """What a loader thread prepares: `tokens` [microbatches, slices, kinds, T] int64, pinned for a GPU, where kinds are
+    the fields of Tokens in order; `counts` [sources] float64, also pinned; document starts by microbatch."""
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    document_starts: list[tuple[tuple[int, ...], ...]]
 
 
 class BatchLoader:
-    """One rank's tokens of any step; their content depends only on seed, step and sequence index."""
+    """One rank's part of any step; its content depends only on seed, step and row.
 
-    def __init__(self, plan: Plan, rank: int, corpus: Corpus, device: torch.device) -> None:
-        self.plan, self.corpus, self.device = plan, corpus, device
+    Steps in ascending order are prepared in the background.
+    """
+
+    def __init__(self, plan: Plan, rank: int, dataset: Dataset, device: torch.device) -> None:
+        self.plan, self.dataset, self.device = plan, dataset, device
         self.slices, self.positions = plan.program.slices, local_positions(plan, rank)
-        at = plan.mesh.coordinates(rank)
+        at, last = plan.mesh.coordinates(rank), plan.program.stages - 1
         # The first stage embeds tokens and the last computes the loss; document masks are needed by every attention.
-        stages = range(plan.program.stages) if plan.document_mask else (0, plan.program.stages - 1)
+        stages = range(plan.program.stages) if plan.data.document_mask else (0, last)
         local = {
             piece // self.slices
             for (stage, piece), pp in plan.program.compute_rank.items()
@@ -53,42 +75,74 @@ class BatchLoader:
         }
         first = (at.dp * plan.mesh.ep + at.ep) * plan.batch.microbatches
         self.microbatches = {mb: first + mb for mb in sorted(local)}  # of this replica -> of the global batch
+        size = plan.batch.micro_batch_size
+        self.rows = [row for mb in self.microbatches.values() for row in range(mb * size, (mb + 1) * size)]
+        self.nothing = Batch({}, 0, torch.zeros(len(dataset.sources), dtype=torch.float64, device=device))
+        self.has_losses = last in plan.stages_of(rank)
+        self.pool = ThreadPoolExecutor(READERS, thread_name_prefix="pentad-read")
+        self.prefetcher = Prefetcher(self._load, lambda batch: 8 * batch.tokens.numel(), AHEAD_BYTES)
 
-    def __call__(self, step: int) -> dict[int, Tokens]:
-        """Tokens by slice of this replica: slice s of microbatch m has the key m * slices + s."""
-        return self.load(partial(self._samples, step))
-
-    def load(self, read: Callable[[range], Samples]) -> dict[int, Tokens]:
-        """Tokens by slice of this replica, where `read` returns the samples of these rows of the global batch."""
+    def __call__(self, step: int, check: Callable[[], None] = lambda: None) -> Batch:
+        """Waits for the data of a step, and calls `check` meanwhile. Raises PentadError for data that is damaged."""
         if not self.microbatches:
-            return {}
-        batch, model = self.plan.batch, self.plan.model
-        loaded, starts = [], []
-        for index in self.microbatches.values():
-            samples = read(range(index * batch.micro_batch_size, (index + 1) * batch.micro_batch_size))
-            loaded.append([samples.inputs, samples.targets, *_shifted(samples.targets, model.mtp_layers)])
-            starts.append(samples.document_starts if self.plan.document_mask else ())
-        # [microbatches, kinds, rows, positions] -> [microbatches, slices, kinds, T]
-        local = torch.from_numpy(np.array(loaded))[..., self.positions]
-        sliced = local.unflatten(3, (self.slices, -1)).permute(0, 3, 1, 2, 4).flatten(3)
-        if self.device.type == "cuda":
-            sliced = sliced.pin_memory().to(self.device, non_blocking=True)
+            return self.nothing
+        host = self.prefetcher.get(step, check)
+        counts = host.counts.to(self.device, non_blocking=True)
+        return Batch(self._on_device(host), int(host.counts.sum()), counts)
+
+    def load(self, read: Callable[[int], Sample]) -> dict[int, Tokens]:
+        """Tokens by slice, as those of a step, where `read` returns a row of the global batch."""
+        return self._on_device(self._prepared([read(row) for row in self.rows])) if self.microbatches else {}
+
+    def _on_device(self, host: HostBatch) -> dict[int, Tokens]:
+        tokens, mtp = host.tokens.to(self.device, non_blocking=True), 2 + self.plan.model.mtp_layers
         return {
-            mb * self.slices + number: Tokens(tokens[0], tokens[1], tokens[2:], of_microbatch)
-            for mb, slices, of_microbatch in zip(self.microbatches, sliced, starts, strict=True)
-            for number, tokens in enumerate(slices)
+            mb * self.slices + number: Tokens(
+                each[0], each[1], each[2:mtp], each[mtp:] if len(each) > mtp else None, its
+            )
+            for mb, of_mb, its in zip(self.microbatches, tokens, host.document_starts, strict=True)
+            for number, each in enumerate(of_mb)
         }
 
-    def _samples(self, step: int, rows: range) -> Samples:
-        batch, seed = self.plan.batch, self.plan.seed
-        inputs, targets = microbatch(self.corpus, seed, step, batch.global_batch_size, rows, batch.sequence_length)
-        indices = (step * batch.global_batch_size + row for row in rows) if self.plan.document_mask else ()
-        starts = tuple(document_starts(self.corpus, seed, index, batch.sequence_length) for index in indices)
-        return Samples(inputs, targets, starts)
+    def close(self) -> None:
+        """Ends the background work."""
+        self.prefetcher.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, step: int) -> HostBatch:
+        """The reads of a step are all requested at once."""
+        dataset = self.dataset
+        sources, indices = (each.tolist() for each in dataset.rows(step))
+        samples = self.pool.map(lambda row: dataset.sample(sources[row], indices[row]), self.rows)
+        counts = dataset.target_counts(step, self.pool.map) if self.has_losses else np.zeros(len(dataset.sources))
+        return self._prepared(list(samples), counts)
+
+    def _prepared(self, samples: list[Sample], counts: np.ndarray | None = None) -> HostBatch:
+        """From the samples of this rank's rows."""
+        size, is_masked = self.plan.batch.micro_batch_size, self.plan.data.document_mask
+        kinds = np.array([self._kinds(sample) for sample in samples])
+        # [microbatches, rows, kinds, positions] -> [microbatches, slices, kinds, T]
+        local = torch.from_numpy(kinds)[..., self.positions].unflatten(0, (-1, size)).unflatten(3, (self.slices, -1))
+        starts = [sample.document_starts for sample in samples]
+        found = HostBatch(
+            local.permute(0, 3, 2, 1, 4).flatten(3).contiguous(),
+            torch.from_numpy(np.zeros(0) if counts is None else counts.astype(np.float64)),
+            [tuple(starts[at : at + size]) if is_masked else () for at in range(0, len(starts), size)],
+        )
+        if self.device.type != "cuda":
+            return found
+        torch.cuda.set_device(self.device)  # of this thread
+        return found._replace(tokens=found.tokens.pin_memory(), counts=found.counts.pin_memory())
+
+    def _kinds(self, sample: Sample) -> list[np.ndarray]:
+        mtp_layers, following = self.plan.model.mtp_layers, sample.following
+        targets = np.where(sample.is_target, following, IGNORE_INDEX)
+        kinds = [sample.inputs, targets, *(_shifted(targets, k, IGNORE_INDEX) for k in range(1, mtp_layers + 1))]
+        if mtp_layers and not self.dataset.all_count:
+            kinds += [_shifted(following, k, 0) for k in range(mtp_layers)]
+        return kinds
 
 
-def _shifted(targets: np.ndarray, count: int) -> list[np.ndarray]:
-    """`targets` [rows, length] shifted by 1 to `count` positions to the left, filled with IGNORE_INDEX."""
-    rows, length = targets.shape
-    padded = np.concatenate([targets, np.full((rows, count), IGNORE_INDEX)], axis=1)
-    return [padded[:, shift : shift + length] for shift in range(1, count + 1)]
+def _shifted(tokens: np.ndarray, by: int, fill: int) -> np.ndarray:
+    """`tokens` [S] shifted to the left, filled at the end."""
+    return np.concatenate([tokens[by:], np.full(by, fill)])

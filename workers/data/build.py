@@ -12,7 +12,7 @@ from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus, open_corpus, read_index
 from pentad.workers.data.corpus_index import plural
 from pentad.workers.data.corpus_writer import write_corpus
-from pentad.workers.data.samples import sequence, window_count
+from pentad.workers.data.samples import Windows, shuffled
 from pentad.workers.data.text_sources import TextChunk, read_chunks, source_files
 from pentad.workers.data.tokenizer import decode, load_tokenizer, train_tokenizer
 
@@ -59,8 +59,9 @@ def inspect_corpus(path: Path, samples: int, length: int, seed: int) -> dict[str
     index = read_index(path, "PATH")
     tokenizer = load_tokenizer(path / index.tokenizer.file)
     length = max(1, min(length, corpus.tokens - 1))
-    count = min(samples, window_count(corpus, length)) if corpus.tokens > 1 else 0
-    texts = [decode(tokenizer, sequence(corpus, seed, number, length).tolist()) for number in range(count)]
+    windows = Windows(corpus, length).sequences if corpus.tokens > 1 else 0
+    starts = [length * shuffled(n, windows, seed, corpus.fingerprint) for n in range(min(samples, windows))]
+    texts = [decode(tokenizer, corpus.read(start, length + 1).tolist()) for start in starts]
     return {
         "path": str(path),
         "vocab_size": corpus.vocab_size,

@@ -83,7 +83,7 @@ class Corpus:
     """An open corpus: `tokens` ids below `vocab_size` in `documents` documents, mapped and not read into memory.
 
     `fingerprint` is the sha256 of the index, which has the checksums of all content: ranks and resumed runs compare it.
-    Reading raises PentadError for a shard that is missing or damaged.
+    `tokenizer` is the sha256 of the tokenizer. Reading raises PentadError for a shard that is missing or damaged.
     """
 
     path: Path
@@ -91,6 +91,7 @@ class Corpus:
     tokens: int
     documents: int
     fingerprint: str
+    tokenizer: str
     has_loss_mask: bool
     shards: Shards = field(repr=False, compare=False)
 
@@ -112,6 +113,13 @@ class Corpus:
             low, high = np.searchsorted(offsets[:-1], (part.first, part.end))
             found.append(offsets[low:high] + (part.start - start))
         return np.concatenate(found)
+
+    def extents(self) -> Iterator[tuple[int, int]]:
+        """(start, tokens) of every document, in order."""
+        for part in self.shards.overlaps(0, self.tokens):
+            offsets = self.shards.offsets(part)
+            offsets = offsets[: 1 + int(np.searchsorted(offsets, part.end))]
+            yield from zip((offsets[:-1] + part.start).tolist(), np.diff(offsets).tolist(), strict=True)
 
     def verify(self) -> None:
         """Checks all shards: checksums, ids below the vocabulary size, documents that follow one another."""
@@ -140,8 +148,16 @@ def open_corpus(path: str | Path, verify: bool = False, argument: str = "data.pa
     fingerprint, shards = hashlib.sha256(text.encode()).hexdigest(), Shards(path, index)
     for file in shards.files:
         file.require_size()
-    has_loss_mask = any(shard.has_loss_mask for shard in index.shards)
-    corpus = Corpus(path, index.vocab_size, index.tokens, index.documents, fingerprint, has_loss_mask, shards)
+    corpus = Corpus(
+        path,
+        index.vocab_size,
+        index.tokens,
+        index.documents,
+        fingerprint,
+        index.tokenizer.sha256,
+        any(shard.has_loss_mask for shard in index.shards),
+        shards,
+    )
     if verify:
         _check_sha256(path / index.tokenizer.file, index.tokenizer.sha256)
         corpus.verify()

@@ -1,15 +1,15 @@
-"""Which tokens a sequence of the run holds: a pure function of (seed, sequence index), so no rank owns any data.
+"""What a sequence of a run holds: a pure function of (seed, source, index in the source), so no rank owns any data.
 
-The corpus is cut into N windows of equal length. An epoch visits each once, in the order of a keyed permutation of
-range(N) that needs no table: a mixed-radix Feistel network with cycle walking (Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", 2002, method 3).
+An epoch of a source visits each of its sequences once, in the order of a keyed permutation of range(N) that needs no
+table: a mixed-radix Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+2002, method 3).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,38 +19,77 @@ from pentad.workers.data.corpus import Corpus
 _ROUNDS = 8
 
 
-def sequence(corpus: Corpus, seed: int, index: int, length: int) -> np.ndarray:
-    """Tokens [length + 1] int64 of the run's sequence `index`, counted from step 0 over all ranks.
+class Span(NamedTuple):
+    """Tokens `start` to `start + size` of a corpus's flat stream, whose next tokens are their targets."""
 
-    Adjacent windows share one token: the last target of one is the first input of the next.
+    start: int
+    size: int
+
+
+class Sample(NamedTuple):
+    """A sequence of S tokens. `document_starts` are the positions at which a document, a part of one or the padding at
+    the end starts, the first one 0."""
+
+    inputs: np.ndarray  # [S] int64
+    following: np.ndarray  # [S] int64, the token after each input
+    is_target: np.ndarray  # [S] bool, whether that token counts as a target
+    document_starts: tuple[int, ...]
+
+
+class Windows:
+    """A corpus cut into `sequences` windows of `length` inputs.
+
+    Adjacent windows share one token: the last target of one is the first input of the next. Raises PentadError for a
+    corpus shorter than one window, which names its `key`.
     """
-    return corpus.read(_window_start(corpus, seed, index, length), length + 1)
+
+    def __init__(self, corpus: Corpus, length: int, key: str = "data.path") -> None:
+        self.length, self.sequences = length, (corpus.tokens - 1) // length
+        if self.sequences < 1:
+            raise PentadError(
+                f"{key} is '{corpus.path}', which holds {corpus.tokens} tokens: "
+                f"expected at least {length + 1} (batch.sequence_length + 1)"
+            )
+
+    def spans(self, number: int) -> list[Span]:
+        return [Span(number * self.length, self.length)]
 
 
-def document_starts(corpus: Corpus, seed: int, index: int, length: int) -> tuple[int, ...]:
-    """Positions in the run's sequence `index` at which a document starts; position 0 always counts as a start."""
-    inside = corpus.boundaries(_window_start(corpus, seed, index, length), length).tolist()
-    return (0, *(start for start in inside if start))
+def sample_of(corpus: Corpus, spans: list[Span], length: int, eod_mask_loss: bool) -> Sample:
+    """The sequence of `length` tokens that consists of these spans, padded with zeros. See DataSpec for the mask."""
+    inputs, following = np.zeros((2, length), np.int64)
+    is_target, starts, at = np.zeros(length, bool), {0}, 0
+    for span in spans:
+        end, tokens = at + span.size, corpus.read(span.start, span.size + 1)
+        inputs[at:end], following[at:end] = tokens[:-1], tokens[1:]
+        is_target[at:end] = _target_mask(corpus, span, eod_mask_loss)
+        starts |= {at, *(at + corpus.boundaries(*span)).tolist()}
+        at = end
+    if at < length:
+        starts.add(at)
+    return Sample(inputs, following, is_target, tuple(sorted(starts)))
 
 
-def microbatch(
-    corpus: Corpus, seed: int, step: int, global_batch_size: int, rows: Sequence[int], length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets, each [len(rows), length] int64, of these rows of the step's global batch."""
-    assert all(0 <= row < global_batch_size for row in rows), f"{rows} of {global_batch_size} sequences"
-    tokens = np.stack([sequence(corpus, seed, step * global_batch_size + row, length) for row in rows])
-    return tokens[:, :-1], tokens[:, 1:]
+def target_count(corpus: Corpus, spans: list[Span], eod_mask_loss: bool) -> int:
+    """The number of targets in `sample_of`, without reading tokens."""
+    if corpus.has_loss_mask:
+        return sum(int(_target_mask(corpus, span, eod_mask_loss).sum()) for span in spans)
+    ends = (len(corpus.boundaries(span.start + 1, span.size)) for span in spans) if eod_mask_loss else ()
+    return sum(span.size for span in spans) - sum(ends)
 
 
-def window_count(corpus: Corpus, length: int, argument: str = "data.path") -> int:
-    """Windows of `length` inputs in the corpus: the sequences of one epoch. Raises PentadError if there is none."""
-    windows = (corpus.tokens - 1) // length
-    if windows < 1:
-        raise PentadError(
-            f"{argument} is '{corpus.path}', which holds {corpus.tokens} tokens: "
-            f"expected at least {length + 1} (batch.sequence_length + 1)"
-        )
-    return windows
+def _target_mask(corpus: Corpus, span: Span, eod_mask_loss: bool) -> np.ndarray:
+    """[size] bool."""
+    mask = corpus.loss_mask(span.start + 1, span.size)
+    if eod_mask_loss:
+        mask[corpus.boundaries(span.start + 1, span.size)] = False
+    return mask
+
+
+def shuffled(index: int, sequences: int, seed: int, fingerprint: str) -> int:
+    """The sequence of a source that is its sample `index` of the run, counted over all epochs."""
+    epoch, index_in_epoch = divmod(index, sequences)
+    return permuted(index_in_epoch, sequences, f"{seed}/{fingerprint}/{epoch}")
 
 
 def permuted(index: int, count: int, key: str) -> int:
@@ -61,13 +100,6 @@ def permuted(index: int, count: int, key: str) -> int:
     while value >= count:  # cycle walking: at most high_radix values of the network are out of range
         value = _feistel(value, high_radix, low_radix, key)
     return value
-
-
-def _window_start(corpus: Corpus, seed: int, index: int, length: int) -> int:
-    """Corpus position at which the run's sequence `index` starts."""
-    windows = window_count(corpus, length)
-    epoch, index_in_epoch = divmod(index, windows)
-    return permuted(index_in_epoch, windows, f"{seed}/{epoch}") * length
 
 
 def _feistel(value: int, high_radix: int, low_radix: int, key: str) -> int:

@@ -1,4 +1,4 @@
-"""Opens the corpus that `data.path` names: a folder, or `builtin:NAME`, text that every Python installation has.
+"""Opens the sources of a run's data: folders, or `builtin:NAME`, text that every Python installation has.
 
 Imports no torch: the driver checks the data before it starts anything.
 """
@@ -8,16 +8,22 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.eval_spec import EvalData
+from pentad.schedules.spec.plan import BatchSpec
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus, open_corpus
-from pentad.workers.data.corpus_index import INDEX_FILE, VERSION, require_vocab
+from pentad.workers.data.corpus_index import INDEX_FILE, VERSION, plural, require_vocab
+from pentad.workers.data.dataset import Dataset, Sequences, Source
 from pentad.workers.data.holdout import Part, evaluation_part, training_part
-from pentad.workers.data.samples import window_count
+from pentad.workers.data.mixture import another_corpus, require_lasting
+from pentad.workers.data.packing import Packs, is_packed
+from pentad.workers.data.samples import Windows
 
 _BUILTIN_VOCAB = 4096  # half a megabyte of text does not train more tokens well
 _SHARD_TOKENS = 2**26
@@ -26,42 +32,58 @@ _VERIFIED_TOKENS = 2**28  # checked within a second; what is larger is checked w
 _TEXTS: dict[str, Callable[[], list[str]]] = {"pydoc": lambda: [topics[name] for name in sorted(topics)]}
 
 
-def open_data(
-    data: str,
-    vocab: int,
-    length: int,
-    cache: str,
-    *,
-    verify: bool = False,
-    fingerprint: str = "",
-    holdout: float = 0.0,
-    argument: str = "data.path",
-) -> Corpus:
-    """Opens the corpus `data`, building a built-in one below the folder `cache` on first use.
+def open_sources(data: DataSpec, vocab: int, length: int, *, verify: bool = False) -> list[Source]:
+    """Opens all sources, building built-in ones in the folder `data.cache` on first use, and cuts them into sequences
+    of `length` tokens.
 
-    `verify` checks the content of a small corpus too, before a rank reads it; `fingerprint` is the expected one. The
-    share `holdout` of it is left out. `argument` is what the user calls it. Raises PentadError for a corpus that is
-    missing, damaged, another one than expected, shorter than one sequence of `length` tokens, or with more token ids
-    than a model of `vocab` has.
+    `verify` checks the content of small corpora too, before a rank reads them. Raises PentadError for a corpus that is
+    missing, damaged, another one than `data` says, shorter than one sequence, or with more token ids than a model of
+    `vocab` has, and for sources that are the same or have different tokenizers.
     """
-    corpus = open_corpus(corpus_folder(data, vocab, cache), argument=argument)
+    corpora = _open_corpora(data, vocab, verify=verify)
+    pairs = zip(data.sources, corpora, strict=True)
+    return [Source(corpus, _cut(corpus, data, length, spec.key)) for spec, corpus in pairs]
+
+
+def _open_corpora(data: DataSpec, vocab: int, *, verify: bool = False) -> list[Corpus]:
+    """Without what is held out."""
+    corpora = list[Corpus]()
+    for spec in data.sources:
+        corpus = _open(spec, vocab, data.cache, verify=verify)
+        for earlier, other in zip(data.sources, corpora, strict=False):
+            if other.fingerprint == corpus.fingerprint:
+                raise PentadError(f"{spec.key} is {spec.path}, the corpus of {earlier.key}: expected another one")
+        if corpora and corpus.tokenizer != corpora[0].tokenizer:
+            found = f"{spec.key} is {spec.path}, whose tokenizer has sha256 {corpus.tokenizer[:12]}"
+            expected = f"{corpora[0].tokenizer[:12]}, the tokenizer of {data.sources[0].key}"
+            raise PentadError(f"{found}: expected {expected}")
+        corpora.append(training_part(corpus, data.holdout))
+    return corpora
+
+
+def _open(spec: SourceSpec, vocab: int, cache: str, *, verify: bool) -> Corpus:
+    corpus = open_corpus(corpus_folder(spec.path, vocab, cache), argument=spec.key)
     if verify and corpus.tokens <= _VERIFIED_TOKENS:
         corpus.verify()
     if corpus.vocab_size > vocab:
-        raise PentadError(f"model.vocab is {vocab}: expected at least {corpus.vocab_size}, the vocabulary of {data}")
-    if fingerprint:
-        require_fingerprint(data, corpus.fingerprint, fingerprint)
-    corpus = training_part(corpus, holdout)
-    window_count(corpus, length, argument)
+        expected = f"expected at least {corpus.vocab_size}, the vocabulary of {spec.path}"
+        raise PentadError(f"model.vocab is {vocab}: {expected}")
+    if spec.fingerprint and corpus.fingerprint != spec.fingerprint:
+        raise another_corpus(spec, corpus.fingerprint, spec.fingerprint)
     return corpus
+
+
+def _cut(corpus: Corpus, data: DataSpec, length: int, key: str) -> Sequences:
+    return Packs(corpus, length, Path(data.cache), key) if data.packing == "documents" else Windows(corpus, length, key)
 
 
 def open_eval_data(
     data_set: EvalData, vocab: int, length: int, cache: str, *, verify: bool = False, argument: str = "eval.data"
 ) -> Part:
-    """What a data set is evaluated on. Raises PentadError as `open_data` does."""
-    fingerprint = data_set.fingerprint
-    corpus = open_data(data_set.data, vocab, length, cache, verify=verify, fingerprint=fingerprint, argument=argument)
+    """What a data set is evaluated on. Raises PentadError as `open_sources` does."""
+    spec = SourceSpec(data_set.name, data_set.data, argument, fingerprint=data_set.fingerprint)
+    corpus = _open(spec, vocab, cache, verify=verify)
+    Windows(corpus, length, argument)  # checks its length
     part = evaluation_part(corpus, data_set.holdout)
     if not part.windows(length):
         found = f"which holds {part.end - part.first} tokens of '{corpus.path}' out"
@@ -70,11 +92,21 @@ def open_eval_data(
     return part
 
 
-def require_fingerprint(data: str, found: str, expected: str) -> None:
-    """Raises PentadError if a corpus is not the one the run started with, or that its other ranks read."""
-    if found != expected:
-        fault = f"which has fingerprint {found[:12]}"
-        raise PentadError(f"data.path is {data}, {fault}: expected {expected[:12]}, the corpus the run started with")
+def open_dataset(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dataset:
+    """All samples of a run. Raises PentadError as `open_sources` does."""
+    sources = open_sources(data, vocab, batch.sequence_length)
+    return Dataset(described(data, sources), sources, seed, batch.sequence_length, batch.global_batch_size)
+
+
+def described(data: DataSpec, sources: list[Source]) -> DataSpec:
+    """`data` with the fingerprints and sizes of its opened sources. Raises PentadError for `epochs` of no sequence."""
+    found = []
+    for spec, source in zip(data.sources, sources, strict=True):
+        found.append(replace(spec, fingerprint=source.corpus.fingerprint, sequences=source.cut.sequences))
+        if spec.epochs is not None and spec.epochs * source.cut.sequences < 1:
+            key, count = spec.key.replace(".path", ".epochs"), plural(source.cut.sequences, "sequence")
+            raise PentadError(f"{key} is {spec.epochs:g} of {count}: expected at least one sequence")
+    return replace(data, sources=tuple(found))
 
 
 def corpus_folder(data: str, vocab: int, cache: str) -> Path:
@@ -84,14 +116,18 @@ def corpus_folder(data: str, vocab: int, cache: str) -> Path:
     return Path(data).expanduser()
 
 
-def check_data(data: str, vocab: int, length: int, cache: str) -> None:
-    """Raises PentadError as `open_data` does, but neither builds a built-in corpus nor reads tokens."""
-    if data.startswith("builtin:"):
-        require_vocab(vocab, "model.vocab")
-        folder, _ = _builtin_folder(data.removeprefix("builtin:"), vocab, Path(cache))
-        if not (folder / INDEX_FILE).exists():
-            return
-    open_data(data, vocab, length, cache)
+def check_data(data: DataSpec, vocab: int, length: int, global_batch_size: int, steps: int) -> None:
+    """Raises PentadError as `open_sources` does, or if the data does not last for so many steps; but neither builds a
+    built-in corpus nor packs documents, without which it can check less, nor reads tokens."""
+    for spec in data.sources:
+        if spec.path.startswith("builtin:"):
+            require_vocab(vocab, "model.vocab")
+            folder, _ = _builtin_folder(spec.path.removeprefix("builtin:"), vocab, Path(data.cache))
+            if not (folder / INDEX_FILE).exists():
+                return
+    corpora = _open_corpora(data, vocab)
+    if data.packing == "windows" or all(is_packed(corpus, length, Path(data.cache)) for corpus in corpora):
+        require_lasting(described(data, open_sources(data, vocab, length)), global_batch_size, steps)
 
 
 def _builtin_folder(name: str, vocab: int, cache: Path) -> tuple[Path, list[str]]:

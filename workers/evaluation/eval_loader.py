@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
-from pentad.kernels.backend import IGNORE_INDEX
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.data.batch_loader import BatchLoader, Samples, Tokens
+from pentad.workers.data.batch_loader import BatchLoader, Tokens
 from pentad.workers.data.holdout import Part
+from pentad.workers.data.samples import Sample, Span, sample_of
 
 
 class Round(NamedTuple):
@@ -38,21 +36,9 @@ class EvalLoader:
     def __call__(self, at: Round) -> dict[int, Tokens]:
         """The tokens of a round, as `BatchLoader` returns those of a step."""
 
-        def read(rows: range) -> Samples:
-            samples = [self._sample(at.data_set, at.first + row) for row in rows]
-            inputs, targets, starts = zip(*samples, strict=True)
-            return Samples(np.stack(inputs), np.stack(targets), starts)
+        return self.loader.load(lambda row: self._sample(at.data_set, at.first + row))
 
-        return self.loader.load(read)
-
-    def _sample(self, data_set: int, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        if index >= self.counts[data_set]:
-            return np.zeros(self.length, np.int64), np.full(self.length, IGNORE_INDEX), (0,)
+    def _sample(self, data_set: int, index: int) -> Sample:
         corpus, first, _ = self.parts[data_set]
-        start = first + index * self.length
-        tokens = corpus.read(start, self.length + 1)
-        inputs, targets = tokens[:-1], tokens[1:]
-        if corpus.has_loss_mask:
-            targets = np.where(corpus.loss_mask(start + 1, self.length), targets, IGNORE_INDEX)
-        boundaries = corpus.boundaries(start, self.length).tolist() if self.loader.plan.document_mask else []
-        return inputs, targets, (0, *(boundary for boundary in boundaries if boundary))
+        spans = [Span(first + index * self.length, self.length)] if index < self.counts[data_set] else []
+        return sample_of(corpus, spans, self.length, self.loader.plan.data.eod_mask_loss)

@@ -32,8 +32,8 @@ class BaseStage(ABC):
     `param_buffers` hold the flat weights that a stage reads and the main gradients that W adds to, those of experts
     separately. `saved` is what F leaves for B, and `deferred` what B leaves to W, by slice index; clearing `saved`
     discards the step so far. `wgrad_layer` is the layer that the last W has reached, -1 once it has run for all:
-    gradients of later layers are complete. `loss_sums` [microbatches], float64, are the summed token losses of the
-    current step: one row of `loss_sum_buffers` [2, microbatches], the other one may still be in flight. Until `join`
+    gradients of later layers are complete. `loss_sums` [microbatches, rows], float64, are the summed token losses
+    of the current step: one of two `loss_sum_buffers`, the other one may still be in flight. Until `join`
     the stage `is_local`: no other rank shares its layers. `recompute_mode` is the plan's: 'none', 'full' or
     'selective'.
     """
@@ -45,13 +45,16 @@ class BaseStage(ABC):
         self.plan, self.model, self.param_buffers = plan, plan.model, param_buffers
         self.first, self.last, self.is_local = index == 0, index == plan.program.stages - 1, True
         self.recompute_mode, self.layer_numbers = plan.recompute_mode(index), range(*plan.layers[index])
-        self.layer_context = LayerContext(plan.model, plan.deterministic, 1.0 / plan.batch.tokens)
+        scale = 1.0 / plan.batch.tokens  # of target tokens too, until `begin` knows their number
+        self.layer_context = LayerContext(plan.model, plan.deterministic, scale, scale)
         self.device = param_buffers[0].parameters.master.device
         self._bound: dict[tuple[BoundBuffers, ...], Any] = {}
         self.saved: dict[int, Any] = {}
         self.deferred: dict[int, list[Wgrad]] = {}
         self.wgrad_layer = self.dgrad_layer = plan.model.layers + 1  # layers that W and B have reached
-        self.loss_sum_buffers = torch.zeros(2, plan.batch.microbatches, dtype=torch.float64, device=self.device)
+        self.loss_sum_buffers = torch.zeros(
+            (2, plan.batch.microbatches, plan.batch.micro_batch_size), dtype=torch.float64, device=self.device
+        )
         self.loss_sums = self.loss_sum_buffers[0]
 
     def join(self, groups: LayerGroups) -> None:
@@ -73,8 +76,10 @@ class BaseStage(ABC):
     def _bind(self, params: Params) -> Any:
         """The parameters as layers use them; `params` is empty where there are no weights."""
 
-    def begin(self, step: int) -> None:
-        """Starts a step: its loss sums are zero."""
+    def begin(self, step: int, target_tokens: int) -> None:
+        """Starts a step: its loss sums are zero. Each of the `target_tokens` of the global batch weighs the same."""
+        scale = 1.0 / target_tokens if target_tokens else 0.0
+        self.layer_context = self.layer_context._replace(loss_scale=scale)
         self.loss_sums = self.loss_sum_buffers[step % 2].zero_()
         for buffers in self.param_buffers:
             buffers.stale = True
@@ -92,12 +97,14 @@ class BaseStage(ABC):
         targets: Tensor | None,
         mtp_targets: Tensor | None = None,
         document_starts: Sequence[Sequence[int]] = (),
+        mtp_inputs: Tensor | None = None,
     ) -> Task[Tensor | None]:
         """F: the residual stream [T, H], or None on the last stage, which adds to the loss sums instead.
 
         The first stage reads `tokens` [T], every other one `received` [T, H], which must stay unchanged until B. The
-        last one also needs `targets` [T] and `mtp_targets` [mtp_layers, T], the tokens after them. `document_starts` of
-        packed sequences are positions, by row of the batch.
+        last one also needs `targets` [T], -100 where there is no loss, and `mtp_targets` [mtp_layers, T], those after
+        them; `mtp_inputs` [mtp_layers, T] are the tokens that MTP layers read, None if no target is masked and so
+        targets are these tokens. `document_starts` of packed sequences are positions, by row of the batch.
         """
 
     @abstractmethod
@@ -119,8 +126,8 @@ class BaseStage(ABC):
     def backward_input(self, slice_index: int, dy: Tensor | None) -> Task[Tensor | None]:
         """B: the gradient [T, H] of what F received, or None on the first stage; leaves the rest to W.
 
-        `dy` [T, H] is the gradient of what F returned, None on the last stage, where every token's loss counts
-        1 / tokens of the step.
+        `dy` [T, H] is the gradient of what F returned, None on the last stage, where the loss of every target token
+        counts 1 / target tokens of the step.
         """
 
     def backward_weight(self, slice_index: int) -> None:

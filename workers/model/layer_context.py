@@ -25,7 +25,8 @@ class LayerContext(NamedTuple):
 
     model: ModelSpec
     deterministic: bool
-    loss_scale: float  # of each token's loss: 1 / tokens of a step
+    loss_scale: float  # of each target token's loss: 1 / target tokens of the step
+    aux_loss_scale: float  # of each token's part of the balancing losses: 1 / tokens of a step
     tp: TensorParallelGroup = TensorParallelGroup()
     cp: ContextParallelGroup = ContextParallelGroup()
     ep: ExpertParallelGroup = ExpertParallelGroup()

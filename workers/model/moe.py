@@ -112,7 +112,7 @@ class MoE(NamedTuple):
         recomputable: MoERecomputable,
         dy: Tensor,
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
-        shape, scale = _shape(context), context.loss_scale / context.tp.size  # dx is summed over the tp ranks
+        shape, scale = _shape(context), context.aux_loss_scale / context.tp.size  # dx is summed over the tp ranks
         x, dy = yield from gather2(context.tp.all_gather(recomputable.x), context.tp.all_gather(dy))
         dout = yield from saved.dispatcher.dispatch(dy)
         share = 1.0 / context.tp.size

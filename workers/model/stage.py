@@ -33,6 +33,7 @@ class StageInputs(NamedTuple):
     tokens: Tensor | None  # [T], first stage
     targets: Tensor | None  # [T], last stage
     mtp_targets: Tensor | None  # [mtp_layers, T], last stage; None in an evaluation, which runs no MTP layers
+    mtp_inputs: Tensor | None  # [mtp_layers, T], last stage, where targets are masked
     documents: Documents
 
 
@@ -111,8 +112,9 @@ class Stage(BaseStage):
         targets: Tensor | None,
         mtp_targets: Tensor | None = None,
         document_starts: Sequence[Sequence[int]] = (),
+        mtp_inputs: Tensor | None = None,
     ) -> Task[Tensor | None]:
-        inputs = StageInputs(received, tokens, targets, mtp_targets, self._documents(document_starts))
+        inputs = StageInputs(received, tokens, targets, mtp_targets, mtp_inputs, self._documents(document_starts))
         result, self.saved[slice_index] = yield from self._forward(
             slice_index, inputs, self.recompute_mode, self.layer_context
         )
@@ -126,7 +128,7 @@ class Stage(BaseStage):
         targets: Tensor | None,
         document_starts: Sequence[Sequence[int]] = (),
     ) -> Task[Tensor | None]:
-        inputs = StageInputs(received, tokens, targets, None, self._documents(document_starts))
+        inputs = StageInputs(received, tokens, targets, None, None, self._documents(document_starts))
         result, _ = yield from self._forward(slice_index, inputs, "full", self.layer_context._replace(count_load=False))
         if (slice_index + 1) % self.slices == 0:
             del self.kv_caches[slice_index // self.slices]
@@ -142,7 +144,7 @@ class Stage(BaseStage):
         branch, stream, saved, losses = yield from self._run_layers(slice_index, inputs, recompute_mode, context)
         if losses is None:
             return branch + stream, saved
-        self.loss_sums[microbatch].add_(losses.sum())
+        self.loss_sums[microbatch].add_(losses.view(self.loss_sums.shape[1], -1).sum(1))
         return None, saved
 
     def recompute(self, slice_index: int) -> None:
@@ -237,11 +239,11 @@ class Stage(BaseStage):
         loss, losses = lm_head.head_loss(
             params[self.head_name], normed, targets, context.tp, self.model.final_logit_softcapping
         )
-        mtp_layers = [] if inputs.mtp_targets is None else zip(self.bound.mtp, inputs.mtp_targets, strict=True)
-        for layer, further in mtp_layers:
-            normed, saved = layer.forward(context, self._mtp_sequence(inputs), normed, targets, further)
+        mtp_targets = () if inputs.mtp_targets is None else inputs.mtp_targets
+        tokens = (targets, *mtp_targets)[: len(mtp_targets)] if inputs.mtp_inputs is None else inputs.mtp_inputs
+        for layer, following, further in zip(self.bound.mtp, tokens, mtp_targets, strict=True):
+            normed, saved = layer.forward(context, self._mtp_sequence(inputs), normed, following, further)
             mtp.append(saved)
-            targets = further
         return HeadSaved(saved_norm, loss, mtp), losses
 
     def _head_backward(self, head: HeadSaved, inputs: StageInputs) -> tuple[Tensor, list[Wgrad]]:

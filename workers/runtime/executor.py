@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Action, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Stream
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.data.batch_loader import Tokens
+from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
@@ -69,16 +69,15 @@ class Executor:
         self.running: RankProgram | None = None
         self.results: dict[Key, torch.Tensor | None] = {}
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
-        self.valid, self.restart = True, False
+        self.valid, self.restart, self.target_tokens = True, False, 0
 
-    def run(self, program: RankProgram, step: int, tokens: dict[int, Tokens]) -> None:
-        """Issues one step. `tokens` are those of the microbatches (or slices) whose first or last stage is here.
-
-        Raises Aborted if the generation ends.
-        """
-        self._begin(program, step, tokens)
+    def run(self, program: RankProgram, step: int, batch: Batch) -> None:
+        """Issues one step. Raises Aborted if the generation ends."""
+        self._begin(program, step, batch.tokens)
+        self.target_tokens = batch.target_tokens
+        self.optimizer_step.totals.begin(batch.target_tokens_by_source)
         for stage in self.stages.values():
-            stage.begin(step)
+            stage.begin(step, self.target_tokens)
         started = time.monotonic()
         counter = 0
         while counter < len(program.stream):
@@ -177,8 +176,8 @@ class Executor:
             if targets is not None:
                 self.losses.count(part.microbatch // self.losses.slices, targets)
         else:
-            mtp_targets = tokens.mtp_targets if tokens and stage.last else None
-            task = stage.forward(part.microbatch, received, inputs, targets, mtp_targets, starts)
+            mtp = (tokens.mtp_targets, tokens.mtp_inputs) if tokens and stage.last else (None, None)
+            task = stage.forward(part.microbatch, received, inputs, targets, mtp[0], starts, mtp[1])
         self.results[part.key] = yield from task
 
     def _backward(self, part: Instruction) -> Task[None]:
@@ -227,7 +226,7 @@ class Executor:
         self.activations.discard()
         for stage in self.stages.values():
             stage.saved.clear()
-            stage.begin(self.step)
+            stage.begin(self.step, self.target_tokens)
         self.restart = False
 
 

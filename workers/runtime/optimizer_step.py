@@ -25,13 +25,12 @@ from pentad.workers.runtime.streams import Check
 from pentad.workers.runtime.tied import TiedEmbedding
 from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
 
-
 class CommittedStep(NamedTuple):
     """A step committed to the master weights; on a GPU, once it has reached the commit.
 
-    `losses` [replicas x microbatches] are sums over the tokens of all ranks, `norm` is the global gradient norm before
-    clipping, a scalar; `taken` is the same, or nan if the update was skipped. All are float64 on the host, valid once
-    the step has ended.
+    `losses` [global_batch_size + sources] are sums over the target tokens of each sequence, and then the target tokens by
+    source of the data. `norm` is the global gradient norm before clipping, a scalar; `taken` is the same, or nan if the
+    update was skipped. All are float64 on the host, valid once the step has ended.
     """
 
     step: int
@@ -41,8 +40,8 @@ class CommittedStep(NamedTuple):
 
 
 class StepTotals:
-    """What ranks add up at the end of a step, in float64: squared gradient norms by shard, and losses by replica,
-    microbatch and cp rank.
+    """What ranks add up at the end of a step, in float64: squared gradient norms by shard; losses by replica,
+    microbatch, sequence and cp rank; target tokens by source of the data, which `begin` sets for a step.
 
     Every entry has one contributor, so sums are exact in any order. All ranks get the losses: those of a committed step
     survive the rank that computed them.
@@ -52,9 +51,16 @@ class StepTotals:
         self.plan, self.stages, self.at, self.rank = plan, stages, plan.mesh.coordinates(rank), rank
         *first, self.num_squares = accumulate(map(plan.num_zero_shards, plan.param_shards), initial=0)
         self.first_square = dict(zip(plan.param_shards, first, strict=True))
-        self.loss_shape = (plan.batch.replicas, plan.batch.microbatches, plan.mesh.cp)
-        device = next(iter(stages.values())).loss_sum_buffers.device
-        self.values = torch.zeros(self.num_squares + math.prod(self.loss_shape), dtype=torch.float64, device=device)
+        batch, self.num_sources = plan.batch, len(plan.data.sources)
+        self.loss_shape = (batch.replicas, batch.microbatches, batch.micro_batch_size, plan.mesh.cp)
+        self.counts = plan.owner(ParamShard(plan.program.stages - 1)) == rank
+        size = self.num_squares + math.prod(self.loss_shape) + self.num_sources
+        self.values = torch.zeros(size, dtype=torch.float64, device=next(iter(stages.values())).device)
+        self.own_target_tokens = self.values[-self.num_sources :].clone()
+
+    def begin(self, target_tokens: torch.Tensor) -> None:
+        """`target_tokens` [sources], float64 on the device, are those of the global batch."""
+        self.own_target_tokens = target_tokens
 
     def fill(self) -> torch.Tensor:
         """This rank's entries, zeros elsewhere. The owner of an unsharded parameter shard contributes its square."""
@@ -70,7 +76,9 @@ class StepTotals:
                 self.values[self.first_square[param_shard] + layout.shard_index] = square
         for stage in self.stages.values():
             if stage.last and at.tp == 0:
-                self._losses(self.values)[at.dp * self.plan.mesh.ep + at.ep, :, at.cp] += stage.loss_sums
+                self._losses(self.values)[at.dp * self.plan.mesh.ep + at.ep, ..., at.cp] += stage.loss_sums
+        if self.counts:
+            self._target_tokens(self.values).copy_(self.own_target_tokens)
         return self.values
 
     def norm(self, totals: torch.Tensor) -> torch.Tensor:
@@ -78,11 +86,18 @@ class StepTotals:
         return totals[: self.num_squares].sum().sqrt()
 
     def losses(self, totals: torch.Tensor) -> torch.Tensor:
-        """[replicas x microbatches]."""
-        return self._losses(totals).sum(2).flatten()
+        """[global_batch_size + sources], as in CommittedStep."""
+        return torch.cat((self._losses(totals).sum(3).flatten(), self._target_tokens(totals)))
+
+    def mean_loss(self, losses: torch.Tensor) -> torch.Tensor:
+        """A scalar, 0 without target tokens."""
+        return losses[: -self.num_sources].sum() / losses[-self.num_sources :].sum().clamp(min=1)
+
+    def _target_tokens(self, totals: torch.Tensor) -> torch.Tensor:
+        return totals[-self.num_sources :]
 
     def _losses(self, totals: torch.Tensor) -> torch.Tensor:
-        return totals[self.num_squares :].view(self.loss_shape)
+        return totals[self.num_squares : -self.num_sources].view(self.loss_shape)
 
 
 class LocalUpdate(NamedTuple):
@@ -130,7 +145,7 @@ class _StepBase:
         if self.spikes is None:
             return norm
         assert losses.numel(), "whether a step is a spike depends on its losses"
-        return self.spikes.filtered(losses.sum() / self.plan.batch.tokens, norm)
+        return self.spikes.filtered(self.totals.mean_loss(losses), norm)
 
     def _parameters(self) -> dict[ParamShard, Parameters]:
         shards = self.plan.param_shards_of(self.totals.rank)

@@ -13,7 +13,7 @@ from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader
-from pentad.workers.data.sources import open_data, open_eval_data
+from pentad.workers.data.sources import open_dataset, open_eval_data
 from pentad.workers.evaluation.eval_loader import EvalLoader
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
@@ -55,16 +55,14 @@ def make_stages(plan: Plan, rank: int, parameters: dict[ParamShard, Parameters])
 
 
 def make_batch_loader(plan: Plan, rank: int, device: torch.device) -> BatchLoader:
-    length, fingerprint = plan.batch.sequence_length, plan.fingerprint
-    corpus = open_data(plan.data, plan.model.vocab, length, plan.cache, fingerprint=fingerprint, holdout=plan.holdout)
-    return BatchLoader(plan, rank, corpus, device)
+    return BatchLoader(plan, rank, open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed), device)
 
 
 def make_eval_loader(plan: Plan, loader: BatchLoader) -> EvalLoader | None:
     """None if the plan has no evaluation."""
     if plan.eval is None:
         return None
-    sizes = plan.model.vocab, plan.batch.sequence_length, plan.cache
+    sizes = plan.model.vocab, plan.batch.sequence_length, plan.data.cache
     return EvalLoader(plan, [open_eval_data(each, *sizes) for each in plan.eval.data_sets], loader)
 
 

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pentad.schedules.simulate.timeline import Span
+
+
+class LossSum(NamedTuple):
+    """A sum of token losses, and how many target tokens it is of."""
+
+    loss: float
+    target_tokens: int
 
 
 @dataclass(frozen=True)
 class StepResult:
     """One rank's result of one step.
 
-    `losses` are sums over tokens, by microbatch of the global batch. `grad_norm` is the global norm before clipping; if
-    it was not finite, or the step a spike, it was `skipped`: no weight changed. `spans` are in seconds of the host's
-    monotonic clock, their ranks and peers are ranks of the mesh. The host issued `instructions` in `host_seconds`;
-    `peak_bytes` is the largest GPU memory allocated so far, 0 on a CPU.
+    `losses` are sums over target tokens, by microbatch of the global batch; `sources` has them by source of the data.
+    `grad_norm` is the global norm before clipping; if it was not finite, or the step a spike, it was `skipped`: no weight
+    changed. `spans` are in seconds of the host's monotonic clock, their ranks and peers are ranks of the mesh. The host
+    waited for the step's data for `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the
+    largest GPU memory allocated so far, 0 on a CPU.
     """
 
     step: int
     losses: dict[int, float]
+    sources: tuple[LossSum, ...]
     grad_norm: float
     learning_rate: float
     skipped: bool
     spans: tuple[Span, ...]
+    data_wait_seconds: float
     host_seconds: float
     instructions: int
     peak_bytes: int

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,7 +24,7 @@ from pentad.workers.runtime.gpu_timer import StepTimes
 from pentad.workers.runtime.optimizer_step import CommittedStep
 from pentad.workers.runtime.progress_file import Progress, ProgressFile
 from pentad.workers.runtime.rank_state import RankState
-from pentad.workers.runtime.results import EvalResult, RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, LossSum, RankSnapshot, StepResult
 from pentad.workers.runtime.streams import CudaStreams
 from pentad.workers.runtime.zero import ZeroShards
 
@@ -61,6 +62,7 @@ class Runner:
         self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
         self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
         self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)
+        self.data_wait_seconds, self.batch_numbers = dict[int, float](), dict[int, int]()  # by step
         self.recent_calls: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
         self.last_position = (0, -1, 0.0)  # step, counter, and since when
@@ -124,7 +126,10 @@ class Runner:
         """
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
-                self._connected.run(self.programs[0], step, self.load_batch(batch_of(step, skipped_batches)))
+                began, number = time.monotonic(), batch_of(step, skipped_batches)
+                batch = self.load_batch(number, self.fence_flag.check)
+                self.data_wait_seconds[step], self.batch_numbers[step] = time.monotonic() - began, number
+                self._connected.run(self.programs[0], step, batch)
             if more:
                 self._collect_results(num_open=1)
             else:
@@ -218,6 +223,7 @@ class Runner:
 
     def close(self) -> None:
         """Disconnects from the other ranks."""
+        self.load_batch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.executor is not None:
@@ -249,17 +255,28 @@ class Runner:
         del committed[: len(times)]
 
     def _result(self, committed: CommittedStep, times: StepTimes) -> StepResult:
+        batch = self.plan.batch
+        losses = committed.losses[: batch.global_batch_size]
         return StepResult(
             step=committed.step,
-            losses=dict(enumerate(committed.losses.tolist())),
+            losses=dict(enumerate(losses.view(-1, batch.micro_batch_size).sum(1).tolist())),
+            sources=self._by_source(committed),
             grad_norm=float(committed.norm),
             learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
             skipped=not math.isfinite(float(committed.taken)),
             spans=self._spans(committed.step, times),
+            data_wait_seconds=self.data_wait_seconds.pop(committed.step, 0.0),
             host_seconds=self._connected.host_seconds.pop(committed.step, 0.0),
             instructions=len(times),
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )
+
+    def _by_source(self, committed: CommittedStep) -> tuple[LossSum, ...]:
+        """Added in the order of rows, so that every mesh gets the same bits."""
+        rows, _ = self.load_batch.dataset.rows(self.batch_numbers.pop(committed.step))
+        losses, target_tokens = committed.losses[: len(rows)], committed.losses[len(rows) :]
+        sums = np.bincount(rows, losses.numpy(), minlength=len(target_tokens))
+        return tuple(LossSum(*each) for each in zip(sums.tolist(), map(int, target_tokens), strict=True))
 
     def _spans(self, step: int, times: StepTimes) -> tuple[Span, ...]:
         spans = []

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from footprint import Footprint
 
 from pentad.orchestrator.cli.cli import main
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.workers.data.build import build_corpus
-from pentad.workers.data.sources import open_data
+from pentad.workers.data.sources import described, open_sources
 
 SMALL = ["cluster.device=cpu", "cluster.dashboard=false", "run.steps=2", "model.vocab=300"]
 CASES = {
@@ -143,10 +145,12 @@ def test_the_name_of_a_live_run_is_refused(refused, corpus, tmp_path):
 
 
 def test_a_corpus_that_differs_from_the_drivers_is_refused(corpus):
-    found = open_data(str(corpus), 300, 8, "")
-    assert open_data(str(corpus), 300, 8, "", fingerprint=found.fingerprint).tokens == found.tokens
+    data = DataSpec((SourceSpec("data", str(corpus)),))
+    found = described(data, open_sources(data, 300, 8))
+    assert open_sources(found, 300, 8)[0].corpus.fingerprint == found.sources[0].fingerprint
+    changed = replace(data, sources=(replace(data.sources[0], fingerprint="0" * 64),))
     with pytest.raises(PentadError, match=r"data\.path is .*, which has fingerprint .*: expected 000000000000"):
-        open_data(str(corpus), 300, 8, "", fingerprint="0" * 64)
+        open_sources(changed, 300, 8)
 
 
 @pytest.mark.parametrize(

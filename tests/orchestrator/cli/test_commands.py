@@ -21,7 +21,6 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run.train import train
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.data import sources
 
 ROW = {**dict.fromkeys(METRIC_KEYS, 0.5), "mfu": None, "generation": 1, "tokens": 8, "skipped": False}
 
@@ -155,8 +154,7 @@ def test_the_quickstart_uses_the_available_gpus(
 
     monkeypatch.setattr(hardware, "local_gpus", lambda: gpus)
     monkeypatch.setattr("pentad.orchestrator.run.train.train", fake_train)
-    monkeypatch.setattr("pentad.orchestrator.run.train.with_eval_fingerprints", lambda plan: plan)
-    monkeypatch.setattr(sources, "open_data", lambda *_, **__: SimpleNamespace(fingerprint=""))
+    monkeypatch.setattr("pentad.orchestrator.run.train.prepare", lambda config: None)
     _, out, _ = pentad("train", *arguments)
     assert configs[0].mesh.pp == pp
     assert ("the quickstart runs with mesh.pp = 2, not 4" in out) == (pp == 2)

@@ -113,7 +113,7 @@ def test_an_incomplete_line_left_by_a_crash_is_dropped(tmp_path: Path) -> None:
     [
         ("model.ffn=256", "model.ffn is 256, but the run in .*trial has 384: choose another run.name than trial"),
         ("batch.global_batch_size=32", "batch.global_batch_size is 32, but"),
-        ("data.path=elsewhere", "data.path is elsewhere, but"),
+        ("batch.sequence_length=64", "batch.sequence_length is 64, but"),
         ("run.seed=1", "run.seed is 1, but"),
     ],
 )

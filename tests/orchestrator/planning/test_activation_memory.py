@@ -22,7 +22,7 @@ def check(plan: Plan, index: int) -> None:
     dtype, shape = DTYPES[plan.dtype], (plan.sequence_parallel_tokens, plan.model.hidden)
     tokens = torch.arange(plan.slice_tokens)
     received = None if stage.first else torch.randn(shape).to(dtype)
-    starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.micro_batch_size if plan.document_mask else []
+    starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.micro_batch_size if plan.data.document_mask else []
     gradients = [buffers.gradients.flat for buffers in stage.param_buffers if buffers.gradients is not None]
     excluded = [*gradients, received, tokens]
     mtp_tokens = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None

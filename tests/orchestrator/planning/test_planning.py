@@ -221,14 +221,14 @@ def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path
         monkeypatch.setattr(module, function, counted(getattr(module, function)))
     placed = []
 
-    def train(config: RunConfig, *, plan: Plan, fingerprint: str, **more: object) -> dict[str, Any]:
-        placed.append(plan_on(config, "cpu", hosts=1, expected=replace(plan, fingerprint=fingerprint)))
+    def train(config: RunConfig, *, plan: Plan, **more: object) -> dict[str, Any]:
+        placed.append(plan_on(config, "cpu", hosts=1, expected=plan))
         raise PentadError("enough")
 
     monkeypatch.setattr("pentad.orchestrator.run.train.train", train)
     overrides = f"run.folder={tmp_path}", f"data.path={corpus}", "cluster.device=cpu", f"schedule.name={name}"
     assert main(["train", *overrides]) == 1
-    assert len(placed[0].fingerprint) == 64
+    assert len(placed[0].data.sources[0].fingerprint) == 64
     assert calls == dict.fromkeys(compiled, 1) | {"check": 2} | ({"choose": 1} if name == "auto" else {})
 
 

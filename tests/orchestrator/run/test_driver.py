@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run.callbacks import OnStep
 from pentad.orchestrator.run.train import FILES
 from pentad.orchestrator.run.train import train as run_training
@@ -284,7 +286,9 @@ def test_a_run_that_loses_its_ray_head_says_so_and_leaves_nothing(started: Calla
 def test_a_run_resumes_only_with_its_corpus(cluster, tmp_path) -> None:
     def run(steps: int, fingerprint: str) -> dict[str, Any]:
         config = config_of(tmp_path, "fake:", f"run.steps={steps}")
-        return run_training(config, runner=FAKE, fingerprint=fingerprint)
+        plan = make_plan(config, "cpu")
+        source = replace(plan.data.sources[0], fingerprint=fingerprint)
+        return run_training(config, runner=FAKE, plan=replace(plan, data=replace(plan.data, sources=(source,))))
 
     run(2, "a" * 64)
     with pytest.raises(PentadError, match=r"data\.path is .*fingerprint bbbb.*expected aaaa"):

@@ -12,7 +12,7 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run.measure import History, finite, mean_loss, typical_pace
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
-from pentad.workers.runtime.results import StepResult
+from pentad.workers.runtime.results import LossSum, StepResult
 
 PLAN = make_plan(load(None, ["mesh.dp=2", "mesh.pp=2", "cluster.device=cpu"]), "cpu")
 COSTS = Costs((2.0, 3.0), (4.0, 5.0), (1.0, 1.5), transfer=0.25)
@@ -31,10 +31,12 @@ def account(rank: int, step: int, start: float, norm: float = 1.0) -> StepResult
     return StepResult(
         step=step,
         losses={number: loss_of(step, number) for number in numbers},
+        sources=(LossSum(0.0, PLAN.batch.tokens),),
         grad_norm=norm,
         learning_rate=0.5,
         skipped=not math.isfinite(norm),
         spans=tuple(spans),
+        data_wait_seconds=0.2 * rank,
         host_seconds=0.1 * rank,
         instructions=1,
         peak_bytes=rank,
@@ -53,7 +55,7 @@ def test_the_loss_sums_microbatches_in_ascending_order() -> None:
     for number in range(16):
         total += loss_of(3, number)
     for order in (accounts, accounts[::-1]):
-        assert mean_loss(order, 10) == total / 10
+        assert mean_loss(order) == total / PLAN.batch.tokens
 
 
 def test_a_row_has_every_metric() -> None:

@@ -21,7 +21,7 @@ from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.results import EvalResult, StepResult
+from pentad.workers.runtime.results import EvalResult, LossSum, StepResult
 
 
 class Ranks:
@@ -100,7 +100,7 @@ class Ranks:
             self.at.pop(step)(self.calls)
         start, self.now = self.now, self.now + self.seconds
         span = Span(step, 0, "compute", "0F0", "F", 0, 0, -1, start, self.now)
-        return StepResult(step, {0: 1.0}, 1.0, 0.1, False, (span,), 0.0, 1, 0)
+        return StepResult(step, {0: 1.0}, (LossSum(1.0, 1),), 1.0, 0.1, False, (span,), 0.0, 0.0, 1, 0)
 
 
 Run = Callable[..., tuple[Ranks, StepLoop]]

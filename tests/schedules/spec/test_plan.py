@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
@@ -19,6 +20,7 @@ from pentad.schedules.spec.plan import BatchSpec, ParamShard, Plan, split_layers
 from pentad.schedules.spec.tensors import active_parameters, head_in_layers, num_parameters
 
 MODEL = ModelSpec(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096)
+DATA = DataSpec((SourceSpec("pydoc", "builtin:pydoc"),))
 OPTIMIZER = OptimizerSpec(LearningRate(3e-3, 3e-4, 10, 110), 0.9, 0.95, 1e-8, 0.1, clip_norm=1.0)
 
 
@@ -97,7 +99,7 @@ def plan(name: str, mesh: Mesh) -> Plan:
     program = compile_program(name, mesh.pp, 8, replicas=mesh.dp)
     layers = split_layers(8, program.placement)
     batch = BatchSpec(16, 128, 8, mesh.dp)
-    return Plan("p", mesh, program, layers, MODEL, batch, OPTIMIZER, "builtin:pydoc", "", 0, "float32", "cpu", "gloo")
+    return Plan("p", mesh, program, layers, MODEL, batch, OPTIMIZER, DATA, 0, "float32", "cpu", "gloo")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])

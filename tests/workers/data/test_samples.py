@@ -1,8 +1,9 @@
-"""An epoch visits every window once, and a sequence depends on seed and index only."""
+"""An epoch visits every window once, and a sequence has the tokens, targets and documents of its spans."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,25 +11,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.data.corpus import Corpus
-from pentad.workers.data.samples import microbatch, permuted, sequence, window_count
+from pentad.workers.data.corpus import Corpus, Overlap
+from pentad.workers.data.corpus_index import RecordBatch
+from pentad.workers.data.samples import Span, Windows, permuted, sample_of, shuffled, target_count
 
 
 class CountingShards:
-    """The flat stream 0, 1, 2 ...; a document ends at each edge."""
+    """The flat stream 0, 1, 2 ...; documents start at `starts`, and every third token does not count as a target."""
 
-    def __init__(self, edges: tuple[int, ...]) -> None:
-        self.edges = np.array(edges)
+    def __init__(self, starts: tuple[int, ...]) -> None:
+        self.starts = np.array(starts)
 
-    def overlaps(self, start: int, count: int) -> list[range]:
-        return [range(start, start + count)]
+    def overlaps(self, start: int, count: int) -> list[Overlap]:
+        return [Overlap(0, RecordBatch(0, 0, 0, 0, 0), 0, start, start + count)]
 
-    def tokens(self, part: range) -> np.ndarray:
-        return np.array(part, dtype=np.uint32)
+    def tokens(self, part: Overlap) -> np.ndarray:
+        return np.arange(part.first, part.end, dtype=np.uint32)
+
+    def loss_mask(self, part: Overlap) -> np.ndarray:
+        return np.arange(part.first, part.end) % 3 > 0
+
+    def offsets(self, part: Overlap) -> np.ndarray:
+        return np.append(self.starts, 10**9)
 
 
-def counting_corpus(tokens: int, cuts: tuple[int, ...] = ()) -> Corpus:
-    return Corpus(Path("counting"), tokens, tokens, len(cuts) + 1, "", False, CountingShards((0, *cuts, tokens)))  # type: ignore[arg-type]
+def counting_corpus(tokens: int, cuts: tuple[int, ...] = (), *, masked: bool = False) -> Corpus:
+    shards: Any = CountingShards((0, *cuts))
+    if not masked:
+        shards.loss_mask = lambda part: np.ones(part.end - part.first, np.uint8)
+    return Corpus(Path("counting"), tokens, tokens, len(cuts) + 1, "", "", masked, shards)
 
 
 @pytest.mark.parametrize("largest", [300, pytest.param(5000, marks=pytest.mark.slow)])
@@ -67,39 +78,40 @@ def test_the_order_is_not_correlated_with_the_index() -> None:
 @pytest.mark.parametrize("length", [1, 7, 128])
 def test_the_windows_of_an_epoch_tile_the_corpus(length: int) -> None:
     corpus = counting_corpus(1000, cuts=(1, 300, 301))
-    windows = window_count(corpus, length)
-    inputs = np.concatenate([sequence(corpus, 5, windows + index, length)[:-1] for index in range(windows)])
-    assert np.array_equal(np.sort(inputs), np.arange(windows * length))
-    assert (1000 - 1) - windows * length < length
-
-
-def test_a_sequence_is_length_plus_one_contiguous_int64_tokens() -> None:
-    tokens = sequence(counting_corpus(1000, cuts=(10, 500)), 0, 3, 100)
-    assert tokens.dtype == np.int64 and tokens.shape == (101,)
-    assert np.array_equal(np.diff(tokens), np.ones(100))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_a_global_batch_is_the_same_for_any_number_of_ranks(ranks: int) -> None:
-    corpus, size = counting_corpus(3000, cuts=(7, 1500)), 24
-    batches = [microbatch(corpus, 1, step, size, range(size), 16) for step in range(3)]
-    for step, (inputs, targets) in enumerate(batches):
-        for rank in range(ranks):
-            rows = range(rank, size, ranks)
-            local = microbatch(corpus, 1, step, size, rows, 16)
-            assert np.array_equal(local[0], inputs[rows]) and np.array_equal(local[1], targets[rows])
-
-
-def test_sequence_indices_continue_from_step_to_step() -> None:
-    corpus = counting_corpus(500)
-    inputs, targets = microbatch(corpus, 9, 4, 6, [2, 5], 20)
-    assert inputs.shape == targets.shape == (2, 20)
-    for row, index in enumerate((26, 29)):
-        tokens = sequence(corpus, 9, index, 20)
-        assert np.array_equal(inputs[row], tokens[:-1]) and np.array_equal(targets[row], tokens[1:])
+    windows = Windows(corpus, length)
+    order = [shuffled(windows.sequences + index, windows.sequences, 5, "") for index in range(windows.sequences)]
+    samples = [sample_of(corpus, windows.spans(number), length, False) for number in order]
+    inputs = np.concatenate([sample.inputs for sample in samples])
+    assert np.array_equal(np.sort(inputs), np.arange(windows.sequences * length))
+    assert all(np.array_equal(sample.following, sample.inputs + 1) for sample in samples)
+    assert (1000 - 1) - windows.sequences * length < length
 
 
 def test_a_corpus_shorter_than_a_sequence_is_refused() -> None:
-    assert len(sequence(counting_corpus(17), 0, 5, 16)) == 17
+    assert Windows(counting_corpus(17), 16).sequences == 1
     with pytest.raises(PentadError, match=r"data\.path is 'counting', which holds 16 tokens: expected at least 17"):
-        sequence(counting_corpus(16), 0, 0, 16)
+        Windows(counting_corpus(16), 16)
+
+
+@pytest.mark.parametrize("eod_mask_loss", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@given(cuts=st.sets(st.integers(1, 39)), start=st.integers(0, 10), sizes=st.lists(st.integers(1, 8), max_size=4))
+def test_a_target_counts_unless_it_is_masked_or_starts_a_document(
+    masked: bool, eod_mask_loss: bool, cuts: set[int], start: int, sizes: list[int]
+) -> None:
+    corpus = counting_corpus(50, tuple(sorted(cuts)), masked=masked)
+    spans = [Span(start + 2 * number, size) for number, size in enumerate(sizes)]
+    sample = sample_of(corpus, spans, 40, eod_mask_loss)
+    used = sum(sizes)
+    expected = [
+        not (masked and target % 3 == 0) and not (eod_mask_loss and target in cuts)
+        for target in sample.following[:used].tolist()
+    ]
+    assert sample.is_target.tolist() == expected + [False] * (40 - used)
+    assert target_count(corpus, spans, eod_mask_loss) == sum(expected)
+
+
+def test_documents_spans_and_padding_start_documents() -> None:
+    corpus = counting_corpus(50, cuts=(4, 9, 30))
+    assert sample_of(corpus, [Span(0, 12)], 12, False).document_starts == (0, 4, 9)
+    assert sample_of(corpus, [Span(3, 4), Span(28, 4)], 10, False).document_starts == (0, 1, 4, 6, 8)

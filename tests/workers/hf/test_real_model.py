@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_files import stage_of
-from plans import is_close, plan_of
+from plans import data_of, global_batch, is_close, plan_of
 from real_model import smollm2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +27,8 @@ from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.spec.plan import BatchSpec
 from pentad.workers.checkpoint.checkpoint import folder_of, open_checkpoint
 from pentad.workers.data.corpus import open_corpus
-from pentad.workers.data.samples import microbatch, window_count
+from pentad.workers.data.samples import Windows
+from pentad.workers.data.sources import open_dataset
 from pentad.workers.data.tokenizer import encode, load_tokenizer
 from pentad.workers.hf.config import parse_section
 from pentad.workers.parallel.async_ops import run_to_completion
@@ -132,14 +133,15 @@ def write_corpus(home: Path) -> Batch:
     (home / "text.txt").write_text(loaded.decode(tokens[:count]))
     facts = pentad(home, "data", "build", "text.txt", "corpus", "--tokenizer", str(tokenizer))
     assert facts["vocab_size"] == loaded.get_vocab_size()
-    assert window_count(open_corpus(home / "corpus", False), LENGTH) == WINDOWS
+    assert Windows(open_corpus(home / "corpus"), LENGTH).sequences == WINDOWS
     return inputs_targets(tokens[count : count + 2 * LENGTH + 1])
 
 
 def batch(home: Path, step: int) -> Batch:
     """Inputs and targets that the run reads in a step."""
-    found = microbatch(open_corpus(home / "corpus", False), 0, step, SEQUENCES, range(SEQUENCES), LENGTH)
-    return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+    data, sizes = data_of(str(home / "corpus")), BatchSpec(SEQUENCES, LENGTH, 1, 1)
+    inputs, following, *_ = global_batch(open_dataset(data, sizes, 2**20, 0), step)
+    return inputs, following
 
 
 def configuration(home: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from plans import MODEL, is_close, plan_of
 
 from pentad.schedules.spec.plan import ParamShard
 from pentad.workers.data.batch_loader import BatchLoader
-from pentad.workers.data.corpus import open_corpus
+from pentad.workers.data.sources import open_dataset
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.param_buffers import make_param_buffers
@@ -95,7 +95,7 @@ def test_results_gradients_and_loss_are_those_of_uncut_sequences(corpus: str, sl
     results, gradients = step(sliced, tokens, targets, slices)
     for found, expected in ((results, expected_result), (gradients, expected_dy)):
         assert all(is_close(*pair, 1e-12) for pair in zip(found, cut(expected, slices), strict=True))
-    assert float(sliced[1].stage.loss_sums[0]) == pytest.approx(float(uncut[1].stage.loss_sums[0]), rel=1e-12)
+    assert is_close(sliced[1].stage.loss_sums[0], uncut[1].stage.loss_sums[0], 1e-12)
     for mine, reference in zip(sliced, uncut, strict=True):
         assert all(is_close(value, reference.gradients[name], 1e-11) for name, value in mine.gradients.items())
         assert not (mine.stage.saved or mine.stage.kv_caches or mine.stage.deferred)
@@ -150,12 +150,14 @@ def test_on_a_gpu_gradients_are_those_of_uncut_sequences_and_reproducible(
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_the_batch_loader_cuts_sequences(corpus: str, slices: int) -> None:
     plan = plan_of("seq-1f1b", 1, 2, 3, corpus, slices=slices)
-    data = open_corpus(corpus, verify=False)
-    uncut = BatchLoader(plan_of("1f1b", 1, 2, 3, corpus), 1, data, CPU)(5)
-    sliced = BatchLoader(plan, 1, data, CPU)(5)
+    data = open_dataset(plan.data, plan.batch, MODEL.vocab, plan.seed)
+    loaders = BatchLoader(plan_of("1f1b", 1, 2, 3, corpus), 1, data, CPU), BatchLoader(plan, 1, data, CPU)
+    uncut, sliced = (loader(5).tokens for loader in loaders)
     assert sorted(sliced) == list(range(3 * slices))
     for index, batch in sliced.items():
         mb, k = divmod(index, slices)
         assert torch.equal(batch.inputs, cut(uncut[mb].inputs, slices)[k])
         assert torch.equal(batch.targets, cut(uncut[mb].targets, slices)[k])
         assert batch.inputs.is_contiguous()
+    for loader in loaders:
+        loader.close()

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from fleet import assemble, losses_of
 from hf_files import stage_of, take, tensors_of
-from plans import is_close, plan_of
+from plans import MODEL, data_of, global_batch, is_close, plan_of
 
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import Plan
-from pentad.workers.data.corpus import open_corpus
-from pentad.workers.data.samples import microbatch
+from pentad.schedules.spec.plan import BatchSpec, Plan
+from pentad.workers.data.sources import open_dataset
 from pentad.workers.parallel.async_ops import run_to_completion
 
 ROWS, TOLERANCE = 4, 1e-4
@@ -68,8 +67,8 @@ def run_transformers(name: str, corpus: str, folder: Path) -> Theirs:
 
 
 def tokens(corpus: str) -> tuple[torch.Tensor, torch.Tensor]:
-    pair = microbatch(open_corpus(corpus, False), 7, 0, ROWS, range(ROWS), 8)
-    return torch.from_numpy(pair[0]), torch.from_numpy(pair[1])
+    inputs, following, *_ = global_batch(open_dataset(data_of(corpus), BatchSpec(ROWS, 8, 1, 1), MODEL.vocab, 7), 0)
+    return inputs, following
 
 
 def plan_on(data: str, model: ModelSpec, sizes: dict[str, Any]) -> Plan:

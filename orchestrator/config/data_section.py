@@ -1,0 +1,132 @@
+"""The data section: sources, their mixture, and how sequences are made of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from pentad.orchestrator.config.errors import Broken
+from pentad.orchestrator.config.sections import Count, Section, Text
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.data import DataSpec, SourceSpec, WeightChange
+from pentad.schedules.spec.eval_spec import HOLDOUT
+from pentad.workers.data.mixture import shares_of
+
+
+class SourceSection(Section):
+    """A corpus of the mixture."""
+
+    path: Text = Field(description="folder that `pentad data build` wrote, or builtin:pydoc")
+    weight: NonNegativeFloat = 1.0
+    """share of the sequences, relative to the weights of the other sources"""
+    epochs: PositiveFloat | None = None
+    """passes over the source after which it drops out and the others share its weight; null: no limit"""
+    name: Text | None = None
+    """name in metrics and messages; null: the last part of `path`"""
+
+
+class WeightChangeSection(Section):
+    """A change of the mixture."""
+
+    step: Count = Field(description="first step, counted from 0, with these weights")
+    weights: dict[Text, NonNegativeFloat] = Field(
+        description="new weights by name of the source; the others keep theirs"
+    )
+
+
+class DataSection(Section):
+    """What the model is trained on: one corpus, or a mixture of `sources` (docs/data.md)."""
+
+    path: Text | None = None
+    """folder that `pentad data build` wrote, or builtin:pydoc; null: see `sources`"""
+    sources: list[SourceSection] | None = None
+    """corpora to mix, in place of `path`; null: one corpus"""
+    curriculum: list[WeightChangeSection] | None = None
+    """changes of the weights during the run, by step; null: none"""
+    holdout: float = Field(default=0.0, ge=0, le=0.5)
+    """share of the tokens that is held out from training for evaluation: the last documents of each corpus"""
+    packing: Literal["windows", "documents"] = "windows"
+    """what a sequence holds: a window of all documents one after the other, cut where it ends; or documents, as many as
+    fit, cut only if they are longer than a sequence"""
+    document_mask: bool = False
+    """attend only within a document where a sequence holds several"""
+    eod_mask_loss: bool | None = None
+    """no loss where the end of a document would predict the start of the next; null: as data.document_mask"""
+    cache: Text = "~/.cache/pentad"
+    """folder in which built-in corpora are built"""
+
+    @property
+    def spec(self) -> DataSpec:
+        """Of sources that have not been opened yet."""
+        if self.path is not None:
+            sources: tuple[SourceSpec, ...] = (SourceSpec("data", self.path),)
+        else:
+            sources = tuple(
+                SourceSpec(name, source.path, f"data.sources[{number}].path", source.weight, source.epochs)
+                for number, (name, source) in enumerate(zip(self._names, self.sources or (), strict=True))
+            )
+        masked = self.document_mask if self.eod_mask_loss is None else self.eod_mask_loss
+        return DataSpec(
+            sources, self.cache, tuple(self._changes()), self.packing, self.document_mask, masked, self.holdout
+        )
+
+    @property
+    def held_out(self) -> dict[str, str]:
+        """Path of the corpus by name of its data set: what `holdout` holds out of each."""
+        if not self.holdout:
+            return {}
+        if self.path is not None:
+            return {HOLDOUT: self.path}
+        return {f"{HOLDOUT}-{name}": each.path for name, each in zip(self._names, self.sources or (), strict=True)}
+
+    def rules(self) -> Iterator[Broken | str]:
+        if (self.path is None) == (not self.sources):
+            found = "null" if self.path is None else f"{self.path}, but there are data.sources"
+            yield Broken("path", "a corpus, or null and data.sources", found)
+            return
+        if self.packing == "documents" and not self.document_mask:
+            yield Broken("document_mask", "true for data.packing = documents")
+        names = self._names
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                first = f"data.sources[{names.index(name)}]"
+                yield f"data.sources[{number}].name is {name}: expected another than {first} has"
+        yield from self._curriculum_rules()
+
+    def _curriculum_rules(self) -> Iterator[Broken | str]:
+        names = self._names
+        for number, change in enumerate(self.curriculum or ()):
+            if unknown := [name for name in change.weights if name not in names]:
+                expected = f"names of data.sources ({', '.join(names) or 'there are none'})"
+                yield f"data.curriculum[{number}].weights has {unknown[0]}: expected {expected}"
+                return
+        for number, (change, following) in enumerate(pairwise(self.curriculum or ()), 1):
+            if following.step <= change.step:
+                yield f"data.curriculum[{number}].step is {following.step}: expected more than {change.step}"
+        if self.sources:
+            yield from _weight_rules("data.sources", tuple(source.weight for source in self.sources))
+        for number, each in enumerate(self._changes()):
+            yield from _weight_rules(f"data.curriculum[{number}]", each.weights)
+
+    @property
+    def _names(self) -> list[str]:
+        return [source.name or source.path.rstrip("/").rpartition("/")[2] for source in self.sources or ()]
+
+    def _changes(self) -> Iterator[WeightChange]:
+        weights = {name: source.weight for name, source in zip(self._names, self.sources or (), strict=True)}
+        for change in self.curriculum or ():
+            weights |= change.weights
+            yield WeightChange(change.step, tuple(weights.values()))
+
+
+def _weight_rules(key: str, weights: tuple[float, ...]) -> Iterator[str]:
+    if not any(weights):
+        yield f"{key} has weights that sum to 0: expected a positive weight"
+        return
+    try:
+        shares_of(weights)
+    except PentadError as error:
+        yield f"{key}: {error}"

@@ -1,0 +1,81 @@
+"""What is delivered for a step never depends on what was prepared, and no more is prepared than there is room for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pentad.workers.data.prefetch import MOST_AHEAD, Prefetcher
+from pentad.workers.runtime.abort import Aborted
+
+
+def nothing() -> None:
+    pass
+
+
+def settled(prefetcher: Prefetcher[int]) -> list[int]:
+    """The steps that are ready once the thread has nothing to do."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with prefetcher.changed:
+            if prefetcher.loading < 0 and not prefetcher._has_room():
+                return sorted(prefetcher.ready)
+        time.sleep(0.001)
+    raise AssertionError("the thread does not settle")
+
+
+@pytest.fixture
+def made() -> Iterator[list[Prefetcher[int]]]:
+    found: list[Prefetcher[int]] = []
+    yield found
+    for each in found:
+        each.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(st.integers(0, 30), max_size=20), limit=st.sampled_from([1, 3, 100]))
+def test_any_order_of_steps_gets_the_data_of_each(steps: list[int], limit: int) -> None:
+    prefetcher = Prefetcher(lambda step: 10 * step, lambda _: 1, limit)
+    assert [prefetcher.get(step, nothing) for step in steps] == [10 * step for step in steps]
+    prefetcher.close()
+
+
+@pytest.mark.parametrize(("limit", "ahead"), [(1, 1), (5, 5), (100, MOST_AHEAD)])
+def test_it_stays_within_its_bytes(made: list, limit: int, ahead: int) -> None:
+    made.append(Prefetcher(lambda step: step, lambda _: 1, limit))
+    assert made[0].get(7, nothing) == 7
+    assert settled(made[0]) == list(range(8, 8 + ahead))
+
+
+def test_a_step_that_cannot_be_loaded_raises_when_it_is_due_and_can_be_tried_again(made: list) -> None:
+    broken = {2}
+
+    def load(step: int) -> int:
+        if step in broken:
+            raise OSError(f"step {step}")
+        return step
+
+    made.append(Prefetcher(load, lambda _: 1, 100))
+    assert [made[0].get(step, nothing) for step in (0, 1)] == [0, 1]
+    with pytest.raises(OSError, match="step 2"):
+        made[0].get(2, nothing)
+    broken.clear()
+    assert [made[0].get(step, nothing) for step in (2, 3)] == [2, 3]
+
+
+def test_whoever_waits_can_be_aborted(made: list) -> None:
+    release = threading.Event()
+    made.append(Prefetcher(lambda step: release.wait(20) and step, lambda _: 1, 1))
+
+    def check() -> None:
+        raise Aborted
+
+    with pytest.raises(Aborted):
+        made[0].get(0, check)
+    release.set()
+    assert made[0].get(1, nothing) == 1
