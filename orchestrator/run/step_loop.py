@@ -19,6 +19,7 @@ from pentad.orchestrator.run.hang_detection import HangDetector
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.spikes import SpikeWatch, pinned_checkpoints
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.data.mixture import Mixture
 from pentad.workers.runtime.results import StepResult
 
 CALL_SECONDS = 1.0  # target length of a call
@@ -61,6 +62,7 @@ class StepLoop:
         self.should_regroup = should_regroup
         keep, clocks = config.metrics.timeline_steps, group.offsets
         self.history = History(group.plan, group.generation, keep=keep, offsets=clocks, device_name=group.device_name)
+        self.mixture = Mixture(group.plan.data, group.plan.batch.global_batch_size)
         self.first = self.done = self.submitted = first
         self.saved = self.durable = saved  # steps in the newest checkpoint submitted, and committed
         self.saved_at = saved_at
@@ -167,6 +169,7 @@ class StepLoop:
     def _record(self, rows: list[dict[str, Any]]) -> None:
         spans, rows = list(self.history.recent)[-len(rows) :], self.spikes.until_spike(rows)
         self.done = rows[-1]["step"] + 1
+        self._record_mixture(rows)
         self.bus.steps_done(rows, spans[: len(rows)])
         self.spikes.react(rows)
 

@@ -24,7 +24,9 @@ def assert_equals_one_process(fleet: Fleet, plan: Plan, *, check_bytes: bool = F
     for step in range(STEPS):
         sums = losses_of(outcomes, step).values()
         assert len(sums) == plan.batch.replicas * plan.batch.microbatches
-        assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
+        (sources,) = {outcome.results[step].sources for outcome in outcomes}
+        assert sum(source.loss for source in sources) == pytest.approx(sum(sums), rel=1e-14)
+        assert sum(sums) / sum(source.target_tokens for source in sources) == pytest.approx(losses[step], rel=1e-10)
         assert len({outcome.results[step].grad_norm for outcome in outcomes}) == 1
         assert outcomes[0].results[step].grad_norm == pytest.approx(norms[step], rel=1e-10)
         found = assemble([outcome.gradients[step] for outcome in outcomes], with_tied_copies(weights))

@@ -21,7 +21,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
-from pentad.workers.data.dataset import Dataset
+from pentad.workers.data.samples import Dataset
 from pentad.workers.data.sources import open_dataset
 
 STEPS = 3

@@ -84,10 +84,12 @@ def losses(
     return Losses(main, weight * even, model.mtp_loss_weight / max(1, model.mtp_layers) * mtp)
 
 
-def routes(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor) -> list[Routes]:
+def routes(
+    model: ModelSpec, t: Tensors, tokens: Tensor, following: Tensor, documents: Tensor | None = None
+) -> list[Routes]:
     """Routes of every layer with experts, MTP layers last."""
-    hidden, found = _hidden(model, t, tokens, None)
-    return found + [each for _, more in _mtp(model, t, hidden, targets, None) for each in more]
+    hidden, found = _hidden(model, t, tokens, documents)
+    return found + [each for _, more in _mtp(model, t, hidden, following, documents) for each in more]
 
 
 def balance(experts: Experts, routes: Routes) -> Tensor:

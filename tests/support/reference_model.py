@@ -39,7 +39,7 @@ def train(plan: Plan, batches: list[GlobalBatch]) -> Trained:
 
     def losses_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         losses = _mean_losses(plan, p | bias, batches[step])
-        _update_biases(plan, p, bias, batches[step].inputs, batches[step].following)
+        _update_biases(plan, p, bias, batches[step])
         return losses
 
     losses, gradients, norms, weights = optimize(plan, p, len(batches), losses_of)
@@ -119,13 +119,13 @@ def zero_biases(plan: Plan) -> State:
     return {f"layers.{n}.experts.bias": torch.zeros(experts.num_experts, dtype=torch.float64) for n in layers}
 
 
-def _update_biases(plan: Plan, p: State, bias: State, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+def _update_biases(plan: Plan, p: State, bias: State, batch: GlobalBatch) -> None:
     """Moves router biases towards an even load, in place of the dictionary's values."""
     experts = plan.model.experts
     if not bias or experts is None:
         return
     with torch.no_grad():
-        routes = reference_families.routes(plan.model, p | bias, inputs, targets)
+        routes = reference_families.routes(plan.model, p | bias, batch.inputs, batch.following, batch.documents)
     for each, name in zip(routes, sorted(bias, key=lambda name: int(name.split(".")[1])), strict=True):
         load = reference_families.load(experts, each).double()
         bias[name] = bias[name] + experts.bias_update_rate * torch.sign(load.mean() - load)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bits import same_bits
+
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
 
@@ -23,3 +25,16 @@ def save_and_resume(fleet, plan, folder: Path, step: int, calls, *, before=None)
     """Saves a plan's state at a step and resumes from it, with another plan `before` the save if one is given."""
     run_and_save(fleet, before or plan, step, folder)
     return fleet.run(plan, calls, restore=str(folder))
+
+
+def assert_repeatable(fleet, plan, tmp_path: Path) -> None:
+    """Six steps have the same bits in one call, in three, and after a stop in the middle."""
+    once = fleet.run(plan, [(0, 6)])
+    again = fleet.run(plan, [(0, 1), (1, 3), (4, 2)])
+    resumed = save_and_resume(fleet, plan, checkpoint.folder_of(tmp_path, 3), 3, [(3, 3)])
+    for a, b, c in zip(once, again, resumed, strict=True):
+        assert same_bits(a.state, b.state)
+        assert same_bits(a.state, c.state)
+        results = [(r.losses, r.grad_norm) for r in a.results]
+        assert results == [(r.losses, r.grad_norm) for r in b.results]
+        assert results[3:] == [(r.losses, r.grad_norm) for r in c.results]

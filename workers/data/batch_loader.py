@@ -11,9 +11,8 @@ import torch
 
 from pentad.kernels.backend import IGNORE_INDEX
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.data.dataset import Dataset
 from pentad.workers.data.prefetch import Prefetcher
-from pentad.workers.data.samples import Sample
+from pentad.workers.data.samples import Dataset, Sample
 from pentad.workers.model.layer_context import local_positions
 
 READERS = 8  # threads, so that what a step reads from disk or over a network is requested at once

@@ -15,6 +15,7 @@ import numpy as np
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus_index import CHECKED, INDEX_FILE, Index, RecordBatch, parse_index
 from pentad.workers.data.shard_file import Mapped, ShardFile
+from pentad.workers.data.storage import Folder, folder_at
 
 SHARDS_OPEN = 64  # mapped at a time
 OFFSET, MASK = np.dtype("<i8"), np.dtype(np.uint8)
@@ -33,9 +34,9 @@ class Overlap(NamedTuple):
 class Shards:
     """The shards of a corpus, a few of them mapped, and where their record batches start in the flat stream."""
 
-    def __init__(self, folder: Path, index: Index) -> None:
+    def __init__(self, folder: Folder, index: Index, cache: Path) -> None:
         self.dtype, self.vocab_size = np.dtype(index.dtype).newbyteorder("<"), index.vocab_size
-        self.files = [ShardFile(folder, shard) for shard in index.shards]
+        self.files = [ShardFile(folder, shard, cache) for shard in index.shards]
         self.batches = [
             (number, batch) for number, shard in enumerate(index.shards) for batch in shard.batches if batch.tokens
         ]
@@ -59,7 +60,7 @@ class Shards:
         """Raises PentadError for a token beyond the vocabulary."""
         found = self._read(part, part.batch.tokens_at, self.dtype)
         if len(found) and (largest := int(found.max())) >= self.vocab_size:
-            where, expected = self.files[part.shard].path, f"expected ids below {self.vocab_size}"
+            where, expected = self.files[part.shard].name, f"expected ids below {self.vocab_size}"
             raise PentadError(f"shard {where} holds token {largest}: {expected}")
         return found
 
@@ -130,26 +131,30 @@ class Corpus:
             shards.tokens(part)
             offsets = shards.offsets(part)
             if offsets[0] or offsets[-1] != part.batch.tokens or np.any(np.diff(offsets) < 0):
-                fault = f"shard {shards.files[part.shard].path} has other documents than {INDEX_FILE} says"
+                fault = f"shard {shards.files[part.shard].name} has other documents than {INDEX_FILE} says"
                 raise PentadError(f"{fault}: expected those it was built of")
 
 
-def open_corpus(path: str | Path, verify: bool = False, argument: str = "data.path") -> Corpus:
-    """Opens the corpus in folder `path` from its index. Checks that all shards are there; their content is checked when
-    it is read first, all of it at once with `verify`. `argument` is what the user calls the path.
+def open_corpus(
+    path: str | Path, verify: bool = False, argument: str = "data.path", cache: str = "~/.cache/pentad"
+) -> Corpus:
+    """Opens the corpus in folder `path`, or at that URI, from its index. Checks that all shards are there; their
+    content is checked when it is read first, all of it at once with `verify`. What is read of a remote corpus is kept
+    in the folder `cache`. `argument` is what the user calls the path.
 
     Raises PentadError for a folder that is missing, foreign, empty or damaged.
     """
-    path = Path(path)
-    text = _index_text(path, argument)
-    index = parse_index(text, path / INDEX_FILE)
+    folder = folder_at(path, argument)
+    text = _index_text(folder, argument)
+    index, fingerprint = parse_index(text, Path(path) / INDEX_FILE), hashlib.sha256(text.encode()).hexdigest()
     if index.tokens == 0:
         raise PentadError(f"{argument} is '{path}', which holds 0 tokens: expected at least 1")
-    fingerprint, shards = hashlib.sha256(text.encode()).hexdigest(), Shards(path, index)
+    shards = Shards(folder, index, Path(cache).expanduser() / f"shards-{fingerprint[:16]}")
+    sizes = folder.sizes()
     for file in shards.files:
-        file.require_size()
+        file.require_size(sizes.get(file.shard.file))
     corpus = Corpus(
-        path,
+        Path(path),
         index.vocab_size,
         index.tokens,
         index.documents,
@@ -159,30 +164,28 @@ def open_corpus(path: str | Path, verify: bool = False, argument: str = "data.pa
         shards,
     )
     if verify:
-        _check_sha256(path / index.tokenizer.file, index.tokenizer.sha256)
+        _check_sha256(folder, index.tokenizer.file, index.tokenizer.sha256)
         corpus.verify()
     return corpus
 
 
-def read_index(path: Path, argument: str) -> Index:
+def read_index(path: str | Path, argument: str) -> Index:
     """The index of the corpus in folder `path`. Raises PentadError, which names `argument`, if there is none."""
-    return parse_index(_index_text(path, argument), path / INDEX_FILE)
+    return parse_index(_index_text(folder_at(path, argument), argument), Path(path) / INDEX_FILE)
 
 
-def _index_text(path: Path, argument: str) -> str:
+def _index_text(folder: Folder, argument: str) -> str:
     try:
-        return (path / INDEX_FILE).read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        fault = f"which has no readable {INDEX_FILE}" if path.is_dir() else "which is not a folder"
+        return folder.read(INDEX_FILE).decode("utf-8")
+    except (PentadError, UnicodeDecodeError) as error:
+        if folder.filesystem is not None:
+            fault = f"which cannot be read ({error})"
+        else:
+            fault = f"which has no readable {INDEX_FILE}" if Path(folder.path).is_dir() else "which is not a folder"
         expected = "expected a corpus written by 'pentad data build'"
-        raise PentadError(f"{argument} is '{path}', {fault}: {expected}") from None
+        raise PentadError(f"{argument} is '{folder.name}', {fault}: {expected}") from None
 
 
-def _check_sha256(file: Path, expected: str) -> None:
-    try:
-        with file.open("rb") as source:
-            found = hashlib.file_digest(source, "sha256").hexdigest()
-    except OSError:
-        raise PentadError(f"{file} is missing: expected a file with sha256 {expected}") from None
-    if found != expected:
-        raise PentadError(f"{file} is damaged: sha256 is {found}: expected {expected}")
+def _check_sha256(folder: Folder, file: str, expected: str) -> None:
+    if (found := hashlib.sha256(folder.read(file)).hexdigest()) != expected:
+        raise PentadError(f"{folder.name}/{file} is damaged: sha256 is {found}: expected {expected}")

@@ -156,6 +156,20 @@ class Mixture:
         phase = self.phases[int(np.searchsorted(self.firsts, samples, "right")) - 1]
         return phase.drawn + period_of(phase.shares).counts(samples - phase.first)
 
+    def changes(self, first_step: int, end_step: int) -> Iterator[dict[str, Any]]:
+        """What changes in these steps, for the journal: the step and the sample from which the sources have these
+        shares, and the source that is used up, if that is why."""
+        names = [source.name for source in self.data.sources]
+        for phase in self.phases[1:]:
+            if first_step <= (step := phase.first // self.global_batch_size) < end_step:
+                total = sum(phase.shares)
+                yield {
+                    "step": step,
+                    "sample": phase.first,
+                    "shares": {name: share / total for name, share in zip(names, phase.shares, strict=True)},
+                    "used_up": None if phase.used_up is None else names[phase.used_up],
+                }
+
     def _phases(self) -> Iterator[Phase]:
         weights = tuple(source.weight for source in self.data.sources)
         changes = [(change.step * self.global_batch_size, change.weights) for change in self.data.curriculum]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import mmap
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus_index import CHECKED, Shard, checksum_file
-
-T = TypeVar("T")
+from pentad.workers.data.storage import Folder, LocalCopy, cached
 
 
 class Mapped(NamedTuple):
@@ -23,35 +21,51 @@ class Mapped(NamedTuple):
     content: np.ndarray  # [bytes] uint8
     checksums: np.ndarray  # [blocks] uint32
     checked: np.ndarray  # [blocks] bool
+    copy: LocalCopy | None  # of a remote shard: fetches blocks that are not here
 
 
 class ShardFile:
-    """A shard of the corpus in `folder`. `map` opens it; whoever calls that decides how long it stays open."""
+    """A shard of the corpus in `folder`, a remote one with a copy in `cache`. `map` opens it; whoever calls that
+    decides how long it stays open."""
 
-    def __init__(self, folder: Path, shard: Shard) -> None:
-        self.path, self.shard = folder / shard.file, shard
-        self.checksums_path = folder / checksum_file(shard.file)
+    def __init__(self, folder: Folder, shard: Shard, cache: Path) -> None:
+        self.folder, self.shard, self.cache = folder, shard, cache
+        self.name = f"{folder.name}/{shard.file}"
         self.checked = np.zeros(-(-shard.bytes // CHECKED), bool)
 
-    def require_size(self) -> None:
-        """Raises PentadError unless the file is there, as long as the index says."""
-        try:
-            found = self.path.stat().st_size
-        except OSError:
-            raise PentadError(f"shard {self.path} is missing: expected a file of {self.shard.bytes} bytes") from None
+    def require_size(self, found: int | None) -> None:
+        """Raises PentadError unless the file is there (None: it is not), as long as the index says."""
+        if found is None:
+            raise PentadError(f"shard {self.name} is missing: expected a file of {self.shard.bytes} bytes")
         if found != self.shard.bytes:
             expected = f"expected {self.shard.bytes} (build the corpus again)"
-            raise PentadError(f"shard {self.path} has {found} bytes: {expected}")
+            raise PentadError(f"shard {self.name} has {found} bytes: {expected}")
 
     def map(self) -> Mapped:
         """Raises PentadError for a file that is missing, or that the index does not describe."""
-        self.require_size()
-        return Mapped(_map(self.path), self._read_checksums(), self.checked)
+        copy, path = None, Path(self.folder.path, self.shard.file)
+        if self.folder.filesystem is not None:
+            copy = LocalCopy(self.folder, self.shard.file, self.shard.bytes, self.cache)
+            path = copy.path
+        try:
+            with path.open("rb") as file:
+                self.require_size(path.stat().st_size)
+                content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except FileNotFoundError:
+            self.require_size(None)
+            raise
+        except OSError as error:
+            raise PentadError(f"{path} cannot be read ({error.strerror}): expected a readable file") from None
+        return Mapped(content, self._read_checksums(), self.checked, copy)
 
     def _read_checksums(self) -> np.ndarray:
-        content = _reported(self.checksums_path.read_bytes, self.checksums_path)
-        if (found := hashlib.sha256(content).hexdigest()) != self.shard.checksums:
-            raise PentadError(f"{self.checksums_path} is damaged: sha256 is {found}: expected {self.shard.checksums}")
+        file, expected = checksum_file(self.shard.file), self.shard.checksums
+        if self.folder.filesystem is None:
+            content = self.folder.read(file)
+        else:
+            content = cached(self.folder, file, self.cache, lambda text: hashlib.sha256(text).hexdigest() == expected)
+        if (found := hashlib.sha256(content).hexdigest()) != expected:
+            raise PentadError(f"{self.folder.name}/{file} is damaged: sha256 is {found}: expected {expected}")
         return np.frombuffer(content, "<u4")
 
     def read(self, mapped: Mapped, at: int, dtype: np.dtype, count: int) -> np.ndarray:
@@ -61,22 +75,21 @@ class ShardFile:
         return mapped.content[at:end].view(dtype)
 
     def check(self, mapped: Mapped, first: int, end: int) -> None:
-        """Compares the blocks `first` to `end` with their checksums, unless that has been done."""
-        for block in (np.flatnonzero(~mapped.checked[first:end]) + first).tolist():
-            content = mapped.content[block * CHECKED : (block + 1) * CHECKED]
-            if zlib.crc32(content.data) != mapped.checksums[block]:
-                where = f"bytes {block * CHECKED} to {block * CHECKED + len(content)}"
-                raise PentadError(f"shard {self.path} is damaged at {where}: expected a copy with intact checksums")
-            mapped.checked[block] = True
+        """Compares the blocks `first` to `end` with their checksums, unless that has been done; of a remote shard,
+        fetches those that are not here."""
+        for is_fetched in (mapped.copy is None, True):
+            damaged = [block for block in range(first, end) if not _is_intact(mapped, block)]
+            if not damaged:
+                return
+            if mapped.copy is not None and not is_fetched:
+                at = damaged[0] * CHECKED
+                mapped.copy.fetch(at, min((damaged[-1] + 1) * CHECKED, self.shard.bytes) - at)
+        where = f"bytes {damaged[0] * CHECKED} to {min((damaged[0] + 1) * CHECKED, self.shard.bytes)}"
+        raise PentadError(f"shard {self.name} is damaged at {where}: expected a copy with intact checksums")
 
 
-def _map(path: Path) -> np.ndarray:
-    with _reported(lambda: path.open("rb"), path) as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-
-
-def _reported(action: Callable[[], T], path: Path) -> T:
-    try:
-        return action()
-    except OSError as error:
-        raise PentadError(f"{path} cannot be read ({error.strerror or error}): expected a readable file") from None
+def _is_intact(mapped: Mapped, block: int) -> bool:
+    if not mapped.checked[block]:
+        content = mapped.content[block * CHECKED : (block + 1) * CHECKED]
+        mapped.checked[block] = zlib.crc32(content.data) == mapped.checksums[block]
+    return bool(mapped.checked[block])

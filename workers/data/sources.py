@@ -19,11 +19,10 @@ from pentad.schedules.spec.plan import BatchSpec
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.corpus_index import INDEX_FILE, VERSION, plural, require_vocab
-from pentad.workers.data.dataset import Dataset, Sequences, Source
 from pentad.workers.data.holdout import Part, evaluation_part, training_part
 from pentad.workers.data.mixture import another_corpus, require_lasting
 from pentad.workers.data.packing import Packs, is_packed
-from pentad.workers.data.samples import Windows
+from pentad.workers.data.samples import Dataset, Sequences, Source, Windows
 
 _BUILTIN_VOCAB = 4096  # half a megabyte of text does not train more tokens well
 _SHARD_TOKENS = 2**26
@@ -62,7 +61,7 @@ def _open_corpora(data: DataSpec, vocab: int, *, verify: bool = False) -> list[C
 
 
 def _open(spec: SourceSpec, vocab: int, cache: str, *, verify: bool) -> Corpus:
-    corpus = open_corpus(corpus_folder(spec.path, vocab, cache), argument=spec.key)
+    corpus = open_corpus(corpus_folder(spec.path, vocab, cache), argument=spec.key, cache=cache)
     if verify and corpus.tokens <= _VERIFIED_TOKENS:
         corpus.verify()
     if corpus.vocab_size > vocab:
@@ -109,11 +108,11 @@ def described(data: DataSpec, sources: list[Source]) -> DataSpec:
     return replace(data, sources=tuple(found))
 
 
-def corpus_folder(data: str, vocab: int, cache: str) -> Path:
-    """The folder of the corpus `data`. A built-in one is built first if need be, with at most `vocab` tokens."""
+def corpus_folder(data: str, vocab: int, cache: str) -> str | Path:
+    """The folder or URI of the corpus `data`. A built-in one is built first if need be, with at most `vocab` tokens."""
     if data.startswith("builtin:"):
         return builtin_corpus(data.removeprefix("builtin:"), vocab, Path(cache))
-    return Path(data).expanduser()
+    return data if "://" in data else Path(data).expanduser()
 
 
 def check_data(data: DataSpec, vocab: int, length: int, global_batch_size: int, steps: int) -> None:

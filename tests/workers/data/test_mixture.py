@@ -127,10 +127,14 @@ def test_weights_change_at_the_first_sample_of_their_step() -> None:
     mixture = Mixture(data_of((1.0, None, 5), (0.0, None, 5), curriculum=changes), 4)
     assert [(phase.first, phase.shares) for phase in mixture.phases] == [(0, (1, 0)), (12, (0, 1)), (20, (1, 1))]
     assert mixture.draws(0, 24)[0].tolist() == [0] * 12 + [1] * 8 + [0, 1, 0, 1]
+    assert list(mixture.changes(4, 6)) == [{"step": 5, "sample": 20, "shares": {"a": 0.5, "b": 0.5}, "used_up": None}]
+    assert [each["step"] for step in range(9) for each in mixture.changes(step, step + 1)] == [3, 5]
 
 
 def test_data_that_does_not_last_names_the_step() -> None:
     data = data_of((1.0, 1.5, 7), (3.0, 1.0, 6))
+    (change,) = Mixture(data, 4).changes(0, 4)
+    assert change == {"step": 2, "sample": 8, "shares": {"a": 1.0, "b": 0.0}, "used_up": "b"}
     assert Mixture(data, 4).end == 10 + 6
     require_lasting(data, 4, 4)
     with pytest.raises(PentadError, match=r"data.sources are used up in step 4: expected enough for run.steps = 5"):

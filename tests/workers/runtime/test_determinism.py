@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from bits import same_bits
-from fleet import Fleet
 from plans import is_close, plan_of
-from resume import save_and_resume
+from resume import assert_repeatable
 
-from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.workers.checkpoint import checkpoint
 
 slow = pytest.mark.slow
 CASES = [
@@ -46,18 +40,6 @@ def test_runs_under_zero_repeat_and_resume_bit_identically(
 ):
     options = MemoryOptions(zero=zero, max_gathered=1 if name == "interleaved" else None)
     assert_repeatable(fleet, plan_of(name, dp, pp, microbatches, corpus, dtype, memory_options=options), tmp_path)
-
-
-def assert_repeatable(fleet: Fleet, plan: Plan, tmp_path: Path) -> None:
-    once = fleet.run(plan, [(0, 6)])
-    again = fleet.run(plan, [(0, 1), (1, 3), (4, 2)])
-    resumed = save_and_resume(fleet, plan, checkpoint.folder_of(tmp_path, 3), 3, [(3, 3)])
-    for a, b, c in zip(once, again, resumed, strict=True):
-        assert same_bits(a.state, b.state)
-        assert same_bits(a.state, c.state)
-        results = [(r.losses, r.grad_norm) for r in a.results]
-        assert results == [(r.losses, r.grad_norm) for r in b.results]
-        assert results[3:] == [(r.losses, r.grad_norm) for r in c.results]
 
 
 def test_every_tensor_is_saved_once(fleet, corpus, tmp_path):
