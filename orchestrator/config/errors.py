@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from operator import attrgetter
@@ -107,6 +108,7 @@ def unknown_key(key: str, config: type[BaseModel]) -> str:
     known = {path: list(section["properties"]) for path, section in sections_of(config).items()}
     top = known.pop("")
     given = key.rpartition(".")[0]
+    known |= {given: known[item]} if (item := re.sub(r"\[\d+\]", "[]", given)) in known else {}
     while given and given not in known:  # a key inside a value that is no section
         given = given.rpartition(".")[0]
     first, _, rest = key.partition(".")

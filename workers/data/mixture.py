@@ -217,8 +217,11 @@ def require_resumable(data: DataSpec, global_batch_size: int, step: int, saved: 
     before = {each["fingerprint"]: each for each in saved}
     for fingerprint in before:
         if fingerprint not in found:
-            number = min(list(before).index(fingerprint), len(data.sources) - 1)
-            raise another_corpus(data.sources[number], data.sources[number].fingerprint, fingerprint)
+            if len(before) == len(found) == 1:
+                raise another_corpus(data.sources[0], data.sources[0].fingerprint, fingerprint)
+            drawn = f"of which the run has drawn {before[fingerprint]['sequences']} sequences"
+            expected = f"expected {before[fingerprint]['name']}, {drawn}: name the folder where it is now"
+            raise PentadError(f"data.sources has no corpus with fingerprint {fingerprint[:12]}: {expected}")
     for fingerprint, each in found.items():
         count = before.get(fingerprint, {"sequences": 0})["sequences"]
         if each["sequences"] != count:

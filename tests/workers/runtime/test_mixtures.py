@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpora import random_corpus
+from corpora import mixed, random_corpus
 from exactness import assert_equals_one_process
 from fleet import Fleet
 from plans import STEPS, plan_on_mesh
 from resume import assert_repeatable
 from small_models import FAMILIES, HEADS, MOE
 
-from pentad.schedules.spec.data import DataSpec, SourceSpec, WeightChange
+from pentad.schedules.spec.data import DataSpec, Packing, SourceSpec
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.data.sources import open_dataset
 from pentad.workers.runtime.results import LossSum
@@ -25,22 +25,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of chat data, whose answers count, of plain text, and of a source that is soon used up."""
-    made = tmp_path_factory.mktemp("corpora")
-    random_corpus(made / "chat", 1, 60, 12, targets=0.5)
-    random_corpus(made / "text", 2, 40, 30)
-    random_corpus(made / "few", 3, 4, 10)
-    return made
-
-
-def mixture(folder: Path, packing: Any) -> DataSpec:
-    sources = (
-        SourceSpec("chat", str(folder / "chat"), weight=3.0),
-        SourceSpec("text", str(folder / "text"), weight=2.0),
-        SourceSpec("few", str(folder / "few"), weight=1.0, epochs=1.0),
-    )
-    changes = (WeightChange(2, (1.0, 4.0, 1.0)),)
-    return DataSpec(sources, str(folder), changes, packing, document_mask=True, eod_mask_loss=True)
+    return tmp_path_factory.mktemp("corpora")
 
 
 MESHES = [
@@ -58,15 +43,15 @@ MESHES = [
 
 @pytest.mark.parametrize(("packing", "name", "sizes", "more"), MESHES)
 def test_a_mixture_equals_one_process(
-    fleet: Fleet, folder: Path, packing: str, name: str, sizes: dict[str, int], more: dict[str, Any]
+    fleet: Fleet, folder: Path, packing: Packing, name: str, sizes: dict[str, int], more: dict[str, Any]
 ) -> None:
-    assert_equals_one_process(fleet, plan_on_mesh(mixture(folder, packing), name, sizes, **more))
+    assert_equals_one_process(fleet, plan_on_mesh(mixed(folder, packing), name, sizes, **more))
 
 
 @slow
 @pytest.mark.parametrize("packing", ["windows", "documents"])
-def test_a_mixture_resumes_with_the_same_bits(fleet: Fleet, folder: Path, tmp_path: Path, packing: str) -> None:
-    plan = plan_on_mesh(mixture(folder, packing), "1f1b", {"dp": 2, "pp": 2}, dtype="float32")
+def test_a_mixture_resumes_with_the_same_bits(fleet: Fleet, folder: Path, tmp_path: Path, packing: Packing) -> None:
+    plan = plan_on_mesh(mixed(folder, packing), "1f1b", {"dp": 2, "pp": 2}, dtype="float32")
     assert_repeatable(fleet, plan, tmp_path)
 
 
@@ -80,8 +65,8 @@ def test_a_step_without_targets_has_no_loss_and_no_gradient(fleet: Fleet, tmp_pa
 
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])
-def test_sums_by_source_are_those_of_its_rows(folder: Path, packing: str) -> None:
-    plan = plan_on_mesh(mixture(folder, packing), "gpipe", {"dp": 4})
+def test_sums_by_source_are_those_of_its_rows(folder: Path, packing: Packing) -> None:
+    plan = plan_on_mesh(mixed(folder, packing), "gpipe", {"dp": 4})
     dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
     for step in range(STEPS):
         sources, indices = dataset.rows(step)

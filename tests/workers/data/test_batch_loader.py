@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentad.workers.data.prefetch import MOST_AHEAD, Prefetcher
+from pentad.workers.data.batch_loader import MOST_AHEAD, Prefetcher
 from pentad.workers.runtime.abort import Aborted
 
 
