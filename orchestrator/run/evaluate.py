@@ -36,7 +36,8 @@ def eval_config(
     if data:
         named = [_named(each) for each in data]
         sections["eval"]["data"] = named
-        sections["data"] = {"path": named[0]["path"], "holdout": 0.0}
+        mixture = dict.fromkeys(("sources", "curriculum"))  # none
+        sections["data"] = {"path": named[0]["path"], **mixture, "packing": "windows", "holdout": 0.0}
     if (home / CONFIG).is_file():
         config = load(home / CONFIG, overrides, sections)
     elif data:

@@ -90,7 +90,7 @@ def test_a_process_with_a_ray_session_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pentad.orchestrator.run.train.open_data", lambda *_, **__: SimpleNamespace(fingerprint=""))
+    monkeypatch.setattr("pentad.orchestrator.run.train.prepare", lambda config: None)
     context = SimpleNamespace(gcs_address="10.0.0.1:6379")
     ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
     monkeypatch.setitem(sys.modules, "ray", ray)

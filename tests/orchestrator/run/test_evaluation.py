@@ -31,8 +31,7 @@ SILENT = ["data.path=builtin:pydoc", "eval.every=0", "checkpoint.every=2"]
 def run(folder: Path, name: str, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(summary, rows of eval.jsonl)."""
     config = load(None, [f"run.folder={folder}", f"run.name={name}", *SMALL, *overrides])
-    plan, fingerprint = prepare(config)
-    summary = train(config, fingerprint=fingerprint, plan=plan)
+    summary = train(config, plan=prepare(config))
     return summary, read_lines(folder / name / "eval.jsonl")
 
 

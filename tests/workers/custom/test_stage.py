@@ -161,11 +161,11 @@ def test_an_evaluation_has_no_dropout_saves_nothing_and_skips_rows_without_targe
     _, tokens, targets = inputs_of(plan, 0)
     assert tokens is not None and targets is not None
     padded = torch.where(torch.arange(len(targets)) < length, targets, -100)
-    stage.begin(3)
+    stage.begin(3, plan.batch.tokens)
     losses = []
     for mb, given in enumerate((targets, padded)):
         run_to_completion(stage.evaluate(mb, None, tokens, given))
-        losses.append(stage.loss_sums[mb].item())
+        losses.append(stage.loss_sums[mb].sum().item())
     assert not stage.saved and all(module.training for layer in stage.layers for module in layer.modules())
     x = tokens.view(-1, length)
     with torch.no_grad():
