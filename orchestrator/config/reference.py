@@ -41,7 +41,7 @@ def completion_keys() -> str:
     """Every key with its values if they are few, else with its default: what the shell completes (config/keys.txt)."""
     lines = []
     for path, schema in sections_of(RunConfig).items():
-        for name, field in schema["properties"].items() if path else ():
+        for name, field in schema["properties"].items() if path and "[]" not in path else ():
             if not any("$ref" in kind for kind in (field, *field.get("anyOf", ()))):
                 default = [] if name in schema.get("required", ()) else [shown(field.get("default")).strip("'")]
                 values = [*CATALOGUE, AUTO] if (path, name) == ("schedule", "name") else _choices(field) or default

@@ -94,14 +94,14 @@ class History:
             "peak_bytes": max(result.peak_bytes for result in step),
             "host_seconds": max(result.host_seconds for result in step),
             "data_wait_seconds": max(result.data_wait_seconds for result in step),
-            **self._sources(step[0]),
+            **self._sources(step),
         }
 
-    def _sources(self, result: StepResult) -> dict[str, Any]:
+    def _sources(self, step: Sequence[StepResult]) -> dict[str, Any]:
         """Loss and target tokens by source, where there are several."""
         if len(self.plan.data.sources) == 1:
             return {}
-        pairs = zip(self.plan.data.sources, result.sources, strict=True)
+        pairs = zip(self.plan.data.sources, source_losses(step), strict=True)
         return {"sources": {source.name: _source_row(part) for source, part in pairs}}
 
 
@@ -110,9 +110,14 @@ def _source_row(part: LossSum) -> dict[str, Any]:
     return {"loss": loss, "target_tokens": part.target_tokens}
 
 
+def source_losses(step: Sequence[StepResult]) -> tuple[LossSum, ...]:
+    """By source; every rank that has the losses has them all."""
+    return next(result.sources for result in step if result.sources)
+
+
 def target_tokens(step: Sequence[StepResult]) -> int:
-    """Tokens whose losses count; every rank knows them."""
-    return sum(part.target_tokens for part in step[0].sources)
+    """Tokens whose losses count."""
+    return sum(part.target_tokens for part in source_losses(step))
 
 
 def mean_loss(step: Sequence[StepResult]) -> float:
