@@ -20,6 +20,7 @@ from pentad.orchestrator.cluster.placement import Place, bundle_places, order_pl
 from pentad.orchestrator.cluster.worker import Actor, Status, WorkerPlace, read_status, streams_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
 from pentad.workers.data.mixture import drawn_by
 

@@ -19,6 +19,7 @@ from pentad.orchestrator.run.hang_detection import HangDetector
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.spikes import SpikeWatch, pinned_checkpoints
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.data.mixture import Mixture
 from pentad.workers.runtime.results import StepResult
 
@@ -172,6 +173,11 @@ class StepLoop:
         self._record_mixture(rows)
         self.bus.steps_done(rows, spans[: len(rows)])
         self.spikes.react(rows)
+
+    def _record_mixture(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            for change in self.mixture.changes(batch_of(row["step"], self.group.skipped_batches)):
+                self.bus.record("mixture", generation=self.group.generation, step=row["step"], **change)
 
     def _commit(self, call: Call) -> None:
         """Waits for the shards and submits the commit, which runs beside training."""

@@ -35,6 +35,7 @@ from pentad.orchestrator.run.measure import typical_pace
 from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.manifest import decode
 from pentad.workers.data.mixture import require_lasting, require_resumable
@@ -169,7 +170,8 @@ def _is_finished(config: RunConfig, plan: Plan) -> bool:
     checkpoints = path_of(config) / runfolder.CHECKPOINTS
     step, meta = _newest_manifest(checkpoints)
     if meta.get("data"):
-        require_resumable(plan.data, plan.batch.global_batch_size, step, meta["data"])
+        batches = batch_of(step, meta["skipped_batches"])
+        require_resumable(plan.data, plan.batch.global_batch_size, batches, meta["data"])
     if step < config.run.steps:
         return False
     found = newest(checkpoints).checkpoint

@@ -137,8 +137,12 @@ class Mixture:
         self.firsts = np.array([phase.first for phase in self.phases])
 
     def draws(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(source, index within the source) of `count` samples from number `first` on, both [count] int64."""
-        assert self.end is None or first + count <= self.end, f"samples {first} to {first + count} of {self.end}"
+        """(source, index within the source) of `count` samples from number `first` on, both [count] int64.
+
+        Raises PentadError if there are not so many.
+        """
+        if self.end is not None and first + count > self.end:
+            raise PentadError(f"data.sources hold {self.end} samples: expected more, or more epochs of them")
         found, at = list[tuple[np.ndarray, np.ndarray]](), first
         while at < first + count:
             number = int(np.searchsorted(self.firsts, at, "right")) - 1
@@ -156,15 +160,14 @@ class Mixture:
         phase = self.phases[int(np.searchsorted(self.firsts, samples, "right")) - 1]
         return phase.drawn + period_of(phase.shares).counts(samples - phase.first)
 
-    def changes(self, first_step: int, end_step: int) -> Iterator[dict[str, Any]]:
-        """What changes in these steps, for the journal: the step and the sample from which the sources have these
-        shares, and the source that is used up, if that is why."""
+    def changes(self, batch: int) -> Iterator[dict[str, Any]]:
+        """What changes in this global batch, for the journal: the sample from which the sources have these shares, and
+        the source that is used up, if that is why."""
         names = [source.name for source in self.data.sources]
         for phase in self.phases[1:]:
-            if first_step <= (step := phase.first // self.global_batch_size) < end_step:
+            if phase.first // self.global_batch_size == batch:
                 total = sum(phase.shares)
                 yield {
-                    "step": step,
                     "sample": phase.first,
                     "shares": {name: share / total for name, share in zip(names, phase.shares, strict=True)},
                     "used_up": None if phase.used_up is None else names[phase.used_up],
@@ -202,18 +205,18 @@ def require_lasting(data: DataSpec, global_batch_size: int, steps: int) -> None:
         raise PentadError(f"{found}: expected enough for run.steps = {steps} (more data, or more epochs of it)")
 
 
-def drawn_by(data: DataSpec, global_batch_size: int, step: int) -> list[dict[str, Any]]:
-    """What `step` steps have drawn of each source, for a checkpoint: `require_resumable` compares with it."""
-    drawn = Mixture(data, global_batch_size).drawn(step * global_batch_size)
+def drawn_by(data: DataSpec, global_batch_size: int, batches: int) -> list[dict[str, Any]]:
+    """What so many global batches have drawn of each source, for a checkpoint: `require_resumable` compares with it."""
+    drawn = Mixture(data, global_batch_size).drawn(batches * global_batch_size)
     return [
         {"name": source.name, "fingerprint": source.fingerprint, "sequences": int(count)}
         for source, count in zip(data.sources, drawn, strict=True)
     ]
 
 
-def require_resumable(data: DataSpec, global_batch_size: int, step: int, saved: list[dict[str, Any]]) -> None:
-    """Raises PentadError unless the first `step` steps draw what a run has drawn of its sources (see `drawn_by`)."""
-    found = {each["fingerprint"]: each for each in drawn_by(data, global_batch_size, step)}
+def require_resumable(data: DataSpec, global_batch_size: int, batches: int, saved: list[dict[str, Any]]) -> None:
+    """Raises PentadError unless so many global batches draw what a run has drawn of its sources (see `drawn_by`)."""
+    found = {each["fingerprint"]: each for each in drawn_by(data, global_batch_size, batches)}
     before = {each["fingerprint"]: each for each in saved}
     for fingerprint in before:
         if fingerprint not in found:
@@ -225,7 +228,7 @@ def require_resumable(data: DataSpec, global_batch_size: int, step: int, saved: 
     for fingerprint, each in found.items():
         count = before.get(fingerprint, {"sequences": 0})["sequences"]
         if each["sequences"] != count:
-            text = f"data.sources draw {each['sequences']} sequences of {each['name']} in {step} steps"
+            text = f"data.sources draw {each['sequences']} sequences of {each['name']} in {batches} batches"
             expected = f"expected {count}, as the run has: change weights from a step on with data.curriculum"
             raise PentadError(f"{text}: {expected}")
 

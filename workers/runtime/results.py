@@ -20,8 +20,8 @@ class StepResult:
     """One rank's result of one step.
 
     `losses` are sums over target tokens, by microbatch of the global batch; `sources` has them by source of the data.
-    `grad_norm` is the global norm before clipping; if it was not finite, or the step a spike, it was `skipped`: no weight
-    changed. `spans` are in seconds of the host's monotonic clock, their ranks and peers are ranks of the mesh. The host
+    `grad_norm` is the global norm before clipping; if it was not finite, or the step a spike, it was `skipped`: no
+    weight changed. `spans` are in seconds of the host's monotonic clock, their ranks and peers are ranks of the mesh. The host
     waited for the step's data for `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the
     largest GPU memory allocated so far, 0 on a CPU.
     """
@@ -54,7 +54,8 @@ class EvalResult:
 class RankSnapshot:
     """The state of a rank after its generation was aborted.
 
-    Its weights have had `version` steps, the last with this global gradient `norm` and these `losses` by microbatch.
+    Its weights have had `version` steps, the last with this global gradient `norm` and these `losses` (see
+    CommittedStep).
     `ready`: the gradients of the next step are complete and lack only their global norm. `results` are of the last
     steps; the driver may have some.
     """

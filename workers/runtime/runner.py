@@ -63,6 +63,7 @@ class Runner:
         self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
         self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)
         self.data_wait_seconds, self.batch_numbers = dict[int, float](), dict[int, int]()  # by step
+        self.newest_losses: tuple[int, tuple[float, ...]] = (-1, ())  # step and losses of the newest CommittedStep
         self.recent_calls: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
         self.last_position = (0, -1, 0.0)  # step, counter, and since when
@@ -212,8 +213,8 @@ class Runner:
         self.close()
         known = (result for call in (*self.recent_calls, self.unreported) for result in call)
         results = tuple(result for result in known if result.step < self.state.version)
-        losses = next((tuple(it.losses.values()) for it in results if it.step == self.state.version - 1), ())
-        return RankSnapshot(self.state.version, ready, norm, results, losses)
+        step, losses = self.newest_losses
+        return RankSnapshot(self.state.version, ready, norm, results, losses if step == self.state.version - 1 else ())
 
     def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         """After `leave`: commits the step that lacked only its global norm."""
@@ -255,7 +256,7 @@ class Runner:
         del committed[: len(times)]
 
     def _result(self, committed: CommittedStep, times: StepTimes) -> StepResult:
-        batch = self.plan.batch
+        batch, self.newest_losses = self.plan.batch, (committed.step, tuple(committed.losses.tolist()))
         losses = committed.losses[: batch.global_batch_size]
         return StepResult(
             step=committed.step,

@@ -19,7 +19,14 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 SMALL = [
     *("mesh.pp=2", "model.layers=2", "model.hidden=32", "model.ffn=64", "model.vocab=300", "batch.sequence_length=32"),
     *("schedule.name=1f1b", "schedule.microbatches=4", "cluster.device=cpu", "cluster.dashboard=false"),
-    *("data.path=null", "data.packing=documents", "data.document_mask=true", "optimizer.decay_steps=9"),
+    *(
+        "data.path=null",
+        "data.holdout=0.0",
+        "eval.every=0",
+        "data.packing=documents",
+        "data.document_mask=true",
+        "optimizer.decay_steps=9",
+    ),
     "data.curriculum=[{step: 6, weights: {chat: 2}}]",
 ]
 
@@ -55,5 +62,5 @@ def test_a_mixture_is_recorded_and_resumes_with_the_same_bits(cluster: clusters.
     changes = [row for row in read_lines(tmp_path / "twice" / "journal.jsonl") if row["event"] == "mixture"]
     assert [row["used_up"] for row in changes] == ["few", None] and changes[1]["step"] == 6
     assert changes[1]["shares"] == {"chat": 2 / 3, "text": 1 / 3, "few": 0.0}
-    with pytest.raises(PentadError, match=r"data.sources draw \d+ sequences of chat in 9 steps: expected \d+"):
+    with pytest.raises(PentadError, match=r"data.sources draw \d+ sequences of chat in 9 batches: expected \d+"):
         run("twice", 12, sources(tmp_path / "moved"), "data.curriculum=null")

@@ -127,14 +127,16 @@ def test_weights_change_at_the_first_sample_of_their_step() -> None:
     mixture = Mixture(data_of((1.0, None, 5), (0.0, None, 5), curriculum=changes), 4)
     assert [(phase.first, phase.shares) for phase in mixture.phases] == [(0, (1, 0)), (12, (0, 1)), (20, (1, 1))]
     assert mixture.draws(0, 24)[0].tolist() == [0] * 12 + [1] * 8 + [0, 1, 0, 1]
-    assert list(mixture.changes(4, 6)) == [{"step": 5, "sample": 20, "shares": {"a": 0.5, "b": 0.5}, "used_up": None}]
-    assert [each["step"] for step in range(9) for each in mixture.changes(step, step + 1)] == [3, 5]
+    assert list(mixture.changes(5)) == [{"sample": 20, "shares": {"a": 0.5, "b": 0.5}, "used_up": None}]
+    assert [each["sample"] for batch in range(9) for each in mixture.changes(batch)] == [12, 20]
 
 
 def test_data_that_does_not_last_names_the_step() -> None:
     data = data_of((1.0, 1.5, 7), (3.0, 1.0, 6))
-    (change,) = Mixture(data, 4).changes(0, 4)
-    assert change == {"step": 2, "sample": 8, "shares": {"a": 1.0, "b": 0.0}, "used_up": "b"}
+    (change,) = Mixture(data, 4).changes(2)
+    assert change == {"sample": 8, "shares": {"a": 1.0, "b": 0.0}, "used_up": "b"}
+    with pytest.raises(PentadError, match=r"data.sources hold 16 samples: expected more"):
+        Mixture(data, 4).draws(14, 3)
     assert Mixture(data, 4).end == 10 + 6
     require_lasting(data, 4, 4)
     with pytest.raises(PentadError, match=r"data.sources are used up in step 4: expected enough for run.steps = 5"):
@@ -148,7 +150,7 @@ def test_a_run_resumes_with_what_it_has_drawn() -> None:
     require_resumable(before, 4, 5, saved)
     later = data_of((3.0, None, 9), (1.0, None, 9), (0.0, None, 9), curriculum=(WeightChange(5, (1.0, 0.0, 7.0)),))
     require_resumable(later, 4, 5, saved)
-    message = r"data.sources draw 14 sequences of a in 5 steps: expected 15, as the run has: .* with data.curriculum"
+    message = r"data.sources draw 14 sequences of a in 5 batches: expected 15, as the run has: .* with data.curriculum"
     with pytest.raises(PentadError, match=message):
         require_resumable(data_of((7.0, None, 9), (3.0, None, 9)), 4, 5, saved)
     with pytest.raises(PentadError, match=r"data.path is a, which has fingerprint a: expected other, the corpus"):
