@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -43,7 +44,7 @@ def write_dcp(folder: Path, tensors: Sequence[ToWrite], progress: Progress) -> N
 
     Raises OSError.
     """
-    writer = FileSystemWriter(folder)
+    writer = _Writer(folder)
     writer.set_up_storage_writer(True)
     items, described = [], dict[str, TensorStorageMetadata | BytesStorageMetadata]()
     for tensor in tensors:
@@ -55,6 +56,12 @@ def write_dcp(folder: Path, tensors: Sequence[ToWrite], progress: Progress) -> N
     (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(items))])
     results = writer.write_data(plan, _Reader(tensors, progress)).wait()
     writer.finish(Metadata(described, planner_data={tensor.name: tensor.path for tensor in tensors}), [results])
+
+
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        """Neither the path of the folder, which is renamed, nor a random ID: the same tensors give the same bytes."""
+        return StorageMeta()
 
 
 class _Reader(SavePlanner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -156,6 +157,17 @@ def test_a_changed_archive_is_refused(
     with pytest.raises(PentadError, match=words) as caught:
         found.read("a")
     assert "tensor a in " in str(caught.value) and ": expected " in str(caught.value)
+
+
+def test_a_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    """The archive has checksums of its data and its pickle."""
+    values = torch.arange(5.0)
+    found, path = source(save({"a": values}, tmp_path)), tmp_path / "__0_0.distcp"
+    good = path.read_bytes()
+    for at in range(0, len(good), 23):
+        path.write_bytes(good[:at] + bytes([good[at] ^ (1 << at % 8)]) + good[at + 1 :])
+        with suppress(PentadError):
+            assert torch.equal(found.read("a"), values)
 
 
 def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
