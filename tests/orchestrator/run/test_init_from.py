@@ -117,6 +117,20 @@ def test_a_stage_that_cannot_start_is_refused_by_one_sentence(tmp_path: Path, ov
     assert not (tmp_path / "quickstart").exists()
 
 
+@pytest.mark.parametrize(("scoring", "is_kept"), [("sigmoid", True), ("softmax", False)])
+def test_routing_biases_are_never_dropped_between_stages(tmp_path: Path, scoring: str, is_kept: bool) -> None:
+    """With softmax scores only experts whose biases move have any."""
+    experts = {"num_experts": 4, "top_k": 2, "intermediate_size": 64, "scoring_func": scoring}
+    mixtral = ["model.family=mixtral", *(f"model.experts.{key}={value}" for key, value in experts.items())]
+    saved(tmp_path, "first", *mixtral, "model.experts.bias_update_rate=0.01")
+    config = config_of(tmp_path, *mixtral, "run.init_from=first")
+    if is_kept:
+        assert "model.experts" in origin_of(config).changes
+    else:
+        with pytest.raises(PentadError, match=r"^model\.experts is .*'bias_update_rate': 0\.0.*: expected .*0\.01"):
+            origin_of(config)
+
+
 def test_a_damaged_checkpoint_of_the_stage_before_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, "first")
     shard = tmp_path / "first" / "checkpoints" / "step-00000004" / "stage-000.safetensors"
