@@ -80,7 +80,8 @@ def test_generation_stops_at_the_end_of_a_document(pentad: Pentad, files: Path) 
         Path("runs/mine/hf", name).unlink()
     Path("text.txt").write_text("some text " * 50)
     assert pentad("data", "build", "text.txt", "corpus", "--vocab", "300", "--json")[0] == 0
-    Path("runs/mine/config.yaml").write_text(SECTION + "batch: {sequence_length: 16}\ndata: {path: corpus}\n")
+    sources = "data: {path: null, sources: [{path: corpus}, {path: other}]}\n"
+    Path("runs/mine/config.yaml").write_text(SECTION + "batch: {sequence_length: 16}\n" + sources)
     for out in ("import", "scratch"):
         assert pentad("export-hf", "mine", out, "--json")[0] == 0
         model = AutoModelForCausalLM.from_pretrained(out)
