@@ -140,6 +140,8 @@ class ModelSection(Section):
             default = type(self).model_fields[key].default
             if key not in family.keys and getattr(self, key) != default:
                 yield Broken(key, f"{'null' if default is None else f'{default:g}'} for model.family = {self.family}")
+        if not self.sliding_window and "sliding_attention" in (self.layer_types or ()):
+            yield Broken("sliding_window", "at least 1 with sliding_attention in model.layer_types")
         if self.experts is not None and self.experts.first_k_dense >= self.layers:
             yield Broken("experts.first_k_dense", f"less than model.layers = {self.layers}")
         if self.mtp_layers and not family.mla:

@@ -13,7 +13,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from pentad.orchestrator.planning import activation_memory as memory
-from pentad.orchestrator.planning.activation_memory import Piece, Totals, attention_shape, piece_of, total
+from pentad.orchestrator.planning.allocations import Piece, Totals, piece_of, total
+from pentad.orchestrator.planning.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
 from pentad.schedules.spec.model import CustomModel, ModelSpec
 from pentad.schedules.spec.plan import Plan

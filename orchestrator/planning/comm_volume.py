@@ -11,7 +11,8 @@ from collections import Counter
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from pentad.orchestrator.planning.activation_memory import BYTES, INDEX, Piece, attention_shape, piece_of, wide_bytes
+from pentad.orchestrator.planning.allocations import BYTES, INDEX, Piece, piece_of, wide_bytes
+from pentad.orchestrator.planning.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec

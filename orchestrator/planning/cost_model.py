@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from pentad.orchestrator.planning.activation_memory import BYTES, Piece
 from pentad.orchestrator.planning.activation_peaks import stage_activations
+from pentad.orchestrator.planning.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
 from pentad.orchestrator.planning.hardware import ASSUMED_RATES, Rates, link_of, spans_hosts
 from pentad.schedules.simulate.costs import Costs

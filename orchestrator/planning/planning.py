@@ -11,7 +11,7 @@ from itertools import product
 from pydantic import ValidationError
 
 from pentad.orchestrator.config.config import Layout, RunConfig
-from pentad.orchestrator.planning.activation_memory import Piece, wide_bytes
+from pentad.orchestrator.planning.allocations import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.hardware import DEVICES, NODE_GPUS, gpu_name, local_device

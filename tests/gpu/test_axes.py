@@ -11,7 +11,7 @@ from bits import same_bits
 from exactness import assert_equals_one_process
 from gpus import on_gpu
 from plans import plan_on_mesh
-from small_models import FAMILIES, HEADS, MOE, WIDE, WIDE_MOE
+from small_models import FAMILIES, GEMMA, HEADS, MOE, WIDE, WIDE_MOE
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
@@ -35,12 +35,20 @@ CASES: list[Case] = [
     ("1f1b", {"ep": 2, "dp": 2}, {"model": MOE, "memory_options": MemoryOptions(zero=3)}),
     ("zb-h2", {"tp": 2, "pp": 2}, {"model": FAMILIES["deepseek-v3"]}),
     ("zb-v", {"tp": 2, "pp": 2}, {"model": replace(FAMILIES["deepseek-v3"], mtp_layers=1, tie_word_embeddings=True)}),
+    *(("zb-h2", {"tp": 2, "pp": 2}, {"model": FAMILIES[name]}) for name in ("olmo2", "gemma2", "gemma3", "gpt-oss")),
+    *(("1f1b", {"cp": 2}, {"model": FAMILIES[name], "document_mask": True}) for name in ("mistral", "gpt-oss")),
+    ("1f1b", {"ep": 2, "tp": 2}, {"model": FAMILIES["gpt-oss"]}),
     ("1f1b", {"tp": 2, "dp": 2}, {"model": FAMILIES["qwen3"], "memory_options": MemoryOptions(zero=1)}),
 ]
+WINDOW: dict[str, Any] = {"sliding_window": 3, "layer_types": ("sliding_attention", "full_attention")}
 REPEATED: list[Case] = [
     ("zb-h2", {"tp": 2, "pp": 2}, {"model": WIDE}),
     ("1f1b", {"cp": 2}, {"model": WIDE}),
     ("1f1b", {"cp": 2}, {"model": WIDE, "cp_method": "ulysses"}),
+    ("1f1b", {"cp": 2}, {"model": replace(WIDE, **WINDOW), "document_mask": True}),
+    ("1f1b", {"cp": 2}, {"model": replace(WIDE, **WINDOW, attention_sinks=True)}),
+    ("zb-h2", {"tp": 2, "pp": 2}, {"model": replace(WIDE, **GEMMA, qk_norm="all_heads", qkv_bias=True)}),
+    ("1f1b", {"ep": 2}, {"model": replace(WIDE_MOE, expert_biases=True, hidden_act="clamped_silu")}),
     ("1f1b", {"ep": 2}, {"model": WIDE_MOE}),
     ("dualpipe", {"ep": 2, "pp": 2}, {"model": WIDE_MOE}),
 ]

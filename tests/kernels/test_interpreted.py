@@ -51,15 +51,16 @@ def test_a_twin_takes_the_arguments_of_its_operation(operation: Callable[..., An
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("rows", "width"), [(1, 33), (7, 128), (5, 576)])
-def test_rms_norm(rows: int, width: int, fused: bool, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize(("rows", "width", "offset"), [(1, 33, 0.0), (7, 128, 0.0), (5, 576, 0.0), (7, 33, 1.0)])
+def test_rms_norm(rows: int, width: int, offset: float, fused: bool, dtype: torch.dtype, bound: float) -> None:
     x, residual, dy, dsummed = torch.randn(4, rows, width, dtype=dtype)
     weight = torch.randn(width, dtype=dtype)
     r, d = (residual, dsummed) if fused else (None, None)
-    y, summed, rstd = rms_norm_triton.rms_norm(x, weight, 1e-5, r)
-    y64, summed64, rstd64 = rms_norm(x.double(), weight.double(), 1e-5, None if r is None else r.double())
-    found = rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, d)
-    expected = rms_norm_backward(dy.double(), summed64, weight.double(), rstd64, None if d is None else d.double())
+    y, summed, rstd = rms_norm_triton.rms_norm(x, weight, 1e-5, r, offset)
+    y64, summed64, rstd64 = rms_norm(x.double(), weight.double(), 1e-5, None if r is None else r.double(), offset)
+    found = rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, d, offset)
+    wide = None if d is None else d.double()
+    expected = rms_norm_backward(dy.double(), summed64, weight.double(), rstd64, wide, offset)
     for a, b in zip((y, summed, rstd, *found), (y64, summed64, rstd64, *expected), strict=True):
         assert relative_error(a, b) < bound
 

@@ -18,18 +18,18 @@ def definition(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tens
     return torch.nn.functional.rms_norm(summed, (x.shape[1],), weight, EPS), summed
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_reference_agrees_with_autograd(fused: bool) -> None:
+@pytest.mark.parametrize(("fused", "offset"), [(False, 0.0), (True, 0.0), (True, 1.0)])
+def test_the_reference_agrees_with_autograd(fused: bool, offset: float) -> None:
     torch.manual_seed(0)
     x, residual, dy, dsummed = torch.randn(4, 5, 24, dtype=torch.float64)
     weight = torch.randn(24, dtype=torch.float64)
     x.requires_grad_()
     weight.requires_grad_()
-    y, summed = definition(x, weight, residual if fused else None)
+    y, summed = definition(x, weight + offset, residual if fused else None)
     (y * dy).sum().add((summed * dsummed).sum() if fused else 0.0).backward()
 
-    found_y, found_sum, rstd = rms_norm(x.detach(), weight.detach(), EPS, residual if fused else None)
-    dx, dweight = rms_norm_backward(dy, found_sum, weight.detach(), rstd, dsummed if fused else None)
+    found_y, found_sum, rstd = rms_norm(x.detach(), weight.detach(), EPS, residual if fused else None, offset)
+    dx, dweight = rms_norm_backward(dy, found_sum, weight.detach(), rstd, dsummed if fused else None, offset)
     assert x.grad is not None and weight.grad is not None
     for found, expected in ((found_y, y), (found_sum, summed), (dx, x.grad), (dweight, weight.grad)):
         assert found.dtype == torch.float64

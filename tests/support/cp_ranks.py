@@ -44,6 +44,7 @@ class Case:
     scale: float | None = None
     window: int = 0
     softcap: float = 0.0
+    sinks: bool = False
     dtype: torch.dtype = torch.float64
     deterministic: bool = True
     repeats: int = 1
@@ -60,27 +61,34 @@ class Case:
         ]
         return [x.to(self.dtype).transpose(1, 2) for x in full]
 
+    def sink_scores(self) -> Tensor | None:
+        """[heads]"""
+        return torch.linspace(-1, 2, self.heads, dtype=self.dtype) if self.sinks else None
+
     def positions(self, rank: int) -> Tensor:
         """The positions held by a rank."""
         return torch.from_numpy(positions(self.length, self.cp, rank, CP_LAYOUTS[self.method]))
 
     def expected(self) -> list[Tensor]:
-        """out, dq, dk and dv of plain attention in float64."""
+        """out, dq, dk and dv of plain attention in float64, and the gradient of the sinks."""
         q, k, v, dout = (x.double() for x in self.inputs())
         q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         indices = None if self.documents is None else document_indices(self.documents, self.length)
-        out = dense_attention(q, k, v, self.scale, indices, self.window, self.softcap)
+        sinks = self.sink_scores()
+        if sinks is not None:
+            leaves.append(sinks.double().requires_grad_())
+        out = dense_attention(q, k, v, self.scale, indices, self.window, self.softcap, *leaves[3:])
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     def join(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Full tensors from the ranks' shards."""
+        """Full tensors from the ranks' shards, and the sum of their gradients of sinks."""
         found = []
         for kind in range(4):
             full = torch.empty(*parts[0][kind].shape[:2], self.length, parts[0][kind].shape[3], dtype=self.dtype)
             for rank in range(self.cp):
                 full[:, :, self.positions(rank)] = parts[rank][kind]
             found.append(full)
-        return found
+        return [*found, torch.stack([part[4] for part in parts]).sum(0)] if self.sinks else found
 
 
 def document_indices(documents: Rows, length: int) -> Tensor:
@@ -107,7 +115,9 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
     cp_group = ContextParallelGroup(group, case.cp, rank, case.method)
     scale = case.scale or 1.0 / math.sqrt(case.head_dim)
     options = AttentionOptions(True, scale, case.deterministic, softcap=case.softcap).within(case.window)
-    documents = None
+    documents, sinks = None, case.sink_scores()
+    if sinks is not None:
+        sinks = sinks.to(device)
     if case.documents is not None:
         documents = cp_group.document_mask(case.documents, case.length, device, case.window)
     log: list[str] = []
@@ -142,13 +152,14 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
         for _ in range(case.repeats):
             log.clear()
             q, k, v, dout = (x.to(device)[:, :, own] for x in case.inputs())
-            out, saved = run_to_completion(cp_group.attend(q, k, v, options, documents))
+            out, saved = run_to_completion(cp_group.attend(q, k, v, options, documents, sinks))
             size = num_elements(saved)
             most = max(most, len(buffers))
             buffers.clear()
             keys.clear()
             log.append("backward")
-            runs.append([out, *run_to_completion(cp_group.attend_backward(dout, saved))[0]])
+            grads, dsinks = run_to_completion(cp_group.attend_backward(dout, saved, sinks))
+            runs.append([out, *grads, *([] if dsinks is None else [dsinks])])
             most = max(most, len(buffers))
             buffers.clear()
             keys.clear()

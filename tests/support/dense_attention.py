@@ -14,11 +14,13 @@ def dense_attention(
     documents: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(D) under the causal mask) v of q [B, N, S, D], k [B, M, K, D], v [B, M, K, Dv].
 
     Queries are the last S positions. `scale` replaces 1 / sqrt(D). Positions with different indices in `documents` [B,
-    K] do not attend to each other; with a `window`, queries see that many keys up to their own.
+    K] do not attend to each other; with a `window`, queries see that many keys up to their own. `sinks` [N] are
+    further scores without a value.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -30,4 +32,7 @@ def dense_attention(
         hidden = hidden | torch.ones_like(hidden).tril(k.shape[2] - q.shape[2] - window)
     if softcap:
         scores = softcap * (scores / softcap).tanh()
-    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v

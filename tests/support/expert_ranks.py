@@ -96,8 +96,8 @@ def bind(state: State) -> MoE:
         name: Param(each.detach(), torch.zeros_like(each, dtype=torch.int64 if name == "bias" else wide))
         for name, each in state.items()
     }
-    shared = MLP(params["shared_gate_up"], params["shared_down"]) if "shared_down" in params else None
-    return MoE(params["router"], params["gate_up"], params["down"], shared, params.get("bias"))
+    shared = MLP(params["shared_gate_up"], params["shared_down"], "silu") if "shared_down" in params else None
+    return MoE(params["router"], params["gate_up"], params["down"], shared, "silu", None, params.get("bias"))
 
 
 def gradients_of(sublayer: MoE) -> State:

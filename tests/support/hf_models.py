@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -92,6 +93,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Those that every expensive test runs; the others differ from one of them in little.
+SLOW = {"qwen2", "qwen2-window", "mistral", "mistral-full", "phi3", "gemma2-uncapped", "gemma3"}
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name is not that of the model class
 
 

@@ -16,7 +16,7 @@ from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.kernels.attention.rope import rope_
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
-from pentad.workers.model.qk_norm import QKNorm, QKNormSaved
+from pentad.workers.model.norm import QKNorm, QKNormSaved
 from pentad.workers.model.weight_grad import AddWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.parallel.async_ops import Task, gather2
 from pentad.workers.parallel.context_parallel import SavedContext

@@ -1,14 +1,24 @@
-"""RMSNorm as part of a layer: what B needs of it, and what it leaves to W."""
+"""RMSNorm as part of a layer: what B needs of it, and what it leaves to W.
+
+Norms of queries and keys are of each head by itself (Qwen3), or of all heads as one vector (OLMo 2, arXiv 2501.00656),
+which the tp ranks split: they exchange means.
+
+T tokens, N query heads and M key-value heads of this rank, D head dim.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from pentad.kernels.backend import accumulation_dtype
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.spec.model import ModelSpec
-from pentad.workers.model.weight_grad import AddWgrad, Param, Params
+from pentad.workers.model.weight_grad import AddWgrad, Param, Params, Wgrad
+from pentad.workers.parallel.async_ops import Task
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 
 class SavedNorm(NamedTuple):
@@ -41,3 +51,92 @@ class Norm(NamedTuple):
         """(gradient [rows, D] of the input, plus `dresidual`, work for W) from the gradient of the normed rows."""
         dx, dweight = rms_norm_backward(dy, saved.input, self.param.weight, saved.rstd, dresidual, self.offset)
         return dx, AddWgrad(self.param.gradient, dweight)
+
+
+class QKNormSaved(NamedTuple):
+    query: SavedNorm  # of rows [T N, D], or [T, N D]
+    key: SavedNorm  # of rows [T M, D], or [T, M D]
+
+
+class QKNorm(NamedTuple):
+    query: Norm  # [D], or [N D]
+    key: Norm  # [D], or [M D]
+    of_all_heads: bool
+
+    @classmethod
+    def bind(cls, params: Params, prefix: str, model: ModelSpec) -> QKNorm:
+        query, key = (Norm.bind(params, f"{prefix}.{name}_norm", model) for name in ("query", "key"))
+        return cls(query, key, model.qk_norm == "all_heads")
+
+    def forward_(self, tp: TensorParallelGroup, q: Tensor, k: Tensor) -> Task[QKNormSaved]:
+        """Norms queries [T, N, D] and keys [T, M, D] in place."""
+        rows = self._rows(q), self._rows(k)
+        if self._is_split(tp):
+            found = yield from _norm_split(tp, (self.query, self.key), rows)
+        else:
+            found = [norm.forward(x) for norm, x in zip((self.query, self.key), rows, strict=True)]
+        for heads, (x, _) in zip((q, k), found, strict=True):
+            heads.copy_(x.view(heads.shape))
+        return QKNormSaved(*(saved for _, saved in found))
+
+    def backward_(self, tp: TensorParallelGroup, dq: Tensor, dk: Tensor, saved: QKNormSaved) -> Task[list[Wgrad]]:
+        """The work for W; the gradients of the normed heads become those of the heads, in place."""
+        rows = self._rows(dq), self._rows(dk)
+        if self._is_split(tp):
+            found = yield from _norm_split_backward(tp, (self.query, self.key), rows, saved)
+        else:
+            norms = zip((self.query, self.key), rows, saved, strict=True)
+            found = [norm.backward(dy, each) for norm, dy, each in norms]
+        for heads, (dx, _) in zip((dq, dk), found, strict=True):
+            heads.copy_(dx.view(heads.shape))
+        return [work for _, work in found]
+
+    def _is_split(self, tp: TensorParallelGroup) -> bool:
+        return self.of_all_heads and tp.size > 1
+
+    def _rows(self, heads: Tensor) -> Tensor:
+        """A copy [T heads, D] or [T, heads D], also of a single head, where `reshape` would return a view."""
+        width = heads.shape[1] * heads.shape[2] if self.of_all_heads else heads.shape[2]
+        return heads.clone(memory_format=torch.contiguous_format).view(-1, width)
+
+
+def _norm_split(
+    tp: TensorParallelGroup, norms: tuple[Norm, Norm], rows: tuple[Tensor, Tensor]
+) -> Task[list[tuple[Tensor, SavedNorm]]]:
+    """(normed rows, what B needs) of each norm; of each row [T, ...] the ranks hold equal parts."""
+    wide = [x.to(accumulation_dtype(x.dtype)) for x in rows]
+    means = yield from _mean_over_ranks(tp, [x.square().mean(1) for x in wide])
+    found = []
+    for norm, x, mean, row in zip(norms, wide, means, rows, strict=True):
+        rstd = torch.rsqrt(mean + norm.eps)
+        normed = x * rstd[:, None] * (norm.param.weight.to(x.dtype) + norm.offset)
+        found.append((normed.to(row.dtype), SavedNorm(row, rstd)))
+    return found
+
+
+def _norm_split_backward(
+    tp: TensorParallelGroup, norms: tuple[Norm, Norm], dys: tuple[Tensor, Tensor], saved: QKNormSaved
+) -> Task[list[tuple[Tensor, AddWgrad]]]:
+    """(gradient of the input, work for W) of each norm.
+
+    Ranks that share a key-value head have parts of its gradient. The mean over the ranks counts every part once, and
+    each of them subtracts its share.
+    """
+    inputs = []  # normed input, gradient of the normed input
+    work = list[AddWgrad]()
+    for norm, dy, (x, rstd) in zip(norms, dys, saved, strict=True):
+        wide, normed = dy.to(rstd.dtype), x.to(rstd.dtype) * rstd[:, None]
+        inputs.append((normed, wide * (norm.param.weight.to(rstd.dtype) + norm.offset)))
+        work.append(AddWgrad(norm.param.gradient, (wide * normed).sum(0)))
+    means = yield from _mean_over_ranks(tp, [(g * normed).mean(1) for normed, g in inputs])
+    dxs = [
+        ((g - normed * mean[:, None]) * each.rstd[:, None]).to(each.input.dtype)
+        for (normed, g), mean, each in zip(inputs, means, saved, strict=True)
+    ]
+    return list(zip(dxs, work, strict=True))
+
+
+def _mean_over_ranks(tp: TensorParallelGroup, values: list[Tensor]) -> Task[Tensor]:
+    """The means [K, T] over the ranks of K values [T] each, summed in the order of the ranks."""
+    by_rank = yield from tp.all_gather_stacked(torch.stack(values))
+    return by_rank.mean(0)

@@ -62,10 +62,10 @@ def merged_parts(tensors: list[Tensor], deterministic: bool, scale: float) -> li
     return [out, *sums]
 
 
-def expected_of(tensors: list[Tensor], scale: float, documents: Tensor | None = None) -> list[Tensor]:
+def expected_of(tensors: list[Tensor], scale: float, documents: Tensor | None = None, window: int = 0) -> list[Tensor]:
     """out, dq, dk, dv of the reference in float64."""
     q, k, v = leaves = [x.double().detach().requires_grad_() for x in tensors[:3]]
-    out = dense_attention(q, k, v, scale, documents)
+    out = dense_attention(q, k, v, scale, documents, window)
     return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
 
 
@@ -85,13 +85,16 @@ def documents_of(shape: Shape, device: str) -> tuple[PackedLengths, Tensor]:
     return PackedLengths(ends, ends, (max(lengths), max(lengths))), torch.stack(numbers).to(device)
 
 
-def packed(tensors: list[Tensor], shape: Shape, deterministic: bool) -> tuple[list[Tensor], list[Tensor]]:
+def packed(
+    tensors: list[Tensor], shape: Shape, deterministic: bool, window: int = 0
+) -> tuple[list[Tensor], list[Tensor]]:
     """(found, expected) for rows of several documents."""
     q, k, v, dout = tensors
     lengths, numbers = documents_of(shape, str(q.device))
-    options = AttentionOptions(True, 0.2, deterministic, lengths)
+    options = AttentionOptions(True, 0.2, deterministic, lengths).within(window)
     out, lse = partial_attention(q, k, v, options)
-    return [out, *partial_attention_backward(dout, q, k, v, out, lse, options)], expected_of(tensors, 0.2, numbers)
+    found = [out, *partial_attention_backward(dout, q, k, v, out, lse, options)]
+    return found, expected_of(tensors, 0.2, numbers, window)
 
 
 def packed_slice(tensors: list[Tensor], deterministic: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -123,6 +126,7 @@ def test_merged_parts_are_the_full_attention(shape, dtype):
 def test_documents_do_not_attend_to_each_other(shape):
     tensors = inputs(shape, "cpu", torch.float64)
     assert_close(*packed(tensors, shape, True), 1e-12)
+    assert_close(*packed(tensors, shape, True, window=3), 1e-12)
     assert_close(*packed_slice(tensors, True), 1e-12)
 
 
@@ -173,6 +177,35 @@ def test_fused_documents_do_not_attend_to_each_other(shape, deterministic, dtype
     tensors = inputs(shape, "cuda", dtype[0])
     assert_close(*packed(tensors, shape, deterministic), dtype[1])
     assert_close(*packed_slice(tensors, deterministic), dtype[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 7, 300])
+@pytest.mark.parametrize(("shape", "deterministic", "dtype"), list(product(GPU_SHAPES, (False, True), GPU_DTYPES)))
+def test_fused_windows_are_those_of_plain_attention(shape, deterministic, dtype, window):
+    q, k, v, dout = tensors = inputs(shape, "cuda", dtype[0])
+    options = AttentionOptions(True, 0.2, deterministic).within(window)
+    out, lse = partial_attention(q, k, v, options)
+    found = [out, *partial_attention_backward(dout, q, k, v, out, lse, options)]
+    assert_close(found, expected_of(tensors, 0.2, window=window), dtype[1])
+    assert_close(*packed(tensors, shape, deterministic, window), dtype[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window_left", [0, 5, 40])
+@pytest.mark.parametrize(("shape", "deterministic"), list(product(GPU_SHAPES, (False, True))))
+def test_fused_bands_of_rectangles_agree_with_the_reference(shape, deterministic, window_left):
+    """Few queries and many keys: every query sees some, since the diagonal ends at the last of both."""
+    q, k, v, dout = inputs(shape, "cuda", torch.bfloat16)
+    q, dout = q[:, :, -32:], dout[:, :, -32:]
+    options = AttentionOptions(False, 0.1, deterministic, window_left=window_left)
+    out, lse = partial_attention(q, k, v, options)
+    q64, k64, v64 = (x.double() for x in (q, k, v))
+    expected, expected_lse = partial_attention_reference(q64, k64, v64, options)
+    assert_close([out, lse], [expected, expected_lse], 1e-2)
+    found = partial_attention_backward(dout, q, k, v, out, lse, options)
+    exact = partial_attention_backward_reference(dout.double(), q64, k64, v64, expected, expected_lse, options)
+    assert_close(list(found), list(exact), 2e-2)
 
 
 @pytest.mark.gpu

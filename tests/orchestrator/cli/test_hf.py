@@ -136,7 +136,9 @@ def test_a_run_is_exported_from_its_newest_checkpoint_with_the_tokenizer_of_its_
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_an_imported_model_section_is_a_valid_configuration(name: str) -> None:
     prefix, values = hf_models.MODELS[name]
-    config = getattr(transformers, f"{prefix}Config")(**values, architectures=[f"{prefix}ForCausalLM"])
+    config = getattr(transformers, hf_models.CONFIGS.get(prefix, f"{prefix}Config"))(
+        **values, architectures=[f"{prefix}ForCausalLM"]
+    )
     family, model = parse_config(config.to_dict())
     assert ModelSection.model_validate(make_section(family, model)).spec == model
 

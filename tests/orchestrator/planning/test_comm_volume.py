@@ -14,7 +14,7 @@ import torch
 from fake_groups import FAMILIES, FakeGroup, make_stage
 from plans import MODEL, TILE, plan_of
 
-from pentad.orchestrator.planning.activation_memory import piece_of
+from pentad.orchestrator.planning.allocations import piece_of
 from pentad.orchestrator.planning.comm_volume import (
     CommKind,
     CommVolume,

@@ -61,14 +61,14 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", hf_models.CASES)
 def test_logits_are_those_of_transformers(case: Callable[[str], Case], name: str) -> None:
     it, (tokens, _) = case(name), batch()
     with torch.no_grad():
         assert relative_error(reference.forward(it.model, it.tensors, tokens), it.reference(tokens).logits) < 1e-5
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", hf_models.CASES)
 def test_logits_in_float64_are_those_of_transformers_in_float64(
     case: Callable[[str], Case], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +102,7 @@ def test_mtp_layers_give_the_logits_of_transformers(case: Callable[[str], Case])
             assert relative_error(logits, it.reference.lm_head(hidden)) < 1e-5
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", hf_models.CASES)
 def test_imported_and_exported_files_are_the_same(case: Callable[[str], Case], name: str, tmp_path: Path) -> None:
     it, (tokens, _) = case(name), batch()
     done = give(it.checkpoint, tmp_path / "out", it.family, it.model, limit=30_000)

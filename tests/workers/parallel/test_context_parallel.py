@@ -8,10 +8,14 @@ from itertools import product
 import pytest
 import torch
 from closeness import relative_error
-from cp_ranks import Case, Ranks, run_rank
+from cp_ranks import Case, Ranks, document_indices, run_rank
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pentad.kernels.attention.attention import attention, attention_backward
-from pentad.schedules.spec.cp_layout import CpMethod
+from pentad.kernels.attention.attention_reference import AttentionOptions, _visible
+from pentad.schedules.spec.cp_layout import CpMethod, positions
+from pentad.workers.parallel.document_mask import plan_steps
 
 pytestmark = pytest.mark.timeout(60)
 METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
@@ -26,12 +30,19 @@ SHAPES = {
     "packed": Case(2, "ring", batch=3, heads=4, kv_heads=2, documents=PACKED),
     "packed, narrow values": Case(2, "ring", batch=3, heads=4, kv_heads=4, head_dim=12, value_dim=4, documents=PACKED),
     "packed, equal rows": Case(2, "ring", batch=3, documents=((0, 17), (0, 17), (0,)), length=48),
-    "window": Case(2, "ring", batch=2, window=5),
-    "window of two tokens": Case(2, "ring", window=2),
-    "window over several chunks": Case(2, "ring", batch=1, window=13, softcap=0.7),
-    "packed, window": Case(2, "ring", batch=3, heads=4, kv_heads=2, documents=PACKED, window=6),
     "documents of one token": Case(2, "ring", batch=1, documents=((0, *range(3, 32)),)),
 }
+WINDOWS = {
+    "packed, window": Case(2, "ring", batch=3, heads=4, kv_heads=2, documents=PACKED, window=6),
+    "window over several chunks": Case(2, "ring", batch=2, window=13, softcap=0.7),
+    "window of two tokens": Case(2, "ring", window=2),
+    "window of a chunk": Case(2, "ring", batch=2, window=8),
+    "packed, soft cap": Case(2, "ring", batch=3, documents=PACKED, softcap=0.7),
+    "sinks": Case(2, "ring", batch=2, heads=4, sinks=True),
+    "packed, window, sinks": Case(2, "ring", batch=3, documents=PACKED, window=6, sinks=True),
+}
+ALWAYS = ("packed, window", "window over several chunks", "packed, window, sinks")
+EACH_WINDOW = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in WINDOWS]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +64,42 @@ def assert_equals_plain_attention(ranks: Ranks, case: Case, bound: float) -> Non
 @pytest.mark.parametrize(("cp", "method"), list(product((2, 4), METHODS)))
 def test_ranks_equal_plain_attention(ranks, cp, method, shape, dtype):
     assert_equals_plain_attention(ranks, replace(SHAPES[shape], cp=cp, method=method, dtype=dtype), BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("shape", EACH_WINDOW)
+@pytest.mark.parametrize(("cp", "method"), list(product((2, 4), METHODS)))
+def test_windows_soft_caps_and_sinks_equal_plain_attention(ranks, cp, method, shape):
+    assert_equals_plain_attention(ranks, replace(WINDOWS[shape], cp=cp, method=method), 1e-10)
+
+
+@pytest.mark.parametrize("shape", EACH_WINDOW)
+def test_one_rank_with_windows_soft_caps_and_sinks_equals_plain_attention(shape):
+    case = replace(WINDOWS[shape], cp=1)
+    parts = run_rank(case, 0, None, torch.device("cpu")).parts
+    for found, expected in zip(case.join([parts]), case.expected(), strict=True):
+        assert relative_error(found, expected) < 1e-10
+
+
+@given(window=st.integers(2, 40), cp=st.integers(2, 4), starts=st.sets(st.integers(1, 47)))
+@settings(max_examples=100)
+def test_every_pair_within_a_window_is_in_one_block(window, cp, starts):
+    """Of the queries of all ranks: the union of their blocks is the mask, and no two of them overlap."""
+    length, rows = 48, (0, *sorted(starts))
+    index = document_indices((rows,), length)[0]
+    place = torch.arange(length)
+    distance = place[:, None] - place
+    expected = (distance >= 0) & (distance < window) & (index[:, None] == index)
+    found = torch.zeros(length, length, dtype=torch.int64)
+    held = [torch.from_numpy(positions(length, cp, rank, "zigzag")) for rank in range(cp)]
+    for rank in range(cp):
+        steps = plan_steps("ring", cp, rank, length, [(slice(0, 1), rows)], window=window)
+        for step, blocks in enumerate(steps):
+            for at in blocks:
+                q, k = held[rank][at.queries], held[(rank - step) % cp][at.keys]
+                options = AttentionOptions(at.causal, 1.0, True, at.lengths, window_left=at.window_left)
+                visible = _visible(torch.empty(1, 1, len(q), 1), torch.empty(1, 1, len(k), 1), options)
+                found[q[:, None], k] += visible.view(len(q), len(k)).long()
+    assert torch.equal(found, expected.long())
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

@@ -1,0 +1,115 @@
+"""A piece of a rank's work (a slice of a microbatch), and tensors that a stage allocates for it, as bytes with a life."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from pentad.schedules.spec.cp_layout import CpMethod
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import Plan
+
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+INDEX = 8  # bytes of an int64
+
+# The operation that a workspace exists in, or the ones that allocate and free a tensor.
+Life = Literal["F", "B", "W", "F-B", "F-W", "B-W"]
+
+
+def wide_bytes(dtype: str) -> int:
+    """Bytes of an element of statistics, sums, main gradients and optimizer state, with such a dtype of compute."""
+    return max(BYTES[dtype], BYTES["float32"])
+
+
+class Piece(NamedTuple):
+    """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch."""
+
+    rows: int
+    length: int
+    dtype: str
+    device: str = "cpu"
+    slices: int = 1
+    mesh: Mesh = Mesh()
+    cp_method: CpMethod = "ring"
+    document_mask: bool = False
+    deterministic: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def sequence_parallel_tokens(self) -> int:
+        return self.tokens // self.mesh.tp
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the dtype of compute."""
+        return BYTES[self.dtype]
+
+    @property
+    def wide(self) -> int:
+        return wide_bytes(self.dtype)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether tp ranks gather all tokens before a product, and so have a copy of its input."""
+        return self.mesh.tp > 1
+
+    def stream(self, hidden: int) -> int:
+        """Bytes of this rank's part of the residual stream."""
+        return self.sequence_parallel_tokens * hidden * self.itemsize
+
+    def full_stream(self, hidden: int) -> int:
+        return self.tokens * hidden * self.itemsize
+
+    def copy(self, hidden: int) -> int:
+        """Bytes of a gathered stream, 0 without other tp ranks."""
+        return self.is_gathered * self.full_stream(hidden)
+
+
+class Allocation(NamedTuple):
+    """A tensor, or several. Selective recomputation frees those with `recompute` after F; OFFLOAD leaves those without
+    `offload`."""
+
+    what: str
+    life: Life
+    bytes: int
+    offload: bool = True
+    recompute: bool = False
+
+
+class Totals(NamedTuple):
+    """Sums of allocations: from F to B or W (`saved`, of which some recomputable, not offloadable, or `reused` by W),
+    from B or F to W (`deferred`), and the largest workspace of F, B and W."""
+
+    saved: int
+    recomputable: int
+    not_offloadable: int
+    reused: int
+    deferred: int
+    forward: int
+    backward: int
+    weight: int
+
+
+def total(allocations: Iterable[Allocation]) -> Totals:
+    found = list(allocations)
+    size = {life: sum(each.bytes for each in found if each.life == life) for life in ("F-B", "F-W", "B-W")}
+    most = {op: max((each.bytes for each in found if each.life == op), default=0) for op in ("F", "B", "W")}
+    return Totals(
+        saved=size["F-B"] + size["F-W"],
+        recomputable=sum(each.bytes for each in found if each.recompute),
+        not_offloadable=sum(each.bytes for each in found if not each.offload),
+        reused=size["F-W"],
+        deferred=size["F-W"] + size["B-W"],
+        forward=most["F"],
+        backward=most["B"],
+        weight=most["W"],
+    )
+
+
+def piece_of(plan: Plan) -> Piece:
+    length = plan.batch.sequence_length // plan.program.slices // plan.mesh.cp
+    sizes = plan.batch.micro_batch_size, length, plan.dtype, plan.device, plan.program.slices
+    return Piece(*sizes, plan.mesh, plan.cp_method, plan.data.document_mask, plan.deterministic)

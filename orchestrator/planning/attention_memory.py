@@ -1,0 +1,113 @@
+"""What scaled dot-product attention allocates for one piece, by the kernel that computes it (kernels/attention)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pentad.orchestrator.planning.allocations import BYTES, Allocation, Piece
+from pentad.schedules.spec.model import ModelSpec
+
+PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most so many parts
+
+
+class AttentionShape(NamedTuple):
+    """Heads of this rank and their widths. `inputs` are the bytes of the tensors that contain queries, keys and
+    values."""
+
+    piece: Piece
+    heads: int
+    kv_heads: int
+    query: int
+    value: int
+    inputs: int
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether ranks have whole sequences of fewer heads (Ulysses)."""
+        return self.piece.mesh.cp > 1 and self.piece.cp_method == "ulysses"
+
+    @property
+    def exchanged(self) -> int:
+        """Elements of queries, keys and values that ranks exchange then: a key-value head for each."""
+        kv_heads = max(self.kv_heads, self.piece.mesh.cp)
+        return self.piece.tokens * (self.heads * self.query + kv_heads * (self.query + self.value))
+
+    @property
+    def keys_values(self) -> int:
+        """Elements of keys and values."""
+        return self.piece.tokens * self.kv_heads * (self.query + self.value)
+
+    @property
+    def output(self) -> int:
+        """Bytes of the heads' output."""
+        return self.piece.tokens * self.heads * self.value * self.piece.itemsize
+
+
+def attention_shape(model: ModelSpec, piece: Piece) -> AttentionShape:
+    heads, query, mla = model.heads // piece.mesh.tp, model.qk_head_dim, model.mla
+    if mla is None:
+        kv_heads, value = max(1, model.kv_heads // piece.mesh.tp), query
+        inputs = heads * query + kv_heads * 2 * query
+    else:  # keys are made of two parts
+        kv_heads, value = heads, mla.v_head_dim
+        inputs = heads * (2 * query + mla.qk_nope_head_dim + value)
+    return AttentionShape(piece, heads, kv_heads, query, value, piece.tokens * inputs * piece.itemsize)
+
+
+def attention_core(
+    shape: AttentionShape, *, is_plain: bool = True, has_softcap: bool = False
+) -> tuple[list[Allocation], int, int]:
+    """(what scaled dot-product attention saves, bytes of its workspaces in F and B), by the kernel that computes it
+    (kernels/attention). `is_plain` attention has no windows, soft caps or sinks."""
+    piece, cp, is_exchanged = shape.piece, shape.piece.mesh.cp, shape.is_exchanged
+    is_split = cp > 1 and not is_exchanged
+    is_flash = piece.device == "cuda" and piece.dtype == "bfloat16" and not has_softcap
+    is_blocks = is_split or piece.document_mask or not is_plain
+    is_fused = piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)
+    inputs = shape.exchanged * piece.itemsize if is_exchanged else shape.inputs
+    log_sum_exps = other = Allocation("log-sum-exps", "F-B", piece.tokens * shape.heads * piece.wide)
+    scores = piece.tokens * shape.heads * piece.length * piece.slices * cp
+    score_workspace = 4 * scores * piece.wide
+    # keys and values in flight between cp ranks, in blocks
+    blocks = {"ring": 3, "all_gather": cp + 1, "ulysses": 4}[piece.cp_method] if cp > 1 else 0
+    forward = backward = blocks * shape.keys_values * piece.itemsize
+    if is_flash or is_blocks:
+        # blocks of a sequence, merged by their log-sum-exps: flash attention on a GPU, else products in float32
+        saves_output = not is_flash
+        backward *= {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.cp_method]  # gradients in flight are float32
+        forward += is_split * piece.tokens * shape.heads * shape.value * piece.wide
+        forward += _padded_values(shape) if is_flash else score_workspace
+        backward += _flash_backward(shape) if is_flash else score_workspace
+    elif is_fused and shape.query == shape.value:
+        # torch's own kernel, in an autograd graph
+        saves_output, other = False, log_sum_exps._replace(offload=False)
+    else:
+        # scores and probabilities in an autograd graph
+        is_view = is_exchanged and piece.itemsize == piece.wide  # values are in rows already
+        graph = piece.tokens * shape.heads * (2 * shape.query + (0 if is_view else shape.value)) + scores
+        what = "scaled queries and keys, values, probabilities"
+        saves_output, other = True, Allocation(what, "F-B", graph * piece.wide, offload=False)
+        forward, backward = forward + score_workspace, score_workspace
+    saved = [Allocation("queries, keys and values", "F-B", inputs), other]
+    if saves_output or is_exchanged:
+        saved.append(Allocation("output", "F-B", shape.output))
+    return saved, forward, backward
+
+
+def _padded_values(shape: AttentionShape) -> int:
+    """Values and output in columns of a query's width, the only ones that flash attention takes."""
+    piece = shape.piece
+    is_flash_attn = piece.deterministic or piece.document_mask or piece.slices > 1
+    if not is_flash_attn or shape.query == shape.value:
+        return 0
+    return 2 * piece.tokens * shape.heads * shape.query * piece.itemsize
+
+
+def _flash_backward(shape: AttentionShape) -> int:
+    """dq in float32, in as many parts as keep all processors busy, and gradients of keys and values for every query
+    head."""
+    piece = shape.piece
+    parts = -(-PROCESSORS // (piece.rows * shape.heads)) if piece.deterministic else 1
+    queries = piece.tokens * shape.heads * shape.query
+    kv_gradients = 2 * queries * piece.itemsize if shape.kv_heads < shape.heads else 0
+    return parts * queries * BYTES["float32"] + kv_gradients + _padded_values(shape)
