@@ -107,7 +107,7 @@ class ModelSection(Section):
     """full_attention or sliding_attention, repeated over the layers; null: as in the family's models"""
     rope_local_base_freq: NonNegativeFloat = 0.0
     """base of the rotary embedding's wavelengths, unscaled, in layers with a sliding window; 0: as in all layers"""
-    query_pre_attn_scalar: NonNegativeFloat = 0.0
+    query_pre_attn_scalar: NonNegativeInt = 0
     """attention scores are divided by its square root; 0: the width of a query"""
     attn_logit_softcapping: NonNegativeFloat = 0.0
     """attention scores s become c tanh(s / c); 0: they stay as they are"""

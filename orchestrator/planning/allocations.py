@@ -1,4 +1,4 @@
-"""A piece of a rank's work (a slice of a microbatch), and tensors that a stage allocates for it, as bytes with a life."""
+"""A piece of a rank's work (a slice of a microbatch), and the tensors that a stage allocates for it, as bytes."""
 
 from __future__ import annotations
 
