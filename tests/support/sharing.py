@@ -13,6 +13,7 @@ SHARED_CLUSTER = (
 CLUSTERS = (
     *SHARED_CLUSTER,
     "tests/docs/test_pages.py",
+    "tests/orchestrator/api/test_train.py",
     "tests/orchestrator/cluster/test_cluster.py",
     "tests/orchestrator/jobs/test_submitted.py",
     "tests/orchestrator/monitoring/test_ray_timeline.py",
