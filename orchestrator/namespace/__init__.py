@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pentad.orchestrator.run.callbacks import StopTraining
     from pentad.schedules.ir.errors import PentadError, ScheduleError
 
+    __version__: str
+
 _MODULES = {
     "Comparison": "pentad.orchestrator.api.comparison",
     "PentadError": "pentad.schedules.ir.errors",
@@ -61,16 +63,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from pentad.orchestrator.config.version import release
+if not TYPE_CHECKING:  # to a type checker every other name would exist
 
-        return release()
-    if name not in _MODULES:
-        raise AttributeError(f"module 'pentad' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from pentad.orchestrator.config.version import release
+
+            return release()
+        if name not in _MODULES:
+            raise AttributeError(f"module 'pentad' has no attribute {name!r}")
+        value = getattr(import_module(_MODULES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -35,7 +35,7 @@ print(json.dumps([sorted(set(sys.modules) - before), dir(pentad)]))
 
 
 def test_type_checkers_see_the_same_names_from_the_same_modules() -> None:
-    (seen,) = (node for node in ast.parse(FILE.read_text()).body if isinstance(node, ast.If))
+    seen = next(node for node in ast.parse(FILE.read_text()).body if isinstance(node, ast.If))
     declared = {
         alias.name: node.module for node in seen.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
@@ -58,6 +58,6 @@ def test_no_option_is_called_like_a_section() -> None:
 def test_other_names_do_not_exist() -> None:
     assert pentad.__version__ and pentad.PentadError is PentadError
     with pytest.raises(AttributeError, match="module 'pentad' has no attribute 'trian'"):
-        pentad.trian  # noqa: B018
+        pentad.trian  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError):
-        from pentad import nothing  # noqa: F401
+        from pentad import nothing  # type: ignore[attr-defined]  # noqa: F401
