@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pentad.workers.hf.exporter import Dtype
 
 Source = Run | str | os.PathLike[str]
+FORMS, DTYPES = ("pentad", "hf", "transformers"), ("float32", "bfloat16")
 
 
 def checkpoint_of(source: Source) -> Checkpoint:
@@ -42,23 +43,26 @@ def load_checkpoint(
     Raises PentadError if there is no intact checkpoint, for a custom model, and for a family that the form cannot
     express.
     """
+    for name, given, known in (("form", form, FORMS), ("dtype", dtype, DTYPES)):
+        if given not in known:
+            raise PentadError(f"{name} is {given!r}: expected one of {', '.join(known)}")
     import torch
 
     from pentad.orchestrator.api.exports import export_request
     from pentad.workers.hf.exporter import FILE_BYTES, make_files, model_tensors
-    from pentad.workers.hf.names import CONFIG
+    from pentad.workers.hf.names import CONFIG, tensor_table
     from pentad.workers.params.sharded_state import read_full
 
-    checkpoint = checkpoint_of(source)
+    checkpoint, kind = checkpoint_of(source), getattr(torch, dtype)
     request = export_request(checkpoint, dtype, FILE_BYTES)
-    files = make_files(request, dtype)
-    table, tensors = model_tensors(checkpoint, request, files)
     if form == "pentad":
-        kind = getattr(torch, dtype)
-        full = ((entry.name, read_full(checkpoint, f"model.{entry.name}", entry.shape)) for entry in table.entries)
+        entries = tensor_table(request.family, request.model).entries
+        full = ((entry.name, read_full(checkpoint, f"model.{entry.name}", entry.shape)) for entry in entries)
         return {name: tensor.to(kind) for name, tensor in full}
+    files = make_files(request, dtype)
+    _, tensors = model_tensors(checkpoint, request, files)
     state = {name: tensors.read(name) for name in tensors.dtypes}
-    return state if form == "hf" else _transformers_model(json.loads(files[CONFIG]), state, getattr(torch, dtype))
+    return state if form == "hf" else _transformers_model(json.loads(files[CONFIG]), state, kind)
 
 
 def _transformers_model(config: dict[str, Any], state: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:

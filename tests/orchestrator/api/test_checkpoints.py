@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,12 @@ def test_a_dtype_is_that_of_all_tensors(tmp_path: Path) -> None:
         assert torch.equal(tensor, exact[name].bfloat16())
     found = pentad.load_checkpoint(tmp_path / "imported", "transformers", dtype="bfloat16")
     assert {tensor.dtype for tensor in found.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("name", "value"), [("form", "tf"), ("dtype", "float16")])
+def test_another_form_or_dtype_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(pentad.PentadError, match=f"^{name} is '{value}': expected one of "):
+        pentad.load_checkpoint("nowhere", **{name: value})
 
 
 def test_a_source_without_a_checkpoint_is_named(tmp_path: Path) -> None:
