@@ -163,6 +163,7 @@ class StepLoop:
     def _collect_evaluation(self, call: Call) -> None:
         """Waits for an evaluation and records it. Its time is not part of the next step."""
         results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))[0]
+        self._finish_commit(wait=False)
         self.history.pause()
         seconds = time.monotonic() - max(call.began, self.collected_at)
         self.bus.evaluated(evaluation_rows(call.step, results, seconds, self.group.generation))
