@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from dataclasses import replace
 
 import pytest
-from bits import assert_same_runs
+from bits import assert_same_runs, same_bits
 from evaluations import EVALUATED, assert_evaluates_like_one_process, with_eval
 from plans import STEPS, plan_of, plan_on_mesh
 from resume import save_and_resume
 from small_models import FAMILIES, HEADS, MOE
+from worker_processes import call_all, losses_and_state, recover, start_run, uninterrupted
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
@@ -67,3 +70,35 @@ def test_a_resumed_run_has_the_same_evaluations(fleet, corpus, tmp_path, name):
     for one, other in zip(whole, resumed, strict=True):
         assert one.evaluations[1:] == other.evaluations
         assert one.results[2].losses == other.results[0].losses
+
+
+@slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("name", ["zb-h2", "dualpipe"])
+def test_a_rank_lost_in_an_evaluation_costs_nothing_but_the_evaluation(workers, corpus, name, fault):
+    plan = with_eval(plan_of(name, 2, 2, 4, corpus, dtype="float32", model=MOE), 1000)
+    expected = uninterrupted(workers, plan, 5)
+    start_run(workers, plan)
+    first = call_all(workers, "run", 0, 3)
+    asked = [worker.call("evaluate", 3) for worker in workers]
+    time.sleep(0.5)
+    assert not workers[0].end.poll()
+    workers[1].signal(fault)
+    time.sleep(0.2)
+    version, _ = recover(workers, [1], plan, 2)
+    assert version == 3
+    for rank in (0, 2, 3):
+        with pytest.raises(Exception, match=r"^$|peer|reset|closed|socket"):
+            workers[rank].answer(asked[rank])
+    found = call_all(workers, "evaluate", 3)
+    rest = call_all(workers, "run", 3, 2)
+    results = [a + b for a, b in zip(first, rest, strict=True)]
+    assert all(each == found[0] for each in found)
+    losses, state = losses_and_state(workers, results, 0)
+    call_all(workers, "close")
+    assert losses == expected[0] and same_bits(state, expected[1])
+    start_run(workers, plan)
+    call_all(workers, "run", 0, 3)
+    assert call_all(workers, "evaluate", 3) == found
+    call_all(workers, "close")
