@@ -30,8 +30,8 @@ class CommittedStep(NamedTuple):
     """A step committed to the master weights; on a GPU, once it has reached the commit.
 
     `losses` [global_batch_size + sources] are sums over the target tokens of each sequence, and then the target tokens
-    by source of the data. `norm` is the global gradient norm before clipping, a scalar; `taken` is the same, or nan if the
-    update was skipped. All are float64 on the host, valid once the step has ended.
+    by source of the data. `norm` is the global gradient norm before clipping, a scalar; `taken` is the same, or nan if
+    the update was skipped. All are float64 on the host, valid once the step has ended.
     """
 
     step: int
