@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import json
-import sys
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 from typer import Argument, Option
 
 from pentad.orchestrator.cli.arguments import Json
 
+if TYPE_CHECKING:
+    from pentad.workers.preprocess.build import Progress
+
 data = typer.Typer(help="Build and inspect token shards.", no_args_is_help=True)
+_LINE_EVERY = 10.0  # seconds, where the progress line cannot be rewritten
 
 
 @data.command()
 def build(
-    source: Annotated[Path, Argument(help="A text, JSONL or Parquet file, or a folder of them.")],
-    out: Annotated[Path, Argument(help="A new or empty folder.")],
+    sources: Annotated[
+        list[str], Argument(metavar="SOURCE...", help="Files, folders, patterns or URIs; see docs/data.md.")
+    ],
+    out: Annotated[Path, Argument(help="A new or empty folder, or one of an unfinished build.")],
     vocab: Annotated[int, Option(help="Size of the tokenizer to train.")] = 2**15,
-    tokenizer: Annotated[Path | None, Option(help="A tokenizer.json to use instead of training one.")] = None,
-    field: Annotated[str, Option(help="The field that holds the text, in JSONL and Parquet.")] = "text",
+    tokenizer: Annotated[Path | None, Option(help="A tokenizer.json, or a folder with one, instead.")] = None,
+    field: Annotated[str | None, Option(help="The column of the text (default: text) or the conversations.")] = None,
+    chat: Annotated[bool, Option("--chat", help="Rows are conversations; train on what the assistant says.")] = False,
+    chat_template: Annotated[Path | None, Option(help="A Jinja file instead of the tokenizer's template.")] = None,
+    workers: Annotated[int | None, Option(min=1, help="Processes (default: the CPUs there are).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn text into token shards."""
-    from pentad.workers.data.build import build_corpus
+    """Turn text or conversations into token shards; continues a build that was interrupted."""
     from pentad.workers.data.corpus_index import plural
+    from pentad.workers.preprocess.build import Request, build_corpus
 
-    log = partial(print, file=sys.stderr)
-    corpus = build_corpus(source, out, tokenizer=tokenizer, vocab=vocab, field=field, progress=log)
+    request = Request(tuple(sources), out, tokenizer, vocab, field, chat, chat_template, workers=workers)
+    with _ProgressLine() as line:
+        corpus = build_corpus(request, line.note, line.show)
     facts = {"path": str(out), "tokens": corpus.tokens, "documents": corpus.documents, "vocab_size": corpus.vocab_size}
     if as_json:
         print(json.dumps({**facts, "fingerprint": corpus.fingerprint}))
@@ -39,25 +49,84 @@ def build(
         print(f"{out}: {held}, vocabulary of {corpus.vocab_size:,}")
 
 
+class _ProgressLine:
+    """Notes, and one line on stderr that is rewritten; where it cannot be, a line now and then."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self.status = self.console.status("") if self.console.is_terminal else None
+        self.shown = 0.0
+
+    def __enter__(self) -> _ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.status:
+            self.status.stop()
+
+    def note(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    def show(self, progress: Progress) -> None:
+        if self.status:
+            self.status.update(Text(progress_text(progress)))
+            self.status.start()
+        elif progress.seconds < self.shown or progress.seconds - self.shown >= _LINE_EVERY:
+            self.shown = progress.seconds
+            self.note(progress_text(progress))
+
+
+def progress_text(progress: Progress) -> str:
+    """'encoding: 41 of 97 MB, 18.2 MB/s, 3 s left'; what is left is known once a part is done."""
+    megabytes, rate = progress.characters / 1e6, progress.characters / 1e6 / max(progress.seconds, 1e-9)
+    text = f"{progress.phase}: {megabytes:,.0f} MB of text, {rate:.1f} MB/s"
+    if 0 < progress.bytes < progress.total:
+        left = progress.seconds * (progress.total - progress.bytes) / progress.bytes
+        text += f", {progress.bytes / progress.total:.0%}, {_duration(left)} left"
+    return text
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 @data.command()
 def inspect(
     path: Annotated[Path, Argument(help="A folder that `pentad data build` wrote.")],
-    samples: Annotated[int, Option(min=0, help="Sequences to show as text.")] = 2,
+    samples: Annotated[int, Option(min=0, help="Documents to show the beginning of.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Verify token shards and show what is in them."""
-    from pentad.workers.data.build import inspect_corpus
     from pentad.workers.data.corpus_index import plural
+    from pentad.workers.data.inspect import inspect_corpus
 
-    facts = inspect_corpus(path, samples, length=64, seed=0)
+    facts = inspect_corpus(path, samples, length=128)
     if as_json:
         print(json.dumps(facts))
         return
+    console = Console(highlight=False, soft_wrap=True)
     held = f"{plural(facts['tokens'], 'token')} in {plural(facts['documents'], 'document')}"
-    print(f"{path}: {held}, {plural(len(facts['shards']), 'shard')}")
-    print(f"vocabulary of {facts['vocab_size']:,}, fingerprint {facts['fingerprint'][:12]}, verified")
-    for number, text in enumerate(facts["samples"]):
-        print(f"\n--- sequence {number}\n{_printable(text)}")
+    console.print(f"{path}: {held}, {plural(len(facts['shards']), 'shard')}", markup=False)
+    console.print(f"vocabulary of {facts['vocab_size']:,}, fingerprint {facts['fingerprint'][:12]}, verified")
+    masked = facts["trained_tokens"] != facts["tokens"]
+    if masked:
+        share = facts["trained_tokens"] / facts["tokens"]
+        marks = "in colour" if console.color_system else "between « and »"
+        console.print(f"{share:.1%} of the tokens are trained; they are {marks}")
+    for number, segments in enumerate(facts["samples"]):
+        console.print(f"\n--- document {number}")
+        console.print(_marked(segments, masked, console.color_system is not None))
+
+
+def _marked(segments: list[dict[str, Any]], masked: bool, colour: bool) -> Text:
+    """The text of a sample, with what is trained in bold green, or in angle quotes where there are no colours."""
+    text = Text()
+    for segment in segments:
+        trained, words = masked and segment["trained"], _printable(segment["text"])
+        text.append(f"«{words}»" if trained and not colour else words, "bold green" if trained and colour else "")
+    return text
 
 
 def _printable(text: str) -> str:

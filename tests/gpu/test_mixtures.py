@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corpora import mixed
+from mixtures import mixed
 from exactness import assert_equals_one_process
 from fleet import Fleet
 from gpus import on_gpu

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "schedules": {"pyarrow", "numpy", "pentad.schedules"},
     "kernels": {"torch", "triton", "pentad.kernels"},
     "workers": {
-        *("cuda", "numpy", "psutil", "pyarrow", "pynvml", "safetensors", "tokenizers", "torch"),
+        *("cuda", "jinja2", "numpy", "psutil", "pyarrow", "pynvml", "safetensors", "tokenizers", "torch"),
         *("pentad.workers", "pentad.schedules", "pentad.kernels"),
     },
     "orchestrator": {
@@ -50,6 +50,7 @@ LAYERS = {
         "evaluation",
         "dcp",
         "hf",
+        "preprocess",
         "data",
         "custom",
         "model",

@@ -1,44 +1,48 @@
-"""Small corpora of random tokens that share a tokenizer."""
+"""Corpora for tests: built in this process unless told otherwise, and read back as text."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from tokenizers import Tokenizer
 
-from pentad.schedules.spec.data import DataSpec, Packing, SourceSpec, WeightChange
-from pentad.workers.data.corpus_writer import Document, write_index, write_shard
-from pentad.workers.data.tokenizer import train_tokenizer
-
-DTYPE = np.dtype(np.uint16)
-
-
-def random_corpus(folder: Path, seed: int, documents: int, longest: int, targets: float | None = None) -> str:
-    """Documents of 2 to `longest` tokens, in two shards; the share `targets` of them counts, None: no loss masks."""
-    folder.mkdir(parents=True)
-    random = np.random.default_rng(seed)
-
-    def document() -> Document:
-        tokens = np.append(random.integers(1, 257, random.integers(1, longest)), 0).astype(DTYPE)
-        mask = None if targets is None else random.random(len(tokens)) < targets
-        return Document(tokens, mask if mask is None else mask.astype(np.uint8))
-
-    shards = [write_shard(folder, number, [document() for _ in range(documents // 2)], DTYPE) for number in range(2)]
-    write_index(folder, train_tokenizer(["a"], 300), shards)
-    return str(folder)
+from pentad.workers.data.corpus import Corpus
+from pentad.workers.data.corpus_writer import write_index, write_shards
+from pentad.workers.data.encoder import Encoder, TextChunk
+from pentad.workers.data.tokenizer import decode, end_token, load_tokenizer
+from pentad.workers.preprocess.build import Request, build_corpus
 
 
-def mixed(folder: Path, packing: Packing) -> DataSpec:
-    """Chat data, in which half of the tokens count, plain text, and a source that is soon used up; their weights change
-    at step 2."""
-    if not (folder / "chat").exists():
-        random_corpus(folder / "chat", 1, 60, 12, targets=0.5)
-        random_corpus(folder / "text", 2, 40, 30)
-        random_corpus(folder / "few", 3, 4, 10)
-    sources = (
-        SourceSpec("chat", str(folder / "chat"), weight=3.0),
-        SourceSpec("text", str(folder / "text"), weight=2.0),
-        SourceSpec("few", str(folder / "few"), weight=1.0, epochs=1.0),
-    )
-    changes = (WeightChange(2, (1.0, 4.0, 1.0)),)
-    return DataSpec(sources, str(folder), changes, packing, document_mask=True, eod_mask_loss=True)
+def build(source: Path | str, note: Callable[[str], None] = lambda line: None, **options: Any) -> Corpus:
+    """The corpus of a source, in the folder `out` beside it, with a tokenizer of 300 tokens."""
+    request = Request((str(source),), Path(source).parent / "out", vocab=300, workers=1)
+    return build_corpus(replace(request, **options), note, lambda progress: None)
+
+
+def write_corpus(folder: Path, documents: list[str], tokenizer: Tokenizer, shard_tokens: int = 2**26) -> None:
+    """A corpus of these documents in `folder`, which exists."""
+    encoder = Encoder(tokenizer, end_token(tokenizer))
+    encoded = encoder.documents(TextChunk(document, True) for document in documents)
+    shards = write_shards(folder, encoded, encoder.dtype, shard_tokens)
+    write_index(folder, tokenizer, shards)
+
+
+def texts(corpus: Corpus) -> list[str]:
+    """The text of each document, without its end token."""
+    tokenizer = load_tokenizer(corpus.path)
+    return [decode(tokenizer, tokens[:-1]) for tokens in documents(corpus)]
+
+
+def documents(corpus: Corpus) -> list[list[int]]:
+    """The tokens of each document."""
+    starts = [*corpus.boundaries(0, corpus.tokens).tolist(), corpus.tokens]
+    return [corpus.read(first, last - first).tolist() for first, last in pairwise(starts)]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, by its path in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

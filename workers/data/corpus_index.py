@@ -15,7 +15,7 @@ import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
 
-VERSION = 2
+VERSION = 3
 INDEX_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer.json"
 END = "<|endoftext|>"
@@ -68,6 +68,22 @@ class TokenizerFile:
     sha256: str
 
 
+@dataclass(frozen=True)
+class Origin:
+    """How a corpus was made: from which fields of the rows, and the sha256 of its chat template, "" for plain text.
+
+    Left out were rows whose text is null or empty, and conversations in which no token is trained.
+    """
+
+    fields: str
+    chat_template: str
+    empty_rows: int
+    untrained_conversations: int
+
+
+PLAIN = Origin("", "", 0, 0)  # of text that is in no rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class Index:
     """Contents of `index.json`. Token ids are below `vocab_size` and stored as `dtype`, uint16 or uint32; `tokens` and
@@ -79,6 +95,7 @@ class Index:
     tokens: int
     documents: int
     tokenizer: TokenizerFile
+    origin: Origin
     shards: tuple[Shard, ...]
 
 
@@ -95,7 +112,8 @@ def checksum_file(shard: str) -> str:
 def index_text(index: Index) -> str:
     """The JSON text of an index, a line a shard; `parse_index` is its inverse."""
     fields = {field: value for field, value in vars(index).items() if field != "shards"}
-    text = json.dumps(fields | {"tokenizer": asdict(index.tokenizer)}, indent=1).removesuffix("\n}")
+    records = {"tokenizer": asdict(index.tokenizer), "origin": asdict(index.origin)}
+    text = json.dumps(fields | records, indent=1).removesuffix("\n}")
     shards = ",\n  ".join(json.dumps(vars(shard)) for shard in index.shards)
     return f'{text},\n "shards": [\n  {shards}\n ]\n}}\n'
 

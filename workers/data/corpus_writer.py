@@ -1,4 +1,4 @@
-"""Writes a corpus: encodes document chunks into Arrow shards, and an index of them last."""
+"""Writes a corpus: documents into Arrow shards, and an index of them last."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.data.corpus_index import (
     CHECKED,
     INDEX_FILE,
+    PLAIN,
     TOKENIZER_FILE,
     Index,
+    Origin,
     RecordBatch,
     Shard,
     TokenizerFile,
     checksum_file,
     index_text,
-    plural,
 )
-from pentad.workers.data.text_sources import TextChunk
-from pentad.workers.data.tokenizer import encode, end_token, vocab_size
+from pentad.workers.data.tokenizer import tokenizer_text, vocab_size
 
-_ENCODED_AT_ONCE = 2**21  # characters; encoding needs about 100 bytes a token meanwhile
 _BATCH_TOKENS = 2**22
 
 T = TypeVar("T")
@@ -47,56 +45,40 @@ class Document(NamedTuple):
     loss_mask: np.ndarray | None = None
 
 
-def write_corpus(
-    folder: Path, chunks: Iterable[TextChunk], tokenizer: Tokenizer, shard_tokens: int, progress: Callable[[str], None]
-) -> None:
-    """Writes the documents and the tokenizer to `folder`, which exists and is empty.
+def write_shards(folder: Path, documents: Iterable[Document], dtype: np.dtype, shard_tokens: int) -> tuple[Shard, ...]:
+    """Writes the documents to shards in `folder`, numbered from 0, and holds one record batch in memory.
 
-    Holds one document's token ids and one record batch in memory. A shard exceeds `shard_tokens` only if a single
-    document does. Raises PentadError if there is no text, and OSError.
+    A shard exceeds `shard_tokens` only if a single document does. Raises OSError.
     """
-    dtype = token_dtype(vocab_size(tokenizer))
-    shards: list[Shard] = []
-    for documents in _split_by_tokens(_encoded_documents(chunks, tokenizer, dtype), shard_tokens):
-        shard = write_shard(folder, len(shards), documents, dtype)
-        progress(f"{shard.file}: {plural(shard.tokens, 'token')} in {plural(shard.documents, 'document')}")
-        shards.append(shard)
-    if not shards:
-        raise PentadError("SOURCE holds no text: expected at least one character")
-    write_index(folder, tokenizer, shards)
+    runs = enumerate(_split_by_tokens(iter(documents), shard_tokens))
+    return tuple(write_shard(folder, number, run, dtype) for number, run in runs)
 
 
-def write_index(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -> None:
+def write_index(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard], origin: Origin = PLAIN) -> None:
     """Completes a corpus of these shards: writes the tokenizer, and the index last. Raises OSError."""
-    text, size = tokenizer.to_str(pretty=True).encode(), vocab_size(tokenizer)
+    text = tokenizer_text(tokenizer).encode()
     write_file(folder / TOKENIZER_FILE, [memoryview(text)])
-    index = Index(
-        vocab_size=size,
-        dtype=token_dtype(size).name,
+    file = TokenizerFile(TOKENIZER_FILE, hashlib.sha256(text).hexdigest())
+    index = index_of(file, vocab_size(tokenizer), shards, origin)
+    write_file(folder / INDEX_FILE, [memoryview(index_text(index).encode())])
+
+
+def index_of(tokenizer: TokenizerFile, vocab: int, shards: Sequence[Shard], origin: Origin) -> Index:
+    """The index of a corpus of these shards; token ids are below `vocab`."""
+    return Index(
+        vocab_size=vocab,
+        dtype=token_dtype(vocab).name,
         tokens=sum(shard.tokens for shard in shards),
         documents=sum(shard.documents for shard in shards),
-        tokenizer=TokenizerFile(TOKENIZER_FILE, hashlib.sha256(text).hexdigest()),
+        tokenizer=tokenizer,
+        origin=origin,
         shards=tuple(shards),
     )
-    write_file(folder / INDEX_FILE, [memoryview(index_text(index).encode())])
 
 
 def token_dtype(vocab: int) -> np.dtype:
     """What the token ids of a vocabulary are stored as."""
     return np.dtype(np.uint16 if vocab <= 2**16 else np.uint32)
-
-
-def _encoded_documents(chunks: Iterable[TextChunk], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Document]:
-    """Each document's token ids with its end token."""
-    end = np.array([end_token(tokenizer)], dtype)
-    parts: list[np.ndarray] = []
-    for group in _grouped(chunks, lambda chunk: len(chunk.text), _ENCODED_AT_ONCE):
-        for chunk, ids in zip(group, encode(tokenizer, [chunk.text for chunk in group]), strict=True):
-            parts.append(np.array(ids, dtype))
-            if chunk.last:
-                document = Document(np.concatenate([*parts, end]))
-                parts = []
-                yield document
 
 
 def _grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:

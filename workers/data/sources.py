@@ -147,16 +147,25 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
     """
     out, documents = _builtin_folder(name, vocab, cache)
     if not (out / INDEX_FILE).exists():
-        from pentad.workers.data.corpus_writer import write_corpus  # these import tokenizers: `pentad plan` needs none
-        from pentad.workers.data.text_sources import document_chunks
-        from pentad.workers.data.tokenizer import train_tokenizer
-
-        chunks = (chunk for document in documents for chunk in document_chunks(document))
-        tokenizer = train_tokenizer(documents, min(vocab, _BUILTIN_VOCAB), argument="model.vocab")
         try:
             with new_folder(out, "data.cache") as folder:
-                write_corpus(folder, chunks, tokenizer, _SHARD_TOKENS, lambda line: None)
+                _write_builtin(folder, documents, vocab)
         except PentadError:
             if not (out / INDEX_FILE).exists():  # else another process built it meanwhile
                 raise
     return out
+
+
+def _write_builtin(folder: Path, documents: list[str], vocab: int) -> None:
+    from pentad.workers.data.corpus_writer import (
+        write_index,
+        write_shards,
+    )  # these import tokenizers: `plan` needs none
+    from pentad.workers.data.encoder import Encoder, TextChunk
+    from pentad.workers.data.tokenizer import end_token, train_tokenizer
+
+    tokenizer = train_tokenizer(documents, min(vocab, _BUILTIN_VOCAB), argument="model.vocab")
+    encoder = Encoder(tokenizer, end_token(tokenizer))
+    encoded = encoder.documents(TextChunk(document, True) for document in documents)
+    shards = write_shards(folder, encoded, encoder.dtype, _SHARD_TOKENS)
+    write_index(folder, tokenizer, shards)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.data.corpus_index import END, require_vocab
+from pentad.workers.data.corpus_index import END, TOKENIZER_FILE, require_vocab
 
 # End-of-document tokens of the well-known families, in order of preference.
 _END_TOKENS = (END, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
@@ -34,25 +34,41 @@ def train_tokenizer(texts: Iterable[str], vocab: int, argument: str = "--vocab")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in the file `path`. Raises PentadError if it is unreadable or has no end-of-document token."""
-    if not path.is_file():
-        raise PentadError(f"--tokenizer is '{path}', which is not a file: expected a tokenizer.json")
+    """The tokenizer in `path`, a tokenizer.json or a folder with one. Raises PentadError if it is unreadable."""
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        fault = f"which has no {TOKENIZER_FILE}" if path.is_dir() else "which does not exist"
+        expected = f"expected a {TOKENIZER_FILE} or a folder with one (save_pretrained of transformers writes it)"
+        raise PentadError(f"--tokenizer is '{path}', {fault}: {expected}")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return parse_tokenizer(file.read_text("utf-8"))
     except Exception as error:  # the library raises nothing narrower
         fault = f"which cannot be read ({error})"
         raise PentadError(f"--tokenizer is '{path}', {fault}: expected a tokenizer.json") from None
-    if _find_end(tokenizer) is None:
-        expected = ", ".join(_END_TOKENS)
-        raise PentadError(f"--tokenizer is '{path}', which has no end-of-document token: expected one of {expected}")
-    return _for_plain_text(tokenizer)
 
 
-def end_token(tokenizer: Tokenizer) -> int:
-    """Id of the token that ends every document."""
-    end = _find_end(tokenizer)
-    assert end is not None
-    return end
+def parse_tokenizer(text: str) -> Tokenizer:
+    """The inverse of `tokenizer_text`."""
+    return _for_plain_text(Tokenizer.from_str(text))
+
+
+def tokenizer_text(tokenizer: Tokenizer) -> str:
+    """The content of a tokenizer.json."""
+    return str(tokenizer.to_str(pretty=True))
+
+
+def end_token(tokenizer: Tokenizer, eos: str | None = None) -> int:
+    """Id of the token that ends every document: the end-of-document token of a known family, else `eos`.
+
+    Instruction-tuned models name the end of a turn as their `eos`, so that it comes second. Raises PentadError for a
+    tokenizer that has neither.
+    """
+    names = [*_END_TOKENS, *([eos] if eos else [])]
+    end = next((token for token in map(tokenizer.token_to_id, names) if token is not None), None)
+    if end is None:
+        expected = f"expected one of {', '.join(_END_TOKENS)}, or an eos_token in tokenizer_config.json"
+        raise PentadError(f"--tokenizer has no end-of-document token: {expected}")
+    return int(end)
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
@@ -68,10 +84,6 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The text of `ids`, with end-of-document tokens spelled out."""
     return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-
-def _find_end(tokenizer: Tokenizer) -> int | None:
-    return next((token for token in map(tokenizer.token_to_id, _END_TOKENS) if token is not None), None)
 
 
 def _for_plain_text(tokenizer: Tokenizer) -> Tokenizer:

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from corpora import build
 from footprint import Footprint
 
 from pentad.orchestrator.cli.cli import main
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.data import DataSpec, SourceSpec
-from pentad.workers.data.build import build_corpus
 from pentad.workers.data.sources import described, open_sources
 
 SMALL = ["cluster.device=cpu", "cluster.dashboard=false", "run.steps=2", "model.vocab=300"]
@@ -50,7 +50,7 @@ CASES = {
 def corpus(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text("Every rank knows what it does, and when, and with whom. " * 200)
-    build_corpus(folder / "text.txt", folder / "corpus", tokenizer=None, vocab=300, progress=lambda line: None)
+    build(folder / "text.txt", out=folder / "corpus")
     return folder / "corpus"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import random_corpus
+from mixtures import random_corpus
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import load

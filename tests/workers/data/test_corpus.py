@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from checkpoints import flip
+from corpora import write_corpus
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import open_corpus
-from pentad.workers.data.corpus_writer import Document, write_corpus, write_index, write_shard
-from pentad.workers.data.text_sources import document_chunks
+from pentad.workers.data.corpus_writer import Document, write_index, write_shard
 from pentad.workers.data.tokenizer import decode, encode, load_tokenizer, train_tokenizer
 
 DOCUMENTS = [f"Document {number}: " + "the quick brown fox\n" * (number % 7) + "é" * number for number in range(40)]
@@ -31,8 +31,7 @@ def tokenizer() -> Tokenizer:
 def folder(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     out = tmp_path / "corpus"
     out.mkdir()
-    chunks = (chunk for document in DOCUMENTS for chunk in document_chunks(document))
-    write_corpus(out, chunks, tokenizer, shard_tokens=250, progress=lambda line: None)
+    write_corpus(out, DOCUMENTS, tokenizer, shard_tokens=250)
     return out
 
 
@@ -140,7 +139,7 @@ def test_a_large_vocabulary_is_stored_in_four_bytes_a_token(tmp_path: Path) -> N
     vocab = {"<|endoftext|>": 0, **{f"w{number}": number for number in range(1, 70_000)}}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<|endoftext|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    write_corpus(tmp_path, document_chunks("w69999 w1"), tokenizer, shard_tokens=100, progress=print)
+    write_corpus(tmp_path, ["w69999 w1"], tokenizer)
     corpus = open_corpus(tmp_path, verify=True)
     assert corpus.shards.dtype == np.uint32
     assert corpus.read(0, 3).tolist() == [69_999, 1, 0]
@@ -150,7 +149,7 @@ def test_the_fingerprint_depends_on_content_only(tokenizer: Tokenizer, tmp_path:
     prints = []
     for name, text in (("a", "the fox"), ("b", "the fox"), ("c", "the box")):
         (tmp_path / name).mkdir()
-        write_corpus(tmp_path / name, document_chunks(text), tokenizer, shard_tokens=100, progress=print)
+        write_corpus(tmp_path / name, [text], tokenizer)
         prints.append(open_corpus(tmp_path / name, verify=True).fingerprint)
     assert prints[0] == prints[1] != prints[2]
 
@@ -166,7 +165,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "not JSON": (lambda f: (f / "index.json").write_text("tokens"), "index.json is not JSON"),
     "a list": (lambda f: (f / "index.json").write_text("[]"), "holds a list"),
     "foreign": (lambda f: (f / "index.json").write_text('{"weight_map": {}}'), "has no version: expected the int"),
-    "newer": (lambda f: _rewrite(f, lambda i: i.update(version=3)), "has version 3: expected 2 "),
+    "newer": (lambda f: _rewrite(f, lambda i: i.update(version=4)), "has version 4: expected 3 "),
     "a text for a count": (lambda f: _rewrite(f, lambda i: i.update(tokens="9")), "tokens = '9': expected the int"),
     "negative": (lambda f: _rewrite(f, lambda i: i.update(tokens=-9)), "tokens = -9: expected a count"),
     "other sum": (lambda f: _rewrite(f, lambda i: i.update(documents=9)), "has documents = 9: expected 40"),

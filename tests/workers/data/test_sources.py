@@ -12,7 +12,7 @@ import pytest
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import open_corpus
-from pentad.workers.data.corpus_writer import write_corpus
+from pentad.workers.data.corpus_writer import write_index
 from pentad.workers.data.sources import builtin_corpus
 from pentad.workers.data.tokenizer import decode, load_tokenizer
 
@@ -23,7 +23,7 @@ def pydoc(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_pydoc_is_built_once_and_reused(pydoc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("pentad.workers.data.corpus_writer.write_corpus")
+    monkeypatch.delattr("pentad.workers.data.corpus_writer.write_index")
 
     def times() -> dict[str, int]:
         return {file.name: file.stat().st_mtime_ns for file in pydoc.iterdir()}
@@ -65,10 +65,10 @@ def test_racing_builds_return_the_same_corpus(tmp_path: Path, monkeypatch: pytes
     both_written = threading.Barrier(2, timeout=50)
 
     def write_and_wait(*arguments: Any) -> None:
-        write_corpus(*arguments)
+        write_index(*arguments)
         both_written.wait()
 
-    monkeypatch.setattr("pentad.workers.data.corpus_writer.write_corpus", write_and_wait)
+    monkeypatch.setattr("pentad.workers.data.corpus_writer.write_index", write_and_wait)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: builtin_corpus("pydoc", 300, tmp_path), range(2))
     corpus = open_corpus(first, verify=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import flip
-from corpora import DTYPE
+from mixtures import DTYPE
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import Corpus, open_corpus

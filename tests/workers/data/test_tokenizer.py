@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.data.tokenizer import encode, load_tokenizer, train_tokenizer
+from pentad.workers.data.tokenizer import encode, end_token, load_tokenizer, train_tokenizer
 
 POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
 
@@ -24,6 +24,16 @@ def test_a_bad_tokenizer_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(PentadError, match=r"t.json', which cannot be read \(.*\): expected a tokenizer.json"):
         load_tokenizer(tmp_path / "t.json")
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
-    with pytest.raises(PentadError, match=r"which has no end-of-document token: expected one of <\|endoftext\|>, "):
-        load_tokenizer(tmp_path / "t.json")
+    with pytest.raises(PentadError, match=r"which has no tokenizer.json: expected a tokenizer.json or a folder"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(PentadError, match=r"gone', which does not exist: expected a tokenizer.json"):
+        load_tokenizer(tmp_path / "gone")
+
+
+def test_documents_end_with_a_known_token_or_else_with_the_eos_token() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<|im_end|>": 1}, unk_token="a"))
+    with pytest.raises(PentadError, match=r"--tokenizer has no end-of-document token: expected one of <\|"):
+        end_token(tokenizer)
+    assert end_token(tokenizer, "<|im_end|>") == 1
+    tokenizer.add_special_tokens(["</s>"])
+    assert end_token(tokenizer, "<|im_end|>") == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpora import mixed, random_corpus
+from mixtures import mixed, random_corpus
 from exactness import assert_equals_one_process
 from fleet import Fleet
 from plans import STEPS, plan_on_mesh

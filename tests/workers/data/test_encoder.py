@@ -1,0 +1,150 @@
+"""Encoding word by word gives the tokens of the tokenizer, however the text is cut into chunks."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from pentad.workers.data import encoder as encoder_module
+from pentad.workers.data import word_boundaries
+from pentad.workers.data.encoder import Encoder, TextChunk
+from pentad.workers.data.word_boundaries import boundaries, word_rule
+
+# Every kind of byte and every symbol that an expression treats in its own way.
+LETTERS = (
+    "ab\u00e9\u5c71\u3042\u0416\u01c5'tTlLsS12\u00b2\u0661_-./(,;\u3002\u201d\U0001f3d4\ue000\u200b"
+    " \n\r\t\u00a0\u3000\u2003\u0085\u0301\x1c\x00"
+)
+DEEPSEEK = [r"\p{N}{1,3}", word_boundaries._KANA_AND_HANZI, word_boundaries._WITHOUT_DIGITS]
+EXPRESSIONS: dict[str, list[str]] = {
+    "GPT-2": [],
+    "DeepSeek": DEEPSEEK,
+    **{str(number): [expression] for number, expression in enumerate(sorted(word_boundaries._EXPRESSIONS))},
+}
+TEXTS = st.text(st.sampled_from(LETTERS), max_size=40)
+
+
+@cache
+def tokenizer_of(name: str, kind: str = "") -> Tokenizer:
+    """A BPE that merges whatever the expression lets it merge: it is trained on noise of the same letters."""
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not EXPRESSIONS[name])
+    steps = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in EXPRESSIONS[name]]
+    further = [pre_tokenizers.Digits(individual_digits=True)] if kind == "digits" else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*further, *steps, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    if kind == "NFC":
+        tokenizer.normalizer = normalizers.NFC()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    noise = random.Random(name)
+    texts = ["".join(noise.choices(LETTERS, k=60)) for _ in range(400)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=alphabet, special_tokens=["<e>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if kind == "added":
+        tokenizer.add_tokens([AddedToken("s12", normalized=False), AddedToken("t'l")])
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def reference(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "") for name in EXPRESSIONS), ("GPT-2", "digits"), ("1", "NFC"), ("DeepSeek", "added")]
+)
+def test_words_have_the_tokens_they_have_in_their_text(name: str, kind: str) -> None:
+    tokenizer = tokenizer_of(name, kind)
+    encoder = Encoder(tokenizer, 0)
+    assert encoder.rule is not None
+
+    @settings(max_examples=60)
+    @given(st.lists(TEXTS, max_size=4))
+    @example(["\u00a0  a", "1\u00b2\u0661", "b\u0301 1\u0301"])
+    @example(["don't say 12.5\n  or s12 t'l<e> \u5c71.\n/a"])
+    def check(texts: list[str]) -> None:
+        assert [ids.tolist() for ids in encoder.encode(texts)] == [reference(tokenizer, text) for text in texts]
+
+    check()
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_chunks_do_not_change_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "_AT_ONCE", 7)
+    tokenizer = tokenizer_of(name)
+    encoder = Encoder(tokenizer, 0)
+
+    @settings(max_examples=60)
+    @given(st.lists(st.tuples(TEXTS.filter(bool), st.integers(1, 9)), max_size=4))
+    def check(documents: list[tuple[str, int]]) -> None:
+        chunks = [
+            TextChunk(text[start : start + size], start + size >= len(text))
+            for text, size in documents
+            for start in range(0, len(text), size)
+        ]
+        found = [document.tokens.tolist() for document in encoder.documents(chunks)]
+        assert found == [[*reference(tokenizer, text), 0] for text, _ in documents]
+
+    check()
+
+
+def test_a_long_document_is_cut_into_groups_and_not_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "_AT_ONCE", 100)
+    encoder = Encoder(tokenizer_of("GPT-2"), 0)
+    groups = list(encoder._groups(TextChunk("some words " * 3, number == 99) for number in range(100)))
+    assert len(groups) > 20 and max(len(chunk.text) for group in groups for chunk in group) < 150
+    assert "".join(chunk.text for group in groups for chunk in group) == "some words " * 300
+    assert [chunk.last for group in groups for chunk in group] == [False] * (len(groups) - 1) + [True]
+
+
+def test_forgotten_words_are_learned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "_MOST_WORDS", 3)
+    tokenizer = tokenizer_of("GPT-2")
+    encoder = Encoder(tokenizer, 0)
+    for text in ("a b", "b t", "Z l s 1", "a b", ""):
+        assert encoder.encode([text])[0].tolist() == reference(tokenizer, text)
+        assert len(encoder.words.numbers) <= 4
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout", "prefix", "unknown expression", "digits left", "no expression", "lowercase", "space added"]
+)
+def test_a_tokenizer_without_a_known_rule_encodes_whole_documents(name: str) -> None:
+    tokenizer = Tokenizer.from_str(tokenizer_of("GPT-2").to_str())
+    if name == "dropout":
+        tokenizer.model.dropout = 0.5
+    elif name == "prefix":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif name == "unknown expression":
+        split = pre_tokenizers.Split(Regex(r"\w+ \w+"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif name == "digits left":
+        split = pre_tokenizers.Split(Regex(word_boundaries._WITHOUT_DIGITS), "isolated")
+        tokenizer.pre_tokenizer = split
+    elif name == "no expression":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    elif name == "lowercase":
+        tokenizer.normalizer = normalizers.Lowercase()
+    else:
+        tokenizer.add_tokens(["a b"])
+    assert word_rule(tokenizer) is None
+    if name != "dropout":
+        chunks = [TextChunk("a b's ", False), TextChunk("12 l.", True), TextChunk("T", True)]
+        found = [document.tokens.tolist() for document in Encoder(tokenizer, 0).documents(chunks)]
+        assert found == [[*reference(tokenizer, text), 0] for text in ("a b's 12 l.", "T")]
+
+
+def test_boundaries_split_ordinary_text_into_words() -> None:
+    text = b"It's 12 o'clock,\nsays (the) man."
+    cuts = boundaries(text, np.array([len(text)]))
+    words = [text[start:stop].decode() for start, stop in pairwise(cuts)]
+    assert words == ["It's", " 12", " o'clock", ",\nsays", " (the", ")", " man", "."]

@@ -1,0 +1,62 @@
+"""`pentad data inspect`: verifies a corpus and describes it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pentad.workers.data.corpus import Corpus, open_corpus, read_index
+from pentad.workers.data.tokenizer import decode, load_tokenizer
+
+_SEARCHED = 2**20  # tokens after a place, in which a document starts
+_SHARD_FACTS = ("file", "tokens", "documents", "bytes", "checksums", "has_loss_mask")
+
+
+def inspect_corpus(path: Path, samples: int, length: int) -> dict[str, Any]:
+    """Verifies the corpus at `path` and describes it as plain data.
+
+    Shows the first `length` tokens from the start of up to `samples` documents, evenly spread, as segments of text
+    that are trained or not. Raises PentadError for a corpus that is missing or damaged.
+    """
+    corpus = open_corpus(path, verify=True, argument="PATH")
+    index = read_index(path, "PATH")
+    tokenizer = load_tokenizer(path / index.tokenizer.file)
+    places = (corpus.tokens * number // samples for number in range(samples))
+    starts = dict.fromkeys(_document_start(corpus, place) for place in places)
+    return {
+        "path": str(path),
+        "vocab_size": corpus.vocab_size,
+        "tokens": corpus.tokens,
+        "trained_tokens": _trained_tokens(corpus),
+        "documents": corpus.documents,
+        "fingerprint": corpus.fingerprint,
+        "tokenizer": asdict(index.tokenizer),
+        "origin": asdict(index.origin),
+        "shards": [{key: getattr(shard, key) for key in _SHARD_FACTS} for shard in index.shards],
+        "samples": [_segments(corpus, tokenizer, start, length) for start in starts],
+    }
+
+
+def _document_start(corpus: Corpus, place: int) -> int:
+    """The first document that starts at or soon after `place`, else `place` itself."""
+    found = corpus.boundaries(place, min(_SEARCHED, corpus.tokens - place))
+    return place + int(found[0]) if len(found) else place
+
+
+def _trained_tokens(corpus: Corpus) -> int:
+    if not corpus.has_loss_mask:
+        return corpus.tokens
+    starts = range(0, corpus.tokens, _SEARCHED)
+    return sum(int(corpus.loss_mask(start, min(_SEARCHED, corpus.tokens - start)).sum()) for start in starts)
+
+
+def _segments(corpus: Corpus, tokenizer: Tokenizer, start: int, length: int) -> list[dict[str, Any]]:
+    count = min(length, corpus.tokens - start)
+    ids, mask = corpus.read(start, count).tolist(), corpus.loss_mask(start, count).tolist()
+    runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+    return [{"text": decode(tokenizer, [token for token, _ in run]), "trained": trained} for trained, run in runs]

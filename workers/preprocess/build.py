@@ -1,0 +1,161 @@
+"""`pentad data build`: turns text or conversations into a corpus, in parallel, and continues an unfinished build."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.atomic_io import write_file
+from pentad.workers.data.corpus import Corpus, open_corpus
+from pentad.workers.data.corpus_index import VERSION, plural, require_vocab
+from pentad.workers.data.tokenizer import end_token, load_tokenizer, tokenizer_text, train_tokenizer
+from pentad.workers.preprocess.build_folder import build_folder, finish, is_built, is_finished, keep_only
+from pentad.workers.preprocess.chat_template import ChatTemplate, read_chat_template, special_tokens
+from pentad.workers.preprocess.part_builder import Options, text_chunks
+from pentad.workers.preprocess.parts import Part, cut
+from pentad.workers.preprocess.pool import Done, Task, build_parts
+from pentad.workers.preprocess.readers import Columns, Span
+from pentad.workers.preprocess.source_files import SourceFile, find_files
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to build. Without a `tokenizer`, one of `vocab` tokens is trained on all of the text first.
+
+    `chat`: rows are conversations, rendered with the template in the file `template` or of the tokenizer. `field` names
+    the column; None: text, or that of the conversations. `workers` are processes, None: as many as there are CPUs.
+    """
+
+    sources: tuple[str, ...]
+    out: Path
+    tokenizer: Path | None = None
+    vocab: int = 2**15
+    field: str | None = None
+    chat: bool = False
+    template: Path | None = None
+    shard_tokens: int = 2**26
+    workers: int | None = None
+
+
+class Progress(NamedTuple):
+    """How far a phase is: bytes of the sources done, of the `total` that this call has to do, and characters read."""
+
+    phase: str
+    bytes: int
+    total: int
+    characters: int
+    seconds: float
+
+
+Show = Callable[[Progress], None]
+
+
+def build_corpus(request: Request, note: Callable[[str], None], progress: Show) -> Corpus:
+    """Builds the corpus and opens it; continues where an earlier call with the same request was ended.
+
+    The same sources and options give the same bytes, whatever the number of workers and interruptions. `note` is told
+    what people should know, `progress` how far it is. Raises PentadError for what is wrong with the request, the
+    sources, or the folder.
+    """
+    _check(request)
+    files = find_files(request.sources)
+    note(f"{plural(len(files), 'file')}, {sum(file.size for file in files) / 1e6:,.1f} MB")
+    if request.tokenizer:
+        _options(request, request.tokenizer)  # its mistakes are found before anything is written
+    else:
+        require_vocab(request.vocab, "--vocab")
+    with build_folder(request.out) as partial:
+        _build(request, files, partial, note, progress)
+    return open_corpus(request.out, verify=False, argument="OUT")
+
+
+def _check(request: Request) -> None:
+    if request.shard_tokens < 1:
+        raise PentadError(f"shard_tokens is {request.shard_tokens}: expected at least 1")
+    if request.workers is not None and request.workers < 1:
+        raise PentadError(f"--workers is {request.workers}: expected at least 1")
+    if request.chat and not request.tokenizer:
+        raise PentadError(
+            "--chat is given without --tokenizer: expected the folder of a model's tokenizer and template"
+        )
+    if request.template and not request.chat:
+        raise PentadError(f"--chat-template is '{request.template}' without --chat: expected both or neither")
+
+
+def _options(request: Request, path: Path) -> Options:
+    tokenizer = load_tokenizer(path)
+    special = special_tokens(path)
+    template = None
+    if request.chat:
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        template = ChatTemplate(*read_chat_template(path, request.template), special, tuple(added))
+        template.check()
+    end = -1 if template else end_token(tokenizer, special.get("eos_token"))
+    return Options(tokenizer_text(tokenizer), end, request.field, template, request.shard_tokens)
+
+
+def _trained(request: Request, files: Sequence[SourceFile], path: Path, report: Callable[[Done], None]) -> Path:
+    """The file of a tokenizer trained on all of the text, which an unfinished build has already."""
+    if not path.exists():
+        trained = train_tokenizer(_texts(files, Columns(((request.field or "text",),)), report), request.vocab)
+        write_file(path, [memoryview(tokenizer_text(trained).encode())])
+    return path
+
+
+def _texts(files: Iterable[SourceFile], columns: Columns, report: Callable[[Done], None]) -> Iterator[str]:
+    for file in files:
+        span = Span(file)
+        for chunk in text_chunks([span], columns, {"empty": 0}):
+            yield chunk.text
+            report(Done(len(chunk.text)))
+        report(Done(0, Part((span,), file.size)))
+
+
+def _build(
+    request: Request, files: Sequence[SourceFile], partial: Path, note: Callable[[str], None], progress: Show
+) -> None:
+    path = request.tokenizer
+    trained = partial / f"{_sha256((files, request.field, request.vocab))}.json"
+    if path is None:
+        path = _trained(request, files, trained, _reporter("training the tokenizer", files, progress))
+    options = _options(request, path)
+    settings = _sha256((VERSION, options))
+    tasks = [Task(part, part.key(settings)) for part in cut(files)]
+    keys = [task.key for task in tasks]
+    build = _sha256(keys)
+    keep_only(request.out, partial, build, {*keys, trained.name})
+    left = [] if is_finished(request.out) else [task for task in tasks if not is_built(partial, task.key)]
+    if len(left) < len(tasks):
+        note(f"continues an unfinished build: {len(tasks) - len(left)} of {plural(len(tasks), 'part')} are there")
+    if left:
+        workers = request.workers or len(os.sched_getaffinity(0))
+        report = _reporter("encoding", [task.part for task in left], progress)
+        build_parts(request.out, partial, options, left, workers, report)
+    origin = finish(request.out, partial, build, keys, options)
+    if origin.empty_rows or origin.untrained_conversations:
+        untrained = f"{plural(origin.untrained_conversations, 'conversation')} without a turn to train"
+        note(f"left out: {plural(origin.empty_rows, 'empty row')}, {untrained}")
+
+
+def _reporter(phase: str, parts: Iterable[SourceFile | Part], progress: Show) -> Callable[[Done], None]:
+    """What tells `progress` how far a phase is."""
+    total = sum(part.size if isinstance(part, SourceFile) else part.bytes for part in parts)
+    began, done, characters = time.monotonic(), 0, 0
+
+    def report(news: Done) -> None:
+        nonlocal done, characters
+        done, characters = done + (news.part.bytes if news.part else 0), characters + news.characters
+        progress(Progress(phase, done, total, characters, time.monotonic() - began))
+
+    return report
+
+
+def _sha256(value: object) -> str:
+    """Of the representation of plain data."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:32]

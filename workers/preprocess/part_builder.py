@@ -1,0 +1,143 @@
+"""Builds one part of a corpus: a folder of shards with an index of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.atomic_io import sync_folder, write_file
+from pentad.workers.data.corpus_index import INDEX_FILE, TOKENIZER_FILE, Index, Origin, TokenizerFile, index_text
+from pentad.workers.data.corpus_writer import Document, index_of, write_shards
+from pentad.workers.data.encoder import Encoder, TextChunk
+from pentad.workers.data.tokenizer import parse_tokenizer, vocab_size
+from pentad.workers.preprocess.chat import ChatEncoder, chat_columns
+from pentad.workers.preprocess.chat_template import ChatTemplate
+from pentad.workers.preprocess.parts import Part
+from pentad.workers.preprocess.readers import Columns, Row, Span, read_rows, read_text
+from pentad.workers.preprocess.source_files import reason
+
+_REPORTED = 2**22  # characters
+
+
+@dataclass(frozen=True)
+class Options:
+    """All that decides on the content of a corpus besides its sources.
+
+    `tokenizer` is the text of a tokenizer.json and `end` the id that ends a document. With a `template` the rows are
+    conversations. `field` names the column, of conversations also None.
+    """
+
+    tokenizer: str
+    end: int
+    field: str | None
+    template: ChatTemplate | None
+    shard_tokens: int
+
+    @property
+    def columns(self) -> Columns:
+        return Columns(((self.field or "text",),)) if self.template is None else chat_columns(self.field)
+
+
+class PartBuilder:
+    """Builds parts below the folder `partial` of the corpus `out`; one object for many parts keeps what it learned."""
+
+    def __init__(self, out: Path, partial: Path, options: Options) -> None:
+        self.out, self.partial, self.options = out, partial, options
+        tokenizer = parse_tokenizer(options.tokenizer)
+        self.file = TokenizerFile(TOKENIZER_FILE, hashlib.sha256(options.tokenizer.encode()).hexdigest())
+        self.vocab, self.text = vocab_size(tokenizer), Encoder(tokenizer, options.end)
+        self.chat = ChatEncoder(tokenizer, options.template) if options.template else None
+
+    def build(self, part: Part, key: str, report: Callable[[int], None]) -> None:
+        """Writes the folder `key`, complete or not at all; tells `report` the characters read since it was last told.
+
+        Raises PentadError for what is wrong with a source, and for a folder that cannot be written.
+        """
+        folder = self.partial / f"{key}.{secrets.token_hex(4)}"
+        try:
+            folder.mkdir()
+            index = self._write(part, folder, report)
+            write_file(folder / INDEX_FILE, [memoryview(index_text(index).encode())])
+            sync_folder(folder)
+            os.rename(folder, self.partial / key)
+            sync_folder(self.partial)
+        except OSError as error:  # those of reading are PentadErrors
+            raise cannot_write(self.out, error) from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _write(self, part: Part, folder: Path, report: Callable[[int], None]) -> Index:
+        skipped = {"empty": 0, "untrained": 0}
+        shards = write_shards(
+            folder, self._documents(part, skipped, report), self.text.dtype, self.options.shard_tokens
+        )
+        for span in part.spans:
+            span.file.require_unchanged()
+        template = self.options.template
+        fields = " or ".join("+".join(columns) for columns in self.options.columns.alternatives)
+        origin = Origin(fields, template.sha256 if template else "", skipped["empty"], skipped["untrained"])
+        return index_of(self.file, self.vocab, shards, origin)
+
+    def _documents(self, part: Part, skipped: dict[str, int], report: Callable[[int], None]) -> Iterator[Document]:
+        if self.chat:
+            rows = (row for span in part.spans for row in _chat_rows(span, self.options.columns))
+            return self.chat.documents(rows, skipped, report)
+        chunks = text_chunks(part.spans, self.options.columns, skipped)
+        return self.text.documents(_reported(chunks, report))
+
+
+def cannot_write(out: Path, error: OSError) -> PentadError:
+    fault = f"which cannot be written ({reason(error)})"
+    return PentadError(f"OUT is '{out}', {fault}: expected a writable folder with free space")
+
+
+def text_chunks(spans: Iterable[Span], columns: Columns, skipped: dict[str, int]) -> Iterator[TextChunk]:
+    """The documents: one a text file, or one a row. Counts rows that are null or empty in `skipped`."""
+    for span in spans:
+        if span.file.format == ".txt":
+            yield from _chunks(read_text(span.file))
+            continue
+        for row in read_rows(span, columns):
+            (name, text), *_ = row.values.items()
+            if text is not None and not isinstance(text, str):
+                fault = f"has '{name}' of type {type(text).__name__}"
+                raise PentadError(f"{row.where()} {fault}: expected a string")
+            if not text:
+                skipped["empty"] += 1
+            else:
+                yield TextChunk(text, True)
+
+
+def _chunks(blocks: Iterable[str]) -> Iterator[TextChunk]:
+    """One document; none if it is empty."""
+    pending = ""
+    for block in blocks:
+        if block:
+            if pending:
+                yield TextChunk(pending, False)
+            pending = block
+    if pending:
+        yield TextChunk(pending, True)
+
+
+def _chat_rows(span: Span, columns: Columns) -> Iterator[Row]:
+    if span.file.format == ".txt":
+        raise PentadError(f"{span.file.uri} is a text file: expected conversations in JSONL, Parquet or Arrow (--chat)")
+    return read_rows(span, columns)
+
+
+def _reported(chunks: Iterable[TextChunk], report: Callable[[int], None]) -> Iterator[TextChunk]:
+    read = 0
+    for chunk in chunks:
+        yield chunk
+        read += len(chunk.text)
+        if read >= _REPORTED:
+            report(read)
+            read = 0
+    report(read)

@@ -1,0 +1,227 @@
+"""Reads text, JSONL, CSV, Parquet and Arrow files: as text, or as rows of some of their columns."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.preprocess.source_files import SourceFile, readable
+
+_BLOCK = 2**20  # bytes
+_ROWS = 256
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+csv.field_size_limit(2**31 - 1)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of a file that is read together: the lines that start in these bytes of JSONL, these row groups of
+    Parquet; of other formats the whole file. `stop` None: to the end."""
+
+    file: SourceFile
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns a row needs, all of the first of the `alternatives` that it has, and which it may have as well."""
+
+    alternatives: tuple[tuple[str, ...], ...]
+    optional: tuple[str, ...] = ()
+
+    def of(self, names: Iterable[str], where: Callable[[], str], kind: str) -> list[str]:
+        """The columns to read. Raises PentadError, which lists the `kind`, columns or fields, that `where` has."""
+        names = list(names)
+        for needed in self.alternatives:
+            if all(name in names for name in needed):
+                return [*needed, *(name for name in self.optional if name in names)]
+        expected = " or ".join(" and ".join(map(repr, needed)) for needed in self.alternatives)
+        raise PentadError(f"{where()} has the {kind} {', '.join(map(repr, names)) or 'none'}: expected {expected}")
+
+
+class Row(NamedTuple):
+    """Values by column; `where` gives the position for an error."""
+
+    values: dict[str, Any]
+    where: Callable[[], str]
+
+
+def read_text(file: SourceFile) -> Iterator[str]:
+    """A text file in blocks. Raises PentadError for bytes that are not UTF-8, and what cannot be read."""
+    with readable(file.uri), file.open() as source:
+        offset = 0
+        blocks = iter(partial(source.read, _BLOCK), b"")
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for block in blocks:
+            pending = len(decoder.getstate()[0])
+            try:
+                yield decoder.decode(block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(file.uri, offset - pending + error.start) from None
+            offset += len(block)
+        pending = len(decoder.getstate()[0])
+        if pending:
+            raise _not_utf8(file.uri, offset - pending)
+
+
+def read_rows(span: Span, columns: Columns) -> Iterator[Row]:
+    """The rows of a JSONL, CSV, Parquet or Arrow file. Raises PentadError for everything that is wrong with it."""
+    read = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}[span.file.format]
+    with readable(span.file.uri):
+        yield from read(span, columns)
+
+
+def _jsonl(span: Span, columns: Columns) -> Iterator[Row]:
+    with span.file.open() as raw, io.BufferedReader(raw, _BLOCK) as source:
+        offset = span.start
+        if offset:  # the line that this byte is in starts before the span, unless the byte before it ends a line
+            source.seek(offset - 1)
+            offset += len(source.readline()) - 1
+        while (span.stop is None or offset < span.stop) and (line := source.readline()):
+            where = partial(_line_name, span.file, offset)
+            if not line.isspace():
+                yield Row(_json_row(line, columns, where, offset, span.file), where)
+            offset += len(line)
+
+
+def _json_row(line: bytes, columns: Columns, where: Callable[[], str], offset: int, file: SourceFile) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise _not_utf8(file.uri, offset + error.start) from None
+    except (ValueError, RecursionError) as error:
+        raise PentadError(f"{where()} is not JSON ({error}): expected an object") from None
+    if not isinstance(row, dict):
+        raise PentadError(f"{where()} is a JSON {type(row).__name__}: expected an object")
+    values = {name: row[name] for name in columns.of(row, where, "fields")}
+    if _SURROGATE.search(line):
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise PentadError(f"{where()} has half a surrogate pair: expected valid Unicode") from None
+    return values
+
+
+def _line_name(file: SourceFile, offset: int) -> str:
+    """'FILE line N'; counted only for an error."""
+    lines, left = 1, offset
+    with readable(file.uri), file.open() as source:
+        while left and (block := source.read(min(left, _BLOCK))):
+            lines, left = lines + block.count(b"\n"), left - len(block)
+    return f"{file.uri} line {lines}"
+
+
+def _csv(span: Span, columns: Columns) -> Iterator[Row]:
+    rows = csv.reader(_lines(read_text(span.file)), strict=True)
+    name = span.file.uri
+    try:
+        header = [column.removeprefix("\ufeff") for column in next(rows, [])]
+        chosen = {column: header.index(column) for column in columns.of(header, lambda: name, "columns")}
+        for row in rows:
+            where = f"{name} line {rows.line_num}".format
+            if row and len(row) != len(header):
+                raise PentadError(f"{where()} has {len(row)} values: expected {len(header)}, as in the first line")
+            if row:
+                yield Row({column: row[number] for column, number in chosen.items()}, where)
+    except csv.Error as error:
+        raise PentadError(
+            f"{name} line {rows.line_num} is not CSV ({error}): expected comma-separated values"
+        ) from None
+
+
+def _lines(blocks: Iterable[str]) -> Iterator[str]:
+    rest = ""
+    for block in blocks:
+        *lines, rest = (rest + block).split("\n")
+        yield from (line + "\n" for line in lines)
+    if rest:
+        yield rest
+
+
+def _parquet(span: Span, columns: Columns) -> Iterator[Row]:
+    name = span.file.uri
+    if span.file.codec:
+        raise PentadError(f"{name} is compressed as a whole: expected a Parquet file, which compresses its columns")
+    try:
+        with span.file.open() as source, pq.ParquetFile(source, buffer_size=_BLOCK, pre_buffer=False) as table:
+            groups = range(span.start, table.num_row_groups if span.stop is None else span.stop)
+            first = sum(table.metadata.row_group(group).num_rows for group in range(span.start))
+            chosen = columns.of(table.schema_arrow.names, lambda: name, "columns")
+            batches = table.iter_batches(_ROWS, row_groups=list(groups), columns=chosen)
+            yield from _table_rows(batches, name, first)
+    except pa.ArrowException as error:
+        raise PentadError(f"{name} cannot be read ({error}): expected a Parquet file") from None
+
+
+def parquet_groups(file: SourceFile) -> int:
+    """The number of row groups. Raises PentadError."""
+    try:
+        with readable(file.uri), file.open() as source:
+            return int(pq.read_metadata(source).num_row_groups)
+    except pa.ArrowException as error:
+        raise PentadError(f"{file.uri} cannot be read ({error}): expected a Parquet file") from None
+
+
+def _arrow(span: Span, columns: Columns) -> Iterator[Row]:
+    name = span.file.uri
+    try:
+        with span.file.open() as source:
+            batches = iter(_ipc_batches(source, span.file.codec is None))
+            schema = next(batches)
+            chosen = columns.of(schema.names, lambda: name, "columns")
+            small = (batch.select(chosen).slice(at, _ROWS) for batch in batches for at in range(0, len(batch), _ROWS))
+            yield from _table_rows(small, name, 0)
+    except pa.ArrowException as error:
+        raise PentadError(f"{name} cannot be read ({error}): expected an Arrow IPC file or stream") from None
+
+
+def _ipc_batches(source: pa.NativeFile, seekable: bool) -> Iterator[Any]:
+    """The schema, then the record batches, of the file format or, as `datasets` writes, of the stream format."""
+    if seekable:
+        magic = source.read(6)
+        source.seek(0)
+        if magic == b"ARROW1":
+            reader = pa.ipc.open_file(source)
+            yield reader.schema
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+            return
+    stream = pa.ipc.open_stream(source)
+    yield stream.schema
+    yield from stream
+
+
+def _table_rows(batches: Iterable[pa.RecordBatch], name: str, first: int) -> Iterator[Row]:
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:
+            rows = [
+                _decoded_row(batch.slice(number, 1), f"{name} row {first + number}") for number in range(len(batch))
+            ]
+        for number, values in enumerate(rows, first):
+            yield Row(values, f"{name} row {number}".format)
+        first += len(batch)
+
+
+def _decoded_row(row: pa.RecordBatch, where: str) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = row.to_pylist()[0]
+        return values
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error.start) from None
+
+
+def _not_utf8(where: str, offset: int) -> PentadError:
+    return PentadError(f"{where} is not UTF-8 at byte {offset}: expected UTF-8 text")
