@@ -27,7 +27,7 @@ def inspect_corpus(path: Path, samples: int, length: int) -> dict[str, Any]:
     index = read_index(path, "PATH")
     tokenizer = load_tokenizer(path / index.tokenizer.file)
     places = (corpus.tokens * number // samples for number in range(samples))
-    starts = dict.fromkeys(_document_start(corpus, place) for place in places)
+    starts = dict.fromkeys(start for place in places for start in _document_start(corpus, place))
     return {
         "path": str(path),
         "vocab_size": corpus.vocab_size,
@@ -42,10 +42,10 @@ def inspect_corpus(path: Path, samples: int, length: int) -> dict[str, Any]:
     }
 
 
-def _document_start(corpus: Corpus, place: int) -> int:
-    """The first document that starts at or soon after `place`, else `place` itself."""
+def _document_start(corpus: Corpus, place: int) -> list[int]:
+    """Where the first document starts that does so at or soon after `place`; none if none does."""
     found = corpus.boundaries(place, min(_SEARCHED, corpus.tokens - place))
-    return place + int(found[0]) if len(found) else place
+    return [place + int(start) for start in found[:1]]
 
 
 def _trained_tokens(corpus: Corpus) -> int:

@@ -96,7 +96,7 @@ def _options(request: Request, path: Path) -> Options:
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         template = ChatTemplate(*read_chat_template(path, request.template), special, tuple(added))
         template.check()
-    end = -1 if template else end_token(tokenizer, special.get("eos_token"))
+    end = None if template else end_token(tokenizer, special.get("eos_token"))
     return Options(tokenizer_text(tokenizer), end, request.field, template, request.shard_tokens)
 
 

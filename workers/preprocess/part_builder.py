@@ -13,7 +13,7 @@ from pathlib import Path
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import sync_folder, write_file
 from pentad.workers.data.corpus_index import INDEX_FILE, TOKENIZER_FILE, Index, Origin, TokenizerFile, index_text
-from pentad.workers.data.corpus_writer import Document, index_of, write_shards
+from pentad.workers.data.corpus_writer import Document, index_of, token_dtype, write_shards
 from pentad.workers.data.encoder import Encoder, TextChunk
 from pentad.workers.data.tokenizer import parse_tokenizer, vocab_size
 from pentad.workers.preprocess.chat import ChatEncoder, chat_columns
@@ -29,12 +29,12 @@ _REPORTED = 2**22  # characters
 class Options:
     """All that decides on the content of a corpus besides its sources.
 
-    `tokenizer` is the text of a tokenizer.json and `end` the id that ends a document. With a `template` the rows are
-    conversations. `field` names the column, of conversations also None.
+    `tokenizer` is the text of a tokenizer.json. Either `end` is the id that ends a document, or with a `template` the
+    rows are conversations. `field` names the column; None: text, or those that conversations have.
     """
 
     tokenizer: str
-    end: int
+    end: int | None
     field: str | None
     template: ChatTemplate | None
     shard_tokens: int
@@ -51,8 +51,9 @@ class PartBuilder:
         self.out, self.partial, self.options = out, partial, options
         tokenizer = parse_tokenizer(options.tokenizer)
         self.file = TokenizerFile(TOKENIZER_FILE, hashlib.sha256(options.tokenizer.encode()).hexdigest())
-        self.vocab, self.text = vocab_size(tokenizer), Encoder(tokenizer, options.end)
+        self.vocab = vocab_size(tokenizer)
         self.chat = ChatEncoder(tokenizer, options.template) if options.template else None
+        self.text = None if options.end is None else Encoder(tokenizer, options.end)
 
     def build(self, part: Part, key: str, report: Callable[[int], None]) -> None:
         """Writes the folder `key`, complete or not at all; tells `report` the characters read since it was last told.
@@ -74,9 +75,8 @@ class PartBuilder:
 
     def _write(self, part: Part, folder: Path, report: Callable[[int], None]) -> Index:
         skipped = {"empty": 0, "untrained": 0}
-        shards = write_shards(
-            folder, self._documents(part, skipped, report), self.text.dtype, self.options.shard_tokens
-        )
+        documents = self._documents(part, skipped, report)
+        shards = write_shards(folder, documents, token_dtype(self.vocab), self.options.shard_tokens)
         for span in part.spans:
             span.file.require_unchanged()
         template = self.options.template
@@ -88,6 +88,7 @@ class PartBuilder:
         if self.chat:
             rows = (row for span in part.spans for row in _chat_rows(span, self.options.columns))
             return self.chat.documents(rows, skipped, report)
+        assert self.text, "documents of text end with a token"
         chunks = text_chunks(part.spans, self.options.columns, skipped)
         return self.text.documents(_reported(chunks, report))
 
