@@ -20,8 +20,8 @@ _SHARD_FACTS = ("file", "tokens", "documents", "bytes", "checksums", "has_loss_m
 def inspect_corpus(path: Path, samples: int, length: int) -> dict[str, Any]:
     """Verifies the corpus at `path` and describes it as plain data.
 
-    Shows the first `length` tokens from the start of up to `samples` documents, evenly spread, as segments of text
-    that are trained or not. Raises PentadError for a corpus that is missing or damaged.
+    Shows up to `length` tokens of up to `samples` documents, evenly spread, as segments of text that are trained or
+    not. Raises PentadError for a corpus that is missing or damaged.
     """
     corpus = open_corpus(path, verify=True, argument="PATH")
     index = read_index(path, "PATH")
@@ -56,7 +56,8 @@ def _trained_tokens(corpus: Corpus) -> int:
 
 
 def _segments(corpus: Corpus, tokenizer: Tokenizer, start: int, length: int) -> list[dict[str, Any]]:
-    count = min(length, corpus.tokens - start)
+    following = corpus.boundaries(start + 1, min(length, corpus.tokens - start) - 1)
+    count = int(following[0]) + 1 if len(following) else min(length, corpus.tokens - start)
     ids, mask = corpus.read(start, count).tolist(), corpus.loss_mask(start, count).tolist()
     runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
     return [{"text": decode(tokenizer, [token for token, _ in run]), "trained": trained} for trained, run in runs]

@@ -17,7 +17,7 @@ from pentad.workers.data.corpus_index import VERSION, plural, require_vocab
 from pentad.workers.data.tokenizer import end_token, load_tokenizer, tokenizer_text, train_tokenizer
 from pentad.workers.preprocess.build_folder import build_folder, finish, is_built, is_finished, keep_only
 from pentad.workers.preprocess.chat_template import ChatTemplate, read_chat_template, special_tokens
-from pentad.workers.preprocess.part_builder import Options, text_chunks
+from pentad.workers.preprocess.part_builder import Options, text_chunks, text_columns
 from pentad.workers.preprocess.parts import Part, cut
 from pentad.workers.preprocess.pool import Done, Task, build_parts
 from pentad.workers.preprocess.readers import Columns, Span
@@ -103,7 +103,7 @@ def _options(request: Request, path: Path) -> Options:
 def _trained(request: Request, files: Sequence[SourceFile], path: Path, report: Callable[[Done], None]) -> Path:
     """The file of a tokenizer trained on all of the text, which an unfinished build has already."""
     if not path.exists():
-        trained = train_tokenizer(_texts(files, Columns(((request.field or "text",),)), report), request.vocab)
+        trained = train_tokenizer(_texts(files, text_columns(request.field), report), request.vocab)
         write_file(path, [memoryview(tokenizer_text(trained).encode())])
     return path
 
@@ -138,9 +138,10 @@ def _build(
         report = _reporter("encoding", [task.part for task in left], progress)
         build_parts(request.out, partial, options, left, workers, report)
     origin = finish(request.out, partial, build, keys, options)
-    if origin.empty_rows or origin.untrained_conversations:
-        untrained = f"{plural(origin.untrained_conversations, 'conversation')} without a turn to train"
-        note(f"left out: {plural(origin.empty_rows, 'empty row')}, {untrained}")
+    if origin.empty_rows:
+        note(f"left out: {plural(origin.empty_rows, 'empty row')}")
+    if origin.untrained_conversations:
+        note(f"left out: {plural(origin.untrained_conversations, 'conversation')} without a turn to train")
 
 
 def _reporter(phase: str, parts: Iterable[SourceFile | Part], progress: Show) -> Callable[[Done], None]:

@@ -41,7 +41,7 @@ class Options:
 
     @property
     def columns(self) -> Columns:
-        return Columns(((self.field or "text",),)) if self.template is None else chat_columns(self.field)
+        return text_columns(self.field) if self.template is None else chat_columns(self.field)
 
 
 class PartBuilder:
@@ -96,6 +96,10 @@ class PartBuilder:
 def cannot_write(out: Path, error: OSError) -> PentadError:
     fault = f"which cannot be written ({reason(error)})"
     return PentadError(f"OUT is '{out}', {fault}: expected a writable folder with free space")
+
+
+def text_columns(field: str | None) -> Columns:
+    return Columns(((field or "text",),), hint=" (--field names the column, --chat takes conversations)")
 
 
 def text_chunks(spans: Iterable[Span], columns: Columns, skipped: dict[str, int]) -> Iterator[TextChunk]:

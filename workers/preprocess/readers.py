@@ -36,10 +36,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns a row needs, all of the first of the `alternatives` that it has, and which it may have as well."""
+    """Which columns a row needs, all of the first of the `alternatives` that it has, and which it may have as well.
+
+    `hint` says what to do for a row that has other ones.
+    """
 
     alternatives: tuple[tuple[str, ...], ...]
     optional: tuple[str, ...] = ()
+    hint: str = ""
 
     def of(self, names: Iterable[str], where: Callable[[], str], kind: str) -> list[str]:
         """The columns to read. Raises PentadError, which lists the `kind`, columns or fields, that `where` has."""
@@ -48,7 +52,9 @@ class Columns:
             if all(name in names for name in needed):
                 return [*needed, *(name for name in self.optional if name in names)]
         expected = " or ".join(" and ".join(map(repr, needed)) for needed in self.alternatives)
-        raise PentadError(f"{where()} has the {kind} {', '.join(map(repr, names)) or 'none'}: expected {expected}")
+        raise PentadError(
+            f"{where()} has the {kind} {', '.join(map(repr, names)) or 'none'}: expected {expected}{self.hint}"
+        )
 
 
 class Row(NamedTuple):

@@ -60,8 +60,8 @@ def built(folder: Path, rows: list[dict[str, Any]], chat_template: str | None, *
     return build(write(folder, rows), tokenizer=tokenizer, chat=True, **options)
 
 
-def trained(corpus: Corpus) -> list[list[str]]:
-    """The trained segments of each document."""
+def trained(corpus: Corpus) -> list[str]:
+    """The trained segments of the only document."""
     found = inspect_corpus(corpus.path, 10_000, 10_000)["samples"]
     assert len(found) == 1, "of one document"
     return [segment["text"] for segment in found[0] if segment["trained"]]
@@ -85,8 +85,8 @@ def reference(folder: Path) -> Any:
 @pytest.mark.parametrize("template", [CHATML, HEADERS, INSTRUCT])
 def test_tokens_are_those_of_transformers(tmp_path: Path, template: str, trim_offsets: bool) -> None:
     conversations = [*CONVERSATIONS.values()]
-    rows = [{"messages": messages} for messages in conversations]
-    tools = [None] * len(rows)
+    rows: list[dict[str, Any]] = [{"messages": messages} for messages in conversations]
+    tools: list[Any] = [None] * len(rows)
     if template is HEADERS:
         rows += [{"messages": TOOLS, "tools": [TOOL]}, {"messages": TOOLS, "tools": json.dumps([TOOL])}]
         conversations, tools = [*conversations, TOOLS, TOOLS], [*tools, [TOOL], [TOOL]]
@@ -191,8 +191,14 @@ def test_every_form_of_a_row_is_the_same_conversation(tmp_path: Path, form: str,
 
 def test_nulls_that_a_table_adds_to_messages_are_not_there(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", HEADERS)
-    call = [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"b": 1}}}]}]
-    rows = [{"messages": PAIR}, {"messages": [*TOOLS[:2], TOOLS[3]]}, {"messages": [PAIR[0], *call]}]
+    call: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"b": 1}}}]}
+    ]
+    rows: list[dict[str, Any]] = [
+        {"messages": PAIR},
+        {"messages": [*TOOLS[:2], TOOLS[3]]},
+        {"messages": [PAIR[0], *call]},
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     corpus = build(tmp_path / "rows.parquet", tokenizer=tokenizer, chat=True)
     apply = reference(tokenizer).apply_chat_template
@@ -214,10 +220,10 @@ def test_an_opening_turn_of_the_assistant_is_context(tmp_path: Path) -> None:
 
 def test_conversations_without_a_trained_turn_are_left_out_and_counted(tmp_path: Path) -> None:
     notes: list[str] = []
-    rows = [{"messages": PAIR[:1]}, {"messages": None}, {"messages": []}, {"messages": PAIR}]
+    rows: list[dict[str, Any]] = [{"messages": PAIR[:1]}, {"messages": None}, {"messages": []}, {"messages": PAIR}]
     corpus = built(tmp_path, rows, CHATML, note=notes.append)
     assert corpus.documents == 1
-    assert notes[-1] == "left out: 2 empty rows, 1 conversation without a turn to train"
+    assert notes[-2:] == ["left out: 2 empty rows", "left out: 1 conversation without a turn to train"]
     origin = inspect_corpus(corpus.path, 0, 1)["origin"]
     assert (origin["empty_rows"], origin["untrained_conversations"]) == (2, 1)
     assert origin["fields"] == "messages or conversations or prompt+completion" and len(origin["chat_template"]) == 64
