@@ -15,7 +15,7 @@ from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.corpus_index import VERSION, plural, require_vocab
 from pentad.workers.data.tokenizer import end_token, load_tokenizer, tokenizer_text, train_tokenizer
-from pentad.workers.preprocess.build_folder import build_folder, finish, is_built, is_finished, keep_only
+from pentad.workers.preprocess.build_folder import RESUMABLE, build_folder, finish, is_built, is_finished, keep_only
 from pentad.workers.preprocess.chat_template import ChatTemplate, read_chat_template, special_tokens
 from pentad.workers.preprocess.part_builder import Options, text_chunks, text_columns
 from pentad.workers.preprocess.parts import Part, cut
@@ -70,8 +70,13 @@ def build_corpus(request: Request, note: Callable[[str], None], progress: Show) 
         _options(request, request.tokenizer)  # its mistakes are found before anything is written
     else:
         require_vocab(request.vocab, "--vocab")
-    with build_folder(request.out) as partial:
-        _build(request, files, partial, note, progress)
+    try:
+        with build_folder(request.out) as partial:
+            _build(request, files, partial, note, progress)
+    except KeyboardInterrupt:
+        if request.out.exists():
+            note(RESUMABLE)
+        raise
     return open_corpus(request.out, verify=False, argument="OUT")
 
 

@@ -7,9 +7,13 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -109,6 +113,36 @@ def test_the_number_of_processes_changes_nothing(many: Path, tmp_path: Path, tok
     path = tmp_path / tokenizer if tokenizer else None
     expected = content(build(many, tokenizer=path).path)
     assert content(build(many, tokenizer=path, out=tmp_path / "three", workers=3).path) == expected
+
+
+@pytest.mark.slow
+def test_a_build_of_several_processes_that_is_killed_leaves_none_and_continues(many: Path, tmp_path: Path) -> None:
+    expected = content(build(many, tokenizer=tmp_path / "t.json", out=tmp_path / "expected").path)
+    code = (
+        "import sys; from pentad.workers.preprocess import parts; parts._SMALLEST = 2**10\n"
+        "from pentad.orchestrator.cli.cli import main; sys.exit(main())"
+    )
+    words = [
+        "data",
+        "build",
+        str(many),
+        str(tmp_path / "out"),
+        "--tokenizer",
+        str(tmp_path / "t.json"),
+        "--workers",
+        "2",
+    ]
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.DEVNULL)
+    while not list(tmp_path.glob("out/.partial/*/index.json")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    children = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == [".partial"]
+    resumed = build(many, tokenizer=tmp_path / "t.json", out=tmp_path / "out", workers=2)
+    assert content(resumed.path) == expected
 
 
 class KilledError(BaseException):

@@ -42,7 +42,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "user", "content": "c"},
     ],
 }
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"role": "user", "content": "4 and?"},
     {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "content": {"sum": 9}},
