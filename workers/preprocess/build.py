@@ -66,17 +66,26 @@ def build_corpus(request: Request, note: Callable[[str], None], progress: Show) 
     _check(request)
     files = find_files(request.sources)
     note(f"{plural(len(files), 'file')}, {sum(file.size for file in files) / 1e6:,.1f} MB")
-    if request.tokenizer:
-        _options(request, request.tokenizer)  # its mistakes are found before anything is written
-    else:
-        require_vocab(request.vocab, "--vocab")
+    options = _options(request, request.tokenizer) if request.tokenizer else None
     try:
         with build_folder(request.out) as partial:
-            _build(request, files, partial, note, progress)
+            trained = partial / f"{_sha256((files, request.field, request.vocab))}.json"
+            if options is None:
+                _train(request, files, trained, _reporter("training the tokenizer", files, progress))
+                options = _options(request, trained)
+            tasks = [Task(part, part.key(_sha256((VERSION, options)))) for part in cut(files)]
+            build = _sha256([task.key for task in tasks])
+            keep_only(request.out, partial, build, {trained.name, *(task.key for task in tasks)})
+            _build_missing(request, tasks, options, partial, note, progress)
+            origin = finish(request.out, partial, build, [task.key for task in tasks], options)
     except KeyboardInterrupt:
         if request.out.exists():
             note(RESUMABLE)
         raise
+    if origin.empty_rows:
+        note(f"left out: {plural(origin.empty_rows, 'empty row')}")
+    if origin.untrained_conversations:
+        note(f"left out: {plural(origin.untrained_conversations, 'conversation')} without a turn to train")
     return open_corpus(request.out, verify=False, argument="OUT")
 
 
@@ -85,6 +94,8 @@ def _check(request: Request) -> None:
         raise PentadError(f"shard_tokens is {request.shard_tokens}: expected at least 1")
     if request.workers is not None and request.workers < 1:
         raise PentadError(f"--workers is {request.workers}: expected at least 1")
+    if not request.tokenizer:
+        require_vocab(request.vocab, "--vocab")
     if request.chat and not request.tokenizer:
         raise PentadError(
             "--chat is given without --tokenizer: expected the folder of a model's tokenizer and template"
@@ -105,12 +116,11 @@ def _options(request: Request, path: Path) -> Options:
     return Options(tokenizer_text(tokenizer), end, request.field, template, request.shard_tokens)
 
 
-def _trained(request: Request, files: Sequence[SourceFile], path: Path, report: Callable[[Done], None]) -> Path:
-    """The file of a tokenizer trained on all of the text, which an unfinished build has already."""
+def _train(request: Request, files: Sequence[SourceFile], path: Path, report: Callable[[Done], None]) -> None:
+    """Writes the file of a tokenizer trained on all of the text, unless an unfinished build has it already."""
     if not path.exists():
         trained = train_tokenizer(_texts(files, text_columns(request.field), report), request.vocab)
         write_file(path, [memoryview(tokenizer_text(trained).encode())])
-    return path
 
 
 def _texts(files: Iterable[SourceFile], columns: Columns, report: Callable[[Done], None]) -> Iterator[str]:
@@ -122,31 +132,16 @@ def _texts(files: Iterable[SourceFile], columns: Columns, report: Callable[[Done
         report(Done(0, Part((span,), file.size)))
 
 
-def _build(
-    request: Request, files: Sequence[SourceFile], partial: Path, note: Callable[[str], None], progress: Show
+def _build_missing(
+    request: Request, tasks: list[Task], options: Options, partial: Path, note: Callable[[str], None], progress: Show
 ) -> None:
-    path = request.tokenizer
-    trained = partial / f"{_sha256((files, request.field, request.vocab))}.json"
-    if path is None:
-        path = _trained(request, files, trained, _reporter("training the tokenizer", files, progress))
-    options = _options(request, path)
-    settings = _sha256((VERSION, options))
-    tasks = [Task(part, part.key(settings)) for part in cut(files)]
-    keys = [task.key for task in tasks]
-    build = _sha256(keys)
-    keep_only(request.out, partial, build, {*keys, trained.name})
-    left = [] if is_finished(request.out) else [task for task in tasks if not is_built(partial, task.key)]
-    if len(left) < len(tasks):
-        note(f"continues an unfinished build: {len(tasks) - len(left)} of {plural(len(tasks), 'part')} are there")
-    if left:
-        workers = request.workers or len(os.sched_getaffinity(0))
-        report = _reporter("encoding", [task.part for task in left], progress)
-        build_parts(request.out, partial, options, left, workers, report)
-    origin = finish(request.out, partial, build, keys, options)
-    if origin.empty_rows:
-        note(f"left out: {plural(origin.empty_rows, 'empty row')}")
-    if origin.untrained_conversations:
-        note(f"left out: {plural(origin.untrained_conversations, 'conversation')} without a turn to train")
+    """Builds the parts that an earlier call did not."""
+    missing = [] if is_finished(request.out) else [task for task in tasks if not is_built(partial, task.key)]
+    if len(missing) < len(tasks):
+        note(f"continues an unfinished build: {len(tasks) - len(missing)} of {plural(len(tasks), 'part')} are there")
+    if missing:
+        report = _reporter("encoding", [task.part for task in missing], progress)
+        build_parts(request.out, partial, options, missing, request.workers or _cpus(), report)
 
 
 def _reporter(phase: str, parts: Iterable[SourceFile | Part], progress: Show) -> Callable[[Done], None]:
@@ -165,3 +160,8 @@ def _reporter(phase: str, parts: Iterable[SourceFile | Part], progress: Show) ->
 def _sha256(value: object) -> str:
     """Of the representation of plain data."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:32]
+
+
+def _cpus() -> int:
+    """The CPUs that this process may use, where the system says it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -85,9 +85,15 @@ def _occupied(out: Path) -> PentadError:
 
 
 def keep_only(out: Path, partial: Path, build: str, names: set[str]) -> None:
-    """Removes what an earlier build left that is of no use to the build of this name, which needs these entries."""
+    """Removes what an earlier build left that is of no use to the build of this name, which needs these entries.
+
+    Raises PentadError if that build was another one and has finished.
+    """
     record = partial / _FINISHING
     if record.exists() and record.read_text() != build:  # it had begun to move its shards
+        if is_finished(out):
+            shutil.rmtree(partial)
+            raise _occupied(out)
         for file in out.iterdir():
             if file.is_file():
                 file.unlink()

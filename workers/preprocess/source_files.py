@@ -144,6 +144,7 @@ def _without_query(uri: str) -> tuple[str, str]:
 def _matching(system: fs.FileSystem, pattern: str) -> list[fs.FileInfo]:
     """The files that a pattern matches; ** stands for any number of folders, and a wildcard for no leading dot."""
     parts = PurePosixPath(pattern).parts
+    parts = (*parts, "*") if parts[-1] == "**" else parts
     first = next(number for number, part in enumerate(parts) if _WILD.search(part))
     base = str(PurePosixPath(*parts[:first]))
     expression = re.compile("".join(_expression(part) for part in parts[first:]).removesuffix("/"))

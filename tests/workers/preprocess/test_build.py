@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -23,7 +24,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.inspect import inspect_corpus
 from pentad.workers.data.tokenizer import load_tokenizer, train_tokenizer
-from pentad.workers.preprocess import part_builder, parts
+from pentad.workers.preprocess import build_folder, part_builder, parts
 
 POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
 
@@ -205,6 +206,31 @@ def test_an_unfinished_build_with_other_options_starts_over(many: Path, tmp_path
     fresh = build(many, tokenizer=tmp_path / "t.json", out=tmp_path / "fresh", shard_tokens=50)
     other = build(many, tokenizer=tmp_path / "t.json", out=tmp_path / "out", shard_tokens=50)
     assert content(other.path) == content(fresh.path)
+
+
+@pytest.mark.parametrize("moment", ["moving", "finished"])
+def test_another_build_replaces_an_unfinished_corpus_and_no_finished_one(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    remove = shutil.rmtree
+
+    def stop(*arguments: Any, **options: Any) -> None:
+        if moment == "moving" or (tmp_path / "out" / "index.json").exists():
+            raise KilledError
+        remove(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((build_folder, "write_index") if moment == "moving" else (shutil, "rmtree")), stop)
+        with pytest.raises(KilledError):
+            build(many, tokenizer=tmp_path / "t.json", out=tmp_path / "out")
+    arguments: dict[str, Any] = {"tokenizer": tmp_path / "t.json", "shard_tokens": 50}
+    if moment == "moving":
+        fresh = build(many, out=tmp_path / "fresh", **arguments)
+        assert content(build(many, out=tmp_path / "out", **arguments).path) == content(fresh.path)
+    else:
+        with pytest.raises(PentadError, match="which exists and is not empty"):
+            build(many, out=tmp_path / "out", **arguments)
+        assert open_corpus(tmp_path / "out", verify=True).documents == 68
 
 
 def test_a_source_that_changes_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

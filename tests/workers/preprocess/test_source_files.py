@@ -63,6 +63,7 @@ def test_a_named_file_is_text_whatever_its_ending(folder: Path) -> None:
         ("**/*.py", ["a/code.py"]),
         ("**/*", ["UPPER.TXT", "[1].txt", "a/b/c.rst", "a/code.py", "a/z.md", "b.txt", "t.txt.gz", "x.PDF"]),
         ("*/*", ["a/code.py", "a/z.md"]),
+        ("a/**", ["a/b/c.rst", "a/code.py", "a/z.md"]),
         ("[a-c].txt", ["b.txt"]),
         ("[!a].txt", ["b.txt"]),
         ("[[]1].txt", ["[1].txt"]),
