@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mixtures import mixed
 from exactness import assert_equals_one_process
 from fleet import Fleet
 from gpus import on_gpu
+from mixtures import mixed
 from plans import plan_on_mesh
 from small_models import FAMILIES
 

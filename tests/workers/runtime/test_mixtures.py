@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mixtures import mixed, random_corpus
 from exactness import assert_equals_one_process
 from fleet import Fleet
+from mixtures import mixed, random_corpus
 from plans import STEPS, plan_on_mesh
 from resume import assert_repeatable
 from small_models import FAMILIES, HEADS, MOE
