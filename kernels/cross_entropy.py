@@ -32,13 +32,17 @@ def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> tupl
 
 
 @triton_on_gpu
-def cross_entropy_backward_(logits: Tensor, targets: Tensor, lse: Tensor, scale: float, softcap: float = 0.0) -> None:
-    """Overwrites logits [T, V] with their gradient (softmax - onehot) * scale; rows with a target of -100 become 0.
+def cross_entropy_backward_(
+    logits: Tensor, targets: Tensor, lse: Tensor, scale: float, softcap: float = 0.0, z_loss: float = 0.0
+) -> None:
+    """Overwrites logits [T, V] with the gradient of scale * (loss + z_loss * lse^2), which is
+    (softmax * (1 + 2 * z_loss * lse) - onehot) * scale; rows with a target of -100 become 0.
 
-    The one-hot vector of a target outside [0, V) is 0. `lse` may be that of the full, sharded vocabulary.
+    The one-hot vector of a target outside [0, V) is 0. `lse` may be that of the full, sharded vocabulary. The squares
+    keep the normalizer of the softmax near 1 (PaLM, arXiv 2204.02311, section 5).
     """
     capped = _capped(logits.to(lse.dtype), softcap)
-    grad = torch.exp(capped - lse[:, None])
+    grad = torch.exp(capped - lse[:, None]) * (1 + 2 * z_loss * lse[:, None])
     column, inside = _clamp_targets(targets, logits.shape[1])
     grad.scatter_add_(1, column[:, None], -inside.to(grad.dtype)[:, None])
     if softcap:

@@ -55,7 +55,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    logits, targets, lse, scale, V, CAP: tl.constexpr, BLOCK: tl.constexpr, IGNORE_INDEX: tl.constexpr,
+    logits, targets, lse, scale, z_loss, V, CAP: tl.constexpr, BLOCK: tl.constexpr, IGNORE_INDEX: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     row = tl.program_id(0) // blocks
@@ -64,7 +64,8 @@ def _backward(
     place = logits + row.to(tl.int64) * V + columns
     target = tl.load(targets + row)
     x = _capped(tl.load(place, mask=mask, other=0.0).to(tl.float32), CAP)
-    grad = tl.exp(x - tl.load(lse + row))
+    logsum = tl.load(lse + row)
+    grad = tl.exp(x - logsum) * (1.0 + 2.0 * z_loss * logsum)
     grad = tl.where(columns == target, grad - 1.0, grad) * scale
     if CAP != 0.0:
         grad *= 1.0 - (x / CAP) * (x / CAP)
@@ -93,10 +94,15 @@ def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> tupl
     return loss, lse
 
 
-def cross_entropy_backward_(logits: Tensor, targets: Tensor, lse: Tensor, scale: float, softcap: float = 0.0) -> None:
+def cross_entropy_backward_(
+    logits: Tensor, targets: Tensor, lse: Tensor, scale: float, softcap: float = 0.0, z_loss: float = 0.0
+) -> None:
     """Launches the backward kernel; see `pentad.kernels.cross_entropy.cross_entropy_backward_`."""
     assert logits.is_contiguous() and targets.is_contiguous() and lse.is_contiguous()
     tokens, vocabulary = logits.shape
     _backward[(tokens * triton.cdiv(vocabulary, BACKWARD_BLOCK),)](
-        logits, targets, lse, scale, vocabulary, softcap, BLOCK=BACKWARD_BLOCK, IGNORE_INDEX=IGNORE_INDEX, num_warps=8
+        *(logits, targets, lse, scale, z_loss, vocabulary, softcap),
+        BLOCK=BACKWARD_BLOCK,
+        IGNORE_INDEX=IGNORE_INDEX,
+        num_warps=8,
     )

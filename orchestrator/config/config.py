@@ -219,6 +219,8 @@ class RunConfig(sections.Section):
         for axis, why in (("tp", "splits weights"), ("cp", "splits sequences"), ("ep", "splits experts")):
             if (size := getattr(self.mesh, axis)) > 1:
                 yield f"mesh.{axis} is {size}: expected 1 for model {text}: nothing defines how it {why}"
+        if self.optimizer.z_loss:
+            yield f"optimizer.z_loss is {self.optimizer.z_loss:g}: expected 0 for model {text}, whose loss is its own"
         if self.optimizer.name == "muon":
             why = "nothing says which of its matrices are embeddings"
             yield f"optimizer.name is muon: expected adamw for model {text}: {why}"

@@ -64,6 +64,8 @@ class OptimizerSection(Section):
     learning_rate; original is sqrt(max(1, rows / columns))"""
     clip_norm: PositiveFloat | None = 1.0
     """largest global norm of the gradients, which are scaled down to it; null: no clipping"""
+    z_loss: NonNegativeFloat = 0.0
+    """weight of the mean squared log-sum-exp of the logits, which is added to the loss but logged by itself"""
 
     def rules(self) -> Iterator[Broken | str]:
         low, peak = self.min_learning_rate, self.learning_rate

@@ -21,4 +21,5 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
         momentum=given.momentum,
         nesterov=given.nesterov,
         adjust_lr_fn=given.adjust_lr_fn,
+        z_loss=given.z_loss,
     )

@@ -70,6 +70,11 @@ class History:
             for offset in (self.offsets[span.rank],)
         )
 
+    def _z_loss(self, step: Sequence[StepResult]) -> dict[str, float | None]:
+        """The weighted z-loss per target token, which is not part of the loss, where there is one."""
+        weight, squares = self.plan.optimizer.z_loss, max(result.squared_lse for result in step)
+        return {"z_loss": finite(weight * squares / max(1, target_tokens(step)))} if weight else {}
+
     def _row(self, step: Sequence[StepResult], spans: tuple[Span, ...], planned: float) -> dict[str, Any]:
         start, end = min(s.start for s in spans), max(s.end for s in spans)
         seconds = end - (start if self.end is None else self.end)
@@ -80,6 +85,7 @@ class History:
             "step": step[0].step,
             "time": time.time() - time.monotonic() + end,
             "loss": finite(mean_loss(step)),
+            **self._z_loss(step),
             "grad_norm": finite(step[0].grad_norm),
             "lr": step[0].learning_rate,
             "tokens": tokens,

@@ -45,6 +45,7 @@ class OptimizerSpec:
     Gradients whose global norm exceeds `clip_norm` are scaled down to it; None: never. `weight_decay` is decoupled and
     of matrices only. Of several `groups` that match a tensor the first one counts. Optimizer state is as wide as master
     weights, or bfloat16 with `bf16_state`. `momentum`, `nesterov` and `adjust_lr_fn` are those of torch.optim.Muon.
+    `z_loss` times the mean squared log-sum-exp of the logits is added to the loss (PaLM, arXiv 2204.02311, section 5).
     """
 
     learning_rate: LearningRate
@@ -59,6 +60,7 @@ class OptimizerSpec:
     momentum: float = 0.95
     nesterov: bool = True
     adjust_lr_fn: AdjustLrFn = "match_rms_adamw"
+    z_loss: float = 0.0
 
     def rule_of(self, tensor: Tensor) -> UpdateRule:
         """Copies of a tensor in other stages have the rule of the original."""

@@ -13,16 +13,18 @@ from pentad.kernels.cross_entropy import (
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan")
 
 
-def test_the_reference_agrees_with_torch() -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_the_reference_agrees_with_torch(z_loss: float) -> None:
     logits = (5 * torch.randn(6, 11, dtype=torch.float64)).requires_grad_()
     targets = torch.tensor([0, 10, IGNORE_INDEX, 3, 3, IGNORE_INDEX])
     expected = F.cross_entropy(logits, targets, reduction="none")
-    (0.25 * expected).sum().backward()
+    squares = torch.where(targets == IGNORE_INDEX, 0.0, logits.logsumexp(1).square())
+    (0.25 * (expected + z_loss * squares)).sum().backward()
     buffer = logits.detach().clone()
     loss, lse = cross_entropy(buffer, targets)
     assert torch.allclose(loss, expected, rtol=1e-14, atol=0)
     assert torch.allclose(lse, torch.logsumexp(logits, 1), rtol=1e-14, atol=0)
-    cross_entropy_backward_(buffer, targets, lse, 0.25)
+    cross_entropy_backward_(buffer, targets, lse, 0.25, z_loss=z_loss)
     assert logits.grad is not None and torch.allclose(buffer, logits.grad, rtol=1e-12, atol=1e-16)
 
 
@@ -61,7 +63,7 @@ def test_triton_agrees_with_the_reference(rows: int, vocabulary: int, dtype: tor
     targets[1::3] = IGNORE_INDEX
     expected_loss, expected_lse = cross_entropy(logits.double(), targets)
     expected = logits.double()
-    cross_entropy_backward_(expected, targets, expected_lse, 0.125)
+    cross_entropy_backward_(expected, targets, expected_lse, 0.125, z_loss=1e-3)
 
     loss, lse = cross_entropy(logits, targets)
     again = cross_entropy(logits, targets)
@@ -69,7 +71,7 @@ def test_triton_agrees_with_the_reference(rows: int, vocabulary: int, dtype: tor
     assert (lse - expected_lse).abs().max() < 1e-5 * expected_lse.abs().max().clamp(min=1.0)
     assert torch.equal(loss, again[0]) and torch.equal(lse, again[1])
     assert (loss[1::3] == 0).all()
-    cross_entropy_backward_(logits, targets, lse, 0.125)
+    cross_entropy_backward_(logits, targets, lse, 0.125, z_loss=1e-3)
     # p - 1 cancels where the target is nearly certain, so float32 errors are relative to 1.
     assert (logits - expected).norm() < bound * expected.norm().clamp(min=0.125)
     assert (logits[1::3] == 0).all()

@@ -103,17 +103,19 @@ def test_glu(rows: int, width: int, act: Activation, dtype: torch.dtype, bound: 
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
-@pytest.mark.parametrize(("vocabulary", "softcap"), [(1, 0.0), (5, 0.0), (8193, 0.0), (8193, 3.0)])
-def test_cross_entropy(vocabulary: int, softcap: float, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "softcap", "z_loss"), [(1, 0.0, 0.0), (5, 0.0, 0.1), (8193, 0.0, 0.0), (8193, 3.0, 1e-2)]
+)
+def test_cross_entropy(vocabulary: int, softcap: float, z_loss: float, dtype: torch.dtype, bound: float) -> None:
     logits = 4 * torch.randn(4, vocabulary, dtype=dtype)
     targets = torch.tensor([0, IGNORE_INDEX, vocabulary - 1, -1])
     expected_loss, expected_lse = cross_entropy(logits.double(), targets, softcap)
     expected = logits.double()
-    cross_entropy_backward_(expected, targets, expected_lse, 0.5, softcap)
+    cross_entropy_backward_(expected, targets, expected_lse, 0.5, softcap, z_loss)
     loss, lse = cross_entropy_triton.cross_entropy(logits, targets, softcap)
     assert torch.allclose(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
     assert torch.allclose(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
-    cross_entropy_triton.cross_entropy_backward_(logits, targets, lse, 0.5, softcap)
+    cross_entropy_triton.cross_entropy_backward_(logits, targets, lse, 0.5, softcap, z_loss)
     assert torch.allclose(logits.double(), expected, rtol=bound, atol=bound * 0.5)
 
 

@@ -19,11 +19,12 @@ Tensors = dict[str, Tensor]
 
 
 class Losses(NamedTuple):
-    """The parts of a loss, which is their sum."""
+    """The parts of a loss, which is their sum, and the mean squared log-sum-exp of the logits, which is not."""
 
     main: Tensor
     balance: Tensor
     mtp: Tensor
+    squared_lse: Tensor
 
 
 class Routes(NamedTuple):
@@ -49,7 +50,7 @@ def predictions(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor) -
 
 def loss(model: ModelSpec, t: Tensors, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
     """The sum of `losses`."""
-    return torch.stack(losses(model, t, tokens, targets, documents=documents)).sum()
+    return torch.stack(losses(model, t, tokens, targets, documents=documents)[:3]).sum()
 
 
 def losses(
@@ -71,7 +72,9 @@ def losses(
     count, targets = count or int(is_target.sum()), following.masked_fill(~is_target, -100)
     hidden, routes = _hidden(model, t, tokens, documents)
     head = _head(model, t)
-    main = F.cross_entropy(_logits(model, t, hidden).flatten(0, 1), targets.flatten(), reduction="sum") / count
+    logits, counted = _logits(model, t, hidden).flatten(0, 1), is_target.flatten()
+    main = F.cross_entropy(logits, targets.flatten(), reduction="sum") / count
+    squares = logits.logsumexp(-1)[counted].square().sum() / count
     mtp = main.new_zeros(())
     for number, (normed, more) in enumerate(_mtp(model, t, hidden, following, documents)):
         expected = targets[:, number + 1 :]
@@ -81,7 +84,7 @@ def losses(
     even, weight = main.new_zeros(()), 0.0
     if model.experts is not None:
         even, weight = sum((balance(model.experts, each) for each in routes), even), model.experts.aux_loss_coef
-    return Losses(main, weight * even, model.mtp_loss_weight / max(1, model.mtp_layers) * mtp)
+    return Losses(main, weight * even, model.mtp_loss_weight / max(1, model.mtp_layers) * mtp, squares)
 
 
 def routes(

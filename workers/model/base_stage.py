@@ -33,7 +33,8 @@ class BaseStage(ABC):
     separately. `saved` is what F leaves for B, and `deferred` what B leaves to W, by slice index; clearing `saved`
     discards the step so far. `wgrad_layer` is the layer that the last W has reached, -1 once it has run for all:
     gradients of later layers are complete. `loss_sums` [microbatches, rows], float64, are the summed token losses
-    of the current step: one of two `loss_sum_buffers`, the other one may still be in flight. Until `join`
+    of the current step: one of two `loss_sum_buffers`, the other one may still be in flight. `squared_lse`, a scalar, is
+    likewise the sum of squared log-sum-exps for a z-loss. Until `join`
     the stage `is_local`: no other rank shares its layers. `recompute_mode` is the plan's: 'none', 'full' or
     'selective'.
     """
@@ -56,6 +57,8 @@ class BaseStage(ABC):
             (2, plan.batch.microbatches, plan.batch.micro_batch_size), dtype=torch.float64, device=self.device
         )
         self.loss_sums = self.loss_sum_buffers[0]
+        self.squared_lse_buffers = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.squared_lse = self.squared_lse_buffers[0]
 
     def join(self, groups: LayerGroups) -> None:
         """Shares the layers with these ranks from now on."""
@@ -81,6 +84,7 @@ class BaseStage(ABC):
         scale = 1.0 / target_tokens if target_tokens else 0.0
         self.layer_context = self.layer_context._replace(loss_scale=scale)
         self.loss_sums = self.loss_sum_buffers[step % 2].zero_()
+        self.squared_lse = self.squared_lse_buffers[step % 2].zero_()
         for buffers in self.param_buffers:
             buffers.stale = True
 

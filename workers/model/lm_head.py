@@ -62,15 +62,25 @@ def head_loss(
     return LossSaved(normed, logits, lse, targets), losses
 
 
+def squared_lse(saved: LossSaved) -> Tensor:
+    """[T]: the squares that the z-loss is the mean of; 0 for a target of -100."""
+    return torch.where(saved.targets == -100, 0.0, saved.lse.square())
+
+
 def head_loss_backward(
-    param: Param, saved: LossSaved, scale: float, tp: TensorParallelGroup, softcap: float = 0.0
+    param: Param,
+    saved: LossSaved,
+    scale: float,
+    tp: TensorParallelGroup,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, LinearWgrad]:
-    """(gradient [T / tp, H] of the normed stream, work for W), each token's loss times `scale`.
+    """(gradient [T / tp, H] of the normed stream, work for W), each token's loss with its `z_loss`, times `scale`.
 
     The saved logits become their gradient in place.
     """
     dlogits = saved.logits
-    cross_entropy_backward_(dlogits, saved.targets, saved.lse, scale, softcap)
+    cross_entropy_backward_(dlogits, saved.targets, saved.lse, scale, softcap, z_loss)
     dnormed, normed = gather2(tp.matmul_reduce_scatter(dlogits, param.weight), tp.all_gather(saved.normed)).wait()
     return dnormed, LinearWgrad(param.gradient, dlogits, normed)
 

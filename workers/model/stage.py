@@ -37,6 +37,13 @@ class StageInputs(NamedTuple):
     documents: Documents
 
 
+class TokenLosses(NamedTuple):
+    """Of every token of a slice, [T]; squares only with a z-loss."""
+
+    losses: Tensor
+    squared_lse: Tensor | None
+
+
 class HeadSaved(NamedTuple):
     """What B needs of the last norm, the MTP layers and the losses."""
 
@@ -144,7 +151,9 @@ class Stage(BaseStage):
         branch, stream, saved, losses = yield from self._run_layers(slice_index, inputs, recompute_mode, context)
         if losses is None:
             return branch + stream, saved
-        self.loss_sums[microbatch].add_(losses.view(self.loss_sums.shape[1], -1).sum(1))
+        self.loss_sums[microbatch].add_(losses.losses.view(self.loss_sums.shape[1], -1).sum(1))
+        if losses.squared_lse is not None:
+            self.squared_lse.add_(losses.squared_lse.sum())
         return None, saved
 
     def recompute(self, slice_index: int) -> None:
@@ -202,8 +211,8 @@ class Stage(BaseStage):
 
     def _run_layers(
         self, slice_index: int, inputs: StageInputs, recompute_mode: str, context: LayerContext
-    ) -> Task[tuple[Tensor, Tensor, StageSaved, Tensor | None]]:
-        """(branch, stream, what this mode saves, losses [T] on the last stage)."""
+    ) -> Task[tuple[Tensor, Tensor, StageSaved, TokenLosses | None]]:
+        """(branch, stream, what this mode saves, the losses on the last stage)."""
         microbatch, slice_number = divmod(slice_index, self.slices)
         if inputs.tokens is not None:
             branch = lm_head.embed(self.bound.by_name["embedding"], inputs.tokens, context.tp)
@@ -231,8 +240,8 @@ class Stage(BaseStage):
 
     def _head_forward(
         self, branch: Tensor, stream: Tensor, targets: Tensor, inputs: StageInputs, context: LayerContext
-    ) -> tuple[HeadSaved, Tensor]:
-        """(what B needs, losses [T])."""
+    ) -> tuple[HeadSaved, TokenLosses]:
+        """(what B needs, the losses)."""
         params, mtp = self.bound.by_name, list[MTPSaved]()
         assert self.bound.norm is not None
         normed, saved_norm = self.bound.norm.forward(branch, stream)
@@ -244,7 +253,8 @@ class Stage(BaseStage):
         for layer, following, further in zip(self.bound.mtp, tokens, mtp_targets, strict=True):
             normed, saved = layer.forward(context, self._mtp_sequence(inputs), normed, following, further)
             mtp.append(saved)
-        return HeadSaved(saved_norm, loss, mtp), losses
+        squares = lm_head.squared_lse(loss) if self.plan.optimizer.z_loss else None
+        return HeadSaved(saved_norm, loss, mtp), TokenLosses(losses, squares)
 
     def _head_backward(self, head: HeadSaved, inputs: StageInputs) -> tuple[Tensor, list[Wgrad]]:
         """(gradient of the residual stream, work for W)."""
@@ -254,7 +264,12 @@ class Stage(BaseStage):
             dhidden, mtp_work = layer.backward(context, self._mtp_sequence(inputs), saved, dhidden)
             work += mtp_work
         dnormed, head_work = lm_head.head_loss_backward(
-            params[self.head_name], head.loss, context.loss_scale, context.tp, self.model.final_logit_softcapping
+            params[self.head_name],
+            head.loss,
+            context.loss_scale,
+            context.tp,
+            self.model.final_logit_softcapping,
+            self.plan.optimizer.z_loss,
         )
         dnormed = dnormed if dhidden is None else dnormed + dhidden
         assert self.bound.norm is not None

@@ -30,14 +30,16 @@ class CommittedStep(NamedTuple):
     """A step committed to the master weights; on a GPU, once it has reached the commit.
 
     `losses` [global_batch_size + sources] are sums over the target tokens of each sequence, and then the target tokens
-    by source of the data. `norm` is the global gradient norm before clipping, a scalar; `taken` is the same, or nan if
-    the update was skipped. All are float64 on the host, valid once the step has ended.
+    by source of the data; `squared_lse` is the sum of squared log-sum-exps for a z-loss. `norm` is the global gradient
+    norm before clipping, a scalar; `taken` is the same, or nan if the update was skipped. All are float64 on the host,
+    valid once the step has ended.
     """
 
     step: int
     losses: torch.Tensor
     norm: torch.Tensor
     taken: torch.Tensor
+    squared_lse: torch.Tensor
 
 
 class StepTotals:
@@ -55,7 +57,8 @@ class StepTotals:
         batch, self.num_sources = plan.batch, len(plan.data.sources)
         self.loss_shape = (batch.replicas, batch.microbatches, batch.micro_batch_size, plan.mesh.cp)
         self.counts = plan.owner(ParamShard(plan.program.stages - 1)) == rank
-        size = self.num_squares + math.prod(self.loss_shape) + self.num_sources
+        self.first_loss = self.num_squares + batch.replicas * plan.mesh.cp  # after squared log-sum-exps
+        size = self.first_loss + math.prod(self.loss_shape) + self.num_sources
         self.values = torch.zeros(size, dtype=torch.float64, device=next(iter(stages.values())).device)
         self.own_target_tokens = self.values[-self.num_sources :].clone()
 
@@ -77,7 +80,9 @@ class StepTotals:
                 self.values[self.first_square[param_shard] + layout.shard_index] = square
         for stage in self.stages.values():
             if stage.last and at.tp == 0:
-                self._losses(self.values)[at.dp * self.plan.mesh.ep + at.ep, ..., at.cp] += stage.loss_sums
+                replica = at.dp * self.plan.mesh.ep + at.ep
+                self._losses(self.values)[replica, ..., at.cp] += stage.loss_sums
+                self.values[self.num_squares + replica * self.plan.mesh.cp + at.cp] += stage.squared_lse
         if self.counts:
             self._target_tokens(self.values).copy_(self.own_target_tokens)
         return self.values
@@ -90,6 +95,10 @@ class StepTotals:
         """[global_batch_size + sources], as in CommittedStep."""
         return torch.cat((self._losses(totals).sum(3).flatten(), self._target_tokens(totals)))
 
+    def squared_lse(self, totals: torch.Tensor) -> torch.Tensor:
+        """A scalar, 0 without a z-loss."""
+        return totals[self.num_squares : self.first_loss].sum()
+
     def mean_loss(self, losses: torch.Tensor) -> torch.Tensor:
         """A scalar, 0 without target tokens."""
         return losses[: -self.num_sources].sum() / losses[-self.num_sources :].sum().clamp(min=1)
@@ -98,7 +107,7 @@ class StepTotals:
         return totals[-self.num_sources :]
 
     def _losses(self, totals: torch.Tensor) -> torch.Tensor:
-        return totals[self.num_squares : -self.num_sources].view(self.loss_shape)
+        return totals[self.first_loss : -self.num_sources].view(self.loss_shape)
 
 
 class LocalUpdate(NamedTuple):
@@ -116,6 +125,7 @@ class GlobalNorm(NamedTuple):
     accepted: torch.Tensor
     norm: torch.Tensor
     losses: torch.Tensor
+    squared_lse: torch.Tensor
 
 
 class _StepBase:
@@ -201,7 +211,7 @@ class BarrierStep(_StepBase):
             self._sum(torch.zeros_like(self.norm), check)
         accepted = self._not_cancelled()
         norm = torch.where(accepted, self.totals.norm(totals), torch.nan)
-        self.global_norm = GlobalNorm(step, accepted, norm, self.totals.losses(totals))
+        self.global_norm = GlobalNorm(step, accepted, norm, self.totals.losses(totals), self.totals.squared_lse(totals))
 
     def _sum(self, values: torch.Tensor, check: Check) -> None:
         """Over all ranks, in place."""
@@ -225,7 +235,7 @@ class BarrierStep(_StepBase):
     def commit(self, step: int, norm: float, losses: Sequence[float]) -> None:
         """Commits the step that lacked only its norm; another rank received that, and the losses, before the abort."""
         accepted = torch.ones((), dtype=torch.bool, device=self.device)
-        values = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in (norm, losses)]
+        values = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in (norm, losses, 0.0)]
         self._commit(GlobalNorm(step, accepted, *values))
 
     def cancel(self) -> None:
@@ -246,7 +256,9 @@ class BarrierStep(_StepBase):
         self.norm = torch.where(result.accepted, result.norm, self.norm)
         losses, norm = _to_host(result.losses), _to_host(result.norm)
         self.committed.append(
-            CommittedStep(result.step, losses, norm, norm if self.spikes is None else _to_host(taken))
+            CommittedStep(
+                result.step, losses, norm, norm if self.spikes is None else _to_host(taken), _to_host(result.squared_lse)
+            )
         )
 
     def _not_cancelled(self) -> torch.Tensor:
@@ -297,15 +309,16 @@ class PostValidatedStep(_StepBase):
             return True
         # Every entry is one pipeline's, and zero in the others.
         totals = self.reducer.wait(self.unvalidated, check).sum(0)
-        return self._commit(self.unvalidated, self.totals.norm(totals), self.totals.losses(totals))
+        sums = self.totals.losses(totals), self.totals.squared_lse(totals)
+        return self._commit(self.unvalidated, self.totals.norm(totals), *sums)
 
     def commit(self, step: int, norm: float, losses: Sequence[float]) -> None:
-        self._commit(step, torch.tensor(norm, dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
+        self._commit(step, *(torch.tensor(each, dtype=torch.float64) for each in (norm, losses, 0.0)))
 
     def close(self) -> None:
         self.reducer.close()
 
-    def _commit(self, step: int, norm: torch.Tensor, losses: torch.Tensor) -> bool:
+    def _commit(self, step: int, norm: torch.Tensor, losses: torch.Tensor, squared_lse: torch.Tensor) -> bool:
         parameters, taken = list(self._parameters().values()), self._taken(norm, losses)
         factor = optimizer.clip_scale(taken, self.plan.optimizer.clip_norm, parameters[0].master.dtype)
         finite, unscaled = bool(factor.isfinite()), bool(factor == 1)
@@ -316,7 +329,7 @@ class PostValidatedStep(_StepBase):
             optimizer.step(each, self.plan.optimizer, step, scale)
         self.version.fill_(step + 1)
         self.norm, self.unvalidated = norm, None
-        self.committed.append(CommittedStep(step, losses, norm, taken))
+        self.committed.append(CommittedStep(step, losses, norm, taken, squared_lse))
         return unscaled
 
 

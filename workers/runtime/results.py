@@ -19,11 +19,12 @@ class LossSum(NamedTuple):
 class StepResult:
     """One rank's result of one step.
 
-    `losses` are sums over target tokens, by microbatch of the global batch; `sources` has them by source of the data.
-    `grad_norm` is the global norm before clipping; if it was not finite, or the step a spike, it was `skipped`: no
-    weight changed. `spans` are in seconds of the host's monotonic clock, their ranks and peers are ranks of the mesh.
-    The host waited for the step's data for `data_wait_seconds` and issued `instructions` in `host_seconds`;
-    `peak_bytes` is the largest GPU memory allocated so far, 0 on a CPU.
+    `losses` are sums over target tokens, by microbatch of the global batch; `sources` has them by source of the data,
+    `squared_lse` is the sum of squared log-sum-exps of the logits, for a z-loss. `grad_norm` is the global norm before
+    clipping; if it was not finite, or the step a spike, it was `skipped`: no weight changed. `spans` are in seconds of
+    the host's monotonic clock, their ranks and peers are ranks of the mesh. The host waited for the step's data for
+    `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest GPU memory allocated so
+    far, 0 on a CPU.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepResult:
     host_seconds: float
     instructions: int
     peak_bytes: int
+    squared_lse: float = 0.0
 
 
 @dataclass(frozen=True)

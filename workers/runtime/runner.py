@@ -262,6 +262,7 @@ class Runner:
             step=committed.step,
             losses=dict(enumerate(losses.view(-1, batch.micro_batch_size).sum(1).tolist())),
             sources=self._by_source(committed),
+            squared_lse=float(committed.squared_lse),
             grad_norm=float(committed.norm),
             learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
             skipped=not math.isfinite(float(committed.taken)),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from pentad.orchestrator.config.config import dump, load
+import pytest
+from custom_models import custom_model
+
+from pentad.orchestrator.config.config import Layout, dump, load
 from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.optimizer import ParamGroup
@@ -52,6 +55,15 @@ def test_a_mistake_in_the_section_is_one_sentence(overrides: str, sentence: str)
     with pytest.raises(PentadError) as caught:
         load(None, [f"optimizer.{override.replace(':', ': ')}" for override in overrides.split()])
     assert str(caught.value).startswith(sentence)
+
+
+def test_a_model_of_ones_own_has_neither_z_loss_nor_muon(tmp_path: Path) -> None:
+    config = load(None, ["optimizer.name=muon", "optimizer.z_loss=1e-4", "mesh.pp=1", "schedule.name=gpipe"])
+    custom = custom_model(tmp_path, "gpt_dropout", layers=2)
+    with pytest.raises(PentadError) as caught:
+        config.check_layout(Layout(((0,),), 1), custom)
+    assert "optimizer.z_loss is 0.0001: expected 0 for model" in str(caught.value)
+    assert "optimizer.name is muon: expected adamw for model" in str(caught.value)
 
 
 def test_muon_refuses_post_validation() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import reference_families
 import torch
 from bits import same_bits
 from exactness import assert_equals_one_process
@@ -18,7 +19,11 @@ from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.schedules.spec.tensors import tensors
 from pentad.workers.checkpoint import checkpoint, shards
+from pentad.workers.data.corpus import open_corpus
+from pentad.workers.data.samples import microbatch
+from pentad.workers.params.param_init import initial_values
 from pentad.workers.params.sharded_state import TensorAssembly
 
 slow = pytest.mark.slow
@@ -164,3 +169,37 @@ def full_tensors(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             assembly.add(stored[key], key)
         found[name] = assembly.tensor
     return found
+
+
+Z_LOSS = [
+    ("gpipe", {"tp": 2}, {}),
+    pytest.param("zb-h2", {"tp": 2, "pp": 2}, {"recompute": "full"}, marks=slow),
+    pytest.param("1f1b", {"cp": 2, "dp": 2}, {}, marks=slow),
+    pytest.param("seq-1f1b", {"pp": 2}, {"slices": 2}, marks=slow),
+    pytest.param("dualpipe", {"pp": 2, "dp": 2}, {}, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "more"), Z_LOSS)
+def test_the_z_loss_trains_and_is_no_part_of_the_loss(fleet, corpus, name, sizes, more):
+    plan = plan_with(corpus, replace(ADAMW, z_loss=0.1), name, sizes, model=HEADS, **more)
+    assert_equals_one_process(fleet, plan)
+    outcomes = fleet.run(plan, [(0, 1)])
+    sums = {number: each for outcome in outcomes for number, each in outcome.results[0].squared_lse.items()}
+    assert len(sums) == plan.batch.replicas * plan.batch.microbatches
+    assert sum(sums.values()) / plan.batch.tokens == pytest.approx(reference_squared_lse(plan), rel=1e-10)
+
+
+def reference_squared_lse(plan: Plan) -> float:
+    """The mean over the first batch, with the initial weights."""
+    found = [each for each in tensors(plan.model, 0, plan.model.layers) if not each.tied_to]
+    p = {each.name: initial_values(each, plan.seed).double() for each in found}
+    corpus, rows = open_corpus(plan.data, verify=False), range(plan.batch.global_batch_size)
+    batch = microbatch(corpus, plan.seed, 0, len(rows), rows, plan.batch.sequence_length)
+    return reference_families.losses(plan.model, p, *map(torch.from_numpy, batch)).squared_lse.item()
+
+
+@slow
+def test_the_z_loss_with_post_validation(fleet, corpus):
+    plan = plan_with(corpus, replace(ADAMW, z_loss=0.1), "zb-h2", {"pp": 2}, post_validation=True)
+    assert_equals_one_process(fleet, plan)
