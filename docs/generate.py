@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 from pentad.orchestrator.config.reference import completion_keys, configuration_page
 from pentad.orchestrator.monitoring.exporter import METRICS
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.draw.curves import svg_curves
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.learning_rate import DecayShape, LearningRate, ScheduleName
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "images" / "schedules"
@@ -26,10 +29,24 @@ def files() -> Iterator[tuple[Path, str]]:
     schedules, observability = DOCS / "schedules.md", DOCS / "observability.md"
     yield schedules, _filled(schedules, catalogue=_catalogue(), pictures=_pictures())
     yield observability, _filled(observability, metrics=_metrics())
+    yield DOCS / "images" / "learning-rates.svg", svg_curves(learning_rates())
     for name in CATALOGUE:
         program = compile_program(name, RANKS, MICROBATCHES)
         timeline = simulate(program, Costs.uniform(program.stages))
         yield PICTURES / f"{name}.svg", svg_grid(timeline, title=name, timed=False)
+
+
+def learning_rates() -> dict[str, LearningRate]:
+    """Every schedule of 100 steps, 10 of warm-up, down to a tenth."""
+    options: dict[str, dict[str, int]] = {"wsd": {"stable_steps": 60}, "cosine_with_restarts": {"cycles": 3}}
+    shapes = {name: get_args(DecayShape) if name == "wsd" else ("",) for name in get_args(ScheduleName)}
+    return {
+        f"{name}, {shape}" if shape else name: LearningRate(
+            1.0, 0.1, 10, 100, name, decay_shape=shape or "linear", **options.get(name, {})
+        )
+        for name in shapes
+        for shape in shapes[name]
+    }
 
 
 def _filled(page: Path, **parts: str) -> str:

@@ -42,7 +42,7 @@ def plan_with(corpus: str, optimizer: OptimizerSpec, name: str, sizes: dict[str,
 
 
 DENSE = [
-    ("gpipe", {}, 0),
+    pytest.param("gpipe", {}, 0, marks=slow),
     ("zb-h2", {"tp": 2, "pp": 2}, 0),
     ("1f1b", {"tp": 2, "dp": 2}, 3),
     pytest.param("dualpipev", {"pp": 2, "dp": 2}, 0, marks=slow),
@@ -55,7 +55,8 @@ DENSE = [
 
 @pytest.mark.parametrize(("name", "sizes", "zero"), DENSE)
 def test_muon_on_dense_models(fleet, corpus, name, sizes, zero):
-    plan = plan_with(corpus, MUON, name, sizes, model=HEADS, memory_options=MemoryOptions(zero=zero))
+    model, optimizer = replace(HEADS, layers=4), replace(MUON, groups=GROUPS) if zero == 3 else MUON
+    plan = plan_with(corpus, optimizer, name, sizes, model=model, memory_options=MemoryOptions(zero=zero))
     assert_equals_one_process(fleet, plan)
 
 
@@ -73,14 +74,15 @@ EXPERTS = [
 
 @pytest.mark.parametrize(("family", "name", "sizes", "zero"), EXPERTS)
 def test_muon_on_experts(fleet, corpus, family, name, sizes, zero):
-    model, options = MOE if family == "moe" else FAMILIES[family], MemoryOptions(zero=zero)
+    model = replace(MOE, layers=4) if family == "moe" else FAMILIES[family]
+    options = MemoryOptions(zero=zero)
     assert_equals_one_process(fleet, plan_with(corpus, MUON, name, sizes, model=model, memory_options=options))
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
-        replace(MUON, groups=GROUPS, clip_norm=None),
+        pytest.param(replace(MUON, groups=GROUPS, clip_norm=None), marks=slow),
         pytest.param(ORIGINAL, marks=slow),
         pytest.param(replace(ADAMW, groups=GROUPS), marks=slow),
         pytest.param(replace(ADAMW, clip_norm=None), marks=slow),
@@ -107,7 +109,8 @@ def test_clipping_can_be_off_with_post_validation(fleet, corpus):
 
 def narrow_plan(corpus: str, zero: int, sizes: dict[str, int], optimizer: OptimizerSpec) -> Plan:
     options = MemoryOptions(zero=zero)
-    return plan_with(corpus, optimizer, "1f1b", sizes, model=MOE, dtype="float32", memory_options=options)
+    model = replace(MOE, layers=2)
+    return plan_with(corpus, optimizer, "1f1b", sizes, model=model, dtype="float32", memory_options=options)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ Z_LOSS = [
 
 @pytest.mark.parametrize(("name", "sizes", "more"), Z_LOSS)
 def test_the_z_loss_trains_and_is_no_part_of_the_loss(fleet, corpus, name, sizes, more):
-    plan = plan_with(corpus, replace(ADAMW, z_loss=0.1), name, sizes, model=HEADS, **more)
+    plan = plan_with(corpus, replace(ADAMW, z_loss=0.1), name, sizes, model=replace(HEADS, layers=4), **more)
     assert_equals_one_process(fleet, plan)
     outcomes = fleet.run(plan, [(0, 1)])
     sums = {number: each for outcome in outcomes for number, each in outcome.results[0].squared_lse.items()}
