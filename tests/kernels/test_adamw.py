@@ -102,13 +102,15 @@ def test_moments_in_bfloat16_are_rounded_after_the_update() -> None:
     """The update itself uses the new moments before they are rounded."""
     torch.manual_seed(0)
     master = torch.randn(64, dtype=torch.float64)
-    found = master, torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
-    expected = [t.double() for t in found]
+    found = m, v = torch.zeros(2, 64, dtype=torch.bfloat16).unbind()
+    expected = m64, v64 = m.double(), v.double()
+    exact = master.clone()
     for step in range(1, 6):
         grad, scale = torch.randn(64, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         c = coefficients(step=step, **SETTINGS)
-        adamw_(*found, grad, None, scale, c)
-        adamw_(*expected, grad, None, scale, c)
-        for moment in expected[1:]:
+        adamw_(master, m, v, grad, None, scale, c)
+        adamw_(exact, m64, v64, grad, None, scale, c)
+        for moment in expected:
             moment.copy_(moment.bfloat16())
+        assert torch.equal(master, exact)
         assert all(torch.equal(a.double(), b) for a, b in zip(found, expected, strict=True))

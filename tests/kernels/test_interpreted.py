@@ -150,14 +150,14 @@ def test_muon(n: int, state: torch.dtype, bound: float, bad: float | None) -> No
     master, grad, direction, found = torch.randn(4, n)
     momentum, out = torch.randn(n).to(state), torch.zeros(n, dtype=torch.bfloat16)
     scale = torch.tensor([0.5 if bad is None else bad])
-    wide = [t.double() for t in (master, momentum, grad, direction)]
+    master64, momentum64, grad64, direction64 = (t.double() for t in (master, momentum, grad, direction))
     if bad is None:
-        expected = torch.empty_like(wide[0])
-        muon_direction_(expected, wide[1], wide[2], scale.double(), c)
+        expected = torch.empty_like(master64)
+        muon_direction_(expected, momentum64, grad64, scale.double(), c)
         muon_triton.muon_direction_(found, momentum, grad, scale, c)
         assert relative_error(found, expected) < 1e-6
-    muon_(*wide, None, scale.double(), c)
+    muon_(master64, momentum64, grad64, direction64, None, scale.double(), c)
     muon_triton.muon_(master, momentum, grad, direction, out, scale, c)
-    assert relative_error(master, wide[0]) < 1e-6
-    assert relative_error(momentum, wide[1]) < bound
+    assert relative_error(master, master64) < 1e-6
+    assert relative_error(momentum, momentum64) < bound
     assert torch.allclose(out.float(), master, rtol=2**-7) if bad is None else not out.any()

@@ -81,14 +81,14 @@ def test_a_scale_that_is_not_finite_changes_nothing(device: str, bad: float) -> 
 def test_triton_agrees_with_the_reference(n: int, state: torch.dtype) -> None:
     master, momentum, grad, direction = shard(n, "cuda", state)
     scale, c = torch.tensor([0.37], device="cuda"), coefficients()
-    wide = [t.double() for t in (master, momentum, grad, direction)]
-    expected = torch.empty_like(wide[0])
-    muon_direction_(expected, wide[1], wide[2], scale.double(), c)
+    master64, momentum64, grad64, direction64 = (t.double() for t in (master, momentum, grad, direction))
+    expected = torch.empty_like(master64)
+    muon_direction_(expected, momentum64, grad64, scale.double(), c)
     found, out = torch.empty_like(master), torch.empty_like(direction)
     muon_direction_(found, momentum, grad, scale, c)
     assert relative_error(found, expected) < 1e-6
-    muon_(*wide, None, scale.double(), c)
+    muon_(master64, momentum64, grad64, direction64, None, scale.double(), c)
     muon_(master, momentum, grad, direction, out, scale, c)
-    assert relative_error(master, wide[0]) < 1e-6
-    assert relative_error(momentum, wide[1]) < (1e-6 if state == torch.float32 else 4e-3)
+    assert relative_error(master, master64) < 1e-6
+    assert relative_error(momentum, momentum64) < (1e-6 if state == torch.float32 else 4e-3)
     assert torch.equal(out, master.bfloat16())

@@ -41,7 +41,7 @@ def plan_with(corpus: str, optimizer: OptimizerSpec, name: str, sizes: dict[str,
     return replace(plan_on_mesh(corpus, name, sizes, **more), optimizer=optimizer)
 
 
-DENSE = [
+DENSE: list[Any] = [
     pytest.param("gpipe", {}, 0, marks=slow),
     ("zb-h2", {"tp": 2, "pp": 2}, 0),
     ("1f1b", {"tp": 2, "dp": 2}, 3),
@@ -60,7 +60,7 @@ def test_muon_on_dense_models(fleet, corpus, name, sizes, zero):
     assert_equals_one_process(fleet, plan)
 
 
-EXPERTS = [
+EXPERTS: list[Any] = [
     ("moe", "1f1b", {"ep": 2, "tp": 2}, 0),
     pytest.param("moe", "gpipe", {"ep": 4}, 0, marks=slow),
     pytest.param("moe", "1f1b", {"ep": 2, "dp": 2}, 3, marks=slow),
@@ -174,7 +174,7 @@ def full_tensors(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-Z_LOSS = [
+Z_LOSS: list[Any] = [
     ("gpipe", {"tp": 2}, {}),
     pytest.param("zb-h2", {"tp": 2, "pp": 2}, {"recompute": "full"}, marks=slow),
     pytest.param("1f1b", {"cp": 2, "dp": 2}, {}, marks=slow),
