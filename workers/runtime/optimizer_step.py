@@ -257,7 +257,11 @@ class BarrierStep(_StepBase):
         losses, norm = _to_host(result.losses), _to_host(result.norm)
         self.committed.append(
             CommittedStep(
-                result.step, losses, norm, norm if self.spikes is None else _to_host(taken), _to_host(result.squared_lse)
+                result.step,
+                losses,
+                norm,
+                norm if self.spikes is None else _to_host(taken),
+                _to_host(result.squared_lse),
             )
         )
 

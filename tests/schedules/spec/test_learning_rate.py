@@ -72,7 +72,7 @@ def test_the_table_of_a_small_schedule(schedule: ScheduleName) -> None:
         "inverse_sqrt": [0.25, 0.5, 0.75, 1, *(2 / (4 + step) ** 0.5 for step in range(10))],
         "wsd": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0],
     }[schedule]
-    options = {"wsd": {"stable_steps": 4}, "cosine_with_restarts": {"cycles": 2}}.get(schedule, {})
+    options: dict[str, Any] = {"wsd": {"stable_steps": 4}, "cosine_with_restarts": {"cycles": 2}}.get(schedule, {})
     rate = LearningRate(1.0, 0.0, 4, 12, schedule, **options)
     assert [rate.at(step) for step in range(14)] == pytest.approx(expected, abs=1e-6)
 
