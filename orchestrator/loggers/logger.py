@@ -54,4 +54,4 @@ def _numbers(row: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}/{key}")
         elif isinstance(value, bool | int | float):
-            yield f"{prefix}/{key}", value
+            yield f"{prefix}/{key}", int(value) if isinstance(value, bool) else value
