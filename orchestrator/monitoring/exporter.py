@@ -90,7 +90,8 @@ METRICS = {
         "counter", "Ranks lost, by kind of fault and by how it was detected.", ("fault", "detector")
     ),
     "pentad_recovery_duration_seconds": Metric("histogram", "Duration of each phase of a recovery.", ("phase",)),
-    "pentad_steps_discarded_total": Metric("counter", "Steps replayed after recoveries."),
+    "pentad_steps_discarded_total": Metric("counter", "Steps replayed after recoveries, or rolled back."),
+    "pentad_steps_skipped_total": Metric("counter", "Steps that changed no weight: not finite, or spikes."),
     # checkpoints
     "pentad_checkpoint_duration_seconds": Metric("histogram", "Time to write a checkpoint.", ("stage",)),
     "pentad_checkpoint_last_success_timestamp_seconds": Metric(
@@ -203,6 +204,10 @@ class Exporter(Watcher, Collector):
                     self._histogram("pentad_checkpoint_duration_seconds", "disk").observe(entry["seconds"])
                     self._put("pentad_checkpoint_last_success_timestamp_seconds", entry["time"], "disk")
                     self._add("pentad_checkpoint_bytes_total", entry["bytes"])
+                case "skip":
+                    self._add("pentad_steps_skipped_total", 1)
+                case "rollback":
+                    self._add("pentad_steps_discarded_total", entry["step"] + 1 - entry["to"])
                 case "checkpoint failed":
                     self._add("pentad_checkpoint_failures_total", 1)
 
@@ -235,7 +240,7 @@ class Exporter(Watcher, Collector):
         self._server.close()
 
     def _init_values(self) -> None:
-        for counter in ("tokens", "steps_discarded", "checkpoint_bytes", "checkpoint_failures"):
+        for counter in ("tokens", "steps_discarded", "steps_skipped", "checkpoint_bytes", "checkpoint_failures"):
             self._put(f"pentad_{counter}_total", 0.0)
         for labels in product(FAULTS, DETECTORS):
             self._put("pentad_failures_total", 0.0, *labels)

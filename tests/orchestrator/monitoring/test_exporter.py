@@ -229,6 +229,14 @@ def test_counters_are_zero_before_anything_happens(exporter: Exporter) -> None:
     assert value(samples, "pentad_recovery_duration_seconds_count", phase="connect") == 0
 
 
+def test_skipped_steps_and_rollbacks_are_counted(exporter: Exporter) -> None:
+    exporter.on_event({"event": "skip", "step": 12, "loss": 9.0, "grad_norm": 50.0})
+    exporter.on_event({"event": "rollback", "step": 12, "to": 10, "skipped_batches": [[10, 3]]})
+    samples = scrape(exporter)
+    assert value(samples, "pentad_steps_skipped_total") == 1
+    assert value(samples, "pentad_steps_discarded_total") == 3
+
+
 def test_journal_events_are_counted(full: Exporter) -> None:
     samples = scrape(full)
     assert value(samples, "pentad_failures_total", fault="hang", detector="deadline") == 1
