@@ -61,7 +61,7 @@ class Wandb:
                 wandb.teardown()  # forgets the attempt
                 reason = str(error).splitlines()[0]
                 where = self.folder / "wandb"
-                note(f"W&B does not answer ({reason}): logging offline; later, `wandb sync {where}/offline-run-*`")
+                note(f"W&B logs offline ({reason}); `wandb sync {where}/offline-run-*` uploads it later")
         return wandb.init(mode="offline", **options)
 
     def _save(self) -> None:

@@ -11,7 +11,8 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_lines
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import Start, delete_checkpoint, open_checkpoint
+from pentad.workers.checkpoint.checkpoint import MANIFEST, Start, delete_checkpoint
+from pentad.workers.checkpoint.manifest import decode
 
 Skipped = tuple[tuple[int, int], ...]  # batches left out, as for `batch_of`
 
@@ -53,8 +54,11 @@ def rollback_target(config: RunConfig, step: int) -> int | None:
 
 def pinned_checkpoints(config: RunConfig, folder: RunFolder, step: int) -> tuple[int, ...]:
     """Steps of the checkpoints that are kept beside the newest ones, once there is one of `step` steps."""
-    best = folder.best(step)
-    return tuple(each for each in (best and best.step, rollback_target(config, step)) if each is not None)
+    best, target = folder.best(step), rollback_target(config, step)
+    pinned = [best.step] if best else []
+    if target is not None:
+        pinned += sorted(saved for saved in folder.saved() if saved <= target)[-1:]
+    return tuple(pinned)
 
 
 def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) -> int:
@@ -92,5 +96,6 @@ def skipped_batches(folder: RunFolder, start: Start) -> Skipped:
     events = read_lines(folder.path / JOURNAL, ["event"])
     found = [event["skipped_batches"] for event in events if event["event"] == "rollback"]
     if start.folder is not None and start.folder.parent == folder.checkpoints:
-        found.append(open_checkpoint(start.folder).meta.get("skipped_batches", []))
+        manifest = decode((start.folder / MANIFEST).read_bytes())  # which has been verified
+        found.append(manifest.meta.get("skipped_batches", []))
     return tuple((first, count) for first, count in max(found, key=len, default=()))

@@ -76,7 +76,7 @@ def test_wandb_never_goes_backwards_and_loses_nothing_without_a_network(
         assert notes == []
     else:
         assert len(notes) == 2
-        assert all(note.startswith("W&B does not answer (") for note in notes)
+        assert all(note.startswith("W&B logs offline (") for note in notes)
         assert f"wandb sync {tmp_path}/wandb/offline-run-*" in notes[0]
 
 
