@@ -37,6 +37,7 @@ class NormReducer:
         self.num_pipelines, self.pp_size = num_pipelines, pp_size
         self.submitted: queue.SimpleQueue[NormPartial | None] = queue.SimpleQueue()
         self.totals: dict[int, torch.Tensor] = {}
+        self.reduced = 0  # steps so far: a rollback repeats a step's number, and old sums may still be in the store
         self.newest_partial = -1  # newest step whose partial sums have arrived on the host
         self.closed = False
         self.changed = threading.Condition()
@@ -77,19 +78,18 @@ class NormReducer:
         self.newest_partial = partial.step
         sums = partial.sums.numpy().copy()
         if self.pp > 0:
-            sums += self._receive(partial.step, self.pipeline, self.pp - 1)
-        self.store.set(_key(partial.step, self.pipeline, self.pp), sums.tobytes().hex())
-        totals = np.stack(
-            [self._receive(partial.step, pipeline, self.pp_size - 1) for pipeline in range(self.num_pipelines)]
-        )
+            sums += self._receive(self.pipeline, self.pp - 1)
+        self.store.set(_key(self.reduced, self.pipeline, self.pp), sums.tobytes().hex())
+        totals = np.stack([self._receive(pipeline, self.pp_size - 1) for pipeline in range(self.num_pipelines)])
         # Every rank has read the previous step's: it has contributed to this one.
-        self.store.delete_key(_key(partial.step - 1, self.pipeline, self.pp))
+        self.store.delete_key(_key(self.reduced - 1, self.pipeline, self.pp))
+        self.reduced += 1
         with self.changed:
             self.totals[partial.step] = torch.from_numpy(totals)
             self.changed.notify_all()
 
-    def _receive(self, step: int, pipeline: int, pp: int) -> np.ndarray:
-        key = _key(step, pipeline, pp)
+    def _receive(self, pipeline: int, pp: int) -> np.ndarray:
+        key = _key(self.reduced, pipeline, pp)
         while True:
             try:
                 self.store.wait([key], STORE_TIMEOUT)
@@ -99,5 +99,5 @@ class NormReducer:
                     raise
 
 
-def _key(step: int, pipeline: int, pp: int) -> str:
-    return f"norm/{step}/{pipeline}/{pp}"
+def _key(number: int, pipeline: int, pp: int) -> str:
+    return f"norm/{number}/{pipeline}/{pp}"

@@ -36,8 +36,8 @@ def test_loggers_agree_with_metrics_through_resume_and_recovery(
     rows = read_lines(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(12))
     with (folder / "metrics.csv").open(newline="") as file:
-        found = [(int(row["step"]), row["train/loss"]) for row in csv.DictReader(file)]
-    assert [(step, float(loss)) for step, loss in found if loss] == [(row["step"], row["loss"]) for row in rows]
+        table = [(int(row["step"]), row["train/loss"]) for row in csv.DictReader(file)]
+    assert [(step, float(loss)) for step, loss in table if loss] == [(row["step"], row["loss"]) for row in rows]
     shown = scalars(folder / "tensorboard")
     for key in ("loss", "total_tokens"):
         found = [(each.step, each.value) for each in shown if each.tag == f"train/{key}"]
