@@ -17,6 +17,7 @@ from worker_processes import call_all, losses_and_state, recover, start_run, uni
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 
+pytestmark = pytest.mark.timeout(150)
 slow = pytest.mark.slow
 SEQUENCES = 21  # no multiple of a batch: the last one is padded
 CASES = [
@@ -73,7 +74,6 @@ def test_a_resumed_run_has_the_same_evaluations(fleet, corpus, tmp_path, name):
 
 
 @slow
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("name", ["zb-h2", "dualpipe"])
 def test_a_rank_lost_in_an_evaluation_costs_nothing_but_the_evaluation(workers, corpus, name, fault):
