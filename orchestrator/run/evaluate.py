@@ -79,7 +79,7 @@ def evaluate(config: RunConfig, checkpoint: Checkpoint, display: Display, runner
         stack.enter_context(Interrupts())
         display.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")
         head = stack.enter_context(launch(config.cluster, config.mesh.size))
-        from pentad.orchestrator.run.eval_ranks import evaluate_on  # imports ray
+        from pentad.orchestrator.run.driver import evaluate_on  # imports ray
 
         start = Start(checkpoint.folder.absolute(), checkpoint.step, optimizer=False)
         return evaluate_on(config, plan, start, head, runner, display)
