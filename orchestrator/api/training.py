@@ -13,7 +13,7 @@ from pentad.orchestrator.monitoring.display import Display
 
 if TYPE_CHECKING:
     from pentad.orchestrator.api.runs import Run
-    from pentad.orchestrator.run.callbacks import OnStep
+    from pentad.orchestrator.run.interrupts import OnStep
 
 
 def train(config: Config = None, *, on_step: OnStep | None = None, quiet: bool = False, **sections: Any) -> Run:

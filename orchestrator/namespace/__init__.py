@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pentad.orchestrator.api.schedules import Schedule, schedule
     from pentad.orchestrator.api.training import train
     from pentad.orchestrator.config.config import RunConfig
-    from pentad.orchestrator.run.callbacks import StopTraining
+    from pentad.orchestrator.run.interrupts import StopTraining
     from pentad.schedules.ir.errors import PentadError, ScheduleError
 
     __version__: str
@@ -36,7 +36,7 @@ _MODULES = {
     "RunConfig": "pentad.orchestrator.config.config",
     "Schedule": "pentad.orchestrator.api.schedules",
     "ScheduleError": "pentad.schedules.ir.errors",
-    "StopTraining": "pentad.orchestrator.run.callbacks",
+    "StopTraining": "pentad.orchestrator.run.interrupts",
     "evaluate": "pentad.orchestrator.api.evaluation",
     "load_checkpoint": "pentad.orchestrator.api.checkpoints",
     "load_config": "pentad.orchestrator.api.configs",

@@ -28,9 +28,8 @@ from pentad.orchestrator.monitoring.runfolder import (
 )
 from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan
-from pentad.orchestrator.run.callbacks import OnStep, StepCallback
 from pentad.orchestrator.run.init_from import origin_of
-from pentad.orchestrator.run.interrupts import Interrupts
+from pentad.orchestrator.run.interrupts import Interrupts, OnStep, StepCallback
 from pentad.orchestrator.run.measure import typical_pace
 from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
 from pentad.schedules.ir.errors import PentadError

@@ -116,7 +116,7 @@ PYTHON = [
 ]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PYTHON, ids=page_id)
 def test_every_python_block_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     found = blocks(page, "python", "text")

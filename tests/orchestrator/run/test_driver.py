@@ -24,7 +24,7 @@ from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import read_lines
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.run.callbacks import OnStep
+from pentad.orchestrator.run.interrupts import OnStep
 from pentad.orchestrator.run.train import FILES
 from pentad.orchestrator.run.train import train as run_training
 from pentad.schedules.ir.errors import PentadError

@@ -1,10 +1,12 @@
-"""Ctrl-C and SIGTERM, sent to this process."""
+"""Ctrl-C and SIGTERM, sent to this process; and callbacks: they see every row once, and what they raise ends the run in
+good order."""
 
 import signal
+from typing import Any
 
 import pytest
 
-from pentad.orchestrator.run.interrupts import Interrupts
+from pentad.orchestrator.run.interrupts import Interrupts, StepCallback, StopTraining
 
 
 def test_the_first_signal_asks_for_a_stop_the_second_interrupts_and_others_are_ignored() -> None:
@@ -23,3 +25,57 @@ def test_the_first_signal_asks_for_a_stop_the_second_interrupts_and_others_are_i
 def test_a_signal_before_the_ranks_run_interrupts_at_once() -> None:
     with Interrupts(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
+
+
+class Boom(Exception):
+    pass
+
+
+def rows(*steps: int) -> list[dict[str, Any]]:
+    return [{"step": step} for step in steps]
+
+
+def callback(seen: list[int], at: int, error: Exception | None) -> tuple[StepCallback, list[str]]:
+    def on_step(row: dict[str, Any]) -> bool:
+        seen.append(row.pop("step"))  # its own copy
+        if error is not None and seen[-1] == at:
+            raise error
+        return True  # means nothing
+
+    stops: list[str] = []
+    return StepCallback(on_step, lambda: stops.append("stop")), stops
+
+
+@pytest.mark.parametrize("error", [None, StopTraining(), Boom()])
+def test_an_exception_stops_the_run_once_and_is_raised_when_it_is_over(error: Exception | None) -> None:
+    seen: list[int] = []
+    watcher, stops = callback(seen, 3, error)
+    given = rows(0, 1, 2, 3, 4)
+
+    def run() -> None:
+        with watcher.raised():
+            watcher.on_steps(given[:2], [])
+            watcher.on_steps(given[2:], [])
+
+    if isinstance(error, Boom):
+        with pytest.raises(Boom):
+            run()
+    else:
+        run()
+    assert seen == [0, 1, 2, 3] + [4] * (error is None)
+    assert stops == ["stop"] * (error is not None)
+    assert given == rows(0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("error", [None, StopTraining(), Boom()])
+def test_an_error_of_the_run_comes_before_the_callbacks(error: Exception | None) -> None:
+    watcher, _ = callback([], 0, error)
+
+    def run() -> None:
+        with watcher.raised():
+            watcher.on_steps(rows(0), [])
+            raise ValueError("disk")
+
+    with pytest.raises(ValueError, match="disk") as caught:
+        run()
+    assert caught.value.__cause__ is error
