@@ -32,7 +32,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, A
         return {"folder": str(folder)}
 
     monkeypatch.setattr("pentad.orchestrator.run.train.train", train)
-    monkeypatch.setattr("pentad.orchestrator.run.train.prepare", lambda config: ("plan", "fingerprint"))
+    monkeypatch.setattr("pentad.orchestrator.run.train.prepare", lambda config: "plan")
     return calls
 
 
@@ -43,7 +43,7 @@ def test_a_configuration_is_a_file_a_mapping_or_a_config(started: list[dict[str,
     given = {"path": path, "text": str(path), "mapping": EXPECTED.model_dump(), "config": EXPECTED}
     run = pentad.train(given[kind]) if kind in given else pentad.train(**SECTIONS)  # type: ignore[arg-type]
     assert started[0]["config"] == EXPECTED == run.config
-    assert (started[0]["plan"], started[0]["fingerprint"]) == ("plan", "fingerprint")
+    assert started[0]["plan"] == "plan"
     changed = pentad.train(given.get(kind), **SECTIONS | {"mesh": {"pp": 4}})  # type: ignore[arg-type]
     assert changed.config.mesh.pp == 4 and changed.config.optimizer.beta1 == 0.8
 
