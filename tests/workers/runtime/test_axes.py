@@ -44,8 +44,9 @@ EXPERT = [
     ("1f1b", {"ep": 2, "dp": 2}, 3),
     ("gpipe", {"ep": 2, "cp": 2}, 0),
 ]
+LIKE_OTHERS = {"qwen2", "mistral", "olmo2", "gemma2"}  # whose parts the other families have too
 FAMILY = [
-    *((name, "gpipe", {}) for name in FAMILIES),
+    *(pytest.param(name, "gpipe", {}, marks=slow if name in LIKE_OTHERS else []) for name in FAMILIES),
     ("olmo2", "zb-h2", {"tp": 4}),
     pytest.param("llama 3.1", "zb-h2", {"pp": 2, "cp": 2}, marks=slow),
     ("qwen3", "zb-h2", {"tp": 4}),
