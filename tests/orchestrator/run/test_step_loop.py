@@ -34,6 +34,7 @@ class Ranks:
         self.kept: list[StepResult] = []  # the result of the newest step while that is open
         self.actors: list = []
         self.generation, self.offsets, self.device_name = 1, (), ""
+        self.skipped_batches: tuple[tuple[int, int], ...] = ()
         self.ahead = 0
         self.broken: dict[tuple, PentadError] = {}
         self.at: dict[int, Callable[[StepLoop], None]] = {}  # step -> what to do during it
