@@ -41,12 +41,13 @@ class Batch(NamedTuple):
     """A rank's part of a step: its tokens by slice (slice s of microbatch m has the key m * slices + s).
 
     A rank that computes losses knows how many target tokens the global batch has: in all, and by source of the data
-    ([sources] float64 on the device); the others have 0.
+    ([sources] float64 on the device); the others have 0. `row_sources` [global_batch_size] are on the host.
     """
 
     tokens: dict[int, Tokens]
     target_tokens: int
     target_tokens_by_source: torch.Tensor
+    row_sources: np.ndarray
 
 
 class HostBatch(NamedTuple):
@@ -79,18 +80,19 @@ class BatchLoader:
         self.microbatches = {mb: first + mb for mb in sorted(local)}  # of this replica -> of the global batch
         size = plan.batch.micro_batch_size
         self.rows = [row for mb in self.microbatches.values() for row in range(mb * size, (mb + 1) * size)]
-        self.nothing = Batch({}, 0, torch.zeros(len(dataset.sources), dtype=torch.float64, device=device))
+        self.no_targets = torch.zeros(len(dataset.sources), dtype=torch.float64, device=device)
         self.has_losses = last in plan.stages_of(rank)
         self.pool = ThreadPoolExecutor(READERS, thread_name_prefix="pentad-read")
         self.prefetcher = Prefetcher(self._load, lambda batch: 8 * batch.tokens.numel(), AHEAD_BYTES)
 
     def __call__(self, step: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Waits for the data of a step, and calls `check` meanwhile. Raises PentadError for data that is damaged."""
+        row_sources, _ = self.dataset.rows(step)
         if not self.microbatches:
-            return self.nothing
+            return Batch({}, 0, self.no_targets, row_sources)
         host = self.prefetcher.get(step, check)
         counts = host.counts.to(self.device, non_blocking=True)
-        return Batch(self._on_device(host), int(host.counts.sum()), counts)
+        return Batch(self._on_device(host), int(host.counts.sum()), counts, row_sources)
 
     def load(self, read: Callable[[int], Sample]) -> dict[int, Tokens]:
         """Tokens by slice, as those of a step, where `read` returns a row of the global batch."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -70,11 +71,12 @@ class Executor:
         self.results: dict[Key, torch.Tensor | None] = {}
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
         self.valid, self.restart, self.target_tokens = True, False, 0
+        self.row_sources = dict[int, np.ndarray]()  # by step, of its global batch
 
     def run(self, program: RankProgram, step: int, batch: Batch) -> None:
         """Issues one step. Raises Aborted if the generation ends."""
         self._begin(program, step, batch.tokens)
-        self.target_tokens = batch.target_tokens
+        self.target_tokens, self.row_sources[step] = batch.target_tokens, batch.row_sources
         self.optimizer_step.totals.begin(batch.target_tokens_by_source)
         for stage in self.stages.values():
             stage.begin(step, self.target_tokens)

@@ -62,7 +62,7 @@ class Runner:
         self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
         self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
         self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)
-        self.data_wait_seconds, self.batch_numbers = dict[int, float](), dict[int, int]()  # by step
+        self.data_wait_seconds = dict[int, float]()  # by step
         self.newest_losses: tuple[int, tuple[float, ...]] = (-1, ())  # step and losses of the newest CommittedStep
         self.recent_calls: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
@@ -127,9 +127,9 @@ class Runner:
         """
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
-                began, number = time.monotonic(), batch_of(step, skipped_batches)
-                batch = self.load_batch(number, self.fence_flag.check)
-                self.data_wait_seconds[step], self.batch_numbers[step] = time.monotonic() - began, number
+                began = time.monotonic()
+                batch = self.load_batch(batch_of(step, skipped_batches), self.fence_flag.check)
+                self.data_wait_seconds[step] = time.monotonic() - began
                 self._connected.run(self.programs[0], step, batch)
             if more:
                 self._collect_results(num_open=1)
@@ -275,7 +275,7 @@ class Runner:
 
     def _by_source(self, committed: CommittedStep) -> tuple[LossSum, ...]:
         """Added in the order of rows, so that every mesh gets the same bits."""
-        rows, _ = self.load_batch.dataset.rows(self.batch_numbers.pop(committed.step))
+        rows = self._connected.row_sources.pop(committed.step)
         losses, target_tokens = committed.losses[: len(rows)], committed.losses[len(rows) :]
         sums = np.bincount(rows, losses.numpy(), minlength=len(target_tokens))
         return tuple(LossSum(*each) for each in zip(sums.tolist(), map(int, target_tokens), strict=True))
