@@ -23,7 +23,7 @@ _LINE_EVERY = 10.0  # seconds, where the progress line cannot be rewritten
 @data.command()
 def build(
     sources: Annotated[
-        list[str], Argument(metavar="SOURCE", help="Files, folders, patterns or URIs; see docs/data.md.")
+        list[str], Argument(metavar="SOURCE", help="Files, folders, patterns or URIs; see docs/data-build.md.")
     ],
     out: Annotated[Path, Argument(metavar="OUT", help="A new or empty folder, or one of an unfinished build.")],
     vocab: Annotated[int, Option(help="Size of the tokenizer to train.")] = 2**15,

@@ -157,10 +157,8 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
 
 
 def _write_builtin(folder: Path, documents: list[str], vocab: int) -> None:
-    from pentad.workers.data.corpus_writer import (
-        write_index,
-        write_shards,
-    )  # these import tokenizers: `plan` needs none
+    # These import tokenizers, which `pentad plan` does without.
+    from pentad.workers.data.corpus_writer import write_index, write_shards
     from pentad.workers.data.encoder import Encoder, TextChunk
     from pentad.workers.data.tokenizer import end_token, train_tokenizer
 
