@@ -103,12 +103,10 @@ def sentences(error: ValidationError, config: type[BaseModel]) -> Iterator[str]:
 def unknown_key(key: str, config: type[BaseModel]) -> str:
     """Names the nearest key: of the same section, of a section with a similar name, or of any if it is unambiguous."""
     text = f"{key or repr(key)} is unknown"
-    first, *others = key.split(".")
-    key = ".".join([first, *(part for part in others if not part.isdecimal())])  # without places in a list
     known = {path: list(section["properties"]) for path, section in sections_of(config).items()}
     top = known.pop("")
     given = key.rpartition(".")[0]
-    known |= {given: known[item]} if (item := re.sub(r"\[\d+\]", "[]", given)) in known else {}
+    known |= {given: known[item]} if (item := _in_any_place(given)) in known else {}
     while given and given not in known:  # a key inside a value that is no section
         given = given.rpartition(".")[0]
     first, _, rest = key.partition(".")
@@ -163,7 +161,7 @@ def _sentence(error: ErrorDetails, config: type[BaseModel]) -> str:
         case "missing" if key in schemas:
             return f"section {key} is missing: expected one with keys such as {example_key(key, config)}"
         case "missing":
-            section, _, name = _dotted(*(part for part in error["loc"] if isinstance(part, str))).rpartition(".")
+            section, _, name = _in_any_place(key).rpartition(".")
             meaning = " ".join(schemas[section]["properties"][name]["description"].split())
             return f"{key} is missing: expected a value: {meaning}"
         case "invalid_key":
@@ -179,8 +177,9 @@ def _expected(error: ErrorDetails, config: type[BaseModel]) -> str:
     limits = error.get("ctx", {})
     match error["type"]:
         case "model_type":
-            section = _dotted(*(part for part in error["loc"] if isinstance(part, str)))
-            return f"a mapping with keys such as {example_key(section, config)}"
+            key = _dotted(*error["loc"])
+            example = example_key(_in_any_place(key), config).rpartition(".")[2]
+            return f"a mapping with keys such as {key}.{example}"
         case "literal_error":
             options = limits["expected"].replace("'", "")
             near = nearest(str(error["input"]), options.replace(" or ", ", ").split(", "))
@@ -188,6 +187,11 @@ def _expected(error: ErrorDetails, config: type[BaseModel]) -> str:
     if error["type"] in _EXPECTED:
         return _EXPECTED[error["type"]].format(**limits)
     return error["msg"][:1].lower() + error["msg"][1:]
+
+
+def _in_any_place(key: str) -> str:
+    """'data.sources[].path', as the schemas have it"""
+    return re.sub(r"\[\d+\]", "[]", key)
 
 
 def _dotted(*path: object) -> str:

@@ -40,13 +40,13 @@ REFUSED = [
     ),
     (
         "groups=[{pattern:layers.*.attn.qkv}]",
-        "optimizer.groups.0.pattern is 'layers.*.attn.qkv': expected a pattern that matches a tensor of the model, "
+        "optimizer.groups[0].pattern is 'layers.*.attn.qkv': expected a pattern that matches a tensor of the model, "
         f"such as {NEAR_QKV}",
     ),
-    ("groups=[{patern:x}]", "optimizer.groups.0.patern is unknown; did you mean optimizer.groups.pattern?"),
-    ("groups=[{weight_decay:1}]", "optimizer.groups.0.pattern is missing: expected a value: names of tensors"),
-    ("groups=[3]", "optimizer.groups.0 is 3: expected a mapping with keys such as optimizer.groups.pattern"),
-    ("groups.pattern=x", "optimizer.groups is {'pattern': 'x'}: expected a list"),
+    ("groups=[{patern:x}]", "optimizer.groups[0].patern is unknown; did you mean optimizer.groups[0].pattern?"),
+    ("groups=[{weight_decay:1}]", "optimizer.groups[0].pattern is missing: expected a value: names of tensors"),
+    ("groups=[3]", "optimizer.groups[0] is 3: expected a mapping with keys such as optimizer.groups[0].pattern"),
+    ("groups.pattern=x", "optimizer.groups.pattern is unknown; did you mean optimizer.groups?"),
 ]
 
 
