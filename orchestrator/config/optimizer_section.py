@@ -94,7 +94,7 @@ class OptimizerSection(Section):
             if not any(fnmatchcase(name, group.pattern) for name in names):
                 near = difflib.get_close_matches(group.pattern, names, n=3, cutoff=0.3) or names[:3]
                 expected = f"a pattern that matches a tensor of the model, such as {', '.join(near)}"
-                yield f"optimizer.groups.{number}.pattern is {shown(group.pattern)}: expected {expected}"
+                yield f"optimizer.groups[{number}].pattern is {shown(group.pattern)}: expected {expected}"
 
     def phase_rules(self, name: str, decay_steps: int, prefix: str = "") -> Iterator[Broken]:
         """The phases must fit into a schedule of `decay_steps`, which the key `name` gives."""
