@@ -197,5 +197,5 @@ class ModelSpec:
     def attended_length(self, layer: int, length: int) -> float:
         """The length of sequences for which full causal attention does the work of this layer's: for windows of w
         tokens 2 w - w^2 / length."""
-        window = min(self.layer_kind(layer).window or length, length)
-        return 2 * window - window**2 / length
+        window = self.layer_kind(layer).window
+        return 2 * window - window**2 / length if 0 < window < length else length

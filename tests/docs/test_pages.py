@@ -81,7 +81,7 @@ def test_every_command_of_the_first_pages_runs(folder: Path, capsys: pytest.Capt
 OTHERS = [
     pytest.param(page, marks=[pytest.mark.slow] if any(verb == "train" for verb, *_ in commands(page)) else [])
     for page in PAGES
-    if commands(page) and page.name not in ("README.md", "first-hour.md", "hugging-face.md")
+    if commands(page) and page.name not in ("README.md", "first-hour.md", "hugging-face.md", "fine-tuning.md")
 ]
 
 

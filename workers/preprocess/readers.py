@@ -20,8 +20,8 @@ from pentad.workers.preprocess.source_files import SourceFile, readable
 
 _BLOCK = 2**20  # bytes
 _ROWS = 256
+_LONGEST_VALUE = 2**31 - 1  # characters of a value in CSV; a document may be long
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-csv.field_size_limit(2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def _line_name(file: SourceFile, offset: int) -> str:
 
 
 def _csv(span: Span, columns: Columns) -> Iterator[Row]:
-    rows = csv.reader(_lines(read_text(span.file)), strict=True)
-    name = span.file.uri
+    rows, name, limit = csv.reader(_lines(read_text(span.file)), strict=True), span.file.uri, csv.field_size_limit()
+    csv.field_size_limit(_LONGEST_VALUE)
     try:
         header = [column.removeprefix("\ufeff") for column in next(rows, [])]
         chosen = {column: header.index(column) for column in columns.of(header, lambda: name, "columns")}
@@ -145,6 +145,8 @@ def _csv(span: Span, columns: Columns) -> Iterator[Row]:
         raise PentadError(
             f"{name} line {rows.line_num} is not CSV ({error}): expected comma-separated values"
         ) from None
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _lines(blocks: Iterable[str]) -> Iterator[str]:

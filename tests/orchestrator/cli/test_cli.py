@@ -292,7 +292,7 @@ def test_data_is_built_and_inspected(pentad: Pentad) -> None:
     assert built["tokens"] > 200
     facts = json.loads(pentad("data", "inspect", "corpus", "--samples", "1", "--json")[1])
     assert facts["fingerprint"] == built["fingerprint"]
-    assert "fox" in facts["samples"][0]
+    assert "fox" in facts["samples"][0][0]["text"]
     status, out, _ = pentad("data", "inspect", "corpus")
     assert status == 0
     assert "\x1b" not in out

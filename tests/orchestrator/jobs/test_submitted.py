@@ -139,7 +139,9 @@ def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(
     assert {(a["repr_name"], a["name"], a["state"]) for a in actors if "pp" in a["repr_name"]} == {
         (f"parts dp0 pp{pp}", f"pentad/parts/dp0-pp{pp}", "ALIVE") for pp in (0, 1)
     }
-    eventually(user.tasks, lambda names: any(re.fullmatch(r"run\(\d+, \d+, True\) in generation 1", n) for n in names))
+    eventually(
+        user.tasks, lambda names: any(re.fullmatch(r"run\(\d+, \d+, True, \(\)\) in generation 1", n) for n in names)
+    )
     metrics = urllib.request.urlopen(f"http://{status['endpoints']['metrics']}/metrics", timeout=5).read().decode()
     assert re.search(r'^pentad_run_state\{.*"paused".*\} 1.0$', metrics, re.MULTILINE)
 

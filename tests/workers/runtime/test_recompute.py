@@ -164,7 +164,8 @@ def test_offloading_frees_the_device_and_reloading_restores_all_bits(corpus, nam
 def saved_tensors(stage: Stage) -> list[torch.Tensor]:
     """The residual stream and its statistics, of all layers."""
     layers = [layer for saved in stage.saved.values() for layer in saved.layers]
-    return [each for layer in layers for each in (*layer.attention_norm, *layer.mlp_norm)]
+    sublayers = [sublayer for layer in layers for sublayer in (layer.attention, layer.mlp)]
+    return [each for sublayer in sublayers for each in (sublayer.stream, sublayer.rstd)]
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
