@@ -63,7 +63,8 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     snapshots: dict[int, RankSnapshot] = _call_living(group, state.lost, "leave", SNAPSHOT_SECONDS, record)
     kill(group, state.lost)
     if not snapshots:
-        raise PentadError("no rank is left of the run; the same command resumes from the newest checkpoint")
+        cause = "".join(f"{text}; " for text in list(state.lost.values())[:1])
+        raise PentadError(f"{cause}no rank is left of the run; the same command resumes from the newest checkpoint")
     state.version = max(snapshot.version for snapshot in snapshots.values())
     # A rank that lacks only the last step's global norm gets it from one that has taken the step.
     late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]

@@ -18,9 +18,9 @@ class SpikyRunner(Runner):
         load, square_sum = self.load_batch, optimizer.square_sum
         self.batch = -1
 
-        def load_batch(batch: int) -> Any:
+        def load_batch(batch: int, *more: Any) -> Any:
             self.batch = batch
-            return load(batch)
+            return load(batch, *more)
 
         def spiky_sum(*values: Any) -> Any:
             return square_sum(*values) * (1e6 if self.batch == SPIKE_BATCH else 1.0)

@@ -248,9 +248,9 @@ class Stage(BaseStage):
         loss, losses = lm_head.head_loss(
             params[self.head_name], normed, targets, context.tp, self.model.final_logit_softcapping
         )
-        mtp_targets = () if inputs.mtp_targets is None else inputs.mtp_targets
-        tokens = (targets, *mtp_targets)[: len(mtp_targets)] if inputs.mtp_inputs is None else inputs.mtp_inputs
-        for layer, following, further in zip(self.bound.mtp, tokens, mtp_targets, strict=True):
+        layers, mtp_targets = ([], ()) if inputs.mtp_targets is None else (self.bound.mtp, inputs.mtp_targets)
+        tokens = (targets, *mtp_targets)[: len(layers)] if inputs.mtp_inputs is None else inputs.mtp_inputs
+        for layer, following, further in zip(layers, tokens, mtp_targets, strict=True):
             normed, saved = layer.forward(context, self._mtp_sequence(inputs), normed, following, further)
             mtp.append(saved)
         squares = lm_head.squared_lse(loss) if self.plan.optimizer.z_loss else None
