@@ -68,6 +68,6 @@ def answers(folder: str, names: list[str]) -> list[str]:
             conversation(name)["messages"][:1], add_generation_prompt=True, tokenize=False
         )
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-        ids = model.generate(**inputs, do_sample=False, max_new_tokens=60)[0, inputs["input_ids"].shape[1] :]
+        ids = model.generate(**inputs, do_sample=False, max_new_tokens=120)[0, inputs["input_ids"].shape[1] :]
         found.append(tokenizer.decode(ids, skip_special_tokens=True))
     return found
