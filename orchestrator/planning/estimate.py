@@ -130,7 +130,7 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     streams = chain.from_iterable(instructions_of(program.streams[pp]) for program in plan.programs)
     received = len({(part.op, part.slot) for part in streams if part.op in RECEIVES})
     found = {
-        "parameters": weights * compute,
+        "parameters": (weights + sum(map(plan.size, plan.frozen_shards_of(rank)))) * compute,
         "master": shards * wide if wide != compute or has_post_validation(plan.program) else 0,
         "gradients": gradients * wide,
         "optimizer": sum(optimizer_bytes(plan, shard, rank) for shard in plan.param_shards_of(rank)),

@@ -12,11 +12,12 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalSpec
+from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.spikes import SpikeSpec
-from pentad.schedules.spec.tensors import local_size
+from pentad.schedules.spec.tensors import Tensor
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
 TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
@@ -47,12 +48,14 @@ class BatchSpec:
 
 class ParamShard(NamedTuple):
     """The parameters of a stage on one tensor rank: those of the experts of one expert rank (`experts`), or all others
-    (`ep` is 0). All its holders have the same values."""
+    (`ep` is 0). All its holders have the same values. The `frozen` ones of LoRA are only weights: neither reduced nor
+    updated nor saved."""
 
     stage: int
     tp: int = 0
     experts: bool = False
     ep: int = 0
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Plan:
     or 'none'; empty means none everywhere. `zero` is the ZeRO stage (arXiv 1910.02054): from 1 on the holders of a
     stage shard its master weights and optimizer state, from 2 on its gradients, with 3 its compute weights.
     `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
-    Steps that are `spikes` change no weight (None: only those with a norm that is not finite).
+    Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
+    frozen, and its adapters are the parameters.
     """
 
     name: str
@@ -93,6 +97,7 @@ class Plan:
     tp_across_nodes: bool = False
     eval: EvalSpec | None = None
     spikes: SpikeSpec | None = None
+    lora: LoraSpec | None = None
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -109,7 +114,9 @@ class Plan:
 
     @property
     def is_tied(self) -> bool:
-        """Whether two stages hold copies of the embedding, as the head or for multi-token prediction."""
+        """Whether two stages train copies of the embedding, as the head or for multi-token prediction."""
+        if self.lora is not None:
+            return False
         return (self.model.tie_word_embeddings or self.model.mtp_layers > 0) and self.program.stages > 1
 
     def has_experts(self, stage: int) -> bool:
@@ -125,13 +132,24 @@ class Plan:
         return tuple(range(max(first, experts.first_k_dense), end + mtp_layers))
 
     def param_shards_of(self, rank: int) -> tuple[ParamShard, ...]:
-        """What a rank of the mesh holds, by stage."""
+        """What a rank of the mesh trains, by stage."""
         at = self.mesh.coordinates(rank)
         return tuple(shard for stage in self.stages_of(rank) for shard in self._param_shards(stage, at.tp, at.ep))
 
+    def frozen_shards_of(self, rank: int) -> tuple[ParamShard, ...]:
+        """What a rank of the mesh holds and never changes, by stage: with LoRA the model, else nothing."""
+        if self.lora is None:
+            return ()
+        at, shards = self.mesh.coordinates(rank), list[ParamShard]()
+        for stage in self.stages_of(rank):
+            shards.append(ParamShard(stage, at.tp, frozen=True))
+            if self.has_experts(stage):
+                shards.append(ParamShard(stage, at.tp, True, at.ep, frozen=True))
+        return tuple(shards)
+
     @property
     def param_shards(self) -> tuple[ParamShard, ...]:
-        """Everything that the mesh holds, without copies."""
+        """Everything that the mesh trains, without copies."""
         places = product(range(self.program.stages), range(self.mesh.tp), range(self.mesh.ep))
         return tuple(dict.fromkeys(shard for place in places for shard in self._param_shards(*place)))
 
@@ -151,9 +169,14 @@ class Plan:
         """The rank that saves a shard to checkpoints: its first holder."""
         return self.holders(shard)[0]
 
+    def tensors(self, shard: ParamShard) -> tuple[Tensor, ...]:
+        """The tensors that a shard has parts of."""
+        layers = self.layers[shard.stage]
+        return shard_tensors(self.model, self.lora, *layers, experts=shard.experts, frozen=shard.frozen)
+
     def size(self, shard: ParamShard) -> int:
         """Elements of a shard."""
-        return local_size(self.model, *self.layers[shard.stage], self.mesh, experts=shard.experts)
+        return shard_size(self.tensors(shard), self.mesh)
 
     def num_zero_shards(self, shard: ParamShard) -> int:
         """Equal parts that ZeRO cuts the state of a shard into, in the order of its holders; 1 without ZeRO."""
@@ -169,7 +192,7 @@ class Plan:
         return buckets * aligned_part(self.size(shard), buckets * self.num_zero_shards(shard))
 
     def _param_shards(self, stage: int, tp: int, ep: int) -> tuple[ParamShard, ...]:
-        experts = (ParamShard(stage, tp, True, ep),) if self.has_experts(stage) else ()
+        experts = (ParamShard(stage, tp, True, ep),) if self.has_experts(stage) and self.lora is None else ()
         return (ParamShard(stage, tp), *experts)
 
     @property

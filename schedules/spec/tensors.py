@@ -46,7 +46,8 @@ class Split(NamedTuple):
 class Tensor(NamedTuple):
     """A parameter. A dimension without a split is whole on every rank.
 
-    `scale` is the standard deviation of the initial values; 0 means that all are `constant`. Tensors with `experts` are
+    `scale` is the standard deviation of the initial values, or with `is_uniform` their largest magnitude; 0 means that
+    all are `constant`. Tensors with `experts` are
     held by one ep coordinate only. `tied_to` names the tensor of another stage that this one is a copy of (tied
     embeddings).
     """
@@ -58,6 +59,7 @@ class Tensor(NamedTuple):
     experts: bool = False
     tied_to: str = ""
     constant: float = 1.0
+    is_uniform: bool = False
 
     def ranges(self, mesh: Mesh, rank: int) -> list[list[Range]]:
         """By dimension: the ranges that a rank holds."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
-from pentad.schedules.spec.tensors import tensors
 
 ShardIndex = tuple[int, slice]  # indexes a shard [buckets, part]: a bucket, and elements of the shard's part of it
 
@@ -52,9 +51,8 @@ def num_muon_elements(plan: Plan, shard: ParamShard, rank: int) -> int:
     if plan.optimizer.name != "muon":
         return 0
     layout, end, found = zero_layout(plan, shard, rank), 0, 0
-    for tensor in tensors(plan.model, *plan.layers[shard.stage]):
-        if tensor.experts is shard.experts:
-            start, end = end, end + math.prod(tensor.local_shape(plan.mesh))
-            if plan.optimizer.rule_of(tensor).method == "muon":
-                found += sum(span.stop - span.start for _, span in layout.overlap(start, end))
+    for tensor in plan.tensors(shard):
+        start, end = end, end + math.prod(tensor.local_shape(plan.mesh))
+        if plan.optimizer.rule_of(tensor).method == "muon":
+            found += sum(span.stop - span.start for _, span in layout.overlap(start, end))
     return found

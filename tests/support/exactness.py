@@ -46,9 +46,10 @@ def assert_equals_one_process(fleet: Fleet, plan: Plan, *, check_bytes: bool = F
 
 def with_tied_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Adds the names of the embedding's copies in other stages."""
-    (embedding,) = (name for name in tensors if name.endswith("embedding"))
-    copies = (embedding.replace("embedding", name) for name in TIED_COPIES)
-    return dict.fromkeys(copies, tensors[embedding]) | tensors
+    found = dict(tensors)
+    for embedding in (name for name in tensors if name.endswith("embedding")):
+        found |= {embedding.replace("embedding", name): tensors[embedding] for name in TIED_COPIES}
+    return found | tensors
 
 
 def state_like(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

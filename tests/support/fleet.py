@@ -195,14 +195,14 @@ def _run(
             state: dict[str, torch.Tensor] = {}
             for parameters in runner.state.parameters.values():
                 state |= state_by_name(parameters)
-            sizes = buffer_bytes(runner.state.parameters, runner.shards)
+            sizes = buffer_bytes(runner.state.parameters, runner.shards, runner.state.frozen)
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
             runner.close()
     return Outcome(results, gradients, state, shards, sizes, evaluations)
 
 
-def buffer_bytes(parameters, shards) -> dict[str, int]:
+def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:
     """Bytes of a rank's weights, gradients and optimizer state; every storage counts once."""
     kinds: dict[str, list[torch.Tensor]] = {"parameters": [], "gradients": [], "optimizer": [], "master": []}
     for each in parameters.values():
@@ -211,6 +211,7 @@ def buffer_bytes(parameters, shards) -> dict[str, int]:
         kinds["optimizer"] += [each.m, each.v]
         kinds["master"].append(each.master)
     kinds["parameters"] += shards.weights.values()
+    kinds["parameters"] += [weight for weights in frozen.values() for weight in weights.values()]
     kinds["gradients"] += shards.gradients.values()
     seen: set[int] = set()
     found = {}

@@ -16,6 +16,7 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
+from pentad.schedules.spec.lora import LoraSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
@@ -103,14 +104,19 @@ def plan_on_mesh(data: str | DataSpec, name: str, sizes: dict[str, int], **more:
 def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in a single process, independent of how the mesh divides the batch."""
     rows = plan.batch.micro_batch_size if is_balanced(plan) else 2
-    return _reference(plan.data, plan.batch.global_batch_size, plan.model, rows, plan.optimizer)
+    return _reference(plan.data, plan.batch.global_batch_size, plan.model, rows, plan.optimizer, plan.lora)
 
 
 @functools.cache
 def _reference(
-    data: DataSpec, sequences: int, model: ModelSpec, micro_batch_size: int, optimizer: OptimizerSpec
+    data: DataSpec,
+    sequences: int,
+    model: ModelSpec,
+    micro_batch_size: int,
+    optimizer: OptimizerSpec,
+    lora: LoraSpec | None,
 ) -> Trained:
-    plan = replace(plan_of("gpipe", 1, 1, sequences // 2, data, model=model), optimizer=optimizer)
+    plan = replace(plan_of("gpipe", 1, 1, sequences // 2, data, model=model), optimizer=optimizer, lora=lora)
     assert plan.batch.micro_batch_size == micro_batch_size
     return train(plan, global_batches(plan))
 

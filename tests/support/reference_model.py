@@ -10,9 +10,11 @@ import reference_families
 import torch
 from reference_muon import ReferenceMuon, is_muons
 
+from pentad.schedules.spec.lora import LoraSpec, adapter_tensors
+from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.tensors import tensors
+from pentad.schedules.spec.tensors import Tensor, tensors
 from pentad.workers.params.param_init import initial_values
 
 State = dict[str, torch.Tensor]
@@ -34,6 +36,8 @@ def train(plan: Plan, batches: list[GlobalBatch]) -> Trained:
     Losses are those of the next token, gradients are before clipping, and the last weights include router biases.
     """
     found = [each for each in tensors(plan.model, 0, plan.model.layers) if not each.tied_to]
+    if plan.lora is not None:
+        return _train_adapters(plan, plan.lora, found, batches)
     p = {each.name: initial_values(each, plan.seed).double().requires_grad_() for each in found}
     bias = zero_biases(plan)
 
@@ -44,6 +48,42 @@ def train(plan: Plan, batches: list[GlobalBatch]) -> Trained:
 
     losses, gradients, norms, weights = optimize(plan, p, len(batches), losses_of)
     return losses, gradients, norms, weights | bias
+
+
+def _train_adapters(plan: Plan, lora: LoraSpec, base: list[Tensor], batches: list[GlobalBatch]) -> Trained:
+    """Adapters alone are parameters; every matrix is used as W + alpha / rank B A."""
+    frozen = {each.name: initial_values(each, plan.seed).double() for each in base}
+    adapters = adapter_tensors(lora, base)
+    p = {each.name: initial_values(each, plan.seed).double().requires_grad_() for each in adapters}
+
+    def losses_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return _mean_losses(plan, merged(plan.model, lora, frozen, p), batches[step])
+
+    return optimize(plan, p, len(batches), losses_of)
+
+
+def merged(model: ModelSpec, lora: LoraSpec, frozen: State, adapters: State) -> State:
+    """The weights that a model with merged adapters has."""
+    q, kv = model.heads * model.qk_head_dim, model.kv_heads * model.qk_head_dim
+    modules = {
+        "attention.qkv": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+        "attention.out": {"o_proj": model.hidden},
+        "mlp.gate_up": {"gate_proj": model.ffn, "up_proj": model.ffn},
+        "mlp.down": {"down_proj": model.hidden},
+    }
+    found = dict(frozen)
+    for name, weight in frozen.items():
+        layer, tensor = ".".join(name.split(".")[:2]), ".".join(name.split(".")[2:])
+        deltas = []
+        for module, rows in modules.get(tensor, {}).items():
+            at = f"{layer}.{tensor.split('.')[0]}.{module}"
+            if module in lora.targets:
+                deltas.append(lora.alpha / lora.rank * adapters[f"{at}.lora_B"] @ adapters[f"{at}.lora_A"])
+            else:
+                deltas.append(weight.new_zeros(rows, weight.shape[1]))
+        if deltas:
+            found[name] = weight + torch.cat(deltas)
+    return found
 
 
 def optimize(

@@ -16,6 +16,7 @@ from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.kernels.attention.rope import rope_
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
+from pentad.workers.model.lora import Adapter, ColumnAdapters, RowAdapter
 from pentad.workers.model.norm import QKNorm, QKNormSaved
 from pentad.workers.model.weight_grad import AddWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.parallel.async_ops import Task, gather2
@@ -35,20 +36,30 @@ class Attention(NamedTuple):
     out_bias: Param | None  # [H]
     sinks: Param | None  # [N]
     qk_norm: QKNorm | None
+    qkv_adapters: ColumnAdapters
+    out_adapter: RowAdapter
 
     @classmethod
     def bind(cls, params: Params, prefix: str, model: ModelSpec) -> Attention:
         at = f"{prefix}.attention"
         qk_norm = QKNorm.bind(params, at, model) if model.qk_norm else None
         qkv_bias, out_bias, sinks = (params.get(f"{at}.{name}") for name in ("qkv_bias", "out_bias", "sinks"))
-        return cls(params[f"{at}.qkv"], params[f"{at}.out"], qkv_bias, out_bias, sinks, qk_norm)
+        qkv, out = params[f"{at}.qkv"], params[f"{at}.out"]
+        hidden, width = out.weight.shape
+        kv_width = (qkv.weight.shape[0] - width) // 2
+        widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+        adapters = ColumnAdapters(Adapter.bind_all(params, at, widths))
+        out_adapter = RowAdapter.bind(params, f"{at}.o_proj", hidden)
+        return cls(qkv, out, qkv_bias, out_bias, sinks, qk_norm, adapters, out_adapter)
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[Tensor, AttentionSaved, Tensor]]:
         rotary, heads, kv_heads = sequence.rotary, *self._head_counts(context)
         full = yield from context.tp.all_gather(x)
-        qkv = self._project(full).view(full.shape[0], -1, context.model.qk_head_dim)  # [T, N + 2M, D]
+        qkv = self._project(full)
+        yield from self.qkv_adapters.add_(context, x, qkv)
+        qkv = qkv.view(full.shape[0], -1, context.model.qk_head_dim)  # [T, N + 2M, D]
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         qk_norm = None
         if self.qk_norm is not None:
@@ -56,6 +67,7 @@ class Attention(NamedTuple):
         rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
         out, saved = yield from attend(context, sequence, q, k, v, self.sinks and self.sinks.weight)
         y = yield from context.tp.matmul_reduce_scatter(out, self.out.weight.t())
+        yield from self.out_adapter.add_(context, out, y)
         if self.out_bias is not None:
             y += self.out_bias.weight
         return y, AttentionSaved(saved, out, qk_norm), x
@@ -71,15 +83,20 @@ class Attention(NamedTuple):
         vectors = list[Wgrad]()
         if self.out_bias is not None:
             vectors.append(bias_wgrad(self.out_bias, dy))
+        dnarrow = yield from self.out_adapter.narrow_grad(context, dy)
+        vectors += yield from self.out_adapter.wgrads(context, saved.out, dy, dnarrow)
         dy = yield from context.tp.all_gather(dy)
+        dout = torch.mm(dy, self.out.weight)
+        self.out_adapter.input_grad_(dnarrow, dout)
         grads, dsinks = yield from attend_backward(
             context,
             sequence,
             saved.context,
-            torch.mm(dy, self.out.weight),
+            dout,
             context.model.qk_head_dim,
             self.sinks and self.sinks.weight,
         )
+        del dout
         dqkv = torch.cat(grads, dim=2).flatten(0, 1)  # [T, N + 2M, D]
         del grads  # free before the products
         rope_(dqkv[:, : heads + kv_heads], rotary.cos, rotary.sin, inverse=True)
@@ -92,7 +109,9 @@ class Attention(NamedTuple):
             vectors.append(bias_wgrad(self.qkv_bias, dqkv))
         if self.sinks is not None and dsinks is not None:
             vectors.append(AddWgrad(self.sinks.gradient, dsinks))
+        local = x
         x, dx = yield from gather2(tp.all_gather(x), tp.matmul_reduce_scatter(dqkv, self.qkv.weight))
+        vectors += yield from self.qkv_adapters.backward_(context, local, dqkv, dx)
         return dx, [LinearWgrad(self.out.gradient, dy, saved.out), LinearWgrad(self.qkv.gradient, dqkv, x), *vectors]
 
     def _project(self, x: Tensor) -> Tensor:

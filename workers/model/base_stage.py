@@ -11,7 +11,8 @@ first two. T tokens of a slice, H hidden.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,28 +26,34 @@ from pentad.workers.parallel.process_groups import LayerGroups
 from pentad.workers.params.param_buffers import BoundBuffers, ParamBuffers
 from pentad.workers.params.router_bias import LoadBalancer
 
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+
 
 class BaseStage(ABC):
     """A `slice_index` is microbatch * slices + slice.
 
     `param_buffers` hold the flat weights that a stage reads and the main gradients that W adds to, those of experts
-    separately. `saved` is what F leaves for B, and `deferred` what B leaves to W, by slice index; clearing `saved`
-    discards the step so far. `wgrad_layer` is the layer that the last W has reached, -1 once it has run for all:
-    gradients of later layers are complete. `loss_sums` [microbatches, rows], float64, are the summed token losses
-    of the current step: one of two `loss_sum_buffers`, the other one may still be in flight. `squared_lse`, a scalar,
-    is likewise the sum of squared log-sum-exps for a z-loss. Until `join` the stage `is_local`: no other rank shares
+    separately; `frozen` are weights without gradients, by name. `saved` is what F leaves for B, and `deferred` what B
+    leaves to W, by slice index; clearing `saved` discards the step so far. `wgrad_layer` is the layer that the last W
+    has reached, -1 once it has run for all: gradients of later layers are complete. `loss_sums` [microbatches, rows],
+    float64, are the summed token losses of the current step: one of two `loss_sum_buffers`, the other one may still be
+    in flight. `squared_lse`, a scalar, is likewise the sum of squared log-sum-exps for a z-loss. Until `join` the stage `is_local`: no other rank shares
     its layers. `recompute_mode` is the plan's: 'none', 'full' or 'selective'.
     """
 
     load_balancer: LoadBalancer | None = None
     bound: Any
 
-    def __init__(self, plan: Plan, index: int, param_buffers: list[ParamBuffers]) -> None:
-        self.plan, self.model, self.param_buffers = plan, plan.model, param_buffers
+    def __init__(
+        self, plan: Plan, index: int, param_buffers: list[ParamBuffers], frozen: Mapping[str, Tensor] = NOTHING
+    ) -> None:
+        self.plan, self.model, self.param_buffers, self.frozen = plan, plan.model, param_buffers, frozen
         self.first, self.last, self.is_local = index == 0, index == plan.program.stages - 1, True
         self.recompute_mode, self.layer_numbers = plan.recompute_mode(index), range(*plan.layers[index])
         scale = 1.0 / plan.batch.tokens  # of target tokens too, until `begin` knows their number
         self.layer_context = LayerContext(plan.model, plan.deterministic, scale, scale)
+        if plan.lora is not None:
+            self.layer_context = self.layer_context._replace(lora_scale=plan.lora.scale)
         self.device = param_buffers[0].parameters.master.device
         self._bound: dict[tuple[BoundBuffers, ...], Any] = {}
         self.saved: dict[int, Any] = {}
@@ -71,8 +78,16 @@ class BaseStage(ABC):
         """
         buffers = tuple(each.bound for each in self.param_buffers)
         if buffers not in self._bound:
-            self._bound[buffers] = self._bind(_params_in(buffers))
+            self._bound[buffers] = self._bind(self._params_in(buffers))
         self.bound = self._bound[buffers]
+
+    def _params_in(self, buffers: tuple[BoundBuffers, ...]) -> Params:
+        params = {name: Param(weight, None) for name, weight in self.frozen.items()}
+        for weights, gradients in buffers:
+            if weights is None or gradients is None:
+                return {}
+            params |= {name: Param(weight, gradients.tensors[name]) for name, weight in weights.tensors.items()}
+        return params
 
     @abstractmethod
     def _bind(self, params: Params) -> Any:
@@ -146,15 +161,6 @@ class BaseStage(ABC):
     @abstractmethod
     def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:
         """Memory that only this slice uses between F and B: OFFLOAD moves it to the host, RELOAD brings it back."""
-
-
-def _params_in(buffers: tuple[BoundBuffers, ...]) -> Params:
-    params: Params = {}
-    for weights, gradients in buffers:
-        if weights is None or gradients is None:
-            return {}
-        params |= {name: Param(weight, gradients.tensors[name]) for name, weight in weights.tensors.items()}
-    return params
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -41,6 +41,8 @@ class ExpertBiases(NamedTuple):
 
     def wgrads(self, dgate_up: Tensor, dout: Tensor, rows: ExpertRows, share: float) -> list[Wgrad]:
         """The work for W, from dgate_up [R, 2I] and `dout` [T', H] of the received tokens."""
+        if self.gate_up.gradient is None or self.down.gradient is None:
+            return []
         ones = dgate_up.new_ones(dgate_up.shape[0], 1)
         weights = (share * rows.weights)[:, None].to(dout.dtype)
         return [

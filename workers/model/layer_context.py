@@ -30,6 +30,7 @@ class LayerContext(NamedTuple):
     tp: TensorParallelGroup = TensorParallelGroup()
     cp: ContextParallelGroup = ContextParallelGroup()
     ep: ExpertParallelGroup = ExpertParallelGroup()
+    lora_scale: float = 0.0  # alpha / rank
     count_load: bool = True  # False while RECOMPUTE runs a forward again: its tokens are in the experts' load already
 
 

@@ -96,6 +96,7 @@ class MoE(NamedTuple):
         out = yield from dispatcher.combine(partial)
         out = out if shared is None else out + shared
         if context.count_load and self.bias is not None and _shape(context).bias_update_rate:
+            assert self.bias.gradient is not None
             self.bias.gradient.add_(routing.load)
         y, load = yield from gather2(context.tp.reduce_scatter(out), _microbatch_load(context, routing))
         return y, saved._replace(load=load), MoERecomputable(x, gate_up, shared_gate_up)
@@ -185,7 +186,7 @@ class MoE(NamedTuple):
         """(gradient of the shared expert's gate_up [T, 2Is], work for W); nothing without a shared expert."""
         if gate_up is None or self.shared is None:
             return None, []
-        up, down, _ = self.shared
+        up, down = self.shared.gate_up, self.shared.down
         dgate_up, gated = glu_backward(torch.mm(dy, down.weight), gate_up, self.act)
         return dgate_up, [LinearWgrad(down.gradient, dy, gated), LinearWgrad(up.gradient, dgate_up, x)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model import lm_head
-from pentad.workers.model.base_stage import BaseStage, activation_storages, storage_id
+from pentad.workers.model.base_stage import NOTHING, BaseStage, activation_storages, storage_id
 from pentad.workers.model.layer import Layer, LayerRecomputable, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, rotary_tables
 from pentad.workers.model.mtp import MTPLayer, MTPSaved
@@ -75,8 +75,15 @@ class Stage(BaseStage):
 
     bound: BoundParams
 
-    def __init__(self, plan: Plan, index: int, param_buffers: list[ParamBuffers], rank: int = 0) -> None:
-        super().__init__(plan, index, param_buffers)
+    def __init__(
+        self,
+        plan: Plan,
+        index: int,
+        param_buffers: list[ParamBuffers],
+        rank: int = 0,
+        frozen: Mapping[str, Tensor] = NOTHING,
+    ) -> None:
+        super().__init__(plan, index, param_buffers, frozen)
         self.length, self.slices = plan.batch.sequence_length // plan.mesh.cp, plan.program.slices
         parameters, experts = param_buffers[0].parameters, plan.model.experts
         mtp_layers = range(plan.model.layers, plan.model.layers + plan.model.mtp_layers if self.last else 0)
@@ -194,9 +201,9 @@ class Stage(BaseStage):
         return None
 
     def _defer(self, slice_index: int, work: list[Wgrad], layer_number: int) -> Task[None]:
-        """Leaves work of this layer to W. A local stage, which has nothing to wait for, yields here, for W to
-        follow."""
-        self.deferred.setdefault(slice_index, []).extend(work)
+        """Leaves work of this layer to W, except that of frozen weights. A local stage, which has nothing to wait for,
+        yields here, for W to follow."""
+        self.deferred.setdefault(slice_index, []).extend(each for each in work if each.gradient is not None)
         self.dgrad_layer = layer_number
         work.clear()  # the caller's list must not keep alive what W has used
         if self.is_local:

@@ -15,7 +15,7 @@ from pentad.kernels.wgrad_gemm import accumulate_gradient_
 
 class Param(NamedTuple):
     weight: Tensor  # in the compute dtype
-    gradient: Tensor  # the main gradient
+    gradient: Tensor | None  # the main gradient; None: the weight is frozen
 
 
 Params = dict[str, Param]  # by name
@@ -24,7 +24,7 @@ Params = dict[str, Param]  # by name
 class LinearWgrad(NamedTuple):
     """gradient [N, K] += dy [T, N]^T @ x [T, K]"""
 
-    gradient: Tensor
+    gradient: Tensor | None
     dy: Tensor
     x: Tensor
 
@@ -32,14 +32,14 @@ class LinearWgrad(NamedTuple):
 class AddWgrad(NamedTuple):
     """gradient [H] += dy [H]"""
 
-    gradient: Tensor
+    gradient: Tensor | None
     dy: Tensor
 
 
 class EmbeddingWgrad(NamedTuple):
     """gradient [V, H] += dy [T, H] at the rows `tokens` [T]"""
 
-    gradient: Tensor
+    gradient: Tensor | None
     dy: Tensor
     tokens: Tensor
 
@@ -50,7 +50,7 @@ class GroupedWgrad(NamedTuple):
     `dy_rows` and `x_rows` [R] give the row of dy [.., N] and of x [.., K] for each row; None: they are in order.
     """
 
-    gradient: Tensor
+    gradient: Tensor | None
     dy: Tensor
     x: Tensor
     offsets: Tensor
@@ -67,18 +67,18 @@ def bias_wgrad(bias: Param, dy: Tensor) -> AddWgrad:
 
 
 def accumulate_wgrads(work: list[Wgrad]) -> None:
-    """Adds the weight gradients of one microbatch slice to the main gradients, in order."""
+    """Adds the weight gradients of one microbatch slice to the main gradients, in order; frozen weights have none."""
     for item in work:
         match item:
-            case LinearWgrad(gradient, dy, x):
+            case LinearWgrad(Tensor() as gradient, dy, x):
                 accumulate_gradient_(gradient, dy, x)
-            case AddWgrad(gradient, dy):
+            case AddWgrad(Tensor() as gradient, dy):
                 gradient += dy
-            case EmbeddingWgrad(gradient, dy, tokens):
+            case EmbeddingWgrad(Tensor() as gradient, dy, tokens):
                 # This sorts the tokens first, so that the additions have the same order in every run.
                 dy = dy.to(gradient.dtype)
                 gradient += torch.ops.aten.embedding_dense_backward(dy, tokens, gradient.shape[0], -1, False)
-            case GroupedWgrad(gradient, dy, x, offsets, dy_rows, x_rows):
+            case GroupedWgrad(Tensor() as gradient, dy, x, offsets, dy_rows, x_rows):
                 left = dy if dy_rows is None else gather_rows(dy, dy_rows, offsets)
                 right = x if x_rows is None else gather_rows(x, x_rows, offsets)
                 accumulate_grouped_gradient_(gradient, left, right, offsets)

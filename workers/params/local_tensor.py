@@ -11,7 +11,7 @@ import torch
 
 from pentad.schedules.spec.optimizer import fused_rows
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.tensors import Range, Tensor, tensors
+from pentad.schedules.spec.tensors import Range, Tensor
 
 
 class LocalTensor(NamedTuple):
@@ -59,8 +59,7 @@ class LocalMatrix(NamedTuple):
 def local_tensors(plan: Plan, shard: ParamShard) -> tuple[LocalTensor, ...]:
     """A rank's parts of the tensors in a parameter shard."""
     rank = plan.owner(shard)
-    found = tensors(plan.model, *plan.layers[shard.stage])
-    return tuple(LocalTensor(each, each.ranges(plan.mesh, rank)) for each in found if each.experts is shard.experts)
+    return tuple(LocalTensor(each, each.ranges(plan.mesh, rank)) for each in plan.tensors(shard))
 
 
 def local_matrices(local: LocalTensor) -> Iterator[LocalMatrix]:

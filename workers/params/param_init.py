@@ -35,7 +35,8 @@ def initial_values(
     rows = max(1, CHUNK // max(1, len(inner)))
     values = torch.empty(len(indices[0]), len(inner), device=device)
     for row, chunk in zip(indices[0].split(rows), values.split(rows), strict=True):
-        chunk.copy_(_normal(row[:, None] * row_size + inner, key, tensor.scale))
+        make = _uniform if tensor.is_uniform else _normal
+        chunk.copy_(make(row[:, None] * row_size + inner, key, tensor.scale))
     return values.view([len(dim) for dim in indices])
 
 
@@ -52,6 +53,11 @@ def _normal(position: torch.Tensor, key: int, scale: float) -> torch.Tensor:
         for quarter in range(4):
             total += (mixed >> 16 * quarter) & 0xFFFF
     return (total - SUMMANDS * (2**16 - 1) // 2).float() * (scale / _STD)
+
+
+def _uniform(position: torch.Tensor, key: int, bound: float) -> torch.Tensor:
+    """In the middles of 2^24 equal parts of -bound to bound, which float32 can tell apart."""
+    return ((_logical_shift(_mix(position + key), 40) * 2 + 1 - 2**24).double() * (bound / 2**24)).float()
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from pentad.workers.evaluation.eval_loader import EvalLoader
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.process_groups import ProcessGroups, first_stage_ranks, join_store
+from pentad.workers.params.frozen import FrozenWeights
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import DTYPES, Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
@@ -46,12 +47,18 @@ def prepare_device(kind: str, gpu: int) -> torch.device:
     return device
 
 
-def make_stages(plan: Plan, rank: int, parameters: dict[ParamShard, Parameters]) -> dict[int, BaseStage]:
-    kind = Stage if plan.model.custom is None else CustomStage
-    return {
-        stage: kind(plan, stage, make_param_buffers(plan, rank, stage, parameters), rank)
-        for stage in plan.stages_of(rank)
-    }
+def make_stages(
+    plan: Plan, rank: int, parameters: dict[ParamShard, Parameters], frozen: FrozenWeights
+) -> dict[int, BaseStage]:
+    stages: dict[int, BaseStage] = {}
+    for stage in plan.stages_of(rank):
+        buffers = make_param_buffers(plan, rank, stage, parameters)
+        if plan.model.custom is None:
+            weights = {name: each for shard in frozen if shard.stage == stage for name, each in frozen[shard].items()}
+            stages[stage] = Stage(plan, stage, buffers, rank, weights)
+        else:
+            stages[stage] = CustomStage(plan, stage, buffers, rank)
+    return stages
 
 
 def make_batch_loader(plan: Plan, rank: int, device: torch.device) -> BatchLoader:

@@ -17,6 +17,7 @@ from pentad.workers.checkpoint import checkpoint, shards
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import spike_filter
+from pentad.workers.params.frozen import FrozenWeights, frozen_weights
 from pentad.workers.params.parameters import Parameters, create_parameters
 from pentad.workers.params.sharded_state import checkpoint_tensors, read_full, shard_file
 from pentad.workers.params.spike_filter import SpikeFilter
@@ -27,8 +28,8 @@ from pentad.workers.runtime.zero import gather_state
 class RankState:
     """The parameters and optimizer state of a rank, by parameter shard.
 
-    `version` is the number of steps in them, -1 if they hold no step's state. `spikes` has those that later ones are
-    compared with, if the plan asks for it.
+    `version` is the number of steps in them, -1 if they hold no step's state. `frozen` are the weights that no step
+    changes. `spikes` has the steps that later ones are compared with, if the plan asks for it.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class RankState:
         """Takes over what an earlier generation of this rank has; the rest is initialized, or left `blank`."""
         self.plan, self.rank, self.device = plan, rank, device
         self.spikes: SpikeFilter | None = previous.spikes if previous is not None else make_spike_filter(plan, device)
+        earlier = None if previous is None else (previous.plan, previous.frozen)
+        self.frozen: FrozenWeights = frozen_weights(plan, rank, device, earlier)
         found: dict[ParamShard, Parameters] = {}
         if previous is not None and previous.plan.layers == plan.layers:
             found = {key: each for key, each in previous.parameters.items() if _fits(plan, rank, key, each)}

@@ -93,7 +93,7 @@ def test_allocated_bytes_are_the_planned_ones(corpus, name, dp, pp, m, chunks, z
         stages = {s: Stage(plan, s, make_param_buffers(plan, rank, s, parameters)) for s in plan.stages_of(rank)}
         shards = ZeroShards(plan, rank, stages)
         planned = memory(plan, rank)
-        assert buffer_bytes(parameters, shards) == {
+        assert buffer_bytes(parameters, shards, {}) == {
             kind: planned[kind] for kind in ("parameters", "gradients", "optimizer", "master")
         }
 

@@ -1,0 +1,111 @@
+"""Adapters beside frozen matrices (LoRA, arXiv 2106.09685) under tensor parallelism with sequence parallelism.
+
+Ranks exchange only rows as long as the adapters' rank r: what is narrow is gathered or reduced, never another residual
+stream. B computes the narrow product of F again, so nothing is saved. T tokens, T / tp of them in this rank's part of
+the residual stream; K inputs and N outputs of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pentad.workers.model.layer_context import LayerContext
+from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
+from pentad.workers.parallel.async_ops import Task, gather2
+
+
+class Adapter(NamedTuple):
+    """Adds alpha / r x A^T B^T to the columns `outputs` of a product."""
+
+    a: Param  # [r, K]
+    b: Param  # [N, r]
+    outputs: slice
+
+    @classmethod
+    def bind_all(cls, params: Params, prefix: str, widths: Mapping[str, int]) -> tuple[Adapter, ...]:
+        """The adapters of modules whose outputs, so many of each, lie side by side in one product."""
+        found, end = list[Adapter](), 0
+        for name, width in widths.items():
+            start, end, at = end, end + width, f"{prefix}.{name}"
+            if f"{at}.lora_A" in params:
+                found.append(cls(params[f"{at}.lora_A"], params[f"{at}.lora_B"], slice(start, end)))
+        return tuple(found)
+
+
+class ColumnAdapters(NamedTuple):
+    """Of modules with a common input, whose outputs tp splits: B is split, A replicated."""
+
+    adapters: tuple[Adapter, ...] = ()
+
+    def add_(self, context: LayerContext, x: Tensor, out: Tensor) -> Task[None]:
+        """Adds to the product [T, N] of the input whose local rows are x [T / tp, K]."""
+        if not self.adapters:
+            return
+        narrow = yield from context.tp.all_gather(torch.mm(x, self._a.t()))  # [T, r of all]
+        for adapter, part in zip(self.adapters, self._by_adapter(narrow), strict=True):
+            out[:, adapter.outputs].addmm_(part, adapter.b.weight.t(), alpha=context.lora_scale)
+
+    def backward_(self, context: LayerContext, x: Tensor, dout: Tensor, dx: Tensor) -> Task[list[Wgrad]]:
+        """The work for W, from the gradient [T, N] of the product; adds to the gradient dx [T / tp, K] of x."""
+        if not self.adapters:
+            return []
+        parts = [torch.mm(dout[:, each.outputs], each.b.weight).mul_(context.lora_scale) for each in self.adapters]
+        gather = context.tp.all_gather(torch.mm(x, self._a.t()))
+        narrow, dnarrow = yield from gather2(gather, context.tp.reduce_scatter(torch.cat(parts, dim=1)))
+        dx.addmm_(dnarrow, self._a)
+        work = list[Wgrad]()
+        pairs = zip(self._by_adapter(narrow), self._by_adapter(dnarrow), strict=True)
+        for adapter, (low, dlow) in zip(self.adapters, pairs, strict=True):
+            work.append(LinearWgrad(adapter.b.gradient, dout[:, adapter.outputs], low * context.lora_scale))
+            work.append(LinearWgrad(adapter.a.gradient, dlow, x))
+        return work
+
+    @property
+    def _a(self) -> Tensor:
+        return torch.cat([adapter.a.weight for adapter in self.adapters])
+
+    def _by_adapter(self, narrow: Tensor) -> tuple[Tensor, ...]:
+        return narrow.split([adapter.a.weight.shape[0] for adapter in self.adapters], dim=1)
+
+
+class RowAdapter(NamedTuple):
+    """Of a module whose inputs tp splits: A is split, B replicated. None: the module has no adapter."""
+
+    adapter: Adapter | None = None
+
+    @classmethod
+    def bind(cls, params: Params, name: str, width: int) -> RowAdapter:
+        prefix, _, module = name.rpartition(".")
+        return cls(next(iter(Adapter.bind_all(params, prefix, {module: width})), None))
+
+    def add_(self, context: LayerContext, x: Tensor, out: Tensor) -> Task[None]:
+        """Adds to the local rows [T / tp, N] of the product with x [T, K]."""
+        if self.adapter is None:
+            return
+        narrow = yield from context.tp.reduce_scatter(torch.mm(x, self.adapter.a.weight.t()))  # [T / tp, r]
+        out.addmm_(narrow, self.adapter.b.weight.t(), alpha=context.lora_scale)
+
+    def narrow_grad(self, context: LayerContext, dout: Tensor) -> Task[Tensor | None]:
+        """The gradient [T, r] of x A^T, from that of the local rows [T / tp, N] of the product."""
+        if self.adapter is None:
+            return None
+        return (yield from context.tp.all_gather(torch.mm(dout, self.adapter.b.weight).mul_(context.lora_scale)))
+
+    def input_grad_(self, dnarrow: Tensor | None, dx: Tensor) -> None:
+        """Adds to the gradient [T, K] of x."""
+        if self.adapter is not None and dnarrow is not None:
+            dx.addmm_(dnarrow, self.adapter.a.weight)
+
+    def wgrads(self, context: LayerContext, x: Tensor, dout: Tensor, dnarrow: Tensor | None) -> Task[list[Wgrad]]:
+        """The work for W."""
+        if self.adapter is None or dnarrow is None:
+            return []
+        narrow = yield from context.tp.reduce_scatter(torch.mm(x, self.adapter.a.weight.t()))
+        return [
+            LinearWgrad(self.adapter.b.gradient, dout, narrow * context.lora_scale),
+            LinearWgrad(self.adapter.a.gradient, dnarrow, x),
+        ]
