@@ -51,13 +51,14 @@ def load_checkpoint(
     from pentad.orchestrator.api.exports import export_request
     from pentad.workers.hf.exporter import FILE_BYTES, make_files, model_tensors
     from pentad.workers.hf.names import CONFIG, tensor_table
-    from pentad.workers.params.sharded_state import read_full
+    from pentad.workers.hf.stored_tensors import StoredTensors
 
     checkpoint, kind = checkpoint_of(source), getattr(torch, dtype)
     request = export_request(checkpoint, dtype, FILE_BYTES)
     if form == "pentad":
         entries = tensor_table(request.family, request.model).entries
-        full = ((entry.name, read_full(checkpoint, f"model.{entry.name}", entry.shape)) for entry in entries)
+        stored = StoredTensors(checkpoint, "model", request.model)
+        full = ((entry.name, stored.read(entry.name, entry.shape)) for entry in entries)
         return {name: tensor.to(kind) for name, tensor in full}
     files = make_files(request, dtype)
     _, tensors = model_tensors(checkpoint, request, files)

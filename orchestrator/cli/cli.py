@@ -330,12 +330,14 @@ def export_hf(
     dtype: Annotated[Literal["bfloat16", "float32"], Option(help="Dtype of the weights.")] = "float32",
     max_shard_size: Annotated[float, Option(min=0.000001, help="Largest file, in GB.")] = 5.0,
     optimizer: Annotated[bool, Option("--optimizer", help="With the optimizer's state.")] = False,
+    adapter: Annotated[bool, Option("--adapter", help="Only the adapters of a LoRA run, for PEFT.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a checkpoint, of any mesh, to a Hugging Face model."""
+    """Convert a checkpoint, of any mesh, to a Hugging Face model; adapters of LoRA are merged."""
     from pentad.orchestrator.cli.show_hf import Output, show_export
 
-    show_export(checkpoint, Output(out, "hf", dtype, max_shard_size, optimizer), as_json=as_json)
+    form: Literal["peft", "hf"] = "peft" if adapter else "hf"
+    show_export(checkpoint, Output(out, form, dtype, max_shard_size, optimizer), as_json=as_json)
 
 
 @app.command()

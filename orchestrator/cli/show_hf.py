@@ -33,9 +33,10 @@ from pentad.workers.hf.importer import Imported, Target, import_folder
 from pentad.workers.hf.kept_files import read_files
 from pentad.workers.hf.names import CONFIG as HF_CONFIG
 from pentad.workers.hf.names import MODEL_FILE
+from pentad.workers.hf.peft import export_adapter
 
 GIGABYTE = 10**9
-Format = Literal["pentad", "hf", "dcp", "torchtitan"]
+Format = Literal["pentad", "hf", "dcp", "torchtitan", "peft"]
 
 
 class Output(NamedTuple):
@@ -100,6 +101,8 @@ def show_convert(source: str, output: Output, model: Path | None, *, as_json: bo
 def _check(output: Output) -> None:
     """Raises PentadError for what can be known to fail before anything is read."""
     require_empty(output.out)
+    if output.to == "peft" and output.optimizer:
+        raise PentadError("--optimizer is set: expected it without --adapter, as PEFT stores weights alone")
     if output.optimizer and output.dtype == "bfloat16":
         raise PentadError("--dtype is bfloat16: expected float32 with --optimizer, as training continues from both")
 
@@ -129,6 +132,8 @@ def _export(checkpoint: Checkpoint, output: Output, *, as_json: bool) -> None:
     request, family = request._replace(optimizer=output.optimizer), request.family
     if output.to == "hf":
         done = export_checkpoint(checkpoint, out, request, _progress("written"))
+    elif output.to == "peft":
+        done = export_adapter(checkpoint, out, request, _progress("written"))
     else:
         from pentad.workers.dcp.exporter import export_dcp  # imports torch.distributed.checkpoint, which takes a second
 

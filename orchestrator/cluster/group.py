@@ -149,6 +149,7 @@ class WorkerGroup:
             "program": plan.program.hash,
             "mesh": asdict(plan.mesh),
             "data": drawn_by(plan.data, plan.batch.global_batch_size, batch_of(step, self.skipped_batches)),
+            "lora": None if plan.lora is None else plan.lora.plain,
             "skipped_batches": list(map(list, self.skipped_batches)),
         }
         return {rank: self.actors[rank].commit.remote(str(folder), step, shards, meta, keep, tuple(pinned))}

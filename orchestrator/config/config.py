@@ -20,6 +20,7 @@ from pentad.orchestrator.config.errors import Broken, ConfigError
 from pentad.orchestrator.config.eval_section import EvalSection
 from pentad.orchestrator.config.includes import Layers, leaves, merged, read_file, with_includes
 from pentad.orchestrator.config.loggers_section import LoggersSection
+from pentad.orchestrator.config.lora_section import LoraSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
 from pentad.orchestrator.config.optimizer_section import OptimizerSection
 from pentad.orchestrator.config.spikes_section import SpikesSection
@@ -66,6 +67,7 @@ class RunConfig(sections.Section):
     batch: sections.BatchSection
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
+    lora: LoraSection = LoraSection()
     precision: sections.PrecisionSection = sections.PrecisionSection()
     memory: sections.MemorySection = sections.MemorySection()
     zero: sections.ZeroSection = sections.ZeroSection()
@@ -129,6 +131,7 @@ class RunConfig(sections.Section):
             yield from self.optimizer.phase_rules("run.steps", self.run.steps, "optimizer.")
         yield from self._state_rules()
         yield from self._eval_rules()
+        yield from self._lora_rules()
         if self.spikes.policy == "rollback" and not self.checkpoint.every:
             yield Broken("checkpoint.every", "at least 1 for spikes.policy = rollback, which goes back to such a step")
         if self.schedule.name == AUTO and self.memory.recompute_stages:
@@ -152,6 +155,19 @@ class RunConfig(sections.Section):
             if getattr(self.optimizer, key) > 1 - BFLOAT16_ROUNDING:
                 expected = f"at most {1 - BFLOAT16_ROUNDING:g} with precision.optimizer_state bfloat16, whose rounding"
                 yield Broken(f"optimizer.{key}", f"{expected} would undo a step's change")
+
+    def _lora_rules(self) -> Iterator[Broken | str]:
+        """Adapters belong to the weights of a checkpoint, which every rank holds in full."""
+        if self.lora.rank is None:
+            return
+        yield from self.lora.model_rules(self.model)
+        if self.run.init_from is None:
+            yield Broken("run.init_from", f"the model that lora.rank = {self.lora.rank} trains adapters for")
+        for key in ("init_optimizer", "init_step"):
+            if getattr(self.run, key):
+                yield Broken(f"run.{key}", "false with lora.rank, whose adapters begin anew")
+        if self.zero.stage == 3:
+            yield Broken("zero.stage", "at most 2 with lora.rank: frozen weights are not sharded")
 
     def _eval_rules(self) -> Iterator[Broken]:
         """What is evaluated, when, and which checkpoint is the best: one that was evaluated."""
@@ -178,7 +194,7 @@ class RunConfig(sections.Section):
         if self.schedule.name != AUTO and max(recompute_stages, default=0) >= stages:
             expected = f"stages 0 to {stages - 1} of schedule {self.schedule.name}"
             yield f"memory.recompute_stages is {recompute_stages}: expected {expected}"
-        yield from self.optimizer.group_rules(model)
+        yield from self.optimizer.group_rules(model, self.lora.spec)
         if model.custom is not None:
             yield from self._custom_rules(model.custom.text, model.layers, layout)
             return

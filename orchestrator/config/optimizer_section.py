@@ -12,9 +12,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pentad.orchestrator.config.errors import Broken, shown
 from pentad.orchestrator.config.sections import Count, Section, Text
 from pentad.schedules.spec.learning_rate import DecayShape, LearningRate, ScheduleName
+from pentad.schedules.spec.lora import LoraSpec, trained_tensors
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import AdjustLrFn, Method, original_name
-from pentad.schedules.spec.tensors import tensors
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -87,9 +87,9 @@ class OptimizerSection(Section):
         if self.decay_steps is not None:
             yield from self.phase_rules("optimizer.decay_steps", self.decay_steps)
 
-    def group_rules(self, model: ModelSpec) -> Iterator[str]:
-        """Every pattern matches a tensor of the model."""
-        names = sorted({original_name(each) for each in tensors(model, 0, model.layers)})
+    def group_rules(self, model: ModelSpec, lora: LoraSpec | None = None) -> Iterator[str]:
+        """Every pattern matches a tensor that is trained."""
+        names = sorted({original_name(each) for each in trained_tensors(model, lora)})
         for number, group in enumerate(self.groups or ()):
             if not any(fnmatchcase(name, group.pattern) for name in names):
                 near = difflib.get_close_matches(group.pattern, names, n=3, cutoff=0.3) or names[:3]

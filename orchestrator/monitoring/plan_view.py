@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, RenderableType
@@ -17,6 +18,7 @@ from pentad.orchestrator.planning.formatting import format_bytes, format_count, 
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Bubble
+from pentad.schedules.spec.lora import trained_tensors
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import num_parameters
 
@@ -59,6 +61,10 @@ def facts_table(plan: Plan) -> Table:
         "batch": f"{sequences} = {batch.tokens:,} tokens a step",
         "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}, {plan.transport} transfers",
     }
+    if plan.lora is not None:
+        count = sum(math.prod(tensor.shape) for tensor in trained_tensors(model, plan.lora))
+        adapters = f"rank {plan.lora.rank}, alpha {plan.lora.alpha:g}, of {', '.join(plan.lora.targets)}"
+        facts["lora"] = f"{format_count(count)} trained parameters: {adapters}"
     if plan.zero:
         shards = max(map(plan.num_zero_shards, plan.param_shards))
         facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage"

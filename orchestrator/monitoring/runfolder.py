@@ -33,7 +33,7 @@ METRIC_KEYS = (
     *("step", "time", "loss", "grad_norm", "lr", "tokens", "total_tokens", "step_seconds", "tokens_per_second"),
     *("mfu", "bubble_planned", "bubble_measured", "generation"),
 )
-_FIXED = ("model.", "batch.", "data.packing", "data.holdout", "run.seed")  # what a resumed run may not change
+_FIXED = ("model.", "batch.", "lora.", "data.packing", "data.holdout", "run.seed")  # what a resumed run may not change
 _OWN = ("run.name", "run.folder")
 Changes = dict[str, tuple[Any, Any]]  # the values before and now, by key
 

@@ -99,7 +99,7 @@ def plan_on(config: RunConfig, device: str, *, hosts: int, expected: Plan) -> Pl
     """The plan of ranks that have been placed: the `expected` one, if they are as it was made for."""
     if expected.device == device and expected.transport == transport_of(config, device, hosts):
         return expected
-    return _with_data_of(make_plan(config, device, hosts=hosts), expected)
+    return _with_inputs_of(make_plan(config, device, hosts=hosts), expected)
 
 
 def plan_with(config: RunConfig, device: str, program: Program) -> Plan:
@@ -137,6 +137,7 @@ def draft(
         zero=zero,
         cp_method=config.mesh.cp_method,
         spikes=config.spikes.spec,
+        lora=config.lora.spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.stages),
     )
@@ -247,13 +248,13 @@ def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
         with suppress(ValidationError, PentadError):  # too few layers or microbatches, or an odd pipeline
             smaller = RunConfig.model_validate(changed)
             plan = make_plan(smaller, full.device, hosts=hosts, model=full.model)
-            return _with_data_of(plan, full)
+            return _with_inputs_of(plan, full)
     return None
 
 
-def _with_data_of(plan: Plan, other: Plan) -> Plan:
-    """The plan with the opened data of another plan of the same run."""
-    found = replace(plan, data=other.data)
+def _with_inputs_of(plan: Plan, other: Plan) -> Plan:
+    """The plan with the opened data, and the frozen weights, of another plan of the same run."""
+    found = replace(plan, data=other.data, lora=other.lora)
     if plan.eval is None or other.eval is None:
         return found
     return replace(found, eval=replace(plan.eval, data_sets=other.eval.data_sets))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.cluster import cluster as clusters
@@ -182,11 +183,14 @@ def _resume(
         if note := dropped_state(folder.plan, found.checkpoint.files):
             display.note(note)
     else:
-        start, changes = origin or origin_of(config)
+        start, changes, base = origin or origin_of(config)
         if start.folder or found.refused:
             display.note(f"starting from {start.folder or 'the initial weights'} at step {start.step}")
-        if start.folder:
-            folder.keep_files(start.folder)
+        if base is not None:
+            display.note(f"the adapters of lora are trained beside the weights of {base.folder}")
+        origin_folder = start.folder if base is None else Path(base.folder)
+        if origin_folder is not None:
+            folder.keep_files(origin_folder)
     folder.rewind(start.step)
     return start, changes, generation
 

@@ -13,9 +13,11 @@ from pentad.orchestrator.config.includes import read_file
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import CONFIG, home_of
 from pentad.orchestrator.planning.planning import first_plan
+from pentad.orchestrator.run.init_from import with_base
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.train import RUNNER, with_eval_fingerprints
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.lora import lora_of
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start
 from pentad.workers.hf.names import MODEL_FILE
 
@@ -74,7 +76,9 @@ def evaluate(config: RunConfig, checkpoint: Checkpoint, display: Display, runner
     Raises PentadError for a user's mistake and WorkerError when a rank fails; no process is left.
     """
     display.phase("checking the data and planning")
-    plan = with_eval_fingerprints(first_plan(config), "--data")
+    lora = lora_of(checkpoint.meta)
+    plan = with_base(first_plan(config), None if lora is None else lora.base)
+    plan = with_eval_fingerprints(plan, "--data")
     with ExitStack() as stack:
         stack.enter_context(Interrupts())
         display.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")

@@ -5,6 +5,7 @@ A stage of training is a run that starts from the one before it, with other data
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,18 +21,23 @@ from pentad.orchestrator.monitoring.runfolder import (
     saved_config,
 )
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.lora import LoraBase, lora_of
+from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import tensors
-from pentad.workers.checkpoint.checkpoint import Checkpoint, Start
+from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, fingerprint
+from pentad.workers.checkpoint.lora_base import open_base
 from pentad.workers.hf.names import MODEL_FILE
 
 _WITHOUT_TENSORS = ("family", "rope_theta", "rope_scaling", "norm_eps", "mtp_loss_weight")  # keys of the model section
 
 
 class Origin(NamedTuple):
-    """What a new run starts from, and the keys of its configuration that differ from the run before."""
+    """What a new run starts from, and the keys of its configuration that differ from the run before. With LoRA the
+    adapters start from their initial values, and the checkpoint is the `base` with the frozen weights."""
 
     start: Start
     changes: Changes
+    base: LoraBase | None = None
 
 
 def origin_of(config: RunConfig) -> Origin:
@@ -44,6 +50,9 @@ def origin_of(config: RunConfig) -> Origin:
     if run.init_from is None:
         return Origin(Start(), {})
     checkpoint = find_checkpoint(run.init_from, "run.init_from", Path(run.folder).expanduser())
+    if lora_of(checkpoint.meta) is not None:
+        expected = "a model: pentad export-hf merges adapters, and import-hf reads the result"
+        raise PentadError(f"run.init_from is '{run.init_from}', whose checkpoints are adapters: expected {expected}")
     home = home_of(checkpoint.folder)
     before = _model_of(checkpoint, home)
     _require_same_tensors(config.model, before, run.init_from)
@@ -55,7 +64,19 @@ def origin_of(config: RunConfig) -> Origin:
     else:
         model, now = before.model_dump(), config.model.model_dump()
         changes = {f"model.{key}": (model[key], now[key]) for key in now if model[key] != now[key]}
-    return Origin(Start(checkpoint.folder.absolute(), step, run.init_optimizer), changes)
+    folder = checkpoint.folder.absolute()
+    if config.lora.rank is not None:
+        return Origin(Start(), changes, LoraBase(str(folder), fingerprint(folder)))
+    return Origin(Start(folder, step, run.init_optimizer), changes)
+
+
+def with_base(plan: Plan, base: LoraBase | None) -> Plan:
+    """The plan of a LoRA run with the checkpoint of its frozen weights, which is read and verified; other plans stay as
+    they are. Raises PentadError if it is gone, damaged or another one."""
+    if plan.lora is None or base is None:
+        return plan
+    open_base(base)
+    return replace(plan, lora=replace(plan.lora, base=base))
 
 
 def _model_of(checkpoint: Checkpoint, home: Path) -> ModelSection:

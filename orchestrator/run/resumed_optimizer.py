@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from pentad.orchestrator.config import errors
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.runfolder import CONFIG, path_of, saved_config
+from pentad.schedules.spec.lora import trained_tensors
 from pentad.schedules.spec.optimizer import STATE_KINDS
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.tensors import tensors
 
 
 def with_decay_steps(config: RunConfig) -> tuple[RunConfig, str]:
@@ -53,11 +53,11 @@ def _shown(config: RunConfig) -> str:
 def dropped_state(plan: Plan, stored: Iterable[str]) -> str:
     """A sentence about the optimizer state that a checkpoint of these tensors has for another optimizer than the
     plan's, or '' if they agree. A checkpoint without any, as an import, has nothing to drop."""
-    model, spec = plan.model, plan.optimizer
+    spec = plan.optimizer
     names = {name.partition("@")[0] for name in stored if name.startswith("optimizer.")}
     expected = {
         f"{kind}.{tensor.name}"
-        for tensor in tensors(model, 0, model.layers)
+        for tensor in trained_tensors(plan.model, plan.lora)
         if not tensor.tied_to
         for kind in STATE_KINDS[spec.rule_of(tensor).method]
     }

@@ -28,11 +28,12 @@ from pentad.orchestrator.monitoring.runfolder import (
 )
 from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan
-from pentad.orchestrator.run.init_from import origin_of
+from pentad.orchestrator.run.init_from import origin_of, with_base
 from pentad.orchestrator.run.interrupts import Interrupts, OnStep, StepCallback
 from pentad.orchestrator.run.measure import typical_pace
 from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.lora import LoraBase, lora_of
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import newest
@@ -107,6 +108,7 @@ def train(
             display.note(note)
         plan = replace(plan, optimizer=optimizer_spec(config))
         origin = None if has_checkpoint(config) else origin_of(config)  # a mistake shows before Ray starts
+        plan = with_base(plan, _base(config) if origin is None else origin.base)
         display.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")
         head = stack.enter_context(launch(config.cluster, config.mesh.size))
         from pentad.orchestrator.run.driver import drive  # imports ray
@@ -175,6 +177,13 @@ def _is_finished(config: RunConfig, plan: Plan) -> bool:
         return False
     found = newest(checkpoints).checkpoint
     return found is not None and found.step >= config.run.steps
+
+
+def _base(config: RunConfig) -> LoraBase | None:
+    """The checkpoint with the frozen weights of a run that has checkpoints of its own."""
+    _, meta = _newest_manifest(path_of(config) / runfolder.CHECKPOINTS)
+    lora = lora_of(meta)
+    return origin_of(config).base if lora is None else lora.base
 
 
 def _newest_manifest(checkpoints: Path) -> tuple[int, dict[str, Any]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
@@ -14,21 +14,42 @@ from pentad.schedules.spec.tensors import Split, Tensor, tensors
 
 
 @dataclass(frozen=True)
+class LoraBase:
+    """The checkpoint that has the frozen weights: its folder, and the sha256 of its manifest."""
+
+    folder: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class LoraSpec:
     """To the product x W^T of every target, x A^T B^T is added `alpha / rank` times; A [rank, in] and B [out, rank].
 
-    `targets` are keys of TARGETS. `base` is the folder of the checkpoint that has the frozen weights; None: they are
-    the initial values of the run's seed.
+    `targets` are keys of TARGETS. Without a `base` the frozen weights are the initial values of the run's seed.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    base: str | None = None
+    base: LoraBase | None = None
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """For the metadata of a checkpoint (see `lora_of`)."""
+        return {**asdict(self), "targets": list(self.targets)}
+
+
+def lora_of(meta: Mapping[str, Any]) -> LoraSpec | None:
+    """That of a checkpoint, from the metadata in its manifest; None if it has all parameters."""
+    if meta.get("lora") is None:
+        return None
+    found = meta["lora"]
+    base = None if found["base"] is None else LoraBase(**found["base"])
+    return LoraSpec(found["rank"], found["alpha"], tuple(found["targets"]), base)
 
 
 class Target(NamedTuple):
@@ -62,7 +83,9 @@ def adapter_tensors(lora: LoraSpec, base: Iterable[Tensor]) -> list[Tensor]:
     """
     found = []
     for tensor in base:
-        for target in (each for each in lora.targets if tensor.name.endswith(f".{TARGETS[each].tensor}")):
+        for target in (name for name in TARGETS if name in lora.targets):
+            if not tensor.name.endswith(f".{TARGETS[target].tensor}"):
+                continue
             (split,) = tensor.splits
             at = f"{tensor.name.rpartition('.')[0]}.{target}"
             segment, inputs = split.segments[TARGETS[target].segment], tensor.shape[1]
@@ -74,6 +97,12 @@ def adapter_tensors(lora: LoraSpec, base: Iterable[Tensor]) -> list[Tensor]:
                 Tensor(f"{at}.lora_B", (rows, lora.rank), 0.0, split_b, constant=0.0),
             ]
     return found
+
+
+def trained_tensors(model: ModelSpec, lora: LoraSpec | None) -> list[Tensor]:
+    """Of the whole model: the adapters, or without LoRA all its tensors."""
+    found = tensors(model, 0, model.layers)
+    return found if lora is None else adapter_tensors(lora, found)
 
 
 @lru_cache(maxsize=4096)

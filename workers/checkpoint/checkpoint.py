@@ -100,6 +100,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest.step, manifest.meta, files_by_tensor(manifest.shards))
 
 
+def fingerprint(folder: Path) -> str:
+    """The sha256 of a checkpoint's manifest, which has those of all its files."""
+    with _naming(folder):
+        return hashlib.sha256(_manifest_bytes(folder)).hexdigest()
+
+
 def newest(root: Path) -> Found:
     """The valid checkpoint of the highest step under `root`, and newer damaged ones; incomplete ones do not count.
 

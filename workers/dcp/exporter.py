@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.safetensors_io import Progress
@@ -19,7 +20,8 @@ from pentad.workers.hf.exporter import Dtype, Exported, Request, interleaves, ma
 from pentad.workers.hf.file_tensors import FileTensors
 from pentad.workers.hf.kept_files import write_files
 from pentad.workers.hf.names import Layout, TensorTable, tensor_table
-from pentad.workers.params.sharded_state import optimizer_kinds, stored_dtype
+from pentad.workers.hf.stored_tensors import StoredTensors
+from pentad.workers.params.sharded_state import optimizer_kinds
 
 
 def export_dcp(
@@ -31,16 +33,17 @@ def export_dcp(
     The optimizer's state has the names of torch's Adam: optimizer.state.NAME.exp_avg, .exp_avg_sq and .step. Raises
     PentadError, with nothing left behind, for a model or an optimizer that these names cannot express.
     """
-    stored = stored_dtype(source, "model.embedding") or torch.float32
+    weights = StoredTensors(source, "model", request.model)
+    stored = weights.dtype("embedding") or torch.float32
     chosen = dtype or str(stored).removeprefix("torch.")
     kept = make_files(request, chosen)
     if titan:
         table = titan_table(request.family, request.model)
     else:
         table = tensor_table(request.family, request.model, Layout(fused_experts=True, interleaved=interleaves(kept)))
-    tensors = {each.path: each for each in _weights(source, table, getattr(torch, chosen))}
+    tensors = {each.path: each for each in _weights(weights, table, getattr(torch, chosen))}
     if request.optimizer:
-        tensors |= {each.path: each for each in _moments(source, table)}
+        tensors |= {each.path: each for each in _moments(source, request.model, table)}
     with new_folder(out) as folder:
         write_dcp(folder, tuple(tensors.values()), progress)
         write_files(folder, kept)
@@ -48,19 +51,19 @@ def export_dcp(
     return Exported(files, chosen, len(tensors), sum(each.num_bytes for each in tensors.values()))
 
 
-def _weights(source: Checkpoint, table: TensorTable, dtype: torch.dtype) -> Iterator[ToWrite]:
-    weights = FileTensors(source, "model", table, dtype)
+def _weights(source: StoredTensors, table: TensorTable, dtype: torch.dtype) -> Iterator[ToWrite]:
+    weights = FileTensors(source, table, dtype)
     for name in weights.dtypes:
         yield ToWrite((name,), weights.dtypes[name], weights.shapes[name], partial(weights.read, name))
 
 
-def _moments(source: Checkpoint, table: TensorTable) -> Iterator[ToWrite]:
+def _moments(source: Checkpoint, model: ModelSpec, table: TensorTable) -> Iterator[ToWrite]:
     if (kinds := optimizer_kinds(source)) != sorted(MOMENTS):
         found, expected = ", ".join(kinds) or "nothing", f"{' and '.join(MOMENTS)}, the moments of Adam"
         raise PentadError(f"checkpoint {source.folder} has {found} of the optimizer: expected {expected}")
     step, names = torch.tensor(float(source.step)), dict[str, None]()
     for kind, theirs in MOMENTS.items():
-        moment = FileTensors(source, f"optimizer.{kind}", table, None)
+        moment = FileTensors(StoredTensors(source, f"optimizer.{kind}", model), table, None)
         names |= dict.fromkeys(moment.dtypes)
         for name in moment.dtypes:
             path = ("optimizer", "state", name, theirs)

@@ -21,12 +21,13 @@ from pentad.workers.hf.config_update import DEFAULT_POSITIONS, update_config
 from pentad.workers.hf.file_tensors import FileTensors
 from pentad.workers.hf.kept_files import write_files as write_kept
 from pentad.workers.hf.names import CONFIG, INDEX, OPTIMIZER, SINGLE, STATE, Layout, TensorTable, tensor_table
+from pentad.workers.hf.stored_tensors import StoredTensors
 from pentad.workers.params.sharded_state import optimizer_kinds
 
 Dtype = Literal["bfloat16", "float32"]
 FILE_BYTES = 5 * 10**9
 GENERATION_CONFIG, HEAD = "generation_config.json", "lm_head.weight"
-_METADATA = {"format": "pt"}  # transformers refuses files without it
+METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
 class Request(NamedTuple):
@@ -81,7 +82,7 @@ def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress:
 def model_tensors(source: Checkpoint, request: Request, files: Mapping[str, bytes]) -> tuple[TensorTable, FileTensors]:
     """The tensors of an export with these files (see `make_files`), and the table they are made by."""
     table = tensor_table(request.family, request.model, Layout(interleaved=interleaves(files)))
-    weights = FileTensors(source, "model", table, getattr(torch, request.dtype))
+    weights = FileTensors(StoredTensors(source, "model", request.model), table, getattr(torch, request.dtype))
     weights.dtypes.pop(HEAD if HEAD in table.copies else "", None)  # transformers leaves out a tied head, too
     return table, weights
 
@@ -91,7 +92,10 @@ def _optimizer_state(source: Checkpoint, request: Request, table: TensorTable) -
     kinds = optimizer_kinds(source) if request.optimizer else []
     if request.optimizer and not kinds:
         raise PentadError(f"checkpoint {source.folder} has no optimizer state: expected one of a step that was trained")
-    return {kind: FileTensors(source, f"optimizer.{kind}", table, torch.float32) for kind in kinds}
+    return {
+        kind: FileTensors(StoredTensors(source, f"optimizer.{kind}", request.model), table, torch.float32)
+        for kind in kinds
+    }
 
 
 def _specs(tensors: FileTensors) -> dict[str, Spec]:
@@ -112,7 +116,7 @@ def _write_files(
     def report(done: int, _: int) -> None:
         progress(before + done, total)
 
-    shards = write_files(folder, specs, limit, _file_name, read, report, _METADATA)
+    shards = write_files(folder, specs, limit, _file_name, read, report, METADATA)
     if len(shards) > 1:
         weight_map = {name: shard.file for shard in shards for name in shard.tensors}
         index = {"metadata": {"total_size": num_bytes(specs.values())}, "weight_map": dict(sorted(weight_map.items()))}

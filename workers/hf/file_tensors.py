@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.hf.layout import to_file
 from pentad.workers.hf.names import Entry, FileTensor, TensorTable
-from pentad.workers.params.sharded_state import read_full, stored_dtype
+from pentad.workers.hf.stored_tensors import StoredTensors
 
 BIAS = "experts.bias"
 
 
 class FileTensors:
-    """Those of one kind ('model', 'optimizer.m', ...) by name; with their `dtypes` and `shapes`.
+    """Those of one kind by name; with their `dtypes` and `shapes`.
 
     `dtype` None: as in the checkpoint. Keeps the checkpoint tensor read last in memory, because the file tensors that
     it contains are read in a row.
     """
 
-    def __init__(self, source: Checkpoint, kind: str, table: TensorTable, dtype: torch.dtype | None) -> None:
-        self.source, self.kind = source, kind
+    def __init__(self, source: StoredTensors, table: TensorTable, dtype: torch.dtype | None) -> None:
+        self.source, kind = source, source.kind
         self.parts: dict[str, tuple[Entry, FileTensor, int]] = {}  # its entry, itself, its first element in the entry
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for entry in table.entries:
-            stored = stored_dtype(source, f"{kind}.{entry.name}")
+            stored = source.dtype(entry.name)
             if stored is None and kind != "model":  # an optimizer need not have a state of each kind for all tensors
                 continue
             offset = 0
@@ -48,6 +47,6 @@ class FileTensors:
         entry, part, offset = self.parts[name]
         if entry is not self._entry:
             self._tensor = torch.empty(0)  # frees the previous one before reading the next
-            self._tensor, self._entry = read_full(self.source, f"{self.kind}.{entry.name}", entry.shape), entry
+            self._tensor, self._entry = self.source.read(entry.name, entry.shape), entry
         end = offset + torch.Size(part.shape).numel()
         return to_file(self._tensor.view(-1)[offset:end], part).to(self.dtypes[name])

@@ -37,8 +37,8 @@ class BaseStage(ABC):
     leaves to W, by slice index; clearing `saved` discards the step so far. `wgrad_layer` is the layer that the last W
     has reached, -1 once it has run for all: gradients of later layers are complete. `loss_sums` [microbatches, rows],
     float64, are the summed token losses of the current step: one of two `loss_sum_buffers`, the other one may still be
-    in flight. `squared_lse`, a scalar, is likewise the sum of squared log-sum-exps for a z-loss. Until `join` the stage `is_local`: no other rank shares
-    its layers. `recompute_mode` is the plan's: 'none', 'full' or 'selective'.
+    in flight. `squared_lse`, a scalar, is likewise the sum of squared log-sum-exps for a z-loss. Until `join` the stage
+    `is_local`: no other rank shares its layers. `recompute_mode` is the plan's: 'none', 'full' or 'selective'.
     """
 
     load_balancer: LoadBalancer | None = None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.lora_base import open_base
 from pentad.workers.params.local_tensor import local_tensors
 from pentad.workers.params.param_init import initial_values
 from pentad.workers.params.parameters import DTYPES
@@ -32,7 +30,7 @@ def frozen_weights(
     missing = [shard for shard in plan.frozen_shards_of(rank) if shard not in found]
     if plan.lora is None or not missing:
         return found
-    source = None if plan.lora.base is None else checkpoint.open_checkpoint(Path(plan.lora.base))
+    source = None if plan.lora.base is None else open_base(plan.lora.base)
     for shard in missing:
         found[shard] = weights = {}
         for local in local_tensors(plan, shard):

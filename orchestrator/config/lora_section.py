@@ -1,0 +1,62 @@
+"""The lora section of a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field, PositiveFloat, field_validator
+
+from pentad.orchestrator.config.errors import Broken, shown
+from pentad.orchestrator.config.model_section import ModelSection
+from pentad.orchestrator.config.sections import Count, Section, Text
+from pentad.schedules.spec.lora import TARGETS, LoraSpec, targets_of
+
+ALL_LINEAR = "all-linear"
+
+
+class LoraSection(Section):
+    """Low-rank adapters, trained beside the frozen weights of run.init_from (docs/fine-tuning.md)."""
+
+    rank: Count | None = None
+    """rank of the adapters; null: all parameters are trained, without adapters"""
+    alpha: PositiveFloat = 16.0
+    """what the adapters add counts alpha / rank times"""
+    targets: list[Text] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
+    """modules that get adapters, as Hugging Face names them: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
+    down_proj; all-linear: all of these"""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return list(TARGETS) if value in (ALL_LINEAR, [ALL_LINEAR]) else value
+
+    def rules(self) -> Iterator[Broken | str]:
+        if len(set(self.targets)) < len(self.targets):
+            yield Broken("targets", "each module once")
+
+    def model_rules(self, model: ModelSection) -> Iterator[str]:
+        """Every target is a module of the model that can have an adapter."""
+        if self.rank is None:
+            return
+        found, spec = f"lora.rank is {self.rank}: expected null", model.spec if model.custom is None else None
+        if spec is None:
+            yield f"{found} for model {model.custom}, whose modules are its own"
+        elif spec.mla is not None:
+            yield f"{found} for model.family = {model.family}, whose latent attention has no modules to adapt"
+        elif model.family == "phi3":
+            yield f"{found} for model.family = phi3, whose projections are fused"
+        elif spec.mtp_layers:
+            yield f"{found} with model.mtp_layers = {spec.mtp_layers}"
+        elif spec.experts is not None and spec.experts.has_bias:
+            yield f"{found} for routing biases (model.experts), which training would move"
+        else:
+            known = targets_of(spec)
+            for target in (each for each in self.targets if each not in known):
+                why = "" if spec.experts is None or target not in TARGETS else ", as experts have no adapters"
+                yield f"lora.targets has {shown(target)}: expected some of {', '.join(known)}{why}"
+
+    @property
+    def spec(self) -> LoraSpec | None:
+        """Without the checkpoint that has the frozen weights."""
+        return None if self.rank is None else LoraSpec(self.rank, self.alpha, tuple(self.targets))

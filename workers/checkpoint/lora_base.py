@@ -1,0 +1,20 @@
+"""The checkpoint with the frozen weights that adapters belong to."""
+
+from pathlib import Path
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.lora import LoraBase
+from pentad.workers.checkpoint.checkpoint import Checkpoint, fingerprint, open_checkpoint
+
+
+def open_base(base: LoraBase) -> Checkpoint:
+    """Reads and verifies it. Raises PentadError if it is gone, damaged, or another one than the adapters began with."""
+    folder = Path(base.folder)
+    try:
+        checkpoint, found = open_checkpoint(folder), fingerprint(folder)
+    except PentadError as error:
+        raise PentadError(f"the frozen weights of lora cannot be read: {error}") from error.__cause__
+    if found != base.fingerprint:
+        expected = f"that with sha256 {base.fingerprint} of its manifest, which the adapters were trained with"
+        raise PentadError(f"the checkpoint in {folder} has changed since the run began: expected {expected}")
+    return checkpoint

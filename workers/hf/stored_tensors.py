@@ -1,0 +1,67 @@
+"""The full tensors of a checkpoint by name; adapters of LoRA are merged into the weights that they belong to."""
+
+from __future__ import annotations
+
+import torch
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.lora import TARGETS, LoraSpec, adapter_tensors, lora_of
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.tensors import Tensor, tensors
+from pentad.workers.checkpoint.checkpoint import Checkpoint
+from pentad.workers.checkpoint.lora_base import open_base
+from pentad.workers.params.sharded_state import read_full, stored_dtype
+
+
+class StoredTensors:
+    """Those of one kind: 'model', 'optimizer.m' ...
+
+    Raises PentadError if the checkpoint has adapters, and the weights that they belong to cannot be read, or if their
+    optimizer's state is asked for, which no other tensor has.
+    """
+
+    def __init__(self, source: Checkpoint, kind: str, model: ModelSpec) -> None:
+        self.source, self.kind, self.lora = source, kind, lora_of(source.meta)
+        self.base, self.targets = source, dict[str, Tensor]()
+        if self.lora is None:
+            return
+        if kind != "model":
+            raise PentadError(
+                f"checkpoint {source.folder} has adapters: expected no --optimizer, as merged weights have no state"
+            )
+        assert self.lora.base is not None, "adapters of initial values are never saved by the driver"
+        self.base = open_base(self.lora.base)
+        self.targets = {tensor.name: tensor for tensor in tensors(model, 0, model.layers)}
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """That in the checkpoint, or None if it has no such tensor."""
+        return stored_dtype(self.base, f"{self.kind}.{name}")
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """W, or with adapters W + alpha / rank B A, in float32 unless W is float64. Raises PentadError if the tensor is
+        missing or has another shape."""
+        full = read_full(self.base, f"{self.kind}.{name}", shape)
+        if self.lora is None or name not in self.targets:
+            return full
+        tensor = self.targets[name]
+        pairs = adapter_pairs(self.lora, tensor)
+        if not pairs:
+            return full
+        wide = full.to(torch.promote_types(full.dtype, torch.float32))
+        for start, a, b in pairs:
+            values_a, values_b = (
+                read_full(self.source, f"model.{each.name}", each.shape).to(wide.dtype) for each in (a, b)
+            )
+            wide[start : start + b.shape[0]] += self.lora.scale * (values_b @ values_a)
+        return wide
+
+
+def adapter_pairs(lora: LoraSpec, tensor: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """The adapters of a tensor: (the first of its rows that they add to, A, B)."""
+    found = adapter_tensors(lora, [tensor])
+    pairs = []
+    for a, b in zip(found[::2], found[1::2], strict=True):
+        segments = tensor.splits[0].segments if tensor.splits[0].dim == 0 else ()
+        number = TARGETS[a.name.split(".")[-2]].segment
+        pairs.append((sum(segment.size for segment in segments[:number]), a, b))
+    return pairs
