@@ -22,7 +22,7 @@ class LoraSection(Section):
     """rank of the adapters; null: all parameters are trained, without adapters"""
     alpha: PositiveFloat = 16.0
     """what the adapters add counts alpha / rank times"""
-    targets: list[Text] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
+    targets: list[Text] = ["q_proj", "k_proj", "v_proj", "o_proj"]
     """modules that get adapters, as Hugging Face names them: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
     down_proj; all-linear: all of these"""
 
@@ -32,6 +32,8 @@ class LoraSection(Section):
         return list(TARGETS) if value in (ALL_LINEAR, [ALL_LINEAR]) else value
 
     def rules(self) -> Iterator[Broken | str]:
+        if not self.targets:
+            yield Broken("targets", "at least one module")
         if len(set(self.targets)) < len(self.targets):
             yield Broken("targets", "each module once")
 

@@ -16,34 +16,40 @@ from pentad.orchestrator.planning.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
 from pentad.orchestrator.planning.hardware import ASSUMED_RATES, Rates, link_of, spans_hosts
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.tensors import active_parameters, local_size
+from pentad.schedules.spec.tensors import active_parameters, tensors
 
 GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
 _active_parameters = lru_cache(maxsize=4096)(active_parameters)
 
 
 def guess_costs(
-    model: ModelSpec, layers: Sequence[tuple[int, int]], piece: Piece, modes: Sequence[str] = (), zero: int = 0
+    model: ModelSpec,
+    layers: Sequence[tuple[int, int]],
+    piece: Piece,
+    modes: Sequence[str] = (),
+    zero: int = 0,
+    lora: LoraSpec | None = None,
 ) -> Costs:
     """Seconds at ASSUMED_RATES; embedding and head count to the first and last stage.
 
     Slices of a sequence cost the same, as their attention does on average. `modes` are the plan's of recomputation. The
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
-    the same parameters reduce their gradients, and with `zero` each updates a shard.
+    the same parameters reduce their gradients, and with `zero` each updates a shard. With `lora` only adapters have W.
     """
     rates, mesh = ASSUMED_RATES[piece.device], piece.mesh
-    stages = [_stage_seconds(model, span, piece, rates) for span in layers]
+    stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
     activations = [stage_activations(model, layers, stage, piece) for stage in range(len(layers))]
-    updated = max(_updated_bytes(model, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers)
+    updated = max(_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers)
     latency, bandwidth = link_of(rates, mesh, "pp")
     return Costs(
         forward=tuple(each.forward for each in stages),
         backward=tuple(each.backward for each in stages),
         weight=tuple(each.weight for each in stages),
         transfer=latency + piece.stream(model.hidden) / bandwidth,
-        reduce=max(_reduction(model, span, mesh, rates) for span in layers),
+        reduce=max(_reduction(model, lora, span, mesh, rates) for span in layers),
         norm=2 * rates.intra_host_latency + updated / rates.memory,
         step=7 * updated / rates.memory,  # reads master weights, both moments, gradients; writes the former three
         launch=rates.launch,
@@ -65,9 +71,16 @@ class StageSeconds(NamedTuple):
     selective: float
 
 
-def _stage_seconds(model: ModelSpec, span: tuple[int, int], piece: Piece, rates: Rates) -> StageSeconds:
+def _stage_seconds(
+    model: ModelSpec, span: tuple[int, int], piece: Piece, rates: Rates, lora: LoraSpec | None
+) -> StageSeconds:
     """Compute, and communication inside layers, for which they wait; devices wait for the host to start it."""
     compute = _compute_seconds(model, span, piece, rates)
+    if lora is not None:
+        adapters = sum(math.prod(each.shape) for each in adapter_tensors(lora, tensors(model, *span)))
+        seconds = 2 * piece.tokens * adapters / (rates.flops * piece.mesh.tp)
+        forward, backward = compute.forward + seconds, compute.backward + 1.5 * seconds  # B computes x A^T again
+        compute = compute._replace(forward=forward, backward=backward, weight=seconds)
 
     def with_communication(phase: Phase, seconds: float) -> float:
         links, operations = 0.0, 0
@@ -83,7 +96,7 @@ def _stage_seconds(model: ModelSpec, span: tuple[int, int], piece: Piece, rates:
     return StageSeconds(
         forward=with_communication("F", compute.forward),
         backward=with_communication("B", compute.backward),
-        weight=compute.weight + lookup * (span[0] == 0),
+        weight=compute.weight + lookup * (span[0] == 0 and lora is None),
         selective=with_communication("selective", compute.selective),
     )
 
@@ -122,24 +135,25 @@ def _compute_seconds(model: ModelSpec, span: tuple[int, int], piece: Piece, rate
 
 
 @lru_cache(maxsize=4096)
-def local_parameters(model: ModelSpec, first: int, end: int, mesh: Mesh) -> tuple[int, int]:
-    """Parameters of a stage on one rank: of everything but experts, and of experts."""
-    inner = Mesh(tp=mesh.tp, ep=mesh.ep)
-    return local_size(model, first, end, inner, experts=False), local_size(model, first, end, inner, experts=True)
+def local_parameters(model: ModelSpec, lora: LoraSpec | None, first: int, end: int, mesh: Mesh) -> tuple[int, int]:
+    """Trained parameters of a stage on one rank: of everything but experts, and of experts."""
+    found = (shard_tensors(model, lora, first, end, experts=each, frozen=False) for each in (False, True))
+    dense, experts = (shard_size(each, Mesh(tp=mesh.tp, ep=mesh.ep)) for each in found)
+    return dense, experts
 
 
-def _updated_bytes(model: ModelSpec, span: tuple[int, int], mesh: Mesh, replicas: int) -> float:
+def _updated_bytes(model: ModelSpec, lora: LoraSpec | None, span: tuple[int, int], mesh: Mesh, replicas: int) -> float:
     """Bytes of a stage's gradients that one rank updates with: a shard over `replicas`, or all (0)."""
-    dense, experts = (BYTES["float32"] * size for size in local_parameters(model, *span, mesh))
+    dense, experts = (BYTES["float32"] * size for size in local_parameters(model, lora, *span, mesh))
     holders = max(1, replicas * mesh.cp)
     return dense / holders + experts / max(1, holders // mesh.ep)
 
 
-def _reduction(model: ModelSpec, span: tuple[int, int], mesh: Mesh, rates: Rates) -> float:
+def _reduction(model: ModelSpec, lora: LoraSpec | None, span: tuple[int, int], mesh: Mesh, rates: Rates) -> float:
     """Seconds of an all-reduce of a stage's gradients; those of experts have fewer holders."""
     seconds = rates.intra_host_latency
     axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts
-    for size, shared in zip(local_parameters(model, *span, mesh), ((*axes, "ep"), axes), strict=True):
+    for size, shared in zip(local_parameters(model, lora, *span, mesh), ((*axes, "ep"), axes), strict=True):
         holders = math.prod(getattr(mesh, axis) for axis in shared)
         rate = rates.inter_host if any(spans_hosts(mesh, axis) for axis in shared) else rates.intra_host
         seconds += 2 * BYTES["float32"] * size * (holders - 1) / holders / rate

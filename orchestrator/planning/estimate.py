@@ -31,7 +31,7 @@ CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 def costs_of(plan: Plan) -> Costs:
     """A plan's guessed costs, those that its program was compiled with."""
     piece = piece_of(plan)._replace(document_mask=False, deterministic=True)
-    return guess_costs(plan.model, plan.layers, piece, plan.recompute, plan.zero)
+    return guess_costs(plan.model, plan.layers, piece, plan.recompute, plan.zero, plan.lora)
 
 
 def step_seconds(timeline: Timeline) -> float:
@@ -78,10 +78,10 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
     )
 
 
-def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True) -> float:
+def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True, frozen: bool = False) -> float:
     """Useful FLOPs of forward and backward: 6 for each active parameter except the input embedding, and 6 L A S of
     attention for L layers of A = heads x head size and sequences of S = `length` (PaLM, arXiv 2204.02311, appendix B),
-    less where there are sliding windows.
+    less where there are sliding windows. `frozen` parameters have no gradients: 4 instead of 6 for each.
 
     Recomputation does not count. With `causal` false the masked half of attention does, 12 L A S, as in many reports.
     """
@@ -92,7 +92,7 @@ def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True) -> fl
     attention = model.heads * (model.qk_head_dim + value) / 2 * attended
     parameters = sum(active_parameters(model, layer) for layer in range(layers)) + model.hidden
     parameters += (1 + model.mtp_layers) * model.vocab * model.hidden + 2 * model.mtp_layers * model.hidden**2
-    return 6.0 * parameters + (6.0 if causal else 12.0) * attention
+    return (4.0 if frozen else 6.0) * parameters + (6.0 if causal else 12.0) * attention
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -104,7 +104,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 def mfu(tokens_per_second: float, plan: Plan, device_name: str) -> float | None:
     """Model FLOPs utilisation of all ranks, 0 to 1, with causal attention; None if the device's peak is unknown."""
     peak = peak_flops(device_name, plan.dtype)
-    work = tokens_per_second * flops_per_token(plan.model, plan.batch.sequence_length)
+    work = tokens_per_second * flops_per_token(plan.model, plan.batch.sequence_length, frozen=plan.lora is not None)
     return work / (plan.mesh.size * peak) if peak else None
 
 
@@ -175,7 +175,8 @@ def stage_memory(plan: Plan, rank: int) -> list[dict[str, int]]:
     for stage in plan.stages_of(rank):
         shards, activations = param_shards_at(plan, rank, stage), activations_of(plan, stage)
         full, own = sum(map(plan.size, shards)), sum(optimizer_bytes(plan, shard, rank) for shard in shards)
-        state = {"parameters": full * BYTES[plan.dtype], "gradients": full * wide, "optimizer": own}
+        frozen = sum(plan.size(shard) for shard in plan.frozen_shards_of(rank) if shard.stage == stage)
+        state = {"parameters": (full + frozen) * BYTES[plan.dtype], "gradients": full * wide, "optimizer": own}
         found.append({"stage": stage, **state, "saved": activations.saved, "deferred": activations.deferred})
     return found
 

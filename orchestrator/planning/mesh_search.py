@@ -130,15 +130,16 @@ def _fastest(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> MeshChoice:
 
 
 def _require_state_fits(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> None:
-    """Raises PentadError if the average rank has no room for weights and gradients (6 bytes a parameter) and for shards
-    of master weights (4 bytes) and moments, of which Muon has one."""
+    """Raises PentadError if the average rank has no room for weights (2 bytes a parameter), and of what is trained for
+    gradients (4 bytes) and shards of master weights (4 bytes) and moments, of which Muon has one."""
     model = config.model_spec("bfloat16")
     if model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
         raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
     check_divisibility(model, mesh, config.batch.sequence_length, mesh.tp, cp_method=config.mesh.cp_method)
-    parameters = sum(local_parameters(model, 0, model.layers, mesh)) / mesh.pp
+    lora = config.lora.spec
+    weights, trained = (sum(local_parameters(model, of, 0, model.layers, mesh)) / mesh.pp for of in (None, lora))
     moments = (1 if config.optimizer.name == "muon" else 2) * (4 if config.precision.optimizer_state == "auto" else 2)
-    least = parameters * (6 + (4 + moments) / (mesh.size / mesh.tp / mesh.pp))
+    least = 2 * weights + trained * (4 + (4 + moments) / (mesh.size / mesh.tp / mesh.pp))
     if least > device.bytes and not config.zero.max_gathered:
         raise _does_not_fit(mesh, device, least)
 
@@ -163,6 +164,8 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
     batch = BatchSpec(config.batch.global_batch_size, length, microbatches, replicas)
     for mode in MODES if model.custom is None else ("none", "full"):
         for zero in _zero_stages(mesh, order):
+            if zero == 3 and config.lora.rank is not None:  # frozen weights are not sharded
+                continue
             modes = (mode,) * order.stages if mode != "none" else ()
             # stage 1 changes no buffer of the program
             memory_options = _memory_options(config, zero if zero > 1 else 0, modes)

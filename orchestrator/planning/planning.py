@@ -51,7 +51,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, model: ModelSpe
     layers = split(model, layout.placement, config.batch.sequence_length)
     recompute = config.memory.modes(layout.stages)
     options = _memory_options(config, layout, model, layers, dtype)
-    costs = guess_costs(model, layers, _piece(config, device, layout.slices), recompute, options.zero)
+    costs = guess_costs(model, layers, _piece(config, device, layout.slices), recompute, options.zero, config.lora.spec)
     program = compile_program(
         config.schedule.name if order is None else order.name,
         config.mesh.pp,
@@ -179,8 +179,8 @@ def buckets_of(
     config: RunConfig, model: ModelSpec, layers: Sequence[tuple[int, int]], mesh: Mesh, dtype: str
 ) -> tuple[int, ...]:
     """The number of buckets in which each stage's gradients are reduced (see `MemoryOptions`)."""
-    size = wide_bytes(dtype)
-    return config.zero.buckets([size * sum(local_parameters(model, first, end, mesh)) for first, end in layers])
+    size, lora = wide_bytes(dtype), config.lora.spec
+    return config.zero.buckets([size * sum(local_parameters(model, lora, *span, mesh)) for span in layers])
 
 
 def _order(config: RunConfig, model: ModelSpec, device: str) -> Program | None:
@@ -199,7 +199,8 @@ def _order(config: RunConfig, model: ModelSpec, device: str) -> Program | None:
         if model.layers < placed.stages:
             return None
         layers = split(model, placed.placement, config.batch.sequence_length)
-        return guess_costs(model, layers, _piece(config, device, placed.slices)._replace(cp_method="ring"))
+        piece = _piece(config, device, placed.slices)._replace(cp_method="ring")
+        return guess_costs(model, layers, piece, lora=config.lora.spec)
 
     objective: Objective = "longest" if section.post_validation else "makespan"
     return choose(ranks, section.microbatches, costs_of, section.options, objective).best.program

@@ -180,10 +180,18 @@ def _is_finished(config: RunConfig, plan: Plan) -> bool:
 
 
 def _base(config: RunConfig) -> LoraBase | None:
-    """The checkpoint with the frozen weights of a run that has checkpoints of its own."""
+    """The checkpoint with the frozen weights of a run that has checkpoints of its own. Raises PentadError if those have
+    all parameters."""
+    if config.lora.rank is None:
+        return None
     _, meta = _newest_manifest(path_of(config) / runfolder.CHECKPOINTS)
+    if not meta:
+        return origin_of(config).base
     lora = lora_of(meta)
-    return origin_of(config).base if lora is None else lora.base
+    if lora is None:
+        expected = f"null, or another run.name than {config.run.name}, whose checkpoints have all parameters"
+        raise PentadError(f"lora.rank is {config.lora.rank}: expected {expected}")
+    return lora.base
 
 
 def _newest_manifest(checkpoints: Path) -> tuple[int, dict[str, Any]]:

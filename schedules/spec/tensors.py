@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -106,13 +105,6 @@ def head_in_layers(model: ModelSpec, length: int) -> float:
     layer = active_parameters(model, model.layers - 1) + attended * model.heads * model.qk_head_dim
     head = model.vocab * model.hidden / layer
     return head + model.mtp_layers * (1 + head)
-
-
-@lru_cache(maxsize=4096)
-def local_size(model: ModelSpec, first: int, end: int, mesh: Mesh, *, experts: bool) -> int:
-    """Elements that a rank of the mesh holds of a stage's experts, or of everything else."""
-    found = (tensor for tensor in tensors(model, first, end) if tensor.experts is experts)
-    return sum(math.prod(tensor.local_shape(mesh)) for tensor in found)
 
 
 def _decoder(model: ModelSpec, first: int, end: int) -> Iterator[Tensor]:

@@ -1,0 +1,89 @@
+"""What the lora section refuses, each in one sentence, and what a plan with adapters needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.estimate import costs_of, flops_per_token, memory
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.run.init_from import with_base
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.lora import LoraBase
+from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.atomic_io import write_file
+from pentad.workers.checkpoint.manifest import Shard
+
+LORA = ("lora.rank=4", "run.init_from=base")
+ATTENTION = "q_proj, k_proj, v_proj, o_proj"
+MIXTRAL = ("model.family=mixtral", "model.experts.num_experts=4", "model.experts.top_k=2",
+           "model.experts.intermediate_size=32")  # fmt: skip
+REFUSED = [
+    ("lora.targets=[wq]", f"lora.targets has 'wq': expected some of {ATTENTION}, gate_proj, up_proj, down_proj"),
+    ("lora.targets=[]", "lora.targets is []: expected at least one module"),
+    ("lora.targets=[q_proj,q_proj]", "lora.targets is ['q_proj', 'q_proj']: expected each module once"),
+    ("lora.rank=0", "lora.rank is 0: expected at least 1"),
+    ("lora.alpha=0", "lora.alpha is 0: expected more than 0.0"),
+    ("run.init_from=null", "run.init_from is null: expected the model that lora.rank = 4 trains adapters for"),
+    ("run.init_step=true", "run.init_step is true: expected false with lora.rank, whose adapters begin anew"),
+    ("zero.stage=3", "zero.stage is 3: expected at most 2 with lora.rank: frozen weights are not sharded"),
+    ("model.family=phi3", "lora.rank is 4: expected null for model.family = phi3, whose projections are fused"),
+]
+
+
+@pytest.mark.parametrize(("override", "sentence"), REFUSED)
+def test_every_mistake_is_one_sentence(override: str, sentence: str) -> None:
+    with pytest.raises(PentadError) as caught:
+        load(None, [*LORA, override])
+    assert str(caught.value) == sentence
+
+
+def test_experts_have_no_adapters() -> None:
+    assert load(None, [*LORA, *MIXTRAL]).lora.spec is not None  # the targets are those of attention
+    with pytest.raises(PentadError, match=f"'gate_proj': expected some of {ATTENTION}, as experts have no adapters"):
+        load(None, [*LORA, *MIXTRAL, "lora.targets=all-linear"])
+
+
+def test_all_linear_stands_for_every_module() -> None:
+    assert load(None, [*LORA, "lora.targets=all-linear"]).lora == load(None, [*LORA, "lora.targets=[all-linear]"]).lora
+
+
+def test_optimizer_groups_match_adapters() -> None:
+    group = "optimizer.groups=[{pattern: '*lora_B', learning_rate_scale: 16.0}]"
+    assert load(None, [*LORA, group]).optimizer.groups
+    with pytest.raises(PentadError, match=r"optimizer.groups\[0\].pattern is '\*lora_B': expected a pattern"):
+        load(None, [group])
+
+
+def test_adapters_cost_less_than_all_parameters() -> None:
+    full, lora = (make_plan(load(None, ["mesh.pp=2", *more]), "cpu") for more in ((), LORA))
+    for kind in ("gradients", "optimizer"):
+        assert memory(lora, 0)[kind] < memory(full, 0)[kind] / 20
+    assert memory(lora, 0)["parameters"] > memory(full, 0)["parameters"]
+    assert all(x < y / 20 for x, y in zip(costs_of(lora).weight, costs_of(full).weight, strict=True))
+    assert all(x > y for x, y in zip(costs_of(lora).forward, costs_of(full).forward, strict=True))
+    work, frozen = (flops_per_token(full.model, 128, frozen=each) for each in (False, True))
+    assert 2 / 3 * work < frozen < work
+
+
+def test_frozen_weights_are_those_that_the_run_began_with(tmp_path: Path) -> None:
+    plan = make_plan(load(None, [*LORA]), "cpu")
+    folder = checkpoint.folder_of(tmp_path, 1)
+    folder.mkdir()
+    content = safetensors.numpy.save({"steps": np.array(1)})
+    size, sha256 = write_file(folder / "stage-000.safetensors", [memoryview(content)])
+    shards = [Shard("stage-000.safetensors", size, sha256, {"steps": {"dtype": "I64", "shape": []}})]
+    checkpoint.commit(folder, step=1, shards=shards, meta={})
+    base = LoraBase(str(folder), checkpoint.fingerprint(folder))
+    found = with_base(plan, base)
+    assert found.lora is not None and found.lora.base == base
+    (folder / "manifest.json").unlink()
+    with pytest.raises(PentadError, match=f"the frozen weights of lora cannot be read: checkpoint {folder}"):
+        with_base(plan, base)
+    checkpoint.commit(folder, step=1, shards=shards, meta={"run": "another"})
+    with pytest.raises(PentadError, match=f"the checkpoint in {folder} has changed since the run began"):
+        with_base(plan, base)
