@@ -23,7 +23,6 @@ from pentad.orchestrator.config.loggers_section import LoggersSection
 from pentad.orchestrator.config.lora_section import LoraSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
 from pentad.orchestrator.config.optimizer_section import OptimizerSection
-from pentad.orchestrator.config.spikes_section import SpikesSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
@@ -73,7 +72,7 @@ class RunConfig(sections.Section):
     zero: sections.ZeroSection = sections.ZeroSection()
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     elastic: sections.ElasticSection = sections.ElasticSection()
-    spikes: SpikesSection = SpikesSection()
+    spikes: sections.SpikesSection = sections.SpikesSection()
     metrics: sections.MetricsSection = sections.MetricsSection()
     eval: EvalSection = EvalSection()
     loggers: LoggersSection = LoggersSection()

@@ -22,7 +22,7 @@ class LoraSection(Section):
     """rank of the adapters; null: all parameters are trained, without adapters"""
     alpha: PositiveFloat = 16.0
     """what the adapters add counts alpha / rank times"""
-    targets: list[Text] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    targets: list[Text] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj"])
     """modules that get adapters, as Hugging Face names them: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
     down_proj; all-linear: all of these"""
 

@@ -105,7 +105,7 @@ def gradients_of(sublayer: MoE) -> State:
     params = {"router": sublayer.router, "gate_up": sublayer.gate_up, "down": sublayer.down}
     if sublayer.shared is not None:
         params |= {"shared_gate_up": sublayer.shared.gate_up, "shared_down": sublayer.shared.down}
-    return {name: param.gradient for name, param in params.items()}
+    return {name: param.gradient for name, param in params.items() if param.gradient is not None}
 
 
 def reference(case: Case) -> list[Answer]:

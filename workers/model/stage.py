@@ -15,10 +15,10 @@ from pentad.workers.model.layer import Layer, LayerRecomputable, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, rotary_tables
 from pentad.workers.model.mtp import MTPLayer, MTPSaved
 from pentad.workers.model.norm import Norm, SavedNorm
-from pentad.workers.model.sliced_kv_cache import SlicedKVCache
 from pentad.workers.model.weight_grad import Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, run_to_completion
 from pentad.workers.parallel.document_mask import DocumentMask
+from pentad.workers.parallel.sliced_kv_cache import SlicedKVCache
 from pentad.workers.params.param_buffers import ParamBuffers
 from pentad.workers.params.parameters import DTYPES
 from pentad.workers.params.router_bias import LoadBalancer

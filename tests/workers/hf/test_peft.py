@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hf_models
 import pytest
@@ -15,6 +16,7 @@ from plans import global_batch, plan_of
 
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.lora import LoraBase, LoraSpec, targets_of
+from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
@@ -62,7 +64,7 @@ def test_training_equals_that_of_peft(fleet, corpus, tmp_path, family):
         assert (merged(tokens).logits - loaded(tokens).logits).norm() <= 1e-5 * expected.norm()
 
 
-def plan_on(corpus: str, model, lora: LoraSpec, sizes: dict[str, int]) -> Plan:
+def plan_on(corpus: str, model: ModelSpec, lora: LoraSpec, sizes: dict[str, Any]) -> Plan:
     plan = plan_of("gpipe", 1, 1, 2, corpus, "float32", model=model, **sizes)
     return replace(plan, lora=lora, optimizer=replace(plan.optimizer, learning_rate=LearningRate(1e-2, 1e-3, 2, STEPS)))
 
