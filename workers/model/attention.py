@@ -19,7 +19,7 @@ from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.lora import Adapter, ColumnAdapters, RowAdapter
 from pentad.workers.model.norm import QKNorm, QKNormSaved
 from pentad.workers.model.weight_grad import AddWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
-from pentad.workers.parallel.async_ops import Task, gather2
+from pentad.workers.parallel.async_ops import Task, gather2, ready
 from pentad.workers.parallel.context_parallel import SavedContext
 
 
@@ -110,7 +110,8 @@ class Attention(NamedTuple):
         if self.sinks is not None and dsinks is not None:
             vectors.append(AddWgrad(self.sinks.gradient, dsinks))
         local = x
-        x, dx = yield from gather2(tp.all_gather(x), tp.matmul_reduce_scatter(dqkv, self.qkv.weight))
+        gather = tp.all_gather(x) if self.qkv.gradient is not None else ready(x)  # only W needs all rows
+        x, dx = yield from gather2(gather, tp.matmul_reduce_scatter(dqkv, self.qkv.weight))
         vectors += yield from self.qkv_adapters.backward_(context, local, dqkv, dx)
         return dx, [LinearWgrad(self.out.gradient, dy, saved.out), LinearWgrad(self.qkv.gradient, dqkv, x), *vectors]
 

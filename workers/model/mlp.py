@@ -12,7 +12,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.lora import Adapter, ColumnAdapters, RowAdapter
 from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
-from pentad.workers.parallel.async_ops import Task, gather2, run_to_completion
+from pentad.workers.parallel.async_ops import Task, gather2, ready, run_to_completion
 
 
 class MLPRecomputable(NamedTuple):
@@ -65,7 +65,8 @@ class MLP(NamedTuple):
         dgate_up, gated = glu_backward(dgated, gate_up, self.act)
         del dgated  # free before the products
         adapters = yield from self.down_adapter.wgrads(context, gated, local_dy, dnarrow)
-        x, dx = yield from gather2(tp.all_gather(x), tp.matmul_reduce_scatter(dgate_up, self.gate_up.weight))
+        gather = tp.all_gather(x) if self.gate_up.gradient is not None else ready(x)  # only W needs all rows
+        x, dx = yield from gather2(gather, tp.matmul_reduce_scatter(dgate_up, self.gate_up.weight))
         adapters += yield from self.gate_up_adapters.backward_(context, local, dgate_up, dx)
         work = [LinearWgrad(self.down.gradient, dy, gated), LinearWgrad(self.gate_up.gradient, dgate_up, x)]
         return dx, [*work, *adapters]
