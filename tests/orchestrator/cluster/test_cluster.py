@@ -192,6 +192,7 @@ def join(section: dict[str, str], footprint: Footprint | None = None) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_two_clusters_coexist_and_the_second_leaves_nothing_behind(running: clusters.Cluster) -> None:
     footprint = Footprint()
     answer = join({"device": "cpu"}, footprint)

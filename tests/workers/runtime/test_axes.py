@@ -49,7 +49,7 @@ FAMILY = [
     *(pytest.param(name, "gpipe", {}, marks=slow if name in LIKE_OTHERS else []) for name in FAMILIES),
     ("olmo2", "zb-h2", {"tp": 4}),
     pytest.param("llama 3.1", "zb-h2", {"pp": 2, "cp": 2}, marks=slow),
-    ("qwen3", "zb-h2", {"tp": 4}),
+    pytest.param("qwen3", "zb-h2", {"tp": 4}, marks=slow),
     pytest.param("qwen3", "1f1b", {"tp": 2, "pp": 2}, marks=slow),
     pytest.param("qwen3-moe", "zb-v", {"ep": 2, "pp": 2}, marks=slow),
     pytest.param("mixtral", "1f1b", {"tp": 4}, marks=slow),
