@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import hf_models
 import pytest
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The files of a model; do not change them."""
+    import hf_models  # imports transformers, which takes seconds
+
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:
