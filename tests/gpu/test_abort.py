@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from gpus import RANKS_A_GPU, num_places, on_gpu
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import plan_of
 from small_models import WIDE, WIDE_MOE
 from worker_processes import check_recovery
@@ -14,7 +14,7 @@ from worker_processes import check_recovery
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(120 * RANKS_A_GPU),
-    pytest.mark.skipif(num_places() < 2, reason="two GPUs are needed"),
+    two_gpus,
 ]
 STEPS = 24
 Case = tuple[str, dict[str, Any]]

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from bits import same_bits
 from exactness import assert_equals_one_process
-from gpus import on_gpu
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import plan_on_mesh
 from small_models import FAMILIES, GEMMA, HEADS, MOE, WIDE, WIDE_MOE
 
@@ -17,8 +16,8 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
+    pytest.mark.timeout(120 * RANKS_A_GPU),
+    two_gpus,
 ]
 Case = tuple[str, dict[str, int], dict[str, Any]]
 CASES: list[Case] = [

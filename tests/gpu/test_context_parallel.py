@@ -9,11 +9,11 @@ import pytest
 import torch
 from closeness import relative_error
 from cp_ranks import Case, Ranks, run_rank
-from gpus import num_places
+from gpus import RANKS_A_GPU, num_places
 
 from pentad.schedules.spec.cp_layout import CpMethod
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DOCUMENTS = ((0, 256, 512, 768), (0, 3, 300, 1000), (0,))
@@ -31,7 +31,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def ranks():
-    if torch.cuda.device_count() < 2:
+    if num_places() < 2:
         pytest.skip("two GPUs are needed")
     made = Ranks(min(4, num_places()), "cuda")
     yield made

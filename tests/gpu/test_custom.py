@@ -8,14 +8,15 @@ import pytest
 import torch
 from custom_models import custom_model, reference
 from fleet import Fleet, assemble, losses_of
+from gpus import RANKS_A_GPU, two_gpus
 from plans import STEPS, is_close, plan_of
 
 from pentad.schedules.spec.plan import Plan
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(90),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.timeout(90 * RANKS_A_GPU),
+    two_gpus,
 ]
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from elastic_cases import LINE, SCHEDULES, SQUARE, Outcome, Start, assert_recovered, assert_same, outcome
-from gpus import num_places
+from gpus import RANKS_A_GPU, num_places
 from multinode import Cluster, Run, kill, multinode_cluster
 
 from pentad.orchestrator.control.control_client import connect
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(300 * RANKS_A_GPU),
     pytest.mark.skipif(num_places() < 4, reason="four GPUs are needed"),
 ]
 STEPS = 300

@@ -6,15 +6,14 @@ import pytest
 import torch
 from bits import assert_same_runs
 from evaluations import EVALUATED, assert_evaluates_like_one_process, with_eval
-from gpus import on_gpu
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import STEPS, plan_of
 from small_models import MOE
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.runtime.runner import Runner
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 
 
 @two_gpus

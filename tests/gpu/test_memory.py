@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from bits import same_bits
 from fleet import Fleet
-from gpus import num_places
+from gpus import RANKS_A_GPU, num_places
 from plans import plan_of
 
 from pentad.orchestrator.planning.activation_peaks import activation_peaks
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import BatchSpec, Plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 # So large that activations outweigh temporary tensors, such as those of initialization.
 LARGE = ModelSpec(layers=8, hidden=512, heads=4, kv_heads=2, ffn=1536, vocab=300)
 SAVINGS = [("full", None), ("selective", None), ("none", 2.0)]  # recompute, max_resident

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from exactness import assert_equals_one_process
 from fleet import Fleet
-from gpus import on_gpu
+from gpus import RANKS_A_GPU, on_gpu
 from mixtures import mixed
 from plans import plan_on_mesh
 from small_models import FAMILIES
 
 from pentad.schedules.spec.data import Packing
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])

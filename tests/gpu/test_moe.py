@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from closeness import relative_error
 from expert_ranks import NO_SEQUENCE, Ranks, State, bind, case_of, check, gradients_of, layer_context
+from gpus import two_gpus
 
 from pentad.kernels.moe.grouped_gemm import (
     accumulate_grouped_gradient_,
@@ -165,7 +166,7 @@ def ranks() -> Iterator[Ranks]:
     pool.stop()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @pytest.mark.parametrize("mode", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_experts_on_two_gpus_equal_one_process(ranks: Ranks, mode, top_k: int) -> None:

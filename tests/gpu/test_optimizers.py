@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from bits import same_bits
 from exactness import assert_equals_one_process
-from gpus import on_gpu
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import MODEL, plan_on_mesh
 from small_models import HEADS, MOE, WIDE, WIDE_MOE
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 CASES = [
     ("gpipe", {}, 0, MODEL),
     pytest.param("zb-h2", {"tp": 2, "pp": 2}, 0, HEADS, marks=two_gpus),

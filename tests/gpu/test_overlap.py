@@ -8,14 +8,14 @@ import pytest
 import torch
 from exactness import with_tied_copies
 from fleet import assemble
-from gpus import on_gpu
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import is_close, plan_of, reference, without_overlap
 from small_models import HEADS, MOE
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(90),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
+    pytest.mark.timeout(90 * RANKS_A_GPU),
+    two_gpus,
 ]
 
 

@@ -6,18 +6,17 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 from bits import same_bits
 from fleet import BadGradient, Call
-from gpus import on_gpu
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import plan_of
 
 from pentad.schedules.spec.spikes import SpikeSpec
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(90),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
+    pytest.mark.timeout(90 * RANKS_A_GPU),
+    two_gpus,
 ]
 SPIKES = SpikeSpec(threshold=50.0, window=4, min_steps=3)
 SPIKE = BadGradient(rank=0, step=4, value=1e3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bits import same_bits
 from exactness import assert_equals_one_process
-from gpus import on_gpu
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import MODEL, plan_of
 
 from pentad.orchestrator.planning.estimate import memory
@@ -19,8 +19,7 @@ from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import create_parameters
 from pentad.workers.runtime.zero import ZeroShards
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 CASES = [("1f1b", 2, 1, 3, None), ("looped-bfs", 2, 1, 3, 4), ("dualpipe", 1, 2, 4, None), ("zb-h2", 2, 2, 4, None)]
 BUFFERS = ("parameters", "master", "gradients", "optimizer")
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from closeness import relative_error
+from gpus import gpu_of
 from plans import MODEL
 from pool import Pool, answer_orders
 
@@ -179,8 +180,8 @@ def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> N
     faulthandler.enable()
     backend = "gloo"
     if device == "cuda":
-        backend, device = "nccl", f"cuda:{rank}"
-        torch.cuda.set_device(rank)
+        backend, device = "nccl", f"cuda:{gpu_of(rank)}"
+        torch.cuda.set_device(device)
     else:
         torch.use_deterministic_algorithms(True)  # also fills fresh memory with NaN, which must not matter
     store, timeout = f"file://{Path(folder, 'store')}", timedelta(seconds=80)

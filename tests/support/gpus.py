@@ -2,7 +2,7 @@
 number.
 
 Ranks that share a GPU pretend to be on several hosts, so NCCL connects them by sockets: slow, with the same results.
-Tests of four ranks can thus run on two GPUs.
+Tests of four ranks can thus run on two GPUs, or on one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ RANKS_A_GPU = int(os.environ.get("RANKS_A_GPU", "1"))
 
 def num_places() -> int:
     return torch.cuda.device_count() * RANKS_A_GPU
+
+
+two_gpus = pytest.mark.skipif(num_places() < 2, reason="two GPUs are needed")
 
 
 def gpu_of(place: int) -> int:
