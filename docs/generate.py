@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
+from pentad.orchestrator.api.curves import Curves
 from pentad.orchestrator.config.reference import completion_keys, configuration_page
 from pentad.orchestrator.monitoring.exporter import METRICS
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.draw.curves import svg_curves
+from pentad.schedules.draw.learning_rates import svg_learning_rates
+from pentad.schedules.draw.losses import Evaluation, LossCurve, Window
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
@@ -18,6 +21,7 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.learning_rate import DecayShape, LearningRate, ScheduleName
 
 DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "tests" / "bench" / "results"
 PICTURES = DOCS / "images" / "schedules"
 RANKS, MICROBATCHES = 4, 8
 
@@ -29,7 +33,8 @@ def files() -> Iterator[tuple[Path, str]]:
     schedules, observability = DOCS / "schedules.md", DOCS / "observability.md"
     yield schedules, _filled(schedules, catalogue=_catalogue(), pictures=_pictures())
     yield observability, _filled(observability, metrics=_metrics())
-    yield DOCS / "images" / "learning-rates.svg", svg_curves(learning_rates())
+    yield DOCS / "images" / "learning-rates.svg", svg_learning_rates(learning_rates())
+    yield DOCS / "images" / "mixture-losses.svg", measured_curves(RESULTS / "mixture-cpu.json").svg()
     for name in CATALOGUE:
         program = compile_program(name, RANKS, MICROBATCHES)
         timeline = simulate(program, Costs.uniform(program.stages))
@@ -47,6 +52,21 @@ def learning_rates() -> dict[str, LearningRate]:
         for name in shapes
         for shape in shapes[name]
     }
+
+
+def measured_curves(path: Path) -> Curves:
+    """Those that `pentad curves RUN --json` printed."""
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    curves = [
+        LossCurve(
+            each["name"],
+            tuple(Window(**window) for window in each["training"]),
+            tuple(Evaluation(**evaluation) for evaluation in each["held_out"]),
+        )
+        for each in facts["curves"]
+    ]
+    run = Path(facts["run"]).name
+    return Curves(run, tuple(curves), facts["steps"], facts["tokens"], tuple(facts["changes"]))
 
 
 def _filled(page: Path, **parts: str) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from pentad.orchestrator.api.comparison import Comparison
+    from pentad.orchestrator.api.curves import Curves
     from pentad.schedules.ir.program import Program
     from pentad.schedules.simulate.timeline import Timeline
 
@@ -82,6 +83,12 @@ class Run:
         from pentad.orchestrator.api.comparison import compare
 
         return compare(self.folder, step)
+
+    def curves(self) -> Curves:
+        """The losses by step, as `pentad curves` shows them. Raises PentadError if there is none yet."""
+        from pentad.orchestrator.api.curves import curves_of
+
+        return curves_of(self.folder)
 
     def checkpoints(self) -> dict[int, Path]:
         """The folders of the committed checkpoints, by their number of steps, oldest first."""

@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArguments, Timeout, Words, files_by_option
-from pentad.orchestrator.cli.completion import run_names
+from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArguments, Timeout, Words
 from pentad.orchestrator.cli.data_commands import data
+from pentad.orchestrator.cli.picture_commands import curves, timeline
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 
 # ClickException, the base of all usage errors; typer bundles click but does not export it.
@@ -154,20 +154,8 @@ def schedule(**arguments: Any) -> None:
 schedule.__signature__ = inspect.signature(ScheduleArguments, eval_str=True)  # type: ignore[attr-defined]
 
 
-@app.command()
-def timeline(
-    run: Annotated[str, Argument(help="A run's folder, or its name under runs/.", autocompletion=run_names)],
-    step: Annotated[int | None, Option(help="The measured step to compare (default: the last).")] = None,
-    html: Annotated[Path | None, Option(help="Write an interactive page of all measured steps.")] = None,
-    svg: Annotated[Path | None, Option(help="Write a figure of the step.")] = None,
-    trace: Annotated[Path | None, Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
-    as_json: Json = False,
-) -> None:
-    """Compare a measured step of a run with the same step simulated at its measured costs."""
-    from pentad.orchestrator.cli.show_run import show_timeline
-
-    files = files_by_option(html=html, svg=svg, trace=trace)
-    show_timeline(run, Console(), step=step, files=files, as_json=as_json)
+app.command()(timeline)
+app.command()(curves)
 
 
 @app.command()

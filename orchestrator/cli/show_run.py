@@ -1,4 +1,4 @@
-"""`pentad timeline`: a run's measured step beside the same step simulated."""
+"""`pentad timeline` and `pentad curves`: what a run has measured."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pentad.orchestrator.api.comparison import compare
+from pentad.orchestrator.api.curves import curves_of
 from pentad.orchestrator.cli.show_schedule import write
 from pentad.orchestrator.monitoring.runfolder import resolve_run
 
@@ -38,3 +39,17 @@ def show_timeline(
     console.print(found, crop=False)
     for path in files.values():
         console.print(Text(f" written to {path}"), soft_wrap=True)
+
+
+def show_curves(run: str, console: Console, *, svg: Path | None, as_json: bool = False) -> None:
+    """Prints the first, last and lowest loss of each corpus, and writes the figure of --svg."""
+    folder = resolve_run(run)
+    found = curves_of(folder)
+    if svg is not None:
+        write("--svg", svg, found.svg())
+    if as_json:
+        print(json.dumps({"run": str(folder), **found.facts()}))
+        return
+    console.print(found)
+    if svg is not None:
+        console.print(Text(f" written to {svg}"), soft_wrap=True)

@@ -43,6 +43,13 @@ OP_STYLES = {
     "OFFLOAD": OpStyle("copy", "#a8b5b0", "#6d7d77", "grey"),
     "RELOAD": OpStyle("copy", "#cfd8d4", "#4c5a55", "grey"),
 }
+SERIES = (  # of curves, on a light and a dark background; like ops they differ in lightness as well as in hue
+    ("#1f3fa8", "#6f8ff7"),
+    ("#d97706", "#fbbf5a"),
+    ("#0f9b78", "#4fd1a5"),
+    ("#8a1c3c", "#e8506a"),
+    ("#b65fc4", "#a9d4ff"),
+)
 OTHER = OpStyle("other", "#b6bcc6", "#6b7380", "generic_work")
 ROWS = ("compute", "receive", "send", "p2p", "gather", "reduce", "copy")
 _Key = TypeVar("_Key", bound=Hashable)

@@ -109,9 +109,9 @@ def _figure(panels: dict[str, Timeline], title: str, pixels: float, last: int, u
     size = f"{width:.0f}", f"{bottom + AXIS:.0f}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" viewBox="0 0 {" ".join(size)}">',
-        f"<title>{_text(title)}</title><style>{STYLE}{_colours(ops, chunks)}</style>",
+        f"<title>{escaped(title)}</title><style>{STYLE}{_colours(ops, chunks)}</style>",
         '<rect class="page" width="100%" height="100%" rx="8"/>',
-        f'<text class="title" x="{MARGIN}" y="28">{_text(title)}</text>',
+        f'<text class="title" x="{MARGIN}" y="28">{escaped(title)}</text>',
         *_legend([op for op in OP_STYLES if op in ops]),
         *_axis(HEADER + HEADING - 4, bottom, scale),
         *body,
@@ -120,7 +120,7 @@ def _figure(panels: dict[str, Timeline], title: str, pixels: float, last: int, u
     return "\n".join(lines) + "\n"
 
 
-def _text(value: str) -> str:
+def escaped(value: str) -> str:
     """Escaped, and without the control characters that no XML file may hold."""
     return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\ud800-\udfff]", "", value))
 

@@ -78,10 +78,11 @@ def test_every_command_of_the_first_pages_runs(folder: Path, capsys: pytest.Capt
     assert names <= {path.name for path in (folder / "runs" / "first").iterdir()}
 
 
+ELSEWHERE = ("README.md", "first-hour.md", "hugging-face.md", "fine-tuning.md", "data.md")  # tests of their own
 OTHERS = [
     pytest.param(page, marks=[pytest.mark.slow] if any(verb == "train" for verb, *_ in commands(page)) else [])
     for page in PAGES
-    if commands(page) and page.name not in ("README.md", "first-hour.md", "hugging-face.md", "fine-tuning.md")
+    if commands(page) and page.name not in ELSEWHERE
 ]
 
 

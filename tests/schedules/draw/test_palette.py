@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from pentad.schedules.draw.palette import BACKGROUNDS, OP_STYLES, Theme, shades
+from pentad.schedules.draw.palette import BACKGROUNDS, OP_STYLES, SERIES, Theme, shades
 
 # Simulated colour blindness on linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
 EYES = {
@@ -59,3 +59,10 @@ def test_chunks_differ_and_the_first_has_the_colour_of_the_op(theme: Theme, eye:
 def test_the_faintest_chunk_stands_out_from_the_background(theme: Theme) -> None:
     for colours in fills(theme, 4).values():
         assert math.dist(lab(colours[-1], "normal"), lab(BACKGROUNDS[theme], "normal")) > 15
+
+
+@pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize(("theme", "number"), [("light", 0), ("dark", 1)])
+def test_curves_differ_from_each_other_and_from_the_background(theme: Theme, number: int, eye: str) -> None:
+    colours = [lab(colour, eye) for colour in (*(pair[number] for pair in SERIES), BACKGROUNDS[theme])]
+    assert all(math.dist(one, other) > 20 for one, other in combinations(colours, 2))

@@ -13,7 +13,7 @@ WIDTH, HEIGHT, GAP, HEADING = 190, 90, 24, 24  # pixels: of a panel, between pan
 LINES = ".curve{fill:none;stroke:#1f3fa8;stroke-width:2}", ".curve{stroke:#7f9bf5}"
 
 
-def svg_curves(panels: Mapping[str, LearningRate]) -> str:
+def svg_learning_rates(panels: Mapping[str, LearningRate]) -> str:
     """The SVG text of learning rates by title, each from 0 to its peak, over its `decay_steps` and a tenth more."""
     rows = -(-len(panels) // COLUMNS)
     width = 2 * MARGIN + COLUMNS * (WIDTH + GAP) - GAP

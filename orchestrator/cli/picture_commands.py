@@ -1,0 +1,40 @@
+"""`pentad timeline` and `pentad curves`: tables and pictures of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from typer import Argument, Option
+
+from pentad.orchestrator.cli.arguments import Json, files_by_option
+from pentad.orchestrator.cli.completion import run_names
+
+_Folder = Annotated[str, Argument(help="A run's folder, or its name under runs/.", autocompletion=run_names)]
+
+
+def timeline(
+    run: _Folder,
+    step: Annotated[int | None, Option(help="The measured step to compare (default: the last).")] = None,
+    html: Annotated[Path | None, Option(help="Write an interactive page of all measured steps.")] = None,
+    svg: Annotated[Path | None, Option(help="Write a figure of the step.")] = None,
+    trace: Annotated[Path | None, Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a measured step of a run with the same step simulated at its measured costs."""
+    from pentad.orchestrator.cli.show_run import show_timeline
+
+    files = files_by_option(html=html, svg=svg, trace=trace)
+    show_timeline(run, Console(), step=step, files=files, as_json=as_json)
+
+
+def curves(
+    run: _Folder,
+    svg: Annotated[Path | None, Option(help="Write a figure.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the losses of a run by step: of each corpus, in training and on held-out data."""
+    from pentad.orchestrator.cli.show_run import show_curves
+
+    show_curves(run, Console(), svg=svg, as_json=as_json)
