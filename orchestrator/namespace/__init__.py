@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pentad.orchestrator.api.checkpoints import load_checkpoint
     from pentad.orchestrator.api.comparison import Comparison
     from pentad.orchestrator.api.configs import load_config
+    from pentad.orchestrator.api.curves import Curves
     from pentad.orchestrator.api.evaluation import evaluate
     from pentad.orchestrator.api.plans import PlannedRun, plan
     from pentad.orchestrator.api.runs import Run
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Comparison": "pentad.orchestrator.api.comparison",
+    "Curves": "pentad.orchestrator.api.curves",
     "PentadError": "pentad.schedules.ir.errors",
     "PlannedRun": "pentad.orchestrator.api.plans",
     "Run": "pentad.orchestrator.api.runs",
@@ -47,6 +49,7 @@ _MODULES = {
 
 __all__ = [
     "Comparison",
+    "Curves",
     "PentadError",
     "PlannedRun",
     "Run",
