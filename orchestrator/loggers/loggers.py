@@ -51,7 +51,7 @@ class Loggers(Watcher):
             kind: LoggedRun(config.run.name, path, first, described, config.loggers.settings(kind))
             for kind in config.loggers.use
         }
-        self._processes = [LoggerProcess(kind, run, note) for kind, run in runs.items()]
+        self._processes = [process for kind, run in runs.items() if (process := _started(kind, run, note))]
 
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         for process in self._processes:
@@ -86,11 +86,20 @@ class Loggers(Watcher):
             process.send(message)
 
 
+def _started(kind: str, run: LoggedRun, note: Callable[[str], None]) -> LoggerProcess | None:
+    """None, with a note, where the system refuses: its disk is full, or it has too many processes."""
+    try:
+        return LoggerProcess(kind, run, note)
+    except OSError as error:
+        note(f"logger {kind} cannot start and logs nothing ({error})")
+        return None
+
+
 class LoggerProcess:
     """One logger, its queue, and the threads that write to its process and read its notes."""
 
     def __init__(self, kind: str, run: LoggedRun, note: Callable[[str], None]) -> None:
-        self.kind, self.note, self.rows, self.dropped = kind, note, 0, 0
+        self.kind, self.note, self.rows, self.dropped, self.ended = kind, note, 0, 0, False
         self.log = Path(run.folder, LOGS, f"{kind}.log")
         self.queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.log.parent.mkdir(exist_ok=True)
@@ -129,6 +138,7 @@ class LoggerProcess:
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            self.ended = True
             self.process.kill()
             self.note(f"logger {self.kind} did not finish in {CLOSE_SECONDS:g} s and was ended; see {self.log}")
         for thread in self.threads:
@@ -150,5 +160,5 @@ class LoggerProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.note(line.strip())
-        if self.process.wait() < 0:
+        if self.process.wait() < 0 and not self.ended:
             self.note(f"logger {self.kind} was killed and logs nothing more; see {self.log}")

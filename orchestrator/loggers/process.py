@@ -11,8 +11,10 @@ import os
 import pkgutil
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +72,20 @@ def main(kind: str) -> None:
     def note(text: str) -> None:
         notes.write(f"{text}\n")
 
+    def fail(error: BaseException) -> None:
+        """Ends the process at once: a library whose writing thread has died may block all others."""
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        note(f"logger {kind} has failed and logs nothing more ({reason})")
+        with suppress(OSError):  # of a full disk
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        os._exit(1)
+
+    threading.excepthook = lambda hooked: fail(hooked.exc_value or SystemExit())
     try:
         serve(kind, map(json.loads, sys.stdin), note)
     except Exception as error:
-        traceback.print_exc()
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        note(f"logger {kind} has failed and logs nothing more ({reason})")
-        sys.exit(1)
+        fail(error)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fcntl
+import io
 import json
 import math
 import os
@@ -306,8 +307,20 @@ def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    with _reported(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({key: _json_value(value) for key, value in row.items()}, allow_nan=False) + "\n")
+    """Appends a line, or on a full disk nothing: part of a line would spoil the next one."""
+    line = json.dumps({key: _json_value(value) for key, value in row.items()}, allow_nan=False) + "\n"
+    with _reported(path), path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            _write_all(file, line.encode())
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 def _json_value(value: Any) -> Any:

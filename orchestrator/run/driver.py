@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ from pentad.orchestrator.run.fence import RecoveryState
 from pentad.orchestrator.run.hang_detection import HangDetector
 from pentad.orchestrator.run.init_from import Origin, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
+from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.recovery import Recovery
 from pentad.orchestrator.run.resumed_optimizer import dropped_state
 from pentad.orchestrator.run.spikes import roll_back, rollback_target, skipped_batches
 from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start, newest
 
@@ -137,7 +139,7 @@ def _run_generations(
         except WorkerError as error:
             fault = error
         finally:
-            bus.folder.timelines(steps.history.timeline, steps.history.costs)  # of this plan: the next may be another
+            _write_timelines(bus, steps.history)  # of this plan: the next may be another
         if fault is not None:
             state = recovery.recover(fault, steps.done)
         elif steps.spikes.spike is not None:
@@ -154,6 +156,14 @@ def _run_generations(
             bus.rewind(state.version)
         first, saved_at = state.version, steps.saved_at
         saved = max(s for s in (steps.durable, *bus.folder.saved()) if s <= state.version)
+
+
+def _write_timelines(bus: EventBus, history: History) -> None:
+    """Without them the run is still complete, so a full disk costs a note."""
+    try:
+        bus.folder.timelines(history.timeline, history.costs)
+    except PentadError as error:
+        bus.display.note(f"no timeline: {error}")
 
 
 def _show_cluster(display: Display, cluster: Cluster) -> None:
@@ -201,15 +211,22 @@ def _failures_recorded(bus: EventBus) -> Iterator[None]:
     try:
         yield
     except WorkerError as error:
-        bus.record("failure", rank=error.rank, error=str(error))
-        bus.set_state("failed")
+        _record_failure(bus, rank=error.rank, error=str(error))
         path = bus.folder.path / FAILURE
-        path.write_text(f"{error}\n\n{error.detail}\n", encoding="utf-8")
+        try:
+            path.write_text(f"{error}\n\n{error.detail}\n", encoding="utf-8")
+        except OSError:
+            raise error from None
         raise WorkerError(f"{error} (more in {path})", error.rank, error.detail) from None
     except BaseException as error:
-        bus.record("failure", error=str(error) or type(error).__name__)
-        bus.set_state("failed")
+        _record_failure(bus, error=str(error) or type(error).__name__)
         raise
+
+
+def _record_failure(bus: EventBus, **facts: Any) -> None:
+    with suppress(PentadError):  # a full disk, perhaps the failure itself
+        bus.record("failure", **facts)
+    bus.set_state("failed")
 
 
 def _ranks(group: WorkerGroup) -> list[dict[str, Any]]:

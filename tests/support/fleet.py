@@ -104,11 +104,13 @@ class Fleet:
         restore: str | None = None,
         save: str | None = None,
         bad_gradient: BadGradient | None = None,
+        optimizer: bool = True,
     ) -> list[Outcome]:
-        """Runs the calls in a new generation. Fails with the traceback of the first rank that does."""
+        """Runs the calls in a new generation. Fails with the traceback of the first rank that does. `optimizer`: its
+        state is restored too."""
         ranks = range(plan.mesh.size)
         faults = [bad_gradient if bad_gradient and bad_gradient.rank == rank else None for rank in ranks]
-        self.pool.send([(plan, rank, calls, restore, save, faults[rank]) for rank in ranks])
+        self.pool.send([(plan, rank, calls, restore, save, faults[rank], optimizer) for rank in ranks])
         address = self.pool.receive(0)
         assert "\n" not in address, f"rank 0: {address}"
         for end in self.pool.ends[: plan.mesh.size]:
@@ -150,6 +152,7 @@ def _run(
     restore: str | None,
     save: str | None,
     bad_gradient: BadGradient | None,
+    optimizer_state: bool,
 ) -> Outcome:
     from pentad.workers.params import optimizer
     from pentad.workers.runtime.runner import Runner
@@ -184,7 +187,7 @@ def _run(
             if plan.device == "cpu":
                 assert runner.executor is not None
                 watch_early_releases(runner.executor)
-            runner.restore(restore)
+            runner.restore(restore, optimizer=optimizer_state)
             results, evaluations = [], []
             for call in calls:
                 if len(call) == 1:

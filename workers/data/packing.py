@@ -36,7 +36,11 @@ class Packs:
         folder = _folder(corpus, length, cache)
         if not folder.exists():
             _write(corpus, length, folder)
-        tables = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in FIELDS]
+        try:
+            tables = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in FIELDS]
+        except (OSError, ValueError, EOFError) as error:
+            fault = f"has {folder.name}, which cannot be read ({error})"
+            raise PentadError(f"data.cache {fault}: expected a table, which is made again if you remove that") from None
         self.starts, self.sizes, self.first = tables  # of spans, and the first span of each sequence
         self.sequences = len(self.first) - 1
         if not self.sequences:

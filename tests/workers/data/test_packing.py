@@ -90,6 +90,18 @@ def test_a_table_is_made_once_for_a_corpus_and_a_length(tmp_path: Path, monkeypa
     assert sorted(path.name for path in cache.iterdir()) == [next(cache.glob("packed-8-*")).name]
 
 
+@pytest.mark.parametrize("kept", [0, 40, 200])
+def test_a_damaged_table_is_named(tmp_path: Path, kept: int) -> None:
+    corpus = corpus_of(tmp_path / "c", [5, 3, 9, 2] * 20)
+    Packs(corpus, LENGTH, tmp_path / "cache")
+    (table,) = (tmp_path / "cache").glob("packed-*/sizes.npy")
+    table.write_bytes(table.read_bytes()[:kept])
+    with pytest.raises(
+        PentadError, match=r"^data.cache has packed-8-\w+, which cannot be read \(.*\): expected"
+    ):
+        Packs(corpus, LENGTH, tmp_path / "cache")
+
+
 def test_a_corpus_of_empty_documents_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PentadError, match=r"data.path is '.*', which has only empty documents: expected one of two"):
         Packs(corpus_of(tmp_path / "corpus", [1, 1]), LENGTH, tmp_path / "cache")

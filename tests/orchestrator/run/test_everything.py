@@ -1,0 +1,141 @@
+"""Runs with every feature on that lose a rank and then their driver: the bits of runs that were left alone."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_files import scalars
+from mixtures import random_corpus
+from multinode import Cluster, Run, multinode_cluster
+
+from pentad.orchestrator.monitoring.runfolder import committed, read_lines
+from pentad.workers.checkpoint.checkpoint import MANIFEST
+from pentad.workers.checkpoint.manifest import decode
+
+STEPS = 40
+EVERYTHING = (
+    *("model.layers=4", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn=48", "model.vocab=300"),
+    *("batch.global_batch_size=8", "batch.sequence_length=32", f"run.steps={STEPS}"),
+    *("data.packing=documents", "data.document_mask=true", "data.holdout=0.1"),
+    "data.curriculum=[{step: 18, weights: {chat: 3}}]",
+    *("optimizer.name=muon", "optimizer.schedule=wsd", "optimizer.z_loss=0.001", "optimizer.clip_norm=0.5"),
+    "optimizer.groups=[{pattern: embedding, learning_rate_scale: 0.5}, {pattern: '*norm', weight_decay: 0.2}]",
+    *("spikes.policy=skip", "spikes.threshold=2.0", "spikes.window=8", "spikes.min_steps=4"),
+    *("eval.every=6", "eval.at_start=true", "eval.sequences=10"),
+    *("checkpoint.every=5", "checkpoint.keep_best=true", "loggers.use=[csv, tensorboard]"),
+    *("cluster.device=cpu", "cluster.auth=disabled", "cluster.start_timeout_seconds=200", "elastic.hang_seconds=20"),
+)
+EXPERTS = (
+    "model.family=mixtral",
+    "model.experts={num_experts: 4, top_k: 2, intermediate_size: 16, bias_update_rate: 0.01}",
+)
+MESHES = {
+    "zb-h2": ("mesh.dp=2", "mesh.pp=2", "schedule.name=zb-h2", "schedule.microbatches=4"),
+    "dualpipev": ("mesh.pp=2", "mesh.tp=2", "schedule.name=dualpipev", "schedule.microbatches=4"),
+    "zero": ("mesh.dp=2", "mesh.cp=2", "zero.stage=3", "schedule.name=1f1b", "schedule.microbatches=4"),
+    "experts": ("mesh.ep=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=4", *EXPERTS),
+    "adapters": ("mesh.pp=2", "mesh.tp=2", "schedule.name=zb-h2", "schedule.microbatches=4", "lora.rank=2"),
+}
+# The values of a row that depend on what was trained alone, not on when and by which generation.
+EXACT = ("step", "loss", "z_loss", "grad_norm", "lr", "tokens", "total_tokens", "target_tokens", "skipped", "sources")
+EVAL_EXACT = ("step", "data", "loss", "perplexity", "tokens", "sequences")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    with multinode_cluster() as cluster:
+        cluster.resize(4, 1)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Chat data in which half of the tokens count, text, and a source that is used up during the run."""
+    folder = tmp_path_factory.mktemp("corpora")
+    chat = random_corpus(folder / "chat", 1, 200, 40, targets=0.5)
+    text, few = random_corpus(folder / "text", 2, 200, 60), random_corpus(folder / "few", 3, 60, 20)
+    sources = f"[{{path: {chat}, weight: 1}}, {{path: {text}, weight: 2}}, {{path: {few}, weight: 1, epochs: 1}}]"
+    return f"data.sources={sources}"
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_a_run_that_loses_a_rank_and_its_driver_has_the_same_bits(
+    nodes: Cluster, corpora: str, tmp_path: Path, case: str
+) -> None:
+    given = (*EVERYTHING, corpora, f"data.cache={tmp_path}", *MESHES[case])
+    if case == "adapters":
+        base = Run(nodes, tmp_path / "base", *given[:-1], "run.steps=2", "loggers.use=[]")
+        assert base.end() == 0, base.describe()
+        given = (*given, f"run.init_from={base.folder}")
+    expected = Run(nodes, tmp_path / "expected", *given)
+    assert expected.end() == 0, expected.describe()
+
+    run = Run(nodes, tmp_path / "killed", *given)
+    try:
+        run.wait_for_step(7)
+        run.signal_ranks(1)
+        run.wait_for(lambda: run.events("recovered"))
+        run.wait_for_step(22)
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+        again = Run(nodes, tmp_path / "killed", *given)
+        assert again.end() == 0, again.describe()
+        assert_same_run(again, expected)
+        again.assert_gone()
+    finally:
+        run.stop()
+
+
+def assert_same_run(run: Run, expected: Run) -> None:
+    found, wanted = exact(run.rows(), EXACT), exact(expected.rows(), EXACT)
+    assert [row["step"] for row in found] == list(range(STEPS))
+    assert found == wanted, run.describe()
+    assert any(row["skipped"] for row in found) and not all(row["skipped"] for row in found)
+    assert {row["sources"]["few"]["target_tokens"] for row in found[-5:]} == {0}  # used up
+    evaluations = exact(evaluations_of(run), EVAL_EXACT)
+    assert evaluations == exact(evaluations_of(expected), EVAL_EXACT)
+    assert [row["step"] for row in evaluations[::3]] == [*range(0, STEPS, 6), STEPS]
+    assert manifest(run) == manifest(expected)
+    assert run.events("best")[-1]["step"] == expected.events("best")[-1]["step"]
+    assert set(committed(run.folder / "checkpoints")) == set(committed(expected.folder / "checkpoints"))
+    assert table(run) == table(expected)
+    assert curves(run) == curves(expected)
+
+
+def evaluations_of(run: Run) -> list[dict[str, Any]]:
+    return read_lines(run.folder / "eval.jsonl")
+
+
+def exact(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in keys} for row in rows]
+
+
+def manifest(run: Run) -> tuple[Any, ...]:
+    """(steps, names, shapes and sha256 of the tensors' files, metadata) of the last checkpoint."""
+    found = decode((run.folder / "checkpoints" / f"step-{STEPS:08d}" / MANIFEST).read_bytes())
+    return found.step, found.shards, found.meta
+
+
+def is_exact(name: str) -> bool:
+    part, _, key = name.partition("/")
+    return part == "eval" or key.partition("/")[0] in EXACT
+
+
+def table(run: Run) -> list[dict[str, str]]:
+    """The rows of metrics.csv, those of steps before those of evaluations."""
+    with (run.folder / "metrics.csv").open(newline="") as file:
+        rows = [{key: row[key] for key in row if key == "step" or is_exact(key)} for row in csv.DictReader(file)]
+    return sorted(rows, key=lambda row: (int(row["step"]), row["train/loss"] == "", sorted(row.items())))
+
+
+def curves(run: Run) -> list[tuple[str, int, float]]:
+    """What TensorBoard shows."""
+    shown = scalars(run.folder / "tensorboard")
+    return sorted((each.tag, each.step, each.value) for each in shown if is_exact(each.tag))
