@@ -18,34 +18,35 @@ from pentad.orchestrator.monitoring.runfolder import committed, read_lines
 from pentad.workers.checkpoint.checkpoint import MANIFEST
 from pentad.workers.checkpoint.manifest import decode
 
-STEPS = 40
+STEPS, SECONDS = 30, 500.0  # a run may take so long
 EVERYTHING = (
     *("model.layers=4", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn=48", "model.vocab=300"),
     *("batch.global_batch_size=8", "batch.sequence_length=32", f"run.steps={STEPS}"),
-    *("data.packing=documents", "data.document_mask=true", "data.holdout=0.1"),
-    "data.curriculum=[{step: 18, weights: {chat: 3}}]",
+    *("data.path=null", "data.packing=documents", "data.document_mask=true", "data.holdout=0.1"),
+    "data.curriculum=[{step: 13, weights: {chat: 3}}]",
     *("optimizer.name=muon", "optimizer.schedule=wsd", "optimizer.z_loss=0.001", "optimizer.clip_norm=0.5"),
     "optimizer.groups=[{pattern: embedding, learning_rate_scale: 0.5}, {pattern: '*norm', weight_decay: 0.2}]",
     *("spikes.policy=skip", "spikes.threshold=2.0", "spikes.window=8", "spikes.min_steps=4"),
-    *("eval.every=6", "eval.at_start=true", "eval.sequences=10"),
-    *("checkpoint.every=5", "checkpoint.keep_best=true", "loggers.use=[csv, tensorboard]"),
-    *("cluster.device=cpu", "cluster.auth=disabled", "cluster.start_timeout_seconds=200", "elastic.hang_seconds=20"),
+    *("eval.every=3", "eval.at_start=true", "eval.sequences=10"),
+    *("checkpoint.every=6", "checkpoint.keep_best=true", "loggers.use=[csv, tensorboard]"),
+    *("cluster.device=cpu", "cluster.auth=disabled", "cluster.start_timeout_seconds=200", "elastic.hang_seconds=60"),
 )
 EXPERTS = (
-    "model.family=mixtral",
-    "model.experts={num_experts: 4, top_k: 2, intermediate_size: 16, bias_update_rate: 0.01}",
+    *("model.family=mixtral", "model.experts.num_experts=4", "model.experts.top_k=2"),
+    *("model.experts.intermediate_size=16", "model.experts.bias_update_rate=0.01"),
 )
+LORA = ("lora.rank=2", "optimizer.groups=[{pattern: '*lora_B', learning_rate_scale: 2.0}]")
 MESHES = {
     "zb-h2": ("mesh.dp=2", "mesh.pp=2", "schedule.name=zb-h2", "schedule.microbatches=4"),
     "dualpipev": ("mesh.pp=2", "mesh.tp=2", "schedule.name=dualpipev", "schedule.microbatches=4"),
-    "zero": ("mesh.dp=2", "mesh.cp=2", "zero.stage=3", "schedule.name=1f1b", "schedule.microbatches=4"),
+    "zero": ("mesh.dp=2", "mesh.pp=1", "mesh.cp=2", "zero.stage=3", "schedule.name=1f1b", "schedule.microbatches=4"),
     "experts": ("mesh.ep=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=4", *EXPERTS),
-    "adapters": ("mesh.pp=2", "mesh.tp=2", "schedule.name=zb-h2", "schedule.microbatches=4", "lora.rank=2"),
+    "adapters": ("mesh.pp=2", "mesh.tp=2", "schedule.name=zb-h2", "schedule.microbatches=4"),
 }
 # The values of a row that depend on what was trained alone, not on when and by which generation.
 EXACT = ("step", "loss", "z_loss", "grad_norm", "lr", "tokens", "total_tokens", "target_tokens", "skipped", "sources")
 EVAL_EXACT = ("step", "data", "loss", "perplexity", "tokens", "sequences")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -71,22 +72,22 @@ def test_a_run_that_loses_a_rank_and_its_driver_has_the_same_bits(
 ) -> None:
     given = (*EVERYTHING, corpora, f"data.cache={tmp_path}", *MESHES[case])
     if case == "adapters":
-        base = Run(nodes, tmp_path / "base", *given[:-1], "run.steps=2", "loggers.use=[]")
-        assert base.end() == 0, base.describe()
-        given = (*given, f"run.init_from={base.folder}")
+        base = Run(nodes, tmp_path / "base", *given, "run.steps=2", "loggers.use=[]")
+        assert base.end(SECONDS) == 0, base.describe()
+        given = (*given, *LORA, f"run.init_from={base.folder}")
     expected = Run(nodes, tmp_path / "expected", *given)
-    assert expected.end() == 0, expected.describe()
+    assert expected.end(SECONDS) == 0, expected.describe()
 
     run = Run(nodes, tmp_path / "killed", *given)
     try:
-        run.wait_for_step(7)
+        run.wait_for(lambda: len(run.rows()) > 5, SECONDS)
         run.signal_ranks(1)
-        run.wait_for(lambda: run.events("recovered"))
-        run.wait_for_step(22)
+        run.wait_for(lambda: run.events("recovered"), SECONDS)
+        run.wait_for(lambda: len(run.rows()) > 14, SECONDS)
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait()
         again = Run(nodes, tmp_path / "killed", *given)
-        assert again.end() == 0, again.describe()
+        assert again.end(SECONDS) == 0, again.describe()
         assert_same_run(again, expected)
         again.assert_gone()
     finally:
@@ -101,7 +102,7 @@ def assert_same_run(run: Run, expected: Run) -> None:
     assert {row["sources"]["few"]["target_tokens"] for row in found[-5:]} == {0}  # used up
     evaluations = exact(evaluations_of(run), EVAL_EXACT)
     assert evaluations == exact(evaluations_of(expected), EVAL_EXACT)
-    assert [row["step"] for row in evaluations[::3]] == [*range(0, STEPS, 6), STEPS]
+    assert [row["step"] for row in evaluations[::3]] == [*range(0, STEPS, 3), STEPS]
     assert manifest(run) == manifest(expected)
     assert run.events("best")[-1]["step"] == expected.events("best")[-1]["step"]
     assert set(committed(run.folder / "checkpoints")) == set(committed(expected.folder / "checkpoints"))

@@ -96,9 +96,7 @@ def test_a_damaged_table_is_named(tmp_path: Path, kept: int) -> None:
     Packs(corpus, LENGTH, tmp_path / "cache")
     (table,) = (tmp_path / "cache").glob("packed-*/sizes.npy")
     table.write_bytes(table.read_bytes()[:kept])
-    with pytest.raises(
-        PentadError, match=r"^data.cache has packed-8-\w+, which cannot be read \(.*\): expected"
-    ):
+    with pytest.raises(PentadError, match=r"^data.cache has packed-8-\w+, which cannot be read \(.*\): expected"):
         Packs(corpus, LENGTH, tmp_path / "cache")
 
 
