@@ -1,7 +1,8 @@
-"""Built-in corpora: built once and reused, also when processes race."""
+"""Built-in corpora: built once and reused, also when processes race. And sources that vanish."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mixtures import random_corpus
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.data import DataSpec, SourceSpec
+from pentad.schedules.spec.plan import BatchSpec
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.corpus_writer import write_index
-from pentad.workers.data.sources import builtin_corpus
+from pentad.workers.data.sources import builtin_corpus, open_dataset
 from pentad.workers.data.tokenizer import decode, load_tokenizer
 
 
@@ -74,3 +78,14 @@ def test_racing_builds_return_the_same_corpus(tmp_path: Path, monkeypatch: pytes
     corpus = open_corpus(first, verify=True)
     assert first == second and list(tmp_path.iterdir()) == [corpus.path]
     assert np.all(corpus.read(0, corpus.tokens) < 300)
+
+
+def test_a_source_that_vanishes_during_a_run_is_named(tmp_path: Path) -> None:
+    """What a rank has mapped it keeps; the sentence of any other shard ends the run."""
+    path = random_corpus(tmp_path / "corpus", 1, 400, 40)
+    dataset = open_dataset(DataSpec((SourceSpec("gone", path),), str(tmp_path)), BatchSpec(4, 8, 1, 1), 300, 0)
+    before = dataset.sample(0, 0)
+    shutil.rmtree(path)
+    assert np.array_equal(dataset.sample(0, 0).inputs, before.inputs)
+    with pytest.raises(PentadError, match=r"^shard .*/corpus/tokens-0000\d.arrow is missing: expected a file of"):
+        [dataset.sample(0, index) for index in range(30)]
