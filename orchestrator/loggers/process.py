@@ -55,10 +55,9 @@ def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
 def _evaluations_again(logger: Logger, run: LoggedRun, step: int) -> None:
     """The evaluation after `step` steps still counts when step `step`, the next one, is logged again."""
     path = Path(run.folder, EVALUATIONS)
-    rows = map(json.loads, path.read_bytes().splitlines()) if path.exists() else ()
-    for row in rows:
-        if row["step"] == step:
-            logger.log(step, row["time"], evaluation_scalars([row]))
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    if found := [row for row in rows if row["step"] == step]:
+        logger.log(step, found[0]["time"], evaluation_scalars(found))
 
 
 def main(kind: str) -> None:

@@ -61,8 +61,9 @@ def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp
     first.on_steps([row(0, loss=9.0), row(1, loss=8.0), row(2, loss=7.0)], [])
     first.on_event({"event": "checkpoint", "step": 2})
     evaluation = {"step": 1, "time": 1e9, "data": "web", "loss": 7.5, "perplexity": 1808.0, "generation": 1}
-    (tmp_path / "trial" / "eval.jsonl").write_text(json.dumps(evaluation) + "\n")
-    first.on_evaluation([evaluation, {**evaluation, "data": "code", "loss": None}])
+    both = evaluation, {**evaluation, "data": "code", "loss": 6.5}
+    (tmp_path / "trial" / "eval.jsonl").write_text("".join(json.dumps(each) + "\n" for each in both))
+    first.on_evaluation([*both, {**evaluation, "data": "math", "loss": None}])
     first.on_rewind(1)  # to before step 1, after the evaluation
     first.on_steps([row(1, loss=6.0), row(2, loss=5.0), row(3, loss=4.0)], [])
     first.close()
@@ -76,11 +77,11 @@ def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp
     assert [each for each in shown if each.tag == "train/loss"] == expected
     assert [each for each in shown if each.tag == "train/sources/web"] == [Scalar("train/sources/web", 2, 1e9 + 2, 1.5)]
     assert [each for each in shown if each.tag == "eval/web/loss"] == [Scalar("eval/web/loss", 1, 1e9, 7.5)]
-    names = "step", "train/loss", "train/sources/web", "eval/web/loss"
+    names = "step", "train/loss", "train/sources/web", "eval/web/loss", "eval/code/loss"
     found = [tuple(each[name] for name in names) for each in csv_rows(run)]
     assert found == [
-        *[("0", "9.0", "", ""), ("1", "", "", "7.5"), ("1", "6.0", "", "")],
-        *[("2", "3.0", "1.5", ""), ("3", "", "", "")],
+        *[("0", "9.0", "", "", ""), ("1", "", "", "7.5", "6.5"), ("1", "6.0", "", "", "")],
+        *[("2", "3.0", "1.5", "", ""), ("3", "", "", "", "")],
     ]
     described = texts(run / "tensorboard")
     assert described["checkpoint/text_summary"] == str(run / "checkpoints" / "step-00000002")

@@ -119,9 +119,9 @@ def exact(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, A
 
 
 def manifest(run: Run) -> tuple[Any, ...]:
-    """(steps, names, shapes and sha256 of the tensors' files, metadata) of the last checkpoint."""
+    """(steps, names, shapes and sha256 of files, metadata but for the generation) of the last checkpoint."""
     found = decode((run.folder / "checkpoints" / f"step-{STEPS:08d}" / MANIFEST).read_bytes())
-    return found.step, found.shards, found.meta
+    return found.step, found.shards, {**found.meta, "generation": 0}
 
 
 def is_exact(name: str) -> bool:
